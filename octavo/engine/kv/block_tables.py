@@ -1,8 +1,9 @@
-"""Which request holds which blocks of the device, in the order of its tokens, in every cache group.
+"""Block tables: the device blocks of each request, in the order of its tokens, for every cache
+group.
 
-Owns the block tables; each change is made in all groups or in none. How many blocks a table has,
-and which of them are released, is asked of the group's spec
-(`octavo/engine/protocol/kv_cache_spec.py`). Knows neither names nor host memory."""
+Each change is made in all groups or in none. The group's spec
+(`octavo/engine/protocol/kv_cache_spec.py`) decides how many blocks a table has and which are freed.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +15,32 @@ from octavo.engine.protocol.kv_cache_spec import Extent, blocks_for
 from octavo.engine.protocol.kv_messages import BlockMove
 
 Kept = list[list[int | None]]
-"""The beginning of a table in each group: blocks that are there already, holes, and None where one
-has to be taken.
-"""
+"""Beginning of a table in each group: existing blocks, holes, and None for blocks to allocate."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockAllocation:
-    """Changes of a request's tables that make room for its next tokens."""
+    """Changes of a request's tables for its next tokens."""
 
     new_block_ids: list[list[int]] = field(default_factory=list)
-    """Block ids appended, by group; [] where no group gained any."""
+    """Appended block ids by group; [] if there are none."""
     replaced: list[tuple[int, int, int]] = field(default_factory=list)
     """Entries that changed: (group, index in the table, new block id)."""
     moves: list[BlockMove] = field(default_factory=list)
-    """Copies of shared blocks that are to be written."""
+    """Copy-on-write of shared blocks."""
 
 
-EMPTY_GRANT = BlockAllocation()
+NO_ALLOCATION = BlockAllocation()
 
 
 @dataclass(frozen=True, slots=True)
 class LeafBlocks:
-    """The blocks that the paths of a guess have for themselves, all but its first path."""
+    """Blocks of the paths of a draft tree, except the first path."""
 
     entries: list[list[tuple[int, int, int]]] = field(default_factory=list)
     """Entries of each path that differ from the request's table: (group, index, block id)."""
     moves: list[BlockMove] = field(default_factory=list)
-    """Copies of what the request has in the first of them already."""
+    """Copies of the request's tokens in the first block of each path."""
 
 
 NO_LEAVES = LeafBlocks()
@@ -54,9 +53,9 @@ class BlockTables:
         self.of: dict[str, list[list[int]]] = {}
         """Block ids by request and group."""
         self._leaves: dict[str, LeafBlocks] = {}
-        """Blocks of the paths of guesses in flight, by request."""
+        """Blocks of the draft trees in flight, by request."""
         self._reserved: set[str] = set()
-        """Requests whose tables may reach beyond their tokens."""
+        """Requests whose tables may extend beyond their tokens."""
         self._pools = pools
         self._block_size = block_size
         specs = [pool.spec for pool in pools]
@@ -65,7 +64,7 @@ class BlockTables:
         self._releasing = [index for index, spec in enumerate(specs) if not spec.keeps_every_token]
         self._allows_forks = all(spec.allows_forks for spec in specs)
         self.can_branch = not self._rewritten and self._allows_forks
-        """Whether a guess may branch: no group has one block for all tokens of a request."""
+        """Whether drafts may branch: no group has a single block for all tokens of a request."""
         self._outlive_steps = all(spec.outlives_step or not spec.grows for spec in specs)
 
     def place(
@@ -77,10 +76,10 @@ class BlockTables:
         *,
         spared: Sequence[int] = (),
     ) -> bool:
-        """Makes a request's tables out of what is kept and new blocks; False, and nothing changed,
-        where fewer than `reserve` blocks would stay free.
+        """Creates a request's tables from kept and new blocks; returns False and changes nothing if
+        fewer than `reserve` blocks would stay free.
 
-        `spared`: a block of each group, or a hole, that is not to be taken for it.
+        `spared`: a block of each group, or a hole, that must not be allocated.
         """
         wanted = [
             max(len(table), pool.spec.blocks_at_start(extent, self._block_size))
@@ -101,7 +100,7 @@ class BlockTables:
         return True
 
     def put(self, request_id: str, tables: list[list[int]]) -> None:
-        """Takes in the tables of a request that returns, whose blocks are held already."""
+        """Sets the tables of a request that is swapped in, whose blocks are allocated already."""
         self.of[request_id] = tables
 
     def kept(self, request_id: str, num_tokens: int) -> list[list[int]]:
@@ -153,7 +152,7 @@ class BlockTables:
                 or self._must_replace(group, table[index])
             ):
                 return self._extend(tables, index, num_blocks)
-        return EMPTY_GRANT
+        return NO_ALLOCATION
 
     def reserve(self, ends: Mapping[str, int]) -> dict[str, list[list[int]]] | None:
         """Appends the blocks that tables lack to reach to their `ends`; returns them for the

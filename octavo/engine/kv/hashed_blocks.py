@@ -1,9 +1,8 @@
-"""The names of requests' blocks: which blocks get one, and who learns of it.
+"""Block hashes of requests: hashes full blocks and adds them to the prefix cache and the connector.
 
-Owns a `BlockChain` for each request. A full block gets its name once it is computed; then the
-prefix cache of its group finds it and the connector may keep it. Where another engine waits for a
-request's blocks, the connector is told which ones come, and which never will. Reads the tables, and
-gives or takes no block.
+Owns a `BlockChain` for each request. A full block is hashed once it is computed; then the prefix
+cache of its group finds it, and the connector may store it. If another engine waits for a request's
+blocks, the connector is told which will come and which will not.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from octavo.engine.protocol.ports import Connector
 
 
 class HashedBlocks:
-    """The names of the blocks that requests hold, by request id."""
+    """Hashes of the blocks of all requests, by request id."""
 
     def __init__(
         self,
@@ -30,7 +29,7 @@ class HashedBlocks:
         is_used: bool,
     ) -> None:
         self.is_used = is_used
-        """Whether blocks get names at all: whether prefixes are cached."""
+        """Whether blocks are hashed: whether prefix caching is on."""
         self._pools = pools
         self._tables = tables
         self._connector = connector
@@ -40,7 +39,7 @@ class HashedBlocks:
         self._chains: dict[str, BlockChain] = {}
 
     def chain(self, request_id: str, naming: BlockHashing) -> BlockChain:
-        """Returns a request's chain, which begins where it has none."""
+        """Returns a request's hash chain, creating it if needed."""
         chain = self._chains.get(request_id)
         if chain is None:
             chain = self._chains[request_id] = BlockChain(naming)
@@ -54,19 +53,19 @@ class HashedBlocks:
         return self.chain(request_id, naming).extend(token_ids, num_blocks, self._block_size)
 
     def given(self, request_id: str) -> Sequence[BlockKey]:
-        """Returns the keys of the request's first blocks that have been named."""
+        """Returns the keys of the request's hashed blocks."""
         return self._chains[request_id].named()
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
-        """Gives the child the parent's names of the blocks of its first `num_tokens` tokens."""
+        """Copies the parent's hashes of the first `num_tokens` tokens to the child."""
         self._chains[child_id] = self._chains[parent_id].fork(num_tokens // self._block_size)
 
     def drop(self, request_id: str) -> None:
-        """Drops a request's chain, if it has one; its blocks stay named."""
+        """Removes a request's chain; its blocks stay in the prefix cache."""
         self._chains.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
-        """Drops the names of a request's blocks: a failed request's KV is not found again."""
+        """Removes a request's blocks from the prefix cache, such as those of a failed request."""
         chain = self._chains.get(request_id)
         if chain is None:
             return
@@ -74,11 +73,11 @@ class HashedBlocks:
             pool.cache.forget_keys(chain.named())
             self._connector.forget(group, chain.named())
 
-    # -- a step computes ---------------------------------------------------------------------------
+    # -- computed steps ----------------------------------------------------------------------------
 
     def step_end(self, request_id: str, start: int, end: int) -> int:
-        """Returns where a step ends that begins at `start` and would end at `end`: where a
-        checkpoint lies between them, there.
+        """Returns the end of a step from `start` to at most `end`: the next checkpoint if one lies
+        between them.
         """
         if not (self.is_used and self._checkpoint_tokens):
             return end
@@ -87,7 +86,7 @@ class HashedBlocks:
         return min(end, mark) if mark > start else end
 
     def give(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Names the blocks that are full by now, of the request's first `num_tokens` tokens."""
+        """Hashes the blocks that the request's first `num_tokens` tokens have filled."""
         if not self.is_used:
             return
         chain = self._chains[request_id]
@@ -111,28 +110,26 @@ class HashedBlocks:
                     self._connector.offer(group, key)
 
     def _is_mark(self, chain: BlockChain, num_tokens: int) -> bool:
-        """Says whether the state after `num_tokens` tokens, whole blocks, is to be found again."""
+        """Returns whether the state after `num_tokens` tokens (whole blocks) is cached."""
         interval = self._checkpoint_tokens
         return interval > 0 and (num_tokens == chain.last_mark or num_tokens % interval == 0)
 
-    # -- another engine waits ----------------------------------------------------------------------
+    # -- blocks for other engines ------------------------------------------------------------------
 
     @property
     def streams(self) -> bool:
-        """Whether blocks are sent to other engines while they are computed."""
+        """Whether blocks are streamed to other engines while they are computed."""
         return self._connector.streams and self.is_used
 
     def offer_cached(self, request_id: str) -> None:
-        """Has the connector save the cached blocks of a request that has just started, which were
-        offered when they were computed and may be gone from there.
+        """Offers the cached blocks of a request that has just started to the connector again, which
+        may have evicted them since they were computed.
         """
         for group, key in self._by_group(self.given(request_id)):
             self._connector.offer(group, key)
 
     def stream(self, request_id: str, token_ids: Sequence[int], start: int, end: int) -> None:
-        """Has the connector send the blocks that the coming step fills, which computes the tokens
-        from `start` up to `end`, while it computes.
-        """
+        """Streams the blocks that the next step, of the tokens `start` to `end`, fills."""
         if not self.streams:
             return
         chain = self._chains[request_id]
@@ -147,15 +144,13 @@ class HashedBlocks:
                         self._connector.stream(block)
 
     def complete(self, request_id: str, token_ids: Sequence[int], naming: BlockHashing) -> None:
-        """Tells the connector that no more blocks of a prompt will be computed for another
-        engine.
-        """
+        """Tells the connector that the prompt is finished: no more blocks of it will come."""
         keys = self.keys(request_id, token_ids, naming)
         self._connector.complete(
             BlockName(group, key.digest) for group, key in self._by_group(keys)
         )
 
     def _by_group(self, keys: Sequence[BlockKey]) -> list[tuple[int, BlockKey]]:
-        """Lists the keys with each group that has names."""
+        """Lists the keys with each cache group that is hashed."""
         groups = [index for index, pool in enumerate(self._pools) if pool.spec.is_named]
         return [(group, key) for key in keys for group in groups]

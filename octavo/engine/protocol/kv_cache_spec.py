@@ -1,9 +1,8 @@
-"""How the KV blocks of a cache group live: how many a request needs, how many at most, which of
-them are released while it runs, and which a prefix hit needs.
+"""KV cache specs: how many blocks of a cache group a request needs, which of them are freed while
+it runs, and which a prefix hit requires.
 
-The one owner of these rules: the KV budget (`worker/memory.py`) and the block manager (`engine/kv`)
-both ask them here. Knows neither requests nor block ids nor bytes; every count is of blocks of
-`block_size` tokens.
+Used by the KV budget (`worker/memory.py`) and the block manager (`engine/kv`). All counts are of
+blocks of `block_size` tokens.
 """
 
 from __future__ import annotations
@@ -13,104 +12,104 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 UNBOUNDED = 1 << 48
-"""More tokens, and more blocks, than there ever are."""
+"""A number of tokens or blocks that is never reached."""
 
 
 class KvDemand(NamedTuple):
-    """The most that an engine asks of its KV cache."""
+    """Maximum demand of an engine on its KV cache."""
 
     max_model_len: int
-    """Tokens of the longest request."""
+    """Maximum length of a request, in tokens."""
     max_num_seqs: int
-    """Requests that run at once."""
+    """Maximum number of running requests."""
     max_step_tokens: int
-    """Tokens that one step computes, of all requests together."""
+    """Maximum number of tokens in one step."""
     max_encoder_len: int = 0
-    """Rows of the longest encoder's input."""
+    """Maximum length of an encoder input, in rows."""
 
 
 class Extent(NamedTuple):
-    """The tokens for which a request's tables are made when it starts or returns."""
+    """Tokens for which a request's block tables are allocated when it starts or is swapped in."""
 
     num_tokens: int
-    """All tokens of the request known so far."""
+    """All known tokens of the request."""
     step_end: int
-    """The end of the tokens that its next step may compute."""
+    """End of the tokens that its next step may compute."""
     num_fixed_tokens: int = 0
-    """Rows of its fixed groups: the length of the encoder's input."""
+    """Length of the encoder input, in rows."""
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Counts the blocks that hold `num_tokens` tokens."""
+    """Returns the number of blocks for `num_tokens` tokens."""
     return -(-num_tokens // block_size)
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True):
-    """The rules of one cache group. What the kinds share stands here, as for `growing`."""
+    """Rules of one cache group; the defaults are those of full attention."""
 
     is_named: ClassVar[bool] = True
-    """Whether full blocks get names, under which a prefix hit finds them."""
+    """Whether full blocks are hashed for the prefix cache."""
     keeps_every_token: ClassVar[bool] = False
-    """Whether a token reads the blocks of all tokens before it, found or computed."""
+    """Whether a token reads the blocks of all tokens before it."""
     allows_hits: ClassVar[bool] = True
-    """Whether a request may begin behind tokens that another has computed."""
+    """Whether a request may start after tokens that another has computed."""
     allows_forks: ClassVar[bool] = True
-    """Whether a row may share another one's blocks."""
+    """Whether a row may share the blocks of another."""
     grows: ClassVar[bool] = True
-    """Whether a request's table gets longer with its tokens."""
+    """Whether a request's block table grows with its tokens."""
     outlives_step: ClassVar[bool] = True
-    """Whether the blocks that a step has written are read by later steps."""
+    """Whether later steps read the blocks that a step has written."""
     keeps_parts: ClassVar[bool] = True
-    """Whether the first tokens of a step, or of a block, can be kept without the others."""
+    """Whether the first tokens of a step or block can be kept without the rest."""
     is_rewritten: ClassVar[bool] = False
-    """Whether a request has one block, which stands for all tokens so far and which every step
-    writes again; under a name it stands for the tokens up to the end of the block of that name.
+    """Whether a request has a single block that represents all tokens so far and is rewritten by
+    every step. In the prefix cache it represents the tokens up to the block with its hash.
     """
 
     @property
     def checkpoint_tokens(self) -> int:
-        """Tokens from one named block to the next, where not every block gets a name; else 0."""
+        """Tokens between two hashed blocks if not every block is hashed, else 0."""
         return 0
 
     @property
     def window_tokens(self) -> int | None:
-        """Keys that a query sees, itself included; None: not bounded by a window."""
+        """Window size in keys, including the query's own; None: unlimited."""
         return None
 
     def blocks_at_start(self, extent: Extent, block_size: int) -> int:
-        """Counts the blocks of a request's table when it starts or returns, holes included."""
+        """Returns the length of a request's table when it starts or is swapped in, with holes."""
         return blocks_for(extent.num_tokens, block_size)
 
     def blocks_held(self, num_tokens: int, block_size: int) -> int:
-        """Counts the blocks that a request of `num_tokens` tokens holds between two steps."""
+        """Returns the number of blocks that `num_tokens` tokens of a request hold between steps."""
         return blocks_for(num_tokens, block_size)
 
     def blocks_written(self, num_tokens: int, num_blocks: int, block_size: int) -> int:
-        """Counts the first blocks of a table of `num_blocks` that the first `num_tokens` tokens
-        have written.
+        """Returns how many of the first blocks of a table of `num_blocks` the first `num_tokens`
+        tokens have written.
         """
         return blocks_for(num_tokens, block_size)
 
     def blocks_final(self, num_tokens: int, num_blocks: int, block_size: int) -> int:
-        """Counts the first blocks of a table of `num_blocks` that no later token writes."""
+        """Returns how many of the first blocks of a table of `num_blocks` no later token writes."""
         return num_tokens // block_size
 
     def first_read(self, position: int, block_size: int) -> int:
-        """Returns the index of the first block that a query at `position` reads, of those that
-        earlier steps have written.
+        """Returns the index of the first block of earlier steps that a query at `position`
+        reads.
         """
         return 0
 
     def first_found(self, num_blocks: int, block_size: int) -> int:
-        """Returns the index of the first block that must be found, of the names of `num_blocks`
-        blocks, for a request to go on behind them.
+        """Returns the index of the first block that must be in the prefix cache for a request to
+        continue after `num_blocks` blocks.
         """
         return self.first_read(num_blocks * block_size, block_size)
 
     def num_released(
         self, num_tokens: int, num_blocks: int, block_size: int, *, in_flight: bool
     ) -> int:
-        """Counts the first blocks of a table of `num_blocks` that nothing reads any more, once
+        """Returns how many of the first blocks of a table of `num_blocks` are no longer read once
         `num_tokens` tokens are computed.
 
         `in_flight`: another step of the request, from that token on, is being computed.
@@ -120,32 +119,32 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
     def capacity_tokens(
         self, num_blocks: int, num_rows: int, max_step_tokens: int, block_size: int
     ) -> int:
-        """Counts the tokens that `num_blocks` blocks hold of a request of `num_rows` rows, what the
-        rows share counted once; UNBOUNDED where the blocks bound no length.
+        """Returns the number of tokens of a request with `num_rows` rows that fit into `num_blocks`
+        blocks, shared ones counted once; UNBOUNDED if the blocks do not limit the length.
         """
         return num_blocks * block_size
 
     def least_blocks(self, demand: KvDemand, block_size: int) -> int:
-        """Counts the blocks without which the longest request cannot run."""
+        """Returns the number of blocks that the longest request needs."""
         return blocks_for(demand.max_model_len, block_size)
 
     def most_blocks(self, demand: KvDemand, block_size: int) -> int:
-        """Counts the blocks beyond which no request would ever wait for this group."""
+        """Returns the number of blocks with which no request ever waits for this group."""
         return UNBOUNDED
 
 
 class FullAttentionSpec(KVCacheSpec, frozen=True, tag="growing"):
-    """Every block stays until the request ends: full attention, latents."""
+    """Full attention and latent (MLA) caches: every block is kept until the request ends."""
 
     keeps_every_token: ClassVar[bool] = True
 
 
 GROWING = FullAttentionSpec()
-"""The spec of most groups."""
+"""The spec of full attention."""
 
 
 class SlidingWindowSpec(KVCacheSpec, frozen=True, tag="window"):
-    """Only the blocks that a query still sees stay."""
+    """Sliding window: only blocks inside the window are kept."""
 
     window: int
     """Keys that a query sees, itself included."""
@@ -184,10 +183,10 @@ class SlidingWindowSpec(KVCacheSpec, frozen=True, tag="window"):
 
 
 class CrossAttentionSpec(KVCacheSpec, frozen=True, tag="fixed"):
-    """The blocks of the encoder's input stay from the start to the end: cross attention.
+    """Cross attention: the blocks of the encoder input are kept until the request ends.
 
-    The input is no part of the tokens that name blocks, so nothing is found by a prefix hit. The
-    rows of one request share its blocks, since no decoder step writes them.
+    They are not in the prefix cache, since the input is not among the hashed tokens. The rows of a
+    request share them, since no decoder step writes them.
     """
 
     is_named: ClassVar[bool] = False
@@ -274,11 +273,7 @@ class StateSpec(KVCacheSpec, frozen=True, tag="state"):
 
 
 class SingleStepSpec(KVCacheSpec, frozen=True, tag="step"):
-    """The blocks of the tokens that a step computes, released at its end: an encoder's own
-    attention.
-
-    Nothing is left to be found, and a request that begins behind a hit misses nothing.
-    """
+    """Self-attention of an encoder-only model: blocks of the tokens in a step, freed at its end."""
 
     is_named: ClassVar[bool] = False
     outlives_step: ClassVar[bool] = False
@@ -315,8 +310,8 @@ class SingleStepSpec(KVCacheSpec, frozen=True, tag="step"):
 
 
 class EncoderSpec(KVCacheSpec, frozen=True, tag="encode"):
-    """The blocks of the encoder's input, released at the end of the one step that encodes it: the
-    encoder's own attention, beside a decoder.
+    """Self-attention of an encoder before a decoder: blocks of the encoder input, freed after the
+    step that encodes it.
     """
 
     is_named: ClassVar[bool] = False

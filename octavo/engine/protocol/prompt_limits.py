@@ -1,5 +1,5 @@
-"""The limits on the length of a prompt, which the frontend checks before anything is queued and the
-scheduler for the requests that it gets.
+"""Limits on the length of a prompt, checked by the frontend before a request is queued and by the
+scheduler for each request it receives.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ class AllocStatus(Enum):
 
 
 class AdmissionDecision(NamedTuple):
-    """The verdict on one request, and its grounds."""
+    """Whether a request may start, and the reason if not."""
 
     status: AllocStatus
     reason: str = ""
-    """Resource that the request waits for; or the limit that it breaks, what it has and what is
-    allowed.
+    """Resource that the request waits for, or the exceeded limit with the actual and allowed
+    values.
     """
     hint: str | None = None
     num_tokens: int = 0
-    """Tokens of a prompt that is too long, at least."""
+    """Length of a prompt that is too long, in tokens (a lower bound)."""
     max_tokens: int = 0
-    """Tokens that a prompt may have which is too long."""
+    """Allowed length of a prompt that is too long."""
 
 
 OK = AdmissionDecision(AllocStatus.OK)

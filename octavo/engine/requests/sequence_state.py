@@ -1,8 +1,7 @@
-"""Tokens, and how many of them have their KV: the state of one row of the worker. A request is a
-row; a beam search has one for each beam.
+"""State of one sequence: its tokens and how many of them are computed. A request has one, a beam
+search one for each beam.
 
-Knows neither what the tokens are for nor which blocks hold them; the BlockManager and the worker
-know a row by its `request_id`.
+The BlockManager and the worker identify a sequence by its `request_id`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from octavo.api.outputs import FinishReason
 
 
 class Finish(NamedTuple):
-    """How a request or a beam ends."""
+    """Why a request or a beam finished."""
 
     reason: FinishReason
     stop_reason: int | str | None = None
@@ -22,10 +21,10 @@ class Finish(NamedTuple):
 
 
 class SequenceState:
-    """A sequence of tokens that is computed step by step.
+    """Tokens of a sequence and how many of them are computed.
 
-    `num_computed_tokens` catches up with `num_tokens`. It counts tokens whose result has come back,
-    `num_planned_tokens` those in flight too.
+    `num_computed_tokens` catches up with `num_tokens`; it counts tokens whose results have arrived,
+    and `num_planned_tokens` also those in flight.
     """
 
     __slots__ = (
@@ -42,12 +41,12 @@ class SequenceState:
         self.token_ids = token_ids
         self.num_computed_tokens = num_computed_tokens
         self.num_tokens_in_flight = 0
-        """Tokens in plans whose results have not been taken in."""
+        """Tokens in plans whose results are outstanding."""
         self.mirostat_mu: float | None = None
         """Bound of mirostat after the last token; None before the first one, or without it."""
         self.is_on_worker = False
-        """Whether the worker has a row with these tokens; if not, it gets one with the next step
-        that computes some.
+        """Whether the worker has a row for this sequence; otherwise the next step that computes it
+        adds one.
         """
 
     @property
@@ -57,5 +56,5 @@ class SequenceState:
 
     @property
     def num_planned_tokens(self) -> int:
-        """Number of tokens that are computed once all steps in flight are back."""
+        """Number of computed tokens after all in-flight steps."""
         return self.num_computed_tokens + self.num_tokens_in_flight

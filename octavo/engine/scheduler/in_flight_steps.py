@@ -1,9 +1,9 @@
-"""The steps that are planned and not taken in, and whether one more may be planned before they
-are: the one place that decides it.
+"""Launched steps whose results are outstanding, and whether another may be scheduled before they
+arrive.
 
-A plan that is made ahead counts on how many tokens each row will have after the steps before it,
-whatever these tokens are; the device fills them in. A row whose draw depends on the last token
-itself sits out until that has come back, and holds up no other row.
+A step scheduled ahead knows how many tokens each row will have after the steps before it, but not
+which; the device fills them in. A row whose sampling depends on the last token itself waits until
+that has arrived, without delaying other rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALL_MAY_END = "no request has a token to compute until a step in flight is back"
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The part of a plan that is remembered until its result comes."""
+    """What is kept of a plan until its result arrives."""
 
     owners: list[tuple[Request, SequenceState]]
     """Request and row of each row of the plan."""
@@ -38,16 +38,16 @@ class PlannedStep:
 
 
 class InFlightSteps:
-    """Planned steps in their order, which is that of their results."""
+    """Queue of in-flight steps; results arrive in the same order."""
 
     def __init__(self, *, draws_ahead: bool = True) -> None:
-        """`draws_ahead`: a step may compute tokens that one in flight has not drawn yet."""
+        """`draws_ahead`: a step may compute tokens that an in-flight step has not sampled yet."""
         self._draws_ahead = draws_ahead
         self._steps: deque[PlannedStep] = deque()
         self.decoding: PlannedStep | None = None
-        """Last decode step of a plan that may have further ones."""
+        """Last decode step of a multi-step plan that may continue."""
         self._num_left = 0
-        """Most decode steps that the last plan still has."""
+        """Maximum number of decode steps left in the last plan."""
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -75,20 +75,18 @@ class InFlightSteps:
         return len(owners)
 
     def end_decode(self) -> list[tuple[Request, SequenceState]]:
-        """Ends a plan of several decode steps; returns its requests and rows, [] if there is
-        none.
-        """
+        """Ends a multi-step plan; returns its requests and rows, [] if there is none."""
         step, self.decoding = self.decoding, None
         return [] if step is None else step.owners
 
     @property
     def oldest(self) -> PlannedStep:
-        """The step whose results come next."""
+        """The step whose result arrives next."""
         return self._steps[0]
 
     def take(self, num_steps: int) -> PlannedStep:
-        """Removes and returns the oldest step, whose result has come; its plan has `num_steps`
-        decode steps.
+        """Removes and returns the oldest step, whose result has arrived; its plan has up to
+        `num_steps` decode steps.
         """
         step = self._steps.popleft()
         self._num_left = (num_steps if step.is_first else self._num_left) - 1
@@ -96,17 +94,17 @@ class InFlightSteps:
         return step
 
     def computes(self, request: Request) -> bool:
-        """Returns whether a step in flight writes to the request's blocks and reads its row."""
+        """Returns whether an in-flight step computes the request."""
         return any(owner is request for step in self._steps for owner, _ in step.owners)
 
-    def not_given_away(self, freed_rows: Sequence[str]) -> list[str]:
-        """Returns those of the rows freed by the oldest step that no later step has made again."""
+    def not_readded(self, freed_rows: Sequence[str]) -> list[str]:
+        """Returns the rows freed by the oldest step that no later step has added again."""
         again = {name for step in list(self._steps)[1:] for name in step.new_rows}
         return [name for name in freed_rows if name not in again]
 
     def reason_to_wait(self, running: Sequence[Request]) -> str:
-        """Returns why the next plan needs results that have not come; "" where some request can go
-        on without them.
+        """Returns why the next plan needs outstanding results; "" if some request can be scheduled
+        without them.
         """
         last = self._steps[-1]
         if last.swapped_out or last.is_short:
@@ -120,5 +118,5 @@ class InFlightSteps:
 
 
 def _has_tokens_to_plan(request: Request) -> bool:
-    """Returns whether tokens are known that no step computes yet."""
+    """Returns whether a row has known tokens that are not scheduled yet."""
     return any(row.num_planned_tokens < row.num_tokens for row in request.rows)

@@ -1,8 +1,8 @@
-"""How a request comes onto the device and off it: KV blocks for its rows (found, shared, taken,
-swapped in), and the worker's rows freed.
+"""Allocates and frees the KV blocks of requests: found in the prefix cache, shared with another
+request, newly allocated, or swapped in; and frees their rows on the worker.
 
-All rows of a request come and go together. Decides nothing about whose turn it is; says whether
-there is room, and what the request waits for where there is none.
+All rows of a request are allocated and freed together. The scheduler decides which request is next;
+this class reports whether it fits, and what it waits for if it does not.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from octavo.engine.scheduler.step_builder import StepBuilder
 
 
 class KVAllocator:
-    """Gives requests their blocks and takes them back. `num_running` is in every method the number
-    of running rows, beside which some blocks stay free.
+    """Allocates and frees the blocks of requests. In every method `num_running` is the number of
+    running rows, for which some blocks are kept free.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class KVAllocator:
         *,
         names_generated: bool = True,
     ) -> None:
-        """Takes `names_generated`, whether blocks with generated tokens are found again by others:
-        not where their K and V differ from those of a prompt.
+        """`names_generated`: whether blocks of generated tokens enter the prefix cache; False if
+        their K and V differ from those of a prompt.
         """
         self._names_generated = names_generated
         self._blocks = blocks
@@ -62,7 +62,7 @@ class KVAllocator:
         return ends
 
     def free_again(self, freed_rows: Sequence[str]) -> None:
-        """Frees rows of a failed plan once more; freeing a row twice does no harm."""
+        """Frees the rows of a failed plan again; freeing a row twice is harmless."""
         self.freed_rows += freed_rows
 
     # -- a request starts --------------------------------------------------------------------------
@@ -76,8 +76,8 @@ class KVAllocator:
         room: int,
         num_running: int,
     ) -> AdmissionDecision:
-        """Gives a waiting request its blocks where it may start: its own, or those of `parent`, the
-        sample that computes the same prompt. `room` is the number of rows that may be added.
+        """Allocates the blocks of a waiting request if it may start, or shares those of `parent`,
+        the sample that computes the same prompt. `room` is the number of rows that may be added.
         """
         if parent is not None and not self._is_shareable(request, parent):
             parent = None
@@ -107,8 +107,8 @@ class KVAllocator:
         return OK
 
     def prefetch(self, request: Request, num_running: int, *, at_once: bool) -> Prefetch:
-        """Begins to bring a waiting request's prefix near from off the device; with `at_once` the
-        request does not wait for what takes further steps.
+        """Starts loading a waiting request's prefix from host memory, disk or another engine; with
+        `at_once` the request does not wait for loads that take further steps.
         """
         return self._blocks.prefetch(
             request.request_id,
@@ -121,14 +121,14 @@ class KVAllocator:
         )
 
     def forget_source(self, request: Request) -> None:
-        """Has a waiting request compute its prompt here instead of in another engine."""
+        """Makes a waiting request compute its prompt here instead of in another engine."""
         if request.source.kv_source and request.status is RequestStatus.WAITING:
             request.source = msgspec.structs.replace(request.source, kv_source="")
             self._blocks.connector.release(request.request_id)
 
     def stream(self, builder: StepBuilder) -> None:
-        """Has the blocks leave, layer by layer, that a step fills with the last tokens of prompts
-        which are computed for other engines.
+        """Streams, layer by layer, the blocks that a step completes with the last tokens of prompts
+        computed for other engines.
         """
         if not self._blocks.names.streams:
             return
@@ -138,8 +138,8 @@ class KVAllocator:
                 self._blocks.names.stream(row.request_id, row.token_ids, scheduled.start, end)
 
     def sent(self, request: Request) -> None:
-        """Notes the end of a request; where it was computed for another engine, that one is told
-        which of the prompt's blocks it gets.
+        """Handles the end of a request computed for another engine: announces which blocks of the
+        prompt that engine gets.
         """
         if request.source.sends_kv:
             prompt = request.token_ids[: request.num_prompt_tokens]
@@ -147,9 +147,8 @@ class KVAllocator:
             self._blocks.names.complete(request.request_id, prompt, naming)
 
     def _is_shareable(self, request: Request, parent: Request) -> bool:
-        """Returns whether the parent has blocks to share, or computes the same prompt for the first
-        time; it may have been preempted, have let go of those outside a window, or have outgrown
-        the positions that the request still has.
+        """Returns whether the parent has blocks to share or is computing the same prompt. It may
+        have been preempted, have freed blocks outside a window, or use other rotary positions.
         """
         has_lost_them = parent.status is RequestStatus.WAITING and parent.has_run
         is_placed_alike = request.first_position == parent.first_position
@@ -162,8 +161,8 @@ class KVAllocator:
     def _take_blocks(
         self, request: Request, builder: StepBuilder, num_running: int
     ) -> list[BlockMove] | None:
-        """Takes blocks for all of the request's tokens, found in the prefix cache or new; returns
-        None, with nothing done, where there are too few.
+        """Allocates blocks for all of the request's tokens, from the prefix cache or new; returns
+        None and changes nothing if there are too few.
         """
         start = self._blocks.start(
             request.request_id,
@@ -184,8 +183,8 @@ class KVAllocator:
         return start.moves
 
     def _branches_reserve(self, request: Request) -> int:
-        """Returns the blocks to stay free for the rows that will branch off: each writes a block of
-        its own, one of them the request's last.
+        """Returns the blocks to keep free for rows that will branch off: each writes a block of its
+        own, one of them the request's last.
         """
         if request.num_seqs == 1:
             return 0
@@ -194,9 +193,9 @@ class KVAllocator:
     def _fork(
         self, request: Request, parent: Request, builder: StepBuilder
     ) -> list[BlockMove] | None:
-        """Shares what the parent has computed of the request's tokens, and returns the moves that
-        copy its last block: the last token is computed again for its logits. None where no block
-        is free for the copy.
+        """Shares the parent's blocks of the request's tokens and returns the moves that copy the
+        last one, since the last token is recomputed for its logits; None if no block is free for
+        it.
         """
         num_computed = self._num_shared_tokens(request, parent)
         self._blocks.fork(parent.request_id, request.request_id, num_computed)
@@ -209,11 +208,11 @@ class KVAllocator:
         request.is_encoded = True  # by the parent, whose keys it shares
         return grant.moves
 
-    # -- its rows branch off each other ------------------------------------------------------------
+    # -- branching ---------------------------------------------------------------------------------
 
     def branch(self, rows: Sequence[SequenceState], branches: Sequence[Branch]) -> None:
-        """Puts `branches` in the place of `rows`: they share what their parents have computed, and
-        rows that do not continue are freed.
+        """Replaces `rows` by `branches`, which share their parents' blocks; rows without a branch
+        are freed.
         """
         for row, parent_id in branches:
             if row.request_id != parent_id:
@@ -226,11 +225,11 @@ class KVAllocator:
             if not kept.get(row.request_id, False):
                 self.freed_rows.append(row.request_id)
 
-    # -- its guesses come to nothing ---------------------------------------------------------------
+    # -- rejected drafts ---------------------------------------------------------------------------
 
-    def give_back(self, row: SequenceState) -> None:
-        """Gives back the blocks that a row was granted for tokens that did not come: no step in
-        flight writes to them.
+    def free_unused(self, row: SequenceState) -> None:
+        """Frees the blocks allocated for rejected draft tokens, unless a step in flight writes to
+        them.
         """
         if row.num_tokens_in_flight:
             return
@@ -238,14 +237,14 @@ class KVAllocator:
         if num_blocks is not None:
             self.table_ends.append(TableEnd(row.request_id, num_blocks))
 
-    # -- a request leaves, for good or for a while -------------------------------------------------
+    # -- finishing and swapping --------------------------------------------------------------------
 
     def num_swapped_blocks(self, request: Request) -> int:
-        """Returns how many blocks a swapped request has in host memory."""
+        """Returns the number of blocks of a swapped request in host memory."""
         return self._blocks.host.num_blocks_of(row.request_id for row in request.rows)
 
-    def forget(self, request: Request) -> None:
-        """Keeps what was computed of a request from being found again in the prefix cache."""
+    def remove_from_cache(self, request: Request) -> None:
+        """Removes a request's blocks from the prefix cache."""
         for row in request.rows:
             self._blocks.names.forget(row.request_id)
 
@@ -256,8 +255,8 @@ class KVAllocator:
         self._leave_worker(request)
 
     def swap_out(self, request: Request, builder: StepBuilder) -> list[BlockMove] | None:
-        """Returns the moves that bring a request to the host; None, with nothing done, where it is
-        to be computed again.
+        """Returns the moves that swap a request to host memory; None, with nothing changed, if it
+        should be recomputed.
         """
         moves = self._preemption_policy.swap_out(request, builder)
         if moves is not None:
@@ -265,7 +264,7 @@ class KVAllocator:
         return moves
 
     def swap_in(self, request: Request, builder: StepBuilder, *, num_running: int) -> bool:
-        """Brings a request back from the host; returns False, with nothing done, where there is no
+        """Swaps a request in from host memory; returns False, with nothing changed, if there is no
         room for all of its rows.
         """
         moves = self._blocks.swap_in(
@@ -280,9 +279,9 @@ class KVAllocator:
         return moves is not None
 
     def _num_shared_tokens(self, request: Request, parent: Request) -> int:
-        """Returns how many tokens a request shares with its running parent: the prompt that both
-        have, but for the last token; or, where it goes on from the parent's own, those that are
-        computed, and would be the same in a prompt.
+        """Returns the number of tokens that a request shares with its running parent: all but the
+        last of their common prompt, or, for a request that continues the parent's output, the
+        computed tokens whose KV would be the same in a prompt.
         """
         if request.source.fork_tokens is None:
             return request.num_prompt_tokens - 1
@@ -295,7 +294,7 @@ class KVAllocator:
         )
 
     def _has_shared_tokens(self, request: Request, parent: Request) -> bool:
-        """Returns whether the parent has the tokens to share on the device."""
+        """Returns whether the parent has computed the shared tokens on the device."""
         if parent.status is not RequestStatus.RUNNING:
             return False
         if parent.source.encoder_input is not None and parent.num_computed_tokens == 0:
@@ -305,7 +304,7 @@ class KVAllocator:
         return self._num_shared_tokens(request, parent) > 0
 
     def _naming(self, request: Request) -> BlockHashing:
-        """Returns what the names of a request's blocks depend on beside its tokens."""
+        """Returns what the block hashes of a request depend on besides its tokens."""
         source = request.source
         return BlockHashing(
             source.cache_salt,
@@ -323,8 +322,8 @@ class KVAllocator:
 
 
 def _kv_source(request: Request) -> str:
-    """Returns the address of the engine that computes the prompt now; one that starts over computes
-    it here.
+    """Returns the address of the engine that computes the prompt; "" for a restarted request, which
+    is computed here.
     """
     starts_over = request.has_run or request.source.resumed
     return "" if starts_over else request.source.kv_source

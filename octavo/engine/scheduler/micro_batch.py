@@ -1,9 +1,8 @@
-"""The share of the requests that one of several steps in flight computes.
+"""Micro-batches for pipeline parallelism: the decoding requests of one of several in-flight steps.
 
-A model whose stages compute different steps at a time is busy only where there is a step for each.
-The requests that generate are therefore shared out over as many micro_batches; prompts are not,
-since their chunks follow one another anyway. Source: Huang et al. 2019 (GPipe), by requests in
-place of micro-batches.
+Pipeline stages are busy only if each has a step to compute, so the decoding requests are divided
+into as many micro-batches as there are stages. Prompts are not divided, since their chunks follow
+one another anyway. Source: Huang et al. 2019 (GPipe).
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from octavo.engine.requests.request import Request
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One step's room for requests that generate; None: for all of them."""
+    """Number of decoding requests that one step may still take; None: no limit."""
 
     room: int | None
 
     @staticmethod
     def of(running: Sequence[Request], num_micro_batches: int) -> MicroBatch:
-        """Returns the room of the next step, of `num_micro_batches` in flight."""
+        """Returns the limit of the next step if `num_micro_batches` steps are in flight."""
         if num_micro_batches == 1:
             return MicroBatch(None)
         return MicroBatch(-(-sum(map(_generates, running)) // num_micro_batches))
@@ -31,12 +30,12 @@ class MicroBatch:
         return self.room is None or self.room > 0 or not _generates(request)
 
     def take(self, request: Request) -> None:
-        """Gives room to a request of which the step computes tokens."""
-        # A prompt whose last tokens have just been planned generates from the next step on.
+        """Counts a request of the step."""
+        # A prompt whose last tokens were just scheduled decodes from the next step on.
         if self.room is not None and _generates(request):
             self.room -= 1
 
 
 def _generates(request: Request) -> bool:
-    """Returns whether all tokens of a request's prompt are computed or on their way."""
+    """Returns whether all prompt tokens of a request are computed or in flight."""
     return all(row.num_planned_tokens >= request.num_prompt_tokens for row in request.rows)

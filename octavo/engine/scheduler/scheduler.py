@@ -305,7 +305,7 @@ class Scheduler:
                 row.num_computed_tokens,
                 in_flight=row.num_tokens_in_flight > 0,
             )
-        self.kv_allocator.give_back(row)
+        self.kv_allocator.free_unused(row)
 
     def _count(self, result: StepResult, requests: Collection[Request]) -> None:
         """Counts a step's time and the bytes that it read from files, a share for each request."""
@@ -355,7 +355,7 @@ class Scheduler:
         """
         if not self.in_flight.oldest.is_first:
             return
-        self.kv_allocator.free_again(self.in_flight.not_given_away(plan.freed_rows))
+        self.kv_allocator.free_again(self.in_flight.not_readded(plan.freed_rows))
         self.blocks.connector.step_failed()
         # Where these were not begun, they are compiled with the rows that have them.
         self.grammars.compiled(spec.digest for spec in plan.compiles)
@@ -435,7 +435,7 @@ class Scheduler:
         self._speculation.remove_request(request)
         self.kv_allocator.sent(request)
         if finish.reason == "error":
-            self.kv_allocator.forget(request)
+            self.kv_allocator.remove_from_cache(request)
         # A step in flight still writes to its blocks and reads its row.
         if self.in_flight.computes(request):
             self.leaving.append(request)

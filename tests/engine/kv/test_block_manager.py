@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 
 from octavo.engine.kv.block_manager import BlockManager, SwappedRow
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
-from octavo.engine.kv.block_tables import EMPTY_GRANT
+from octavo.engine.kv.block_tables import NO_ALLOCATION
 from octavo.engine.kv.prefix_cache import PrefixCache
 from octavo.engine.protocol.kv_cache_spec import SlidingWindowSpec
 from octavo.engine.protocol.kv_messages import BlockKey
@@ -219,7 +219,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 computed, num_tokens = self.computed[row], len(self.tokens[row])
                 assert (
                     computed == num_tokens
-                    or self.blocks.grow(row, computed, num_tokens) is EMPTY_GRANT
+                    or self.blocks.grow(row, computed, num_tokens) is NO_ALLOCATION
                 ), "no shared block is to be written"
 
     @rule(request_id=consumes(requests), forget=st.booleans())
