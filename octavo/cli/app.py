@@ -18,7 +18,7 @@ import typer
 
 from octavo.cli.common.command import Command, Group
 from octavo.cli.common.errors import exit_code_of
-from octavo.utils.extensions import extensions
+from octavo.utils.extensions import get_extensions
 from octavo.utils.version import __version__
 
 OWN_COMMANDS = (
@@ -42,7 +42,7 @@ OWN_COMMANDS = (
     "bench",
 )
 COMMANDS = {name: f"octavo.cli.{name}" for name in OWN_COMMANDS} | {
-    name: module for each in extensions() for name, module in each.commands.items()
+    name: module for each in get_extensions() for name, module in each.commands.items()
 }
 """Modules of the subcommands, by name, with those of extensions last. Each has a function of that
 name, or a `build_app` that makes a Typer app of several.

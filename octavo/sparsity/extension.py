@@ -9,7 +9,7 @@ EXTENSION = Extension(
         "octavo.sparsity.options:NeuronOptions",
         "octavo.sparsity.options:SparsityOptions",
     ),
-    of_the_machine=frozenset(
+    command_line_only=frozenset(
         (
             "calibration",
             "hot_neurons",

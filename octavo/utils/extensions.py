@@ -1,7 +1,7 @@
-"""Extensions: optional packages of octavo, which nothing outside them names.
+"""Extensions: optional subpackages of octavo that register options, commands and hooks.
 
-Each has a module `extension` whose EXTENSION says what it adds: groups of options, commands, and
-hooks, one class for each layer that asks. A class is imported when its layer first asks for it.
+Each subpackage with a module `extension` is one; its EXTENSION declares what it adds. Classes are
+named as strings and imported on first use, so that nothing outside an extension refers to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 PACKAGE = Path(__file__).parents[1]
 
 Layer = Literal["config", "model", "kv", "block_choice", "metrics"]
-"""Layers with hooks: the options, the model's Programs and backend, KV memory, the choice of stored
+"""Layers with hooks: options, a model's Programs and backend, KV memory, the choice of stored
 blocks that a prompt loads, and /metrics."""
 
 
@@ -26,8 +26,8 @@ class Extension:
 
     options: Sequence[str] = ()
     """Dataclasses of options."""
-    of_the_machine: frozenset[str] = frozenset()
-    """Options that name the machine's files or memory, which only the command line sets."""
+    command_line_only: frozenset[str] = frozenset()
+    """Options that refer to files or memory of the machine, so that requests may not set them."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Module of each command, by the command's name."""
     hooks: Mapping[Layer, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Extension:
 
 
 @functools.cache
-def extensions() -> tuple[Extension, ...]:
+def get_extensions() -> tuple[Extension, ...]:
     """Returns the installed extensions, ordered by name."""
     names = sorted(file.parent.name for file in PACKAGE.glob("*/extension.py"))
     modules = [importlib.import_module(f"octavo.{name}.extension") for name in names]
@@ -45,13 +45,13 @@ def extensions() -> tuple[Extension, ...]:
 @functools.cache
 def extension_options() -> tuple[Any, ...]:
     """Returns each group of options of the extensions, with its defaults."""
-    return tuple(_load(name)() for each in extensions() for name in each.options)
+    return tuple(_load(name)() for each in get_extensions() for name in each.options)
 
 
 @functools.cache
 def load_hooks(layer: Layer) -> tuple[Any, ...]:
     """Returns the hook classes of a layer."""
-    return tuple(_load(each.hooks[layer]) for each in extensions() if layer in each.hooks)
+    return tuple(_load(each.hooks[layer]) for each in get_extensions() if layer in each.hooks)
 
 
 def _load(name: str) -> Any:

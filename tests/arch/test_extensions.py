@@ -11,7 +11,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.executor.native.extension import native_module
-from octavo.utils.extensions import PACKAGE, extensions
+from octavo.utils.extensions import PACKAGE, get_extensions
 from tests.support.tiny_models import tiny_model
 
 EXTENSIONS = sorted(file.parent.name for file in PACKAGE.glob("*/extension.py"))
@@ -60,7 +60,7 @@ def plain(tmp_path_factory):
 
 
 def test_some_extension_is_installed():
-    assert "sparsity" in EXTENSIONS and len(extensions()) == len(EXTENSIONS)
+    assert "sparsity" in EXTENSIONS and len(get_extensions()) == len(EXTENSIONS)
 
 
 def test_no_file_outside_imports_an_extension():

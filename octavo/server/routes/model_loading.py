@@ -20,7 +20,7 @@ from octavo.server.state.adapters import NAME, NAME_RULE
 from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot
-from octavo.utils.extensions import extensions
+from octavo.utils.extensions import get_extensions
 
 OF_THE_MACHINE = frozenset(
     {
@@ -32,7 +32,7 @@ OF_THE_MACHINE = frozenset(
         "cpu_level",
     }
     | {"device", "weights_memory_bytes", "weights_schedule"}
-).union(*(each.of_the_machine for each in extensions()))
+).union(*(each.command_line_only for each in get_extensions()))
 """Options that name the machine's files or devices, which are the command line's business."""
 OPTIONS = sorted({*option_fields()} - OF_THE_MACHINE - {"model", "served_model_name"})
 """Engine options that a load may name."""
