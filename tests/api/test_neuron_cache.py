@@ -323,7 +323,7 @@ def test_a_model_whose_zeros_say_nothing_is_refused():
         ),
         (
             {"backend": "reference"},
-            "weights_memory_bytes: allowed only with the native backend, got 'reference'",
+            "ffn_sparsity: allowed only with the native backend, got 'reference'",
         ),
         (
             {"tensor_parallel_size": 2},

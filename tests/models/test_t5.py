@@ -68,7 +68,7 @@ def test_an_encoders_rows_are_its_tokens(kind):
 def test_its_groups_say_how_long_they_live():
     """Only the encoder's own step reads its keys; the cross keys stay as many as it has written."""
     groups = build_programs(tiny_model("t5").config)["decoder"].groups
-    assert [(group.name, group.spec) for group in groups] == [
+    assert [(group.name, group.kv_kind) for group in groups] == [
         ("encoder", "step"),
         ("decoder", "growing"),
         ("cross", "fixed"),

@@ -15,9 +15,9 @@ from octavo.executor.base import BackendOptions
 from octavo.executor.native.backend import NativeBackend
 from octavo.executor.reference.backend import ReferenceBackend
 from octavo.executor.reference.kv_cache import as_fp8
-from octavo.executor.torch import fp8
 from octavo.executor.torch.backend import TorchBackend
 from octavo.executor.torch.kv_cache import TorchKvCache, layout_of
+from octavo.executor.torch.weights import fp8
 from octavo.executor.torch.weights.device_weight import DeviceWeight
 from octavo.executor.torch.weights.program_weights import load_weights
 from octavo.models.registry import build_programs
