@@ -1,5 +1,6 @@
 """Writes docs/reference/ from the code that it describes: options, commands, errors, HTTP routes,
-metrics, sampling; and the table of families in docs/guides/models.md.
+metrics, sampling; the table of families in docs/guides/models.md; and the fields of the kernels'
+sampling record in csrc/kernels/sampling_fields.h.
 
     python docs/generate.py
 
@@ -17,6 +18,7 @@ from typing import Any, get_args
 
 import typer
 from model_tables import GUIDE, guide
+from sampling_fields import HEADER, sampling_fields
 from sampling_page import sampling
 from schema_page import json_schema
 from tables import table
@@ -446,6 +448,7 @@ def main() -> None:
     for name, text in pages().items():
         (FOLDER / name).write_text(text)
     GUIDE.write_text(guide())
+    HEADER.write_text(sampling_fields())
 
 
 if __name__ == "__main__":

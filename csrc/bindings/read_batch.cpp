@@ -195,29 +195,8 @@ nb::dict sampling_record() {
         formats.append(format);
         offsets.append(offset);
     };
-#define OCTAVO_FIELD(name) \
-    add(#name, format_of<decltype(SamplingRecord::name)>(), offsetof(SamplingRecord, name))
-    OCTAVO_FIELD(seed);
-    OCTAVO_FIELD(position);
-    OCTAVO_FIELD(sample_index);
-    OCTAVO_FIELD(temperature);
-    OCTAVO_FIELD(top_p);
-    OCTAVO_FIELD(min_p);
-    OCTAVO_FIELD(repetition_penalty);
-    OCTAVO_FIELD(presence_penalty);
-    OCTAVO_FIELD(frequency_penalty);
-    OCTAVO_FIELD(top_k);
-    OCTAVO_FIELD(target_id);
-    OCTAVO_FIELD(num_logprobs);
-    OCTAVO_FIELD(allowed_mask);
-    OCTAVO_FIELD(typical_p);
-    OCTAVO_FIELD(top_n_sigma);
-    OCTAVO_FIELD(dynatemp_range);
-    OCTAVO_FIELD(dynatemp_exponent);
-    OCTAVO_FIELD(xtc_probability);
-    OCTAVO_FIELD(xtc_threshold);
-    OCTAVO_FIELD(mirostat_mu);
-    OCTAVO_FIELD(mirostat_mode);
+#define OCTAVO_FIELD(type, name) add(#name, format_of<type>(), offsetof(SamplingRecord, name));
+    OCTAVO_SAMPLING_FIELDS(OCTAVO_FIELD)
 #undef OCTAVO_FIELD
     nb::dict type;
     type["names"] = names;

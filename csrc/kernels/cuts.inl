@@ -1,4 +1,4 @@
-// The cuts of a row by min_p, top_k and top_p: steps 6 to 8 of executor/sampling.py, without sorting the row.
+// The cuts of a row by min_p, top_k and top_p: steps 4 to 6 of executor/filters.py, without sorting the row.
 #pragma once
 #include <algorithm>
 #include <cfloat>

@@ -1,5 +1,5 @@
-// The filters that look at a row's whole distribution, and at what the cuts leave of it: steps 5 and 9 of
-// executor/sampling.py. Each bans tokens (-inf) in the row's own copy of the logits. Sums and borders are in
+// The distribution and after_cutoff filters of executor/filters.py, which look at a row's whole distribution and at
+// what the cuts leave of it. Each bans tokens (-inf) in the row's own copy of the logits. Sums and borders are in
 // fp64 over weights in fp32; a row without such a filter never gets here.
 #pragma once
 #include <algorithm>

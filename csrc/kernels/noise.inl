@@ -1,5 +1,5 @@
 // The noise of draws: Philox4x32-10 (Salmon et al. 2011) and what makes Gumbel noise of its words. The
-// formulas are those of executor/sampling.py: a token's word is number token % 4 of the block at the counter
+// formulas are those of executor/noise.py: a token's word is number token % 4 of the block at the counter
 // (position, sample, token / 4, purpose), the key is the row's seed.
 #pragma once
 #include <cmath>

@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "sampling_fields.h"
+
 namespace octavo {
 
 constexpr int kTile = 16;  // outputs in a weight tile, tokens in a KV block
@@ -517,32 +519,23 @@ inline size_t attention_scratch_floats(int k_width, int v_padded) {
 
 // -- sampling
 
-// How one row is drawn: SAMPLING_RECORD of executor/batch.py, which says what each field means. Python checks
-// the offsets when it loads the library.
+// Parameters of one sampled row: SAMPLING_RECORD of executor/batch.py, which says what each field means. Python
+// checks the offsets when it loads the library.
 struct SamplingRecord {
-    uint64_t seed;
-    uint32_t position, sample_index;
-    float temperature, top_p, min_p;
-    float repetition_penalty, presence_penalty, frequency_penalty;
-    int32_t top_k, target_id, num_logprobs, allowed_mask;
-    float typical_p, top_n_sigma, dynatemp_range, dynatemp_exponent, xtc_probability, xtc_threshold,
-        mirostat_mu;
-    int32_t mirostat_mode;
+#define OCTAVO_FIELD(type, name) type name;
+#define OCTAVO_IS_ON(name, neutral) || name != neutral
+    OCTAVO_SAMPLING_FIELDS(OCTAVO_FIELD)
 
     // Whether a filter looks at the tokens that the cuts leave.
-    bool looks_at_kept() const { return xtc_probability > 0 || mirostat_mode != 0; }
+    bool looks_at_kept() const { return false OCTAVO_AFTER_CUTOFF_FILTERS(OCTAVO_IS_ON); }
     // Whether a filter looks at more than the order of the tokens.
-    bool looks_at_all() const {
-        return typical_p < 1 || top_n_sigma > 0 || dynatemp_range > 0 || looks_at_kept();
-    }
+    bool looks_at_all() const { return looks_at_kept() OCTAVO_DISTRIBUTION_FILTERS(OCTAVO_IS_ON); }
+#undef OCTAVO_FIELD
+#undef OCTAVO_IS_ON
     bool has_penalty() const {
         return repetition_penalty != 1 || presence_penalty != 0 || frequency_penalty != 0;
     }
 };
-static_assert(sizeof(SamplingRecord) == 88 && offsetof(SamplingRecord, position) == 8 &&
-              offsetof(SamplingRecord, temperature) == 16 &&
-              offsetof(SamplingRecord, repetition_penalty) == 28 && offsetof(SamplingRecord, top_k) == 40 &&
-              offsetof(SamplingRecord, allowed_mask) == 52 && offsetof(SamplingRecord, mirostat_mode) == 84);
 
 // Most tokens that a draw keeps in their order.
 constexpr int kMostCandidates = 8;

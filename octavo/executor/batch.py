@@ -14,30 +14,25 @@ from numpy.typing import ArrayLike, NDArray
 
 from octavo.api.sampling_params import OPTIONS
 
-_STATE = {
-    "seed": np.uint64,
-    "position": np.uint32,
-    "sample_index": np.uint32,
-    "target_id": np.int32,
-    "num_logprobs": np.int32,
-    "allowed_mask": np.int32,
-    "mirostat_mu": np.float32,
-}
-"""Fields of a record that are no options."""
-_ORDER = (
-    *("seed", "position", "sample_index", "temperature", "top_p", "min_p", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "top_k", "target_id", "num_logprobs"),
-    *("allowed_mask", "typical_p", "top_n_sigma", "dynatemp_range", "dynatemp_exponent"),
-    *("xtc_probability", "xtc_threshold", "mirostat_mu", "mirostat_mode"),
+SAMPLING_RECORD = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("position", np.uint32),
+        ("sample_index", np.uint32),
+        ("target_id", np.int32),
+        ("num_logprobs", np.int32),
+        ("allowed_mask", np.int32),
+        ("mirostat_mu", np.float32),
+        *(
+            (name, np.int32 if option.type is int else np.float32)
+            for name, option in OPTIONS.record.items()
+        ),
+    ],
+    align=True,
 )
-"""Order of the fields in C++."""
-_OPTIONS = {
-    name: np.int32 if option.type is int else np.float32 for name, option in OPTIONS.record.items()
-}
-SAMPLING_RECORD = np.dtype([(name, (_STATE | _OPTIONS)[name]) for name in _ORDER], align=True)
 """Parameters of one sampled row: state of the step, and the options of SamplingParams that kernels
-read. `SamplingRecord` in csrc/kernels/table.h has the same fields at the same offsets, which the
-native backend checks when it loads.
+read. `SamplingRecord` in csrc/kernels/table.h has the same fields (`csrc/kernels/sampling_fields.h`
+is generated from these); the native backend checks their offsets when it loads.
 
 `position` is that of the sampled token. `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 keep all
 tokens. `target_id` >= 0 wants that token's logprob instead of a sample (prompt logprobs).

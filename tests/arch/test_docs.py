@@ -240,6 +240,8 @@ def test_the_reference_is_up_to_date(monkeypatch):
     stale = [name for name, text in made.items() if (REFERENCE / name).read_text() != text]
     assert not stale, "run `python docs/generate.py`"
     assert generate.GUIDE.read_text() == generate.guide(), "run `python docs/generate.py`"
+    header = generate.HEADER.read_text()
+    assert header == generate.sampling_fields(), "run `python docs/generate.py`"
 
 
 def test_an_option_takes_one_line_of_help(monkeypatch):
