@@ -70,7 +70,8 @@ def _check_importance(config: EngineConfig) -> None:
         raise ConfigError(
             f"prefix_cache_load: got {options.prefix_cache_load:g}, allowed is {MIN_LOAD:g} to 1"
         )
-    backend, cache, sparsity = config.backend, config.cache, config.of(SparsityOptions)
+    backend, cache = config.backend, config.cache
+    sparsity = config.of(SparsityOptions)
     against = {
         "without prefix_cache_dir": cache.prefix_cache_dir is None,
         "with the backend torch": backend.backend == "torch",

@@ -198,7 +198,9 @@ class NeuronLowering:
     """Lowers the ops that read records of neurons. Part of `Lowering`."""
 
     def __init__(self, neurons: OpenedNeurons, context: LoweringContext) -> None:
-        self._neurons, self._context, self._native = neurons, context, context.native
+        self._neurons = neurons
+        self._context = context
+        self._native = context.native
         self._add, self._span = context.builder.add, context.span
 
     def lower_Neurons(self, op: Neurons) -> None:

@@ -60,8 +60,12 @@ class Lowering:
         self._observed = observed
         program = body_first(program)
         self._context = context = LoweringContext(program, builder, weights, chunk_of)
-        self._program, self._weights, self._native = program, weights, context.native
-        self._builder, self._add, self._span = builder, builder.add, context.span
+        self._program = program
+        self._weights = weights
+        self._native = context.native
+        self._builder = builder
+        self._add = builder.add
+        self._span = context.span
         self._next_attentions = {
             at: op for each in hooks for at, op in each.next_attentions(program.ops).items()
         }
