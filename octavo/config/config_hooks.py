@@ -1,13 +1,15 @@
-"""What extensions say about a config."""
+"""Hooks by which extensions check a config, and report how their options change results.
+
+Owns no option: each extension declares its own group.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 from octavo.config.engine_config import EngineConfig
-from octavo.utils.extensions import load_hooks
+from octavo.utils.extensions import get_hooks
 
 
 class ConfigHooks:
@@ -45,10 +47,9 @@ class ConfigHooks:
         return ()
 
 
-@functools.cache
 def config_hooks() -> tuple[ConfigHooks, ...]:
     """Returns the hooks of the installed extensions."""
-    return tuple(hooks() for hooks in load_hooks("config"))
+    return get_hooks("config", ConfigHooks)
 
 
 def numbers_of(config: EngineConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What sparsity says about a config."""
+"""How the options of sparsity change results, prefix reuse and drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sparsity adds to /metrics."""
+"""Counters and gauges of sparsity in /metrics."""
 
 from __future__ import annotations
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+Hooks = TypeVar("Hooks")
+Answer = TypeVar("Answer")
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -49,9 +52,20 @@ def extension_options() -> tuple[Any, ...]:
 
 
 @functools.cache
-def load_hooks(layer: Layer) -> tuple[Any, ...]:
-    """Returns the hook classes of a layer."""
+def get_hooks(layer: Layer, kind: type[Hooks]) -> tuple[Hooks, ...]:
+    """Returns one object of each hook class of a layer; `kind` is their base class."""
+    return tuple(hooks() for hooks in load_classes(layer))
+
+
+@functools.cache
+def load_classes(layer: Layer) -> tuple[Any, ...]:
+    """Returns the classes that extensions declare for a layer."""
     return tuple(_load(each.hooks[layer]) for each in get_extensions() if layer in each.hooks)
+
+
+def get_first(answers: Iterable[Answer | None]) -> Answer | None:
+    """Returns the first answer of an extension that is not None."""
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def _load(name: str) -> Any:

@@ -1,8 +1,11 @@
-"""What extensions add to a model: passes over its Programs, tensors, and parts of its backend."""
+"""Hooks by which extensions change a model while it is opened: its tensors, its Programs, and the
+options of its backend.
+
+Called when a model is opened or planned, and not in its steps.
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
@@ -10,7 +13,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.engine.kv.block_choice import BlockChoiceSpec
 from octavo.executor.base import Backend, BackendOptions
 from octavo.program.program import Program
-from octavo.utils.extensions import load_hooks
+from octavo.utils.extensions import get_first, get_hooks
 from octavo.worker.kv_connectors.tiers import BlockRater
 from octavo.worker.loaded_model import LoadedModel
 
@@ -69,10 +72,9 @@ class ModelHooks:
         return None
 
 
-@functools.cache
 def model_hooks() -> tuple[ModelHooks, ...]:
     """Returns the hooks of the installed extensions."""
-    return tuple(hooks() for hooks in load_hooks("model"))
+    return get_hooks("model", ModelHooks)
 
 
 def transform(config: EngineConfig, header: ModelHeader, program: Program) -> Program:
@@ -93,13 +95,11 @@ def transform_part(
 
 def side_program(config: EngineConfig, program: Program) -> SideProgram | None:
     """Returns the Program to be prepared beside the model's; None if there is none."""
-    found = (hooks.side_program(config, program) for hooks in model_hooks())
-    return next((each for each in found if each is not None), None)
+    return get_first(hooks.side_program(config, program) for hooks in model_hooks())
 
 
 def block_choice(loaded: LoadedModel) -> tuple[BlockChoiceSpec, BlockRater] | None:
     """Returns how requests choose among stored blocks, and what rates them; None if they load
     all.
     """
-    found = (hooks.block_choice(loaded) for hooks in model_hooks())
-    return next((each for each in found if each is not None), None)
+    return get_first(hooks.block_choice(loaded) for hooks in model_hooks())

@@ -1,4 +1,7 @@
-"""Which stored blocks of its prefix a request loads: an extension may choose."""
+"""Interface of extensions that choose which stored blocks of its prefix a request loads.
+
+Without one, a request loads all of them (`prefix_loader.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import NamedTuple, Protocol
 from octavo.engine.kv.prefix_finder import PrefixFinder
 from octavo.engine.protocol.kv_messages import BlockKey
 from octavo.engine.protocol.ports import Connector
-from octavo.utils.extensions import load_hooks
+from octavo.utils.extensions import load_classes
 
 
 class BlockChoiceSpec(NamedTuple):
@@ -52,6 +55,6 @@ def make_block_choice(
     """Makes the choice that the spec asks for; None if requests load all blocks."""
     if spec is None:
         return None
-    (kind,) = load_hooks("block_choice")
+    (kind,) = load_classes("block_choice")
     choice: BlockChoice = kind(finder, connector, spec, num_groups=num_groups)
     return choice

@@ -51,6 +51,7 @@ from octavo.program.passes.fuse import fuse
 from octavo.program.passes.latents import absorb_latents
 from octavo.program.passes.optimize import optimize
 from octavo.program.program import CacheGroup, Op, Program, Weight
+from octavo.utils.extensions import get_first
 
 KV_DTYPES = ("auto", "fp32", "bf16", "int8")
 
@@ -229,8 +230,7 @@ class NativeBackend:
 
     def _records(self, optimized: Program) -> WeightRecords | None:
         """Returns the weights of a Program that lie in records of an extension."""
-        found = (hooks.records(optimized) for hooks in self._hooks)
-        return next((each for each in found if each is not None), None)
+        return get_first(hooks.records(optimized) for hooks in self._hooks)
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
         found = native_footprint(

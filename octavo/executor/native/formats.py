@@ -6,6 +6,7 @@ csrc/kernels/table.h; their bytes are csrc/plan/packing.cpp's.
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -30,13 +31,13 @@ RowTypeOf = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
-class RecordOp(Op):
+class RecordOp(Op, abc.ABC):
     """An op of an extension that reads weights from records of its own, over all tokens."""
 
     @property
+    @abc.abstractmethod
     def row_matrices(self) -> tuple[Weight, ...]:
         """Matrices whose rows are parts of records."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

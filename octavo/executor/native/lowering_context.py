@@ -1,6 +1,6 @@
-"""The state that the lowering of every op shares: the builder, and where Values lie.
+"""State shared by the lowering of all ops: the plan builder, and the place of each Value.
 
-What kernels cannot do check.py has refused.
+`check.py` has rejected Programs that the kernels cannot run.
 """
 
 from __future__ import annotations

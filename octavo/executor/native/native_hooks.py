@@ -1,4 +1,8 @@
-"""What extensions add to the native backend: passes, ops with records of weights, layouts of KV."""
+"""Hooks by which extensions add passes, ops that read weights from records, and KV layouts to the
+native backend.
+
+Called when a Program is prepared, and not in its steps.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""What extensions add to /metrics."""
+"""Hooks by which extensions add counters and gauges to /metrics.
+
+Owns no value: counters are read from `EngineStats`, gauges from the config.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.stats import EngineStats
-from octavo.utils.extensions import load_hooks
+from octavo.utils.extensions import get_hooks
 
 Series: TypeAlias = tuple[str, Callable[[EngineStats], float]]
 """Help text of a series, and what reads its value."""
@@ -30,7 +32,6 @@ class MetricHooks:
     gauges: Mapping[str, OptionGauge] = {}
 
 
-@functools.cache
 def metric_hooks() -> tuple[MetricHooks, ...]:
     """Returns the hooks of the installed extensions."""
-    return tuple(hooks() for hooks in load_hooks("metrics"))
+    return get_hooks("metrics", MetricHooks)

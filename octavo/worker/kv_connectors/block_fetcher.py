@@ -47,8 +47,8 @@ from octavo.worker.kv_connectors.byte_cover import ByteCover
 from octavo.worker.kv_connectors.checksum import checksum_of
 from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition
 from octavo.worker.kv_connectors.link_meter import LinkMeter
-from octavo.worker.kv_connectors.mover_message import Note
 from octavo.worker.kv_connectors.send_buffer import LEASE_S
+from octavo.worker.kv_connectors.transfer_status import ReportBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class BlockFetcher:
         context: zmq.Context[zmq.Socket[bytes]],
         slots: Sequence[NDArray[np.uint8]],
         ends: TransferEnds,
-        note: Note,
+        note: ReportBlocks,
         *,
         mover: BlockTransport | None,
         heads: KVHeadPartition,

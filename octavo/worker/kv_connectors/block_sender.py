@@ -44,8 +44,8 @@ from octavo.worker.kv_connectors.block_arena import BlockArena
 from octavo.worker.kv_connectors.checksum import checksum_of
 from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition
 from octavo.worker.kv_connectors.layer_stream import LayerStream, StreamedGroup
-from octavo.worker.kv_connectors.mover_message import BUSY_MS, IDLE_MS, Note
 from octavo.worker.kv_connectors.send_buffer import Ask, BlockData, SendBuffer
+from octavo.worker.kv_connectors.transfer_status import BUSY_MS, IDLE_MS, ReportBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class BlockSender:
         context: zmq.Context[zmq.Socket[bytes]],
         slots: Sequence[NDArray[np.uint8]],
         ends: TransferEnds,
-        note: Note,
+        note: ReportBlocks,
         *,
         mover: BlockTransport | None,
         heads: KVHeadPartition,

@@ -20,7 +20,7 @@ from octavo.worker.kv_connectors.block_fetcher import BlockFetcher
 from octavo.worker.kv_connectors.block_sender import BlockSender
 from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition
 from octavo.worker.kv_connectors.layer_stream import LayerStream
-from octavo.worker.kv_connectors.mover_message import BUSY_MS, IDLE_MS, Note
+from octavo.worker.kv_connectors.transfer_status import BUSY_MS, IDLE_MS, ReportBlocks
 
 SIGN_S = 1.0
 """Seconds between keep-alive messages to a peer that waits for blocks."""
@@ -34,7 +34,7 @@ class TransferChannel:
         context: zmq.Context[zmq.Socket[bytes]],
         slots: Sequence[NDArray[np.uint8]],
         ends: TransferEnds,
-        note: Note,
+        note: ReportBlocks,
         *,
         mover: BlockTransport | None,
         heads: KVHeadPartition,

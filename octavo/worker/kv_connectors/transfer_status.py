@@ -12,7 +12,7 @@ running step."""
 IDLE_MS = 250
 
 
-class Note(Protocol):
+class ReportBlocks(Protocol):
     """Adds blocks to lists of the next report; keyword arguments name the lists."""
 
     def __call__(self, **found: list[BlockName]) -> None: ...
