@@ -55,7 +55,7 @@ def test_an_error_is_the_client_s_own(base_url):
     client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
-            messages=TALK, model=MODEL, tools=[{"type": "function", "function": {"name": "f g"}}]
+            messages=TALK, model=MODEL, tools=[{"type": "function", "function": {"name": ""}}]
         )
     assert caught.value.param == "tools[0].function.name"
     with pytest.raises(openai.NotFoundError):
