@@ -21,10 +21,10 @@ from pathlib import Path
 
 from octavo.engine.protocol.block_hashes import BlockHashing
 from octavo.engine.protocol.cached_names import CachedNames
-from octavo.routing.job import RoutingJob
-from octavo.routing.policies import ROUTING_POLICIES, RoutingPolicyName
-from octavo.routing.router import Router
-from octavo.routing.target import Target
+from octavo.engine.routing.job import RoutingJob
+from octavo.engine.routing.policies import ROUTING_POLICIES, RoutingPolicyName
+from octavo.engine.routing.router import Router
+from octavo.engine.routing.target import Target
 
 TRACE = Path(__file__).parent / "data" / "mooncake_conversation.jsonl"
 TRACE_BLOCK = 512

@@ -32,16 +32,16 @@ from octavo.cli.foreign.foreign_flags import MODEL, ForeignFlag
 from octavo.cli.foreign.translate_flags import ROWS
 from octavo.config.engine_config import option_fields
 from octavo.config.option import Group, OptionField, options_of
+from octavo.distributed.router.metrics import COUNTERS as ROUTER_COUNTERS
+from octavo.distributed.router.metrics import GAUGES as ROUTER_GAUGES
+from octavo.distributed.router.metrics import LABELS as ROUTER_LABELS
+from octavo.distributed.router.settings import RouterSettings
 from octavo.server.app import ROUTES, create_app
 from octavo.server.fields import described
 from octavo.server.http.body import Body
 from octavo.server.http.errors import TABLE
 from octavo.server.http.openapi import bodies_of
 from octavo.server.openai.bodies import SamplingBody
-from octavo.server.router.metrics import COUNTERS as ROUTER_COUNTERS
-from octavo.server.router.metrics import GAUGES as ROUTER_GAUGES
-from octavo.server.router.metrics import LABELS as ROUTER_LABELS
-from octavo.server.router.settings import RouterSettings
 from octavo.server.routes.model_loading import OPTIONS, LoadBody
 from octavo.server.settings import ServerSettings
 from octavo.server.state.metrics import (

@@ -25,8 +25,6 @@ OWN_COMMANDS = (
     "run",
     "chat",
     "serve",
-    "route",
-    "cluster",
     "rank",
     "pull",
     "list",

@@ -53,7 +53,7 @@ from octavo.frontend.transcription import Transcriptions
 from octavo.text.ports import DEFAULT_RENDERING, Rendering, Tokenizer
 
 if TYPE_CHECKING:
-    from octavo.transfer.kv_publisher import KVEventPublisher
+    from octavo.frontend.kv_event_publisher import KVEventPublisher
 
 TASKS: Mapping[PoolingTask, str] = {"embed": "make embeddings", "classify": "classify texts"}
 """The tasks in words."""

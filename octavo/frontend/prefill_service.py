@@ -32,7 +32,7 @@ from octavo.transfer.messages import (
     Welcome,
     Withdrawn,
 )
-from octavo.transfer.sockets import lock_server
+from octavo.utils.secure_sockets import lock_server
 
 logger = logging.getLogger(__name__)
 

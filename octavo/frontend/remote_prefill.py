@@ -43,7 +43,7 @@ from octavo.transfer.messages import (
     Welcome,
     Withdrawn,
 )
-from octavo.transfer.sockets import lock_client
+from octavo.utils.secure_sockets import lock_client
 
 logger = logging.getLogger(__name__)
 

@@ -29,11 +29,11 @@ from octavo.engine.protocol.ports import Executor
 from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.protocol.step import ScheduledRequest
 from octavo.engine.protocol.step_costs import StepCosts
+from octavo.engine.routing.job import RoutingJob
+from octavo.engine.routing.policies import ROUTING_POLICIES, RoutingPolicyName
+from octavo.engine.routing.router import Router
+from octavo.engine.routing.target import Target
 from octavo.engine.scheduler.build import build_scheduler
-from octavo.routing.job import RoutingJob
-from octavo.routing.policies import ROUTING_POLICIES, RoutingPolicyName
-from octavo.routing.router import Router
-from octavo.routing.target import Target
 from octavo.worker.simulated import SimulatedClock, SimulatedExecutor, SimulatedPipeline
 
 MAX_IDLE_STEPS = 10_000

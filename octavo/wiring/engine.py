@@ -23,6 +23,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.kv_connector import Tiers
 from octavo.engine.kv_meter import KvMeter
+from octavo.engine.protocol.kv_events import logged_only
 from octavo.engine.protocol.ports import Executor, Profiler
 from octavo.engine.recording.recorder import (
     FORMAT,
@@ -44,7 +45,6 @@ from octavo.frontend.pooling import PoolingInputs
 from octavo.program.ops import original_context
 from octavo.text.grammar.lazy import LazyGrammars
 from octavo.text.ports import Tokenizer
-from octavo.transfer.kv_wire import logged_only
 from octavo.utils.progress import Report
 from octavo.utils.version import __version__
 from octavo.wiring.adapters import adapter_names
@@ -70,7 +70,7 @@ from octavo.worker.ranks.start import common_budget, common_worker, end_ranks
 from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from octavo.transfer.kv_publisher import KVEventPublisher
+    from octavo.frontend.kv_event_publisher import KVEventPublisher
     from octavo.wiring.engine_meetings import EnginePlace
     from octavo.worker.engine_links import EngineLinks
     from octavo.worker.joined_executor import JoinedExecutor

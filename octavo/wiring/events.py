@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.block_hashes import BlockHashing
+from octavo.engine.protocol.kv_events import parse_events_config
 from octavo.executor.kv import BLOCK_SIZE
-from octavo.transfer.kv_wire import parse_events_config
 
 if TYPE_CHECKING:
-    from octavo.transfer.kv_publisher import KVEventPublisher
+    from octavo.frontend.kv_event_publisher import KVEventPublisher
 
 
 def open_publishers(config: EngineConfig) -> list[KVEventPublisher]:
@@ -23,7 +23,7 @@ def open_publishers(config: EngineConfig) -> list[KVEventPublisher]:
         raise ConfigError(
             "kv_events_config: allowed only where the KV cache and prefix caching are on"
         )
-    from octavo.transfer.kv_publisher import KVEventPublisher
+    from octavo.frontend.kv_event_publisher import KVEventPublisher
 
     publishers: list[KVEventPublisher] = []
     try:

@@ -7,10 +7,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from octavo.config.derive import LOGGED_ONLY
+from octavo.engine.routing.policies import ROUTING_POLICIES
+from octavo.engine.routing.router import Router
+from octavo.engine.routing.target import Target
 from octavo.executor.kv import BLOCK_SIZE
-from octavo.routing.policies import ROUTING_POLICIES
-from octavo.routing.router import Router
-from octavo.routing.target import Target
 from octavo.utils.progress import Report
 from octavo.wiring.budget import share_memory
 from octavo.wiring.model import Model

@@ -12,14 +12,14 @@ import typer
 
 from octavo.cli.app import build_app
 from octavo.cli.common.serve_config import read_config
-from octavo.cluster.plan import read_plan
 from octavo.config.data_file import read_data_file
 from octavo.config.engine_config import EngineConfig, option_fields
 from octavo.config.option import convert, options_of
+from octavo.distributed.cluster.plan import read_plan
+from octavo.distributed.router.settings import RouterSettings
 from octavo.server.app import ROUTES
 from octavo.server.http.key_file import read_key_file
 from octavo.server.http.openapi import bodies_of
-from octavo.server.router.settings import RouterSettings
 from octavo.server.settings import ServerSettings
 from tests.arch.test_docs import PAGES, ROOT
 from tests.support.doc_blocks import Block, blocks, commands

@@ -13,7 +13,7 @@ from octavo.cli.common.command import OTHER_NAMES
 from octavo.cli.common.help import format_help
 from octavo.config.engine_config import option_fields
 from octavo.config.option import COMMON, Group, options_of
-from octavo.server.router.settings import RouterSettings
+from octavo.distributed.router.settings import RouterSettings
 from octavo.server.settings import ServerSettings
 from tests.support.commands import every_command
 

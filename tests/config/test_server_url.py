@@ -6,7 +6,7 @@ import pytest
 
 from octavo.api.errors import ConfigError
 from octavo.config.server_url import parse_server_url
-from octavo.server.router.upstream import UpstreamClient
+from octavo.distributed.router.upstream import UpstreamClient
 from octavo.tools.bench.stream_client import StreamClient
 from octavo.utils.http_client import HttpClient
 

@@ -36,8 +36,8 @@ from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
 from octavo.engine.protocol.stats import EngineStats, total_stats
 from octavo.engine.protocol.view import EngineView
-from octavo.routing.job import RoutingJob
-from octavo.routing.router import Router
+from octavo.engine.routing.job import RoutingJob
+from octavo.engine.routing.router import Router
 from octavo.utils.progress import Report
 
 TROUBLE_INTERVAL_S = 0.25

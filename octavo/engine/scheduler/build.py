@@ -15,6 +15,7 @@ from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.kv_connector import KVConnector, Tiers
+from octavo.engine.protocol.kv_events import parse_events_config
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.prompt_limits import PromptLimits
 from octavo.engine.requests.stop_strings import MakeStopTexts
@@ -28,7 +29,6 @@ from octavo.engine.scheduler.preemption_policy import PreemptionPolicy
 from octavo.engine.scheduler.scheduler import Scheduler
 from octavo.engine.scheduler.step_builder import StepLimits
 from octavo.engine.speculation.speculation import SpeculationOptions
-from octavo.transfer.kv_wire import parse_events_config
 
 
 def build_scheduler(

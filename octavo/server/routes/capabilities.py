@@ -13,6 +13,7 @@ from octavo.api.pooling_params import PoolingTask
 from octavo.api.sampling_options import STRUCTURED_OUTPUT_VALUES
 from octavo.api.sampling_params import OPTIONS
 from octavo.config.engine_config import EngineConfig
+from octavo.engine.protocol.kv_events import offset_endpoint, parse_events_config
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.server.fields import described
 from octavo.server.http.body import Body
@@ -22,7 +23,6 @@ from octavo.server.scoring import classify, rerank, score
 from octavo.server.scoring.bodies import ClassifyBody, CohereRerankBody, RerankBody, ScoreBody
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
-from octavo.transfer.kv_wire import offset_endpoint, parse_events_config
 
 BODIES: dict[str, type[Body]] = {
     chat.PATH: ChatBody,

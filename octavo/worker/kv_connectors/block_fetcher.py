@@ -41,7 +41,7 @@ from octavo.transfer.messages import (
     WorkerReplyMessage,
     WorkerRequestMessage,
 )
-from octavo.transfer.sockets import lock_client
+from octavo.utils.secure_sockets import lock_client
 from octavo.worker.kv_connectors.block_reader import BlockReader, OfferedPiece, PieceName
 from octavo.worker.kv_connectors.byte_cover import ByteCover
 from octavo.worker.kv_connectors.checksum import checksum_of

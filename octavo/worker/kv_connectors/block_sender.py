@@ -39,7 +39,7 @@ from octavo.transfer.messages import (
     WantBlocks,
     WorkerRequestMessage,
 )
-from octavo.transfer.sockets import lock_server
+from octavo.utils.secure_sockets import lock_server
 from octavo.worker.kv_connectors.block_arena import BlockArena
 from octavo.worker.kv_connectors.checksum import checksum_of
 from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition

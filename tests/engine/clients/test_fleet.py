@@ -10,9 +10,9 @@ import pytest
 from octavo.engine.clients.client import ResetPrefixCache, ViewEngine
 from octavo.engine.clients.fleet import FleetClient
 from octavo.engine.protocol.stats import EngineStats, GroupBlocks, KvBytes, total_stats
-from octavo.routing.policies import ROUTING_POLICIES
-from octavo.routing.router import Router
-from octavo.routing.target import Target
+from octavo.engine.routing.policies import ROUTING_POLICIES
+from octavo.engine.routing.router import Router
+from octavo.engine.routing.target import Target
 from tests.support.core_builders import BAD
 from tests.support.engine_fakes import expected_tokens, make_request
 from tests.support.supervised_cores import NotedClient, collect, collect_good

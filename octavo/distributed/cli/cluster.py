@@ -1,0 +1,119 @@
+"""`octavo cluster PLAN`: servers and a router on several machines, placed by Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from octavo.distributed.cluster.controller import Cluster
+    from octavo.distributed.cluster.plan import ClusterPlan
+
+KEY_VARIABLE = "OCTAVO_API_KEY"
+SECRET_VARIABLE = "OCTAVO_CLUSTER_SECRET"
+PERIOD_S = 1.0
+"""Period at which everything is looked at, in seconds."""
+
+logger = logging.getLogger(__name__)
+
+
+def cluster(
+    plan: Annotated[
+        str,
+        typer.Argument(metavar="PLAN", help="YAML file of groups of instances and their router"),
+    ],
+    *,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="Connect to this Ray cluster, or auto",
+            show_default="a new one on this machine",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
+) -> None:
+    """Run servers on several machines behind a router. Follows changes of the plan's file:
+    instances join, drain and leave. Stops on SIGTERM or Ctrl-C.
+    """
+    from octavo.api.errors import ConfigError
+    from octavo.distributed.cluster.controller import Cluster, ClusterKeys
+    from octavo.distributed.cluster.ray_placer import RayPlacer
+    from octavo.distributed.cluster.router_admin import RouterAdmin
+
+    path = Path(plan)
+    wanted = _read(path)
+    keys = ClusterKeys(os.environ.get(KEY_VARIABLE), os.environ.get(SECRET_VARIABLE))
+    placer = RayPlacer(ray_address)
+    running = Cluster(wanted, placer, lambda url: RouterAdmin(url, keys.api_key), keys, _report)
+    try:
+        is_several = len({machine.host for machine in placer.machines()}) > 1
+        if is_several and (keys.secret is None or keys.api_key is None):
+            missing = SECRET_VARIABLE if keys.secret is None else KEY_VARIABLE
+            raise ConfigError(
+                f"cluster: several machines, and no {missing} is set",
+                hint=f"set {SECRET_VARIABLE} to a secret that the instances and the router share,"
+                f" and {KEY_VARIABLE} to the key that clients send",
+            )
+        running.check()
+        _keep(running, path)
+    finally:
+        running.close()
+
+
+def _keep(running: Cluster, path: Path) -> None:
+    """Keeps the cluster as its file says until the process is told to stop."""
+    from octavo.api.errors import OctavoError
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    read_at = _changed_at(path)
+    was_serving = False
+    while not stop.is_set():
+        if (changed_at := _changed_at(path)) != read_at:
+            read_at = changed_at
+            try:
+                running.change(_read(path))
+                _report("the plan has changed")
+            except OctavoError as error:
+                _report(f"the plan is kept as it was: {error}")
+        running.step(time.monotonic())
+        if running.is_serving and not was_serving:
+            _report(f"serving: {running.describe()}")
+        was_serving = running.is_serving
+        stop.wait(PERIOD_S)
+
+
+def _read(path: Path) -> ClusterPlan:
+    """Reads a plan, and checks the options that it gives to `octavo serve` and `octavo route`."""
+    from octavo.config.engine_config import option_fields
+    from octavo.config.option import options_of
+    from octavo.distributed.cluster.plan import KnownOptions, read_plan
+    from octavo.distributed.router.settings import RouterSettings
+    from octavo.server.settings import ServerSettings
+
+    plan = read_plan(path)
+    serve = options_of(ServerSettings) | option_fields()
+    del serve["model"]
+    KnownOptions(serve, options_of(RouterSettings)).check(plan)
+    return plan
+
+
+def _changed_at(path: Path) -> float:
+    """Returns when a file was changed last; 0 where it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,393 @@
+"""Keeps what runs as the plan says: starts what is missing, lets the router know who answers where,
+and drains what the plan has no longer.
+
+Looks at everything once in a period and changes what differs; a fault of one instance holds up no
+other. Knows no Ray and no process, and carries no token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import httpx2
+import msgspec
+
+from octavo.distributed.cluster.instance import InstanceSpec, InstanceState
+from octavo.distributed.cluster.placing import check_machines, check_total
+from octavo.distributed.cluster.plan import ClusterPlan, InstanceGroup, RouterPart, flag_names
+from octavo.distributed.cluster.ray_placer import RayPlacer
+from octavo.distributed.cluster.router_admin import RouterAdmin
+from octavo.utils.progress import Report
+
+STOP_S = 40.0
+"""Seconds in which an instance that is told to stop must have finished its requests."""
+LEAVE_S = 60.0
+"""Seconds after which an instance that drains is stopped all the same."""
+ROUTER = "router"
+
+MakeAdmin: TypeAlias = Callable[[str], RouterAdmin]
+"""Makes what talks to the router at a URL."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKeys:
+    """Secrets of a cluster; None: everything is on one machine, and no one else reaches it."""
+
+    api_key: str | None = None
+    """Key that clients send to the router."""
+    secret: str | None = None
+    """Secret that the instances and the router share."""
+
+
+@dataclass(slots=True)
+class ClusterMember:
+    """An instance that was started."""
+
+    group: str
+    spec: InstanceSpec
+    handle: Any
+    place: SharedPlace
+    """Reservation that it has with others that were started together."""
+    answers: bool
+    """Whether clients' requests go to it."""
+    state: InstanceState | None = None
+    number: int | None = None
+    """Number that the router gave it; None before it has joined."""
+    joined_url: str = ""
+    leaving_until: float | None = None
+    """When it is stopped at the latest; None while it belongs to the plan."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is not None and self.state.is_ready
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The instances and the router of one plan."""
+
+    plan: ClusterPlan
+    placer: RayPlacer
+    make_admin: MakeAdmin
+    keys: ClusterKeys
+    report: Report
+    members: dict[str, ClusterMember] = field(default_factory=dict)
+    """Members by name, those that leave among them."""
+    router: ClusterMember | None = None
+    _router_part: RouterPart | None = None
+    """Part of the plan with which the router was started."""
+    _leaving: list[ClusterMember] = field(default_factory=list)
+    _failed: dict[str, str] = field(default_factory=dict)
+    """Groups that could not be started, and why, so that it is said once."""
+
+    def check(self) -> None:
+        """Raises ConfigError where the plan wants machines that are not there."""
+        machines = self.placer.machines()
+        for group in self.plan.instances:
+            count = group.num_places
+            check_machines(group.name, group.needs, count, machines, spread=group.spread)
+        check_machines(ROUTER, self.plan.router.needs, 1, machines, spread=False)
+        needs = [group.needs for group in self.plan.instances for _ in range(group.num_places)]
+        check_total([*needs, self.plan.router.needs], machines)
+
+    def change(self, plan: ClusterPlan) -> None:
+        """Takes on another plan; the next steps make it so."""
+        before, self.plan = self.plan, plan
+        try:
+            self.check()
+        except BaseException:
+            self.plan = before
+            raise
+        self._failed.clear()
+
+    def step(self, now: float) -> None:
+        """Looks at everything once, and changes what is not as the plan says."""
+        self._look()
+        wanted = self._wanted()
+        for name, member in list(self.members.items()):
+            if name not in wanted or wanted[name] != member.spec:
+                self._let_leave(member, now)
+        for group in self.plan.instances:
+            self._start_missing(group, wanted)
+        self._end_old_router()
+        self._serve_router()
+        self._join_all()
+        self._end_left(now)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the router takes requests, and some instance is behind it."""
+        has_one = any(member.number is not None for member in self.members.values())
+        return has_one and self.router is not None and self.router.is_ready
+
+    def describe(self) -> str:
+        """Returns a line that says how many of each group are ready."""
+        parts = []
+        for group in self.plan.instances:
+            members = [one for one in self.members.values() if one.group == group.name]
+            parts.append(f"{group.name} {sum(one.is_ready for one in members)}/{group.count}")
+        url = "" if self.router is None or self.router.state is None else self.router.state.url
+        return f"{', '.join(parts)}; router {url or 'is not there yet'}"
+
+    def close(self) -> None:
+        """Stops the router first, so that no request is sent to an instance that ends."""
+        for member in filter(None, [self.router, *self.members.values(), *self._leaving]):
+            self._stop(member)
+        self.router = None
+        self.members.clear()
+        self._leaving.clear()
+        self.placer.close()
+
+    # -- what is wanted ----------------------------------------------------------------------------
+
+    def _wanted(self) -> dict[str, InstanceSpec]:
+        """Returns every instance of the plan whose peers are known, by its name; one whose peers
+        are only away keeps those that it has.
+        """
+        found = {}
+        for group in self.plan.instances:
+            peers = self._peers_of(group)
+            for index in range(group.count):
+                name = f"{group.name}-{index}"
+                if peers is not None:
+                    found[name] = self._spec(name, group, peers)
+                elif name in self.members:
+                    found[name] = self.members[name].spec
+        return found
+
+    def _peers_of(self, group: InstanceGroup) -> list[str] | None:
+        """Returns the addresses of the instances that compute a group's prompts; None until all of
+        them are known.
+        """
+        if group.peers is None:
+            return []
+        peers = self.plan.group(group.peers)
+        addresses = []
+        for index in range(peers.count):
+            member = self.members.get(f"{peers.name}-{index}")
+            if member is None or member.state is None:
+                return None
+            addresses.append(member.state.kv_address)
+        return addresses
+
+    @property
+    def _host(self) -> str:
+        """Address that instances listen on: their machine's own, unless there is one machine."""
+        return "127.0.0.1" if len({one.host for one in self.placer.machines()}) == 1 else ""
+
+    def _spec(self, name: str, group: InstanceGroup, peers: list[str]) -> InstanceSpec:
+        options = flag_names(group.options)
+        transfers = group.role != "both" or "kv_transfer" in options
+        if transfers:
+            options = {"kv_transfer": "zmq", **options, "role": group.role}
+            if self.keys.secret is not None:
+                options["kv_transfer_secret"] = self.keys.secret
+        if not any(name.endswith("parallel_size") for name in options):
+            options.setdefault("threads", max(1, int(group.cpus)))
+        return InstanceSpec(
+            name,
+            self._host,
+            ["serve", group.model],
+            config={key.replace("_", "-"): value for key, value in options.items()},
+            environment=self._environment(OCTAVO_API_KEY=self.keys.secret),
+            transfers=transfers,
+            peers=peers,
+            num_ranks=group.num_ranks,
+            rank_secret=self.keys.secret if group.num_ranks > 1 else None,
+            num_block_ports=group.num_tensor,
+        )
+
+    def _router_spec(self, url: str) -> InstanceSpec:
+        router = self.plan.router
+        words = ["route", url]
+        for key, value in router.options.items():
+            name = key.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{name}" if value else f"--no-{name}")
+            else:
+                values = value if isinstance(value, list) else [value]
+                words += [word for one in values for word in (f"--{name}", str(one))]
+        environment = self._environment(
+            OCTAVO_API_KEY=self.keys.api_key, OCTAVO_SERVER_API_KEY=self.keys.secret
+        )
+        return InstanceSpec(
+            ROUTER,
+            self._host,
+            words,
+            port=router.port,
+            health="/health/live",
+            environment=environment,
+        )
+
+    @staticmethod
+    def _environment(**given: str | None) -> dict[str, str]:
+        return {name: value for name, value in given.items() if value is not None}
+
+    # -- what runs ---------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        everyone = [*self.members.values(), *self._leaving]
+        for member in filter(None, [self.router, *everyone]):
+            state = self.placer.state_of(member.handle)
+            if state is not None:
+                member.state = state
+            elif member.state is not None:
+                member.state = msgspec.structs.replace(member.state, is_ready=False)
+
+    def _start_missing(self, group: InstanceGroup, wanted: Mapping[str, InstanceSpec]) -> None:
+        names = [f"{group.name}-{index}" for index in range(group.count)]
+        missing = [name for name in names if name in wanted and name not in self.members]
+        if not missing:
+            return
+        needs = [group.needs] * (len(missing) * group.num_ranks)
+        specs = [wanted[name] for name in missing]
+        found = self._started(group.name, needs, specs, spread=group.spread)
+        if found is None:
+            return
+        place, started = found
+        shared = SharedPlace(place, len(missing))
+        for name, handle in zip(missing, started, strict=True):
+            answers = group.role != "prefill"
+            self.members[name] = ClusterMember(group.name, wanted[name], handle, shared, answers)
+            self.report(f"{name} is being started")
+
+    def _started(
+        self,
+        name: str,
+        needs: Sequence[Mapping[str, float]],
+        specs: Sequence[InstanceSpec],
+        *,
+        spread: bool,
+    ) -> tuple[Any, list[Any]] | None:
+        """Starts instances together; returns their reservation and handles, or says what is in the
+        way and leaves nothing behind.
+        """
+        handles: list[Any] = []
+        try:
+            place = self.placer.reserve(name, needs, spread=spread)
+        except Exception as error:
+            self._tell_failure(name, error)
+            return None
+        at_each = len(needs) // len(specs)
+        try:
+            for index, spec in enumerate(specs):
+                handles.append(self.placer.start(place, index * at_each, spec))
+        except Exception as error:
+            self._tell_failure(name, error)
+            for handle in handles:
+                self.placer.stop(handle, STOP_S)
+            self.placer.give_back(place)
+            return None
+        self._failed.pop(name, None)
+        return place, handles
+
+    def _tell_failure(self, name: str, error: Exception) -> None:
+        if self._failed.get(name) != str(error):
+            self._failed[name] = str(error)
+            self.report(f"{name} cannot be started: {error}")
+
+    def _end_old_router(self) -> None:
+        """Stops a router that is another one than the plan's; it lets what runs finish."""
+        if self.router is None or self._router_part == self.plan.router:
+            return
+        self.report("the router is replaced")
+        self._stop(self.router)
+        self.router = None
+        for member in self.members.values():
+            member.joined_url, member.number = "", None
+
+    def _serve_router(self) -> None:
+        """Starts the router once an instance answers."""
+        first = next((one for one in self.members.values() if one.answers and one.is_ready), None)
+        if self.router is not None or first is None or first.state is None:
+            return
+        spec = self._router_spec(first.state.url)
+        started = self._started(ROUTER, [self.plan.router.needs], [spec], spread=False)
+        if started is None:
+            return
+        place, (handle,) = started
+        self.router = ClusterMember(ROUTER, spec, handle, SharedPlace(place, 1), answers=False)
+        self._router_part = self.plan.router
+
+    def _join_all(self) -> None:
+        """Tells the router of instances that are ready at an address that it does not have.
+
+        A router that was started again has forgotten its servers, so all join it again.
+        """
+        router = self.router
+        if router is None or router.state is None:
+            return
+        if not router.is_ready:
+            for member in self.members.values():
+                member.joined_url = ""
+            return
+        admin = self.make_admin(router.state.url)
+        for name, member in self.members.items():
+            if not member.answers or not member.is_ready or member.state is None:
+                continue
+            if member.joined_url == member.state.url:
+                continue
+            try:
+                if member.joined_url and member.number is not None:
+                    admin.leave(member.number)  # it was started again elsewhere
+                member.number = admin.join(member.state.url)
+            except httpx2.HTTPError as error:
+                logger.warning("%s does not join the router: %s", name, error)
+                continue
+            member.joined_url = member.state.url
+            self.report(f"{name} has joined the router, at {member.state.url}")
+
+    # -- what leaves -------------------------------------------------------------------------------
+
+    def _let_leave(self, member: ClusterMember, now: float) -> None:
+        """Gives an instance no more requests; it is stopped once it has none."""
+        del self.members[member.spec.name]
+        member.leaving_until = now + LEAVE_S
+        self._leaving.append(member)
+        self.report(f"{member.spec.name} leaves")
+        if self.router is None or self.router.state is None or member.number is None:
+            return
+        try:
+            self.make_admin(self.router.state.url).leave(member.number)
+        except httpx2.HTTPError as error:
+            logger.warning("%s does not leave the router: %s", member.spec.name, error)
+
+    def _end_left(self, now: float) -> None:
+        for member in list(self._leaving):
+            assert member.leaving_until is not None
+            if now >= member.leaving_until or self._is_gone(member):
+                self._leaving.remove(member)
+                self._stop(member)
+                self.report(f"{member.spec.name} has left")
+
+    def _is_gone(self, member: ClusterMember) -> bool:
+        """Returns whether no request is left on an instance."""
+        if member.number is None or self.router is None or self.router.state is None:
+            return True
+        try:
+            return self.make_admin(self.router.state.url).is_gone(member.number)
+        except httpx2.HTTPError:
+            return False
+
+    def _stop(self, member: ClusterMember) -> None:
+        self.placer.stop(member.handle, STOP_S)
+        if member.place.leave():
+            self.placer.give_back(member.place.place)
+
+
+@dataclass(slots=True)
+class SharedPlace:
+    """A reservation, which ends with the last of its instances."""
+
+    place: Any
+    num_members: int
+
+    def leave(self) -> bool:
+        """Notes that an instance has ended; returns whether it was the last one."""
+        self.num_members -= 1
+        return self.num_members == 0

@@ -1,0 +1,184 @@
+"""Ray as the placer: an actor for each instance, or each of its ranks, in placement groups.
+
+Ray chooses the machine, notices when an actor or a machine ends, and starts the actor again. What
+clients send and get goes past it, over HTTP, and KV blocks over their own transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.api.errors import BackendUnavailable, ConfigError
+from octavo.distributed.cluster.instance import Instance, InstanceSpec, InstanceState, rank_spec
+from octavo.distributed.cluster.placing import ClusterMachine
+
+INSTALL = "pip install 'octavo[ray]'"
+PLACE_S = 5.0
+"""Seconds in which Ray must find places for instances that some machine could hold."""
+ANSWER_S = 5.0
+"""Seconds in which an actor must say how it is; one that does not is away."""
+RETRY_S = 0.5
+"""Seconds until a rank whose first one is away asks for it again."""
+
+
+OBJECT_BYTES = 100 << 20
+"""Memory of Ray's object store where it is started here: nothing but states go through it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorHandle:
+    """An instance's actor, those of its other ranks, and a name for messages."""
+
+    name: str
+    actor: Any
+    ranks: Sequence[Any] = ()
+
+    @property
+    def actors(self) -> list[Any]:
+        return [self.actor, *self.ranks]
+
+
+class RayPlacer:
+    """Places instances on machines, watches them and starts those again that end."""
+
+    def __init__(self, address: str | None) -> None:
+        """Joins the Ray cluster at `address`, or starts one on this machine without it."""
+        self._ray = ray = require_ray()
+        began = time.monotonic()
+        try:
+            ray.init(
+                address=address,
+                namespace="octavo",
+                log_to_driver=True,
+                include_dashboard=False,
+                object_store_memory=None if address else OBJECT_BYTES,
+                configure_logging=False,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"ray_address: no Ray cluster could be joined at {address} in"
+                f" {time.monotonic() - began:.0f} s: {error}",
+                hint="start one: ray start --head",
+            ) from error
+
+    def machines(self) -> Sequence[ClusterMachine]:
+        return [
+            ClusterMachine(node["NodeManagerAddress"], node["Resources"])
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+    def reserve(self, name: str, needs: Sequence[Mapping[str, float]], *, spread: bool) -> Any:
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        strategy = "STRICT_SPREAD" if spread else "PACK"
+        group = placement_group([dict(need) for need in needs], strategy=strategy)
+        if not group.wait(PLACE_S):
+            remove_placement_group(group)
+            raise ConfigError(
+                f"plan: {name}: Ray finds no room for {len(needs)} instances within {PLACE_S:g} s:"
+                " its machines are taken",
+                hint="`ray status` says by what",
+            )
+        return group
+
+    def start(self, place: Any, index: int, spec: InstanceSpec) -> ActorHandle:
+        """Starts an instance at place `index` of a reservation, and its other ranks at the places
+        behind it; returns at once.
+        """
+        first = self._actor(ActorBody, place, index).remote(spec)
+        ranks = [
+            self._actor(RankBody, place, index + rank).remote(spec, rank, first)
+            for rank in range(1, spec.num_ranks)
+        ]
+        return ActorHandle(spec.name, first, ranks)
+
+    def _actor(self, body: type, place: Any, index: int) -> Any:
+        """Returns the kind of actor that has the needs of one place of a reservation."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        needs = dict(place.bundle_specs[index])
+        return self._ray.remote(body).options(
+            num_cpus=needs.pop("CPU"),
+            num_gpus=needs.pop("GPU", None),
+            memory=needs.pop("memory", None),
+            resources=needs,
+            max_restarts=-1,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                place, placement_group_bundle_index=index
+            ),
+        )
+
+    def state_of(self, handle: ActorHandle) -> InstanceState | None:
+        """Returns an instance's state; None while it is away or is started again.
+
+        Asks the other ranks as well, so that an actor ends whose process has ended.
+        """
+        asked = [actor.state.remote() for actor in handle.actors]
+        try:
+            found: InstanceState = self._ray.get(asked[0], timeout=ANSWER_S)
+        except (self._ray.exceptions.RayError, TimeoutError):
+            return None
+        return found
+
+    def stop(self, handle: ActorHandle, patience_s: float) -> None:
+        """Stops the first rank before the others, which it tells to end."""
+        for actor in handle.actors:
+            with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
+                asked = actor.stop.remote(patience_s)
+                self._ray.get(asked, timeout=patience_s + ANSWER_S)
+            self._ray.kill(actor, no_restart=True)
+
+    def give_back(self, place: Any) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(place)
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+
+class ActorBody(Instance):
+    """An instance that knows its machine from Ray."""
+
+    def __init__(self, spec: InstanceSpec) -> None:
+        super().__init__(spec, require_ray().util.get_node_ip_address())
+
+
+class RankBody(Instance):
+    """Another rank of an instance, which asks the first one's actor where to join it: again
+    whenever Ray starts this one again.
+    """
+
+    def __init__(self, spec: InstanceSpec, rank: int, first: Any) -> None:
+        ray = require_ray()
+        address = _rank_address(ray, first)
+        super().__init__(rank_spec(spec, rank, address), ray.util.get_node_ip_address())
+
+
+def _rank_address(ray: Any, first: Any) -> str:
+    """Waits until the actor of an instance's first rank says where the others join."""
+    while True:
+        try:
+            state: InstanceState = ray.get(first.state.remote(), timeout=ANSWER_S)
+            return state.rank_address
+        except (ray.exceptions.RayError, TimeoutError):
+            time.sleep(RETRY_S)
+
+
+def require_ray() -> Any:
+    """Returns Ray; BackendUnavailable says how to install it."""
+    try:
+        import ray
+        import ray.exceptions
+        import ray.util
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"cluster: Ray cannot be imported: {error}", hint=INSTALL
+        ) from None
+    return ray

@@ -1,0 +1,289 @@
+"""The servers behind the router: which of them may be asked, and what is known of each.
+
+A server that cannot be reached is left out at once (its breaker is open), and asked again only by
+the health check, later each time that it fails. Knows no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from octavo.distributed.router.settings import RouterSettings
+from octavo.distributed.router.upstream import UpstreamClient, UpstreamLost
+from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.routing.target import Target
+from octavo.transfer.messages import UNREADABLE
+
+NOT_CHECKED = "no check has succeeded yet"
+STABLE_S = 60.0
+"""Time after which a server that has come back is checked as often as before its failures."""
+
+
+Standing = Literal["in", "draining", "gone"]
+"""Whether a server belongs to the router: it does; it finishes what it has; or it has left."""
+
+
+class KvEventsCard(msgspec.Struct):
+    """The addresses at which a server publishes its KV events, as it tells them."""
+
+    endpoints: list[str] = []
+    replay_endpoints: list[str] = []
+    topic: str = ""
+    is_locked: bool = False
+
+
+class CapabilityCard(msgspec.Struct):
+    """The part of /v1/capabilities that routing reads."""
+
+    block_size: int | None = None
+    kv_events: KvEventsCard | None = None
+    kv_pool: str = ""
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class ModelList(msgspec.Struct):
+    data: list[msgspec.Raw] = []
+
+    def cards(self) -> dict[str, tuple[ModelCard, msgspec.Raw]]:
+        """Returns each model's card by its name, as far as routing reads it and as it came."""
+        found = {}
+        for raw in self.data:
+            card = msgspec.json.decode(raw, type=ModelCard)
+            found[card.id] = card, raw
+        return found
+
+
+@dataclass(slots=True)
+class Member:
+    """One server."""
+
+    client: UpstreamClient
+    target: Target
+    trouble: str = NOT_CHECKED
+    """Reason why it gets no requests; "" while it is well."""
+    standing: Standing = "in"
+    models: frozenset[str] = frozenset()
+    """Names that it answers to; empty where it does not say."""
+    adapters: frozenset[str] = frozenset()
+    """Names among `models` that are adapters'."""
+    cards: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+    """Card of each of `models`, as the server shows it."""
+    capabilities: CapabilityCard = field(default_factory=CapabilityCard)
+    num_running: int = 0
+    """Requests that it is answering."""
+    num_failures: int = 0
+    """Failures of checks and of requests since it was last well for long."""
+    well_since_s: float = 0.0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its breaker opens, so that it is checked soon."""
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    @property
+    def is_well(self) -> bool:
+        return not self.trouble
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it may be given requests now."""
+        return self.is_well and self.standing == "in"
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it answers to a model's name, or may do."""
+        return model is None or not self.models or model in self.models
+
+    def note_failure(self, reason: str) -> None:
+        """Opens the breaker: it gets no requests until a check succeeds."""
+        if self.is_well and time.monotonic() - self.well_since_s > STABLE_S:
+            self.num_failures = 0
+        self.num_failures += 1
+        self.trouble = reason or "it does not answer"
+        self.changed.set()
+
+    def note_health(self) -> bool:
+        """Closes the breaker; returns whether it was open."""
+        was_open = not self.is_well
+        if was_open:
+            self.well_since_s = time.monotonic()
+        elif time.monotonic() - self.well_since_s > STABLE_S:
+            self.num_failures = 0
+        self.trouble = ""
+        return was_open
+
+
+class Members:
+    """All servers of a router, in the order in which they were named or joined; one that has left
+    keeps its number.
+    """
+
+    def __init__(self, urls: Sequence[str], settings: RouterSettings) -> None:
+        self._settings = settings
+        self._members = [self._make(url) for url in urls]
+        self.is_stopping = False
+
+    def _make(self, url: str) -> Member:
+        settings = self._settings
+        client = UpstreamClient(
+            url, connect_timeout_s=settings.connect_timeout_s, api_key=settings.server_api_key
+        )
+        return Member(client, Target(client.url, CachedNames(settings.max_known_blocks)))
+
+    def add(self, url: str) -> Member:
+        """Adds a server behind all others; ConfigError where the URL is none."""
+        member = self._make(url)
+        self._members.append(member)
+        return member
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members)
+
+    def __getitem__(self, index: int) -> Member:
+        return self._members[index]
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens in a KV block of the servers; None before one has told."""
+        sizes = (member.capabilities.block_size for member in self._members)
+        return next((size for size in sizes if size), None)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether some server publishes KV events, so that prompts are worth tokenizing."""
+        return any(member.capabilities.kv_events is not None for member in self._members)
+
+    def is_adapter(self, model: str | None) -> bool:
+        return any(model in member.adapters for member in self._members)
+
+    def able(self, model: str | None, without: set[int]) -> list[int]:
+        """Returns the servers that may be asked for a model, but those in `without`.
+
+        A name that no server has, well or not, may go to any: the server refuses it by name.
+        """
+        well = [
+            index
+            for index, each in enumerate(self._members)
+            if each.takes_requests and index not in without
+        ]
+        if any(model in each.models for each in self._members if each.standing != "gone"):
+            return [index for index in well if self._members[index].serves(model)]
+        return well
+
+    def listed(self) -> list[msgspec.Raw] | None:
+        """Returns the cards of all models that are served now; None where one server's list is that
+        of all.
+        """
+        told = [each for each in self._members if each.takes_requests and each.cards]
+        if len({each.models for each in told}) < 2:
+            return None
+        found: dict[str, msgspec.Raw] = {}
+        for each in told:
+            for name, card in each.cards.items():
+                found.setdefault(name, card)
+        return list(found.values())
+
+    def trouble_of(self, model: str | None) -> str:
+        """Returns why no server can be asked, for a message."""
+        here = [each for each in self._members if each.standing == "in"]
+        asked = [each for each in here if each.serves(model)] or here
+        return "; ".join(
+            f"server {self._members.index(each)}: {each.trouble}" for each in asked if each.trouble
+        )
+
+    def close(self) -> None:
+        for member in self._members:
+            member.client.close()
+
+
+class HealthCheck:
+    """The repeated check of one server, and of what it serves."""
+
+    def __init__(self, member: Member, settings: RouterSettings) -> None:
+        self._member = member
+        self._settings = settings
+
+    async def run(self) -> None:
+        """Checks until it is cancelled."""
+        while True:
+            await self.check()
+            await self._pause()
+
+    async def check(self) -> None:
+        """Checks once; a failure opens the server's breaker, a success closes it."""
+        member = self._member
+        try:
+            async with asyncio.timeout(self._settings.health_timeout_s):
+                status, body = await member.client.fetch("GET", "/health")
+                if status != 200:
+                    raise UpstreamLost(_reason(status, body))
+                listed = await self._read("/v1/models", ModelList())
+                capabilities = member.capabilities
+                if not member.is_well:
+                    capabilities = await self._read("/v1/capabilities", CapabilityCard())
+        except (UpstreamLost, TimeoutError) as error:
+            reason = str(error) or f"no answer within {self._settings.health_timeout_s:g} s"
+            if not member.is_well:
+                # Twice in a row: what has not been answered is asked of another server.
+                member.client.abort_waiting(reason)
+            member.note_failure(reason)
+            return
+        try:
+            cards = listed.cards()
+        except UNREADABLE:
+            cards = {}
+        member.models = frozenset(cards)
+        member.adapters = frozenset(n for n, (card, _) in cards.items() if card.parent is not None)
+        member.cards = {name: raw for name, (_, raw) in cards.items()}
+        member.capabilities = capabilities
+        member.target.pool = capabilities.kv_pool
+        member.note_health()
+
+    async def _pause(self) -> None:
+        """Waits until the next check: not at all after a first failure, longer after each further
+        one.
+        """
+        member, interval = self._member, self._settings.health_interval_s
+        member.changed.clear()
+        if member.is_well:
+            try:
+                await asyncio.wait_for(member.changed.wait(), interval)
+            except TimeoutError:
+                return
+        if member.num_failures > 1:
+            doubled = interval * 2 ** min(member.num_failures - 2, 16)
+            await asyncio.sleep(min(doubled, self._settings.max_health_backoff_s))
+
+    async def _read(self, path: str, default: Any) -> Any:
+        """Returns what a server says of itself; the default where it does not, as one that is not
+        Octavo, or wants a key.
+        """
+        status, body = await self._member.client.fetch("GET", path)
+        if status != 200:
+            return default
+        try:
+            return msgspec.json.decode(body, type=type(default))
+        except UNREADABLE:
+            return default
+
+
+def _reason(status: int, body: bytes) -> str:
+    """Returns what a refusal says, in one line."""
+    try:
+        message = str(msgspec.json.decode(body)["error"]["message"])
+    except (*UNREADABLE, KeyError, TypeError):
+        message = "no reason given"
+    return f"HTTP {status}: {message[:200]}"

@@ -1,0 +1,86 @@
+"""The router's series: what it passed on, what it tried again, how well it guessed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from octavo.distributed.router.members import Member, Members
+
+PREFIX = "octavo:router_"
+GAUGES: dict[str, tuple[str, Callable[[Member], float]]] = {
+    "server_up": ("Whether the server gets requests: 1, or 0.", lambda one: one.is_well),
+    "running": ("Requests that the server is answering.", lambda one: one.num_running),
+    "queued_tokens": (
+        "Uncached prompt tokens of requests that the server has not begun to answer.",
+        lambda one: one.target.queued_tokens,
+    ),
+    "known_blocks": (
+        "Names of blocks that the server is known, or expected, to hold.",
+        lambda one: len(one.target.cached),
+    ),
+    "prefill_rate": (
+        "Uncached prompt tokens that the server computes in a second, as measured; 0 before that.",
+        lambda one: one.target.rate or 0.0,
+    ),
+}
+COUNTERS = {
+    "requests": "Requests that were passed on, by server and status.",
+    "retries": "Requests taken from a server before its first byte, by server and reason.",
+    "broken_answers": "Answers that broke off after their first byte, by server.",
+    "refusals": "Requests that the router answered itself, by status.",
+    "prompt_tokens": "Prompt tokens of the requests placed, as the router counts them.",
+    "predicted_cached_tokens": "Of these, expected to be cached at the server chosen.",
+    "found_cached_tokens": "Cached prompt tokens that answers told of.",
+}
+"""Series and their texts; each ends in `_total`."""
+LABELS = {
+    "requests": ("server", "status"),
+    "retries": ("server", "reason"),
+    "broken_answers": ("server",),
+    "refusals": ("status",),
+}
+
+
+@dataclass(slots=True)
+class RouterCounts:
+    """The events of a router so far, counted."""
+
+    counts: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """Counts by series and the values of its labels."""
+
+    def add(self, series: str, *labels: str, by: int = 1) -> None:
+        """Counts in a series of `COUNTERS`."""
+        self.counts[(series, *labels)] += by
+
+
+class RouterMetrics(Collector):
+    """All series of a router, as they are when they are read."""
+
+    def __init__(self, members: Members, counts: RouterCounts) -> None:
+        self._members = members
+        self._counts = counts
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (text, read) in GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=("server",))
+            for index, member in enumerate(self._members):
+                gauge.add_metric((str(index),), read(member))
+            yield gauge
+        for name, text in COUNTERS.items():
+            labels = LABELS.get(name, ())
+            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
+            found = {key[1:]: count for key, count in self._counts.counts.items() if key[0] == name}
+            for values, count in (found or ({(): 0} if not labels else {})).items():
+                counter.add_metric(values, count)
+            yield counter

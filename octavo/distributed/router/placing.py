@@ -1,0 +1,115 @@
+"""Places requests on servers by the policy, and keeps its books while they are answered."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from octavo.distributed.router.members import Member, Members
+from octavo.distributed.router.upstream import UpstreamLost, UpstreamRequest
+from octavo.engine.routing.job import RoutingJob
+from octavo.engine.routing.policies import ROUTING_POLICIES, RoutingPolicyName, rank_of
+from octavo.engine.routing.router import Router
+
+MAX_KEPT = 100_000
+"""Stored responses whose server is remembered."""
+MAX_ID_CHARACTERS = 256
+"""Longest id of a stored response that servers are asked for."""
+
+
+class PlacedRequest:
+    """A request while one server has it."""
+
+    def __init__(
+        self, placer: Placer, member: Member, name: str, job: RoutingJob, index: int
+    ) -> None:
+        self.member = member
+        self.index = index
+        self._router = placer.router
+        self._name = name
+        self.num_cached = self._router.sent(name, job, index, time.monotonic())
+        """Tokens of its prompt that are expected to be cached there."""
+        member.num_running += 1
+
+    def yielded(self, num_tokens: int) -> None:
+        """Notes tokens of its answer; the first say that the prompt is computed."""
+        self._router.yielded(self._name, num_tokens, time.monotonic())
+
+    def end(self) -> None:
+        """Notes that the server has it no more."""
+        self._router.ended(self._name)
+        self.member.num_running -= 1
+
+
+class Placer:
+    """Chooses the server of each request."""
+
+    def __init__(self, members: Members, policy: RoutingPolicyName) -> None:
+        self._members = members
+        self.router = Router(ROUTING_POLICIES[policy](), [member.target for member in members])
+        self._numbers = itertools.count()
+        self._kept: OrderedDict[str, int] = OrderedDict()
+        """Index of the server that has a stored response, by the response's id."""
+
+    @property
+    def reads_names(self) -> bool:
+        return self.router.reads_names
+
+    def place(self, job: RoutingJob, model: str | None, tried: set[int]) -> PlacedRequest | None:
+        """Gives a request to the best server that has not been tried; None where there is none."""
+        able = self._members.able(model, tried)
+        if not able:
+            return None
+        return self.place_on(self.router.choose(job, able, time.monotonic()), job)
+
+    def place_on(self, index: int, job: RoutingJob) -> PlacedRequest:
+        """Gives a request to a server."""
+        return PlacedRequest(self, self._members[index], str(next(self._numbers)), job, index)
+
+    def least_busy(self, tried: set[int], model: str | None = None) -> int | None:
+        """Returns the server that answers the fewest requests, of those that have a model; None
+        where there is none.
+        """
+        able = self._members.able(model, tried)
+        return min(able, key=lambda index: self._members[index].num_running, default=None)
+
+    def home_of(self, sender: bytes) -> int:
+        """Returns the server that has a sender's files and batches, well or not."""
+
+        def rank(index: int) -> bytes:
+            return rank_of(sender, self._members[index].target.label)
+
+        here = [index for index, one in enumerate(self._members) if one.standing != "gone"]
+        return max(here or range(len(self._members)), key=rank)
+
+    async def keeper_of(
+        self, response_id: str, headers: Sequence[tuple[bytes, bytes]]
+    ) -> int | None:
+        """Returns the server that has a stored response, which each is asked for with the
+        client's `headers`; None where none that is well has it.
+        """
+        known = self._kept.get(response_id)
+        if known is not None and self._members[known].standing != "gone":
+            return known
+        if len(response_id) > MAX_ID_CHARACTERS:
+            return None
+        for index in self._members.able(None, set()):
+            client = self._members[index].client
+            path = f"/v1/responses/{quote(response_id, safe='')}"
+            try:
+                answer = await client.ask(UpstreamRequest("GET", path, headers))
+                try:
+                    await answer.rest()
+                finally:
+                    client.finish(answer)
+            except UpstreamLost:
+                continue
+            if answer.status == 200:
+                self._kept[response_id] = index
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+                return index
+        return None

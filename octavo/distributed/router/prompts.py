@@ -1,0 +1,205 @@
+"""Reads of a request what routing needs: the model, how long its prompt is, and names for its
+beginning by which equal beginnings are found.
+
+Names are those of the KV blocks where the token ids are known: given, or asked of a server where
+some server publishes its blocks. Else they are hashes of the text, piece by piece. A wrong or
+missing name costs time and never an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from octavo.distributed.router.members import Members
+from octavo.distributed.router.upstream import UpstreamLost
+from octavo.engine.protocol.block_hashes import BlockHashing
+from octavo.engine.protocol.kv_events import HASH_BYTES
+from octavo.engine.routing.job import RoutingJob
+from octavo.transfer.messages import UNREADABLE
+
+MAX_TOKEN_IDS = 1 << 31
+PIECE_BYTES = 256
+"""Bytes of text that bear one name."""
+BYTES_PER_TOKEN = 4
+"""Bytes of text that are counted as a token."""
+SESSION_BYTES = 1024
+"""Bytes at the beginning of a prompt that tell sessions of one user apart."""
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens in a block where no server tells."""
+TOKENIZE_TIMEOUT_S = 2.0
+"""Time that a server has to tokenize a prompt, in seconds; then it goes by its text."""
+LEADING_FIELDS = ("tools", "functions", "system", "instructions")
+"""Fields that chat templates write before the messages."""
+PROMPT_FIELDS = ("messages", "prompt", "input", "content", "message")
+CHAT_FIELDS = (
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+)
+"""Fields of a chat on which its tokens depend, and which POST /tokenize takes."""
+OTHER_CHAT_FIELDS = ("tools", "functions", "chat_template", "add_special_tokens", "echo")
+"""Fields with which POST /tokenize would not give a chat's tokens."""
+
+MODELS = "/v1/models/"
+"""Beginning of the path of a model's card."""
+
+Fields = Mapping[str, msgspec.Raw]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRequest:
+    """A request as the router sees it."""
+
+    job: RoutingJob
+    model: str | None = None
+    response_id: str | None = None
+    """Stored response that it goes on from, which one server has."""
+
+
+class PromptReader:
+    """Reads the bodies of requests."""
+
+    def __init__(self, members: Members, *, reads_names: bool) -> None:
+        self._members = members
+        self._reads_names = reads_names
+        self._decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+    async def read(self, path: str, body: bytes, sender: bytes) -> AskedRequest:
+        """Reads a body; one that is no JSON object is passed on by its length alone. `sender` is
+        the key that the client sent.
+        """
+        try:
+            fields = self._decoder.decode(body)
+        except UNREADABLE:
+            return AskedRequest(RoutingJob(len(body) // BYTES_PER_TOKEN))
+        model = _text(fields, "model")
+        job = await self._job(path, fields, model, sender)
+        return AskedRequest(job, model, _text(fields, "previous_response_id"))
+
+    def model_of(self, path: str, body: bytes) -> str | None:
+        """Returns the model that a question to any server is about; None where it is about none."""
+        if path.startswith(MODELS):
+            return path.removeprefix(MODELS)
+        try:
+            fields = self._decoder.decode(body)
+        except UNREADABLE:
+            return None
+        return _text(fields, "model") or _text(fields, "name")
+
+    async def _job(self, path: str, fields: Fields, model: str | None, sender: bytes) -> RoutingJob:
+        start = _beginning(fields)
+        session = _session(fields, start, sender)
+        salt = _text(fields, "cache_salt") or ""
+        if self._reads_names and not self._members.is_adapter(model):
+            tokens = await self._tokens(path, fields)
+            if tokens is not None:
+                size = self._members.block_size or DEFAULT_BLOCK_SIZE
+                names = await _in_thread_if_long(
+                    len(tokens), lambda: BlockHashing(salt).digests(tokens, size)
+                )
+                short = [name[-HASH_BYTES:] for name in names]
+                return RoutingJob(len(tokens), short, size, session)
+        num_tokens = len(start) // BYTES_PER_TOKEN
+        if not self._reads_names:
+            return RoutingJob(num_tokens, session=session)
+        root = f"{model or ''}\0{salt}".encode()
+        names = await _in_thread_if_long(len(start) // 16, lambda: text_names(root, start))
+        return RoutingJob(num_tokens, names, PIECE_BYTES // BYTES_PER_TOKEN, session)
+
+    async def _tokens(self, path: str, fields: Fields) -> list[int] | None:
+        """Returns the ids of the prompt, the first of several; None where they are not known."""
+        given = fields.get("prompt")
+        if given is not None and bytes(given)[:1] == b"[":
+            return _ids(given)
+        if not self._members.has_events:
+            return None
+        if path == "/v1/completions" and given is not None and "suffix" not in fields:
+            wanted = {name: fields[name] for name in ("model", "prompt") if name in fields}
+        elif path == "/v1/chat/completions" and not any(n in fields for n in OTHER_CHAT_FIELDS):
+            wanted = {name: fields[name] for name in ("model", *CHAT_FIELDS) if name in fields}
+        else:
+            return None
+        return await self._tokenized(msgspec.json.encode(wanted), _text(fields, "model"))
+
+    async def _tokenized(self, body: bytes, model: str | None) -> list[int] | None:
+        """Asks the least busy server for the ids of a prompt; None where it does not tell."""
+        able = self._members.able(model, set())
+        if not able:
+            return None
+        member = min((self._members[index] for index in able), key=lambda each: each.num_running)
+        try:
+            async with asyncio.timeout(TOKENIZE_TIMEOUT_S):
+                status, answer = await member.client.fetch("POST", "/tokenize", body)
+            return _TOKENIZED.decode(answer).tokens if status == 200 else None
+        except (UpstreamLost, TimeoutError, *UNREADABLE):
+            return None
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+_TOKENIZED = msgspec.json.Decoder(_Tokenized)
+
+
+def text_names(root: bytes, text: bytes) -> list[bytes]:
+    """Returns a name for each whole piece of a text, which depends on all before it and on
+    `root`.
+    """
+    parent = blake2b(root, digest_size=HASH_BYTES).digest()
+    names = []
+    for end in range(PIECE_BYTES, len(text) + 1, PIECE_BYTES):
+        parent = blake2b(parent + text[end - PIECE_BYTES : end], digest_size=HASH_BYTES).digest()
+        names.append(parent)
+    return names
+
+
+def _beginning(fields: Fields) -> bytes:
+    """Returns the prompt as its sender wrote it, in the order in which templates do."""
+    found = [bytes(fields[name]) for name in (*LEADING_FIELDS, *PROMPT_FIELDS) if name in fields]
+    return b"".join(found)
+
+
+def _session(fields: Fields, start: bytes, sender: bytes) -> bytes:
+    """Returns what requests of one session have in common."""
+    key = _text(fields, "prompt_cache_key") or _text(fields, "session_id")
+    if key is not None:
+        return b"key\0" + sender + b"\0" + key.encode()
+    user = (_text(fields, "user") or "").encode()
+    return b"user\0" + sender + b"\0" + user + b"\0" + (b"" if user else start[:SESSION_BYTES])
+
+
+def _text(fields: Fields, name: str) -> str | None:
+    """Returns a field's text; None where it is none."""
+    raw = fields.get(name)
+    if raw is None or bytes(raw)[:1] != b'"':
+        return None
+    try:
+        return msgspec.json.decode(raw, type=str)
+    except UNREADABLE:
+        return None
+
+
+def _ids(prompt: msgspec.Raw) -> list[int] | None:
+    """Returns token ids, those of the first of several prompts; None where it is text."""
+    found: list[int] = []
+    try:
+        found = msgspec.json.decode(prompt, type=list[int])
+    except UNREADABLE:
+        with contextlib.suppress(*UNREADABLE, IndexError):
+            found = msgspec.json.decode(prompt, type=list[list[int]])[0]
+    return found if found and min(found) >= 0 and max(found) < MAX_TOKEN_IDS else None
+
+
+async def _in_thread_if_long(num_tokens: int, work: Callable[[], list[bytes]]) -> list[bytes]:
+    """Returns what `work` makes; in a thread where that would hold up other requests."""
+    return await asyncio.to_thread(work) if num_tokens > 16384 else work()

@@ -1,0 +1,275 @@
+"""Passes requests on to the servers, and their answers back as they come.
+
+Until the first byte of an answer has come from a server, another one may be asked: one that is
+gone, loading, stopping or overloaded costs its requests time and nothing else. After it nothing is
+ever repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.api.errors import Unavailable
+from octavo.distributed.router.members import Members
+from octavo.distributed.router.metrics import RouterCounts
+from octavo.distributed.router.placing import PlacedRequest, Placer
+from octavo.distributed.router.prompts import AskedRequest, PromptReader
+from octavo.distributed.router.routes import Way, way_of
+from octavo.distributed.router.settings import RouterSettings
+from octavo.distributed.router.upstream import (
+    HeaderList,
+    UpstreamAnswer,
+    UpstreamLost,
+    UpstreamRequest,
+)
+from octavo.engine.routing.job import RoutingJob
+from octavo.server.http.body import read_in_time
+from octavo.server.http.connection import unless_gone
+from octavo.server.http.error_forms import form_of
+from octavo.server.http.errors import error_response, fault_of
+from octavo.server.http.request_log import ID_HEADER
+from octavo.server.http.sse import DONE
+from octavo.server.http.time_limit import DEADLINE, Deadline
+from octavo.server.state.request_record import record_of
+
+SERVER_HEADER = b"x-octavo-server"
+"""Header of an answer whose value is the number of the server that gave it."""
+BY_THE_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer"
+    b" transfer-encoding upgrade host content-length expect date server".split()
+)
+"""Headers that are about one connection, or that both ends write themselves."""
+ELSEWHERE = frozenset({429, 503})
+"""Statuses with which a server says that another one may do better."""
+CACHED_TOKENS = re.compile(rb'"cached_tokens": ?(\d+)')
+NO_JOB = RoutingJob(0)
+SERVER_GONE = Unavailable(
+    "the server that computed this answer has gone", hint="send the request again"
+)
+
+
+@dataclass(slots=True)
+class PassedOn:
+    """A request with what is needed to send it, and to send it again."""
+
+    way: Way
+    request: UpstreamRequest
+    asked: AskedRequest
+    sender: bytes
+    """Value of the header with the client's key; b"" without one."""
+
+
+class RouterProxy:
+    """The ASGI application for all paths but the router's own."""
+
+    def __init__(
+        self,
+        members: Members,
+        placer: Placer,
+        settings: RouterSettings,
+        counts: RouterCounts,
+    ) -> None:
+        self._members = members
+        self._placer = placer
+        self._reader = PromptReader(members, reads_names=placer.reads_names)
+        self._settings = settings
+        self._front = settings.front
+        self._counts = counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            passed = await self._read(scope, receive)
+            cards = self._members.listed() if _asks_for_models(scope) else None
+            if cards is not None:
+                body = msgspec.json.encode({"object": "list", "data": cards})
+                await Response(body, media_type="application/json")(scope, receive, send)
+                return
+            with suppress(ClientDisconnect):
+                await unless_gone(receive, self._pass_on(passed, scope, receive, send))
+        except (HTTPException, Unavailable) as error:
+            self._counts.add("refusals", str(fault_of(error).status))
+            await error_response(error, form_of(scope))(scope, receive, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> PassedOn:
+        """Reads a request whole; raises what the router refuses itself."""
+        path = scope["path"]
+        way = way_of(scope["method"], path)
+        if way is None:
+            raise HTTPException(
+                404,
+                f"{scope['method']} {path} is not passed on (hint: ask the server itself)",
+            )
+        if self._members.is_stopping:
+            raise Unavailable("the router is stopping")
+        request = Request(scope, receive)
+        body = await read_in_time(request, self._front)
+        sender = next(
+            (v for k, v in scope["headers"] if k in (b"authorization", b"x-api-key")), b""
+        )
+        asked = AskedRequest(NO_JOB)
+        if way is Way.PLACED:
+            asked = await self._reader.read(path, body, sender)
+        elif way is Way.ANY:
+            asked = AskedRequest(NO_JOB, self._reader.model_of(path, body))
+        elif way is Way.KEPT:
+            asked = AskedRequest(NO_JOB, response_id=path.split("/")[3])
+        target = (scope.get("raw_path") or path.encode()).decode("latin-1")
+        if scope["query_string"]:
+            target += "?" + scope["query_string"].decode("latin-1")
+        upstream = UpstreamRequest(scope["method"], target, self._headers(scope), body)
+        return PassedOn(way, upstream, asked, sender)
+
+    def _headers(self, scope: Scope) -> HeaderList:
+        """Returns the headers for a server: the client's, its address, the request's id, and the
+        key that the servers want.
+        """
+        key = self._settings.server_api_key
+        dropped = BY_THE_HOP | {ID_HEADER.lower().encode(), b"x-forwarded-for"}
+        if key is not None:
+            dropped |= {b"authorization", b"x-api-key"}
+        kept = [pair for pair in scope["headers"] if pair[0] not in dropped]
+        if key is not None:
+            kept.append((b"authorization", b"Bearer " + key.encode()))
+        if scope.get("client"):
+            before = [v for k, v in scope["headers"] if k == b"x-forwarded-for"]
+            address = b", ".join([*before, scope["client"][0].encode()])
+            kept.append((b"x-forwarded-for", address))
+        kept.append((ID_HEADER.lower().encode(), record_of(scope).request_id.encode()))
+        return kept
+
+    async def _pass_on(self, passed: PassedOn, scope: Scope, receive: Receive, send: Send) -> None:
+        """Asks one server after another until one has begun to answer."""
+        tried: set[int] = set()
+        refusal: Response | None = None
+        while len(tried) < self._settings.max_attempts:
+            placement = await self._place(passed, tried)
+            if placement is None:
+                break
+            tried.add(placement.index)
+            member = placement.member
+            try:
+                answer = await member.client.ask(passed.request)
+                if answer.status in ELSEWHERE and passed.way in (Way.PLACED, Way.ANY):
+                    refusal = await self._refused(answer, placement)
+                    continue
+                try:
+                    await self._hand_on(answer, placement, scope, send)
+                finally:
+                    member.client.finish(answer)
+                return
+            except UpstreamLost as error:
+                member.note_failure(str(error))
+                member.target.cached.clear()
+                self._counts.add("retries", str(placement.index), "lost")
+            finally:
+                placement.end()
+        if refusal is None:
+            trouble = self._members.trouble_of(passed.asked.model)
+            raise Unavailable(
+                f"no server can answer: {trouble or 'none has this model or thing'}",
+                hint="try again in a few seconds",
+            )
+        await refusal(scope, receive, send)
+
+    async def _place(self, passed: PassedOn, tried: set[int]) -> PlacedRequest | None:
+        """Returns the next server for a request; None where none is left."""
+        job = passed.asked.job
+        wanted = passed.asked.response_id
+        if passed.way is Way.PLACED and wanted is None:
+            placement = self._placer.place(job, passed.asked.model, tried)
+            if placement is not None and not tried:
+                self._counts.add("prompt_tokens", by=job.num_tokens)
+                self._counts.add("predicted_cached_tokens", by=placement.num_cached)
+            return placement
+        if passed.way is Way.ANY:
+            index = self._placer.least_busy(tried, passed.asked.model)
+        elif tried:
+            return None
+        elif passed.way is Way.HOME:
+            index = self._placer.home_of(passed.sender)
+        else:
+            assert wanted is not None, "its path or its body names it"
+            index = await self._placer.keeper_of(wanted, passed.request.headers)
+            if index is None:
+                index = self._placer.least_busy(tried)  # it says that there is no such thing
+        return None if index is None else self._placer.place_on(index, job)
+
+    async def _refused(self, answer: UpstreamAnswer, placement: PlacedRequest) -> Response:
+        """Returns a refusal, for the case that no other server does better."""
+        member = placement.member
+        try:
+            body = await answer.rest()
+        finally:
+            member.client.finish(answer)
+        self._counts.add("retries", str(placement.index), str(answer.status))
+        headers = dict(_decoded(_passable(answer.headers)))
+        return Response(body, answer.status, headers)
+
+    async def _hand_on(
+        self, answer: UpstreamAnswer, placement: PlacedRequest, scope: Scope, send: Send
+    ) -> None:
+        """Sends an answer on as it comes."""
+        number = str(placement.index)
+        self._counts.add("requests", number, str(answer.status))
+        headers = [*_passable(answer.headers), (SERVER_HEADER, number.encode())]
+        length = answer.header(b"content-length")
+        if length:
+            headers.append((b"content-length", length))
+        is_stream = answer.header(b"content-type").startswith(b"text/event-stream")
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        deadline = scope.get(DEADLINE, Deadline())
+        try:
+            async with asyncio.timeout_at(deadline.at_s) as limit:
+                while data := await answer.part():
+                    if is_stream:
+                        placement.yielded(data.count(b"data:"))
+                    self._note_cached(data)
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except (UpstreamLost, TimeoutError) as error:
+            fault: Exception = SERVER_GONE
+            if limit.expired():
+                fault = deadline.error
+            else:
+                placement.member.note_failure(str(error))
+                self._counts.add("broken_answers", number)
+            if not is_stream:
+                return  # the connection is closed before the answer's end, which clients notice
+            part = _last_event(scope, fault)
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _note_cached(self, data: bytes) -> None:
+        """Counts the cached tokens that an answer tells of, where it does so in one part."""
+        if b"cached_tokens" in data:
+            self._counts.add("found_cached_tokens", by=sum(map(int, CACHED_TOKENS.findall(data))))
+
+
+def _asks_for_models(scope: Scope) -> bool:
+    """Tells whether a request asks for the list of models in OpenAI's form."""
+    is_anthropic = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return scope["method"] == "GET" and scope["path"] == "/v1/models" and not is_anthropic
+
+
+def _passable(headers: Sequence[tuple[bytes, bytes]]) -> HeaderList:
+    return [pair for pair in headers if pair[0] not in BY_THE_HOP and pair[0] != b"x-request-id"]
+
+
+def _decoded(headers: HeaderList) -> list[tuple[str, str]]:
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+
+
+def _last_event(scope: Scope, error: Exception) -> bytes:
+    """Returns the end of a stream that an error breaks off, behind whatever has been sent."""
+    body = form_of(scope)(fault_of(error))
+    name, end = (b"event: error\n", b"") if body.get("type") == "error" else (b"", DONE)
+    return b"\n\n" + name + b"data: " + msgspec.json.encode(body) + b"\n\n" + end

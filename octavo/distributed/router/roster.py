@@ -1,0 +1,100 @@
+"""Servers that join, drain and leave while a router runs.
+
+A server that has left keeps its number, under which it comes back; its requests may finish before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from starlette.exceptions import HTTPException
+
+from octavo.api.errors import ConfigError, InvalidRequest
+from octavo.distributed.router.members import NOT_CHECKED, Member, Members
+from octavo.distributed.router.settings import RouterSettings
+from octavo.distributed.router.upstream import server_url
+from octavo.distributed.router.watch import Watch
+from octavo.engine.routing.router import Router
+from octavo.server.settings import ServerSettings
+
+MAX_SERVERS = 256
+"""Most numbers that are given out."""
+WAIT_S = 0.05
+"""Period at which a server that leaves is looked at, in seconds."""
+
+
+class Roster:
+    """Changes who belongs to a router. Belongs to one event loop."""
+
+    def __init__(
+        self, members: Members, router: Router, watch: Watch, settings: RouterSettings
+    ) -> None:
+        self._members = members
+        self._router = router
+        self._watch = watch
+        self._settings = settings
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        """Tasks that wait for a server's last request, by its number."""
+
+    @property
+    def front(self) -> ServerSettings:
+        return self._settings.front
+
+    async def join(self, url: str) -> int:
+        """Adds a server, or takes one back, and checks it once; returns its number."""
+        try:
+            url = server_url(url)
+        except ConfigError as error:
+            raise InvalidRequest(error.message, hint=error.hint) from None
+        for number, member in enumerate(self._members):
+            if member.url == url:
+                await self._return(number, member)
+                return number
+        if len(self._members) >= MAX_SERVERS:
+            raise InvalidRequest(f"url: {MAX_SERVERS} servers have joined, which is the most")
+        member = self._members.add(url)
+        self._router.targets.append(member.target)
+        number = len(self._members) - 1
+        await self._watch.begin(member)
+        return number
+
+    async def _return(self, number: int, member: Member) -> None:
+        leaving = self._leaving.pop(number, None)
+        if leaving is not None:
+            leaving.cancel()
+        member.standing = "in"
+        if not self._watch.follows(member):
+            await self._watch.begin(member)
+
+    def drain(self, number: int) -> int:
+        """Gives a server no more requests."""
+        member = self._member(number)
+        if member.standing == "in":
+            member.standing = "draining"
+        return number
+
+    def leave(self, number: int) -> int:
+        """Drains a server, and lets it go once it has no request, or after the time that requests
+        have when the router stops.
+        """
+        self.drain(number)
+        if self._member(number).standing != "gone" and number not in self._leaving:
+            self._leaving[number] = asyncio.create_task(self._let_go(number))
+        return number
+
+    async def _let_go(self, number: int) -> None:
+        member = self._members[number]
+        end = time.monotonic() + self._settings.shutdown_timeout_s
+        while member.num_running and time.monotonic() < end:
+            await asyncio.sleep(WAIT_S)
+        await self._watch.end(member)
+        member.standing, member.trouble = "gone", NOT_CHECKED
+        member.target.cached.clear()
+        member.client.abort_waiting("the server has left the router")
+        self._leaving.pop(number, None)
+
+    def _member(self, number: int) -> Member:
+        if not 0 <= number < len(self._members):
+            raise HTTPException(404, f"there is no server {number}, of {len(self._members)}")
+        return self._members[number]

@@ -1,0 +1,89 @@
+"""`octavo route`: takes the port, checks the servers, routes until told to stop.
+
+A stop drains: /health answers 503, new requests are refused, and those that run may finish.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from octavo.api.errors import ConfigError
+from octavo.distributed.router.app import create_router_app
+from octavo.distributed.router.members import Members
+from octavo.distributed.router.settings import RouterSettings
+from octavo.distributed.router.upstream import server_url
+from octavo.distributed.router.watch import Watch, watched
+from octavo.server.http.limited_protocol import LimitedHttpProtocol
+from octavo.server.http.listener import listen
+from octavo.server.http.log_format import NOTICES, configure_logging
+
+notices = logging.getLogger(NOTICES)
+
+
+def route(urls: Sequence[str], settings: RouterSettings) -> None:
+    """Routes until SIGTERM or SIGINT; raises ConfigError for what no router can be made of."""
+    front = settings.front
+    configure_logging(front)
+    if not urls:
+        raise ConfigError("url: got none, needed is at least one server")
+    if len({server_url(url) for url in urls}) < len(urls):
+        raise ConfigError("url: got a server twice", hint="name each server once")
+    members, watch = Members(urls, settings), Watch(settings)
+    listener = listen(front)
+    if front.is_open_to_all:
+        notices.info(
+            "warning: %s can be reached from other machines and no --api-key is set: anyone who the"
+            " servers let in may use them",
+            front.host,
+        )
+    scheme = "http" if front.ssl_certfile is None else "https"
+    address = f"{scheme}://{_shown(front.host)}:{listener.getsockname()[1]}"
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with watched(members, settings, watch):
+            well = sum(member.is_well for member in members)
+            notices.info("routing to %d of %d servers on %s", well, len(members), address)
+            for index, member in enumerate(members):
+                notices.info("server %d: %s %s", index, member.url, member.trouble or "is well")
+            yield
+
+    config = uvicorn.Config(
+        create_router_app(members, settings, watch, lifespan=lifespan),
+        http=LimitedHttpProtocol.for_server(front),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        ssl_certfile=front.ssl_certfile,
+        ssl_keyfile=front.ssl_keyfile,
+        proxy_headers=False,
+        timeout_graceful_shutdown=settings.shutdown_timeout_s,
+    )
+    RouterServer(config, members).run(sockets=[listener])
+
+
+class RouterServer(uvicorn.Server):
+    """The server of uvicorn, which drains on a signal and then ends with exit code 0."""
+
+    def __init__(self, config: uvicorn.Config, members: Members) -> None:
+        super().__init__(config)
+        self._members = members
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Starts the drain; a second Ctrl-C ends it at once."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self._members.is_stopping = True
+        self.should_exit = True
+
+
+def _shown(host: str) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,158 @@
+"""KV events on the wire, in vLLM's form, and the options under vLLM's names.
+
+A batch is an array of msgpack: time, events, data-parallel rank; an event is a map whose `type` is
+its name, as vllm-router 0.1.17 reads it. In vLLM's older form events were arrays too. Block hashes
+are the last 64 bits of the blocks' names.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from octavo.api.errors import ConfigError
+from octavo.config.hosts import is_local
+from octavo.engine.protocol.block_events import BlockEvent, BlocksRemoved, BlocksStored
+
+MEDIUM = "GPU"
+"""Medium of blocks on the device, by the name that consumers know."""
+HASH_BYTES = 8
+MAX_BUFFER_STEPS = 1_000_000
+SNAPSHOT = b"snapshot"
+"""Request for all blocks that are stored now."""
+END = (-1).to_bytes(8, "big", signed=True)
+"""Sequence number that ends a replay or a snapshot."""
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+    """Blocks of a chain that the engine holds from now on."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+    """Blocks that the engine holds no more."""
+
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
+    """The end of all blocks that the engine held."""
+
+
+WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The events of a step."""
+
+    ts: float
+    events: list[WireEvent]
+    data_parallel_rank: int | None = None
+
+
+def hash_of(digest: bytes) -> int:
+    """Returns the hash under which a block is known outside."""
+    return int.from_bytes(digest[-HASH_BYTES:], "big")
+
+
+def wire_event(event: BlockEvent, root: bytes, block_size: int) -> WireEvent:
+    """Returns an event in the wire form. The first block of a prompt without a salt, whose parent
+    is `root`, has no parent there.
+    """
+    if isinstance(event, BlocksStored):
+        return BlockStored(
+            [hash_of(digest) for digest in event.digests],
+            None if event.parent == root else hash_of(event.parent),
+            event.token_ids,
+            block_size,
+            lora_id=None,
+            medium=MEDIUM,
+            lora_name=None,
+        )
+    if isinstance(event, BlocksRemoved):
+        return BlockRemoved([hash_of(digest) for digest in event.digests], MEDIUM)
+    return AllBlocksCleared()
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of the option kv_events_config."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """Address of the events; engine i of several listens i ports above it."""
+    replay_endpoint: str | None = None
+    """Address where missed batches, or the whole cache, are asked for; likewise."""
+    buffer_steps: int = 10_000
+    """Batches kept for those that missed them."""
+    hwm: int = 100_000
+    """Batches that wait for one slow subscriber."""
+    topic: str = ""
+    secret: str | None = None
+    """Secret without which nothing can listen (CURVE); needed beyond this machine."""
+
+    @property
+    def publishes(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
+def parse_events_config(text: str | None) -> KVEventsConfig:
+    """Reads the option; ConfigError says what is wrong with it."""
+    if text is None:
+        return KVEventsConfig()
+    try:
+        config = msgspec.json.decode(text, type=KVEventsConfig)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ConfigError(
+            f"kv_events_config: {error}",
+            hint="""give a JSON object, e.g. '{"enable_kv_cache_events": true}'""",
+        ) from None
+    for name, low, high in (("buffer_steps", 1, MAX_BUFFER_STEPS), ("hwm", 1, MAX_BUFFER_STEPS)):
+        if not low <= getattr(config, name) <= high:
+            got = f"kv_events_config: {name}: got {getattr(config, name)}"
+            raise ConfigError(f"{got}, allowed are {low} to {high:,}")
+    for name in ("endpoint", "replay_endpoint"):
+        if (address := getattr(config, name)) is not None:
+            _check_endpoint(f"kv_events_config: {name}", address, config.secret)
+    return config
+
+
+def logged_only(text: str | None) -> str | None:
+    """Returns the option with which the same events are logged and none is published."""
+    if not parse_events_config(text).enable_kv_cache_events:
+        return None
+    return '{"enable_kv_cache_events": true, "publisher": "null"}'
+
+
+def offset_endpoint(address: str, engine: int) -> str:
+    """Returns the address of one of several engines: the port is the first one's plus its index."""
+    if address.startswith("ipc://"):
+        return f"{address}_dp{engine}" if engine else address
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + engine}"
+
+
+def _check_endpoint(name: str, address: str, secret: str | None) -> None:
+    if address.startswith("ipc://") and len(address) > len("ipc://"):
+        return
+    match = re.fullmatch(r"tcp://(?P<host>[^:/\s]+|\[[^\]\s]+\]):(?P<port>\d{1,5})", address)
+    if match is None or not 0 < int(match["port"]) < 65536 - 64:
+        raise ConfigError(
+            f"{name}: got {address!r}, allowed are tcp://HOST:PORT and ipc://PATH",
+            hint="tcp://127.0.0.1:5557 is the usual one",
+        )
+    if not is_local(match["host"]) and not secret:
+        raise ConfigError(
+            f"{name}: got the host {match['host']!r}, which others may reach, and no secret",
+            hint="listen on 127.0.0.1, or set secret: events hold the tokens of all prompts",
+        )

@@ -1,0 +1,122 @@
+"""The routing policies: each chooses one of the engines that may be chosen. All are deterministic.
+
+Sources: Mooncake (Qin et al. 2025) for cost by queue and cache; rendezvous hashing (Thaler and
+Ravishankar 1998) for sessions that stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Literal, Protocol
+
+from octavo.engine.routing.job import RoutingJob
+from octavo.engine.routing.target import Target
+
+RoutingPolicyName = Literal["round_robin", "least_tokens", "sticky", "kv"]
+
+OWN_WEIGHT = 4.0
+"""Weight of a request's own uncached tokens beside the queue's: what is computed here and cached
+elsewhere delays others too.
+"""
+
+
+COPY_WEIGHT = 0.5
+"""Weight of a token whose blocks come from a shared store, beside one that is computed. Copying
+holds up the request, and a slow link longer, but no other request's steps."""
+
+
+class RoutingPolicy(Protocol):
+    """Chooses an engine for a request."""
+
+    reads_names: bool
+    """Whether it looks at the names of a prompt's blocks."""
+
+    def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
+        """Returns one of `targets`, of which there is at least one."""
+        ...
+
+
+class RoundRobin:
+    """Gives each engine a request in turn."""
+
+    reads_names = False
+
+    def __init__(self) -> None:
+        self._turns: dict[str, int] = {}
+
+    def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
+        newest = max(self._turns.values(), default=0)
+        chosen = min(targets, key=lambda target: self._turns.get(target.label, 0))
+        self._turns[chosen.label] = newest + 1
+        return chosen
+
+
+class LeastTokens:
+    """Chooses the engine whose unfinished requests have the fewest tokens."""
+
+    reads_names = False
+
+    def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
+        return min(targets, key=lambda target: (target.held_tokens, target.sent_tokens))
+
+
+class Sticky:
+    """Sends all requests of a session to the same engine, as long as it is there."""
+
+    reads_names = False
+
+    def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
+        return max(targets, key=lambda target: rank_of(job.session, target.label))
+
+
+class KvAware:
+    """Chooses the engine that would have computed the prompt soonest: the least queued uncached
+    tokens plus a weight times the prompt's own, over the measured rate.
+
+    Where engines share a store, one that is less busy takes a prefix from there that another one
+    has computed: its tokens count for less than those that are computed.
+    """
+
+    reads_names = True
+
+    def __init__(self, own_weight: float = OWN_WEIGHT) -> None:
+        self._own_weight = own_weight
+
+    def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
+        known = [target.rate for target in targets if target.rate is not None]
+        usual = sum(known) / len(known) if known else 1.0
+        cached = {
+            target.label: job.num_cached(target.cached.num_known(job.names)) for target in targets
+        }
+        stored: dict[str, int] = {}
+        """Most tokens of the prompt that any engine of a store has."""
+        for target in targets:
+            if target.pool:
+                most = max(stored.get(target.pool, 0), cached[target.label])
+                stored[target.pool] = most
+
+        def cost(target: Target) -> tuple[float, int]:
+            here = cached[target.label]
+            copied = max(0, stored.get(target.pool, 0) - here)
+            own = job.num_tokens - here - copied + COPY_WEIGHT * copied
+            rate = usual if target.rate is None else target.rate
+            return (target.backlog(now) + self._own_weight * own) / rate, target.sent_tokens
+
+        return min(targets, key=cost)
+
+
+ROUTING_POLICIES: Mapping[RoutingPolicyName, Callable[[], RoutingPolicy]] = {
+    "round_robin": RoundRobin,
+    "least_tokens": LeastTokens,
+    "sticky": Sticky,
+    "kv": KvAware,
+}
+
+
+def rank_of(session: bytes, label: str) -> bytes:
+    """Returns the rank of an engine for a session, by which the highest one has it."""
+    key = label.encode()
+    if len(key) > blake2b.MAX_KEY_SIZE:
+        key = blake2b(key).digest()
+    return blake2b(session, digest_size=8, key=key).digest()

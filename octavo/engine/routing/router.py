@@ -1,0 +1,77 @@
+"""Places requests on engines by a policy, and keeps the books that the policies read.
+
+One thread at a time calls it; time is an argument, on any clock that does not go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from octavo.engine.routing.job import RoutingJob
+from octavo.engine.routing.policies import RoutingPolicy
+from octavo.engine.routing.target import Target
+
+
+@dataclass(slots=True)
+class PlacedJob:
+    """A request that was given to an engine and has not ended."""
+
+    target: Target
+    num_uncached: int
+    num_held: int
+    has_started: bool = False
+
+
+class Router:
+    """The targets of one fleet, and the requests that each of them has."""
+
+    def __init__(self, policy: RoutingPolicy, targets: Iterable[Target]) -> None:
+        self.targets = list(targets)
+        """All engines, those that may not be chosen now too."""
+        self._policy = policy
+        self._placed: dict[str, PlacedJob] = {}
+
+    @property
+    def reads_names(self) -> bool:
+        """Whether jobs need the names of their blocks."""
+        return self._policy.reads_names
+
+    def choose(self, job: RoutingJob, allowed: Iterable[int], now: float) -> int:
+        """Returns the index of the target for a request; `allowed` names at least one."""
+        indices = list(allowed)
+        chosen = self._policy.choose(job, [self.targets[index] for index in indices], now)
+        return next(index for index in indices if self.targets[index] is chosen)
+
+    def sent(self, name: str, job: RoutingJob, index: int, now: float) -> int:
+        """Notes that a request was given to a target, which will hold its blocks; returns how many
+        of its tokens are expected to be cached there.
+        """
+        target = self.targets[index]
+        num_cached = job.num_cached(target.cached.num_known(job.names))
+        num_uncached = job.num_tokens - num_cached
+        target.cached.add(job.names)
+        target.queue(num_uncached, now)
+        target.held_tokens += job.num_tokens
+        self._placed[name] = PlacedJob(target, num_uncached, job.num_tokens)
+        return num_cached
+
+    def yielded(self, name: str, num_tokens: int, now: float) -> None:
+        """Notes tokens of a request; the first ones say that its prompt is computed."""
+        placed = self._placed.get(name)
+        if placed is None or not num_tokens:
+            return
+        if not placed.has_started:
+            placed.has_started = True
+            placed.target.computed(placed.num_uncached, now)
+        placed.num_held += num_tokens
+        placed.target.held_tokens += num_tokens
+
+    def ended(self, name: str) -> None:
+        """Forgets a request that has ended, or has left its target."""
+        placed = self._placed.pop(name, None)
+        if placed is None:
+            return
+        placed.target.held_tokens -= placed.num_held
+        if not placed.has_started:
+            placed.target.queued_tokens -= placed.num_uncached

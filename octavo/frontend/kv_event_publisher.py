@@ -1,0 +1,189 @@
+"""Publishes the KV events of one engine over ZeroMQ, as vLLM does: a PUB socket with (topic,
+sequence, batch), and a ROUTER socket that gives missed batches again.
+
+A thread owns the sockets and sleeps while nothing happens. What was published is kept twice: the
+last batches for replay, and the blocks that are stored now for a snapshot, where a gap is too old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from octavo.api.errors import ConfigError
+from octavo.engine.protocol.block_events import (
+    BlockEvent,
+    BlockEventLog,
+    BlocksCleared,
+    BlocksStored,
+)
+from octavo.engine.protocol.kv_events import (
+    END,
+    SNAPSHOT,
+    KVEventBatch,
+    KVEventsConfig,
+    offset_endpoint,
+    wire_event,
+)
+from octavo.utils.secure_sockets import lock_server
+
+WAITING = "inproc://kv-events"
+NUMBER_BYTES = 8
+EPOCH_BYTES = 16
+
+
+class StoredBlocks:
+    """The blocks that subscribers know to be stored, from which a snapshot is made."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
+        """Parent and tokens of each block by its name, in the order of their storing."""
+
+    def take(self, event: BlockEvent) -> None:
+        """Takes in an event."""
+        if isinstance(event, BlocksStored):
+            parent, size = event.parent, self._block_size
+            for index, digest in enumerate(event.digests):
+                tokens = tuple(event.token_ids[index * size : (index + 1) * size])
+                self._blocks.pop(digest, None)
+                self._blocks[digest] = parent, tokens
+                parent = digest
+        elif isinstance(event, BlocksCleared):
+            self._blocks.clear()
+        else:
+            for digest in event.digests:
+                self._blocks.pop(digest, None)
+
+    def events(self) -> Sequence[BlockEvent]:
+        """Returns the events that tell of all blocks, runs of a chain in one."""
+        log = BlockEventLog()
+        log.cleared()
+        for digest, (parent, tokens) in self._blocks.items():
+            log.stored(digest, parent, tokens)
+        return log.take()
+
+
+class KVEventPublisher:
+    """The publisher of one engine. `publish` and `close` may be called by any thread."""
+
+    def __init__(
+        self, config: KVEventsConfig, *, engine: int, root: bytes, block_size: int
+    ) -> None:
+        """Binds the addresses, those of engine number `engine`; ConfigError where one is taken."""
+        self._engine = engine
+        self._root = root
+        self._block_size = block_size
+        self._topic = config.topic.encode()
+        self._next = 0
+        """Number of the next batch."""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._batches: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._stored = StoredBlocks(block_size)
+        self._epoch = secrets.token_bytes(EPOCH_BYTES)
+        self._lock = threading.Lock()
+        self._context = zmq.Context()
+        self._closed = False
+        try:
+            self._waiting = self._context.socket(zmq.PULL)
+            self._waiting.bind(WAITING)
+            self._events = self._bound(zmq.PUB, config, "endpoint")
+            self._requests = self._bound(zmq.ROUTER, config, "replay_endpoint")
+            self._inbox = self._context.socket(zmq.PUSH)
+            self._inbox.sndhwm = 0
+            self._inbox.connect(WAITING)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(target=self._run, name="octavo-kv-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[BlockEvent]) -> None:
+        """Publishes the events of a step as one batch. After BlocksCleared an epoch begins."""
+        with self._lock:
+            if self._closed:
+                return
+            for event in events:
+                self._stored.take(event)
+                if isinstance(event, BlocksCleared):
+                    self._epoch = secrets.token_bytes(EPOCH_BYTES)
+            number, payload = self._next, self._encoded(events)
+            self._next += 1
+            self._batches.append((number, payload))
+            self._inbox.send_multipart([number.to_bytes(8, "big"), payload])
+
+    def close(self) -> None:
+        """Sends what is on its way and ends the thread."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._inbox.send(b"")
+        self._thread.join()
+        self._context.destroy(linger=100)
+
+    def _bound(self, kind: int, config: KVEventsConfig, name: str) -> Any:
+        """Returns a socket bound to the address of a field; None where it names none."""
+        address = getattr(config, name)
+        if address is None:
+            return None
+        socket = self._context.socket(kind)
+        lock_server(socket, config.secret)
+        socket.set_hwm(config.hwm)
+        address = offset_endpoint(address, self._engine)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"kv_events_config: {name}: cannot listen on {address}: {error.strerror}",
+                hint="choose a free port",
+            ) from None
+        return socket
+
+    def _encoded(self, events: Sequence[BlockEvent]) -> bytes:
+        wire = [wire_event(event, self._root, self._block_size) for event in events]
+        return self._encoder.encode(KVEventBatch(time.time(), wire, self._engine))
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._waiting, self._requests):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._waiting in ready:
+                message = self._waiting.recv_multipart()
+                if len(message) == 1:
+                    return
+                self._events.send_multipart([self._topic, *message])
+            if self._requests in ready:
+                with contextlib.suppress(zmq.ZMQError):  # the asker has gone
+                    self._answer(self._requests.recv_multipart())
+
+    def _answer(self, request: list[bytes]) -> None:
+        """Answers a request of a REQ or DEALER socket: a sequence number from which batches are
+        wanted, alone or with the epoch in which they must be, or SNAPSHOT; anything else, and
+        another epoch, is answered with the end alone.
+        """
+        asker, wanted = request[:-1], request[-1]
+        answers: list[tuple[int, bytes]] = []
+        with self._lock:
+            epoch = self._epoch
+            if wanted == SNAPSHOT:
+                # All batches below this number are in it.
+                answers = [(self._next, self._encoded(self._stored.events()))]
+            elif len(wanted) == NUMBER_BYTES or wanted[NUMBER_BYTES:] == epoch:
+                first = int.from_bytes(wanted[:NUMBER_BYTES], "big")
+                answers = [one for one in self._batches if one[0] >= first]
+        for number, batch in answers:
+            self._requests.send_multipart([*asker, number.to_bytes(NUMBER_BYTES, "big"), batch])
+        has_epoch = wanted == SNAPSHOT or len(wanted) == NUMBER_BYTES + EPOCH_BYTES
+        self._requests.send_multipart([*asker, END, epoch if has_epoch else b""])
