@@ -40,7 +40,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.text.grammar.lazy import LazyGrammars
 from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.model import build_tokenizer, open_model
-from octavo.worker.sampling.grammar_rows import CompiledGrammars
+from octavo.worker.sampling.grammar_matchers import CompiledGrammars
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "32 greedy": (32, {"temperature": 0}),

@@ -48,8 +48,8 @@ def sampling() -> str:
         " whatever else is set. Without a filter, a token is sampled and then verified; with"
         f" {cutoffs} too, if a few other legal tokens prove that the filter would have kept it."
         f" With {others}, and without that proof, the mask of the grammar is built first"
-        " ([draw first](../concepts/draw-first.md)). Both ways give the same tokens. `ignore_eos`"
-        " and `structured_outputs` exclude each other.",
+        " ([optimistic sampling](../concepts/optimistic-sampling.md)). Both ways give the same"
+        " tokens. `ignore_eos` and `structured_outputs` exclude each other.",
         "## What is added to logits",
         "The bias of step 3 below is the sum of what these give:",
         table(("field", "token", "added to its logit"), ADDED),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from octavo.api.outputs import Profile
 from octavo.engine.protocol.step import WeightArrivals
-from octavo.executor.batch import Check, DecodedStep, DecodeSteps, StepBatch, StepOutput
+from octavo.executor.batch import DecodedStep, DecodeSteps, StepBatch, StepOutput, Verify
 from octavo.executor.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache
 from octavo.program.low_rank import Updates
 from octavo.program.program import Program, Weight
@@ -279,17 +279,17 @@ class JoiningRunnable(Protocol):
 
 
 @runtime_checkable
-class CheckingRunnable(Protocol):
+class VerifyingRunnable(Protocol):
     """A Runnable that has its draws checked, and draws again what does not hold."""
 
-    max_checked: int
+    max_verified: int
     """Most sampled rows of a step whose draws are checked."""
-    most_extended: int
+    max_forced_requests: int
     """Most requests of a step to whose texts tokens are added that nothing else may follow: with
     more, computing such a token in the same step costs what the step that it saves would.
     """
 
-    def run_checked(self, batch: StepBatch, kv: KvCache, check: Check) -> StepOutput:
+    def run_verified(self, batch: StepBatch, kv: KvCache, check: Verify) -> StepOutput:
         """Computes what `run` does, then draws rows again as `check` says."""
         ...
 
@@ -299,10 +299,10 @@ class DecodingRunnable(Protocol):
     """A Runnable that computes several decode steps of one batch."""
 
     def decode(
-        self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, check: Check | None
+        self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, check: Verify | None
     ) -> Iterator[DecodedStep]:
         """Computes a step each time the iterator is advanced, bitwise as `run` does, or
-        `run_checked` with a check.
+        `run_verified` with a check.
 
         The step in which a request ends or fails is the last. A fault in the first step is raised;
         a fault in a later one ends the iterator before it.

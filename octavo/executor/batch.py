@@ -40,9 +40,9 @@ tokens. `target_id` >= 0 wants that token's logprob instead of a sample (prompt 
 is a row of `SamplingBatch.allowed_masks`, -1 allows every token.
 """
 
-MOST_CANDIDATES = 8
+MAX_CANDIDATES = 8
 """Tokens of a checked draw that are known in their order."""
-MOST_WITNESSES = 16
+MAX_PROOF_TOKENS = 16
 """Tokens that show that a row's cuts keep its draw, itself among them."""
 
 _NEUTRAL = dict.fromkeys(SAMPLING_RECORD.names or (), 0) | {
@@ -117,13 +117,13 @@ class SamplingBatch:
     allowed_masks: Bits
     """[A, ceil(V / 32)]: bit i % 32 of word i // 32 says whether token i is allowed."""
     keeps_logits: bool = False
-    """Whether rows may be drawn again once all are drawn, as a Check says."""
+    """Whether rows may be drawn again once all are drawn, by the verifier."""
     late: NDArray[np.bool_] | None = None
-    """Rows that are drawn only where a Check has them drawn again, `[S]`; None: no row is."""
+    """Rows that are drawn only if the verifier resamples them, `[S]`; None: no row is."""
     uncut: NDArray[np.bool_] | None = None
-    """Rows that are drawn as if without min_p, top_k and top_p, `[S]`, none of them greedy and none
-    with another filter: the witnesses of the draw tell the Check what these would have made of it.
-    None: no row is. A row that is drawn again has its cuts.
+    """Rows sampled without min_p, top_k and top_p, `[S]`; None: no row is. None of them is greedy
+    or has another filter. `SampleResult.witnesses` prove whether the cut-offs keep their tokens. A
+    resampled row has its cut-offs.
     """
     bias_after: NDArray[np.int32] | None = None
     """Token that the row must have drawn last for an entry of the bias to be added, -1: any. It is
@@ -186,7 +186,7 @@ class SampleResult:
     """
     witnesses: NDArray[np.int32] | None = None
     """Tokens that, if they are all legal, show that the cuts of a row which was drawn without them
-    keep its draw whatever else is masked, `[S, MOST_WITNESSES]`: the draw first, -1 behind the
+    keep its draw whatever else is masked, `[S, MAX_PROOF_TOKENS]`: the draw first, -1 behind the
     last. The first is -1 where so few do not show it. None where every row was drawn with its cuts.
     """
 
@@ -307,7 +307,7 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Redraw:
+class Resample:
     """Rows of a step that are drawn again: what they drew is not allowed, or follows from what an
     earlier row drew.
     """
@@ -328,8 +328,8 @@ class Redraw:
     """Whether the draws hold then, and are not looked at once more."""
 
 
-class KeptRows(Protocol):
-    """The sampled rows of a step that is just drawn, for a Check to read."""
+class SampledLogits(Protocol):
+    """The sampled rows of a step that is just drawn, for a verifier to read."""
 
     def logits(self, sample: int) -> NDArray[np.float32]:
         """Returns the logits `[V]` of a row, before anything changes them."""
@@ -337,12 +337,12 @@ class KeptRows(Protocol):
 
     def candidates(self, samples: NDArray[np.int32]) -> NDArray[np.int32]:
         """Returns the tokens that rows without filters would draw one after another if those before
-        were masked, their own draws first, `[N, MOST_CANDIDATES]`; -1 behind the last.
+        were masked, their own draws first, `[N, MAX_CANDIDATES]`; -1 behind the last.
         """
         ...
 
 
-Check = Callable[[SampleResult, KeptRows], Redraw | None]
+Verify = Callable[[SampleResult, SampledLogits], Resample | None]
 """Looks at the draws of a step, and may set them; None where all of them hold."""
 
 

@@ -38,16 +38,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.executor.batch import (
-    MOST_CANDIDATES,
-    MOST_WITNESSES,
-    Redraw,
+    MAX_CANDIDATES,
+    MAX_PROOF_TOKENS,
+    Resample,
     SampleResult,
     SamplingBatch,
     unpacked_mask,
 )
+from octavo.executor.cutoff_proof import disable_cutoffs, witnesses
 from octavo.executor.filters import kept_distances, order_tokens, surprise
 from octavo.executor.noise import Floats, Record, gumbel, noise_words
-from octavo.executor.witnesses import without_cuts, witnesses
 
 
 def sample(
@@ -65,8 +65,8 @@ def sample(
     drawn_from = logits if drawn_from is None else drawn_from
     records, uncut = batch.records, batch.uncut
     if uncut is not None:
-        result.witnesses = found = np.full((num_rows, MOST_WITNESSES), -1, np.int32)
-        batch = without_cuts(batch, uncut)
+        result.witnesses = found = np.full((num_rows, MAX_PROOF_TOKENS), -1, np.int32)
+        batch = disable_cutoffs(batch, uncut)
     for s in range(num_rows):
         if batch.late is not None and batch.late[s]:
             continue
@@ -82,48 +82,48 @@ def sample(
     return result
 
 
-def masked(batch: SamplingBatch, redraw: Redraw) -> SamplingBatch:
+def masked(batch: SamplingBatch, resample: Resample) -> SamplingBatch:
     """Returns a batch in which the rows that are drawn again have their masks and bounds; the
     others draw what they drew.
     """
     records = batch.records.copy()
-    if redraw.mirostat_mus is not None:
-        given = ~np.isnan(redraw.mirostat_mus)
-        records["mirostat_mu"][redraw.samples[given]] = redraw.mirostat_mus[given]
-    records["allowed_mask"][redraw.samples] = len(batch.allowed_masks) + np.arange(
-        len(redraw.samples)
+    if resample.mirostat_mus is not None:
+        given = ~np.isnan(resample.mirostat_mus)
+        records["mirostat_mu"][resample.samples[given]] = resample.mirostat_mus[given]
+    records["allowed_mask"][resample.samples] = len(batch.allowed_masks) + np.arange(
+        len(resample.samples)
     )
-    masks = np.concatenate([batch.allowed_masks, redraw.masks])
+    masks = np.concatenate([batch.allowed_masks, resample.masks])
     return replace(batch, records=records, allowed_masks=masks, late=None, uncut=None)
 
 
-def replaced(logits: NDArray[np.float32], redraw: Redraw) -> NDArray[np.float32]:
+def replaced(logits: NDArray[np.float32], resample: Resample) -> NDArray[np.float32]:
     """Returns the logits `[S, V]` that rows are drawn from when some are drawn again."""
-    if redraw.logits is None or redraw.places is None:
+    if resample.logits is None or resample.places is None:
         return logits
     changed = logits.copy()
-    for entry, place in zip(redraw.samples, redraw.places, strict=True):
+    for entry, place in zip(resample.samples, resample.places, strict=True):
         if place >= 0:
-            changed[entry] = redraw.logits[place]
+            changed[entry] = resample.logits[place]
     return changed
 
 
 def candidates(z: Floats, record: Record) -> NDArray[np.intp]:
     """Returns the tokens that a draw without filters would take one after another if those before
-    were masked, of `z [V]`, the changed logits; at most MOST_CANDIDATES.
+    were masked, of `z [V]`, the changed logits; at most MAX_CANDIDATES.
     """
     values = z
     if record["temperature"] > 0:
         words = noise_words(record, len(z))
         values = (z - z.max()) / float(record["temperature"]) + gumbel(words)
-    order = order_tokens(values)[:MOST_CANDIDATES]
+    order = order_tokens(values)[:MAX_CANDIDATES]
     return order[np.isfinite(values[order])]
 
 
 def row_candidates(logits: NDArray[np.float32], batch: SamplingBatch, s: int) -> NDArray[np.int32]:
     """Returns the candidates of row s of a batch, of its own `logits [V]`, padded with -1."""
     found = candidates(changed_logits(logits.astype(np.float64), s, batch), batch.records[s])
-    return np.pad(found.astype(np.int32), (0, MOST_CANDIDATES - len(found)), constant_values=-1)
+    return np.pad(found.astype(np.int32), (0, MAX_CANDIDATES - len(found)), constant_values=-1)
 
 
 def scores(z: Floats, record: Record) -> Floats:

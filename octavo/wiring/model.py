@@ -63,7 +63,7 @@ from octavo.wiring.model_hooks import (
 from octavo.wiring.place import RankPlace, grid_among_engines, grid_of
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
 from octavo.wiring.score_tokens import set_score_tokens
-from octavo.wiring.speculation.auto_speculation import with_forced_guesses, with_spec_method
+from octavo.wiring.speculation.auto_speculation import with_forced_drafts, with_spec_method
 from octavo.wiring.speculation.draft import (
     check_draft_program,
     check_same_tokens,
@@ -88,7 +88,7 @@ from octavo.worker.loaded_model import (
 from octavo.worker.lora.adapter_numbers import describe_lora_dtype
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE
-from octavo.worker.sampling.draft_draws import DraftIds
+from octavo.worker.sampling.draft_sampling import DraftVocabulary
 from octavo.worker.stages.stage_link import stage_of
 
 
@@ -186,7 +186,7 @@ def derive_from(
         num_threads=Machine().num_threads(),
         backend=config.backend.backend or default_backend(),
     )
-    return with_forced_guesses(derived, program), info
+    return with_forced_drafts(derived, program), info
 
 
 def load_model(
@@ -272,12 +272,14 @@ def _load_draft(
     target, own = programs
     if isinstance(source, OpenedHead):
         prepared = _prepared(source.own, own, source.reader(own), backend)
-        ids = DraftIds(target.vocab_size, own.vocab_size, target.vocab_size, source.offsets)
+        ids = DraftVocabulary(target.vocab_size, own.vocab_size, target.vocab_size, source.offsets)
         return LoadedDraft(prepared[own.name], ids, target.group_index(PREFIX + FEATURES))
     reader = _weight_reader(source, own, report)
     prepared = _prepared(source.checkpoint, own, reader, backend)
     num_common = min(own.vocab_size, target.vocab_size)
-    return LoadedDraft(prepared[own.name], DraftIds(own.vocab_size, own.vocab_size, num_common))
+    return LoadedDraft(
+        prepared[own.name], DraftVocabulary(own.vocab_size, own.vocab_size, num_common)
+    )
 
 
 def _prepared(

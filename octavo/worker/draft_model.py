@@ -19,7 +19,7 @@ from octavo.engine.protocol.step import RowResult, ScheduledRequest
 from octavo.executor.base import Runnable
 from octavo.executor.kv import BLOCK_SIZE, KvCache
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.sampling.draft_draws import DraftDraws, DraftIds
+from octavo.worker.sampling.draft_sampling import DraftSampling, DraftVocabulary
 from octavo.worker.step_arrays import Spans, gather
 
 
@@ -38,7 +38,7 @@ class RowToDraft:
     others: list[tuple[int, int]] = field(default_factory=list)
     """Tokens beside the guessed ones: the number of guesses before each, and its id."""
 
-    def guess(self) -> tuple[list[int], list[int]]:
+    def get_draft(self) -> tuple[list[int], list[int]]:
         """Returns the guessed tokens with those beside them, and the parent of each; no parents
         where each follows the one before.
         """
@@ -58,7 +58,7 @@ class DraftModel:
         kv: KvCache,
         rows: InputBatch,
         *,
-        ids: DraftIds,
+        ids: DraftVocabulary,
         max_tokens: int,
         features: int | None = None,
         tree_width: int = 1,
@@ -93,7 +93,7 @@ class DraftModel:
             self._draft(part)
         for share, result in zip(shares, results, strict=True):
             if not result.draft_ids:
-                result.draft_ids, result.draft_parents = share.guess()
+                result.draft_ids, result.draft_parents = share.get_draft()
 
     def _share(self, planned: ScheduledRequest, row: int, result: RowResult) -> RowToDraft:
         """Returns what is computed of a row: the tokens whose K and V hold, where they fill a
@@ -165,7 +165,7 @@ class DraftModel:
         if self._features is not None:
             _keep_slots(batch.slots[self._features], batch.sample_rows)
         rows, ends = spans.rows[drawn], spans.ends[drawn]
-        draws = DraftDraws.of(rows, ends, self._rows.sampling, self._ids, self._width)
+        draws = DraftSampling.of(rows, ends, self._rows.sampling, self._ids, self._width)
         batch.sampling = draws.batch()
         samples = self.runnable.run(batch, self._kv).samples
         assert samples is not None

@@ -23,9 +23,9 @@ from octavo.engine.protocol.step import (
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.text.ports import Grammars
 from octavo.worker.block_places import BlockPlaces
-from octavo.worker.sampling.grammar_rows import GrammarRows
+from octavo.worker.sampling.grammar_matchers import GrammarMatchers
 from octavo.worker.sampling.logits_processors import LogitsProcessors
-from octavo.worker.sampling.sampling_rows import SamplingRows
+from octavo.worker.sampling.sampling_states import SamplingStates
 
 NO_TOKENS = np.zeros(0, np.int32)
 
@@ -52,16 +52,16 @@ class InputBatch:
         states: Collection[int] = (),
         input_groups: Collection[int] = (),
         max_encoder_len: int = 0,
-        guesses_forced: bool = False,
+        drafts_forced: bool = False,
         goes_without_blocks: bool = False,
     ) -> None:
         """Takes in `states` the groups whose one block of a request stands for all its tokens; it
         fills the row's table, in `input_groups` those of an encoder's input, of `max_encoder_len`
         rows at most. `closes`: answers of a given form are completed before their length
-        ends. `guesses_forced`: text that a grammar leaves no choice of is guessed.
+        ends. `drafts_forced`: text that a grammar leaves no choice of is guessed.
         `goes_without_blocks`: holes in a table are keys that the row never reads, in every group.
         """
-        self._guesses_forced = guesses_forced
+        self._drafts_forced = drafts_forced
         max_blocks = -(-max(max_model_len, max_encoder_len) // BLOCK_SIZE)
         self.token_ids = np.zeros((max_rows, max_model_len + 1), np.int32)
         """Token ids known so far, `[N, context + 1]`."""
@@ -71,8 +71,8 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(max_rows, np.int32)
         """Tokens of each row that its request came with, `[N]`."""
         self._end_token_ids = [NO_TOKENS] * max_rows
-        self.grammars = GrammarRows(grammars, vocab_size)
-        self.sampling = SamplingRows(
+        self.grammars = GrammarMatchers(grammars, vocab_size)
+        self.sampling = SamplingStates(
             max_rows=max_rows,
             vocab_size=vocab_size,
             grammars=self.grammars,
@@ -188,7 +188,7 @@ class InputBatch:
         row_of = self._row_of
         return np.array([row_of[entry.request_id] for entry in scheduled], np.intp)
 
-    def guess(
+    def write_drafts(
         self, rows: NDArray[np.intp], ends: NDArray[np.int32], drafts: Sequence[Sequence[int]]
     ) -> None:
         """Writes guesses behind the known tokens of `rows [R]`, up to `ends [R]`; what is drawn
@@ -197,7 +197,7 @@ class InputBatch:
         for row, end, draft_ids in zip(rows.tolist(), ends.tolist(), drafts, strict=True):
             if draft_ids:
                 self.token_ids[row, end - len(draft_ids) : end] = draft_ids
-                self.grammars.guess(row, draft_ids)
+                self.grammars.write_drafts(row, draft_ids)
 
     def end_tokens(self, rows: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Returns the tokens that end `rows [R]`, all in one array, and `[R+1]` where each row's
@@ -208,11 +208,11 @@ class InputBatch:
         np.cumsum([len(some) for some in ids], out=starts[1:])
         return np.concatenate(ids), starts
 
-    def guess_forced(self, row: int) -> list[int]:
+    def draft_forced(self, row: int) -> list[int]:
         """Returns a guess of how a row spells the text that its grammar leaves no choice of; none
         where guesses are not wanted.
         """
-        return self.grammars.likely_tokens(row)[:MAX_FORCED] if self._guesses_forced else []
+        return self.grammars.likely_tokens(row)[:MAX_FORCED] if self._drafts_forced else []
 
     def append_forced(self, row: int, num_tokens: int) -> list[int]:
         """Adds the tokens behind the `num_tokens` known ones of a row that its grammar leaves no
@@ -226,8 +226,8 @@ class InputBatch:
             if token_id is None or not self.sampling.may_append(row, token_id, end):
                 break
             self.token_ids[row, end] = token_id
-            self.sampling.took(row, token_id)
-            self.grammars.took(row, token_id)
+            self.sampling.accept_token(row, token_id)
+            self.grammars.accept_token(row, token_id)
             forced.append(token_id)
         return forced
 
@@ -242,7 +242,7 @@ class InputBatch:
     ) -> None:
         """Takes in the sampled tokens `[S]` of `rows [S]`, at the positions `ends [S]`."""
         self.token_ids[rows, ends] = token_ids
-        if self.sampling.extras:
+        if self.sampling.logits_states:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-                self.sampling.took(row, token_id)
-                self.grammars.took(row, token_id)
+                self.sampling.accept_token(row, token_id)
+                self.grammars.accept_token(row, token_id)

@@ -16,12 +16,12 @@ from octavo.engine.protocol.step import StepPlan
 from octavo.executor.base import (
     Backend,
     BackendOptions,
-    CheckingRunnable,
     DeviceBackend,
     DeviceMemory,
     LayeredRunnable,
     OnDemandBackend,
     Runnable,
+    VerifyingRunnable,
 )
 from octavo.executor.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.program.ops import num_position_axes
@@ -51,8 +51,8 @@ from octavo.worker.model_input import ProgramRunner
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.pooling_runner import PoolingRunner
 from octavo.worker.program_runners import ProgramRunners
-from octavo.worker.ranks.messages import DrawnTokens, RankSlots, TellReport
-from octavo.worker.sampling.draft_draws import DraftIds
+from octavo.worker.ranks.messages import RankSlots, SampledTokens, TellReport
+from octavo.worker.sampling.draft_sampling import DraftVocabulary
 from octavo.worker.sampling.logits_processors import LogitsProcessors, load_processors
 from octavo.worker.stages.stage_link import StageLink
 from octavo.worker.stages.stage_runner import StageRunner
@@ -63,7 +63,7 @@ class LoadedDraft(NamedTuple):
     """The prepared Program of a model, or a head, that drafts for another."""
 
     runnable: Runnable
-    ids: DraftIds
+    ids: DraftVocabulary
     features: int | None = None
     """Group of the features that a head reads."""
 
@@ -113,7 +113,7 @@ class LoadedModel:
     @property
     def redraws(self) -> bool:
         """Whether rows of a step can be drawn again once all are drawn."""
-        return isinstance(next(iter(self.runnables.values())), CheckingRunnable)
+        return isinstance(next(iter(self.runnables.values())), VerifyingRunnable)
 
     @property
     def layouts(self) -> tuple[KvLayout, ...]:
@@ -203,7 +203,7 @@ class LoadedModel:
         if plan.rows and self.link is not None and self.link.before is not None:
             self.link.before.receive()
 
-    def take_in(self, drawn: Sequence[DrawnTokens]) -> None:
+    def append_tokens(self, drawn: Sequence[SampledTokens]) -> None:
         """Notes tokens that the last stage has drawn."""
         for tokens in drawn:
             self.rows.learn(tokens.request_id, tokens.start, tokens.token_ids)
@@ -298,7 +298,7 @@ def make_input_batch(
                 load_processors(config.draws.processors),
                 config.draws.logits_processor_timeout,
             ),
-            guesses_forced=config.scheduler.guesses,
+            drafts_forced=config.scheduler.guesses,
             states=[at for at, group in enumerate(program.groups) if group.kind == "state"],
             closes=config.draws.structured_close,
             input_groups=program.input_groups,

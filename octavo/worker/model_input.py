@@ -16,8 +16,8 @@ from octavo.executor.base import AsyncRunnable, Computing, JoiningRunnable, Runn
 from octavo.executor.batch import StepBatch, StepOutput
 from octavo.executor.kv import KvCache
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.sampling.checked_draws import CheckedDraws
-from octavo.worker.sampling.guessed_draws import StepRows
+from octavo.worker.sampling.draft_acceptance import StepRows
+from octavo.worker.sampling.sample_verifier import SampleVerifier
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class ModelInput:
     """Permanent row of each of `scheduled`."""
     layout: SampleLayout | None = None
     """Positions that are sampled; None for a Program that samples nothing."""
-    checks: CheckedDraws | None = None
+    verifier: SampleVerifier | None = None
     """Samples to verify once they are made."""
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.engine.protocol.step import RowResult, ScheduledRequest, TokenLogprobs
-from octavo.executor.base import CheckingRunnable, Computing, DecodingRunnable, Runnable
+from octavo.executor.base import Computing, DecodingRunnable, Runnable, VerifyingRunnable
 from octavo.executor.batch import (
     DecodeSteps,
     LastTokens,
@@ -28,11 +28,11 @@ from octavo.executor.kv import KvCache
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.media.step_media import StepMedia
 from octavo.worker.model_input import ModelInput, ProgramRunner, SampleLayout
-from octavo.worker.sampling.checked_draws import CheckedDraws, Texts
-from octavo.worker.sampling.checked_shares import checked_shares
-from octavo.worker.sampling.guessed_draws import StepRows, draws_of, kept_draws
+from octavo.worker.sampling.draft_acceptance import StepRows, accept_drafts, draws_of
 from octavo.worker.sampling.logprobs_reader import LogprobsReader
-from octavo.worker.sampling.sampling_rows import append_targets
+from octavo.worker.sampling.sample_verifier import SampleVerifier, Texts
+from octavo.worker.sampling.sampling_states import append_targets
+from octavo.worker.sampling.verified_parts import split_verified
 from octavo.worker.stages.hand_over import HiddenReceiver
 from octavo.worker.step_arrays import Spans, add_leaves, gather
 
@@ -57,8 +57,8 @@ class ModelRunner(ProgramRunner):
         super().__init__(runnable, kv, rows)
         self._media = media
         self._before = before
-        self._checking = runnable if isinstance(runnable, CheckingRunnable) else None
-        self._max_checked = 0 if self._checking is None else self._checking.max_checked
+        self._verifying = runnable if isinstance(runnable, VerifyingRunnable) else None
+        self._max_verified = 0 if self._verifying is None else self._verifying.max_verified
         self._in_one_part = in_one_part
 
     def prepare(
@@ -74,16 +74,16 @@ class ModelRunner(ProgramRunner):
             return [self._prepare(scheduled, num_steps)]
         return [
             self._prepare(part, num_steps)
-            for part in checked_shares(scheduled, self._rows, self._max_checked)
+            for part in split_verified(scheduled, self._rows, self._max_verified)
         ]
 
     def run(self, model_input: ModelInput) -> list[RowResult]:
         """Computes a step. The rows take their sampled tokens only once all of it has succeeded."""
-        if model_input.checks is None:
+        if model_input.verifier is None:
             output = self.runnable.run(model_input.batch, self._kv)
         else:
-            assert self._checking is not None
-            output = self._checking.run_checked(model_input.batch, self._kv, model_input.checks)
+            assert self._verifying is not None
+            output = self._verifying.run_verified(model_input.batch, self._kv, model_input.verifier)
         return self.results(model_input, output)
 
     def launch(self, model_input: ModelInput, *, all_known: bool = False) -> Computing:
@@ -97,11 +97,11 @@ class ModelRunner(ProgramRunner):
         """Returns the decode steps of rows that need no mask that changes with their tokens; None
         for others.
         """
-        batch, checks, grammars = model_input.batch, model_input.checks, self._rows.grammars
+        batch, verifier, grammars = model_input.batch, model_input.verifier, self._rows.grammars
         if batch.given is not None or batch.limits is not None:
             return None
         for entry, row in enumerate(model_input.rows.tolist() if grammars else ()):
-            if row in grammars and not (checks is not None and entry in checks):
+            if row in grammars and not (verifier is not None and entry in verifier):
                 return None
         return self._decode(model_input, num_steps)
 
@@ -123,7 +123,7 @@ class ModelRunner(ProgramRunner):
         follows_tokens = rows.sampling.follows_tokens(layout.rows)
         end_ids, end_starts = rows.end_tokens(layout.rows)
         steps = DecodeSteps(num_steps, end_starts, end_ids, follows_tokens)
-        for samples, is_last in self.runnable.decode(batch, self._kv, steps, model_input.checks):
+        for samples, is_last in self.runnable.decode(batch, self._kv, steps, model_input.verifier):
             results = self._sampled(model_input, samples)
             layout.draw_ends += 1
             if is_last and rows.grammars:
@@ -137,12 +137,12 @@ class ModelRunner(ProgramRunner):
         layout = self._layout(scheduled)
         if layout.has_drafts:
             chains = [[] if row.leaf_blocks else row.draft_ids for row in scheduled]
-            self._rows.guess(layout.rows, layout.step_rows.ends[: len(scheduled)], chains)
-            if layout.num_samples > self._max_checked:
+            self._rows.write_drafts(layout.rows, layout.step_rows.ends[: len(scheduled)], chains)
+            if layout.num_samples > self._max_verified:
                 layout = self._layout(scheduled, in_turn=False)
-        checks = self._checks(scheduled, layout)
-        batch = self._batch(scheduled, layout, checks, num_steps)
-        return ModelInput(self, scheduled, batch, layout.rows, layout, checks)
+        verifier = self._make_verifier(scheduled, layout)
+        batch = self._batch(scheduled, layout, verifier, num_steps)
+        return ModelInput(self, scheduled, batch, layout.rows, layout, verifier)
 
     def _layout(
         self, scheduled: Sequence[ScheduledRequest], *, in_turn: bool = True
@@ -153,7 +153,7 @@ class ModelRunner(ProgramRunner):
         rows = self._rows.indices(scheduled)
         step_rows = StepRows.of(scheduled)
         draws_once = [
-            not in_turn and self._rows.sampling.draws_in_turn(row) for row in rows.tolist()
+            not in_turn and self._rows.sampling.samples_sequentially(row) for row in rows.tolist()
         ]
         draws, draw_ends, draw_places = draws_of(scheduled, step_rows, draws_once)
         return SampleLayout(
@@ -168,14 +168,14 @@ class ModelRunner(ProgramRunner):
             has_drafts=any(row.draft_ids for row in scheduled),
         )
 
-    def _checks(
+    def _make_verifier(
         self, scheduled: Sequence[ScheduledRequest], layout: SampleLayout
-    ) -> CheckedDraws | None:
+    ) -> SampleVerifier | None:
         """Returns the samples to verify once they are made, unless there are more than the backend
         can verify.
         """
         sampling = self._rows.sampling
-        if not sampling.may_check or layout.num_samples > self._max_checked:
+        if not sampling.may_verify or layout.num_samples > self._max_verified:
             return None
         texts = Texts(
             self._rows.token_ids,
@@ -183,13 +183,13 @@ class ModelRunner(ProgramRunner):
             max_num_tokens=[scheduled[index].max_num_tokens or 0 for index in layout.draws],
             searches=[scheduled[index].search_of != "" for index in layout.draws],
         )
-        return sampling.checks(layout.draw_rows, texts)
+        return sampling.make_verifier(layout.draw_rows, texts)
 
     def _batch(
         self,
         scheduled: Sequence[ScheduledRequest],
         layout: SampleLayout,
-        checks: CheckedDraws | None,
+        verifier: SampleVerifier | None,
         num_steps: int,
     ) -> StepBatch:
         """Gathers the first of `num_steps` steps, with block tables that reach to the last."""
@@ -202,7 +202,7 @@ class ModelRunner(ProgramRunner):
             add_leaves(batch, scheduled, step_rows)
         if self._media is not None:
             self._media.add(batch, spans)
-        batch.sample_rows, batch.sampling = self._sampling(scheduled, layout, checks)
+        batch.sample_rows, batch.sampling = self._sampling(scheduled, layout, verifier)
         if self._before is not None:
             batch.hidden = self._before.of(scheduled)
         return batch
@@ -234,13 +234,13 @@ class ModelRunner(ProgramRunner):
         self,
         scheduled: Sequence[ScheduledRequest],
         layout: SampleLayout,
-        checks: CheckedDraws | None,
+        verifier: SampleVerifier | None,
     ) -> tuple[NDArray[np.int32], SamplingBatch]:
         """Returns `sample_rows [S]` and how to draw: draws first, then as targets the prompt's own
         tokens, and those whose logprobs a draw wants.
         """
         sampling = self._rows.sampling.gather(
-            layout.draw_rows, self._rows.token_ids, layout.draw_ends, checks
+            layout.draw_rows, self._rows.token_ids, layout.draw_ends, verifier
         )
         sample_rows = layout.draw_places
         if layout.targets:
@@ -292,12 +292,12 @@ class ModelRunner(ProgramRunner):
         as a chunk. Text behind them that several tokens may spell becomes draft tokens.
         """
         rows = model_input.rows
-        if self._checking is not None and len(rows) > self._checking.most_extended:
+        if self._verifying is not None and len(rows) > self._verifying.max_forced_requests:
             return
         for row, end, result in zip(rows.tolist(), ends, results, strict=True):
             if row in self._rows.grammars and result.token_ids and result.failure is None:
                 result.token_ids += self._rows.append_forced(row, end)
-                result.draft_ids = self._rows.guess_forced(row)
+                result.draft_ids = self._rows.draft_forced(row)
 
     def _sampled(self, model_input: ModelInput, samples: SampleResult) -> list[RowResult]:
         """Returns each row's sampled tokens, and appends them to the permanent rows."""
@@ -347,7 +347,7 @@ class ModelRunner(ProgramRunner):
         """
         scheduled, layout = model_input.scheduled, model_input.layout
         assert layout is not None
-        kept, paths = kept_draws(scheduled, layout.draws, token_ids, failed)
+        kept, paths = accept_drafts(scheduled, layout.draws, token_ids, failed)
         num_sampled = Counter(layout.draws[entry] for entry in kept)
         for index, row in enumerate(scheduled):
             if row.draft_ids:
@@ -383,8 +383,8 @@ class ModelRunner(ProgramRunner):
 
     def _failure(self, model_input: ModelInput, layout: SampleLayout, entry: int) -> str:
         """Returns why nothing could be sampled: a NaN, or bans of its own that leave no token."""
-        num_tokens, checks = int(layout.draw_ends[entry]), model_input.checks
-        if checks is not None and (fault := checks.fault(entry)):
+        num_tokens, verifier = int(layout.draw_ends[entry]), model_input.verifier
+        if verifier is not None and (fault := verifier.fault(entry)):
             return f"nothing can be drawn after {num_tokens} tokens: {fault}"
         if fault := self._rows.grammars.fault(int(layout.draw_rows[entry])):
             return f"the grammar cannot be followed after {num_tokens} tokens: {fault}"
@@ -393,7 +393,7 @@ class ModelRunner(ProgramRunner):
         is_restricted = (
             sampling.records["allowed_mask"][entry] >= 0
             or sampling.bias_starts[entry + 1] > sampling.bias_starts[entry]
-            or (checks is not None and entry in checks)
+            or (verifier is not None and entry in verifier)
         )
         if not is_restricted:
             return f"the model's logits after {num_tokens} tokens are not numbers (NaN)"

@@ -16,7 +16,7 @@ from octavo.engine.protocol.step import EncoderInput, ScheduledRequest
 from octavo.executor.batch import KvCopies, StepBatch
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.sampling.guessed_draws import LeafSpan, StepRows
+from octavo.worker.sampling.draft_acceptance import LeafSpan, StepRows
 
 
 @dataclass(frozen=True, slots=True)

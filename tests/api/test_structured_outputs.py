@@ -301,7 +301,7 @@ def test_text_without_a_choice_is_the_same_in_steps_of_many_rows(llm, mode, monk
     wanted = params(form, **MODES[mode])
     few = [fingerprint(output) for output in llm.generate(prompts_of(4, 9), wanted)]
     for program in (NativeProgram, ReferenceRunnable):
-        monkeypatch.setattr(program, "most_extended", 1)
+        monkeypatch.setattr(program, "max_forced_requests", 1)
     many = [fingerprint(output) for output in llm.generate(prompts_of(4, 9), wanted)]
     assert many == few
 

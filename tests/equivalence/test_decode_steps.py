@@ -19,7 +19,7 @@ from octavo.engine.recording.recorder import StepComputed, StepPlanned, read_log
 from octavo.engine.recording.replay import Replay
 from octavo.engine.scheduler import multi_step
 from octavo.worker.model_runner import ModelRunner
-from octavo.worker.sampling.checked_draws import CheckedDraws
+from octavo.worker.sampling.sample_verifier import SampleVerifier
 from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
@@ -359,7 +359,7 @@ class FailingChecks:
         self.num_failed = 0
         self._num_calls = 0
         self._num_checked = 0
-        decode, check = ModelRunner.decode, CheckedDraws.__call__
+        decode, check = ModelRunner.decode, SampleVerifier.__call__
 
         def counted_decode(runner, *args):
             self._num_calls += 1
@@ -378,7 +378,7 @@ class FailingChecks:
             return found
 
         monkeypatch.setattr(ModelRunner, "decode", counted_decode)
-        monkeypatch.setattr(CheckedDraws, "__call__", failing_check)
+        monkeypatch.setattr(SampleVerifier, "__call__", failing_check)
 
 
 def test_a_check_that_fails_between_steps_changes_no_answer(monkeypatch):

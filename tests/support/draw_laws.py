@@ -171,7 +171,7 @@ def check_first_legal(sample: Sample, *, rows: int = 60, vocab: int = 300) -> No
     )
 
 
-def check_witnesses(sample: Sample, *, rows: int = 200, vocab: int = 120) -> None:
+def check_cutoff_proofs(sample: Sample, *, rows: int = 200, vocab: int = 120) -> None:
     """Checks that where a draw without cuts is legal and so are its witnesses, the masked draw with
     cuts is the same token; and that witnesses are found for most draws that cuts keep.
     """

@@ -22,7 +22,7 @@ from octavo.text.grammar.compiler import LEAST_BYTES
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
 from octavo.text.ports import Matcher
 from octavo.text.tokenizer import load_tokenizer
-from octavo.worker.sampling.grammar_rows import CompiledGrammars
+from octavo.worker.sampling.grammar_matchers import CompiledGrammars
 from tests.support.schemas import some_schema
 from tests.support.tiers import examples
 from tests.support.tiny_tokenizer import SPECIALS, save_tiny_tokenizer

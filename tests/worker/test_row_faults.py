@@ -19,7 +19,7 @@ from octavo.engine.protocol.step import (
     StepResult,
 )
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.sampling.sampling_rows import SamplingRows
+from octavo.worker.sampling.sampling_states import SamplingStates
 from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
 from tests.support.worker_fakes import FakeRunnable, make_worker
@@ -212,14 +212,14 @@ def test_memory_that_one_of_several_ranks_lacks_ends_the_step(monkeypatch):
 
 
 def raise_when_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = SamplingRows.add
+    own = SamplingStates.add
 
-    def add(rows: SamplingRows, row: int, new: NewRequest) -> None:
+    def add(rows: SamplingStates, row: int, new: NewRequest) -> None:
         if new.seed == BAD_SEED:
             raise RuntimeError("poison")
         own(rows, row, new)
 
-    monkeypatch.setattr(SamplingRows, "add", add)
+    monkeypatch.setattr(SamplingStates, "add", add)
 
 
 def raise_when_indexed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ class BeamSearch:
     reads_logprobs = True
     may_draft = False
     may_branch = False
-    draws_in_turn = False
+    samples_sequentially = False
     needs_last_token = "a beam search: which beams go on is decided by what they yield"
 
     @property

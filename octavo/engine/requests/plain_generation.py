@@ -69,7 +69,7 @@ class PlainGeneration:
         self._rules = rules
         # A processor is a user's function: it is called for no text that may never come.
         self.may_draft = not (rules.one_token or params.logits_processors)
-        self.draws_in_turn = params.mirostat_mode > 0
+        self.samples_sequentially = params.mirostat_mode > 0
         self._may_end_anywhere = rules.one_token or rules.repetition is not None
         """Whether a token may end it that is no end token, before its length does."""
         self._watched = rules.one_token or (has_grammar and params.min_tokens > 0)

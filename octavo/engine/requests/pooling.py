@@ -21,7 +21,7 @@ class Pooling:
     num_seqs = 1
     may_draft = False
     may_branch = False
-    draws_in_turn = False
+    samples_sequentially = False
     needs_last_token = ""
 
     def __init__(self, params: PoolingParams) -> None:

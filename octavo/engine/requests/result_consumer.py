@@ -94,7 +94,7 @@ class ResultConsumer(Protocol):
         ...
 
     @property
-    def draws_in_turn(self) -> bool:
+    def samples_sequentially(self) -> bool:
         """Whether how a token is drawn changes with what was drawn before, beyond its tokens: with
         guesses, the backend then has to draw again.
         """

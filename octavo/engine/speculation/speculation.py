@@ -332,7 +332,7 @@ class Speculation:
         return [draft for _, draft in sorted(weighed, key=lambda pair: -pair[0])]
 
     def _may_draft(self, consumer: ResultConsumer) -> bool:
-        return consumer.may_draft and (self._redraws or not consumer.draws_in_turn)
+        return consumer.may_draft and (self._redraws or not consumer.samples_sequentially)
 
     def _get_history(self, row: SequenceState) -> RowHistory | None:
         """Returns a row's state; None if only the worker drafts and has not yet."""

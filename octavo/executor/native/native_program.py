@@ -18,16 +18,16 @@ from octavo.api.errors import EngineDead
 from octavo.api.outputs import OpProfile, Profile
 from octavo.engine.protocol.step import WeightArrivals
 from octavo.executor.batch import (
-    MOST_CANDIDATES,
-    MOST_WITNESSES,
-    Check,
+    MAX_CANDIDATES,
+    MAX_PROOF_TOKENS,
     DecodedStep,
     DecodeSteps,
-    Redraw,
+    Resample,
     SampleResult,
     SamplingBatch,
     StepBatch,
     StepOutput,
+    Verify,
     empty_batch,
 )
 from octavo.executor.kv import KvCache, KvLayout
@@ -108,12 +108,12 @@ class NativeProgram:
         )
 
     @property
-    def max_checked(self) -> int:
+    def max_verified(self) -> int:
         """Most sampled rows whose logits lie in memory together."""
         return int(native_module().SAMPLE_CHUNK)
 
     @property
-    def most_extended(self) -> int:
+    def max_forced_requests(self) -> int:
         """Most requests of a step to whose texts tokens are added that nothing else may follow.
 
         From some rows on the time of a step grows with its rows alone; and where each thread takes
@@ -121,14 +121,14 @@ class NativeProgram:
         """
         return max(1, int(self._runner.rows_of_blocks) - 1)
 
-    def run_checked(self, batch: StepBatch, kv: KvCache, check: Check) -> StepOutput:
+    def run_verified(self, batch: StepBatch, kv: KvCache, check: Verify) -> StepOutput:
         return self.run(batch, kv, check)
 
     def join(self, kv: KvCache) -> None:
         num_groups = len(self.kv_layouts)
         self.run(empty_batch(num_groups, self._num_axes, self._in_width), kv)
 
-    def run(self, batch: StepBatch, kv: KvCache, check: Check | None = None) -> StepOutput:
+    def run(self, batch: StepBatch, kv: KvCache, check: Verify | None = None) -> StepOutput:
         if self._output_axis == "requests":
             # The head has a row for each request.
             batch = replace(batch, sample_rows=np.maximum(batch.query_starts[1:] - 1, 0))
@@ -157,13 +157,13 @@ class NativeProgram:
         batch: StepBatch,
         kv: KvCache,
         steps: DecodeSteps,
-        check: Check | None,
+        check: Verify | None,
     ) -> Iterator[DecodedStep]:
         assert batch.sampling is not None
         num_rows = len(batch.sample_rows)
         whole = _empty_result(batch.sampling, num_rows * steps.num_steps, self._vocab_size)
         call = native_module().DecodeCall(self._runner, batch, StepOutput(whole), kv, steps)
-        check_step: Callable[[int], Redraw | None] | None = None
+        check_step: Callable[[int], Resample | None] | None = None
         goes_on, first = True, 0
         while goes_on:
             samples = whole.part(first, first + num_rows)
@@ -181,7 +181,7 @@ class NativeProgram:
 
 
 class NativeRows:
-    """The sampled rows of the step that was just run. A `batch.KeptRows`."""
+    """The sampled rows of the step that was just run. A `batch.SampledLogits`."""
 
     def __init__(self, runner: Any, vocab_size: int) -> None:
         self._runner = runner
@@ -193,7 +193,7 @@ class NativeRows:
         return logits
 
     def candidates(self, samples: NDArray[np.int32]) -> NDArray[np.int32]:
-        found = np.empty((len(samples), MOST_CANDIDATES), np.int32)
+        found = np.empty((len(samples), MAX_CANDIDATES), np.int32)
         self._runner.candidates(samples, found)
         return found
 
@@ -220,5 +220,5 @@ def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> Sampl
     if sampling.records["mirostat_mode"].any():
         result.surprises = np.zeros(count, np.float32)
     if sampling.uncut is not None:
-        result.witnesses = np.full((count, MOST_WITNESSES), -1, np.int32)
+        result.witnesses = np.full((count, MAX_PROOF_TOKENS), -1, np.int32)
     return result

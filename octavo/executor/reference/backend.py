@@ -27,7 +27,7 @@ from octavo.executor.base import (
     LoadWeight,
     ObservedInputs,
 )
-from octavo.executor.batch import Check, SampleResult, SamplingBatch, StepBatch, StepOutput
+from octavo.executor.batch import SampleResult, SamplingBatch, StepBatch, StepOutput, Verify
 from octavo.executor.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache
 from octavo.executor.reference.adapters import ReferenceAdapters
 from octavo.executor.reference.attention import ATTENTION_FORMULAS
@@ -74,16 +74,16 @@ class ReferenceRunnable:
     def stop_profile(self) -> Profile:
         raise BackendUnavailable("no profile was started")
 
-    max_checked: ClassVar[int] = 1 << 30
-    most_extended: ClassVar[int] = 1 << 30
+    max_verified: ClassVar[int] = 1 << 30
+    max_forced_requests: ClassVar[int] = 1 << 30
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
         return self._run(batch, kv, None)
 
-    def run_checked(self, batch: StepBatch, kv: KvCache, check: Check) -> StepOutput:
+    def run_verified(self, batch: StepBatch, kv: KvCache, check: Verify) -> StepOutput:
         return self._run(batch, kv, check)
 
-    def _run(self, batch: StepBatch, kv: KvCache, check: Check | None) -> StepOutput:
+    def _run(self, batch: StepBatch, kv: KvCache, check: Verify | None) -> StepOutput:
         assert isinstance(kv, ReferenceKvCache)
         step = ReferenceStep(
             self.program,
@@ -112,7 +112,7 @@ class ReferenceRunnable:
 
 
 class ReferenceRows(NamedTuple):
-    """The sampled rows of a step. A `backends.batch.KeptRows`."""
+    """The sampled rows of a step. A `batch.SampledLogits`."""
 
     kept: NDArray[np.float32]
     """Logits, `[S, V]`."""
@@ -126,18 +126,18 @@ class ReferenceRows(NamedTuple):
 
 
 def _checked(
-    logits: NDArray[np.float32], sampling: SamplingBatch, check: Check | None
+    logits: NDArray[np.float32], sampling: SamplingBatch, check: Verify | None
 ) -> SampleResult:
     """Draws from `logits [S, V]`, and again as long as the check finds rows."""
     samples = sample(logits, sampling)
     rows = ReferenceRows(logits, sampling)
     while check is not None:
-        redraw = check(samples, rows)
-        if redraw is None:
+        resample = check(samples, rows)
+        if resample is None:
             break
-        redrawn = sample(logits, masked(sampling, redraw), replaced(logits, redraw))
-        samples.take(redrawn, redraw.samples)
-        if redraw.is_last:
+        resampled = sample(logits, masked(sampling, resample), replaced(logits, resample))
+        samples.take(resampled, resample.samples)
+        if resample.is_last:
             break
     return samples
 

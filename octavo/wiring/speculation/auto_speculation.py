@@ -36,7 +36,7 @@ def with_spec_method(
     return replace(config, scheduler=replace(options, spec_method=method))
 
 
-def with_forced_guesses(config: EngineConfig, program: Program) -> EngineConfig:
+def with_forced_drafts(config: EngineConfig, program: Program) -> EngineConfig:
     """Returns a derived config with what no spec_method comes to: grammar where answers with
     guesses are bitwise those without, and guesses keep no other request from running ahead.
     """

@@ -56,7 +56,7 @@ class Execute(msgspec.Struct, tag=True):
     plan: StepPlan
 
 
-class DrawnTokens(msgspec.Struct):
+class SampledTokens(msgspec.Struct):
     """Tokens that a step has drawn for a request, from the place `start` of its text on."""
 
     request_id: str
@@ -64,17 +64,17 @@ class DrawnTokens(msgspec.Struct):
     token_ids: list[int]
 
 
-class TakeIn(msgspec.Struct, tag=True):
+class AppendTokens(msgspec.Struct, tag=True):
     """Note tokens that another rank has drawn; comes before the steps that compute them."""
 
-    drawn: list[DrawnTokens]
+    drawn: list[SampledTokens]
 
 
 class CloseRank(msgspec.Struct, tag=True):
     """End."""
 
 
-ToRank = RankSetup | Measure | Allocate | Execute | TakeIn | CloseRank
+ToRank = RankSetup | Measure | Allocate | Execute | AppendTokens | CloseRank
 
 # -- from a rank -----------------------------------------------------------------------------------
 

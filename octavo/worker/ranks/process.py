@@ -29,8 +29,8 @@ from octavo.engine.protocol.step import StepPlan
 from octavo.utils.child_process import ChildFailed, bind_to_parent
 from octavo.worker.ranks.messages import (
     Allocate,
+    AppendTokens,
     CloseRank,
-    DrawnTokens,
     Execute,
     FittingBlocks,
     FromRank,
@@ -41,7 +41,7 @@ from octavo.worker.ranks.messages import (
     RankSetup,
     RankSlots,
     RankStarted,
-    TakeIn,
+    SampledTokens,
     TellReport,
     ToRank,
 )
@@ -80,7 +80,7 @@ class LoadedRank(Protocol):
         """Waits for what the plan's step reads of another rank's, if anything."""
         ...
 
-    def take_in(self, drawn: Sequence[DrawnTokens]) -> None:
+    def append_tokens(self, drawn: Sequence[SampledTokens]) -> None:
         """Notes tokens that another rank has drawn."""
         ...
 
@@ -148,9 +148,9 @@ class RankLoop:
         connector = None if slots is None else loaded.connect(slots, self._tell)
         worker = loaded.worker(wanted.num_blocks, wanted.num_host_blocks, connector)
         self._send(RankReady())
-        while isinstance(message := self._receive(), Execute | TakeIn):
-            if isinstance(message, TakeIn):
-                loaded.take_in(message.drawn)
+        while isinstance(message := self._receive(), Execute | AppendTokens):
+            if isinstance(message, AppendTokens):
+                loaded.append_tokens(message.drawn)
             else:
                 loaded.await_input(message.plan)
                 worker.execute(message.plan)

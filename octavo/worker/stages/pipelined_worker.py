@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from octavo.api.outputs import Profile
 from octavo.engine.protocol.step import StepPlan, StepResult
-from octavo.worker.ranks.messages import DrawnTokens, Execute, TakeIn
+from octavo.worker.ranks.messages import AppendTokens, Execute, SampledTokens
 from octavo.worker.ranks.other_ranks import OnLoss, OtherRanks
 from octavo.worker.stages.stage_link import StageLink
 from octavo.worker.worker import Worker
@@ -67,12 +67,12 @@ class PipelinedWorker:
         except Exception as error:
             raise self._others.ended_by(error, "the last stage") from error
         drawn = [
-            DrawnTokens(row.request_id, row.start + row.num_tokens, made.token_ids)
+            SampledTokens(row.request_id, row.start + row.num_tokens, made.token_ids)
             for row, made in zip(step.plan.rows, result.rows, strict=True)
             if made.token_ids
         ]
         if drawn:
-            self._others.send(TakeIn(drawn))
+            self._others.send(AppendTokens(drawn))
         return result
 
     def when_lost(self, on_loss: OnLoss) -> None:

@@ -11,17 +11,17 @@ import pytest
 
 from octavo.api.errors import BackendUnavailable
 from octavo.executor import sampling
-from octavo.executor.batch import SAMPLING_RECORD, Redraw, packed_masks, sampling_records
+from octavo.executor.batch import SAMPLING_RECORD, Resample, packed_masks, sampling_records
 from octavo.executor.native.extension import native_module
 from octavo.program import ops
 from octavo.program.program import Value, Weight
 from tests.support.draw_laws import (
     SAMPLERS,
+    check_cutoff_proofs,
     check_distribution,
     check_first_legal,
     check_masked_distribution,
     check_ranks_of_ties,
-    check_witnesses,
 )
 from tests.support.native_harness import Case, normal, plain, require_native, rng
 from tests.support.sampling_cases import (
@@ -57,7 +57,7 @@ def checked_native(logits, batch, level, check):
     step = case.batch(len(logits), pad=2)
     step.sampling = batch
     runnable = case.native(level, threads=2)
-    return runnable.run_checked(step, case.memory(runnable), check).samples
+    return runnable.run_verified(step, case.memory(runnable), check).samples
 
 
 def sample_repeated(level):
@@ -161,7 +161,7 @@ def test_late_rows_are_drawn_under_their_masks_alone(level, temperature):
         assert not samples.failed.any()
         assert not samples.token_ids[late].any()
         some = np.flatnonzero(late).astype(np.int32)
-        return Redraw(some, masks[some])
+        return Resample(some, masks[some])
 
     found = checked_native(logits, batch, level, draw)
     wanted = sample_native(logits, plain, level)
@@ -183,7 +183,7 @@ def test_the_masked_draw_is_the_first_legal_token(level):
 @pytest.mark.parametrize("vocab", [3, 20, 120, 1000])
 def test_witnesses_show_that_cuts_keep_a_draw(level, vocab):
     """A draw without cuts whose witnesses are legal is the masked draw with them."""
-    check_witnesses(lambda logits, batch: sample_native(logits, batch, level), vocab=vocab)
+    check_cutoff_proofs(lambda logits, batch: sample_native(logits, batch, level), vocab=vocab)
 
 
 def test_the_references_witnesses_are_found(level):
@@ -300,7 +300,7 @@ def test_best_rows_that_are_checked_keep_their_logits(level, rows, vocab):
         read["logits"] = [kept.logits(s) for s in range(rows)]
         read["candidates"] = kept.candidates(some)
 
-    found = runnable.run_checked(step, memory, look).samples
+    found = runnable.run_verified(step, memory, look).samples
     np.testing.assert_array_equal(read["logits"], logits)
     np.testing.assert_array_equal(found.token_ids, logits.argmax(axis=1))
     wanted = [sampling.row_candidates(logits[s], step.sampling, s) for s in some]

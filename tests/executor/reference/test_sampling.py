@@ -9,11 +9,11 @@ from octavo.executor.noise import gumbel, noise_words, philox
 from octavo.executor.sampling import sample
 from tests.support.draw_laws import (
     SAMPLERS,
+    check_cutoff_proofs,
     check_distribution,
     check_first_legal,
     check_masked_distribution,
     check_ranks_of_ties,
-    check_witnesses,
 )
 from tests.support.sampling_cases import batch_for, rng
 
@@ -183,7 +183,7 @@ def test_the_masked_draw_is_the_first_legal_token():
 @pytest.mark.parametrize("vocab", [3, 20, 120])
 def test_witnesses_show_that_cuts_keep_a_draw(vocab):
     """A draw without cuts whose witnesses are legal is the masked draw with them."""
-    check_witnesses(sample, vocab=vocab)
+    check_cutoff_proofs(sample, vocab=vocab)
 
 
 def test_top_k_takes_the_lower_of_equals():

@@ -12,7 +12,7 @@ from octavo.engine.protocol.step import ScheduledRequest
 from octavo.worker.input_batch import InputBatch
 
 
-def checked_shares(
+def split_verified(
     scheduled: Sequence[ScheduledRequest], rows: InputBatch, most: int
 ) -> list[Sequence[ScheduledRequest]]:
     """Returns the rows in parts: those that have to be checked by themselves, of at most `most`
@@ -22,8 +22,8 @@ def checked_shares(
         return [scheduled]
     checked = [
         row.wants == "draw"
-        and rows.sampling.must_check(
-            index, has_guesses=bool(row.draft_ids), is_search=row.search_of != ""
+        and rows.sampling.must_verify(
+            index, has_drafts=bool(row.draft_ids), is_search=row.search_of != ""
         )
         for row, index in zip(scheduled, rows.indices(scheduled).tolist(), strict=True)
     ]

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.executor.batch import MOST_WITNESSES, SamplingBatch
+from octavo.executor.batch import MAX_PROOF_TOKENS, SamplingBatch
 
 SURE = 1 + 1e-4
 
 
-def without_cuts(batch: SamplingBatch, uncut: NDArray[np.bool_]) -> SamplingBatch:
+def disable_cutoffs(batch: SamplingBatch, uncut: NDArray[np.bool_]) -> SamplingBatch:
     """Returns a batch whose rows `uncut [S]` keep all tokens."""
     records = batch.records.copy()
     for name, neutral in (("min_p", 0.0), ("top_k", 0), ("top_p", 1.0)):
@@ -34,7 +34,7 @@ def without_cuts(batch: SamplingBatch, uncut: NDArray[np.bool_]) -> SamplingBatc
 
 def witnesses(z: NDArray[np.float64], record: Mapping[str, Any] | np.void, token: int) -> list[int]:
     """Returns the tokens that, if they are all legal, show that the cuts keep `token`, of `z [V]`,
-    the changed logits: itself first; none where fewer than MOST_WITNESSES do not show it.
+    the changed logits: itself first; none where fewer than MAX_PROOF_TOKENS do not show it.
     """
     weights = np.exp((z - z.max()) / float(record["temperature"]))
     least = float(record["min_p"]) * SURE
@@ -49,7 +49,7 @@ def witnesses(z: NDArray[np.float64], record: Mapping[str, Any] | np.void, token
     behind = behind[np.argsort(-z[behind], kind="stable")]
     found = [token]
     known = float(weights[token])
-    for follower in behind[: min(MOST_WITNESSES, top_k - place) - 1].tolist():
+    for follower in behind[: min(MAX_PROOF_TOKENS, top_k - place) - 1].tolist():
         if wanted < top_p * known:
             break
         if weights[follower] == 0 or weights[follower] < least:

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.executor.batch import Bits
-from octavo.worker.sampling.checked_draws import CheckedDraw
 from octavo.worker.sampling.dry import DryMatches
+from octavo.worker.sampling.sample_verifier import SampleToVerify
 from octavo.worker.sampling.token_counts import TokenCounts
 
 MINUS_INFINITY = float("-inf")
@@ -18,7 +18,7 @@ ANY_TOKEN = -1
 
 
 @dataclass(slots=True)
-class RowExtras:
+class LogitsState:
     """One request's sampling options that most requests do not have."""
 
     logit_bias: dict[int, float]
@@ -37,10 +37,10 @@ class RowExtras:
     """Repetitions that DRY penalises; None without it."""
     processors: list[str]
     """Names of the processors that change its logits."""
-    check: CheckedDraw | None = None
-    """Check of the draws that follow no guess and come near no close; None: they have none."""
+    to_verify: SampleToVerify | None = None
+    """Check of the samples that follow no guess and come near no close; None: they have none."""
 
-    def took(self, token_id: int) -> None:
+    def accept_token(self, token_id: int) -> None:
         """Takes in a drawn token that has come back."""
         self.num_known += 1
         if self.counts is not None:

@@ -25,12 +25,12 @@ from octavo.executor.batch import (
     sampling_records,
 )
 from octavo.worker.csr import Csr
-from octavo.worker.sampling.checked_draws import CheckedDraw, CheckedDraws, Texts
-from octavo.worker.sampling.draws_in_turn import DrawsInTurn, MirostatRule
 from octavo.worker.sampling.dry import DryMatches, dry_matches
-from octavo.worker.sampling.grammar_rows import GrammarRows
+from octavo.worker.sampling.grammar_matchers import GrammarMatchers
 from octavo.worker.sampling.logits_processors import LogitsProcessors
-from octavo.worker.sampling.row_extras import ANY_TOKEN, RowExtras
+from octavo.worker.sampling.logits_state import ANY_TOKEN, LogitsState
+from octavo.worker.sampling.sample_verifier import SampleToVerify, SampleVerifier, Texts
+from octavo.worker.sampling.sequential_sampling import MirostatRule, SequentialSampling
 from octavo.worker.sampling.token_counts import TokenCounts
 
 NO_IDS = np.zeros(0, np.int32)
@@ -57,7 +57,7 @@ class Masks:
         return place
 
 
-class SamplingRows:
+class SamplingStates:
     """Owns the sampling records of `N` permanent rows."""
 
     def __init__(
@@ -65,7 +65,7 @@ class SamplingRows:
         *,
         max_rows: int,
         vocab_size: int,
-        grammars: GrammarRows,
+        grammars: GrammarMatchers,
         processors: LogitsProcessors,
         closes: bool,
     ) -> None:
@@ -75,7 +75,7 @@ class SamplingRows:
         self._grammars = grammars
         self._processors = processors
         self._records = sampling_records(max_rows)
-        self.extras: dict[int, RowExtras] = {}
+        self.logits_states: dict[int, LogitsState] = {}
         """What rows have beside their record, by row."""
         self._mirostats: dict[int, MirostatRule] = {}
         self._all_tokens = packed_masks(np.ones((1, vocab_size), np.bool_))[0]
@@ -99,15 +99,15 @@ class SamplingRows:
             self._listed[row] = np.array(params.logprob_token_ids, np.int32)
         if params.mirostat_mode:
             self._mirostats[row] = MirostatRule(params.mirostat_tau, params.mirostat_eta)
-        extras = self._make_extras(row, new, params)
-        if extras is not None:
-            self.extras[row] = extras
+        state = self._make_logits_state(row, new, params)
+        if state is not None:
+            self.logits_states[row] = state
 
     def free(self, row: int) -> None:
         """Drops what a row holds beside its record."""
         self._mirostats.pop(row, None)
         self._listed.pop(row, None)
-        self.extras.pop(row, None)
+        self.logits_states.pop(row, None)
 
     def close(self) -> None:
         """Ends what calls logits processors."""
@@ -128,9 +128,9 @@ class SamplingRows:
         return 0 if params.logprob_token_ids is not None else self.num_top(params.logprobs)
 
     @property
-    def may_check(self) -> bool:
+    def may_verify(self) -> bool:
         """Whether any row may have samples to verify."""
-        return bool(self.extras or self._mirostats)
+        return bool(self.logits_states or self._mirostats)
 
     def surprised(self, row: int, surprise: float) -> float | None:
         """Moves the bound of a row's mirostat after a token of `surprise` bits; returns it, rounded
@@ -143,46 +143,46 @@ class SamplingRows:
         self._records["mirostat_mu"][row] = mu
         return mu
 
-    def draws_in_turn(self, row: int) -> bool:
+    def samples_sequentially(self, row: int) -> bool:
         """Returns whether how a row is drawn changes with what it drew before, not with its tokens
         alone.
         """
         return row in self._mirostats
 
-    def took(self, row: int, token_id: int) -> None:
+    def accept_token(self, row: int, token_id: int) -> None:
         """Counts a row's sampled token."""
-        extras = self.extras.get(row)
-        if extras is not None:
-            extras.took(token_id)
+        state = self.logits_states.get(row)
+        if state is not None:
+            state.accept_token(token_id)
 
     def may_append(self, row: int, token_id: int, num_tokens: int) -> bool:
         """Returns whether the one token that a grammar allows after `num_tokens` is taken without a
         draw: nothing else may ban it, and no logprob of it is wanted.
         """
-        extras, record = self.extras.get(row), self._records[row]
-        if extras is None or record["num_logprobs"] >= 0 or row in self._mirostats:
+        state, record = self.logits_states.get(row), self._records[row]
+        if state is None or record["num_logprobs"] >= 0 or row in self._mirostats:
             return False
-        if extras.bad_words or extras.allowed_mask is not None or extras.processors:
+        if state.bad_words or state.allowed_mask is not None or state.processors:
             return False
-        is_banned = num_tokens < extras.min_num_tokens and token_id in extras.end_token_ids
+        is_banned = num_tokens < state.min_num_tokens and token_id in state.end_token_ids
         return not is_banned or self._grammars.is_complete(row)
 
-    def must_check(self, row: int, *, has_guesses: bool, is_search: bool) -> bool:
+    def must_verify(self, row: int, *, has_drafts: bool, is_search: bool) -> bool:
         """Returns whether a row's draws have to be looked at once they are made."""
-        if has_guesses and row in self._mirostats:
+        if has_drafts and row in self._mirostats:
             return True
-        extras = self.extras.get(row)
-        if extras is None:
+        state = self.logits_states.get(row)
+        if state is None:
             return False
-        return bool(extras.processors) or ((self._closes or is_search) and row in self._grammars)
+        return bool(state.processors) or ((self._closes or is_search) and row in self._grammars)
 
-    def checks(self, rows: NDArray[np.intp], texts: Texts) -> CheckedDraws | None:
+    def make_verifier(self, rows: NDArray[np.intp], texts: Texts) -> SampleVerifier | None:
         """Returns which of the draws from `rows [S]` after `texts` are looked at once they are
         made; None where none is.
         """
-        if not (self.extras or self._mirostats):
+        if not (self.logits_states or self._mirostats):
             return None
-        checked: dict[int, CheckedDraw] = {}
+        checked: dict[int, SampleToVerify] = {}
         in_turn: dict[int, list[int]] = {}
         known: dict[int, int] = {}
         for entry, (row, end) in enumerate(zip(rows.tolist(), texts.ends.tolist(), strict=True)):
@@ -202,40 +202,42 @@ class SamplingRows:
         ]
         if not (checked or chains):
             return None
-        return CheckedDraws(checked, self._grammars, self._processors, texts, chains)
+        return SampleVerifier(checked, self._grammars, self._processors, texts, chains)
 
     def _checked_draw(
-        self, row: int, num_tokens: int, num_guesses: int, texts: Texts, entry: int
-    ) -> CheckedDraw | None:
+        self, row: int, num_tokens: int, num_drafts: int, texts: Texts, entry: int
+    ) -> SampleToVerify | None:
         """Returns what is looked at of a draw after `num_tokens`, the last of them guesses; None
         where nothing is.
         """
-        extras = self.extras.get(row)
-        if extras is None or extras.check is None:
+        state = self.logits_states.get(row)
+        if state is None or state.to_verify is None:
             return None
         if texts.searches[entry]:
-            return extras.check._replace(num_guesses=num_guesses, is_search=True, leaves_cuts=False)
-        closes = self._closes and self._may_close(row, extras, num_tokens)
-        if not (num_guesses or closes):
-            return extras.check
-        return extras.check._replace(num_guesses=num_guesses, closes=closes)
+            return state.to_verify._replace(
+                num_drafts=num_drafts, is_search=True, skips_cutoffs=False
+            )
+        closes = self._closes and self._may_close(row, state, num_tokens)
+        if not (num_drafts or closes):
+            return state.to_verify
+        return state.to_verify._replace(num_drafts=num_drafts, closes=closes)
 
-    def _may_close(self, row: int, extras: RowExtras, num_tokens: int) -> bool:
+    def _may_close(self, row: int, state: LogitsState, num_tokens: int) -> bool:
         """Returns whether a row's text is completed before its length ends: its grammar alone says
         what may come.
         """
-        is_free = extras.allowed_mask is None and not extras.bad_words
-        is_long_enough = num_tokens >= extras.min_num_tokens
+        is_free = state.allowed_mask is None and not state.bad_words
+        is_long_enough = num_tokens >= state.min_num_tokens
         return row in self._grammars and is_free and is_long_enough
 
-    def _in_turn(self, row: int, entries: list[int], draft_ids: list[int]) -> DrawsInTurn:
+    def _in_turn(self, row: int, entries: list[int], draft_ids: list[int]) -> SequentialSampling:
         """Returns the draws of a row, of which each but the first comes after a guess."""
-        extras = self.extras.get(row)
+        state = self.logits_states.get(row)
         masks = [
-            None if extras is None else self._mask(row, extras, num_guesses)
-            for num_guesses in range(1, len(entries))
+            None if state is None else self._mask(row, state, num_drafts)
+            for num_drafts in range(1, len(entries))
         ]
-        return DrawsInTurn(
+        return SequentialSampling(
             self._mirostats[row],
             float(self._records["mirostat_mu"][row]),
             entries[0],
@@ -260,7 +262,7 @@ class SamplingRows:
         rows: NDArray[np.intp],
         token_ids: NDArray[np.int32],
         ends: NDArray[np.int32],
-        checks: CheckedDraws | None = None,
+        verifier: SampleVerifier | None = None,
     ) -> SamplingBatch:
         """Returns how to draw from `rows [S]`, each after the first `ends [S]` of its `token_ids
         [N, context]`. Rows that `checks` has get no mask of their grammars. A row that occurs
@@ -280,21 +282,21 @@ class SamplingRows:
             bias_values=NO_VALUES,
             allowed_masks=np.zeros((0, mask_words(self._vocab_size)), np.uint32),
         )
-        if self.extras:
-            self._add_extras(batch, rows.tolist(), token_ids, ends.tolist(), checks)
-        if checks is not None:
+        if self.logits_states:
+            self._add_extras(batch, rows.tolist(), token_ids, ends.tolist(), verifier)
+        if verifier is not None:
             batch.keeps_logits = True
-            batch.late, batch.uncut = checks.late(len(rows)), checks.uncut(len(rows))
+            batch.late, batch.uncut = verifier.late(len(rows)), verifier.uncut(len(rows))
         return batch
 
     def follows_tokens(self, rows: NDArray[np.intp]) -> bool:
         """Returns whether what is added to the logits of some of `rows [S]`, or a bound of
         mirostat, changes with their tokens.
         """
-        if not (self.extras or self._mirostats):
+        if not (self.logits_states or self._mirostats):
             return False
-        extras = [self.extras[row] for row in rows.tolist() if row in self.extras]
-        return any(each.follows_tokens for each in extras) or not self._mirostats.keys().isdisjoint(
+        state = [self.logits_states[row] for row in rows.tolist() if row in self.logits_states]
+        return any(each.follows_tokens for each in state) or not self._mirostats.keys().isdisjoint(
             rows.tolist()
         )
 
@@ -320,24 +322,24 @@ class SamplingRows:
         rows: list[int],
         token_ids: NDArray[np.int32],
         ends: list[int],
-        checks: CheckedDraws | None,
+        verifier: SampleVerifier | None,
     ) -> None:
         self._add_bias(batch, rows, token_ids, ends)
         history, masks = Csr(), Masks()
         lags = np.zeros(len(rows), np.bool_)
         known: dict[int, int] = {}
-        self._grammars.make_masks(self._masked_rows(rows, checks))
+        self._grammars.make_masks(self._masked_rows(rows, verifier))
         for entry, (row, end) in enumerate(zip(rows, ends, strict=True)):
-            extras = self.extras.get(row)
-            if extras is None:
+            state = self.logits_states.get(row)
+            if state is None:
                 continue
-            num_guesses = end - known.setdefault(row, end)
-            if extras.counts is not None:
-                guesses = token_ids[row, end - num_guesses : end]
-                history.add(entry, *extras.counts.arrays_after(guesses.tolist()))
-                lags[entry] = extras.lags(end - num_guesses)
-            is_checked = checks is not None and entry in checks
-            mask = extras.allowed_mask if is_checked else self._mask(row, extras, num_guesses)
+            num_drafts = end - known.setdefault(row, end)
+            if state.counts is not None:
+                guesses = token_ids[row, end - num_drafts : end]
+                history.add(entry, *state.counts.arrays_after(guesses.tolist()))
+                lags[entry] = state.lags(end - num_drafts)
+            is_checked = verifier is not None and entry in verifier
+            mask = state.allowed_mask if is_checked else self._mask(row, state, num_drafts)
             if mask is not None:
                 batch.records["allowed_mask"][entry] = masks.place(mask)
         if history.ids:
@@ -356,18 +358,18 @@ class SamplingRows:
         after: list[NDArray[np.int32]] = []
         dries: dict[int, DryMatches] = {}
         for entry, (row, end) in enumerate(zip(rows, ends, strict=True)):
-            extras = self.extras.get(row)
-            num_guesses = end - known.setdefault(row, end)
-            if extras is None or not extras.may_bias(end):
+            state = self.logits_states.get(row)
+            num_drafts = end - known.setdefault(row, end)
+            if state is None or not state.may_bias(end):
                 continue
-            if num_guesses == 1 and extras.dry is not None:
-                dries[row] = extras.dry.copy()
-            if extras.lags(end - num_guesses):
-                added = extras.bias_after(token_ids[row, : end - 1])
+            if num_drafts == 1 and state.dry is not None:
+                dries[row] = state.dry.copy()
+            if state.lags(end - num_drafts):
+                added = state.bias_after(token_ids[row, : end - 1])
             else:
-                must_end = self._grammars.is_complete(row, num_guesses=num_guesses)
-                dry = dries.get(row, extras.dry)
-                found = extras.bias(token_ids[row, :end], dry, must_end=must_end)
+                must_end = self._grammars.is_complete(row, num_drafts=num_drafts)
+                dry = dries.get(row, state.dry)
+                found = state.bias(token_ids[row, :end], dry, must_end=must_end)
                 added = {(ANY_TOKEN, id_): value for id_, value in found.items()}
             if added:
                 keys = np.array(list(added), np.int32)
@@ -379,26 +381,28 @@ class SamplingRows:
         batch.bias_ids = np.concatenate([NO_IDS, *bias.ids])
         batch.bias_values = np.concatenate([NO_VALUES, *bias.values])
 
-    def _masked_rows(self, rows: list[int], checks: CheckedDraws | None) -> list[int]:
+    def _masked_rows(self, rows: list[int], verifier: SampleVerifier | None) -> list[int]:
         """Returns the rows whose first draws have the masks of their grammars."""
         found = dict.fromkeys(
             row
             for entry, row in enumerate(rows)
-            if row in self.extras and not (checks is not None and entry in checks)
+            if row in self.logits_states and not (verifier is not None and entry in verifier)
         )
         return list(found)
 
-    def _mask(self, row: int, extras: RowExtras, num_guesses: int) -> Bits | None:
-        """Returns the tokens that a row may draw after `num_guesses` guesses, by its grammar and
+    def _mask(self, row: int, state: LogitsState, num_drafts: int) -> Bits | None:
+        """Returns the tokens that a row may draw after `num_drafts` guesses, by its grammar and
         its allowed ids.
         """
-        allowed = extras.allowed_mask
-        legal = self._grammars.mask(row, num_guesses=num_guesses)
+        allowed = state.allowed_mask
+        legal = self._grammars.mask(row, num_drafts=num_drafts)
         if allowed is None or legal is None:
             return legal if allowed is None else allowed
         return allowed & legal
 
-    def _make_extras(self, row: int, new: NewRequest, params: SamplingParams) -> RowExtras | None:
+    def _make_logits_state(
+        self, row: int, new: NewRequest, params: SamplingParams
+    ) -> LogitsState | None:
         penalised = (
             params.repetition_penalty != 1
             or params.presence_penalty != 0
@@ -417,7 +421,7 @@ class SamplingRows:
         if not any(wanted):
             return None
         num_prompt = new.num_prompt_tokens
-        extras = RowExtras(
+        state = LogitsState(
             logit_bias=params.logit_bias or {},
             end_token_ids=new.end_token_ids,
             num_prompt_tokens=num_prompt,
@@ -431,24 +435,24 @@ class SamplingRows:
             dry=dry_matches(params),
             processors=params.logits_processors or [],
         )
-        if new.grammar is not None or extras.processors:
-            leaves_cuts = params.has_cutoffs_alone and not extras.processors
-            extras.check = CheckedDraw(
+        if new.grammar is not None or state.processors:
+            skips_cutoffs = params.has_cutoffs_alone and not state.processors
+            state.to_verify = SampleToVerify(
                 row,
-                num_guesses=0,
-                allowed=extras.allowed_mask,
-                processors=extras.processors,
-                is_late=not (extras.processors or leaves_cuts) and params.depends_on_mask,
+                num_drafts=0,
+                allowed=state.allowed_mask,
+                processors=state.processors,
+                is_deferred=not (state.processors or skips_cutoffs) and params.depends_on_mask,
                 is_free=not (
-                    extras.processors
-                    or extras.bad_words
+                    state.processors
+                    or state.bad_words
                     or params.min_tokens
                     or params.allowed_token_ids is not None
                     or params.logit_bias
                 ),
-                leaves_cuts=leaves_cuts,
+                skips_cutoffs=skips_cutoffs,
             )
-        return extras
+        return state
 
     def _allowed_mask(self, params: SamplingParams) -> Bits | None:
         """Returns the mask `[ceil(V / 32)]` of the allowed ids, one array for all requests with the

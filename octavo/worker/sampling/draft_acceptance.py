@@ -114,21 +114,21 @@ def draws_of(
     for index, row in enumerate(scheduled):
         if row.wants != "draw":
             continue
-        num_guesses = 0 if draws_once[index] else len(row.draft_ids)
+        num_drafts = 0 if draws_once[index] else len(row.draft_ids)
         num_known = row.num_tokens - len(row.draft_ids)
         end, place = row.start + num_known, int(rows.query_starts[index]) + num_known - 1
-        owners += [index] * (num_guesses + 1)
+        owners += [index] * (num_drafts + 1)
         tree = rows.trees[index]
-        if tree is None or not num_guesses:
-            ends += range(end, end + num_guesses + 1)
-            places += range(place, place + num_guesses + 1)
+        if tree is None or not num_drafts:
+            ends += range(end, end + num_drafts + 1)
+            places += range(place, place + num_drafts + 1)
         else:
             ends += [end, *(end + depth + 1 for depth in tree.depths)]
             places += [place, *rows.places_of(index)]
     return Draws(owners, np.array(ends, np.int32), np.array(places, np.int32))
 
 
-class KeptDraws(NamedTuple):
+class AcceptedSamples(NamedTuple):
     """The draws that a step keeps."""
 
     entries: list[int]
@@ -137,12 +137,12 @@ class KeptDraws(NamedTuple):
     """Path of the guess that is kept, by the index of a request whose guess branches."""
 
 
-def kept_draws(
+def accept_drafts(
     scheduled: Sequence[ScheduledRequest],
     owners: Sequence[int],
     token_ids: Sequence[int],
     failed: Sequence[bool],
-) -> KeptDraws:
+) -> AcceptedSamples:
     """Returns the draws that were made after nothing but what was drawn: of each row the first, and
     those after guesses that held.
 
@@ -165,7 +165,7 @@ def kept_draws(
         kept += [first + 1 + token for token in held]
         if row.leaf_blocks:
             paths[index] = tree.path_of(held[-1] if held else ROOT)
-    return KeptDraws(kept, paths)
+    return AcceptedSamples(kept, paths)
 
 
 def _held(

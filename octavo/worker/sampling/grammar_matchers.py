@@ -120,15 +120,15 @@ class CompiledGrammars:
             self._num_bytes -= num_bytes
 
 
-class TextPlace(NamedTuple):
+class TextPosition(NamedTuple):
     """A place in a row's text: after its tokens, the last of them guessed."""
 
     row: int
     num_tokens: int
-    num_guesses: int
+    num_drafts: int
 
 
-class KnownClosing(NamedTuple):
+class CachedCompletion(NamedTuple):
     """The tokens that complete a row's text, once it has a number of tokens and this last one."""
 
     num_tokens: int
@@ -136,7 +136,7 @@ class KnownClosing(NamedTuple):
     tokens: list[int]
 
 
-class GrammarRows:
+class GrammarMatchers:
     """The matchers of the rows that have a grammar."""
 
     def __init__(self, grammars: Grammars | None, vocab_size: int) -> None:
@@ -154,7 +154,7 @@ class GrammarRows:
         """Masks that were made with others', of rows that have taken no token since."""
         self._taken: dict[int, int] = {}
         """Tokens that rows' matchers have taken in before `took` told of them."""
-        self._closings: dict[int, KnownClosing] = {}
+        self._closings: dict[int, CachedCompletion] = {}
         """Ways to complete rows' texts, as they were last found."""
 
     def add(self, row: int, new: NewRequest) -> None:
@@ -188,7 +188,7 @@ class GrammarRows:
         self._made.pop(row, None)
         self._taken.pop(row, None)
 
-    def guess(self, row: int, draft_ids: Sequence[int]) -> None:
+    def write_drafts(self, row: int, draft_ids: Sequence[int]) -> None:
         """Follows the guesses of the coming step, which the row's own matcher does not take in."""
         matcher = None if row in self._faults else self._matchers.get(row)
         if matcher is None:
@@ -200,7 +200,7 @@ class GrammarRows:
                 return
             ahead.append(matcher)
 
-    def took(self, row: int, token_id: int) -> None:
+    def accept_token(self, row: int, token_id: int) -> None:
         """Takes in a row's drawn token; a fault waits until the row is drawn again."""
         matcher = self._matchers.get(row)
         if matcher is None:
@@ -220,7 +220,7 @@ class GrammarRows:
         except Exception as error:
             self._faults[row] = error
 
-    def takes(self, row: int, token_id: int) -> bool:
+    def try_accept(self, row: int, token_id: int) -> bool:
         """Returns whether a token may come next in a row; where it may, the row's matcher takes it
         in, and `took` is to be told of it next.
         """
@@ -257,12 +257,12 @@ class GrammarRows:
             if mask is not None
         }
 
-    def mask(self, row: int, *, num_guesses: int = 0) -> Bits | None:
+    def mask(self, row: int, *, num_drafts: int = 0) -> Bits | None:
         """Returns the tokens that may come next, `[ceil(V / 32)]`, after that many guesses; None
         where any may, or where a guess before is not legal and nothing after it is kept.
         """
-        if num_guesses:
-            return self._mask_ahead(row, num_guesses)
+        if num_drafts:
+            return self._mask_ahead(row, num_drafts)
         if row in self._faults:
             raise self._faults[row]
         if row in self._made:
@@ -270,13 +270,13 @@ class GrammarRows:
         matcher = self._matchers.get(row)
         return None if matcher is None else np.frombuffer(matcher.mask(), np.uint32)
 
-    def allows(self, row: int, token_id: int, *, num_guesses: int = 0) -> bool:
+    def allows(self, row: int, token_id: int, *, num_drafts: int = 0) -> bool:
         """Returns whether a token may come next in a row that has a grammar; any may after a guess
         that is not legal.
         """
-        if num_guesses:
+        if num_drafts:
             ahead = self._ahead.get(row, ())
-            return num_guesses > len(ahead) or ahead[num_guesses - 1].allows(token_id)
+            return num_drafts > len(ahead) or ahead[num_drafts - 1].allows(token_id)
         return row not in self._faults and self._matchers[row].allows(token_id)
 
     def mask_of(self, token_id: int) -> Bits:
@@ -285,12 +285,12 @@ class GrammarRows:
         mask[token_id // 32] = np.uint32(1 << token_id % 32)
         return mask
 
-    def mask_or_none(self, row: int, *, num_guesses: int = 0) -> Bits:
+    def mask_or_none(self, row: int, *, num_drafts: int = 0) -> Bits:
         """Returns the tokens that may come next in a row; none where there is a fault, which
         `fault` then tells.
         """
         try:
-            mask = self.mask(row, num_guesses=num_guesses)
+            mask = self.mask(row, num_drafts=num_drafts)
             return np.full(self._mask_words, 0xFFFF_FFFF, np.uint32) if mask is None else mask
         except Exception as error:
             self._faults[row] = error
@@ -309,15 +309,15 @@ class GrammarRows:
             self._faults[row] = error
             return None
 
-    def closing(self, place: TextPlace, most: int) -> list[int] | None:
+    def closing(self, place: TextPosition, most: int) -> list[int] | None:
         """Returns at most `most` tokens that complete a row's text; None where none are found."""
         known = self._closings.get(place.row)
-        if known is not None and not place.num_guesses and known.num_tokens == place.num_tokens:
+        if known is not None and not place.num_drafts and known.num_tokens == place.num_tokens:
             return known.tokens if len(known.tokens) <= most else None
         matcher = self._matcher_at(place)
         return None if matcher is None else self._closing_of(matcher, most)
 
-    def closes_after(self, place: TextPlace, token_id: int, most: int) -> bool:
+    def closes_after(self, place: TextPosition, token_id: int, most: int) -> bool:
         """Returns whether a row's text and a legal token more can be completed by at most `most`
         tokens; true behind a guess that is not legal.
         """
@@ -326,16 +326,16 @@ class GrammarRows:
         if later is None:
             return True
         tokens = self._closing_of(later, most)
-        if tokens is not None and not place.num_guesses:
-            self._closings[place.row] = KnownClosing(place.num_tokens + 1, token_id, tokens)
+        if tokens is not None and not place.num_drafts:
+            self._closings[place.row] = CachedCompletion(place.num_tokens + 1, token_id, tokens)
         return tokens is not None
 
-    def _matcher_at(self, place: TextPlace) -> Matcher | None:
+    def _matcher_at(self, place: TextPosition) -> Matcher | None:
         """Returns the matcher at a place; None behind a guess that is not legal."""
-        if not place.num_guesses:
+        if not place.num_drafts:
             return self._matchers[place.row]
         ahead = self._ahead.get(place.row, ())
-        return ahead[place.num_guesses - 1] if place.num_guesses <= len(ahead) else None
+        return ahead[place.num_drafts - 1] if place.num_drafts <= len(ahead) else None
 
     def _closing_of(self, matcher: Matcher, most: int) -> list[int] | None:
         try:
@@ -359,23 +359,23 @@ class GrammarRows:
         """Returns why a row's grammar cannot be followed any further; "" where it can."""
         return str(self._faults.get(row, ""))
 
-    def is_complete(self, row: int, *, num_guesses: int = 0) -> bool:
+    def is_complete(self, row: int, *, num_drafts: int = 0) -> bool:
         """Returns whether a row's text is complete, and nothing but its end may follow."""
-        if num_guesses:
+        if num_drafts:
             ahead = self._ahead.get(row, ())
-            return num_guesses <= len(ahead) and ahead[num_guesses - 1].is_complete
+            return num_drafts <= len(ahead) and ahead[num_drafts - 1].is_complete
         matcher = self._matchers.get(row)
         return matcher is not None and matcher.is_complete
 
-    def _mask_ahead(self, row: int, num_guesses: int) -> Bits | None:
+    def _mask_ahead(self, row: int, num_drafts: int) -> Bits | None:
         """Returns the tokens that may come after guesses. A fault there bans all of them: the draw
         fails, is not kept, and meets the fault again as the row's own.
         """
         ahead = self._ahead.get(row, ())
-        if num_guesses > len(ahead):
+        if num_drafts > len(ahead):
             return None
         try:
-            return np.frombuffer(ahead[num_guesses - 1].mask(), np.uint32)
+            return np.frombuffer(ahead[num_drafts - 1].mask(), np.uint32)
         except Exception:
             return np.zeros(self._mask_words, np.uint32)
 

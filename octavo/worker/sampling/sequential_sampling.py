@@ -29,7 +29,7 @@ class MirostatRule(NamedTuple):
 
 
 @dataclass(slots=True)
-class DrawsInTurn:
+class SequentialSampling:
     """The draws of one row with mirostat, each made after a guess but the first."""
 
     rule: MirostatRule

@@ -9,7 +9,7 @@ import pytest
 from octavo.api.sampling_params import SamplingParams
 from octavo.api.structured_outputs import GrammarSpec
 from octavo.engine.protocol.step import NewRequest
-from octavo.worker.sampling.grammar_rows import CompiledGrammars, GrammarRows
+from octavo.worker.sampling.grammar_matchers import CompiledGrammars, GrammarMatchers
 
 
 class Countdown:
@@ -99,7 +99,7 @@ def test_compiling_takes_no_time_of_the_caller():
 
 
 def test_a_grammar_that_does_not_compile_is_reported_and_fails_its_row():
-    rows = GrammarRows(FakeGrammars(), vocab_size=32)
+    rows = GrammarMatchers(FakeGrammars(), vocab_size=32)
     rows.begin([spec("bad")])
     assert rows.take_compiled(wait_s=10) == [spec("bad").digest]
     with pytest.raises(ValueError, match="it is bad"):
@@ -116,19 +116,19 @@ def test_the_grammars_used_least_recently_are_dropped():
 
 
 def test_a_row_that_returns_goes_on_after_its_own_tokens():
-    rows = GrammarRows(FakeGrammars(), vocab_size=32)
+    rows = GrammarMatchers(FakeGrammars(), vocab_size=32)
     rows.add(3, new_row([9, 9, 5, 4], 2, spec()))
     assert rows.allows(3, 3) and not rows.allows(3, 5)
-    rows.took(3, 3)
+    rows.accept_token(3, 3)
     assert rows.mask(3).tolist() == [1 << 2]
     rows.add(4, new_row([9, 5, 4, 3], 3, spec(num_given_tokens=2)))
     assert rows.allows(4, 2)
 
 
 def test_a_token_that_is_not_legal_is_a_fault_of_the_next_draw():
-    rows = GrammarRows(FakeGrammars(), vocab_size=32)
+    rows = GrammarMatchers(FakeGrammars(), vocab_size=32)
     rows.add(3, new_row([9], 1, spec()))
-    rows.took(3, 1)
+    rows.accept_token(3, 1)
     assert rows.fault(3) == "1 is not 5" and not rows.allows(3, 5)
     assert rows.mask_or_none(3).tolist() == [0]
     rows.free(3)
@@ -137,16 +137,16 @@ def test_a_token_that_is_not_legal_is_a_fault_of_the_next_draw():
 
 def test_masks_made_together_are_those_made_alone():
     grammars = FakeGrammars()
-    rows = GrammarRows(grammars, vocab_size=32)
+    rows = GrammarMatchers(grammars, vocab_size=32)
     for row in (3, 4, 5):
         rows.add(row, new_row([9], 1, spec()))
-    rows.took(4, 5)
+    rows.accept_token(4, 5)
     rows.make_masks([3, 4, 7])
     assert [rows.mask(row).tolist() for row in (3, 4, 5)] == [[1 << 5], [1 << 4], [1 << 5]]
     rows.make_masks([3, 4])
     assert grammars.num_made == 2
-    rows.took(3, 5)
-    rows.took(5, 5)
+    rows.accept_token(3, 5)
+    rows.accept_token(5, 5)
     rows.make_masks([3, 4, 5])
     assert [rows.mask(row).tolist() for row in (3, 4, 5)] == [[1 << 4]] * 3
     assert grammars.num_made == 4
@@ -155,29 +155,29 @@ def test_masks_made_together_are_those_made_alone():
 
 
 def test_a_token_that_is_taken_in_early_is_taken_once():
-    rows = GrammarRows(FakeGrammars(), vocab_size=32)
+    rows = GrammarMatchers(FakeGrammars(), vocab_size=32)
     rows.add(3, new_row([9], 1, spec()))
-    assert not rows.takes(3, 4)
-    assert rows.takes(3, 5)
-    rows.took(3, 5)
+    assert not rows.try_accept(3, 4)
+    assert rows.try_accept(3, 5)
+    rows.accept_token(3, 5)
     assert rows.mask(3).tolist() == [1 << 4]
 
 
 def test_a_step_that_does_not_end_gives_its_tokens_back():
-    rows = GrammarRows(FakeGrammars(), vocab_size=32)
+    rows = GrammarMatchers(FakeGrammars(), vocab_size=32)
     for row in (3, 4):
         rows.add(row, new_row([9], 1, spec()))
-    assert rows.takes(3, 5) and rows.takes(4, 5)
-    rows.took(4, 5)
+    assert rows.try_accept(3, 5) and rows.takes(4, 5)
+    rows.accept_token(4, 5)
     rows.take_back()
     assert [rows.mask(row).tolist() for row in (3, 4)] == [[1 << 5], [1 << 4]]
 
 
 def test_another_token_than_the_one_taken_in_takes_its_place():
-    rows = GrammarRows(FakeGrammars(), vocab_size=32)
+    rows = GrammarMatchers(FakeGrammars(), vocab_size=32)
     rows.add(3, new_row([9], 1, spec()))
-    assert rows.takes(3, 5)
-    rows.took(3, 4)
+    assert rows.try_accept(3, 5)
+    rows.accept_token(3, 4)
     assert rows.fault(3) == "4 is not 5"
     rows.free(3)
     rows.take_back()

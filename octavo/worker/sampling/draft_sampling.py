@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from octavo.executor.batch import SampleResult, SamplingBatch, mask_words
 from octavo.executor.noise import gumbel, noise_words_of
-from octavo.worker.sampling.sampling_rows import SamplingRows
+from octavo.worker.sampling.sampling_states import SamplingStates
 
 NUM_CANDIDATES = 64
 """Likeliest tokens among which a guess is drawn, of a head that has ids of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class DraftIds:
+class DraftVocabulary:
     """The ids of a draft model beside those of the model that it drafts for."""
 
     num_read: int
@@ -36,10 +36,10 @@ class DraftIds:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftDraws:
+class DraftSampling:
     """One step's draws of a draft model, made ahead of those of its rows."""
 
-    ids: DraftIds
+    ids: DraftVocabulary
     records: NDArray[np.void]
     """How the rows themselves draw the tokens that are guessed, `[S]` of SAMPLING_RECORD."""
     width: int = 1
@@ -49,14 +49,14 @@ class DraftDraws:
     def of(
         rows: NDArray[np.intp],
         ends: NDArray[np.int32],
-        sampling: SamplingRows,
-        ids: DraftIds,
+        sampling: SamplingStates,
+        ids: DraftVocabulary,
         width: int = 1,
-    ) -> DraftDraws:
+    ) -> DraftSampling:
         """Returns a draw for each of `rows [S]`, after its first `ends [S]` tokens."""
         records = sampling.plain_records(rows, ends)
         records["top_k"] = np.minimum(records["top_k"], ids.num_drawn)
-        return DraftDraws(ids, records, width)
+        return DraftSampling(ids, records, width)
 
     def batch(self) -> SamplingBatch:
         """Returns how the draft model draws. Noise is by token, so a head with ids of its own names

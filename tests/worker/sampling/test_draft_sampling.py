@@ -11,11 +11,11 @@ from octavo.engine.protocol.step import ScheduledRequest
 from octavo.executor.batch import sampling_records
 from octavo.executor.noise import gumbel, noise_words, noise_words_of, philox
 from octavo.executor.sampling import sample
-from octavo.worker.sampling.draft_draws import DraftDraws, DraftIds
-from octavo.worker.sampling.guessed_draws import StepRows, draws_of, kept_draws
+from octavo.worker.sampling.draft_acceptance import StepRows, accept_drafts, draws_of
+from octavo.worker.sampling.draft_sampling import DraftSampling, DraftVocabulary
 
 ROWS, VOCAB = 300, 60
-SAME_IDS = DraftIds(VOCAB, VOCAB, VOCAB)
+SAME_IDS = DraftVocabulary(VOCAB, VOCAB, VOCAB)
 
 
 def records_of(count, **fields):
@@ -26,7 +26,7 @@ def records_of(count, **fields):
 
 def guesses(logits, records, ids=SAME_IDS):
     """Returns what is guessed from `logits [S, V]` of a draft model for rows with `records`."""
-    draws = DraftDraws(ids, records)
+    draws = DraftSampling(ids, records)
     samples = sample(logits, draws.batch())
     found = [draws.tokens_of(samples, entry) for entry in range(len(records))]
     assert all(len(each) <= 1 for each in found)
@@ -40,7 +40,7 @@ def test_shared_noise_guesses_more_than_the_likeliest_token(temperature):
     logits = (2 * g.normal(size=(ROWS, VOCAB))).astype(np.float32)
     near = (logits + 0.5 * g.normal(size=logits.shape)).astype(np.float32)
     records = records_of(ROWS, temperature=temperature)
-    drawn = sample(logits, DraftDraws(SAME_IDS, records).batch()).token_ids
+    drawn = sample(logits, DraftSampling(SAME_IDS, records).batch()).token_ids
     shared = np.mean(drawn == guesses(near, records))
     likeliest = np.mean(drawn == near.argmax(axis=1))
     assert shared > 0.6 and shared > 1.4 * likeliest
@@ -59,7 +59,7 @@ def test_its_own_logits_guess_every_draw_under_filters():
         xtc_probability=0.5,
         xtc_threshold=0.1,
     )
-    drawn = sample(logits, DraftDraws(SAME_IDS, records).batch()).token_ids
+    drawn = sample(logits, DraftSampling(SAME_IDS, records).batch()).token_ids
     assert guesses(logits, records) == drawn.tolist()
 
 
@@ -72,7 +72,7 @@ def test_a_head_with_ids_of_its_own_has_the_noise_of_the_models_ids():
     ids = np.sort(g.choice(VOCAB, own, replace=False))
     logits = (2 * g.normal(size=(ROWS, own))).astype(np.float32)
     records = records_of(ROWS, temperature=np.where(np.arange(ROWS) % 3, 0.8, 0.0))
-    found = guesses(logits, records, DraftIds(VOCAB, own, VOCAB, ids - np.arange(own)))
+    found = guesses(logits, records, DraftVocabulary(VOCAB, own, VOCAB, ids - np.arange(own)))
     for row, record, guess in zip(logits, records, found, strict=True):
         noise = gumbel(noise_words(record, VOCAB))[ids] if record["temperature"] else np.zeros(own)
         assert guess == ids[np.argmax(row / (record["temperature"] or 1) + noise)]
@@ -81,9 +81,9 @@ def test_a_head_with_ids_of_its_own_has_the_noise_of_the_models_ids():
 def test_an_id_that_the_model_has_not_is_no_guess():
     logits = np.zeros((1, VOCAB), np.float32)
     logits[0, VOCAB - 1] = 9
-    assert guesses(logits, records_of(1, temperature=0), DraftIds(VOCAB, VOCAB, VOCAB - 1)) == [
-        None
-    ]
+    assert guesses(
+        logits, records_of(1, temperature=0), DraftVocabulary(VOCAB, VOCAB, VOCAB - 1)
+    ) == [None]
 
 
 @pytest.mark.parametrize("has_own_ids", [False, True])
@@ -94,12 +94,14 @@ def test_the_next_guesses_are_what_is_drawn_without_those_before(has_own_ids):
     g = np.random.default_rng(8)
     logits = (2 * g.normal(size=(ROWS, VOCAB))).astype(np.float32)
     records = records_of(ROWS, temperature=np.where(np.arange(ROWS) % 3, 0.9, 0.0))
-    ids = DraftIds(VOCAB, VOCAB, VOCAB, np.zeros(VOCAB, np.int64)) if has_own_ids else SAME_IDS
-    draws = DraftDraws(ids, records, width=3)
+    ids = (
+        DraftVocabulary(VOCAB, VOCAB, VOCAB, np.zeros(VOCAB, np.int64)) if has_own_ids else SAME_IDS
+    )
+    draws = DraftSampling(ids, records, width=3)
     samples = sample(logits, draws.batch())
     found = np.array([draws.tokens_of(samples, entry) for entry in range(ROWS)])
     for rank in range(3):
-        drawn = sample(logits, DraftDraws(SAME_IDS, records).batch()).token_ids
+        drawn = sample(logits, DraftSampling(SAME_IDS, records).batch()).token_ids
         np.testing.assert_array_equal(found[:, rank], drawn)
         logits[np.arange(ROWS), drawn] = -np.inf
 
@@ -151,7 +153,7 @@ def test_texts_with_guesses_have_their_probabilities(error):
         )
         draws = draws_of([row], StepRows.of([row]), [False]).owners
         tokens = [int(each[text]) for each in target]
-        kept = [tokens[at] for at in kept_draws([row], draws, tokens, [False] * LENGTH).entries]
+        kept = [tokens[at] for at in accept_drafts([row], draws, tokens, [False] * LENGTH).entries]
         num_held += len(kept) - 1
         # What a later step draws behind them follows the same rule, without guesses.
         texts.append(kept + [int(each[text]) for each in plain[len(kept) :]])
