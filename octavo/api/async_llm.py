@@ -1,7 +1,4 @@
-"""AsyncLLM: an engine for many concurrent streams, from one asyncio event loop.
-
-`RequestStreams` runs the streams of its requests; a `Frontend` is all that it shares with LLM.
-"""
+"""AsyncLLM: an engine for many concurrent requests on one asyncio event loop."""
 
 from __future__ import annotations
 
@@ -51,21 +48,20 @@ from octavo.utils.progress import Report, quiet
 from octavo.wiring.engine import WhenStarted, build_in_process, build_with_process
 
 Admission = Callable[[ParentRequest], None]
-"""Last check of a request, called before it runs; what it raises refuses the request."""
+"""Called with a request just before it is submitted; an exception rejects the request."""
 
 
 class AsyncLLM:
-    """An engine for many concurrent requests, from one asyncio event loop.
+    """An engine for many concurrent requests on one asyncio event loop.
 
-    `from_options` loads the model (call it in a thread where the loop must go on). The core is
-    listened to from the first request on, or from `start`.
+    `from_options` loads the model; it blocks, so call it in a thread if an event loop is running.
+    The engine's outputs are received from the first request on, or from `start`.
     """
 
     def __init__(self, front: Frontend) -> None:
         self._front = front
         self._request_ids = itertools.count()
         self.limits = AdmissionLimits(front.config)
-        """Limits of what it takes in."""
         self._jobs = AsyncJobs(front, self._next_id, self.prepare, self.submit_prepared)
         self._transfers = Transfers(
             front.config.transfer,
@@ -87,10 +83,9 @@ class AsyncLLM:
         when_started: WhenStarted = lambda end: None,
         **options: Any,
     ) -> AsyncLLM:
-        """Loads a model; its core runs in a process of its own, or with `in_process` in a thread of
-        this one.
+        """Loads a model. The engine core runs in its own process, or in a thread with `in_process`.
 
-        `when_started` is given a function that ends the process while it loads.
+        `when_started` receives a function that stops the process while the model loads.
         """
         config = EngineConfig.from_options(**options)
         if in_process:
@@ -99,27 +94,26 @@ class AsyncLLM:
 
     @property
     def config(self) -> EngineConfig:
-        """Every option, derived ones included."""
+        """All options, including derived ones."""
         return self._front.config
 
     @property
     def info(self) -> EngineInfo:
-        """Vocabulary, context and what the KV cache holds."""
         return self._front.info
 
     @property
     def num_unfinished(self) -> int:
-        """Number of samples (n of a request) that wait or run."""
+        """Number of waiting and running samples; a request has n."""
         return self._front.num_unfinished
 
     @property
     def prefill_peers(self) -> list[str]:
-        """Addresses of the engines that compute prompts for this one now."""
+        """Addresses of the prefill engines currently known."""
         return self._transfers.peers
 
     def start(self) -> None:
-        """Listens to the core from now on, in this event loop, so that its death is known even
-        while no request runs. InvalidRequest where another loop, still open, does.
+        """Starts receiving the engine's outputs in this event loop, so that a crash is noticed even
+        without requests. Raises InvalidRequest if another open event loop receives them already.
         """
         if self._streams.start():
             self._transfers.start()
@@ -137,12 +131,12 @@ class AsyncLLM:
         deltas: bool = False,
         admit: Admission | None = None,
     ) -> RequestStream:
-        """Starts a request; a user's fault is raised here, before anything runs, and Overloaded
-        where too many wait already or it would be too late. What `admit` raises refuses it too.
+        """Submits a request and returns the stream of its outputs.
 
-        With `deltas` each output holds what is new since the one before, else all so far. A long
-        text holds up the event loop while it is tokenized, and a new form while it is compiled:
-        `tokenize` and `check_form` first.
+        Invalid requests are rejected here, before anything runs; raises Overloaded if the queue is
+        full or the deadline cannot be met. An exception of `admit` rejects the request too. With
+        `deltas` each output holds only what is new. Tokenizing a long text or compiling a new
+        grammar would block the event loop: call `tokenize` and `check_form` first.
         """
         self._streams.check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -153,8 +147,8 @@ class AsyncLLM:
         return self.submit_prepared(request, deltas=deltas, admit=admit)
 
     async def check_form(self, params: RequestParams) -> None:
-        """Compiles the form of a request's answer for `submit`: one that is not known in a thread,
-        while the event loop goes on. InvalidRequest where it cannot be kept.
+        """Compiles the grammar of a request with structured output before `submit`, in a thread
+        unless it is cached. Raises InvalidRequest if the grammar is not supported.
         """
         if not isinstance(params, SamplingParams) or self._front.knows_form(params):
             return
@@ -163,8 +157,8 @@ class AsyncLLM:
         await asyncio.to_thread(self._front.check_form, params)
 
     def adapter(self, request: LoRARequest) -> AdapterRef:
-        """Returns the adapter that a request names, for `submit`: its files are read and checked,
-        which may take a while. InvalidRequest where they are not sound. Any thread may call it.
+        """Reads and checks the adapter files of a request, for `submit`. Blocking, thread-safe;
+        raises InvalidRequest if the files are invalid.
         """
         return self._front.adapter(request)
 
@@ -175,8 +169,8 @@ class AsyncLLM:
         params: RequestParams,
         origin: RequestContext = DEFAULT_CONTEXT,
     ) -> ParentRequest:
-        """Checks and tokenizes a request for `submit_prepared`: a long text in a thread while the
-        event loop goes on.
+        """Checks and tokenizes a request for `submit_prepared`; long texts are tokenized in a
+        thread.
         """
         self._streams.check_alive()
         if is_long(text_of(prompt)):
@@ -187,38 +181,35 @@ class AsyncLLM:
     async def embed(
         self, prompts: Texts, params: PoolingParams | None = None
     ) -> list[EmbeddingRequestOutput]:
-        """Computes the embeddings of texts and returns them in the texts' order."""
+        """Returns the embeddings of texts, in order."""
         return await self._jobs.pool(self.pooling_jobs.embedding(prompts, params))
 
     async def classify(
         self, prompts: PoolingPrompts, params: PoolingParams | None = None
     ) -> list[ClassificationRequestOutput]:
-        """Classifies texts, or pairs of them (TextPair), and returns what the model says of each,
-        in their order.
-        """
+        """Classifies texts or pairs of texts (TextPair) and returns the results in order."""
         return await self._jobs.pool(self.pooling_jobs.classification(prompts, params))
 
     async def score(
         self, data_1: Texts, data_2: Texts, params: PoolingParams | None = None
     ) -> list[ScoringRequestOutput]:
-        """Scores each text of `data_2` with the text of `data_1`, or with the one at the same
-        place.
+        """Scores each text of `data_2` against the text of `data_1` (or the one with the same
+        index).
         """
         return await self._jobs.pool(self.pooling_jobs.scoring(data_1, data_2, params))
 
     @property
     def pooling_jobs(self) -> PoolingJobs:
-        """Maker of what may be asked of a model that pools."""
         return self._front.pooling_jobs
 
     @property
     def pools(self) -> PoolingTask | None:
-        """Task of a model that pools; None for one that generates."""
+        """Pooling task of the model; None for a generative model."""
         return self._front.task
 
     @property
     def media(self) -> frozenset[str]:
-        """Kinds of media that the model reads beside text: "image", "audio"."""
+        """Media types that the model accepts besides text: "image", "audio"."""
         return self._front.media
 
     async def transcribe(
@@ -229,8 +220,8 @@ class AsyncLLM:
         origin: RequestContext = DEFAULT_CONTEXT,
         compute: Compute | None = None,
     ) -> Transcription:
-        """Returns the text of a sound file; cancelling it aborts what is computed of it. `compute`
-        runs its requests in place of the engine's own way, so that they can be counted.
+        """Transcribes an audio file; cancellation aborts the requests in progress. `compute`
+        replaces the function that runs each request, for example to count them.
         """
         self._streams.check_alive()
         return await self._jobs.transcribe(data, options, origin, compute)
@@ -238,7 +229,7 @@ class AsyncLLM:
     def submit_prepared(
         self, request: ParentRequest, *, deltas: bool, admit: Admission | None = None
     ) -> RequestStream:
-        """Starts a prepared request, unless too many wait or `admit` raises."""
+        """Submits a prepared request; raises Overloaded if the queue is full."""
         self.limits.check(request, num_unfinished=self.num_unfinished)
         self.start()
         if admit is not None:
@@ -258,7 +249,7 @@ class AsyncLLM:
         priority: int = 0,
         tenant: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """Yields a request's outputs as they grow; closing the generator or cancelling its task
+        """Yields a request's cumulative outputs; closing the generator or cancelling its task
         aborts the request.
         """
         prompt = await self.tokenize(prompt)
@@ -287,8 +278,8 @@ class AsyncLLM:
         add_special_tokens: bool = True,
         truncation: Truncation | None = None,
     ) -> Prompt:
-        """Returns a prompt for `submit`: a long text is tokenized in a thread while the event loop
-        goes on. Raises ContextTooLong where it cannot fit and is not truncated.
+        """Tokenizes a prompt for `submit`; long texts in a thread. Raises ContextTooLong if the
+        prompt does not fit and is not truncated.
         """
         if add_special_tokens and truncation is None and not is_long(text_of(prompt)):
             return prompt
@@ -305,31 +296,29 @@ class AsyncLLM:
         rendering: Rendering = DEFAULT_RENDERING,
         truncation: Truncation | None = None,
     ) -> dict[str, Any]:
-        """Renders a conversation through the model's chat template, as a prompt for `generate`."""
+        """Renders a conversation with the model's chat template, as a prompt for `generate`."""
         return self._front.chat_prompt(messages, rendering, truncation)
 
     async def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
-        """Returns the prompt that asks for the text between two texts, for `submit`; InvalidRequest
-        where the model's vocabulary has no tokens for that.
+        """Returns a fill-in-the-middle prompt for `submit`. Raises InvalidRequest if the model's
+        vocabulary has no FIM tokens.
         """
         if not is_long(prefix) and not is_long(suffix):
             return self._front.infill_prompt(prefix, suffix)
         return await asyncio.to_thread(self._front.infill_prompt, prefix, suffix)
 
     def render_chat(self, messages: Messages, rendering: Rendering = DEFAULT_RENDERING) -> str:
-        """Renders a conversation through the model's chat template, as text."""
+        """Renders a conversation with the model's chat template, as text."""
         return self._front.render_chat(messages, rendering)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request: its stream gets a final output with finish_reason "abort"."""
+        """Aborts a request; its stream gets a final output with finish_reason "abort"."""
         self._front.abort(request_id)
 
     # -- requests that run -------------------------------------------------------------------------
 
     async def requests(self, *, recent: bool = False) -> list[LiveRequest]:
-        """Returns the requests that wait or run, and why; with `recent` also those that have just
-        finished.
-        """
+        """Returns the waiting and running requests; with `recent` also recently finished ones."""
         self._streams.check_alive()
         view = None
         if self.num_unfinished:
@@ -347,25 +336,26 @@ class AsyncLLM:
         priority: int | None = None,
         stop: str | list[str] | None = None,
     ) -> None:
-        """Changes a request while it waits or runs, between two steps. InvalidRequest where a value
-        is out of its range, RequestNotFound where the request is unknown.
+        """Updates a waiting or running request between two steps. Raises InvalidRequest for a value
+        out of range, RequestNotFound for an unknown request.
         """
         self._front.change(request_id, RequestUpdate(max_tokens, priority, stop))
 
     def fork(self, parent_id: str, fork: Fork, *, deltas: bool = False) -> RequestStream:
-        """Starts a request that goes on from a point of one that runs or has just finished, on the
-        KV blocks that both share.
+        """Starts a request that continues another one, running or recently finished, from a given
+        token. Both share the KV blocks before it.
         """
         return self.submit_prepared(self.prepare_fork(parent_id, fork), deltas=deltas)
 
     def prepare_fork(self, parent_id: str, fork: Fork) -> ParentRequest:
-        """Checks a fork and returns it for `submit_prepared`; nothing runs yet."""
+        """Checks a fork and returns it for `submit_prepared`."""
         self._streams.check_alive()
         return self._front.fork(parent_id, fork)
 
     async def watch(self) -> FeedReader:
-        """Returns the engine's live events: a snapshot, then what changes. Close the reader at the
-        end: an engine that nothing watches makes no events.
+        """Subscribes to the engine's live events: a snapshot, then changes.
+
+        Close the reader at the end: the engine produces events only while there are readers.
         """
         self.check_health()
         self.start()
@@ -380,31 +370,30 @@ class AsyncLLM:
     # -- the engine as a whole ---------------------------------------------------------------------
 
     def check_health(self) -> None:
-        """Raises EngineDead once the core has ended for good, Unavailable while one is replaced."""
+        """Raises EngineDead if the core has ended, Unavailable while it is being restarted."""
         self._streams.check_alive()
         self._front.check_trouble()
 
     def get_tokenizer(self) -> Tokenizer:
-        """Returns the model's tokenizer; InvalidRequest where the engine runs without one."""
+        """Returns the model's tokenizer; raises InvalidRequest if the engine runs without one."""
         return self._front.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the params of a request that sets none: the model's recommended values."""
+        """Returns the default sampling params: the model's recommended values."""
         return self._front.default_params
 
     def get_default_chat_params(self) -> SamplingParams:
-        """Returns the params of a chat request that sets none: as get_default_sampling_params, but
-        max_tokens is None unless one is recommended.
+        """Returns the default params of a chat request: as get_default_sampling_params, but
+        max_tokens is None unless the model recommends a value.
         """
         return self._front.default_chat_params
 
     def stats(self) -> EngineStats:
-        """Returns gauges and counters after the last step."""
         return self._front.stats
 
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forgets the KV of earlier prompts, with `reset_connector` in host memory and on disk too;
-        returns False, and does nothing, while requests run.
+        """Clears the prefix cache, with `reset_connector` also in host memory and on disk. Returns
+        False and does nothing if requests are running.
         """
         self.start()
         done = await asyncio.to_thread(
@@ -416,15 +405,15 @@ class AsyncLLM:
         return done
 
     async def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
-        """Computes a prompt and keeps its whole blocks in `prefix_cache_dir` for `ttl_s` seconds
-        (None: for good, 0: no longer); returns how many tokens these blocks hold.
+        """Computes a prompt and keeps its full blocks in `prefix_cache_dir` for `ttl_s` seconds
+        (None: indefinitely, 0: unpins it). Returns the number of pinned tokens.
         """
         params = self._front.pin_params(ttl_s)
         computed = await self.submit(await self.tokenize(prompt), params).final()
         return await asyncio.to_thread(self._front.pin, computed, prompt, ttl_s)
 
     def close(self) -> None:
-        """Ends the core; streams that still run get EngineDead at once. Any thread may call it."""
+        """Shuts down the core; open streams get EngineDead. Thread-safe."""
         self._streams.end(EngineDead("the engine was closed"))
         self._streams.call(self._transfers.close)
         self._front.close()
@@ -434,7 +423,7 @@ class AsyncLLM:
         return f"request-{next(self._request_ids)}"
 
     def _compute_for_peer(self, asked: Prefill) -> Awaitable[RequestOutput]:
-        """Queues a prompt whose blocks another engine fetches."""
+        """Runs the prefill of a prompt for another engine, which fetches the KV blocks."""
         self._streams.check_alive()
         is_ranked = self.config.scheduler.scheduling_policy == "priority"
         request = self._front.prepare(
@@ -447,7 +436,6 @@ class AsyncLLM:
         return self.submit_prepared(request, deltas=False).final_or_abandoned()
 
     def _take(self, step: CoreOutputs) -> None:
-        """Takes in what a step says of the engine, before the streams get its outputs."""
         self.limits.take(step)
         self._transfers.note_blocks(step.block_events)
         self._transfers.note_rates(step.costs, step.stats.connector.stored)

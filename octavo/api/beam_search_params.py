@@ -1,6 +1,4 @@
-"""BeamSearchParams: a beam search as `LLM.beam_search` takes it. Names, defaults and ranges are
-vLLM's.
-"""
+"""BeamSearchParams of `LLM.beam_search`. Names, defaults and ranges are vLLM's."""
 
 from __future__ import annotations
 
@@ -16,17 +14,17 @@ from octavo.api.structured_outputs import StructuredOutputs
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
-    """A beam search, as `LLM.beam_search` takes it; checked when made. Everywhere else the same
-    fields of SamplingParams ask for one.
+    """Parameters of `LLM.beam_search`. Elsewhere, the same fields of SamplingParams start
+    a search.
     """
 
     beam_width: int
     max_tokens: int | None
     n: int | None = None
-    """Number of the best sequences that are returned; None: beam_width."""
+    """Number of sequences returned; None: beam_width."""
     ignore_eos: bool = False
     temperature: float = 0.0
-    """A search draws nothing; allowed are 0 and 1, which mean the same."""
+    """Ignored: a beam search samples nothing. Allowed are 0 and 1."""
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     stop: str | list[str] | None = None
@@ -36,7 +34,6 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
-    """Form that every sequence has; None: any text."""
 
     def __post_init__(self) -> None:
         if self.beam_width is None:  # SamplingParams would take it for "no search"
@@ -48,6 +45,5 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
         self.sampling_params()
 
     def sampling_params(self) -> SamplingParams:
-        """Returns the SamplingParams that ask for this search."""
         fields = msgspec.structs.asdict(self)
         return SamplingParams(**fields | {"n": self.beam_width if self.n is None else self.n})

@@ -1,5 +1,5 @@
-"""The metaclass of the structs that users make: their unknown, missing and positional arguments are
-refused as InvalidRequest.
+"""A metaclass that raises InvalidRequest for unknown, missing and positional arguments of the
+structs that users create.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from octavo.api.errors import InvalidRequest, did_you_mean, shown
 
 
 class CheckedCall(msgspec.StructMeta):
-    """Makes a struct's unknown, missing and positional arguments our errors, not Python's."""
+    """Raises InvalidRequest instead of TypeError for unknown, missing and positional arguments."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         known: tuple[str, ...] = cls.__struct_fields__

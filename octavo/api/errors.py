@@ -33,7 +33,7 @@ from collections.abc import Iterable
 
 
 class OctavoError(Exception):
-    """Base of all errors. `str(error)` is the message and, on a line of its own, the hint."""
+    """Base class of all errors; `str(error)` is the message, then the hint on its own line."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -54,11 +54,11 @@ def _rebuild(kind: type[OctavoError], message: str, state: dict[str, object]) ->
 
 
 MAX_SHOWN = 200
-"""Characters of a value that a message shows."""
+"""Maximum length of a value in an error message, in characters."""
 
 
 def shown(value: object) -> str:
-    """Returns a value as messages show it: its repr, cut where it is long."""
+    """Returns the repr of a value for an error message, truncated if it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python spells no integer of more than 4300 digits
@@ -67,8 +67,8 @@ def shown(value: object) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, listed_in: str | None = None) -> str:
-    """Returns a hint that names what an unknown name may have been meant for, or all that is
-    known; `listed_in` says where these are listed if they are too many for a line.
+    """Returns a hint with the closest known name, or with all known names. If there are too many to
+    list, `listed_in` says where they are documented.
     """
     import difflib  # takes 5 ms to import, and most programs make no mistake
 
@@ -80,8 +80,8 @@ def did_you_mean(name: str, known: Iterable[str], *, listed_in: str | None = Non
 
 
 def error_named(kind: str, message: str, hint: str | None) -> OctavoError | None:
-    """Returns an error that another process has told of, as its own kind; None where its class is
-    not of this tree.
+    """Recreates an error received from another process by its class name; None if the class is not
+    defined here.
     """
     found = globals().get(kind)
     return (
@@ -92,7 +92,7 @@ def error_named(kind: str, message: str, hint: str | None) -> OctavoError | None
 
 
 class ClientError(OctavoError):
-    """A fault of the caller. `param` names the offending field where there is one."""
+    """An error caused by the caller. `param` names the invalid field, if any."""
 
     status = 400
 
@@ -102,14 +102,14 @@ class ClientError(OctavoError):
 
 
 class InvalidRequest(ClientError):
-    """A field that is unknown, of the wrong type or out of its range."""
+    """A field that is unknown, of the wrong type or out of range."""
 
 
 class ContextTooLong(ClientError):
-    """A prompt that does not fit the model's context or the KV cache.
+    """A prompt longer than the model's context or the KV cache.
 
-    `num_tokens` counts the prompt's tokens (at least), `max_tokens` those allowed; both are 0 if
-    unknown.
+    `num_tokens` is the length of the prompt (a lower bound), `max_tokens` the allowed length; both
+    are 0 if unknown.
     """
 
     def __init__(
@@ -127,25 +127,25 @@ class ContextTooLong(ClientError):
 
 
 class Unauthorized(ClientError):
-    """No API key, or a wrong one."""
+    """A missing or invalid API key."""
 
     status = 401
 
 
 class ModelNotFound(ClientError):
-    """A model name that this server does not serve."""
+    """The server has no model of this name."""
 
     status = 404
 
 
 class RequestNotFound(ClientError):
-    """A request id that is unknown, that has expired, or that another key has made."""
+    """A request id that is unknown, expired, or that belongs to another API key."""
 
     status = 404
 
 
 class Overloaded(ClientError):
-    """The waiting queue is full; try again after `retry_after_s` seconds."""
+    """The waiting queue is full; retry after `retry_after_s` seconds."""
 
     status = 429
 
@@ -157,17 +157,17 @@ class Overloaded(ClientError):
 
 
 class ServerError(OctavoError):
-    """A fault of the server, or of the machine under it."""
+    """An error of the server or its machine."""
 
     status = 500
 
 
 class EngineDead(ServerError):
-    """The engine core has ended; nothing more can be computed by it."""
+    """The engine core has ended and computes nothing more."""
 
 
 class PeerEngineDead(EngineDead):
-    """Another engine has ended without which this one can compute nothing."""
+    """Another engine has ended that this one depends on (expert parallelism)."""
 
 
 class OutOfBlocks(ServerError):
@@ -175,63 +175,62 @@ class OutOfBlocks(ServerError):
 
 
 class WorkerFailed(ServerError):
-    """A step failed for this request (NaN logits, memory, a fault in a kernel)."""
+    """A step failed for this request (NaN logits, out of memory, a kernel error)."""
 
 
 class Unavailable(ServerError):
-    """The server is loading its model or draining before it stops."""
+    """The server is loading its model or draining before shutdown."""
 
     status = 503
 
 
 class SetupError(OctavoError):
-    """A reason why an engine cannot start. The CLI prints it and exits with 2."""
+    """An error before serving starts. The CLI prints it and exits with 2."""
 
 
 class ConfigError(SetupError):
-    """An option that is unknown, out of its range, or at odds with another."""
+    """An option that is unknown, out of range, or in conflict with another."""
 
 
 class InsufficientMemory(ConfigError):
-    """A model that needs more memory than is free."""
+    """The model needs more memory than is free."""
 
 
 class BackendUnavailable(SetupError):
-    """The backend is not installed, not supported here, or cannot run an op of this Program."""
+    """The backend is not installed, not supported here, or lacks an op of this Program."""
 
 
 class UnsupportedModel(SetupError):
-    """A model family, tensor format or option of a model that Octavo does not know."""
+    """A model family, tensor format or model option that is not supported."""
 
 
 class WeightMismatch(SetupError):
-    """A checkpoint that is corrupt, truncated, incomplete, or of other shapes than its config
-    says."""
+    """A corrupt, truncated or incomplete checkpoint, or shapes that contradict its config."""
 
 
 class DownloadFailed(SetupError):
-    """A model that could not be fetched, or that is not the file its checksum names."""
+    """A model that could not be downloaded, or whose checksum does not match."""
 
     status = 502
 
 
 class NotOnHub(DownloadFailed):
-    """A model that the hub does not have."""
+    """A model that does not exist on the hub."""
 
     status = 404
 
 
 class GatedModel(DownloadFailed):
-    """A model that the hub gives only to users who accepted its terms, or who may read it."""
+    """A model whose terms the user has not accepted on the hub, or that is private."""
 
     status = 403
 
 
 class DiskFull(DownloadFailed):
-    """A model for which the disk, or the user's quota, has no room."""
+    """No space left on the disk or in the user's quota for a model."""
 
     status = 507
 
 
 DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Codes of an OSError that mean that there is no room."""
+"""errno values that mean that the disk is full."""

@@ -1,8 +1,7 @@
-"""LLM: an engine in the caller's own process, for batches of prompts.
+"""LLM: an engine in the caller's process, for batches of prompts.
 
-The core is stepped by a caller that waits for its outputs. Several threads may call: their requests
-run together, one of them steps the core for all, and each gets its own outputs. All that LLM shares
-with AsyncLLM is its `Frontend`'s.
+There is no background thread: a caller that waits for outputs steps the engine. With several
+calling threads, one steps the engine for all, and each receives its own outputs.
 """
 
 from __future__ import annotations
@@ -56,40 +55,37 @@ from octavo.wiring.engine import build_in_process
 
 
 class LLM:
-    """An engine in this process, for batches of prompts; any thread may call it at any time.
+    """An engine in this process, for batches of prompts; thread-safe.
 
-    `LLM(model="smollm2").generate("Hello")`. Options are the fields of `octavo.config`; an unknown
-    one is refused by name.
+    `LLM(model="smollm2").generate("Hello")`. Options are the fields of `octavo.config`; unknown
+    options raise ConfigError.
     """
 
     def __init__(
         self, model: str | None = None, *, report: Report = to_stderr, **options: Any
     ) -> None:
-        """Loads a model; `report` is told what is being done."""
+        """Loads a model; `report` receives progress messages."""
         given = options if model is None else {"model": model, **options}
         self.front = build_in_process(EngineConfig.from_options(**given), report)
-        """Frontend that prepares the requests and holds the client of the core; for code that steps
-        the core itself, while no other thread calls.
+        """Prepares requests and holds the engine client; for code that steps the engine itself,
+        while no other thread calls.
         """
         self._request_ids = itertools.count()
         self._changed: set[str] = set()
-        """Ids of requests with something new that their reader has not seen; several streams may be
-        read in turns.
-        """
+        """Ids of requests with output that their reader has not seen yet."""
         self._turn = threading.Condition(threading.Lock())
-        """Guards the front and what is below; its waiters are told of every step."""
+        """Guards `front` and the fields below; notified after each step."""
         self._is_stepping = False
-        """Whether some thread steps the core, without the lock."""
+        """Whether a thread is stepping the engine (without holding the lock)."""
         self._is_closed = False
 
     @property
     def config(self) -> EngineConfig:
-        """Every option, derived ones included."""
+        """All options, including derived ones."""
         return self.front.config
 
     @property
     def info(self) -> EngineInfo:
-        """Vocabulary, context and what the KV cache holds."""
         return self.front.info
 
     def generate(
@@ -101,12 +97,12 @@ class LLM:
         lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         priority: int | Iterable[int] = 0,
     ) -> list[RequestOutput]:
-        """Computes the prompts together and returns their final outputs, in the prompts' order.
+        """Generates completions for a batch of prompts and returns the final outputs, in order.
 
-        `sampling_params`, `lora_request` and `priority` are one for all, or one for each; without
-        params the model's own defaults hold. All prompts are checked before any is computed. A
-        request that fails while it is computed has an output with `error` set; the others are not
-        touched.
+        `sampling_params`, `lora_request` and `priority` are one value for all prompts, or one for
+        each; the default params are the model's. All prompts are checked before any of them runs. A
+        request that fails while it runs has an output with `error` set; the others are not
+        affected.
         """
         requests = self._requests(prompt_list(prompts), sampling_params, priority, lora_request)
         return self._finals("prompts", requests, use_tqdm=use_tqdm)
@@ -119,10 +115,10 @@ class LLM:
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Computes the embeddings of texts together and returns them in the texts' order.
+        """Returns the embeddings of texts, in order.
 
-        `truncate_prompt_tokens` is what PoolingParams call so. A text longer than the model takes
-        is refused without it.
+        `truncate_prompt_tokens` is the field of PoolingParams; without it, a text longer than the
+        model's context is rejected.
         """
         params = pooling_params_of(pooling_params, truncate_prompt_tokens)
         return self._pool(self.front.pooling_jobs.embedding(prompts, params), use_tqdm=use_tqdm)
@@ -135,9 +131,7 @@ class LLM:
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Classifies texts, or pairs of them (TextPair), together and returns what the model says
-        of each, in their order.
-        """
+        """Classifies texts or pairs of texts (TextPair) and returns the results in order."""
         params = pooling_params_of(pooling_params, truncate_prompt_tokens)
         return self._pool(
             self.front.pooling_jobs.classification(prompts, params), use_tqdm=use_tqdm
@@ -152,8 +146,8 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Scores each text of `data_2` with the text of `data_1`, or with the one at the same
-        place: a cross-encoder reads both together, embeddings are compared by their cosine.
+        """Scores each text of `data_2` against the text of `data_1` (or the one with the same
+        index): with a cross-encoder, or by cosine similarity of embeddings.
         """
         params = pooling_params_of(pooling_params, truncate_prompt_tokens)
         return self._pool(
@@ -172,12 +166,13 @@ class LLM:
         seed: int | None = None,
         use_tqdm: bool = True,
     ) -> list[Transcription]:
-        """Turns sound files (WAV, FLAC, OGG, MP3), as bytes or paths, into text, in their order.
+        """Transcribes audio files (WAV, FLAC, OGG, MP3), given as bytes or paths, in order.
 
-        `language` is a code such as "en"; without it a multilingual model finds it. `translate` as
-        the `task` gives English. With `timestamps` segments begin and end where the model hears
-        them, and a window begins where the last one's text ends; else each segment is a window of
-        30 seconds. `prompt` is a text that goes before, in whose spelling and style it goes on.
+        `language` is a code such as "en"; by default a multilingual model detects it. `task`
+        "translate" translates to English. With `timestamps` segments have the timestamps that the
+        model predicts, and each window begins where the last segment ended; otherwise each segment
+        is a window of 30 seconds. `prompt` is preceding text; the transcript continues its spelling
+        and style.
         """
         hearing = self.front.hearing
         given = SpeechOptions(
@@ -217,7 +212,7 @@ class LLM:
     def _finals(
         self, what: str, requests: list[ParentRequest], *, use_tqdm: bool
     ) -> list[RequestOutput]:
-        """Runs requests to their ends and returns their final outputs, in their order."""
+        """Runs requests to completion and returns their final outputs, in order."""
         done: dict[str, RequestOutput] = {}
         with Bar(what, len(requests), enabled=use_tqdm) as bar:
             for output in self._run(requests, streaming=False):
@@ -228,8 +223,8 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams, **options: Any
     ) -> list[RequestOutput]:
-        """Searches for the most likely sequences after each prompt; returns them best first, with
-        their scores. `options` are those of `generate`.
+        """Runs a beam search for each prompt; the outputs are sorted by score, best first.
+        `options` are those of `generate`.
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(
@@ -247,8 +242,8 @@ class LLM:
         lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         **rendering: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several, through the model's chat template; `rendering` as in
-        `chat_prompt`.
+        """Generates a response to one conversation or several, with the model's chat template.
+        `rendering` as in `chat_prompt`.
         """
         prompts = [
             self.chat_prompt(conversation, **rendering)
@@ -267,9 +262,11 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Renders a conversation through the model's chat template, as a prompt for `generate` or
-        `stream`. It ends with the beginning of an answer, or with `continue_final_message` within
-        the last message.
+        """Renders a conversation with the model's chat template, as a prompt for `generate` or
+        `stream`.
+
+        It ends with the start of the assistant's message; with `continue_final_message`, inside the
+        last message.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
@@ -288,52 +285,49 @@ class LLM:
         *,
         lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yields one request's outputs as they grow, each with all of it so far; leaving the loop
-        aborts the request.
-        """
+        """Yields one request's cumulative outputs; leaving the loop aborts the request."""
         requests = self._requests([prompt], sampling_params, lora_request=lora_request)
         return self._run(requests, streaming=True)
 
     def get_tokenizer(self) -> Tokenizer:
-        """Returns the model's tokenizer; InvalidRequest where the engine runs without one."""
+        """Returns the model's tokenizer; raises InvalidRequest if the engine runs without one."""
         return self.front.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the params of a request that sets none: the model's recommended values."""
+        """Returns the default sampling params: the model's recommended values."""
         return self.front.default_params
 
     def get_default_chat_params(self) -> SamplingParams:
-        """Returns the params of a chat request that sets none: as get_default_sampling_params, but
-        max_tokens is None unless one is recommended.
+        """Returns the default params of a chat request: as get_default_sampling_params, but
+        max_tokens is None unless the model recommends a value.
         """
         return self.front.default_chat_params
 
     def get_metrics(self) -> EngineStats:
-        """Returns gauges and counters after the last step."""
         return self.front.stats
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forgets the KV of earlier prompts, with `reset_connector` in host memory and on disk too;
-        returns False, and does nothing, while requests run.
+        """Clears the prefix cache, with `reset_connector` also in host memory and on disk. Returns
+        False and does nothing if requests are running.
         """
         return self.front.reset_prefix_cache(reset_connector=reset_connector)
 
     def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
-        """Computes a prompt and keeps its whole blocks in `prefix_cache_dir` for `ttl_s` seconds
-        (None: for good, 0: no longer); returns how many tokens these blocks hold.
+        """Computes a prompt and keeps its full blocks in `prefix_cache_dir` for `ttl_s` seconds
+        (None: indefinitely, 0: unpins it). Returns the number of pinned tokens.
         """
         params = self.front.pin_params(ttl_s)
         (computed,) = self.generate(prompt, params, use_tqdm=False)
         return self.front.pin(computed, prompt, ttl_s)
 
     def start_profile(self) -> None:
-        """Times each kind of op from now on; BackendUnavailable where the backend cannot."""
+        """Starts timing each kind of op. Raises BackendUnavailable if the backend does not support
+        it.
+        """
         self._profiler().start_profile()
 
     def stop_profile(self) -> Profile:
-        """Returns where the time went since start_profile, and measures what this machine can do
-        at most.
-        """
+        """Stops profiling and returns the times, with measured peak rates of this machine."""
         return self._profiler().stop_profile()
 
     def _profiler(self) -> Profiler:
@@ -344,7 +338,7 @@ class LLM:
         return self.front.profiler
 
     def close(self) -> None:
-        """Gives back threads and memory; calls that wait in other threads get EngineDead."""
+        """Frees threads and memory; calls waiting in other threads raise EngineDead."""
         self._is_closed = True
         self.front.close()
         with self._turn:
@@ -390,8 +384,8 @@ class LLM:
         return request
 
     def _run(self, requests: list[ParentRequest], *, streaming: bool) -> Iterator[RequestOutput]:
-        """Yields outputs as they change (`streaming`) or as they finish; leaving it early aborts
-        what still runs.
+        """Yields outputs as they change (`streaming`) or finish; closing it aborts the remaining
+        requests.
         """
         unfinished = {request.request_id for request in requests}
         try:
@@ -410,8 +404,8 @@ class LLM:
                     self._changed.discard(request_id)
 
     def _next_outputs(self, request_ids: set[str], *, streaming: bool) -> list[RequestOutput]:
-        """Waits until one of the requests has something new; returns the outputs that are wanted of
-        it, which may be none.
+        """Waits until one of the requests has changed and returns the outputs to yield, possibly
+        none.
         """
         with self._turn:
             while not (changed := self._changed & request_ids):
@@ -426,8 +420,8 @@ class LLM:
             return [self.front.output(name) for name in wanted]
 
     def _step(self) -> None:
-        """Steps the core once, for the requests of all threads. The caller's lock is given up for
-        that time.
+        """Steps the engine once, for the requests of all threads. Releases the caller's lock
+        meanwhile.
         """
         self._is_stepping = True
         self._turn.release()

@@ -1,4 +1,4 @@
-"""The adapter that a request names, as LLM's users give it: a leaf that knows no file."""
+"""The LoRA adapter of a request."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ MAX_PATH = 4096
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter by its name and the folder that PEFT saved it in.
+    """A LoRA adapter: its name and its folder in PEFT's format.
 
-    Two requests share what was computed where the adapters' contents are equal, whatever their
-    names and numbers are.
+    Requests share cached prefixes if the contents of their adapters are equal, whatever their names
+    and numbers.
     """
 
     lora_name: str
     lora_int_id: int
-    """Number of at least 1, which tells nothing here; vLLM's programs give it."""
+    """At least 1; not used, for compatibility with vLLM."""
     lora_path: str
     base_model_name: str | None = None
-    """Model that the adapter was made for, for show."""
+    """Base model of the adapter; informational."""
     load_inplace: bool = False
-    """Whether the files are read again though a folder of that name is known. They are read again
-    in any case where they have changed."""
+    """Whether to reload the files if an adapter of that name is loaded. Changed files are always
+    reloaded.
+    """
 
     def __post_init__(self) -> None:
         for name, text, most in (

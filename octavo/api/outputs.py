@@ -1,4 +1,4 @@
-"""What a request gives back, and what a profile of the engine holds. Names are vLLM's."""
+"""Outputs of a request, and the profile of an engine. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal
 from octavo.api.lora_request import LoRARequest
 
 SHORT_S = 0.001
-"""Wait below which nothing is said of it, in seconds."""
+"""Waits shorter than this (seconds) are not reported."""
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 @dataclass(slots=True)
 class Logprob:
-    """A token's logprob: the natural logarithm of its probability before penalties and temperature.
-    Rank 1 is the most likely.
+    """Natural logarithm of a token's probability, before penalties and temperature. Rank 1 is the
+    most likely.
     """
 
     logprob: float
@@ -27,7 +27,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's samples so far."""
+    """One sample of a request."""
 
     index: int
     text: str = ""
@@ -37,11 +37,10 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     score: float | None = None
-    """Score by which a beam search ranks its outputs: the cumulative logprob over the length to the
-    power of length_penalty; None without a search.
+    """Score in a beam search: cumulative logprob / length ** length_penalty; None without a search.
     """
     num_reasoning_tokens: int = 0
-    """Number of its tokens that are reasoning, its marks included."""
+    """Number of reasoning tokens, including the reasoning markers."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -49,12 +48,12 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Moments on the monotonic clock, in seconds."""
+    """Timestamps of the monotonic clock, in seconds."""
 
     arrival_time: float = 0.0
     scheduled_ts: float | None = None
     token_times: list[float] = field(default_factory=list)
-    """Moment of each step that yielded tokens, whichever of the n samples they belong to."""
+    """Timestamp of each step that produced tokens, for any of the n samples."""
     num_generation_tokens: int = 0
     num_preemptions: int = 0
 
@@ -73,46 +72,45 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Account of where a finished request's time went. For several samples together it holds the
-    longest times and the sums of counts.
+    """Breakdown of a finished request's time. For several samples: the maximum of times, the sum of
+    counts.
     """
 
     queued_s: float
-    """Seconds from its arrival to its first step."""
+    """Seconds from arrival to the first step."""
     prefill_s: float
-    """Seconds from its first step to its first token."""
+    """Seconds from the first step to the first token."""
     decode_s: float
-    """Seconds from its first token to its last."""
+    """Seconds from the first token to the last."""
     preempted_s: float
-    """Seconds of prefill and decode in which it was preempted, without KV blocks on the device."""
+    """Seconds of prefill and decode during which the request was preempted."""
     num_steps: int
-    """Number of steps in which it ran."""
+    """Number of steps that included the request."""
     mean_batch_size: float
-    """Mean number of requests, itself included, in the steps in which it ran."""
+    """Mean number of requests in these steps, itself included."""
     max_batch_size: int
     waits: dict[str, float]
-    """Seconds in the queue, by what it waited for."""
+    """Seconds in the queue, by reason."""
     cached_tokens: int = 0
-    """Number of prompt tokens found computed when it first started."""
+    """Number of prompt tokens found in the prefix cache at the first start."""
     num_preemptions: int = 0
     num_swaps: int = 0
-    """Number of preemptions that went to host memory."""
+    """Number of preemptions by swapping to host memory."""
     draft_tokens: int = 0
-    """Number of guessed tokens that were verified (speculation)."""
     accepted_tokens: int = 0
-    """Number of guessed tokens that were right (speculation)."""
     streamed_bytes: int = 0
-    """Bytes of weights read from a file for its steps, a share of each step's where others ran in
-    it too."""
+    """Bytes of weights read from a file during its steps, divided among the requests of each step.
+    """
     neurons_found: int = 0
-    """Share of the neurons that were in memory when the steps used them that it ran in."""
+    """Number of neurons found in memory during its steps, divided among the requests of each step.
+    """
     neurons_read: int = 0
-    """Share of the neurons that were read for these steps."""
+    """Number of neurons read from the file during its steps, divided likewise."""
 
     @property
     def reason(self) -> str:
-        """Explanation of its waits for people, as "waited 1.2 s: KV full"; "" where nothing held it
-        up for a millisecond.
+        """Explanation of the waits, such as "waited 1.2 s: KV full"; "" if all were under a
+        millisecond.
         """
         texts = [
             f"waited {_seconds(seconds)}: {reason}"
@@ -130,7 +128,6 @@ class Timings:
 
     @staticmethod
     def merged(parts: Sequence[Timings]) -> Timings:
-        """Merges the timings of one or more samples."""
         num_steps = sum(part.num_steps for part in parts)
         waits: dict[str, float] = {}
         for part in parts:
@@ -165,15 +162,12 @@ def _longest_first(waits: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def _seconds(seconds: float) -> str:
-    """ "1.2 s", "0.034 s"."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.3f} s"
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's outputs, by index. `error` is set where the engine failed it (finish_reason
-    "error").
-    """
+    """Outputs of a request. `error` is set if the request failed (finish_reason "error")."""
 
     request_id: str
     prompt: str | None
@@ -185,50 +179,51 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     pooled: bytes | None = None
-    """The pooled row of a request that wanted one, in fp32, little-endian."""
+    """Pooled output of a pooling request: little-endian fp32."""
     timings: Timings | None = None
-    """Account of a finished request's time; None before its end."""
+    """None until the request has finished."""
     lora_request: LoRARequest | None = None
-    """Adapter that the request named; None for the plain model."""
+    """Adapter of the request; None for the base model."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpProfile:
-    """Sum of all runs of one kind of op. `num_bytes` counts the bytes of weights, or of K and V,
-    that it had to read at least; 0 where none are counted.
+    """Totals for one kind of op. `num_bytes` counts the weights or KV that it reads at least; 0 if
+    not counted.
     """
 
     name: str
     code: str
-    """Storage of its weights ("u4", "bf16", ...); "" where it has none."""
+    """Storage format of the weights ("u4", "bf16", ...); "" if there are none."""
     calls: int
     seconds: float
     num_bytes: float
     operations: float
-    """Number of multiplications and additions, two for each product of two numbers."""
+    """Number of multiplications and additions: two for each multiply-add."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Account of where the time of some steps went, beside what the machine could have done.
-    Source: the roofline of Williams et al. 2009.
+    """Time of each kind of op over some steps, with the machine's peak rates.
+
+    Source: the roofline model of Williams et al. 2009.
     """
 
     ops: list[OpProfile]
     bandwidth: float
-    """Bytes per second, read from a working set of the weights' size."""
+    """Bytes per second over a working set of the weights' size."""
     rates: dict[str, float]
-    """Operations per second on many rows, by the code of the weights, with operands in the nearest
+    """Peak operations per second for many rows, by weight format, with operands in the nearest
     cache.
     """
     hop_s: float = 0.0
-    """Seconds that a cache line takes from one compute thread's core to another's; 0 where there is
-    no other.
+    """Latency of a cache line between the cores of two compute threads, in seconds; 0 with one
+    thread.
     """
 
     def bound_s(self, op: OpProfile) -> float:
-        """Returns the least time that the op's bytes or operations take on this machine, in
-        seconds; 0 where neither is counted.
+        """Returns the lower bound of the op's time on this machine, in seconds; 0 if nothing is
+        counted.
         """
         compute = op.operations / self.rates[op.code] if op.code in self.rates else 0.0
         return max(op.num_bytes / self.bandwidth, compute)

@@ -1,4 +1,4 @@
-"""What a request for a pooled row gives back. Names are vLLM's."""
+"""Outputs of pooling requests. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -14,21 +14,16 @@ from octavo.api.outputs import RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """An embedding."""
-
     embedding: list[float]
 
     @property
     def hidden_size(self) -> int:
-        """Number of its components."""
         return len(self.embedding)
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """A text's embedding. `error` is set where the engine failed the request, whose embedding is
-    then empty.
-    """
+    """Embedding of a text; empty if the request failed (`error`)."""
 
     request_id: str
     prompt: str | None
@@ -49,24 +44,21 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """The classes of one text, or of one pair."""
+    """Classification of a text or a pair of texts."""
 
     probs: list[float]
-    """Probability of each label, or its score where the activation is "none"."""
+    """Probability of each label; raw scores with activation "none"."""
     label: str
-    """Name of the most probable label; "" where the engine failed the request."""
+    """Most probable label; "" if the request failed."""
 
     @property
     def num_classes(self) -> int:
-        """Number of the labels."""
         return len(self.probs)
 
 
 @dataclass(frozen=True, slots=True)
 class ClassificationRequestOutput:
-    """A text's classes. `error` is set where the engine failed the request, whose probabilities are
-    then empty.
-    """
+    """Classification of a text; without probabilities if the request failed (`error`)."""
 
     request_id: str
     prompt: str | None
@@ -89,19 +81,19 @@ class ClassificationRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """The score of two texts: how well they belong together."""
+    """Relevance or similarity of two texts."""
 
     score: float
-    """Score by the classifier, or the cosine of the embeddings; NaN where a request failed."""
+    """Classifier score, or cosine similarity of embeddings; NaN if a request failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequestOutput:
-    """The score of two texts. `error` is set where the engine failed one of its requests."""
+    """Score of two texts. `error` is set if one of their requests failed."""
 
     request_id: str
     prompt_token_ids: list[int]
-    """Tokens of the pair, or of both texts one after the other where each has an embedding."""
+    """Tokens of the pair; for embeddings, the tokens of both texts concatenated."""
     outputs: ScoringOutput
     error: str | None = None
 
@@ -114,7 +106,7 @@ class ScoringRequestOutput:
 
     @staticmethod
     def of_units(first: RequestOutput, second: RequestOutput) -> ScoringRequestOutput:
-        """Compares two embeddings of length 1."""
+        """Compares two embeddings of unit length."""
         return ScoringRequestOutput(
             f"{first.request_id}_{second.request_id}",
             first.prompt_token_ids + second.prompt_token_ids,
@@ -124,9 +116,7 @@ class ScoringRequestOutput:
 
 
 def dot(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the dot product of two rows of length 1, which is their cosine; NaN where a row is
-    empty.
-    """
+    """Returns the dot product (cosine similarity) of two unit vectors; NaN if one is empty."""
     if not first or not second:
         return math.nan
     product: float = sum(map(mul, first, second))
@@ -134,7 +124,7 @@ def dot(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def pooled_row(output: RequestOutput) -> list[float]:
-    """Returns a request's pooled row; [] where it failed."""
+    """Returns the pooled output of a request as floats; [] if it failed."""
     row = array("f", output.pooled or b"")
     if byteorder == "big":
         row.byteswap()

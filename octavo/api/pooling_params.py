@@ -1,7 +1,7 @@
-"""PoolingParams: what is made of the one row that a model pools of a text. Names are vLLM's.
+"""PoolingParams: options of pooling requests. Names are vLLM's.
 
-What no model decides is checked when the params are made; widths and what a model can do are
-checked when a request is admitted.
+Ranges are checked when the params are made; limits that depend on the model are checked when a
+request is admitted.
 """
 
 from __future__ import annotations
@@ -17,50 +17,49 @@ from octavo.api.sampling_options import whole_number
 from octavo.api.sampling_params import SamplingParams
 
 MODEL_LIMIT = -1
-"""Value of `truncate_prompt_tokens` that stands for as many tokens as the model takes."""
+"""Value of `truncate_prompt_tokens`: truncate to the model's context length."""
 
 PoolingTask = Literal["embed", "classify"]
 
 PoolingActivation = Literal["none", "sigmoid", "softmax"]
-"""Function that turns a classifier's scores into probabilities; "none" leaves them."""
+"""Function from classifier scores to probabilities; "none" keeps the scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
-    """Two texts that a classifier reads together, as a question and a passage. Text in them that
-    spells a special token stays text.
+    """Two texts for a cross-encoder, such as a question and a passage. Special tokens spelled out
+    in them are treated as text.
     """
 
     first: str
     second: str
     max_second_tokens: int | None = None
-    """Most tokens of the second text, beyond which its end is cut off; None: all."""
+    """Truncate the second text to this many tokens; None: no limit."""
 
 
 class PairIds(NamedTuple):
-    """The tokens of two texts."""
+    """Token ids of a text pair."""
 
     token_ids: list[int]
     type_ids: list[int]
-    """Segment of each token: 0, or 1 for those of the second text where the tokenizer marks it."""
+    """Segment of each token: 1 for the second text if the tokenizer distinguishes them, else 0."""
     num_fixed: int
-    """Number of the tokens that no cut removes: the special ones, or those of a template."""
+    """Number of special or template tokens, which truncation keeps."""
 
 
 class PoolingParams(msgspec.Struct, kw_only=True, tag="pooling", metaclass=CheckedCall):
-    """One request's way of making a pooled row."""
+    """Options of one pooling request."""
 
     dimensions: int | None = None
-    """Number of the first components kept, before normalizing; None: all."""
+    """Truncate embeddings to this many components, before normalization; None: keep all."""
     normalize: bool | None = None
-    """Whether an embedding gets the length 1; None: as the checkpoint says."""
+    """Whether to normalize embeddings to unit length; None: as the checkpoint configures."""
     truncate_prompt_tokens: int | None = None
-    """Most tokens of a text, special ones included, beyond which its end is cut off; -1: as many as
-    the model takes; None: a longer text is refused.
+    """Truncate texts to this many tokens, including special ones; -1: the model's context length;
+    None: reject longer texts.
     """
     activation: PoolingActivation | None = None
-    """Function that turns a classifier's scores into probabilities; None: as the checkpoint says.
-    """
+    """Function from classifier scores to probabilities; None: as the checkpoint configures."""
 
     # What general code asks of any request's params: it has one sample and draws no token.
     n: ClassVar[int] = 1

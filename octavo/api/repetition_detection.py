@@ -1,6 +1,6 @@
-"""RepetitionDetection: ends an answer that has fallen into a loop. Names and rule are vLLM's.
+"""RepetitionDetection: ends a request that repeats itself. Names and rule are vLLM's.
 
-An answer ends with the token that completes a pattern of tokens repeated `min_count` times.
+Generation stops with the token that completes `min_count` repetitions of a token pattern.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from octavo.api.errors import InvalidRequest, shown
 MAX_PATTERN_TOKENS = 256
 MAX_COUNT = 256
 REPETITION_FOUND = "repetition_detected"
-"""Stop reason of an answer that was ended for its repetition."""
+"""Stop reason of a request that was ended by repetition detection."""
 
 
 class RepetitionDetection(msgspec.Struct, kw_only=True, frozen=True, metaclass=CheckedCall):
-    """A loop that ends an answer: some tokens, several times in a row; checked when made."""
+    """Stop condition: a pattern of tokens repeated several times in a row; checked when made."""
 
     max_pattern_size: int
-    """Most tokens of a pattern; 0: no detection."""
+    """Maximum pattern length in tokens; 0 disables detection."""
     min_pattern_size: int = 0
-    """Least tokens of a pattern; 0 means 1."""
+    """Minimum pattern length in tokens; 0 means 1."""
     min_count: int = 0
-    """Number of times in a row that end the answer, from 2 up."""
+    """Number of consecutive repetitions that ends the request, at least 2."""
 
     def __post_init__(self) -> None:
         _check("max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_TOKENS)
@@ -36,11 +36,11 @@ class RepetitionDetection(msgspec.Struct, kw_only=True, frozen=True, metaclass=C
 
     @property
     def num_looked_at(self) -> int:
-        """Number of last tokens that decide whether it holds."""
+        """Number of last tokens that the check reads."""
         return self.max_pattern_size * max(2, self.min_count)
 
     def holds_for(self, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
-        """Returns whether the tokens after the prompt end with a repeated pattern."""
+        """Returns whether the output tokens end with a repeated pattern."""
         num_tokens, last = len(token_ids), token_ids[-1]
         longest = (num_tokens - num_prompt_tokens) // max(2, self.min_count)
         most = min(self.max_pattern_size, longest)
@@ -55,7 +55,7 @@ class RepetitionDetection(msgspec.Struct, kw_only=True, frozen=True, metaclass=C
 
 
 def detection_of(value: object) -> RepetitionDetection | None:
-    """Returns what is detected, from an object of its fields too; None for nothing."""
+    """Returns the detection from an object or a mapping of its fields; None if it is disabled."""
     if isinstance(value, Mapping):
         try:
             value = RepetitionDetection(**value)
@@ -81,8 +81,8 @@ def _check(name: str, value: object, low: int, high: int) -> None:
 
 
 LOOP = RepetitionDetection(max_pattern_size=256, min_pattern_size=16, min_count=5)
-"""A loop that no useful answer holds: at least 80 tokens of the same text, five times in a row.
+"""Default detection of endless loops: a pattern of 16 to 256 tokens, five times in a row.
 
-Shorter patterns count by their multiples. Rows of a table, lists and code differ from line to line;
-a model that repeats a line or a paragraph hardly ever leaves the loop.
+Shorter patterns are found through their multiples. Rows of tables, lists and code differ from line
+to line, whereas a model that repeats a line or a paragraph five times rarely recovers.
 """

@@ -1,6 +1,4 @@
-"""Checks of SamplingParams when they are made: each field by its declaration, then what depends on
-other fields.
-"""
+"""Validation of SamplingParams: each field by its declaration, then rules across fields."""
 
 from __future__ import annotations
 
@@ -28,11 +26,11 @@ from octavo.api.stop_patterns import check_patterns
 from octavo.api.structured_outputs import StructuredOutputs
 
 Params = Any
-"""A SamplingParams, whose module imports this one."""
+"""SamplingParams; its module imports this one."""
 
 
 def check_params(params: Params, options: SamplingOptions) -> None:
-    """Checks and normalizes the fields; raises InvalidRequest for the first one at fault."""
+    """Validates and normalizes the fields; raises InvalidRequest for the first invalid one."""
     _check_values(params, options)
     _check_texts(params)
     _check_token_ids(params)
@@ -110,7 +108,7 @@ def _check_token_ids(params: Params) -> None:
 
 
 def _take_listed(params: Params, ids: list[int]) -> None:
-    """Takes the tokens whose logprobs are wanted; `logprobs` becomes their number."""
+    """Sets `logprob_token_ids`, and `logprobs` to their number."""
     name = "logprob_token_ids"
     ok = 0 < len(ids) == len(set(ids)) <= MAX_LISTED
     check(name, ids, ok, f"a list of 1 to {MAX_LISTED} different token ids")
@@ -138,7 +136,7 @@ def _check_structure(params: Params) -> None:
 
 
 def _processors(params: Params, given: object) -> list[str] | None:
-    """Returns the names of logits processors, None where there are none."""
+    """Returns the names of logits processors; None if there are none."""
     name = "logits_processors"
     names = _texts(name, given, f"a list of at most {MAX_PROCESSORS} names")
     check(name, names, len(names) <= MAX_PROCESSORS, f"at most {MAX_PROCESSORS} names")
@@ -153,8 +151,8 @@ def _processors(params: Params, given: object) -> list[str] | None:
 
 
 def _check_beam_search(params: Params, width: int, options: SamplingOptions) -> None:
-    """Rejects what a beam search cannot honour: it samples nothing, and ranks by the model's own
-    logprobs.
+    """Rejects options that a beam search does not support: it samples nothing and ranks by the
+    model's unmodified logprobs.
     """
     check("n", params.n, params.n <= width, f"at most the beam_width ({width}) in a beam search")
     check(
@@ -208,7 +206,7 @@ def _check_greedy(params: Params, options: SamplingOptions) -> None:
 
 
 def _texts(name: str, value: object, allowed: str, *, lone: bool = False) -> list[str]:
-    """Returns a list of texts, none of them blank; with `lone` a single text is one of these."""
+    """Returns a list of non-blank texts; with `lone` a single text is allowed."""
     texts = [value] if lone and isinstance(value, str) else value
     if not isinstance(texts, list | tuple):
         raise InvalidRequest(f"{name}: got {shown(value)}, allowed is {allowed}", param=name)
@@ -228,7 +226,7 @@ def _breakers(value: Any, allowed: str) -> list[str]:
 
 
 def _token_ids(name: str, value: Any) -> list[int]:
-    """Returns token ids as a list of ints; arrays are taken as lists are."""
+    """Returns token ids as a list; accepts arrays."""
     ids = value.tolist() if hasattr(value, "tolist") else value
     check(name, value, isinstance(ids, list | tuple), "a list of token ids")
     return [_token_id(name, token) for token in ids]
@@ -245,7 +243,7 @@ def _token_id(name: str, token: object) -> int:
 
 
 def _bias_token(key: object) -> int:
-    """Returns a token id that is the key of a bias; JSON has them as texts."""
+    """Returns the token id of a bias; JSON keys are strings."""
     try:
         number = int(key) if isinstance(key, str) else whole_number(key)
     except ValueError:

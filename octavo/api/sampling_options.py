@@ -21,7 +21,7 @@ import msgspec
 from octavo.api.errors import InvalidRequest, shown
 
 INT32_MAX = (1 << 31) - 1
-"""Highest count or token id: the arrays of a step hold 32-bit integers."""
+"""Maximum of counts and token ids, which a step stores as 32-bit integers."""
 
 GREEDY_EPS = 1e-5
 MAX_N = 16384
@@ -34,16 +34,16 @@ MAX_LISTED = 128
 MAX_BIAS = 100.0
 MAX_PROCESSORS = 8
 MAX_LENGTH_PENALTY = 10.0
-"""Bound on length_penalty either way: a length to a higher power overflows a float, or is 0."""
+"""Bound of length_penalty: a length to a higher power overflows a float or becomes 0."""
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Smallest and largest positive 32-bit float of full precision."""
 
 Stage = Literal["logits", "filter", "sample", "stop", "beam_search", "output"]
-"""Stages of sampling, in the order in which they take effect."""
+"""Stages of sampling, in order of application."""
 
 FilterKind = Literal["distribution", "cutoff", "after_cutoff"]
-"""Kinds of filters, in the order in which they apply: those that need the whole distribution, those
-that keep the most likely tokens, and those that look at the tokens that are left.
+"""Kinds of filters, in order of application: those that need the whole distribution, those that
+keep the most likely tokens, and those that filter the remaining tokens.
 """
 
 
@@ -57,9 +57,9 @@ class Option:
     takes: str = ""
     """Allowed values, in the words of error messages."""
     in_beam_search: bool = True
-    """Whether a beam search allows values other than the default."""
+    """Whether a beam search supports values other than the default."""
     is_extension: bool = False
-    """Whether the field is part of no other API, and every dialect accepts it under this name."""
+    """Whether no other API has the field; every dialect accepts it under this name."""
     name: str = ""
     type: Any = None
     default: Any = None
@@ -70,7 +70,7 @@ class Option:
         return NoneType in get_args(self.type)
 
     def parse(self, value: Any) -> Any:
-        """Returns the value as the field holds it; raises InvalidRequest if it is not allowed."""
+        """Returns the normalized value; raises InvalidRequest if it is not allowed."""
         return value
 
     def check(self, value: object, ok: bool) -> None:
@@ -80,8 +80,6 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Flag(Option):
-    """Declaration of a bool."""
-
     takes: str = "True or False"
 
     def parse(self, value: Any) -> Any:
@@ -91,24 +89,22 @@ class Flag(Option):
 
 @dataclass(frozen=True, slots=True)
 class Number(Option):
-    """Declaration of a float."""
-
     span: tuple[float, float]
-    """Lowest and highest value."""
+    """Allowed range, inclusive."""
     _: KW_ONLY
     above_low: bool = False
-    """Whether the lowest value itself is not allowed."""
+    """Whether the lower bound is exclusive."""
     takes_minus_one: bool = False
-    """Whether -1 means the default, as in other APIs."""
+    """Whether -1 selects the default, as in other APIs."""
     hint: str | None = None
     filter: FilterKind | None = None
-    """Kind of the filter that any value other than the default switches on."""
+    """Kind of filter that a non-default value enables."""
     keeps_best: bool = False
-    """Whether a filter that is no cutoff always keeps the most likely token too: greedy sampling
-    ignores it.
+    """Whether a filter other than a cutoff always keeps the most likely token, so that greedy
+    sampling can ignore it.
     """
     host_only: bool = False
-    """Whether no kernel reads the field: it is not in the sampling record."""
+    """Whether kernels do not read the field, so that the sampling record omits it."""
 
     def __post_init__(self) -> None:
         if self.name and not self.takes:
@@ -130,8 +126,6 @@ class Number(Option):
 
 @dataclass(frozen=True, slots=True)
 class Integer(Number):
-    """Declaration of an int."""
-
     def _describe_span(self) -> str:
         prefix = "None, or " if self.is_optional else ""
         return "{}a whole number from {} to {}".format(prefix, *self.span)
@@ -152,7 +146,7 @@ class SamplingOptions(dict[str, Option]):
 
     @cached_property
     def get_values(self) -> Callable[[object], tuple[Any, ...]]:
-        """Function that returns the values of all fields of an object, in order."""
+        """Returns the values of all fields of an object, in order."""
         return operator.attrgetter(*self)
 
     @cached_property
@@ -161,7 +155,9 @@ class SamplingOptions(dict[str, Option]):
 
     @cached_property
     def filters(self) -> dict[str, Any]:
-        """Neutral values of the filters: their outcome depends on which tokens are masked."""
+        """Filters and the values that disable them. Their outcome depends on which tokens are
+        masked.
+        """
         return {name: option.default for name, option in self.numbers.items() if option.filter}
 
     @cached_property
@@ -171,20 +167,20 @@ class SamplingOptions(dict[str, Option]):
 
     @cached_property
     def ignored_by_greedy(self) -> dict[str, Any]:
-        """Neutral values of the filters that never change a greedy choice."""
+        """Filters that never change a greedy choice, and the values that disable them."""
         safe = (name for name in self.filters if self.numbers[name].keeps_best)
         return {name: self.filters[name] for name in (*self.cutoffs, *safe)}
 
     @cached_property
     def greedy_values(self) -> dict[str, Any]:
-        """Neutral values of the other filters, the only ones that greedy sampling allows."""
+        """Other filters, which greedy sampling rejects unless they are disabled."""
         ignored = self.ignored_by_greedy
         return {name: off for name, off in self.filters.items() if name not in ignored}
 
     @cached_property
     def beam_search_values(self) -> dict[str, tuple[Any, ...]]:
-        """Values that a beam search allows for fields that would change the model's own logprobs,
-        and for stop conditions that it does not check.
+        """Values allowed in a beam search, for fields that would change the model's logprobs and
+        for stop conditions that it does not check.
         """
         found: dict[str, tuple[Any, ...]] = {"temperature": (0.0, 1.0)}
         for name, option in self.items():
@@ -204,11 +200,11 @@ class SamplingOptions(dict[str, Option]):
 
 
 STRUCTURED_OUTPUT_VALUES: dict[str, tuple[Any, ...]] = {"ignore_eos": (False,)}
-"""Values that fields may have with structured outputs, whose end token marks completion."""
+"""Values allowed with structured outputs, which end with an end token."""
 
 
 def read_options(kind: type[msgspec.Struct]) -> SamplingOptions:
-    """Returns the declarations in a class's annotations; fields without one are internal."""
+    """Returns the declarations from a class's annotations; fields without one are internal."""
     hints = get_type_hints(kind, include_extras=True)
     found = SamplingOptions()
     for name, default in zip(kind.__struct_fields__, kind.__struct_defaults__, strict=True):
@@ -221,7 +217,7 @@ def read_options(kind: type[msgspec.Struct]) -> SamplingOptions:
 
 
 def whole_number(value: object) -> int | None:
-    """Returns a whole number as an int, NumPy's too; None for a bool and everything else."""
+    """Returns an integer (NumPy's too) as an int; None for a bool or anything else."""
     if isinstance(value, bool):
         return None
     try:
@@ -231,9 +227,7 @@ def whole_number(value: object) -> int | None:
 
 
 def to_float(value: object) -> float:
-    """Returns a finite number as a float, NumPy's too; NaN, which is in no range, for anything
-    else.
-    """
+    """Returns a finite number (NumPy's too) as a float; NaN for anything else."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -244,7 +238,6 @@ def to_float(value: object) -> float:
 
 
 def check(name: str, value: object, ok: bool, allowed: str, hint: str | None = None) -> None:
-    """Raises InvalidRequest unless `ok`."""
     if not ok:
         raise InvalidRequest(
             f"{name}: got {shown(value)}, allowed is {allowed}", param=name, hint=hint

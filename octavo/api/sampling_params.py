@@ -1,9 +1,8 @@
-"""SamplingParams: how the next token is chosen and when a request ends. Names, defaults and ranges
-are vLLM's.
+"""SamplingParams: sampling and stop options of a request. Names, defaults and ranges are vLLM's.
 
 Each field carries its declaration (`sampling_options.py`), from which everything outside the
-formulas of the executors is derived. Values are checked when the params are made; limits that
-depend on the model are checked when a request is admitted.
+executors' formulas is derived. Values are checked when the params are made; limits that depend on
+the model are checked when a request is admitted.
 """
 
 from __future__ import annotations
@@ -416,71 +415,69 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
     ] = True
 
     bad_words_token_ids: list[list[int]] | None = None
-    """Token ids of `bad_words`."""
     answer_marks: AnswerMarks | None = None
-    """Marks of the model's own output format."""
+    """Control tokens and marker texts of the model's output format."""
     dry_sequence_breaker_ids: list[int] | None = None
-    """Tokens that contain one of `dry_sequence_breakers`."""
+    """Ids of tokens that contain one of `dry_sequence_breakers`."""
 
     num_needed_tokens: ClassVar[int] = 1
-    """Number of tokens beyond the prompt for which there must be room."""
+    """Number of tokens after the prompt that must fit the context."""
 
     def __post_init__(self) -> None:
         check_params(self, OPTIONS)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_EPS
 
     @property
     def depends_on_mask(self) -> bool:
-        """Whether a masked sample may differ from the first legal token of an unmasked one."""
+        """Whether an optimistic sample may differ from a masked one. With filters on, masked tokens
+        change which other tokens pass them.
+        """
         return any(getattr(self, name) != off for name, off in OPTIONS.filters.items())
 
     @property
     def has_cutoffs_alone(self) -> bool:
-        """Whether cutoffs are the only filters that are on."""
+        """Whether every enabled filter is a cutoff."""
         on = [name for name, off in OPTIONS.filters.items() if getattr(self, name) != off]
         return bool(on) and all(name in OPTIONS.cutoffs for name in on)
 
     @property
     def num_shown_logprobs(self) -> int | None:
-        """Number of tokens that an answer shows at each place: the best ones, or those that are
-        asked for and the drawn one; None without logprobs.
+        """Number of logprobs returned for each position: the most likely tokens, or
+        `logprob_token_ids` and the sampled one; None without logprobs.
         """
         return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids) + 1
 
     @property
     def num_samples(self) -> int:
-        """Number of samples made, each a request of the core; a beam search is one."""
+        """Number of samples to generate; a beam search counts as one."""
         if self.beam_width is not None:
             return 1
         return self.n if self.best_of is None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """Whether more samples are made than returned: which ones is known when all have ended."""
+        """Whether more samples are generated than returned, so that all must end first."""
         return self.num_samples > self.n
 
     @property
     def first_prompt_logprob(self) -> int:
-        """Index of the first prompt token that may have a logprob: nothing precedes token 0."""
+        """Index of the first prompt token with a logprob; token 0 has none."""
         return max(1, self.prompt_logprob_start or 0)
 
     @property
     def stop_strings(self) -> list[str]:
-        """Texts that end the request."""
         return self.stop if isinstance(self.stop, list) else []
 
     @property
     def stop_patterns(self) -> list[str]:
-        """Regular expressions that end the request."""
         return self.stop_regex if isinstance(self.stop_regex, list) else []
 
     @property
     def ends_by_text(self) -> bool:
-        """Whether the text may end the request, and not its tokens alone."""
+        """Whether the request has stop conditions on its text."""
         return bool(self.stop or self.stop_regex)
 
 

@@ -1,7 +1,7 @@
-"""Regular expressions that end an answer (`stop_regex`): what is taken, and where one matches.
+"""Regular expressions that end a request (`stop_regex`): validation and search.
 
-RE2 matches them, in time linear in the text. A match has a greatest length, so that a stream knows
-how much of a text may still become one. Knows nothing of tokens.
+RE2 matches them in linear time. The length of a match is bounded, so that a stream knows how much
+text it must hold back.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from octavo.api.errors import InvalidRequest, shown
 
 MAX_PATTERNS = 16
 MAX_PATTERN = 512
-"""Most characters of a pattern."""
+"""Maximum length of a pattern in characters."""
 MAX_MATCH = 256
-"""Most characters that a match may have: a stream holds back that many, less one."""
+"""Maximum length of a match in characters; a stream holds back one less."""
 MAX_PROGRAM_BYTES = 1 << 18
-"""Most memory of one compiled pattern."""
+"""Memory limit of one compiled pattern."""
 
 
 class StopPattern:
-    """One compiled pattern; `width` is the greatest number of characters of a match."""
+    """A compiled pattern; `width` is the maximum length of a match in characters."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_PATTERN:
@@ -33,7 +33,7 @@ class StopPattern:
         self.width = _width(text)
 
     def find(self, text: str, start: int, least_end: int) -> tuple[int, int] | None:
-        """Returns where the first match from `start` on lies that ends at `least_end` or later."""
+        """Returns the span of the first match from `start` on that ends at or after `least_end`."""
         while (found := self._pattern.search(text, start)) is not None:
             begin, end = found.span()
             if end >= least_end:
@@ -43,7 +43,7 @@ class StopPattern:
 
 
 def check_patterns(texts: list[str]) -> None:
-    """Raises InvalidRequest where patterns cannot be searched for."""
+    """Raises InvalidRequest for patterns that are not supported."""
     if len(texts) > MAX_PATTERNS:
         raise InvalidRequest(
             f"stop_regex: got {len(texts)} patterns, allowed are at most {MAX_PATTERNS}",
@@ -68,7 +68,7 @@ def _compiled(text: str) -> re2._Regexp:
 
 
 def _width(text: str) -> int:
-    """Returns the greatest length of a match, by Python's own parser of the same notation."""
+    """Returns the maximum length of a match, from Python's parser of the same syntax."""
     if "[:" in text and ":]" in text:
         raise _refused(text, r"classes such as \d or a-z, without [:name:]")
     try:

@@ -1,8 +1,8 @@
-"""The form that an answer is to have: as a user asks for it (StructuredOutputs), and as the engine
-carries it to the worker (GrammarSpec).
+"""Structured output: the user's options (StructuredOutputs) and the grammar that the worker
+receives (GrammarSpec).
 
-Types and "exactly one of" are checked when it is made; whether a schema or grammar can be met is
-checked when a request is admitted (`text/grammar`). Names are vLLM's.
+Types and "exactly one of" are checked here; whether a schema or grammar is supported is checked
+when a request is admitted (`text/grammar`). Names are vLLM's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ FORMS: tuple[GrammarKind, ...] = (
     "grammar",
     "structural_tag",
 )
-"""Fields of which exactly one is given."""
 
 ALLOWED: dict[str, tuple[tuple[type, ...], str]] = {
     "json": ((dict, str, bool), "a JSON schema: an object, its text, or True"),
@@ -38,8 +37,8 @@ ALLOWED: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 class MessageFrame(msgspec.Struct, kw_only=True, frozen=True):
-    """How an answer of several messages is written: each has a header and a text, and structures
-    stand in place of whole messages.
+    """Format of output that consists of several messages, each with a header and a text; tool calls
+    take the place of whole messages.
     """
 
     opening: str
@@ -49,63 +48,60 @@ class MessageFrame(msgspec.Struct, kw_only=True, frozen=True):
     between: str
     """Text between two messages."""
     unlike: tuple[str, ...]
-    """Texts that stand in the headers of structures alone."""
+    """Texts that only the headers of tool calls contain."""
     thought: str = ""
-    """Header of reasoning before the first message; "": there is none."""
+    """Header of reasoning before the first message; "": none."""
     has_begun: bool = False
-    """Whether the prompt has begun the reasoning."""
+    """Whether the prompt already contains the start of the reasoning."""
     most_tokens: int | None = None
-    """Most tokens of the reasoning; None: no limit."""
+    """Maximum number of reasoning tokens; None: no limit."""
     may_end_in_thought: bool = False
-    """Whether the answer may end inside the reasoning."""
+    """Whether the output may end inside the reasoning."""
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=CheckedCall):
-    """The form of an answer: exactly one of json, json_object, regex, choice, grammar and
+    """Format of the output: exactly one of json, json_object, regex, choice, grammar and
     structural_tag.
     """
 
     json: dict[str, Any] | str | bool | None = None
-    """JSON schema that the answer meets."""
+    """JSON schema of the output; True: any JSON."""
     json_object: bool | None = None
-    """True: the answer is a JSON object."""
+    """True: the output is a JSON object."""
     regex: str | None = None
-    """Regular expression that the whole answer matches."""
+    """Regular expression that the whole output matches."""
     choice: list[str] | None = None
-    """Texts of which the answer is one."""
+    """The output is one of these texts."""
     grammar: str | None = None
-    """Grammar of the answer, in Lark's notation as llguidance reads it, or in GBNF's."""
+    """Grammar of the output, in llguidance's Lark syntax or in GBNF."""
     structural_tag: dict[str, Any] | str | None = None
-    """Free text, within which each of the triggers begins a text of a given form."""
+    """Free text in which each trigger begins a structure of a given format."""
     or_structural_tag: dict[str, Any] | None = None
-    """Structures that the answer may be instead of JSON, a regex, a choice or a grammar, such as
-    calls of functions.
-    """
+    """Structures, such as tool calls, allowed in place of JSON, a regex, a choice or a grammar."""
     frame: MessageFrame | None = None
-    """Messages around the structures of a structural tag; None: free text."""
+    """Message format around the structures of a structural tag; None: free text."""
     disable_any_whitespace: bool | None = None
-    """Whitespace between the parts of JSON. True: none; False: up to 8 characters of any kind;
-    None: one space after each comma and colon, as `json.dumps` writes it (in structural tags as
-    False).
+    """Whitespace in JSON. True: none; False: up to 8 characters of any kind; None: one space after
+    each comma and colon, as in `json.dumps` (in structural tags as False).
     """
     whitespace_pattern: str | None = None
-    """Regular expression of the whitespace between the parts of JSON."""
+    """Regular expression of the whitespace in JSON."""
     disable_additional_properties: bool | None = None
-    """Whether objects whose schema is silent about `additionalProperties` have only the properties
-    that it names; None: as the engine is configured, by default True.
+    """Whether objects whose schema does not set `additionalProperties` are limited to the listed
+    properties; None: the engine's default, normally True.
     """
     starts_after: str = ""
-    """Text after which the form begins, such as the end of a reasoning; "": it begins at once."""
+    """Text after which the format applies, such as the end of reasoning; "": from the start."""
     begins_with: str = ""
-    """Text with which an answer begins that goes on to `starts_after`; where it begins otherwise,
-    the form begins at once. "": the answer always goes on to `starts_after`.
+    """Start of the part that `starts_after` ends; output that begins otherwise follows the format
+    from the start. "": the output always contains that part.
     """
     most_tokens_before: int | None = None
     """Number of tokens after which `starts_after` is forced; None: no limit."""
     may_end_before: bool = False
-    """Whether the answer may end before `starts_after`, as it may without a form."""
+    """Whether the output may end before `starts_after`."""
     given_as: str = "structured_outputs"
-    """Name of the request's field that it came from, for messages."""
+    """Request field that set this, for error messages."""
 
     def __post_init__(self) -> None:
         given = [name for name in FORMS if getattr(self, name) is not None]
@@ -128,12 +124,12 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
 
     @property
     def kind(self) -> GrammarKind:
-        """Name of the field that is given."""
+        """Name of the field that is set."""
         return next(name for name in FORMS if getattr(self, name) is not None)
 
     @property
     def tag(self) -> dict[str, Any]:
-        """The structural tag as an object; {} where it is none, which admission refuses."""
+        """The structural tag as an object; {} if it is invalid, which admission rejects."""
         found: object = self.structural_tag
         if isinstance(found, str):
             try:
@@ -169,22 +165,22 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A checked grammar, as it goes to the worker."""
+    """A checked grammar, as sent to the worker."""
 
     kind: GrammarKind
     text: str
-    """Grammars as llguidance reads them, a JSON list of which the first is the answer's."""
+    """JSON list of llguidance grammars; the first is the start."""
     starts_after: str = ""
-    """Text after which the grammar begins; "": it begins at once."""
+    """Text after which the grammar applies; "": from the start."""
     begins_with: str = ""
     most_tokens_before: int | None = None
     may_end_before: bool = False
     num_given_tokens: int = 0
-    """Number of the prompt's last tokens that are the beginning of the grammar's text."""
+    """Number of tokens at the end of the prompt that are the beginning of the grammar's text."""
 
     @property
     def digest(self) -> bytes:
-        """Name of what is compiled."""
+        """Cache key of the compiled grammar."""
         limits = f"{self.most_tokens_before}\0{self.may_end_before}"
         parts = (self.starts_after, self.begins_with, limits, self.text)
         return blake2b("\0".join(parts).encode(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The text of a sound, as users get it, and its forms as subtitles."""
+"""Transcripts of audio, and their subtitle formats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a sound, and its text."""
+    """A segment of audio and its text."""
 
     id: int
     start_s: float
@@ -15,21 +15,21 @@ class Segment:
     text: str
     token_ids: list[int]
     seek_s: float = 0.0
-    """Start of the window in which it was heard, in seconds."""
+    """Start of the window that contains it, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transcription:
-    """The text of a whole sound."""
+    """Transcript of an audio file."""
 
     text: str
     segments: list[Segment]
     language: str
-    """Code of the language that was spoken."""
+    """Code of the spoken language."""
     duration_s: float
     task: str = "transcribe"
     error: str | None = None
-    """Reason why a window could not be computed; None where all were."""
+    """Reason why a window failed; None on success."""
 
     def srt(self) -> str:
         """Returns the segments as SubRip subtitles."""
@@ -50,7 +50,7 @@ class Transcription:
 
 
 def _clock(seconds: float, mark: str) -> str:
-    """Returns a time as hours, minutes, seconds and thousandths."""
+    """Formats a time as hours, minutes, seconds and milliseconds."""
     thousandths = round(seconds * 1000)
     minutes, rest = divmod(thousandths, 60_000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{mark}{rest % 1000:03}"

@@ -1,4 +1,4 @@
-"""What computes, and on how many processes: refuses options that do not go together there."""
+"""Checks of the backend, parallelism and transfer options."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.rank_address import check_rank_secret, parse_rank_address
 
 MAX_ENGINES = 64
-"""Most engines behind one front."""
+"""Maximum of data_parallel_size."""
 
 TORCH_ONLY = ("device", "attention_backend", "torch_kernels", "enforce_eager")
 NATIVE_ONLY = ("cpu_level",)
-"""Options that mean nothing on other backends, which are batch-invariant as they are."""
+"""Options without effect on other backends, which are always batch-invariant."""
 
 TRANSFER = ("role", "prefill_peer", "kv_transfer_address", "kv_transfer_secret")
-"""Options that mean nothing without kv_transfer."""
+"""Options that require kv_transfer."""
 
 
 def check_backend(config: EngineConfig) -> None:
-    """Raises ConfigError where the options of what computes contradict each other or others."""
+    """Raises ConfigError if backend or parallelism options conflict with others."""
     _check_choice(config.backend)
     _check_offload(config)
     if config.model.quantization == "fp8" and config.backend.backend == "native":
@@ -77,7 +77,7 @@ def _check_offload(config: EngineConfig) -> None:
 
 
 def _check_rank_address(config: EngineConfig) -> None:
-    """Raises ConfigError where ranks cannot come from other machines."""
+    """Checks the address and the secret for ranks on other machines."""
     options = config.backend
     if options.rank_address is None:
         if options.rank_secret is not None:
@@ -124,7 +124,7 @@ def _check_ranks(config: EngineConfig) -> None:
 
 
 def _check_stages(config: EngineConfig) -> None:
-    """Raises ConfigError for options that several stages cannot keep to."""
+    """Raises ConfigError for options that pipeline parallelism does not support."""
     got = f"pipeline_parallel_size: got {config.backend.pipeline_parallel_size}"
     if config.backend.backend == "torch":
         raise ConfigError(
@@ -187,7 +187,7 @@ def _check_fleet(config: EngineConfig) -> None:
 
 
 def _check_shared_experts(config: EngineConfig) -> None:
-    """Raises ConfigError for options that engines which share their experts cannot keep to."""
+    """Raises ConfigError for options that engines with shared experts do not support."""
     if config.backend.backend != "native":
         raise ConfigError(
             "enable_expert_parallel: allowed only with the native backend, got"

@@ -1,4 +1,4 @@
-"""Options of what computes, where, and on how many processes."""
+"""Options of the backend, parallelism and weight offloading."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.config.option import option
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """Options of what computes, and where."""
+    """Options of the backend, its devices and its ranks."""
 
     backend: Literal["native", "torch", "reference"] | None = option(
         None,
@@ -105,17 +105,17 @@ class BackendChoice:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that compute one engine's model."""
+        """Number of processes of one engine."""
         return self.num_stage_ranks * self.pipeline_parallel_size
 
     @property
     def num_stage_ranks(self) -> int:
-        """Processes that compute one stage of the model, and meet within its steps."""
+        """Number of processes of one pipeline stage, which synchronize within each step."""
         return self.tensor_parallel_size * self.expert_parallel_size
 
     @property
     def meeting_option(self) -> tuple[str, int]:
-        """Name and value of the option because of which ranks meet within a step."""
+        """Name and value of the option that makes ranks synchronize within a step."""
         if self.tensor_parallel_size == 1 < self.expert_parallel_size:
             return "expert_parallel_size", self.expert_parallel_size
         return "tensor_parallel_size", self.tensor_parallel_size
@@ -123,7 +123,7 @@ class BackendChoice:
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """Options of several engines of one model behind one front."""
+    """Options of data parallelism."""
 
     data_parallel_size: int = option(
         1,
@@ -152,13 +152,13 @@ class FleetOptions:
 
     @property
     def num_sharing(self) -> int:
-        """Engines that share their experts; 1 where each has all of them."""
+        """Number of engines that share experts; 1 if each engine has all experts."""
         return self.data_parallel_size if self.enable_expert_parallel else 1
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadOptions:
-    """Options of weights that are not all in memory."""
+    """Options of weight offloading."""
 
     weights_memory_bytes: int | None = option(
         None,

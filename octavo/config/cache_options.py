@@ -1,4 +1,4 @@
-"""Options of the KV cache, and of blocks that go from one engine to another."""
+"""Options of the KV cache and of KV transfer between engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.config.option import option
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """Options of the KV cache, on the device and off it."""
+    """Options of the KV cache, in device memory and in lower tiers."""
 
     kv_cache_memory_bytes: int | None = option(
         None,
@@ -114,7 +114,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """Options of KV blocks that go from one engine to another."""
+    """Options of KV transfer between engines."""
 
     kv_transfer: Literal["zmq", "mooncake", "nixl"] | None = option(
         None,
@@ -168,5 +168,5 @@ class TransferOptions:
 
     @property
     def computes_for_others(self) -> bool:
-        """Whether other engines may have their prompts computed here."""
+        """Whether this engine prefills prompts for other engines."""
         return self.kv_transfer is not None and self.role != "decode"

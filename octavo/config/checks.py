@@ -1,4 +1,4 @@
-"""Refuses options that do not go together, or whose values are out of range."""
+"""Checks of option ranges and of conflicts between options."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.scheduler_options import PROGRAM_METHODS, ObserveOptions, SchedulerOptions
 
 MIN_STALL_S = 1.0
-"""Least stall_timeout, in seconds: every step reports progress several times in it."""
+"""Minimum of stall_timeout: steps report progress several times in this time."""
 
 MAX_LORA_RANK = 1024
 
 MAX_TREE_WIDTH = 8
-"""Most paths of one guess; each has a copy of a block in every layer."""
+"""Maximum number of branches of a draft tree; each branch copies a block in every layer."""
 
 
 def check(config: EngineConfig) -> None:
-    """Raises ConfigError where options do not go together, or a value is out of its range."""
+    """Raises ConfigError if a value is out of range or options conflict."""
     _check_tenants(config.scheduler)
     _check_prefill(config.scheduler)
     _check_prefix_cache(config.cache)
@@ -115,7 +115,6 @@ def _check_layout(cache: CacheOptions) -> None:
 
 
 def _check_adapters(config: EngineConfig) -> None:
-    """Raises ConfigError where the options of adapters contradict each other."""
     lora = config.lora
     if not lora.enable_lora:
         return
@@ -137,7 +136,6 @@ def _check_adapters(config: EngineConfig) -> None:
 
 
 def _check_draws(config: EngineConfig) -> None:
-    """Raises ConfigError where tokens cannot be drawn as the options say."""
     draws = config.draws
     given = {"logits_processors": draws.processors, "structured_close": draws.structured_close}
     for name, value in given.items():
@@ -149,7 +147,6 @@ def _check_draws(config: EngineConfig) -> None:
 
 
 def _check_speculation(config: EngineConfig) -> None:
-    """Raises ConfigError where the options of speculation contradict each other or others."""
     options = config.scheduler
     if (options.spec_method in ("draft_model", "eagle3")) != (options.spec_model is not None):
         raise ConfigError(
@@ -182,7 +179,7 @@ def _check_speculation(config: EngineConfig) -> None:
 
 
 def _check_trees(config: EngineConfig) -> None:
-    """Raises ConfigError where guesses cannot branch."""
+    """Raises ConfigError if the options do not support draft trees."""
     width, backend = config.scheduler.spec_tree_width, config.backend
     if width > MAX_TREE_WIDTH:
         raise ConfigError(f"spec_tree_width: got {width}, allowed is at most {MAX_TREE_WIDTH}")
@@ -201,8 +198,8 @@ def _check_trees(config: EngineConfig) -> None:
 
 
 def against_async_scheduling(config: EngineConfig) -> str:
-    """Returns why no step can be planned while another is computed, whatever the device; "" where
-    none of the options stands against it.
+    """Returns the reason why async scheduling is impossible with these options on any device, or ""
+    if it is possible.
     """
     if config.backend.backend != "torch":
         return f"the {config.backend.backend} backend computes where the plans are made"
@@ -221,7 +218,7 @@ def against_async_scheduling(config: EngineConfig) -> str:
 
 
 def tenant_weights(options: SchedulerOptions) -> dict[str, float]:
-    """Parses the options "NAME=WEIGHT"; returns the weights by name."""
+    """Parses "NAME=WEIGHT" options into weights by tenant."""
     weights = {}
     for text in options.tenant_weight:
         name, _, weight = text.rpartition("=")

@@ -1,6 +1,6 @@
-"""Hooks by which extensions check a config, and report how their options change results.
+"""Hooks of extensions that check a config and report how their options change results.
 
-Owns no option: each extension declares its own group.
+Each extension declares its own option group.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from octavo.utils.extensions import get_hooks
 
 
 class ConfigHooks:
-    """What one extension says about a config. The defaults are those of a plain engine."""
+    """Config hooks of one extension. The defaults leave the engine unchanged."""
 
     def check(self, config: EngineConfig) -> None:
-        """Raises ConfigError if the extension's options are out of range, or not allowed beside
+        """Raises ConfigError if the extension's options are out of range or conflict with
         others.
         """
 
     def draft_config(self, config: EngineConfig) -> EngineConfig:
-        """Returns the config for opening a draft model, given that of its target."""
+        """Derives the config of a draft model from its target's."""
         return config
 
     def allows_drafts(self, config: EngineConfig) -> bool:
-        """Returns whether requests may have draft tokens that no option asks for."""
+        """Returns whether drafting may be enabled by default."""
         return True
 
     def numbers(self, config: EngineConfig) -> dict[str, Any]:
@@ -33,36 +33,35 @@ class ConfigHooks:
         return {}
 
     def reuses_generated(self, config: EngineConfig) -> bool:
-        """Returns whether K and V of generated tokens equal those of a prompt, and may be reused
-        as a prefix.
+        """Returns whether the KV of generated tokens equals that of a prompt, so that it can be
+        reused as a prefix.
         """
         return True
 
     def skips_blocks(self, config: EngineConfig) -> bool:
-        """Returns whether prompts may run without some blocks of a stored prefix."""
+        """Returns whether prompts may skip some blocks of a stored prefix."""
         return False
 
     def describe(self, config: EngineConfig) -> Sequence[str]:
-        """Returns lines to print at the start of an engine."""
+        """Returns lines to print when an engine starts."""
         return ()
 
 
 def config_hooks() -> tuple[ConfigHooks, ...]:
-    """Returns the hooks of the installed extensions."""
     return get_hooks("config", ConfigHooks)
 
 
 def numbers_of(config: EngineConfig) -> dict[str, Any]:
-    """Returns the options of extensions that change K, V or outputs, by name."""
+    """Returns the extensions' options that change K, V or outputs, by name."""
     found = [hooks.numbers(config) for hooks in config_hooks()]
     return {name: value for numbers in found for name, value in numbers.items()}
 
 
 def reuses_generated(config: EngineConfig) -> bool:
-    """Returns whether K and V of generated tokens may be reused as a prefix."""
+    """Returns whether the KV of generated tokens can be reused as a prefix."""
     return all(hooks.reuses_generated(config) for hooks in config_hooks())
 
 
 def skips_blocks(config: EngineConfig) -> bool:
-    """Returns whether prompts may run without some blocks of a stored prefix."""
+    """Returns whether prompts may skip some blocks of a stored prefix."""
     return any(hooks.skips_blocks(config) for hooks in config_hooks())

@@ -1,8 +1,7 @@
-"""YAML, TOML and JSON files that a user hands over, read with errors that name line and column.
+"""Reader of the user's YAML, TOML and JSON files; errors give line and column.
 
-The one reader of key files, configuration files, cluster plans and saved chats. YAML is PyYAML's
-safe subset of YAML 1.1; a key that stands twice in a mapping is refused. Knows nothing of what the
-files mean.
+It reads key files, configuration files, cluster plans and saved chats. YAML is PyYAML's safe subset
+of YAML 1.1; duplicate keys are rejected.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from octavo.api.errors import ConfigError
 
 T = TypeVar("T")
 Place = tuple[int, int]
-"""Line and column, from 1."""
+"""Line and column, starting at 1."""
 Keys = tuple[str | int, ...]
-"""Keys and indices that lead from the top of a document to a value."""
+"""Path of keys and indices from the document's root to a value."""
 
 FORMATS = {".yaml": "YAML", ".yml": "YAML", ".toml": "TOML", ".json": "JSON"}
 HINTS = {
@@ -34,23 +33,23 @@ HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """The contents of a file, and where they stand in it."""
+    """Parsed content of a file and the positions of its values."""
 
     name: str
-    """What the file is for, e.g. the option that names it; errors begin with it."""
+    """Name used in errors, such as the option that gives the path."""
     path: str
     content: Any
     places: Mapping[Keys, Place] = field(default_factory=dict)
 
     def where(self, *keys: str | int) -> str:
-        """Returns "path:line:column" of a value, or of the nearest one around it."""
+        """Returns "path:line:column" of a value, or of its nearest parent with a position."""
         while keys and keys not in self.places:
             keys = keys[:-1]
         return ":".join(map(str, (self.path, *self.places.get(keys, ()))))
 
     def convert(self, kind: type[T], *, hint: str | None = None) -> T:
-        """Returns the contents as a msgspec struct; raises ConfigError that says where they are of
-        another type, and shows no value.
+        """Converts the content to a msgspec struct. The ConfigError for a wrong type gives the
+        position and shows no value.
         """
         import msgspec
 
@@ -78,8 +77,8 @@ def read_data_file(
     kind: str | None = None,
     has_secrets: bool = False,
 ) -> DataFile:
-    """Reads a file of the format that its name says, or of `kind`; raises ConfigError with line and
-    column if it is broken. The error shows nothing of a file that `has_secrets`.
+    """Reads a file in the format of its extension, or of `kind`. Raises ConfigError with line and
+    column if it is invalid; with `has_secrets` the error quotes nothing from the file.
     """
     kind = kind or FORMATS.get(Path(path).suffix.lower())
     if kind is None:
@@ -100,7 +99,7 @@ def read_data_file(
 
 
 class _Broken(Exception):
-    """What a parser found wrong, and where."""
+    """A parse error and its position."""
 
     def __init__(self, reason: str, place: Place) -> None:
         super().__init__(reason)
@@ -133,8 +132,6 @@ def _parse_yaml(text: str) -> tuple[Any, dict[Keys, Place]]:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """A loader that refuses a key that stands twice in a mapping."""
-
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
             for at, (key, _) in enumerate(node.value):
@@ -188,7 +185,9 @@ PARSERS = {"YAML": _parse_yaml, "TOML": _parse_toml, "JSON": _parse_json}
 
 
 def _places(node: Any, keys: Keys, seen: set[int]) -> Iterator[tuple[Keys, Place]]:
-    """Yields the place of each value of a YAML node; those of a key for the values of a mapping."""
+    """Yields the position of each value of a YAML node; for mapping values, the position of the
+    key.
+    """
     if not keys:
         yield keys, _place(node.start_mark)
     if id(node) in seen or isinstance(node.value, str):
@@ -217,12 +216,12 @@ def _quote_line(text: str, line: int) -> str:
 
 
 def _without_quotes(reason: str) -> str:
-    """Returns a parser's message without what it quotes of the file."""
+    """Removes quoted file content from a parser's message."""
     return re.sub(r"(['\"])[^'\"]{2,}\1", "...", reason)
 
 
 def _keys_of(path: str) -> Keys:
-    """Returns the keys of a path as msgspec writes it: ".keys[0].name"."""
+    """Parses a path in msgspec's notation, such as ".keys[0].name"."""
     return tuple(
         int(index) if index else key for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path)
     )

@@ -1,6 +1,4 @@
-"""Fills in the options that depend on the model or the machine; returns a new config and changes
-none.
-"""
+"""Fills in the options that depend on the model or the machine."""
 
 from __future__ import annotations
 
@@ -16,15 +14,13 @@ from octavo.config.paths import public_name
 BackendName = Literal["native", "torch", "reference"]
 
 NUM_STEPS = 8
-"""Default number of decode steps in one call; more would gain little, as Python's share of one is
-already paid for by eight.
-"""
+"""Default number of decode steps in one call. At eight steps Python's overhead is negligible."""
 
 LOGGED_ONLY = '{"enable_kv_cache_events": true, "publisher": "null"}'
-"""Value of kv_events_config of engines whose block events their own front reads."""
+"""Value of kv_events_config for engines whose own frontend reads the block events."""
 
 SENT_TOKENS = 512
-"""Tokens of a prompt that an engine with the role prefill computes in a step, by default."""
+"""Default of long_prefill_token_threshold for the role prefill."""
 
 
 def derive(
@@ -34,10 +30,8 @@ def derive(
     num_threads: int,
     backend: BackendName = "native",
 ) -> EngineConfig:
-    """Returns a config with max_model_len from the model, threads and backend from the machine and
-    the served name from the model's; values that were given stay.
-
-    Raises ConfigError where options do not go together.
+    """Fills in max_model_len from the model, threads and backend from the machine, and the served
+    name; given values stay. Raises ConfigError if options conflict.
     """
     config = replace(
         config, backend=replace(config.backend, backend=config.backend.backend or backend)
@@ -64,8 +58,8 @@ def derive(
 
 
 def _with_events(config: EngineConfig) -> CacheOptions:
-    """Returns the cache's options: an engine that has prompts computed elsewhere tells its front
-    what it has in its own cache.
+    """Enables block events if prompts may be computed by prefill peers: the frontend must know what
+    the engine has cached.
     """
     if config.transfer.prefill_peer and config.cache.kv_events_config is None:
         return replace(config.cache, kv_events_config=LOGGED_ONLY)
@@ -88,13 +82,13 @@ def _max_model_len(wanted: int | None, model_context_tokens: int) -> int:
 
 
 def _num_processes(config: EngineConfig) -> int:
-    """Returns the number of processes that share the machine's threads."""
+    """Number of processes that share the machine's threads."""
     return config.backend.num_ranks * config.fleet.data_parallel_size
 
 
 def _long_prefill_token_threshold(config: EngineConfig) -> int:
-    """Returns the most tokens of a prompt in a step: fewer where the blocks of one step leave while
-    the next is computed.
+    """Limits prefill chunks on an engine that sends KV, so that a chunk's blocks are sent while the
+    next one is computed.
     """
     given = config.scheduler.long_prefill_token_threshold
     sends = config.transfer.kv_transfer is not None and config.transfer.role == "prefill"
@@ -125,7 +119,7 @@ def _num_scheduler_steps(config: EngineConfig) -> int:
 
 
 def _parallel_size(config: EngineConfig) -> tuple[str, int]:
-    """Returns the option that shares a model out among processes, and its value."""
+    """Returns the option that splits the model over processes, and its value."""
     backend = config.backend
     if backend.num_stage_ranks > 1:
         return backend.meeting_option

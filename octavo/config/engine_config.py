@@ -1,9 +1,9 @@
-"""The engine's options as one frozen record, and how they are made of flat names.
+"""EngineConfig: all options of the engine, frozen.
 
-A field's name with dashes is its flag. `EngineConfig.from_options` takes them flat (LLM's keywords,
-the CLI's flags) and refuses what it does not know. Names and defaults are vLLM's where they mean
-the same. What depends on the model or the machine (None here) is derived in `config/derive.py`; the
-options themselves stand by subject in `model_options.py`, `cache_options.py`,
+A field's name with dashes is its flag. `EngineConfig.from_options` takes flat names (LLM's
+keywords, the CLI's flags) and rejects unknown ones. Names and defaults are vLLM's if they mean the
+same. Options that depend on the model or the machine are None here and derived in
+`config/derive.py`. The options are declared by subject in `model_options.py`, `cache_options.py`,
 `scheduler_options.py` and `backend_options.py`.
 """
 
@@ -27,13 +27,10 @@ from octavo.utils.extensions import extension_options
 Options = TypeVar("Options")
 
 OPTIONS_PAGE = "docs/reference/options.md"
-"""Page that lists every option."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All options of one engine."""
-
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     transfer: TransferOptions = field(default_factory=TransferOptions)
@@ -46,12 +43,12 @@ class EngineConfig:
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     observe: ObserveOptions = field(default_factory=ObserveOptions)
     extensions: tuple[Any, ...] = field(default_factory=extension_options)
-    """Options of the extensions, a dataclass each group."""
+    """Options of the extensions, one dataclass for each group."""
 
     @staticmethod
     def from_options(**options: Any) -> EngineConfig:
-        """Makes a config from flat names, e.g. `from_options(model="smollm2", threads=2)`;
-        ConfigError names an unknown or bad one.
+        """Builds a config from flat names, such as `from_options(model="smollm2", threads=2)`.
+        Raises ConfigError for an unknown name or invalid value.
         """
         known = option_fields()
         for name in options:
@@ -66,7 +63,7 @@ class EngineConfig:
         return EngineConfig(**sections, extensions=tuple(map(parse, extension_options())))
 
     def to_options(self) -> dict[str, Any]:
-        """Returns the flat options of which `from_options` makes the same config."""
+        """Returns flat options from which `from_options` builds an equal config."""
         own = [getattr(self, section.name) for section in _own_sections()]
         return {
             entry.name: getattr(section, entry.name)
@@ -75,18 +72,18 @@ class EngineConfig:
         }
 
     def of(self, kind: type[Options]) -> Options:
-        """Returns the options of an extension that are declared by a dataclass."""
+        """Returns an extension's options by their dataclass."""
         found: Options = next(each for each in self.extensions if type(each) is kind)
         return found
 
     def replace_options(self, options: Any) -> EngineConfig:
-        """Returns a config with other options of an extension."""
+        """Returns a copy with an extension's options replaced."""
         kept = (options if type(each) is type(options) else each for each in self.extensions)
         return replace(self, extensions=tuple(kept))
 
 
 def option_fields() -> dict[str, OptionField]:
-    """Returns every option by its flat name, in order."""
+    """Returns all options by flat name, in order."""
     found: dict[str, OptionField] = {}
     for usual in (*map(_default, _own_sections()), *extension_options()):
         found |= options_of(type(usual))

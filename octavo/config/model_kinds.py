@@ -1,4 +1,4 @@
-"""What a kind of model makes of the options: encoders, decoders behind one, recurrent states."""
+"""Adjusts options to the kind of model: encoder, encoder-decoder, recurrent states."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from octavo.config.scheduler_options import PROGRAM_METHODS
 
 
 def for_whole_texts(config: EngineConfig) -> EngineConfig:
-    """Returns the config of a model that reads each text whole, in one step, and keeps no KV
-    beyond it: prompts are not chunked, and no prefix of one is found again.
+    """Returns the config for an encoder: each text is computed whole in one step, without chunked
+    prefill and prefix caching.
     """
     return replace(
         config,
@@ -21,9 +21,10 @@ def for_whole_texts(config: EngineConfig) -> EngineConfig:
 
 
 def for_encoder(config: EngineConfig, max_input_len: int) -> EngineConfig:
-    """Returns the config of a decoder behind an encoder, whose longest input has `max_input_len`
-    rows: each input is encoded whole, in one step, and no prefix is found again. ConfigError names
-    an option that asks for what such a model cannot do.
+    """Returns the config for an encoder-decoder whose longest input has `max_input_len` rows:
+    inputs are encoded whole in one step, without prefix caching.
+
+    Raises ConfigError for options that such a model does not support.
     """
     usual = EngineConfig()
     for group, names in (
@@ -70,7 +71,7 @@ def for_encoder(config: EngineConfig, max_input_len: int) -> EngineConfig:
 
 
 def check_states(config: EngineConfig) -> None:
-    """Raises ConfigError where an option asks for what a model with recurrent states cannot do."""
+    """Raises ConfigError for options that models with recurrent states do not support."""
     backend, method = config.backend, config.scheduler.spec_method
     if config.scheduler.guesses and backend.backend == "torch" and backend.batch_invariant:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Options of the model, of its adapters and images, and of sampling."""
+"""Options of the model, LoRA adapters, images and sampling."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ DEFAULT_MODEL = "smollm2"
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Options of the model, its numbers and its tokenizer."""
-
     model: str = option(
         DEFAULT_MODEL,
         "Model",
@@ -132,8 +130,6 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
-    """Options of adapters (LoRA) that requests may name."""
-
     enable_lora: bool = option(
         False,
         "LoRA",
@@ -160,13 +156,13 @@ class LoraOptions:
 
     @property
     def num_slots(self) -> int:
-        """Adapters on the device; 0 where none are taken."""
+        """Number of adapters on the device; 0 if LoRA is disabled."""
         return self.max_loras if self.enable_lora else 0
 
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """Options of the images that prompts may hold."""
+    """Options of images in prompts."""
 
     max_images: int = option(16, "Multimodal", "Accept at most N images in a prompt", low=1)
     max_image_tokens: int = option(
@@ -192,8 +188,6 @@ class MediaOptions:
 
 @dataclass(frozen=True, slots=True)
 class DrawOptions:
-    """Options of sampling."""
-
     logits_processors: tuple[str, ...] = option(
         (),
         "Sampling",
@@ -224,5 +218,5 @@ class DrawOptions:
 
     @property
     def processors(self) -> list[ProcessorEntry]:
-        """The functions that requests may name; ConfigError where the option is no list of them."""
+        """Parsed functions that requests may name; raises ConfigError if the option is invalid."""
         return processor_entries(self.logits_processors)

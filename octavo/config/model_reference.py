@@ -1,12 +1,12 @@
-"""References to models of the Hugging Face hub, as users write them.
+"""References to models on the Hugging Face hub, as users write them.
 
     OWNER/REPO                     a repository
     OWNER/REPO:Q4_K_M              a quantization among its GGUF files
     OWNER/REPO/FOLDER/FILE.gguf    one of its files
-    hf.co/..., huggingface.co/...  the same, with the hub's name in front
+    hf.co/..., huggingface.co/...  the same with the hub's host name
     https://huggingface.co/OWNER/REPO/blob/main/FILE.gguf
 
-Parses text only. Which files a reference means is decided by `checkpoint/hub_files.py`.
+`checkpoint/hub_files.py` chooses the files that a reference selects.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from urllib.parse import unquote, urlsplit
 HOSTS = ("hf.co", "huggingface.co", "www.huggingface.co")
 MAIN = "main"
 LATEST = "latest"
-"""Tag that Ollama's clients append to a name without one; it selects nothing."""
+"""Tag that Ollama's clients append to names without one; ignored."""
 
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-"""A repository's name; a few old ones have no owner."""
+"""A repository's name; some old ones have no owner."""
 QUANT = re.compile(r"\w[\w.-]*")
 INSIDE = re.compile(
     r"(?P<repository>[^/]+/[^/]+)/(?P<view>blob|resolve|raw|tree)/(?P<revision>[^/]+)"
     r"(/(?P<inside>.+))?"
 )
-"""Path of an address below a repository's name."""
+"""Path of a URL within a repository."""
 FILE = re.compile(r"[^\\\0]+\.gguf", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """A repository of the hub, and what is meant of it."""
+    """A repository on the hub, and the selected file or quantization."""
 
     repository: str
     file: str = ""
     """Path of a GGUF file in the repository; "" if none is named."""
     quant: str = ""
-    """Name of a quantization, as it was written; "" if none is named."""
+    """Name of a quantization, as written; "" if none is named."""
     revision: str = MAIN
 
     def __str__(self) -> str:
@@ -50,12 +50,12 @@ class HubReference:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What is equal for two spellings of one reference."""
+        """Equal for different spellings of one reference."""
         return (self.repository.lower(), self.file, self.quant.lower(), self.revision)
 
 
 def parse_hub_reference(text: str) -> HubReference | None:
-    """Returns what a text means on the hub; None if it is not the name of anything there."""
+    """Parses a reference or a URL of the hub; returns None if the text is neither."""
     if "://" in text:
         return _parse_url(text)
     host, _, path = text.partition("/")
@@ -63,7 +63,7 @@ def parse_hub_reference(text: str) -> HubReference | None:
 
 
 def same_model(name: str, other: str) -> bool:
-    """Tells whether two names mean the same model: equal texts, or spellings of one reference."""
+    """Returns whether two names are equal texts or references to the same model."""
     if name == other:
         return True
     first, second = parse_hub_reference(name), parse_hub_reference(other)
@@ -71,7 +71,7 @@ def same_model(name: str, other: str) -> bool:
 
 
 def _parse_url(text: str) -> HubReference | None:
-    """Parses the address of a repository or of a file, as a browser shows or copies it."""
+    """Parses the URL of a repository or a file, as copied from a browser."""
     try:
         url, endpoint = urlsplit(text), urlsplit(os.environ.get("HF_ENDPOINT", ""))
     except ValueError:
@@ -95,7 +95,7 @@ def _parse_url(text: str) -> HubReference | None:
 
 
 def _parse_path(path: str) -> HubReference | None:
-    """Parses OWNER/REPO with what may follow it."""
+    """Parses OWNER/REPO with an optional quantization or file."""
     parts = path.split("/")
     if not _is_inside(parts):
         return None
@@ -112,5 +112,5 @@ def _parse_path(path: str) -> HubReference | None:
 
 
 def _is_inside(parts: list[str]) -> bool:
-    """Tells whether a path stays below its folder."""
+    """Returns whether a path has no empty or relative parts."""
     return all(part not in ("", ".", "..") for part in parts)

@@ -1,6 +1,6 @@
-"""One option: how a field of a dataclass declares it, and how a value in any form becomes its own.
+"""Declaration of one option as a dataclass field, and conversion of its values.
 
-Knows no option by name; `engine_config.py` has the engine's, `server/settings.py` the server's.
+The engine's options are in `engine_config.py`, the server's in `server/settings.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from octavo.api.errors import ConfigError
 from octavo.config.sizes import format_size, parse_bytes, parse_count, read_seconds
 
 MAX_COUNT = (1 << 31) - 1
-"""Most requests, tokens or threads that an option may name: arrays of them have 32-bit indices."""
+"""Maximum count of requests, tokens or threads: they are indexed with 32 bits."""
 
 MAX_CHOICES_LENGTH = 40
-"""Most characters of a flag's name and its choices on one line of the help."""
+"""Maximum length of a flag's name and choices on one line of the help, in characters."""
 
 
 Group = Literal[
@@ -35,10 +35,10 @@ Group = Literal[
     "Logging",
     "Experimental",
 ]
-"""Groups of options, in the order in which `--help-all` and the reference show them."""
+"""Groups of options, in the order of `--help-all` and the reference."""
 
 COMMON = "Common"
-"""Group of the most used options, which `--help` shows."""
+"""Group of the most used options, shown by `--help`."""
 
 
 def option(
@@ -54,12 +54,12 @@ def option(
     low: float | None = None,
     short: str | None = None,
 ) -> Any:
-    """Makes a field with its group and its help text.
+    """Declares an option as a dataclass field.
 
-    `text` is one line in the imperative; `details` is the rest, for the reference page. `derived`
-    says what a default of None becomes. A `common` option is part of `--help`; the others are shown
-    by `--help-all`. `unit` lets texts such as "2GiB", "8k" or "5m" stand for numbers, `low` is the
-    least value, `short` a short flag beside the long one.
+    `text` is the help text: one line, imperative. `details` is added on the reference page.
+    `derived` describes what a default of None becomes. `common` options are shown by `--help`,
+    others only by `--help-all`. `unit` allows texts such as "2GiB", "8k" or "5m" for numbers; `low`
+    is the minimum; `short` is a short flag.
     """
     return field(
         default=default,
@@ -79,34 +79,33 @@ def option(
 
 @dataclass(frozen=True, slots=True)
 class OptionField:
-    """Declaration and type of one option, for what makes flags or documents of it."""
+    """Declaration and type of one option, from which flags and documentation are generated."""
 
     entry: Field[Any]
     type: Any
 
     @property
     def help(self) -> str:
-        """One line that its flag and the documents show."""
+        """Help text of one line."""
         return str(self.entry.metadata["help"])
 
     @property
     def details(self) -> str:
-        """Sentences that follow the help text in the documents."""
+        """Additional sentences on the reference page."""
         return str(self.entry.metadata["details"])
 
     @property
     def group(self) -> str:
-        """Group in the documents."""
         return str(self.entry.metadata["group"])
 
     @property
     def panel(self) -> str:
-        """Group in the help of a command."""
+        """Group in a command's help."""
         return COMMON if self.entry.metadata["common"] else self.group
 
     @property
     def default_text(self) -> str:
-        """The default as a reader sees it; "" if there is none."""
+        """The default for display; "" if there is none."""
         default: Any = self.entry.default
         if default in (None, (), "") or isinstance(default, bool):
             return str(self.entry.metadata["derived"])
@@ -116,7 +115,7 @@ class OptionField:
 
     @property
     def metavar(self) -> str:
-        """Placeholder of the value in the help: the choices, or a word for what it is."""
+        """Placeholder of the value in the help: the choices, or the kind of value."""
         if given := self.entry.metadata["metavar"]:
             return str(given)
         choices, word = "|".join(self.choices), self.entry.name.rpartition("_")[2].upper()
@@ -129,7 +128,7 @@ class OptionField:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Texts that are allowed; () where it is not a choice."""
+        """Allowed texts; () if any are."""
         inner = (
             [part for part in get_args(self.type) if part is not type(None)]
             if get_origin(self.type) is not Literal
@@ -139,25 +138,25 @@ class OptionField:
 
     @property
     def is_list(self) -> bool:
-        """Whether the option takes any number of texts."""
+        """Whether the option is repeatable."""
         return get_origin(self.type) is tuple
 
     @property
     def number(self) -> type[int] | type[float] | None:
-        """Kind of number that it holds, if any."""
+        """Numeric type of the option; None for other types."""
         kinds = get_args(self.type) or (self.type,)
         return int if int in kinds else float if float in kinds else None
 
 
 def options_of(kind: type) -> dict[str, OptionField]:
-    """Returns the options that are a dataclass's fields, by name."""
+    """Returns the options declared by a dataclass, by name."""
     hints = get_type_hints(kind)
     return {entry.name: OptionField(entry, hints[entry.name]) for entry in fields(kind)}
 
 
 def convert(spec: OptionField, value: Any) -> Any:
-    """Returns the value in the option's own type, or raises ConfigError. Texts stand for numbers,
-    as a shell has them.
+    """Converts a value to the option's type; numbers may be given as texts. Raises ConfigError if
+    it is not allowed.
     """
     name, unit = spec.entry.name, spec.entry.metadata["unit"]
     if value is None:
@@ -188,7 +187,7 @@ def convert(spec: OptionField, value: Any) -> Any:
 
 
 def _parse_number(text: str, kind: type[int] | type[float]) -> Any:
-    """Returns the number that a text holds, or the text where it holds none."""
+    """Parses a number; returns the text itself if it is none."""
     try:
         return kind(text)
     except ValueError:

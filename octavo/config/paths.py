@@ -1,6 +1,4 @@
-"""Paths as users write them: `~` is a home, and a name that no file can have is a file that is not
-there.
-"""
+"""Paths given by users, and the directories of caches and state."""
 
 from __future__ import annotations
 
@@ -11,9 +9,7 @@ from octavo.config.model_reference import parse_hub_reference
 
 
 def user_path(text: str) -> Path:
-    """Returns the path that a user wrote, with `~` resolved; `~name` stays where no such user is
-    known.
-    """
+    """Returns the path with `~` expanded; `~name` stays as it is if there is no such user."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -21,7 +17,7 @@ def user_path(text: str) -> Path:
 
 
 def cache_dir() -> Path:
-    """Returns `$OCTAVO_CACHE`, else `octavo` in `$XDG_CACHE_HOME`, else in ~/.cache."""
+    """Returns `$OCTAVO_CACHE`, or `octavo` in `$XDG_CACHE_HOME` or ~/.cache."""
     own, users = os.environ.get("OCTAVO_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
         return user_path(own)
@@ -29,20 +25,20 @@ def cache_dir() -> Path:
 
 
 def state_home() -> Path:
-    """Returns the folder of what Octavo keeps between runs, by the XDG rules."""
+    """Returns the directory of persistent state, by the XDG rules."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(home) / "octavo"
 
 
 def open_state_home() -> Path:
-    """Returns that folder, which is made where it is missing; only its owner reads it."""
+    """Returns `state_home`, created if missing, readable only by its owner."""
     home = state_home()
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     return home
 
 
 def is_there(path: Path) -> bool:
-    """Tells whether something exists at a path; False for a name that no file can have."""
+    """Returns whether a path exists; False for names that no file can have."""
     try:
         return path.exists()
     except OSError:  # the name is too long
@@ -50,9 +46,7 @@ def is_there(path: Path) -> bool:
 
 
 def public_name(model: str) -> str:
-    """Returns a model's name without the folders of this machine, or the address of the hub; other
-    names stay as they are.
-    """
+    """Returns a model's name without this machine's directories or the hub's address."""
     path = user_path(model)
     if not is_there(path):
         reference = parse_hub_reference(model) if "://" in model else None

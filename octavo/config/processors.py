@@ -1,7 +1,6 @@
-"""The option `logits_processors`: which functions requests may name, and where they are found.
-
-Reads texts and imports nothing; the worker loads the functions
-(`worker/sampling/logits_processors.py`)."""
+"""Parses the option `logits_processors`. The worker loads the functions
+(`worker/sampling/logits_processors.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,22 +11,22 @@ from typing import NamedTuple
 from octavo.api.errors import ConfigError
 
 MAKER = re.compile(r"(?P<attribute>[\w.]+)\((?P<numbers>(-?\d+(,-?\d+)*)?)\)")
-"""A class or function that makes a processor, and the whole numbers that it is given."""
+"""A factory of a processor and its integer arguments."""
 
 
 class ProcessorEntry(NamedTuple):
-    """A function that changes logits, and the name that requests use for it."""
+    """A logits processor and the name that requests use for it."""
 
     name: str
     module: str
     attribute: str
     numbers: tuple[int, ...] | None = None
-    """Numbers with which what is found makes the function; None where it is the function."""
+    """Arguments of the factory; None if `attribute` is the processor itself."""
 
 
 def processor_entries(texts: Iterable[str]) -> list[ProcessorEntry]:
-    """Reads NAME=MODULE:FUNCTION, or MODULE:FUNCTION, which has the function's name; ConfigError
-    where a text is neither, or a name comes twice.
+    """Parses NAME=MODULE:FUNCTION or MODULE:FUNCTION (named like the function). Raises ConfigError
+    for an invalid text or a duplicate name.
     """
     found: dict[str, ProcessorEntry] = {}
     for text in texts:

@@ -1,4 +1,4 @@
-"""The address at which the ranks of one engine come from other machines."""
+"""The address and secret for ranks on other machines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from octavo.config.hosts import is_local
 
 
 def parse_rank_address(text: str) -> tuple[str, int]:
-    """Returns the host and the port of "HOST:PORT"; ConfigError says what is wrong in it."""
+    """Parses "HOST:PORT"; raises ConfigError if it is invalid."""
     host, _, port = text.rpartition(":")
     if not host or host == "0.0.0.0" or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
@@ -18,7 +18,7 @@ def parse_rank_address(text: str) -> tuple[str, int]:
 
 
 def check_rank_secret(host: str, secret: str | None) -> None:
-    """Raises ConfigError where other machines reach the address and no secret is set."""
+    """Raises ConfigError if the address is reachable from other machines and no secret is set."""
     if not is_local(host) and not secret:
         raise ConfigError(
             f"rank_address: got the host {host!r}, which others may reach, and no rank_secret",

@@ -1,4 +1,4 @@
-"""Options of the queue, of what runs together in a step, and of watching both."""
+"""Options of the scheduler, speculation, recording and stall detection."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 from octavo.config.option import option
 
 PROGRAM_METHODS = ("draft_model", "eagle3", "mtp")
-"""Ways to guess that run a Program of their own."""
+"""Speculation methods that run a Program of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """Options of the queue and of what runs together in a step."""
+    """Options of the scheduler and of speculative decoding."""
 
     max_num_batched_tokens: int = option(
         2048, "Scheduling", "Compute at most N tokens in one step", unit="count", low=1
@@ -174,13 +174,13 @@ class SchedulerOptions:
 
     @property
     def guesses(self) -> bool:
-        """Whether tokens are guessed, as far as these options say by name."""
+        """Whether these options enable speculative decoding."""
         return self.spec_method not in (None, "none")
 
 
 @dataclass(frozen=True, slots=True)
 class ObserveOptions:
-    """Options of recording and watching an engine."""
+    """Options of recording and stall detection."""
 
     record: str | None = option(
         None,

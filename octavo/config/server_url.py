@@ -1,6 +1,6 @@
-"""Parses a server's address as users write it: http://HOST:PORT, HOST:PORT, HOST or :PORT.
+"""Parses a server's address: http://HOST:PORT, HOST:PORT, HOST or :PORT.
 
-A trailing slash and the API's /v1 are removed, so that a base URL of OpenAI's clients works too.
+A trailing slash and /v1 are removed, so that the base URL of an OpenAI client works.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from urllib.parse import SplitResult, urlsplit
 from octavo.api.errors import ConfigError
 
 DEFAULT_PORT = 8000
-"""Port of an address without a scheme and a port, which is the default of `octavo serve`."""
+"""Port of an address without scheme and port; the default of `octavo serve`."""
 PORTS = {"http": 80, "https": 443}
-"""Port of a URL without one, by scheme."""
+"""Default ports of URLs, by scheme."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerUrl:
-    """A checked address; `str` gives its canonical URL."""
+    """A parsed address; `str` returns its canonical URL."""
 
     scheme: str
     host: str
     port: int
     authority: str
-    """Host and port as they stand in the URL and in the Host header."""
+    """Host and port as in the URL and the Host header."""
     path: str
-    """What stands before each route; empty or /PREFIX."""
+    """Path before each route: "" or /PREFIX."""
 
     @property
     def is_tls(self) -> bool:
@@ -37,8 +37,8 @@ class ServerUrl:
 
 
 def parse_server_url(text: str, *, hint: str | None = None) -> ServerUrl:
-    """Returns the address of a server; raises ConfigError for other schemes, user names, queries
-    and characters that no URL has.
+    """Parses a server's address; raises ConfigError for other schemes, user names, queries and
+    invalid characters.
     """
     parts, port = _split(text)
     has_more = parts.query or parts.fragment or parts.username is not None
@@ -52,9 +52,7 @@ def parse_server_url(text: str, *, hint: str | None = None) -> ServerUrl:
 
 
 def _split(text: str) -> tuple[SplitResult, int | None]:
-    """Returns the parts of an address and its port, which is None if the address has none that is
-    a number.
-    """
+    """Splits an address; the port is None if it is missing or not a number."""
     has_scheme = "://" in text
     try:
         parts = urlsplit(text if has_scheme else f"http://{text}")

@@ -1,4 +1,4 @@
-"""Numbers with units, as options take them: "2GiB", "500MB", "8k"."""
+"""Parses and formats numbers with units, such as "2GiB", "500MB" and "8k"."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from octavo.api.errors import ConfigError
 
 MAX_SIZE = 1 << 60
-"""Largest number of bytes, or count, that is read."""
+"""Maximum number of bytes or count."""
 _BYTES = {"": 1, "B": 1} | {
     prefix + suffix: (1000 if suffix == "B" else 1024) ** power
     for power, prefix in enumerate("KMGT", start=1)
@@ -20,21 +20,21 @@ _COUNTS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 
 
 def parse_bytes(text: str, *, name: str) -> int:
-    """Parses a number of bytes: "2GiB" (1024s), "2GB" (1000s), "2G" (1024s) or "2147483648"."""
+    """Parses a size in bytes: "2GiB" (1024s), "2GB" (1000s), "2G" (1024s) or "2147483648"."""
     return _parse(
         text, _BYTES, name=name, allowed="a number of bytes such as 2147483648, 2GiB or 500MB"
     )
 
 
 def parse_count(text: str, *, name: str) -> int:
-    """Parses a count: 8k is 8,000 and 8K is 8,192, as vLLM reads them."""
+    """Parses a count: 8k is 8,000 and 8K is 8,192, as in vLLM."""
     return _parse(
         text, _COUNTS, name=name, allowed="a whole number such as 8192, 8k (8,000) or 8K (8,192)"
     )
 
 
 def parse_rate(text: str, *, name: str) -> float:
-    """Parses a rate in thousands: 50G is 50,000,000,000, 1.5T is 1,500,000,000,000."""
+    """Parses a rate with a decimal prefix: 50G is 50,000,000,000."""
     powers = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)\s*", text)
     if not match or float(match[1]) == 0:
@@ -43,7 +43,7 @@ def parse_rate(text: str, *, name: str) -> float:
 
 
 def parse_duration_s(name: str, text: str) -> float:
-    """Parses a time above 0 with its unit, such as "2s" or "80ms", into seconds."""
+    """Parses a positive duration such as "2s" or "80ms"; returns seconds."""
     text = text.replace(" ", "")
     seconds = None if _SECONDS_ALONE.fullmatch(text) else read_seconds(text)
     if not seconds or seconds < 0:
@@ -52,8 +52,8 @@ def parse_duration_s(name: str, text: str) -> float:
 
 
 def read_seconds(text: str) -> float | None:
-    """Returns the seconds of a number, or of a time as Go writes it ("5m", "1h30m", "-1s"); None
-    for another text.
+    """Parses seconds, or a duration in Go's notation ("5m", "1h30m", "-1s"); returns None for other
+    texts.
     """
     if _SECONDS_ALONE.fullmatch(text):
         return float(text)
@@ -65,7 +65,7 @@ def read_seconds(text: str) -> float | None:
 
 
 def format_bytes(count: float) -> str:
-    """Writes a number of bytes for people, as "2.0 GiB"."""
+    """Formats a size for people, as "2.0 GiB"."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -74,7 +74,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_size(count: int) -> str:
-    """Writes a number of bytes as an option takes it, exactly: "2GiB", "20MiB" or "1000B"."""
+    """Formats a size exactly, in the notation of options: "2GiB", "20MiB" or "1000B"."""
     for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count and count % (1 << shift) == 0:
             return f"{count >> shift}{unit}"

@@ -1,8 +1,7 @@
-"""Which layout of a number of machines serves a trace best: the goodput per machine of each, by
-simulation.
+"""Finds the layout of N machines with the highest goodput for a trace, by simulation.
 
-Goodput is the highest rate of requests at which a share of them still meets the objective; rates
-are those of the trace, sped up or slowed down. Source: DistServe (Zhong et al. 2024).
+Goodput is the highest request rate at which enough requests meet the objective; the trace is sped
+up or slowed down to vary the rate. Source: DistServe (Zhong et al. 2024).
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from octavo.tools.simulated_fleet import (
 )
 
 GOOD_SHARE = 0.9
-"""Share of the requests that must meet the objective."""
+"""Fraction of requests that must meet the objective."""
 NUM_HALVINGS = 6
-"""Halvings of the range of rates: the goodput found is within 2% of it."""
+"""Bisection steps over the rate: the result is within 2% of the goodput."""
 MAX_SPEED = 4096.0
 MAX_MACHINES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Limits that a good request keeps to, in seconds."""
+    """Latency limits of a good request, in seconds."""
 
     ttft_s: float
     tpot_s: float
 
     @staticmethod
     def parse(text: str) -> Objective:
-        """Reads "ttft=2s,tpot=80ms"; ConfigError says what is wrong with it."""
+        """Parses "ttft=2s,tpot=80ms"; raises ConfigError if it is invalid."""
         limits: dict[str, float] = {}
         for part in text.split(","):
             name, sign, value = part.strip().partition("=")
@@ -59,15 +58,15 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class RatedLayout:
-    """A layout with the rate of requests that it was found to serve."""
+    """A layout and its goodput."""
 
     layout: FleetLayout
     source: str
     """Recording of the engine."""
     requests_per_s: float
-    """Goodput of all machines; 0 where not even the slowest rate is met."""
+    """Goodput of all machines; 0 if even the slowest rate misses the objective."""
     is_bound: bool = False
-    """Whether the goodput may be higher: no higher rate was tried."""
+    """Whether this is the highest rate that was tried, so that the goodput may be higher."""
 
     @property
     def per_machine(self) -> float:
@@ -75,11 +74,11 @@ class RatedLayout:
 
 
 MakeRequests = Callable[[float], Sequence[SimulatedRequest]]
-"""Function from a factor to the trace's requests, which come that many times as fast."""
+"""Builds the trace's requests, sped up by a factor."""
 
 
 def engine_of(path: Path) -> SimulatedEngine:
-    """Reads an engine and what its steps cost from a recording; ConfigError where it has none."""
+    """Reads an engine and its step costs from a recording; raises ConfigError if it has none."""
     header, events = read_log(path)
     _check(path, header)
     costs = None
@@ -109,8 +108,8 @@ def engine_of(path: Path) -> SimulatedEngine:
 
 
 def layouts_of(num_machines: int) -> list[FleetLayout]:
-    """Returns the layouts of `num_machines` machines: one engine on each, some of which may compute
-    prompts for the others, or engines whose layers several machines share out.
+    """Returns all layouts of `num_machines` machines: one engine on each, some of which may prefill
+    for the others, or pipeline-parallel engines over several machines.
     """
     if not 1 <= num_machines <= MAX_MACHINES:
         raise ConfigError(f"machines: got {num_machines}, allowed are 1 to {MAX_MACHINES}")
@@ -130,8 +129,8 @@ def rate_layouts(
     num_machines: int,
     options: FleetOptionsSimulated,
 ) -> list[RatedLayout]:
-    """Returns the goodput of every layout of every recorded engine, the best first; `engines` are
-    by the names of their recordings.
+    """Returns the goodput of each layout of each recorded engine, best first; `engines` by
+    recording name.
     """
     found = []
     fastest = _rate(make(MAX_SPEED))
@@ -151,7 +150,7 @@ def goodput(
     *,
     num_halvings: int = NUM_HALVINGS,
 ) -> float:
-    """Returns the highest rate, in requests a second, at which enough requests are good."""
+    """Returns the goodput in requests per second."""
 
     def is_good(speed: float) -> bool:
         requests = SimulatedFleet(engine, layout, options).run(make(speed))
@@ -181,7 +180,7 @@ def _rate(requests: Sequence[SimulatedRequest]) -> float:
 
 
 def _check(path: Path, header: RecordingHeader) -> None:
-    """Refuses recordings of engines that the simulation does not know."""
+    """Rejects recordings of engines that the simulation does not support."""
     stages = header.options.get("pipeline_parallel_size", 1)
     if stages != 1:
         raise ConfigError(

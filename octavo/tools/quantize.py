@@ -1,4 +1,4 @@
-"""Puts a quantisation together: the model, its calibration texts, where it goes; and runs it."""
+"""Quantizes a model to files: model, calibration texts, output directory."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from octavo.worker.quantizing.targets import chosen_ops, matrices_of
 
 WIDE_BITS = 8
 GROUPS = (128, 64, 32, 16)
-"""Sizes of groups that are usual."""
+"""Usual group sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """Texts over which a model is run, and how much of them."""
+    """Calibration texts."""
 
     text: Path
     num_texts: int
     length: int
     """Tokens of each text."""
     tokenizer: str | None = None
-    """Another model whose tokenizer reads the texts; None for the model's own."""
+    """Model whose tokenizer encodes the texts; None: the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A model that was quantised."""
+    """Result of a quantization."""
 
     output: Path
     num_matrices: int
@@ -73,8 +73,8 @@ class Quantized:
 def quantize_model(
     model: str, recipe: Recipe, output: Path, calibration: CalibrationText | None, report: Report
 ) -> Quantized:
-    """Quantises a model into a new directory; raises SetupError before anything is computed where
-    it cannot be done.
+    """Quantizes a model into a new directory. Raises SetupError before computing anything if it is
+    not possible.
     """
     if calibration is None and recipe.needs_calibration:
         raise ConfigError(
@@ -94,7 +94,7 @@ def quantize_checkpoint(
     token_ids: NDArray[np.int32] | None,
     report: Report,
 ) -> Quantized:
-    """Quantises an opened model over calibration texts `[texts, length]`."""
+    """Quantizes an opened model with calibration tokens `[texts, length]`."""
     program = _program(checkpoint)
     recipe = _with_group(recipe, program, checkpoint, report)
     destination = _destination(checkpoint, recipe, program)
@@ -132,7 +132,7 @@ def quantize_checkpoint(
 
 
 def _describe_larger(checkpoint: Checkpoint, folder: Path) -> str | None:
-    """Returns a warning if the result, whose space is reserved, is not smaller than its source."""
+    """Returns a warning if the result is not smaller than its source."""
     made, source = _folder_bytes(folder), _weight_bytes(checkpoint)
     if made < source:
         return None
@@ -153,8 +153,8 @@ def _weight_bytes(checkpoint: Checkpoint) -> int:
 def _begin(
     destination: Destination, plan: QuantizePlan, journal: Journal, state_bytes: int
 ) -> None:
-    """Reserves the disk's space and writes what stays as it is, unless an earlier run has; leaves
-    nothing behind where there is no room.
+    """Reserves disk space and writes the unquantized files, unless a resumed run already has.
+    Removes everything if there is not enough space.
     """
     try:
         destination.begin(list(plan.matrices.values()), journal.folder, keeps=journal.goes_on)
@@ -168,7 +168,7 @@ def _begin(
 
 
 def _state_bytes(program: Program, recipe: Recipe, token_ids: NDArray[np.int32] | None) -> int:
-    """Returns the bytes that the state of a run takes: the residual stream of all tokens."""
+    """Returns the bytes of a run's state: the residual stream of all tokens."""
     if token_ids is None:
         return 0
     table = next(op for op in program.ops if isinstance(op, Embedding))
@@ -177,7 +177,7 @@ def _state_bytes(program: Program, recipe: Recipe, token_ids: NDArray[np.int32] 
 
 
 def _program(checkpoint: Checkpoint) -> Program:
-    """Builds the Program whose matrices are quantised."""
+    """Builds the Program with the matrices to quantize."""
     programs = build_programs(checkpoint.config, every_key=checkpoint.has_config_file)
     program = programs.get("decoder") or programs.get("encoder")
     if program is None or len(programs) > 1:
@@ -190,8 +190,8 @@ def _program(checkpoint: Checkpoint) -> Program:
 
 
 def _with_group(recipe: Recipe, program: Program, checkpoint: Checkpoint, report: Report) -> Recipe:
-    """Returns the recipe with a group that divides the inputs of every matrix, which is chosen if
-    none was given; raises ConfigError for a given one that does not.
+    """Returns the recipe with a group size that divides the inputs of every matrix; chooses one if
+    none is given. Raises ConfigError if the given one does not.
     """
     if recipe.output_format == "gguf" or recipe.group == 0:
         return replace(recipe, group=recipe.group or 0)
@@ -221,7 +221,7 @@ def _with_group(recipe: Recipe, program: Program, checkpoint: Checkpoint, report
 
 
 def calibration_ids(checkpoint: Checkpoint, calibration: CalibrationText) -> NDArray[np.int32]:
-    """Returns texts of equal length, spread over a file: `[texts, length]`."""
+    """Returns tokens of equally long texts, spread over the file: `[texts, length]`."""
     source = (
         open_checkpoint(resolve(calibration.tokenizer, progress=True)).tokenizer_source()
         if calibration.tokenizer is not None
@@ -274,7 +274,9 @@ def _destination(checkpoint: Checkpoint, recipe: Recipe, program: Program) -> De
 
 
 def _tokenizer_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
-    """Returns what writes the files of a tokenizer that the source holds in another form."""
+    """Returns a function that writes tokenizer files if the source stores its tokenizer in another
+    format.
+    """
 
     def write(folder: Path) -> None:
         source = checkpoint.tokenizer_source()
@@ -285,7 +287,7 @@ def _tokenizer_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
 
 
 def write_tokenizer(source: TokenizerSource, folder: Path) -> None:
-    """Writes the tokenizer's files of a source that holds a vocabulary, as GGUF files do."""
+    """Writes the tokenizer files of a source that stores a vocabulary, such as GGUF."""
     assert source.vocabulary is not None
     built = build_tokenizer(source.vocabulary, source.origin)
     built.tokenizer.save(str(folder / "tokenizer.json"))
@@ -317,7 +319,7 @@ def _bits(program: Program, recipe: Recipe) -> Callable[[Weight], int]:
 def _identity(
     checkpoint: Checkpoint, recipe: Recipe, token_ids: NDArray[np.int32] | None
 ) -> dict[str, Any]:
-    """Returns what an interrupted run must have in common with the one that goes on."""
+    """Returns what must be equal for an interrupted run to be resumed."""
     files = [
         [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
         for file in checkpoint.weight_files

@@ -1,10 +1,8 @@
-"""A fleet that exists only on clocks: several real schedulers behind a real router, whose steps
-take as long as those of a recording did.
+"""Discrete-event simulation of a fleet: real schedulers and a real router, with step times from a
+recording.
 
-A discrete-event simulation: the next event is an arrival, the end of an engine's step, or the
-arrival of blocks that another engine has computed. Prompts may be computed by engines of their own
-and go over a link of a given rate, as fast as they are computed or as the link carries them. Knows
-no model and no file.
+Events are arrivals, ends of steps, and arrivals of KV blocks from prefill engines. Blocks travel
+over a link of a given rate while they are computed.
 """
 
 from __future__ import annotations
@@ -37,13 +35,12 @@ from octavo.engine.scheduler.build import build_scheduler
 from octavo.worker.simulated import SimulatedClock, SimulatedExecutor, SimulatedPipeline
 
 MAX_IDLE_STEPS = 10_000
-"""Steps of an engine that may compute nothing one after the other before the simulation gives up.
-"""
+"""Maximum number of consecutive steps without computation before the simulation fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """An engine as a recording describes it."""
+    """An engine, as read from a recording."""
 
     scheduler: SchedulerOptions
     cache: CacheOptions
@@ -52,18 +49,18 @@ class SimulatedEngine:
     max_model_len: int
     costs: StepCosts
     token_bytes: float
-    """Bytes of one token's K and V in all groups, which a link carries."""
+    """KV bytes of one token in all groups, as sent over a link."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetLayout:
-    """Engines that share the requests: all compute prompts, or some of them only prompts."""
+    """Number and roles of the engines."""
 
     num_engines: int
     num_prefill: int = 0
-    """Engines that compute prompts for the others; 0: each computes its own."""
+    """Engines that only prefill, for the others; 0: each engine prefills its own prompts."""
     num_stages: int = 1
-    """Machines of each engine, which share out its layers and have as many steps in flight."""
+    """Pipeline stages of each engine, one machine each."""
 
     @property
     def num_machines(self) -> int:
@@ -79,16 +76,16 @@ class FleetLayout:
 
 @dataclass(frozen=True, slots=True)
 class FleetOptionsSimulated:
-    """How requests are placed, and how blocks travel."""
+    """Routing policy and link rate."""
 
     policy: RoutingPolicyName = "kv"
     link_bytes_per_s: float = 125e6
-    """Rate of the link of each machine, in each direction."""
+    """Rate of each machine's link, per direction."""
 
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """A request and, once it is simulated, its times in seconds."""
+    """A request and its simulated times in seconds."""
 
     name: str
     arrives: float
@@ -105,25 +102,25 @@ class SimulatedRequest:
 
     @property
     def tpot(self) -> float:
-        """Mean time between its tokens; 0 where there is one."""
+        """Mean time between tokens; 0 for a single token."""
         if self.num_tokens < 2:
             return 0.0
         return (self.end - self.first_token) / (self.num_tokens - 1)
 
 
 class MeasuredExecutor(SimulatedExecutor):
-    """An executor whose steps take the time that steps of their size were measured to take."""
+    """An executor with step times from measured costs."""
 
     def __init__(
         self, clock: SimulatedClock, costs: StepCosts, comes_computed: Callable[[str], bool]
     ) -> None:
-        """`comes_computed` tells requests whose prompts another engine has computed."""
+        """`comes_computed` returns whether another engine has prefilled a request's prompt."""
         super().__init__(clock)
         self._measured = costs
         self._comes_computed = comes_computed
 
     def compute_s(self, rows: list[ScheduledRequest]) -> float:
-        """Counts the last token alone of a prompt that another engine has computed."""
+        """Counts only the last token of a prompt that another engine has prefilled."""
         num_tokens = num_keys = 0
         for row in rows:
             fetched = row.num_tokens > 1 and self._comes_computed(row.request_id)
@@ -136,15 +133,13 @@ class MeasuredExecutor(SimulatedExecutor):
 
 @dataclass(slots=True)
 class _Member:
-    """One engine of the fleet."""
-
     core: EngineCore
     clock: SimulatedClock
     is_busy: bool = False
     link_free: float = 0.0
-    """Time at which its link has carried all that it was given."""
+    """Time at which its link has sent everything queued."""
     busy_s: float = 0.0
-    """Seconds that its steps have taken."""
+    """Total time of its steps, in seconds."""
     num_idle_steps: int = 0
 
 
@@ -163,7 +158,7 @@ class SimulatedFleet:
         self._options = options
         self._layout = layout
         self._fetched: set[str] = set()
-        """Requests whose prompts were computed elsewhere."""
+        """Requests with prompts prefilled elsewhere."""
         self._members = [self._member() for _ in range(layout.num_engines)]
         targets = [
             Target(f"engine {index}", CachedNames(self._groups[0].num_blocks))
@@ -179,7 +174,7 @@ class SimulatedFleet:
         self._naming = BlockHashing()
 
     def run(self, requests: Sequence[SimulatedRequest]) -> Sequence[SimulatedRequest]:
-        """Returns the requests with their times."""
+        """Returns the requests with their times filled in."""
         for request in requests:
             self._requests[request.name] = request
             self._at(request.arrives, partial(self._arrive, request))
@@ -190,7 +185,7 @@ class SimulatedFleet:
 
     @property
     def busy_s(self) -> list[float]:
-        """Seconds that the steps of each engine have taken."""
+        """Total step time of each engine, in seconds."""
         return [member.busy_s for member in self._members]
 
     def _member(self) -> _Member:
@@ -219,8 +214,8 @@ class SimulatedFleet:
 
     @property
     def _groups(self) -> Sequence[BlockGroup]:
-        """Cache groups of an engine: each of its machines keeps a part of every token's K and V, so
-        that together they have as many times the blocks.
+        """Cache groups of an engine. With pipeline stages each machine stores a part of every
+        token's KV, so that there are as many times the blocks.
         """
         num_stages = self._layout.num_stages
         return [
@@ -273,7 +268,7 @@ class SimulatedFleet:
             self._step(index, now)
 
     def _step(self, index: int, now: float) -> None:
-        """Computes a step of an engine, whose outputs come when it ends."""
+        """Simulates one step of an engine; its outputs are delivered when it ends."""
         member = self._members[index]
         member.is_busy = member.core.has_work
         if not member.is_busy:
@@ -319,9 +314,10 @@ class SimulatedFleet:
                 request.end = now
 
     def _send(self, index: int, request: SimulatedRequest, now: float) -> None:
-        """Lets the blocks of a computed prompt go over the engine's link. They went along with the
-        computing, which took as long as it would have alone, so that decoding starts at the end of
-        the computing or when the link has carried all, whichever is later.
+        """Sends the blocks of a prefilled prompt over the engine's link.
+
+        Blocks are sent while the prompt is computed, so decoding starts at the end of the prefill
+        or when the link has sent them all, whichever is later.
         """
         member, engine = self._members[index], self._engine
         carried_s = len(request.prompt) * engine.token_bytes / self._options.link_bytes_per_s

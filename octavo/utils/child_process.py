@@ -1,8 +1,7 @@
-"""Child processes that run Octavo's own code: how one is started, ended and asked why it ended.
+"""Child processes that run Octavo's code: start, stop and exit codes.
 
-A child that is bound to its parent has a pipe as its standard input to which nothing is written. It
-closes when the parent's process ends, however that happens, and then the child ends too. Knows
-nothing of what a child does.
+A bound child ends when its parent ends, however that happens: its standard input is a pipe from the
+parent, which closes then.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ RUN_MAIN = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN);"
     " from {module} import {function}; {function}()"
 )
-"""Code of a bound child. Ctrl-C reaches the whole process group, and only the parent knows what to
-do about it, so it is ignored before anything else is imported.
+"""Code of a bound child. Ctrl-C reaches the whole process group but is handled by the parent, so
+the child ignores it before it imports anything else.
 """
 
 
 class ChildFailed(msgspec.Struct, tag=True):
-    """A child's last message: the exception that ends it."""
+    """A child's last message: the exception that ended it."""
 
     kind: str
-    """Class name of the exception, one of octavo.api.errors or any other."""
+    """Class name of the exception, from octavo.api.errors or elsewhere."""
     message: str
     hint: str | None = None
 
@@ -43,7 +42,9 @@ class ChildFailed(msgspec.Struct, tag=True):
         return ChildFailed(type(error).__name__, message, getattr(error, "hint", None))
 
     def error(self, child: str) -> OctavoError:
-        """Returns the same error if it is one of ours, else EngineDead; `child` is its name."""
+        """Recreates an OctavoError; other exceptions become EngineDead. `child` is a name for the
+        message.
+        """
         known = error_named(self.kind, self.message, self.hint)
         return known or EngineDead(f"{child} has failed: {self.kind}: {self.message}")
 
@@ -55,11 +56,10 @@ def start_python(
     environment: Mapping[str, str] = MappingProxyType({}),
     **options: Any,
 ) -> subprocess.Popen[Any]:
-    """Starts this interpreter once more, finding modules where this process finds them.
+    """Starts this interpreter with the same module search path.
 
-    `unset` names environment variables that the child does not inherit, `environment` has some of
-    its own; `options` are Popen's. With -P modules are not looked for in the child's current
-    directory first.
+    `unset` names environment variables that the child does not inherit, `environment` adds some;
+    `options` are Popen's. -P keeps the current directory out of the search path.
     """
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
@@ -77,7 +77,7 @@ def start_bound(
     pass_fds: Sequence[int] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.Popen[bytes]:
-    """Starts a child bound to this process, in `main` ("module:function"), which must call
+    """Starts `main` ("module:function") in a child bound to this process; `main` must call
     `bind_to_parent`.
     """
     module, _, function = main.partition(":")
@@ -91,7 +91,7 @@ def start_bound(
 
 
 def bind_to_parent(clean_up: Callable[[], None] | None = None) -> None:
-    """Makes this process end, after `clean_up`, when its parent has ended."""
+    """Ends this process, after `clean_up`, when its parent has ended."""
     threading.Thread(target=_end_with_parent, args=(clean_up,), daemon=True).start()
 
 
@@ -104,7 +104,7 @@ def _end_with_parent(clean_up: Callable[[], None] | None) -> None:
 
 
 def end_process(process: subprocess.Popen[Any], patience_s: float) -> None:
-    """Waits for a child that was told to end, and kills it if that takes longer."""
+    """Waits for a child that is shutting down, and kills it after `patience_s` seconds."""
     try:
         process.wait(patience_s)
     except subprocess.TimeoutExpired:
@@ -116,5 +116,5 @@ def end_process(process: subprocess.Popen[Any], patience_s: float) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """Returns words for a Popen return code, which is a signal's number if it is negative."""
+    """Describes a Popen return code; negative ones are signals."""
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

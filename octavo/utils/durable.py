@@ -1,4 +1,4 @@
-"""What makes files outlive a power cut. Knows no format and no owner of a file."""
+"""Durable file writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync_path(path: Path) -> None:
-    """Returns when a file's bytes, or a directory's names, are on the disk."""
+    """Flushes a file or a directory to disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)

@@ -19,27 +19,26 @@ Answer = TypeVar("Answer")
 PACKAGE = Path(__file__).parents[1]
 
 Layer = Literal["config", "model", "kv", "block_choice", "metrics"]
-"""Layers with hooks: options, a model's Programs and backend, KV memory, the choice of stored
-blocks that a prompt loads, and /metrics."""
+"""Layers with hooks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """What one package adds. Classes are named as "module:class"."""
+    """What a package adds. Classes are named as "module:class"."""
 
     options: Sequence[str] = ()
-    """Dataclasses of options."""
+    """Option dataclasses."""
     command_line_only: frozenset[str] = frozenset()
     """Options that refer to files or memory of the machine, so that requests may not set them."""
     commands: Mapping[str, str] = field(default_factory=dict)
-    """Module of each command, by the command's name."""
+    """Modules of commands, by command name."""
     hooks: Mapping[Layer, str] = field(default_factory=dict)
-    """Class of hooks for each layer."""
+    """Hook class of each layer."""
 
 
 @functools.cache
 def get_extensions() -> tuple[Extension, ...]:
-    """Returns the installed extensions, ordered by name."""
+    """Returns the installed extensions, sorted by name."""
     names = sorted(file.parent.name for file in PACKAGE.glob("*/extension.py"))
     modules = [importlib.import_module(f"octavo.{name}.extension") for name in names]
     return tuple(module.EXTENSION for module in modules)
@@ -47,24 +46,23 @@ def get_extensions() -> tuple[Extension, ...]:
 
 @functools.cache
 def extension_options() -> tuple[Any, ...]:
-    """Returns each group of options of the extensions, with its defaults."""
+    """Returns each option group of the extensions, with its defaults."""
     return tuple(_load(name)() for each in get_extensions() for name in each.options)
 
 
 @functools.cache
 def get_hooks(layer: Layer, kind: type[Hooks]) -> tuple[Hooks, ...]:
-    """Returns one object of each hook class of a layer; `kind` is their base class."""
+    """Returns an instance of each hook class of a layer; `kind` is their base class."""
     return tuple(hooks() for hooks in load_classes(layer))
 
 
 @functools.cache
 def load_classes(layer: Layer) -> tuple[Any, ...]:
-    """Returns the classes that extensions declare for a layer."""
     return tuple(_load(each.hooks[layer]) for each in get_extensions() if layer in each.hooks)
 
 
 def get_first(answers: Iterable[Answer | None]) -> Answer | None:
-    """Returns the first answer of an extension that is not None."""
+    """Returns the first answer that is not None."""
     return next((answer for answer in answers if answer is not None), None)
 
 

@@ -1,7 +1,7 @@
-"""A client of a server's HTTP API for the commands of the terminal: whole answers, and events as
-they come. `stream_client.py` is the one for measurements.
+"""HTTP client of the CLI commands, for whole and streamed responses.
 
-httpx2 is imported when the first client is made, since importing it takes 0.1 s.
+Benchmarks use `stream_client.py`, which records times. httpx2 is imported with the first client,
+since the import takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ if TYPE_CHECKING:
     from httpx2 import Response
 
 TIMEOUT_S = 10.0
-"""Time that a server has to connect or to answer a GET, in seconds."""
+"""Timeout of connecting and of GET requests, in seconds."""
 
 
 class HttpClient:
-    """A client of one server."""
-
     def __init__(self, url: str, api_key: str | None = None) -> None:
         import httpx2
 
@@ -42,14 +40,15 @@ class HttpClient:
         )
 
     def get(self, path: str) -> Response:
-        """Returns the response, of any status; raises Unavailable if no server answers."""
+        """Returns the response, whatever its status; raises Unavailable if the server is not
+        reachable.
+        """
         with self._reported():
             return self._client.get(path)
 
     def events(self, path: str, body: Any) -> Iterator[Any]:
-        """Yields the JSON of each event of a stream; raises WorkerFailed if the server refuses.
-
-        Waits for the next event as long as it takes: a prompt may be long.
+        """Yields the JSON of each event of a stream, without a timeout, since a prompt may be long.
+        Raises WorkerFailed if the server returns an error.
         """
         import httpx2
 
@@ -79,7 +78,7 @@ class HttpClient:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the content of a response or an event; raises WorkerFailed if it is not JSON."""
+    """Parses a response or an event; raises WorkerFailed if it is not JSON."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
@@ -91,7 +90,7 @@ def describe_refusal(response: Response) -> str:
 
 
 def parse_error_message(body: bytes) -> str:
-    """Returns the message of an error's body, in OpenAI's form or any other."""
+    """Returns the message of an error body, in OpenAI's format or any other."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
@@ -99,7 +98,7 @@ def parse_error_message(body: bytes) -> str:
 
 
 def _get_reason(error: BaseException) -> str:
-    """Returns the system's reason, such as "Connection refused", or else the client's."""
+    """Returns the operating system's reason, such as "Connection refused", or the client's."""
     cause = error
     while cause.__context__ is not None:
         cause = cause.__context__

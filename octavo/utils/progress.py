@@ -1,6 +1,4 @@
-"""Progress for a person at a terminal: a bar on stderr, and words. Knows nothing of what is counted
-but its name and number.
-"""
+"""Progress on a terminal: bars and messages on stderr."""
 
 from __future__ import annotations
 
@@ -11,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 Report: TypeAlias = Callable[[str], None]
-"""A function that is told in words what is being done."""
+"""Receives progress messages."""
 
 
 class Bar:
-    """A progress bar. It shows nothing, and imports nothing to show it with, before `patience_s`
-    seconds or where stderr is no terminal.
+    """A progress bar on stderr. Shows nothing for the first `patience_s` seconds, or if stderr is
+    not a terminal; rich is imported when it is shown.
     """
 
     def __init__(
@@ -31,7 +29,6 @@ class Bar:
         self._bar: Any = None
 
     def advance(self) -> None:
-        """Counts one more."""
         self._count += 1
         if self._enabled and self._bar is None and time.monotonic() >= self._show_at:
             self._show()
@@ -60,17 +57,16 @@ class Bar:
 
 
 def quiet(text: str) -> None:
-    """Drops what it is told."""
+    """Discards the message."""
 
 
 def to_stderr(text: str) -> None:
-    """Prints what it is told to stderr."""
     print(text, file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
 class FileProgress:
-    """How much of a file has been fetched."""
+    """Progress of a file's download."""
 
     file: str
     sha256: str
@@ -79,8 +75,8 @@ class FileProgress:
 
 
 Watch: TypeAlias = Callable[[FileProgress], None]
-"""A function that is told how a file's download proceeds; one that raises ends the download."""
+"""Receives the progress of a download; an exception aborts it."""
 
 
 def unwatched(progress: FileProgress) -> None:
-    """Drops what it is told."""
+    """Ignores the progress."""

@@ -1,3 +1,3 @@
-"""The version of Octavo: a leaf, so that any part may name it."""
+"""The version of Octavo, importable from anywhere."""
 
 __version__ = "0.1.0"

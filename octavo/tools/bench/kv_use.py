@@ -1,4 +1,4 @@
-"""The share of the reserved KV memory that a benchmark used, from the engine's own counters."""
+"""Utilisation of KV memory during a benchmark, from the engine's counters."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KvUse:
-    """KV memory in use, as means over steps."""
+    """KV memory in use, averaged over steps."""
 
     layout: str
     used_bytes: float
     reserved_bytes: float
     whole_contexts_bytes: float
-    """Bytes that would be reserved if each running request had room for the longest context."""
+    """Bytes needed to reserve the longest context for each running request."""
     utilisation: float
-    """Share of the reserved bytes that is used."""
+    """Fraction of the reserved bytes in use."""
     utilisation_of_whole_contexts: float
 
     @staticmethod
@@ -39,7 +39,7 @@ class KvUse:
         )
 
     def lines(self) -> Iterator[tuple[float, str]]:
-        """Yields shares, each with what it is a share of."""
+        """Yields each fraction and a description of it."""
         yield (
             self.utilisation,
             (

@@ -1,7 +1,6 @@
-"""Sends the requests of a benchmark to a server, each at its time, and waits for all answers.
+"""Sends a benchmark's requests to a server at their times and collects the responses.
 
-Decides neither which requests are sent (`traffic.py`) nor what is made of the answers
-(`serve_figures.py`).
+Requests are made by `traffic.py`, results are evaluated by `serve_figures.py`.
 """
 
 from __future__ import annotations
@@ -24,28 +23,27 @@ from octavo.tools.bench.traffic import TrafficRequest, prompt_of
 from octavo.utils.progress import Bar
 
 WARM_UP = TrafficRequest("warm-up", 0.0, 8, 2)
-"""Request that is sent first and not counted."""
+"""First request, not counted."""
 MAX_OPEN_FILES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTest:
-    """A server, and the requests to send to it."""
+    """A server and the requests to send to it."""
 
     url: str
     api_key: str | None
     model: str | None
-    """Name of the model; None for the first that the server has."""
+    """Name of the model; None: the first one served."""
     requests: Sequence[TrafficRequest]
     seed: int = 0
     max_concurrency: int | None = None
-    """Upper bound on requests in progress; others are sent later than planned."""
+    """Maximum number of requests in progress; others are sent later than planned."""
 
 
 def run_load(test: LoadTest) -> tuple[str, list[Outcome], float]:
-    """Returns the model's name, the outcome of each request in order, and the elapsed time.
-
-    The time is in seconds, from the first request sent to the last one answered.
+    """Returns the model's name, the outcome of each request in order, and the elapsed seconds from
+    the first request sent to the last response.
     """
     _allow_many_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -68,7 +66,7 @@ async def _run(test: LoadTest) -> tuple[str, list[Outcome], float]:
 
 
 class Sender:
-    """Sends each request at its time, counted from the moment when this object was made."""
+    """Sends requests at their times, relative to its creation."""
 
     def __init__(self, client: StreamClient, model: str, test: LoadTest, bar: Bar) -> None:
         self.began = time.perf_counter()
@@ -117,9 +115,9 @@ def _card(cards: Sequence[dict[str, Any]], test: LoadTest) -> dict[str, Any]:
 
 
 def _check_fits(requests: Sequence[TrafficRequest], context: int | None) -> None:
-    """Raises ConfigError for the first request that does not fit, before any is sent.
+    """Raises ConfigError for the first request that does not fit the context.
 
-    A server that does not say its context (None) refuses the request itself.
+    If the context is unknown (None), the server rejects the request itself.
     """
     for request in requests:
         if context is not None and request.input_len + request.output_len > context:
@@ -131,8 +129,8 @@ def _check_fits(requests: Sequence[TrafficRequest], context: int | None) -> None
 
 
 def _allow_many_files() -> None:
-    """Raises the limit of open files: each request in progress has a connection, and a server that
-    this process starts inherits the limit and needs as many.
+    """Raises the limit of open files: each request in progress has a connection, and a server
+    started by this process inherits the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)

@@ -1,6 +1,4 @@
-"""Octavo's commands in processes of their own, as benchmarks need them: any command, or a server on
-a free port for the time of a measurement.
-"""
+"""Runs Octavo commands in child processes, including a server on a free port."""
 
 from __future__ import annotations
 
@@ -16,19 +14,19 @@ from octavo.api.errors import ConfigError, EngineDead
 from octavo.utils.child_process import describe_exit, end_process, start_python
 
 END_S = 20.0
-"""Time that a server has to stop before it is killed, in seconds."""
+"""Shutdown timeout in seconds, after which the server is killed."""
 NOT_INHERITED = ("OCTAVO_API_KEY", "PYTHONDONTWRITEBYTECODE")
-"""Environment variables that a child does without: it needs no key, and its modules are compiled
-once and kept, as those of an installation are.
+"""Environment variables that children do not inherit: they need no key, and should write bytecode
+caches as an installation does.
 """
 
 
 @contextmanager
 def own_server(options: Mapping[str, Any]) -> Iterator[str]:
-    """Starts `octavo serve`, yields its URL once it serves, and ends it; passes on its stderr.
+    """Starts `octavo serve`, yields its URL once it is ready, and stops it; forwards its stderr.
 
-    `options` are the engine's, by their flat names. Raises ConfigError if it does not start, and
-    EngineDead if it has ended by itself.
+    `options` are the engine's, by flat name. Raises ConfigError if the server does not start,
+    EngineDead if it exits early.
     """
     flags = [
         flag
@@ -48,7 +46,7 @@ def own_server(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _url(process: subprocess.Popen[str]) -> str:
-    """Waits for the server's URL; a thread passes on what the server says from then on."""
+    """Waits for the server's URL; a thread forwards the rest of its stderr."""
     assert process.stderr is not None
     for line in process.stderr:
         found = re.match(r"serving .* on (http\S+)$", line)
@@ -71,7 +69,7 @@ def start_command(*arguments: str, **options: Any) -> subprocess.Popen[Any]:
 
 
 def shell_flags(name: str, value: Any) -> list[str]:
-    """Returns the command-line flags that set an option to a value."""
+    """Returns the command-line flags for an option's value."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]

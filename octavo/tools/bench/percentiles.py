@@ -1,5 +1,3 @@
-"""Percentiles of measured times, as every benchmark here reports them."""
-
 from __future__ import annotations
 
 import math
@@ -9,7 +7,9 @@ PERCENTS = (50, 90, 99)
 
 
 def percentiles(seconds: Iterable[float]) -> dict[str, float]:
-    """Returns nearest-rank percentiles in milliseconds, by names such as "p50"; {} of no times."""
+    """Returns nearest-rank percentiles in milliseconds, by names such as "p50"; {} without
+    times.
+    """
     ranked = sorted(seconds)
     if not ranked:
         return {}

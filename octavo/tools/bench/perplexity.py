@@ -1,6 +1,4 @@
-"""Perplexity of a model as the engine computes it, over a text cut into windows that are each run
-alone.
-"""
+"""Perplexity of a model over a text, split into independent windows."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ if TYPE_CHECKING:
 
 
 def perplexity(llm: LLM, text: str, window: int, num_windows: int | None = None) -> float:
-    """Returns exp of the mean negative logprob of each token after a window's first, given the
-    tokens before it in the window, which stands behind what the tokenizer puts first.
+    """Returns exp of the mean negative logprob of all tokens but the first of each window.
+
+    Each window follows the tokenizer's initial special tokens.
     """
     from octavo.api.sampling_params import SamplingParams
 

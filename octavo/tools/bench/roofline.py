@@ -1,8 +1,7 @@
-"""The output of `octavo bench --profile`: a table of ops, and a picture of their rooflines.
+"""Output of `octavo bench --profile`: a table of ops and a roofline plot (SVG).
 
-Knows only the numbers of a Profile. The picture is an SVG: operations per second over operations
-per byte, both in powers of ten; a roof for the machine's bandwidth and one for each code of
-weights; a dot for each op, as large as its share of the time.
+The plot shows operations per second over operations per byte on logarithmic axes: a roof for the
+bandwidth and one for each weight format, and a dot for each op, sized by its share of the time.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ COLOURS = ("#1f6feb", "#bf3989", "#1a7f37", "#9a6700", "#8250df", "#cf222e", "#5
 
 
 def table(profile: Profile) -> str:
-    """Returns a line for each op, slowest first, and one for all together.
+    """Returns one line for each op, slowest first, and one for the total.
 
-    Each says what share it reached of the machine's bandwidth, of the rate of its products, and of
-    the larger bound.
+    Each line shows the fraction reached of the machine's bandwidth, of its compute rate, and of the
+    tighter bound.
     """
     total = sum(op.seconds for op in profile.ops)
     lines = [
@@ -59,10 +58,10 @@ def _line(profile: Profile, op: OpProfile, total: float) -> str:
 
 
 def _sum(profile: Profile, total: float) -> str:
-    """Returns the line for all ops together.
+    """Returns the line for the total.
 
-    Its last number is the share of the time that their bounds would take: for the decode steps of
-    one stream, that of reading their weights, K and V.
+    Its last number is the sum of all bounds over the time: in single-stream decoding, mostly the
+    time to read weights and KV.
     """
     num_bytes = sum(op.num_bytes for op in profile.ops)
     operations = sum(op.operations for op in profile.ops)
@@ -80,7 +79,7 @@ def _reached(profile: Profile, op: OpProfile, of_rate: str, bound_s: float) -> s
 
 
 class _Axes:
-    """The picture's logarithmic axes: x is operations per byte, y operations per second."""
+    """Logarithmic axes: x is operations per byte, y operations per second."""
 
     def __init__(self, profile: Profile, ops: list[OpProfile]) -> None:
         intensities = [op.operations / op.num_bytes for op in ops]
@@ -107,7 +106,7 @@ def _decades(values: list[float]) -> tuple[int, int]:
 
 
 def picture(profile: Profile, title: str) -> str:
-    """Returns the SVG's text; raises ValueError if no op counts bytes and operations."""
+    """Returns the SVG; raises ValueError if no op counts bytes and operations."""
     ops = [op for op in _by_time(profile) if op.num_bytes and op.operations]
     if not ops:
         raise ValueError("nothing ran that counts bytes and operations")
@@ -156,7 +155,9 @@ def _grid(axes: _Axes) -> Iterator[str]:
 
 
 def _roofs(axes: _Axes, profile: Profile) -> Iterator[str]:
-    """Draws the slope of the bandwidth up to the highest rate, and a level line for each code."""
+    """Draws the bandwidth slope up to the highest rate, and a horizontal line for each weight
+    format.
+    """
     peak = max(profile.rates.values(), default=10.0**axes.top)
     low = max(10.0**axes.left, 10.0**axes.bottom / profile.bandwidth)
     ends = [(low, low * profile.bandwidth), (peak / profile.bandwidth, peak)]

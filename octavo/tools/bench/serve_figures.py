@@ -1,7 +1,4 @@
-"""The figures of a server's benchmark, as a dict and as a table.
-
-They are latencies, throughput, prefix hits and goodput.
-"""
+"""Metrics of a serving benchmark: latencies, throughput, prefix cache hits and goodput."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from octavo.tools.bench.traffic import TrafficRequest
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one request: an answer or an error."""
+    """Result of one request: a response or an error."""
 
     request: TrafficRequest
     late_s: float
-    """Seconds by which it was sent later than planned."""
+    """Seconds between its planned and its actual start."""
     streamed: StreamedAnswer | None = None
     error: str | None = None
 
@@ -33,18 +30,18 @@ def first_token_s(streamed: StreamedAnswer) -> float:
 
 
 def per_token_s(streamed: StreamedAnswer) -> float | None:
-    """Returns the mean time of the tokens after the first; None if there are none."""
+    """Returns the mean time per token after the first (TPOT); None if there is only one."""
     later = num_tokens(streamed) - 1
     return (streamed.token_times[-1] - streamed.token_times[0]) / later if later > 0 else None
 
 
 def longest_gap_s(streamed: StreamedAnswer) -> float | None:
-    """Returns the longest wait between two arrivals of tokens; None if all came at once."""
+    """Returns the longest inter-token latency; None if all tokens arrived at once."""
     return max(gaps_s(streamed), default=None)
 
 
 def gaps_s(streamed: StreamedAnswer) -> Iterator[float]:
-    """Yields the time between each arrival of tokens and the next."""
+    """Yields the times between consecutive arrivals of tokens."""
     return (later - earlier for earlier, later in itertools.pairwise(streamed.token_times))
 
 
@@ -53,7 +50,7 @@ def whole_s(streamed: StreamedAnswer) -> float:
 
 
 def num_tokens(streamed: StreamedAnswer) -> int:
-    """Returns the number of tokens that the server counted; if it does not say, that received."""
+    """Returns the number of tokens from the server's usage, or else those received."""
     return streamed.num_tokens if streamed.usage is None else streamed.usage.completion_tokens
 
 
@@ -63,13 +60,13 @@ LIMITS: dict[str, Callable[[StreamedAnswer], float | None]] = {
     "itl": longest_gap_s,
     "e2el": whole_s,
 }
-"""Times that a goodput limit can bound, by the names that vLLM gives them; itl bounds the longest
-gap of an answer.
+"""Latencies that a goodput limit can bound, by vLLM's names; itl bounds the longest gap of a
+response.
 """
 
 
 def parse_goodput(texts: Iterable[str]) -> dict[str, float]:
-    """Reads limits in milliseconds, such as "ttft:500 tpot:50"; returns them by name."""
+    """Parses limits in milliseconds, such as "ttft:500 tpot:50"."""
     limits = {}
     for text in itertools.chain.from_iterable(text.split() for text in texts):
         name, _, value = text.partition(":")
@@ -88,7 +85,7 @@ def parse_goodput(texts: Iterable[str]) -> dict[str, float]:
 def figures(
     outcomes: Sequence[Outcome], elapsed_s: float, goodput: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Returns all figures; times named _ms are in milliseconds and leave failed requests out."""
+    """Returns all metrics. Times (`_ms`) exclude failed requests."""
     done = [outcome.streamed for outcome in outcomes if outcome.streamed is not None]
     per_token = [seconds for streamed in done if (seconds := per_token_s(streamed)) is not None]
     num_prompt = sum(_num_prompt(outcome) for outcome in outcomes if outcome.streamed is not None)
@@ -125,7 +122,7 @@ def figures(
 
 
 def table(found: Mapping[str, Any], shared: float | None) -> str:
-    """Returns the figures as lines to read; `shared` is the result of `shared_share` if known."""
+    """Formats the metrics as a table; `shared` is the result of `shared_share`, if known."""
     lines = [
         f"{'completed':26}{found['completed']} in {found['elapsed_s']:.1f} s, failed"
         f" {found['failed']}"
@@ -188,7 +185,7 @@ def _is_good(streamed: StreamedAnswer, limits: Mapping[str, float]) -> bool:
 
 
 def _errors(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Returns each message once, most frequent first, with the first request that met it."""
+    """Returns each distinct error message, most frequent first, with its first request."""
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     first = {outcome.error: outcome.request.name for outcome in reversed(failed)}
     counts = Counter(outcome.error for outcome in failed)

@@ -1,6 +1,6 @@
-"""What a picture of a server's benchmark shows: latencies in order, and the course of the run.
+"""Data of a benchmark plot: latency distributions and time series.
 
-Knows no form of picture; `serve_plot_svg.py` and `serve_plot_text.py` draw it.
+`serve_plot_svg.py` and `serve_plot_text.py` draw it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from octavo.tools.bench.serve_figures import Outcome, first_token_s, gaps_s, who
 from octavo.tools.bench.stream_client import StreamedAnswer
 
 NUM_PARTS = 120
-"""Equal parts of the run over which its course is counted."""
+"""Number of equal intervals of a time series."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Times of one kind."""
+    """Distribution of one latency."""
 
     title: str
     times_ms: list[float]
-    """Times in ascending order."""
+    """Sorted, ascending."""
     limits_ms: tuple[float, ...]
-    """Goodput limits that bound this kind, if any."""
+    """Goodput limits on this latency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A quantity over the run, one value for each of its equal parts."""
+    """A quantity over the run, one value for each interval."""
 
     title: str
     values: list[float]
@@ -43,7 +43,7 @@ class ServePlot:
 
 
 def plot_of(outcomes: Sequence[Outcome], limits: Mapping[str, float]) -> ServePlot:
-    """Returns what is to be drawn; failed requests have no times and are left out."""
+    """Returns the plot; failed requests are excluded."""
     done = [outcome.streamed for outcome in outcomes if outcome.streamed is not None]
     latencies = [
         _latency(

@@ -1,4 +1,4 @@
-"""Draws a server's benchmark as an SVG: cumulative latencies above, the course of the run below."""
+"""Draws a serving benchmark as an SVG: latency distributions above, time series below."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MARGIN = 48
 GAP = 56
 PANEL_HEIGHT = 180
 MAX_POINTS = 400
-"""Most points of a line; more would not be seen."""
+"""Maximum number of points in a line."""
 LINE = "#2563eb"
 LIMIT = "#dc2626"
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A panel's place in the picture, and the greatest and least values at its edges."""
+    """A panel's position and the range of its axes."""
 
     left: float
     top: float
@@ -44,7 +44,6 @@ class Box:
 
 
 def picture(plot: ServePlot) -> str:
-    """Returns an SVG document."""
     panels: list[str] = []
     width = (WIDTH - 2 * MARGIN - 2 * GAP) / 3
     for index, latency in enumerate(plot.latencies):
@@ -61,7 +60,7 @@ def picture(plot: ServePlot) -> str:
 
 
 def _latency_panel(latency: Latency, left: float, width: float) -> list[str]:
-    """Returns the share of times up to each time, with the goodput limits as upright lines."""
+    """Draws the cumulative distribution of a latency, with goodput limits as vertical lines."""
     top = float(MARGIN)
     title = f"{latency.title}: share up to, ms"
     if not latency.times_ms:
@@ -85,7 +84,7 @@ def _latency_panel(latency: Latency, left: float, width: float) -> list[str]:
 
 
 def _course_panel(course: Course, elapsed_s: float, left: float, width: float) -> list[str]:
-    """Returns the quantity over the seconds of the run."""
+    """Draws a quantity over the seconds of the run."""
     top = float(2 * MARGIN + PANEL_HEIGHT + 24)
     end = elapsed_s or 1.0
     peak = max(course.values) or 1.0
@@ -102,7 +101,7 @@ def _course_panel(course: Course, elapsed_s: float, left: float, width: float) -
 def _frame(
     box: Box, title: str, ticks: Iterable[tuple[float, str]], ends: tuple[str, str]
 ) -> list[str]:
-    """Returns a panel's border, title, marks below it and the values at its lower and upper end."""
+    """Draws a panel's border, title, ticks and the labels of its y axis."""
     bottom = box.top + PANEL_HEIGHT
     parts = [
         f'<rect x="{box.left:.1f}" y="{box.top}" width="{box.width:.1f}" height="{PANEL_HEIGHT}"'
@@ -121,8 +120,8 @@ def _frame(
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Returns the numbers 1, 2 and 5 times a power of ten that lie within, at most about eight; the
-    ends where there are fewer than two.
+    """Returns ticks at 1, 2 and 5 times powers of ten, at most about eight; the ends of the range
+    if there would be fewer than two.
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1, 2, 5), (1, 3), (1,)):

@@ -1,4 +1,4 @@
-"""Draws a server's benchmark as lines of text, for a terminal."""
+"""Draws a serving benchmark as text for a terminal."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII = " .:-=+*#@"
 LABEL_WIDTH = 24
 SIDE_WIDTH = 12
-"""Columns of the number at either side of a row."""
+"""Columns of the numbers at either side of a row."""
 MIN_COLUMNS = 10
 MAX_COLUMNS = 80
 
 
 def lines(plot: ServePlot, width: int, encoding: str = "utf-8") -> str:
-    """Returns a row for each latency and each course, at most `width` columns wide.
+    """Returns a row for each latency and time series, at most `width` columns wide.
 
-    A latency's row counts requests or tokens from its least time to its greatest, on a logarithmic
-    scale; a course's row runs from the beginning to the end.
+    A latency's row is a histogram on a logarithmic scale; a time series' row runs from start to
+    end.
     """
     columns = min(MAX_COLUMNS, max(MIN_COLUMNS, width - LABEL_WIDTH - 2 * SIDE_WIDTH))
     ramp = BLOCKS if encoding.lower().replace("-", "") == "utf8" else ASCII
@@ -41,7 +41,7 @@ def _latency_row(latency: Latency, columns: int, ramp: str) -> str:
 
 
 def _course_row(course: Course, elapsed_s: float, columns: int, ramp: str) -> str:
-    """Returns a row of means over the columns, with the greatest mean in front."""
+    """Draws a time series as mean values for each column, with the maximum in front."""
     values = course.values
     edges = [index * len(values) / columns for index in range(columns + 1)]
     slices = [
@@ -58,5 +58,5 @@ def _row(title: str, left: str, values: Sequence[float], right: str, ramp: str) 
 
 
 def _bar(value: float, greatest: float, ramp: str) -> str:
-    """Returns a character as high as the value; what is not zero is never blank."""
+    """Returns a bar character; only zero is blank."""
     return ramp[math.ceil((len(ramp) - 1) * value / greatest)] if greatest else ramp[0]

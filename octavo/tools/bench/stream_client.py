@@ -1,8 +1,8 @@
-"""A client of the completions API that notes when each token arrives; one connection per request.
+"""Client of the completions API that records the arrival time of each token; one connection per
+request.
 
-It is an asyncio protocol with HTTP parsed by httptools, as in the server, so that it takes little
-from the cores that it shares with a local server: about 20 microseconds a token with uvloop. Knows
-nothing of the prompts.
+It is an asyncio protocol with HTTP parsed by httptools, so that it uses little CPU beside a local
+server: about 20 microseconds a token with uvloop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.utils.http_client import parse_error_message
 
 
 class Choice(msgspec.Struct):
-    """The part of an event that belongs to one answer."""
+    """Part of an event that belongs to one choice."""
 
     text: str = ""
     token_ids: list[int] | None = None
@@ -48,7 +48,7 @@ class Event(msgspec.Struct):
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """An answer and its times, on the clock of `time.perf_counter`."""
+    """A response and its times, on the clock of `time.perf_counter`."""
 
     sent: float
     token_times: list[float] = field(default_factory=list)
@@ -60,16 +60,16 @@ class StreamedAnswer:
 
 
 class Exchange(asyncio.Protocol):
-    """One request and its answer.
+    """One HTTP request and its response.
 
     asyncio calls the methods of its protocol, httptools `on_body` and `on_message_complete`.
     """
 
     def __init__(self, request: bytes, on_bytes: Callable[[bytes], Any]) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Result of the exchange: None, or the error that broke it off."""
+        """Completes with None, or with the error that ended the exchange."""
         self.body = bytearray()
-        """Body of an answer whose status is not 200; any other goes to `on_bytes`."""
+        """Body of a response with a status other than 200; others are passed to `on_bytes`."""
         self._request = request
         self._on_bytes = on_bytes
         self._parser = httptools.HttpResponseParser(self)
@@ -116,8 +116,6 @@ class Exchange(asyncio.Protocol):
 
 
 class StreamClient:
-    """A client of one server."""
-
     def __init__(self, url: str, api_key: str | None = None) -> None:
         address = parse_server_url(url)
         self.url = str(address)
@@ -130,7 +128,7 @@ class StreamClient:
         )
 
     async def models(self) -> list[dict[str, Any]]:
-        """Returns the cards of the served models; raises ConfigError if no server answers."""
+        """Returns the cards of the served models; raises ConfigError if no server is reachable."""
         body = bytearray()
         try:
             await self._exchange("GET", "/v1/models", b"", body.extend)
@@ -147,9 +145,7 @@ class StreamClient:
         return cards
 
     async def complete(self, body: bytes) -> StreamedAnswer:
-        """Streams one completion to its end; raises WorkerFailed with what the server answered
-        instead.
-        """
+        """Streams one completion to its end; raises WorkerFailed for an error response."""
         streamed = StreamedAnswer(time.perf_counter())
         reader = EventReader(streamed)
         try:
@@ -187,7 +183,7 @@ class StreamClient:
 
 
 class EventReader:
-    """Parses server-sent events and notes when tokens arrived."""
+    """Parses server-sent events and records when tokens arrived."""
 
     def __init__(self, streamed: StreamedAnswer) -> None:
         self.error: str | None = None

@@ -1,8 +1,8 @@
-"""The requests of a server's benchmark and their times, from a scaled trace or synthetic.
+"""Requests of a serving benchmark and their times, from a scaled trace or synthetic.
 
-A trace is JSON lines: timestamp (ms), input_length, output_length, and optionally hash_ids, which
-name the prompt's blocks of 512 tokens: prompts that begin with the same names begin with the same
-tokens. The format is that of Mooncake's published traces. Knows no server.
+A trace is JSON lines in the format of Mooncake's published traces: timestamp (ms), input_length,
+output_length, and optionally hash_ids, the ids of the prompt's blocks of 512 tokens. Prompts with
+the same leading ids share these tokens.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ import msgspec
 from octavo.api.errors import ConfigError
 
 TRACE_BLOCK = 512
-"""Tokens of a named block of a trace."""
+"""Tokens of a block of a trace."""
 KV_BLOCK = 16
-"""Tokens of a KV block, the least that a prefix cache shares."""
+"""Tokens of a KV block, the granularity of the prefix cache."""
 MAX_LENGTH = 1 << 24
-"""Most tokens of a prompt, or of an answer, as it is sent."""
+"""Maximum number of tokens of a prompt or an output."""
 MAX_TIMESTAMP_MS = 1e15
 BURSTINESS = (0.01, 100.0)
-"""Least and greatest shape of the gaps between requests that is allowed."""
+"""Allowed range of the gamma distribution's shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficRequest:
-    """One request of a benchmark."""
-
     name: str
-    """Origin, such as the line of a trace, for messages."""
+    """Source for error messages, such as a line of a trace."""
     at_s: float
     """Time at which it is sent, in seconds after the first one."""
     input_len: int
     output_len: int
     block_ids: tuple[int, ...] = ()
-    """Names of the prompt's blocks, from its beginning on; () if it shares none."""
+    """Ids of the prompt's blocks; () if it shares none."""
     block_tokens: int = TRACE_BLOCK
     """Tokens of each block, after scaling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Range of lengths, both ends included."""
+    """Inclusive range of lengths."""
 
     low: int
     high: int
 
     def draw(self, source: random.Random) -> int:
-        """Returns a length; each doubling of the length is as likely as any other."""
+        """Samples a length, log-uniformly."""
         drawn = math.exp(source.uniform(math.log(self.low), math.log(self.high + 1)))
         return min(self.high, max(self.low, int(drawn)))
 
 
 def parse_lengths(name: str, text: str) -> Lengths:
-    """Reads one length such as "128", or a range such as "64-2048"; `name` is for the message."""
+    """Parses a length such as "128" or a range such as "64-2048"; `name` is for the error
+    message.
+    """
     low, dash, high = text.partition("-")
     if low.isdecimal() and (high.isdecimal() or not dash):
         lengths = Lengths(int(low), int(high or low))
@@ -76,7 +76,7 @@ def parse_lengths(name: str, text: str) -> Lengths:
 
 
 def parse_scale(text: str) -> Fraction:
-    """Reads a positive fraction such as "1/32" or "0.5"."""
+    """Parses a positive fraction such as "1/32" or "0.5"."""
     try:
         scale = Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -89,9 +89,9 @@ def parse_scale(text: str) -> Fraction:
 def read_trace(
     path: Path, *, scale: Fraction = Fraction(1), num_requests: int | None = None
 ) -> list[TrafficRequest]:
-    """Returns a trace's first requests in the order of their times, which begin at 0.
+    """Returns a trace's first requests, sorted by time, starting at 0.
 
-    Raises ConfigError, which names the line, if one is wrong.
+    Raises ConfigError with the line number of an invalid line.
     """
     requests: list[TrafficRequest] = []
     try:
@@ -111,10 +111,10 @@ def read_trace(
 
 
 def set_apart(requests: Sequence[TrafficRequest]) -> list[TrafficRequest]:
-    """Returns a trace's requests, those of one moment evenly over the time to the next moment.
+    """Spreads requests with equal timestamps evenly until the next timestamp.
 
-    The clock of Mooncake's traces counts in steps of three seconds: taken as they are, ten requests
-    come at once, at any speed.
+    Mooncake's traces have a resolution of three seconds; unmodified, ten requests would arrive at
+    once at any speed.
     """
     moments = sorted({request.at_s for request in requests})
     gaps = [later - moment for moment, later in pairwise(moments)]
@@ -131,7 +131,7 @@ def set_apart(requests: Sequence[TrafficRequest]) -> list[TrafficRequest]:
 
 
 def synthetic(*, num_requests: int, input_len: int, output_len: int) -> list[TrafficRequest]:
-    """Returns requests that are sent at once and have no tokens in common."""
+    """Returns requests that are sent at once and share no tokens."""
     inputs = Lengths(input_len, input_len)
     outputs = Lengths(output_len, output_len)
     return mixed(num_requests, inputs, outputs, seed=0)
@@ -140,7 +140,7 @@ def synthetic(*, num_requests: int, input_len: int, output_len: int) -> list[Tra
 def mixed(
     num_requests: int, inputs: Lengths, outputs: Lengths, *, seed: int
 ) -> list[TrafficRequest]:
-    """Returns requests of drawn lengths that are sent at once and have no tokens in common."""
+    """Returns requests of random lengths that are sent at once and share no tokens."""
     source = random.Random(f"{seed}/lengths")
     return [
         TrafficRequest(f"request {number}", 0.0, inputs.draw(source), outputs.draw(source))
@@ -151,10 +151,10 @@ def mixed(
 def at_rate(
     requests: Sequence[TrafficRequest], rate: float, seed: int, burstiness: float = 1.0
 ) -> list[TrafficRequest]:
-    """Returns the requests in their order, `rate` per second on average; all at once for math.inf.
+    """Schedules the requests at `rate` per second on average; math.inf: all at once.
 
-    The gaps between them follow a gamma distribution of the shape `burstiness`: 1 is a Poisson
-    process, less sends in bursts with pauses between them, more sends at even times.
+    Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, lower values are
+    burstier, higher values more regular.
     """
     draw = random.Random(seed)
     now = 0.0
@@ -167,9 +167,9 @@ def at_rate(
 
 
 def prompt_of(request: TrafficRequest, seed: int) -> list[int]:
-    """Returns token ids below 256, which every vocabulary has.
+    """Returns random token ids below 256, which every vocabulary has.
 
-    Blocks of one name have the same ids; a prompt without names has ids of its own.
+    Equal block ids give equal tokens; a prompt without ids shares none.
     """
     if not request.block_ids:
         return _draw(f"{seed}/{request.name}", request.input_len)
@@ -182,10 +182,7 @@ def prompt_of(request: TrafficRequest, seed: int) -> list[int]:
 
 
 def shared_share(requests: Sequence[TrafficRequest]) -> float:
-    """Returns the share of the prompt tokens that an unlimited prefix cache would find.
-
-    These are the tokens at a prompt's beginning with which an earlier prompt begins too.
-    """
+    """Returns the fraction of prompt tokens that an unlimited prefix cache would find."""
     seen: set[int] = set()
     shared = 0
     for request in requests:
