@@ -1,1 +1,1 @@
-"""Sound for models that hear: decoding with soundfile and soxr, log-mel features in NumPy."""
+"""Audio input: decoding with soundfile and soxr, log-mel features in NumPy."""

@@ -1,6 +1,6 @@
-"""Decodes sounds with soundfile (WAV, FLAC, OGG, MP3) and resamples them with soxr, block by block.
+"""Decodes audio with soundfile (WAV, FLAC, OGG, MP3) and resamples it with soxr, block by block.
 
-Whatever is wrong with a file is its sender's fault, and says what to do.
+A bad file raises InvalidRequest with a hint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
 NAMES = {"WAVEX": "WAV", "RF64": "WAV", "MPEG": "MP3"}
-"""Names of libsndfile for variants of the formats."""
+"""libsndfile's names of format variants."""
 MIN_RATE, MAX_RATE = 8_000, 48_000
 BLOCK_FRAMES = 1 << 18
 HINT = (
@@ -29,9 +29,9 @@ HINT = (
 
 
 def decode_sound(data: bytes, rate: int, *, max_seconds: float) -> NDArray[np.float32]:
-    """Returns the samples of a file from -1 to 1, its channels averaged, at `rate` samples a
-    second, `[N]`. Raises InvalidRequest for a file that is not a sound, or longer than
-    `max_seconds`.
+    """Decodes a file to mono samples `[N]` from -1 to 1 at `rate` Hz.
+
+    Raises InvalidRequest if it is not audio or longer than `max_seconds`.
     """
     try:
         import soundfile
@@ -55,7 +55,7 @@ def decode_sound(data: bytes, rate: int, *, max_seconds: float) -> NDArray[np.fl
 
 
 def _check_header(file: SoundFile, data: bytes, max_seconds: float) -> None:
-    """Checks everything that can be refused before a sample is read."""
+    """Checks everything that the header reveals, before decoding."""
     kind = NAMES.get(file.format, file.format)
     if kind not in FORMATS:
         raise _bad(f"it is of format {kind}; allowed are {', '.join(FORMATS)}")
@@ -82,7 +82,7 @@ def _check_length(num_frames: int, rate: int, max_seconds: float) -> None:
 
 
 def _read_blocks(file: SoundFile, max_seconds: float) -> Iterator[NDArray[np.float32]]:
-    """Yields the samples of one channel."""
+    """Yields blocks of mono samples."""
     num_frames = 0
     while len(block := file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)):
         num_frames += len(block)

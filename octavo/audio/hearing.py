@@ -1,7 +1,6 @@
-"""Sounds as the encoder of a model takes them: read, resampled, cut into windows, each as log-mel
-frames laid out for its convolutions.
+"""Encoder input for audio: decoded, resampled, cut into windows, and converted to log-mel frames.
 
-Implements `frontend.transcription.Hearing`, without knowing it.
+Implements `frontend.transcription.Hearing` structurally.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from octavo.audio.decode import decode_sound
 from octavo.audio.log_mel import RATE, LogMel
 
 MAX_SECONDS = 2 * 3600.0
-"""Longest sound of one request."""
+"""Longest audio of one request, in seconds."""
 DIGEST_BYTES = 16
 
 
 class HeardRows(NamedTuple):
-    """A window's rows for the encoder."""
+    """Encoder input rows of one window."""
 
     digest: bytes
     rows: bytes
@@ -30,8 +29,6 @@ class HeardRows(NamedTuple):
 
 
 class HeardWindow(NamedTuple):
-    """A window of a sound."""
-
     samples: NDArray[np.float32]
     start_s: float
     end_s: float
@@ -39,37 +36,37 @@ class HeardWindow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ear:
-    """Makes the encoder's rows of sounds, for one model."""
+    """Converts audio to encoder input for one model."""
 
     log_mel: LogMel
     max_seconds: float = MAX_SECONDS
 
     @property
     def window_s(self) -> float:
-        """Length of a whole window, in seconds."""
+        """Length of a full window, in seconds."""
         return self.log_mel.num_samples / RATE
 
     def hear(self, data: bytes) -> NDArray[np.float32]:
-        """Returns a file's samples, 16,000 a second; raises InvalidRequest if it is not a sound."""
+        """Decodes a file to 16 kHz samples; raises InvalidRequest if it is not audio."""
         return decode_sound(data, RATE, max_seconds=self.max_seconds)
 
     def window(self, samples: NDArray[np.float32], start_s: float) -> HeardWindow:
-        """Returns the window of a sound that begins there."""
         first = round(start_s * RATE)
         part = samples[first : first + self.log_mel.num_samples]
         return HeardWindow(part, first / RATE, (first + len(part)) / RATE)
 
     def rows(self, window: HeardWindow) -> HeardRows:
-        """Returns what the encoder takes of a window."""
+        """Returns the encoder input of a window."""
         rows = convolved_rows(self.log_mel.features(window.samples)).astype("<f4")
         data = rows.tobytes()
         return HeardRows(blake2b(data, digest_size=DIGEST_BYTES).digest(), data, len(rows))
 
 
 def convolved_rows(frames: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns for every second frame of `[F, B]` the three runs of three frames that its
-    convolutions see, `[F / 2, 3 * (3 * B + 1)]`; each run ends with a 1, one whose middle lies
-    before the first frame is all zeros.
+    """Gathers, for every second frame of `[F, B]`, the three 3-frame patches that the convolutions
+    cover: `[F / 2, 3 * (3 * B + 1)]`.
+
+    Each patch ends with a 1 (bias); a patch centered before the first frame is zero.
     """
     num_frames, num_bands = frames.shape
     padded = np.pad(frames, ((1, 1), (0, 0)))

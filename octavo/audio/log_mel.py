@@ -1,5 +1,7 @@
-"""Log-mel features of speech, as Whisper takes them: power in mel bands of 25 ms windows, 100 a
-second, in decades above the loudest less 8. Radford et al. 2022, section 2.2; filters: Slaney 1998.
+"""Log-mel features of Whisper: mel-band power of 25 ms windows, 100 per second, in log10, clipped
+to 8 below the maximum.
+
+Radford et al. 2022, section 2.2; filters: Slaney 1998.
 """
 
 from __future__ import annotations
@@ -11,41 +13,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 RATE = 16_000
-"""Samples a second."""
+"""Sampling rate in Hz."""
 WINDOW = 400
-"""Samples of a window."""
+"""Samples per window."""
 HOP = 160
-"""Samples from one window to the next."""
+"""Samples between windows."""
 TOP_HZ = 8_000.0
 FLOOR, RANGE = 1e-10, 8.0
-"""Least power, and decades below the loudest that are kept."""
+"""Power floor, and log10 range below the maximum."""
 LINEAR_HZ = 200.0 / 3
-"""Width of a mel of Slaney's scale in its linear part, in Hz."""
+"""Hz per mel in the linear part of Slaney's scale."""
 LOG_HZ = 1000.0
-"""Frequency from which Slaney's scale is logarithmic, in Hz."""
 LOG_MEL = 15.0
-"""Mel of Slaney's scale at `LOG_HZ`."""
 LOG_STEP = np.log(6.4) / 27
-"""Logarithm of the ratio of two frequencies that lie one mel apart, above `LOG_HZ`."""
+"""Log of the frequency ratio of one mel above `LOG_HZ`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogMel:
-    """Features of windows of sound of a fixed length."""
+    """Log-mel features of fixed-length audio windows."""
 
     num_bands: int
     num_frames: int = 3000
-    """Rows of features of a window of sound, 100 a second."""
+    """Feature frames per window, 100 per second."""
 
     @property
     def num_samples(self) -> int:
-        """Samples of a window of sound."""
         return self.num_frames * HOP
 
     def features(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Returns the features `[num_frames, num_bands]` of at most `num_samples` samples, silence
-        behind them.
-        """
+        """Returns features `[num_frames, num_bands]`; shorter input is padded with silence."""
         padded = np.zeros(self.num_samples)
         padded[: len(samples)] = samples
         around = np.pad(padded, WINDOW // 2, mode="reflect")
@@ -60,7 +57,7 @@ class LogMel:
 
 @cache
 def mel_filters(num_bands: int) -> NDArray[np.float64]:
-    """Returns triangles of area 1 over the bins of a spectrum, `[WINDOW / 2 + 1, num_bands]`."""
+    """Returns triangular filters of area 1, `[WINDOW / 2 + 1, num_bands]`."""
     top = LOG_MEL + np.log(TOP_HZ / LOG_HZ) / LOG_STEP
     mels = np.linspace(0.0, top, num_bands + 2)
     edges = np.where(mels < LOG_MEL, LINEAR_HZ * mels, LOG_HZ * np.exp(LOG_STEP * (mels - LOG_MEL)))

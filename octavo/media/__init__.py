@@ -1,5 +1,4 @@
-"""Images as users give them, and as a model reads them: where their bytes come from, how they are
-decoded within limits, and the size that each model wants.
+"""Images in prompts: where their bytes come from, decoding within limits, and resizing for a model.
 
-Decodes with Pillow, which is imported when the first image comes.
+Decodes with Pillow, imported when the first image arrives.
 """

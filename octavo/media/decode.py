@@ -1,6 +1,6 @@
-"""Decodes images with Pillow, within limits that are checked before any pixel is.
+"""Decodes images with Pillow, within limits that are checked before pixels are decoded.
 
-Whatever is wrong with a file is its sender's fault, and says what to do.
+A bad file raises InvalidRequest with a hint.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Formats that are read; of an animation, the first picture."""
+"""Supported formats; only the first frame of an animation is read."""
 
 
 def need_pillow() -> None:
-    """Raises InvalidRequest where Pillow is not installed."""
+    """Raises InvalidRequest if Pillow is not installed."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
@@ -32,7 +32,7 @@ def need_pillow() -> None:
 
 
 def decoded(data: bytes, limits: ImageLimits) -> Image:
-    """Returns a file's image in red, green and blue, turned as its camera was held."""
+    """Decodes an image file to RGB and applies its EXIF orientation."""
     import PIL.Image
     import PIL.ImageOps
 
@@ -59,9 +59,7 @@ def decoded(data: bytes, limits: ImageLimits) -> Image:
 
 
 def as_image(given: object, limits: ImageLimits) -> Image:
-    """Returns what a Python program gives as an image: one of Pillow's, or an array of bytes
-    `[rows, columns, 3]`.
-    """
+    """Converts a Python image: a Pillow image or an array `[rows, columns, 3] u8`."""
     import PIL.Image
 
     if isinstance(given, PIL.Image.Image):

@@ -1,4 +1,4 @@
-"""The limits of what an image may be, and the errors that name them."""
+"""Limits on images, and the errors that report them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ from pathlib import Path
 from octavo.api.errors import InvalidRequest
 
 MAX_SIDE = 1 << 16
-"""Most pixels of an image's side, whatever its area: no format that is read has more."""
+"""Longest side in pixels; no supported format has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """Bounds on images, which every one is held to before it is decoded."""
+    """Limits on images, checked before decoding."""
 
     max_images: int
-    """Most images of one prompt."""
+    """Images per prompt."""
     max_bytes: int
-    """Most bytes of a file with an image."""
+    """Bytes per image file."""
     max_pixels: int
-    """Most pixels of an image as it is sent."""
+    """Pixels per image, before resizing."""
     folder: Path | None = None
-    """Folder whose files may be named; None: no file may."""
+    """Folder from which files may be read; None: no files."""
     fetches_urls: bool = False
-    """Whether images are fetched from http and https addresses."""
+    """Whether http and https URLs are fetched."""
 
 
 def refused(what: str, hint: str) -> InvalidRequest:
-    """Returns the refusal of one image."""
     return InvalidRequest(f"image: {what}", hint=hint, param="image")
 
 
 def check_bytes(num_bytes: int, limits: ImageLimits) -> None:
-    """Refuses a file that is empty or too large."""
     if num_bytes == 0:
         raise refused("got no bytes", "send the whole file")
     if num_bytes > limits.max_bytes:
@@ -44,7 +42,6 @@ def check_bytes(num_bytes: int, limits: ImageLimits) -> None:
 
 
 def check_size(width: int, height: int, limits: ImageLimits) -> None:
-    """Refuses an image without pixels, or with too many."""
     if width < 1 or height < 1 or max(width, height) > MAX_SIDE:
         raise refused(
             f"got {width:,} x {height:,} pixels, allowed are 1 to {MAX_SIDE:,} a side",

@@ -1,4 +1,4 @@
-"""Reads the images of prompts: finds their bytes, decodes them, scales them as the model wants."""
+"""Reads the images of a prompt: fetches bytes, decodes, resizes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class PillowReader:
-    """Implements `prompt_ports.ImageReader`."""
+    """Implements `ImageReader` with Pillow."""
 
     rules: ImageRules
     limits: ImageLimits
     token_id: int
-    """Token that stands for each row of an image."""
+    """Placeholder token of each image row."""
     is_whole: bool
-    """Whether the rows of an image see one another."""
+    """Whether an image's rows attend to one another."""
     replacements: Mapping[str, str] = field(default_factory=dict)
-    """Texts that stand for an image in a prompt, and what is written in their places: it holds the
-    token once."""
+    """Placeholder texts in a prompt and their replacements, each of which contains the token once.
+    """
 
     def read(self, sources: Sequence[Any]) -> list[ReadImage]:
-        """Returns the images that users name or give."""
+        """Reads images from URLs, paths, bytes, Pillow images or arrays."""
         if len(sources) > self.limits.max_images:
             raise InvalidRequest(
                 f"image: got {len(sources)} images, allowed are {self.limits.max_images} a prompt",
@@ -68,7 +68,7 @@ class PillowReader:
         return ReadImage(pixels, rows * columns, (rows, columns), self.is_whole)
 
     def _digest(self, height: int, width: int, data: bytes) -> bytes:
-        """Returns a digest of all that the tower's rows depend on, beside its weights."""
+        """Returns a digest of all inputs of the vision tower except its weights."""
         scale = (self.rules.factor, *self.rules.mean, *self.rules.std)
         digest = blake2b(digest_size=DIGEST_BYTES, person=b"octavo image")
         digest.update(struct.pack("<QQ7d", height, width, *scale))
@@ -77,6 +77,6 @@ class PillowReader:
 
 
 def _own_file(path: Path, limits: ImageLimits) -> bytes:
-    """Reads a file that the program itself names."""
+    """Reads a file that the embedding program names."""
     own = ImageLimits(limits.max_images, limits.max_bytes, limits.max_pixels, folder=path.parent)
     return read_file(path.name, own)

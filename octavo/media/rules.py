@@ -1,7 +1,6 @@
-"""The size and scale of images that a model reads, by its preprocessor_config.json.
+"""Image size and normalization of a model, from its preprocessor_config.json.
 
-Source of names, defaults and formulas: the image processors of transformers 5 that compute with
-Pillow.
+Source of names, defaults and formulas: the Pillow-based image processors of transformers 5.
 """
 
 from __future__ import annotations
@@ -16,44 +15,41 @@ from octavo.api.errors import UnsupportedModel
 from octavo.media.limits import refused
 
 MAX_RATIO = 200
-"""Longest side of an image that keeps its shape, by its shortest."""
+"""Largest aspect ratio of an image that keeps its shape."""
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 
 STANDARD = ((0.5,) * 3, (0.5,) * 3)
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-"""Means and deviations of colours: of SigLIP's images, and of CLIP's."""
+"""Means and standard deviations of colors for SigLIP and for CLIP."""
 
 BILINEAR, BICUBIC = 2, 3
 
 
 class PixelSize(NamedTuple):
-    """Height and width in pixels."""
-
     height: int
     width: int
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """The changes to an image's pixels before a tower reads them."""
+    """Resizing and normalization before the vision tower."""
 
     side: int | None
-    """Pixels of the side that every image gets; None: images keep their shape."""
+    """Fixed side in pixels; None: images keep their aspect ratio."""
     multiple: int
-    """Number of pixels that heights and widths are multiples of."""
+    """Heights and widths are multiples of this many pixels."""
     min_pixels: int
     max_pixels: int
-    """Bounds of an image that keeps its shape."""
+    """Area limits of an image that keeps its aspect ratio."""
     resample: int
-    """Pillow's number of the filter by which images are scaled."""
+    """Pillow's number of the resampling filter."""
     factor: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Scale of the numbers: (pixel * factor - mean) / std."""
+    """Normalization: (pixel * factor - mean) / std."""
 
     def size_of(self, height: int, width: int) -> PixelSize:
-        """Returns the size that an image is scaled to."""
         if self.side is not None:
             return PixelSize(self.side, self.side)
         if max(height, width) > MAX_RATIO * min(height, width):
@@ -66,8 +62,8 @@ class ImageRules:
 
 
 def scaled_size(height: int, width: int, rules: ImageRules) -> PixelSize:
-    """Returns the nearest size of the same shape whose sides are multiples and whose area is within
-    the bounds, as `smart_resize` of transformers finds it.
+    """Returns the nearest size of the same shape with sides that are multiples and an area within
+    limits, like `smart_resize` of transformers.
     """
     unit = rules.multiple
     high, wide = (round(side / unit) * unit for side in (height, width))
@@ -85,8 +81,9 @@ def scaled_size(height: int, width: int, rules: ImageRules) -> PixelSize:
 def image_rules(
     given: Mapping[str, Any], *, side: int | None, multiple: int, max_tokens: int
 ) -> ImageRules:
-    """Reads the rules of a preprocessor_config.json; {} stands for a model without one. `side` and
-    `multiple` are the tower's; an image has at most `max_tokens` tokens.
+    """Reads the rules from a preprocessor_config.json; {} for a model without one.
+
+    `side` and `multiple` are the tower's; an image has at most `max_tokens` tokens.
     """
     given = given.get("image_processor", given)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
@@ -113,7 +110,7 @@ def image_rules(
 
 
 def rules_file(path: Path) -> Path | None:
-    """Returns the file of a checkpoint's folder that has the rules; None where there is none."""
+    """Returns the preprocessor config file in a checkpoint folder, or None."""
     return next((path / name for name in FILES if (path / name).is_file()), None)
 
 

@@ -1,8 +1,4 @@
-"""The bytes of an image, from where a user says they are: a data URL, a file of the one folder that
-may be read, an address where fetching is allowed.
-
-Knows no format of images. Nothing is read that the limits do not allow by name.
-"""
+"""Loads image bytes from a data URL, a file in the allowed folder, or an http(s) URL if allowed."""
 
 from __future__ import annotations
 
@@ -20,13 +16,12 @@ if TYPE_CHECKING:
     import httpx2
 
 FETCH_TIMEOUT_S = 10.0
-"""Longest wait for an address to answer, in seconds."""
+"""Timeout of a fetch, in seconds."""
 
 DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(;[\w.+-]+=[^;,]*)*(?P<base64>;base64)?,")
 
 
 def read_source(source: str, limits: ImageLimits) -> bytes:
-    """Returns the bytes that a text names."""
     scheme = source[:8].partition(":")[0].lower()
     if scheme == "data":
         return _from_data_url(source, limits)
@@ -36,7 +31,7 @@ def read_source(source: str, limits: ImageLimits) -> bytes:
 
 
 def read_base64(text: str, limits: ImageLimits) -> bytes:
-    """Returns the bytes that base64 stands for."""
+    """Decodes base64 within the size limit."""
     check_bytes(max(len(text) * 3 // 4 - 2, bool(text)), limits)
     try:
         data = base64.b64decode(text, validate=True)
@@ -50,9 +45,7 @@ def read_base64(text: str, limits: ImageLimits) -> bytes:
 
 
 def read_file(name: str, limits: ImageLimits) -> bytes:
-    """Returns the bytes of a file in the folder that may be read, by its path in it or as a
-    `file:` URL.
-    """
+    """Reads a file of the allowed folder, given by relative path or `file:` URL."""
     if limits.folder is None:
         raise refused(
             f"got {name[:80]!r}, allowed are data URLs such as data:image/png;base64,...",
@@ -71,7 +64,7 @@ def read_file(name: str, limits: ImageLimits) -> bytes:
 
 
 def _inside(folder: Path, path: Path) -> Path | None:
-    """Returns the file that a path leads to, where it lies within the folder."""
+    """Resolves a path; returns None if it is no file inside the folder."""
     try:
         found = path.resolve(strict=True)
         return found if found.is_relative_to(folder) and found.is_file() else None
@@ -122,7 +115,7 @@ def _fetched(url: str, limits: ImageLimits) -> bytes:
 
 @functools.cache
 def _get_client() -> httpx2.Client:
-    """Returns the client of all fetches, whose first one loads the certificates (0.1 s)."""
+    """Returns the shared HTTP client; creating it loads certificates (0.1 s)."""
     import httpx2
 
     headers = {"User-Agent": "octavo", "Accept-Encoding": "identity"}

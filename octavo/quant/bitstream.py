@@ -1,7 +1,7 @@
-"""Numbers of a few bits, side by side in words of 32: the lowest bits first, straddling words where
-their width does not divide 32.
+"""Packs and unpacks integers of a few bits in 32-bit words, low bits first.
 
-This is how GPTQ, AWQ and compressed-tensors store codes and zeros. Knows no format by name.
+An integer may straddle two words if its width does not divide 32. GPTQ, AWQ and compressed-tensors
+store codes and zeros like this.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ WORD_BITS = 32
 
 
 def num_words(count: int, bits: int) -> int:
-    """Returns the words that `count` numbers of `bits` bits take."""
+    """Returns the number of words that `count` integers of `bits` bits occupy."""
     return -(-count * bits // WORD_BITS)
 
 
 def unpack_bits(words: NDArray, bits: int, count: int) -> NDArray[np.uint8]:
-    """Returns the first `count` numbers of each row of words: `[..., words]` to `[..., count]`."""
+    """Returns the first `count` integers of each row: `[..., words]` to `[..., count]`."""
     unsigned = np.ascontiguousarray(words).view(np.uint32)
     if WORD_BITS % bits == 0:
         shifts = np.arange(0, WORD_BITS, bits, dtype=np.uint32)
@@ -34,7 +34,7 @@ def unpack_bits(words: NDArray, bits: int, count: int) -> NDArray[np.uint8]:
 
 
 def pack_bits(numbers: NDArray, bits: int) -> NDArray[np.int32]:
-    """Returns each row's numbers, below 2 ** bits, in words: `[..., count]` to `[..., words]`."""
+    """Packs integers below 2 ** bits: `[..., count]` to `[..., words]`."""
     *lead, count = numbers.shape
     total = num_words(count, bits) * WORD_BITS
     spread = numbers[..., None].astype(np.uint8) >> np.arange(bits, dtype=np.uint8) & 1

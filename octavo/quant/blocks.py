@@ -1,8 +1,7 @@
-"""Quantised matrices as they stand in a file: rows of blocks, in which codes, scales and mins lie
-together.
+"""Quantized matrices in file layout: rows of blocks that interleave codes, scales and mins.
 
-Owns how a block is described and taken apart; knows no format by name (`quant/gguf.py`). A backend
-may read the blocks themselves (csrc/plan/packing.h does); `packed()` is for the others.
+Describes and unpacks blocks; `quant/gguf.py` lists the formats. A backend may read blocks directly
+(csrc/plan/packing.h does) or unpack them with `packed()`.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ NUM_SHARED: dict[NumberKind, int] = {
     "mins4": 16,
     "signed6": 16,
 }
-"""Numbers of a kind that lie together in bytes."""
+"""Values that share the bytes of one packed kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Some bits of each code of a block, lower ones than those of the next plane.
+    """A bit plane of a block's codes; planes are ordered from low to high bits.
 
-    `run` bytes from `start` on hold run * 8 / bits neighbouring inputs: input i of these `bits`
-    bits of byte i % run, from bit i // run * bits up. The next inputs have the run behind it.
+    `run` bytes from `start` hold run * 8 / bits neighbouring inputs: input i is the `bits` bits of
+    byte i % run from bit i // run * bits up. The next run follows.
     """
 
     start: int
@@ -53,12 +52,12 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers of each block, `count` of them from byte `start` on.
+    """Scales or mins of each block: `count` values from byte `start`.
 
-    "scales6" and "mins6" are the eight scales and mins of six bits that Q4_K and Q5_K have in 12
-    bytes, "scales4" and "mins4" the sixteen of four bits that Q2_K has in 16; mins are stored
-    without their minus sign. "signed6" are the sixteen scales of six bits that Q3_K has in 12
-    bytes, stored with 32 added.
+    "scales6" and "mins6" are the eight 6-bit scales and mins that Q4_K and Q5_K store in 12 bytes,
+    "scales4" and "mins4" the sixteen 4-bit ones that Q2_K stores in 16; mins are stored without
+    their minus sign. "signed6" are the sixteen 6-bit scales of Q3_K, stored in 12 bytes with an
+    offset of 32.
     """
 
     start: int
@@ -66,9 +65,7 @@ class Numbers:
     count: int = 1
 
     def view(self, blocks: Bytes) -> NDArray:
-        """Returns the numbers `[..., blocks, count]`; those of six and four bits as the bytes that
-        hold them.
-        """
+        """Returns the values `[..., blocks, count]`; packed kinds as raw bytes."""
         part = blocks[..., self.start : self.start + self.count * NUMBER_BYTES[self.kind]]
         return part if self.kind in NUM_SHARED else part.view(self.kind)
 
@@ -77,7 +74,7 @@ class Numbers:
         return NUM_SHARED.get(self.kind, self.count)
 
     def taken(self, blocks: Bytes) -> NDArray:
-        """Returns a copy `[..., blocks * count]`; mins of six and four bits without their sign."""
+        """Returns unpacked values as a copy `[..., blocks * count]`; packed mins are unsigned."""
         found = self.view(blocks)
         if self.kind in ("scales6", "mins6"):
             found = _six_bits(found, is_min=self.kind == "mins6")
@@ -115,9 +112,9 @@ def _signed_six_bits(packed: Bytes) -> NDArray[np.int8]:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Places of codes, scales and mins in a block.
+    """Layout of codes, scales and mins in a block.
 
-    value = (code - zero_point) * scale + min, as in a `PackedWeight`; codes of 8 bits are signed.
+    value = (code - zero_point) * scale + min, as in `PackedWeight`; 8-bit codes are signed.
     """
 
     planes: tuple[Plane, ...]
@@ -134,8 +131,9 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockWeight:
-    """A matrix `[..., out, in]` as `blocks [..., out, blocks, bytes]`, a view into the file, of
-    `block_size` inputs each.
+    """A matrix `[..., out, in]` stored as `blocks [..., out, blocks, bytes]`, a view into the file.
+
+    Each block holds `block_size` inputs.
     """
 
     blocks: Bytes
@@ -150,11 +148,10 @@ class BlockWeight:
 
     @property
     def group(self) -> int:
-        """Number of inputs that share a scale."""
+        """Inputs per scale."""
         return self.block_size // self.layout.scales.per_block
 
     def rows(self, index: slice | NDArray[np.intp]) -> PackedWeight | BlockWeight:
-        """Returns the chosen output rows, as `PackedWeight.rows` does."""
         return (
             self.packed().rows(index)
             if self.blocks.ndim < 3
@@ -162,15 +159,13 @@ class BlockWeight:
         )
 
     def matrix(self, index: int) -> BlockWeight:
-        """Returns one of the stacked matrices."""
         return replace(self, blocks=self.blocks[index])
 
     def matrices(self, first: int, last: int) -> BlockWeight:
-        """Returns the stacked matrices `first` to `last - 1`."""
         return replace(self, blocks=self.blocks[first:last])
 
     def inputs(self, first: int, last: int) -> BlockWeight:
-        """Returns whole blocks of inputs, as `PackedWeight.inputs` does."""
+        """Returns complete blocks of inputs, as `PackedWeight.inputs` does."""
         if first % self.block_size or last % self.block_size:
             raise ValueError(
                 f"inputs {first} to {last} cannot be cut from a weight of groups of"
@@ -184,7 +179,7 @@ class BlockWeight:
         return self.packed().dequantize()
 
     def packed(self) -> PackedWeight:
-        """Takes the blocks apart, into arrays of codes, scales and mins."""
+        """Unpacks the blocks into arrays of codes, scales and mins."""
         layout, codes = self.layout, self._codes()
         mins = None
         if layout.mins is not None:
@@ -210,7 +205,9 @@ class BlockWeight:
         )
 
     def _codes(self) -> Bytes:
-        """Returns the codes `[..., out, in]`, or `[..., out, in / 2]` in halves of groups."""
+        """Returns the codes `[..., out, in]`, or `[..., out, in / 2]` as nibbles in halves of
+        groups.
+        """
         lead = self.blocks.shape[:-2]
         half = self.group // 2
         planes = self.layout.planes
@@ -228,11 +225,10 @@ class BlockWeight:
 
 
 StoredWeight = PackedWeight | BlockWeight
-"""A weight as a checkpoint stores it."""
 
 
 def _joined(blocks: Bytes, block_size: int, planes: Sequence[Plane]) -> Bytes:
-    """Joins the bit planes to the codes of every block, `[..., blocks, block_size]`."""
+    """Combines bit planes into the codes of every block, `[..., blocks, block_size]`."""
     codes, low = np.zeros((*blocks.shape[:-1], block_size), np.uint8), 0
     for plane in planes:
         part = blocks[..., plane.start : plane.start + block_size * plane.bits // 8]
@@ -246,10 +242,10 @@ def _joined(blocks: Bytes, block_size: int, planes: Sequence[Plane]) -> Bytes:
 
 
 def _side_by_side(blocks: Bytes, start: int, num_bytes: int) -> Bytes:
-    """Copies some bytes of every block side by side.
+    """Copies a byte range of every block into one contiguous array.
 
-    NumPy copies 16-byte elements six times as fast as rows of 16 bytes (92 MB: 17 ms, not 100 ms);
-    complex128 only names their size.
+    NumPy copies 16-byte elements 6x faster than rows of 16 bytes (92 MB: 17 ms instead of 100 ms);
+    complex128 serves only as a 16-byte type.
     """
     part = blocks[..., start : start + num_bytes]
     return np.ascontiguousarray(part.view(np.complex128) if num_bytes % 16 == 0 else part).view(

@@ -1,7 +1,7 @@
-"""The codebooks of GGUF's IQ types: vectors of four or eight small numbers that a code stands for.
+"""Codebooks of GGUF's IQ types: tables of vectors of four or eight small integers.
 
-Facts of the format (ggml's `ggml-common.h`), each number as an index of its few levels, two or four
-bits each, compressed.
+Values are from ggml's `ggml-common.h`, stored as compressed indices (2 or 4 bits) of their few
+distinct levels.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 
 class Codebook(NamedTuple):
-    """A table of vectors: `count` of `width` numbers, which are among `levels`."""
+    """A table of vectors of `width` values, each one of `levels`."""
 
     width: int
     levels: tuple[int, ...]
     text: str
-    """Indices of the levels, compressed, in base 85."""
+    """Level indices, zlib-compressed, in base 85."""
 
 
 @cache

@@ -1,9 +1,8 @@
-"""fp8 (e4m3): a matrix of codes with its scales, as a packed weight.
+"""fp8 (e4m3) weights: codes and scales as a packed weight.
 
-Three layouts of scales, all multiplied with the codes: one for the matrix, one for each output, one
-for each block of the matrix (DeepSeek-V3: 128 x 128). Scales become one for each output and block
-of inputs, which is lossless. Knows nothing of files. Sources: compressed-tensors' "float-quantized"
-format, transformers' FineGrainedFP8Config, DeepSeek-V3's README.
+Scales are per tensor, per output or per block (DeepSeek-V3: 128 x 128); all become one scale per
+output and input block, which is lossless. Sources: compressed-tensors' "float-quantized" format,
+transformers' FineGrainedFP8Config, DeepSeek-V3's README.
 """
 
 from __future__ import annotations
@@ -18,39 +17,39 @@ from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.packed import ActivationScheme, Levels, PackedWeight
 
 FP8 = "F8_E4M3"
-"""Name of the format in safetensors."""
+"""Name of the dtype in safetensors."""
 E8M0_BIAS = 127
 CODES = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALES = ("float16", "bfloat16", "float32", "uint8")
-"""Types of scales; uint8 holds powers of two as e8m0."""
+"""Scale dtypes; uint8 holds powers of two as e8m0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
-    """Scales of a checkpoint's fp8 matrices."""
+    """Scale layout of a checkpoint's fp8 matrices."""
 
     block: tuple[int, int] | None
-    """Outputs and inputs that share a scale; None: one scale for each output or matrix."""
+    """Outputs and inputs per scale; None: one scale per output or tensor."""
     activation: ActivationScheme
-    """How products may quantise their rows."""
+    """How a matmul may quantize its activations."""
 
     @property
     def format_name(self) -> str:
-        """Name of the format: with one scale for each output, or behind a colon the number of
-        inputs that share one.
-        """
+        """Format name; with block scales, the block's number of inputs follows a colon."""
         return FP8 if self.block is None else f"{FP8}:{self.block[1]}"
 
 
 def e8m0(exponents: NDArray[np.uint8], less: int = 0) -> NDArray[np.float32]:
-    """Returns powers of two, `less` exponents lower; NaN for 255."""
+    """Decodes e8m0 powers of two, `less` exponents lower; 255 is NaN."""
     powers = np.ldexp(np.float32(1), exponents.astype(np.int32) - E8M0_BIAS - less)
     return np.where(exponents == 255, np.float32(np.nan), powers.astype(np.float32))
 
 
 def fp8_weight(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) -> PackedWeight:
-    """Makes the packed weight of `codes [out, in] float8_e4m3fn` and `scales` [], [1], [out], [out,
-    1] or of each block, floats or e8m0 as uint8; WeightMismatch where they are of other shapes.
+    """Makes a packed weight from `codes [out, in] float8_e4m3fn` and scales.
+
+    `scales` are floats or e8m0 as uint8, of shape [], [1], [out], [out, 1] or one per block. Raises
+    WeightMismatch for other shapes.
     """
     check_fp8(codes, scales, scheme, name)
     outputs, inputs = codes.shape
@@ -71,8 +70,8 @@ def fp8_weight(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) ->
 
 
 def check_fp8(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) -> None:
-    """Raises WeightMismatch where codes and scales are of other types or shapes than `fp8_weight`
-    takes, UnsupportedModel where codes are no matrix.
+    """Raises WeightMismatch for dtypes or shapes that `fp8_weight` does not accept, and
+    UnsupportedModel if the codes are not a matrix.
     """
     if codes.ndim != 2:
         raise UnsupportedModel(

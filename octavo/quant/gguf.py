@@ -1,8 +1,7 @@
-"""GGUF's tensor types: the places of codes, scales and mins in a block of each, lossless.
+"""GGUF's tensor types: byte layout of codes, scales and mins in each block type, lossless.
 
-Owns the byte layout of each block type; knows nothing of files, names or models
-(`checkpoint/gguf/gguf_file.py`). Source of the layouts: ggml's `ggml-common.h` (block structs); the
-oracle of the tests is gguf-py's `dequantize`."""
+Source: block structs in ggml's `ggml-common.h`; tests compare with gguf-py's `dequantize`.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +18,10 @@ from octavo.quant.packed import PackedWeight
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A tensor type: `block_bytes` bytes hold `block_size` neighbouring inputs; plain floats have a
-    dtype, others a layout, or codes that are decoded when they are read.
+    """A tensor type: `block_bytes` bytes hold `block_size` neighbouring inputs.
+
+    Plain floats have a `dtype`, directly readable blocks a `layout`, other types `codes` that are
+    decoded when read.
     """
 
     name: str
@@ -32,14 +33,16 @@ class BlockType:
 
     @property
     def form(self) -> str:
-        """Name of the form in which backends meet a tensor."""
+        """Name of the format that backends see."""
         return self.name if self.codes is None else self.codes.form
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         return math.prod(shape) // self.block_size * self.block_bytes
 
     def tensor(self, raw: Bytes, shape: tuple[int, ...]) -> StoredWeight:
-        """Returns a view of `raw [num_bytes(shape)]`; `shape[-1]` fills whole blocks."""
+        """Returns a view of `raw [num_bytes(shape)]`; `shape[-1]` must be a multiple of the block
+        size.
+        """
         if self.dtype is not None:
             return PackedWeight.plain(raw.view(self.dtype).reshape(shape))
         if self.codes is not None:
@@ -126,4 +129,3 @@ BLOCK_TYPES: dict[int, BlockType] = {
         )
     },
 }
-"""Block types by ggml's type number."""

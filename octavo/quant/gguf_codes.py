@@ -1,9 +1,8 @@
-"""GGUF's tensor types whose numbers are no line of their codes: codebooks of 4 bits, of vectors and
-signs, ternary digits, and scales in few bits. All of them have at most sixteen whole numbers, so
-that each becomes codes of 4 bits into a table, with a scale for each 16 inputs or more, without
-loss.
+"""Decoders for GGUF's nonlinear tensor types: 4-bit codebooks, vector codebooks with signs, ternary
+digits, and low-bit scales.
 
-Knows nothing of files. Source of the layouts: ggml's `ggml-common.h`; the oracle of the tests is
+Each has at most sixteen distinct integers, so it converts without loss to 4-bit codes into a lookup
+table, with a scale per 16 inputs or more. Source: ggml's `ggml-common.h`; tests compare with
 gguf-py's `dequantize`.
 """
 
@@ -20,18 +19,18 @@ from octavo.quant.packed import Levels, NibbleOrder, PackedWeight
 
 Bytes = NDArray[np.uint8]
 LevelKind = Literal["fp16", "fp32", "small"]
-"""How scales lie: floats, or signed bytes beside a factor for each block."""
+"""Scale storage: floats, or signed bytes with a factor per block."""
 
 
 class Decoded(NamedTuple):
-    """A few blocks, decoded."""
+    """Decoded blocks."""
 
     codes: NDArray
-    """Numbers `[blocks, inputs] int8`, or places in the lookup `[blocks, inputs / 2] uint8`."""
+    """Integers `[blocks, inputs] int8`, or lookup indices `[blocks, inputs / 2] uint8`."""
     scales: NDArray
-    """Scales `[blocks, groups]`."""
+    """`[blocks, groups]`"""
     factors: NDArray[np.float32] | None = None
-    """Factor of each block's scales, `[blocks, 1]`; None: no second level."""
+    """Factor of each block's scales, `[blocks, 1]`; None: single-level scales."""
 
 
 LEVEL_TYPES: dict[LevelKind, np.dtype] = {
@@ -44,10 +43,10 @@ WIDE = 256
 NONLINEAR = np.array(
     (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32
 )
-"""Numbers of the codes of IQ4_NL and IQ4_XS."""
+"""Codebook of IQ4_NL and IQ4_XS."""
 TWICE_E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.float32)
 CHUNK_BLOCKS = 1 << 13
-"""Blocks decoded at a time; temporaries stay within some megabytes."""
+"""Blocks decoded at a time, so that temporaries take a few megabytes."""
 
 
 class CodeLayout(NamedTuple):
@@ -55,21 +54,21 @@ class CodeLayout(NamedTuple):
 
     decode: Callable[[Bytes], Decoded]
     group: int
-    """Inputs that share a scale."""
+    """Inputs per scale."""
     lookup: NDArray[np.float32]
-    """Numbers of the sixteen codes."""
+    """Values of the sixteen codes."""
     levels: LevelKind = "small"
     nibbles: NibbleOrder = "pairs"
 
     @property
     def form(self) -> str:
-        """Name of the form that backends know: codes of a lookup, with scales of a kind."""
+        """Name of the packed format: lookup codes with their kind of scales."""
         if self.levels == "small":
             return f"L4I_K{self.group}:{WIDE}"
         return f"L4I_{self.levels.upper().replace('P', '')}:{self.group}"
 
     def weight(self, raw: Bytes, shape: tuple[int, ...], block: tuple[int, int]) -> PackedWeight:
-        """Decodes a tensor; `block` is the number of inputs and of bytes of a block."""
+        """Decodes a tensor; `block` is the number of inputs and bytes per block."""
         size, num_bytes = block
         blocks = raw.reshape(-1, num_bytes)
         codes = np.empty((len(blocks), size // 2), np.uint8)
@@ -101,7 +100,7 @@ class CodeLayout(NamedTuple):
 
 
 def _places(lookup: NDArray[np.float32]) -> Bytes:
-    """Returns the place of each signed byte's number in a lookup; 0 for numbers that it lacks."""
+    """Returns the lookup index of each signed byte; 0 for values that the lookup lacks."""
     places = np.zeros(256, np.uint8)
     numbers = lookup.astype(np.int8).view(np.uint8)
     places[numbers[::-1]] = np.arange(len(numbers), dtype=np.uint8)[::-1]
@@ -109,13 +108,13 @@ def _places(lookup: NDArray[np.float32]) -> Bytes:
 
 
 def _paired(codes: Bytes) -> Bytes:
-    """Returns codes two a byte, the first one low."""
+    """Packs two codes per byte, the first in the low nibble."""
     found: Bytes = codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
     return found
 
 
 class _Parts:
-    """A block's bytes, taken part by part."""
+    """Reads a block's bytes field by field."""
 
     def __init__(self, blocks: Bytes) -> None:
         self._blocks = blocks
@@ -127,20 +126,20 @@ class _Parts:
         return np.ascontiguousarray(part).view(dtype)
 
     def half(self, share: float = 1) -> NDArray[np.float32]:
-        """Returns a share, a power of two, of an fp16: `[blocks, 1]`."""
+        """Reads an fp16 and scales it by a power of two: `[blocks, 1]`."""
         found: NDArray[np.float32] = self.take(2, "<f2").astype(np.float32) * np.float32(share)
         return found
 
 
 def _fields(words: NDArray, bits: int, count: int) -> NDArray:
-    """Returns the `count` lowest fields of each word, `[blocks, words, count]`."""
+    """Returns the `count` lowest bit fields of each word, `[blocks, words, count]`."""
     shifts = np.arange(count, dtype=words.dtype) * words.dtype.type(bits)
     found: NDArray = words[..., None] >> shifts & words.dtype.type((1 << bits) - 1)
     return found
 
 
 def _runs(part: Bytes, bits: int, run: int) -> Bytes:
-    """Returns codes of which each `run` bytes hold 8 / bits runs, the lowest bits first."""
+    """Unpacks codes; every `run` bytes hold 8 / bits runs, low bits first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     codes = part.reshape(len(part), -1, 1, run) >> shifts & np.uint8((1 << bits) - 1)
     return codes.reshape(len(part), -1)
@@ -169,7 +168,7 @@ def _mxfp4(blocks: Bytes) -> Decoded:
 
 
 def _half_e4m3() -> NDArray[np.float16]:
-    """Returns half of each unsigned e4m3, which an fp16 holds; 0 for 127, which is none."""
+    """Returns half of each unsigned e4m3 value, which fits fp16; 0 for 127 (NaN)."""
     codes = np.arange(256)
     exponent, rest = codes >> 3 & 15, (codes & 7).astype(np.float64)
     normal = (1 + rest / 8) * 2.0 ** (exponent - 7)
@@ -187,7 +186,7 @@ def _nvfp4(blocks: Bytes) -> Decoded:
 
 
 def _tq1_0(blocks: Bytes) -> Decoded:
-    """Decodes five ternary digits a byte, each digit the top of the byte times a power of 3."""
+    """Decodes five ternary digits per byte: each is the top of the byte times a power of 3."""
     parts = _Parts(blocks)
     digits = [
         (part.reshape(len(blocks), -1, 1, run) * powers[:, None]).reshape(len(blocks), -1)
@@ -208,7 +207,7 @@ def _tq2_0(blocks: Bytes) -> Decoded:
 
 
 def _parity_signs() -> NDArray[np.int8]:
-    """Returns the signs of eight numbers by seven bits: their number of minus signs is even."""
+    """Returns eight signs for each 7-bit index; the number of minus signs is even."""
     bits = np.arange(128)[:, None] >> np.arange(7) & 1
     whole = np.concatenate([bits, bits.sum(axis=1, keepdims=True) & 1], axis=1)
     return np.where(whole, -1, 1).astype(np.int8)
@@ -224,13 +223,13 @@ def _signs(part: Bytes) -> NDArray[np.int8]:
 
 
 def _vectors(name: str, indices: NDArray, signs: NDArray[np.int8]) -> NDArray[np.int8]:
-    """Returns the codebook's numbers with their signs, `[blocks, inputs]`."""
+    """Looks up codebook vectors and applies signs, `[blocks, inputs]`."""
     found: NDArray[np.int8] = codebook(name)[indices].reshape(len(indices), -1)
     return found * signs.reshape(found.shape)
 
 
 def _odd(steps: NDArray) -> NDArray[np.int8]:
-    """Returns 2 n + 1: steps begin half a step above zero."""
+    """Returns 2 n + 1: scale steps start at one half."""
     found: NDArray[np.int8] = steps.astype(np.int8) * np.int8(2) + np.int8(1)
     return found
 
@@ -282,11 +281,11 @@ def _iq3_s(blocks: Bytes) -> Decoded:
 
 
 EIGHTH = 0.125
-"""Step of the IQ1 types, whose numbers are a ternary digit plus or minus an eighth."""
+"""Step of the IQ1 types: values are a ternary digit plus or minus an eighth."""
 
 
 def _eighths(indices: NDArray, is_minus: NDArray[np.bool_]) -> NDArray[np.int8]:
-    """Returns eight times digits plus or minus one, `[blocks, inputs]`; a delta for each vector."""
+    """Returns 8 * (digit plus or minus an eighth), `[blocks, inputs]`; one sign per vector."""
     digits: NDArray[np.int8] = codebook("IQ1_S")[indices] * np.int8(8)
     digits += np.where(is_minus, np.int8(-1), np.int8(1))[..., None]
     return digits.reshape(len(indices), -1)
@@ -304,7 +303,7 @@ def _iq1_s(blocks: Bytes) -> Decoded:
 
 
 def _iq1_m(blocks: Bytes) -> Decoded:
-    """Decodes a block whose fp16 scale lies in the top four bits of four words."""
+    """Decodes blocks that store the fp16 scale in the top four bits of four words."""
     parts = _Parts(blocks)
     low, high, words = parts.take(32), parts.take(16), parts.take(8, "<u2")
     bits = np.bitwise_or.reduce(
@@ -322,13 +321,13 @@ EIGHTHS = (-9, -7, -1, 1, 7, 9)
 
 
 def _table(numbers: Iterable[int]) -> NDArray[np.float32]:
-    """Returns a lookup of sixteen numbers, the last one repeated where there are fewer."""
+    """Returns a lookup of sixteen values, padded with the last one."""
     found = sorted(numbers)
     return np.array([*found, *[found[-1]] * (16 - len(found))], np.float32)
 
 
 def _signed(name: str) -> NDArray[np.float32]:
-    """Returns a codebook's numbers with both signs: at most sixteen."""
+    """Returns a codebook's levels with both signs, at most sixteen."""
     magnitudes = CODEBOOKS[name].levels
     return _table([*magnitudes, *(-each for each in magnitudes)])
 
@@ -348,4 +347,3 @@ CODE_LAYOUTS: dict[str, CodeLayout] = {
     "MXFP4": CodeLayout(_mxfp4, 32, TWICE_E2M1, "fp32", "halves"),
     "NVFP4": CodeLayout(_nvfp4, 16, TWICE_E2M1, "fp16"),
 }
-"""Layouts by the type's name."""

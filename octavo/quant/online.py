@@ -1,10 +1,9 @@
-"""Packing at load: float matrices to int8 or fp8 (e4m3) codes with one scale an output, or to int8
-or int4 codes in groups of 32 inputs.
+"""Online quantization at load: int8 or fp8 (e4m3) codes with one scale per output, or int8 or int4
+codes in groups of 32 inputs.
 
-Owns how scales and mins are chosen; knows nothing of models or files. int8 and fp8 are symmetric
-with an fp32 scale; int4 is as Q4_1 (fp16 scale and min, nibbles in halves). Source of the search:
-least squares over candidate grids, as in ggml's k-quants (`make_qkx2_quants`), weighted by how
-strongly each input is used where that is known.
+int8 and fp8 are symmetric with an fp32 scale; int4 is like Q4_1 (fp16 scale and min, nibbles in
+halves). Scales are searched by least squares over candidate grids, as in ggml's k-quants
+(`make_qkx2_quants`), weighted by input importance if known.
 """
 
 from __future__ import annotations
@@ -20,34 +19,32 @@ from octavo.quant.packed import Code, Levels, PackedWeight
 
 GROUP = 32
 CHUNK_VALUES = 1 << 16
-"""Number of values packed at a time, so that temporaries stay in the second-level cache."""
+"""Values packed at a time, so that temporaries stay in the L2 cache."""
 
 E4M3_TOP = 448.0
-"""Largest number of e4m3, which has no infinities."""
+"""Largest e4m3 value; e4m3 has no infinities."""
 
 INT4_TOP = 15.0
 SHRINKS = (1.0, 0.93)
-"""Widths of the first grids, as shares of a group's range: clipping the ends makes the inner steps
-finer. The whole range finds a grid again that the weights lie on already."""
+"""Candidate widths, as shares of a group's range: clipping the ends makes the inner steps finer.
+The full range recovers a grid that the weights already lie on."""
 
 ROUNDS = 2
-"""Number of lines fitted from each width on, each but the first to the codes of the one before.
+"""Line fits per candidate width, each but the first on the codes of the previous one.
 
-Packs 52 million values a second on one core; one round takes a third less, three a third more, with
-the same perplexity to 0.2% (SmolLM2 with its channels shuffled).
-"""
+Packs 52 million values/s on one core; one round takes a third less time, three a third more, with
+the same perplexity to 0.2% (SmolLM2 with shuffled channels)."""
 
 
 def pack_int8(weight: NDArray[np.float32]) -> PackedWeight:
-    """Packs `weight [..., out, in]` as int8 codes in [-127, 127] times one fp32 scale for each
-    output.
-    """
+    """Packs `weight [..., out, in]` as int8 codes in [-127, 127] with one fp32 scale per output."""
     return _pack_by_output(weight, "int", np.dtype(np.int8), 127)
 
 
 def pack_int8_groups(weight: NDArray[np.float32]) -> PackedWeight:
-    """Packs `weight [..., out, in]` as int8 codes times an fp16 scale for each group of 32 inputs,
-    as Q8_0 does; `in` must be a multiple of 32.
+    """Packs `weight [..., out, in]` as int8 codes with an fp16 scale per 32 inputs, like Q8_0.
+
+    `in` must be a multiple of 32.
     """
     width = weight.shape[-1]
     flat = weight.reshape(-1, width)
@@ -70,8 +67,8 @@ def pack_int8_groups(weight: NDArray[np.float32]) -> PackedWeight:
 
 
 def pack_fp8(weight: NDArray[np.float32]) -> PackedWeight:
-    """Packs `weight [..., out, in]` as e4m3 codes times one fp32 scale for each output, whose
-    largest number becomes 448.
+    """Packs `weight [..., out, in]` as e4m3 codes with one fp32 scale per output; its largest value
+    becomes 448.
     """
     return _pack_by_output(weight, "e4m3", np.dtype(ml_dtypes.float8_e4m3fn), E4M3_TOP)
 
@@ -79,9 +76,7 @@ def pack_fp8(weight: NDArray[np.float32]) -> PackedWeight:
 def _pack_by_output(
     weight: NDArray[np.float32], code: Code, dtype: np.dtype, top: float
 ) -> PackedWeight:
-    """Packs 8-bit codes, the largest of which is `top`, times one fp32 scale for each output;
-    integers are rounded to nearest even.
-    """
+    """Packs 8-bit codes up to `top`, one fp32 scale per output; integers round to nearest even."""
     width = weight.shape[-1]
     flat = weight.reshape(-1, width)
     codes = np.empty(flat.shape, dtype)
@@ -103,10 +98,9 @@ def _pack_by_output(
 def pack_int4(
     weight: NDArray[np.float32], importance: NDArray[np.float32] | None = None
 ) -> PackedWeight:
-    """Packs `weight [..., out, in]` as codes 0..15 with an fp16 scale and min for each group; `in`
-    must be a multiple of 32.
+    """Packs `weight [..., out, in]` as codes 0..15 with an fp16 scale and min per group.
 
-    `importance [in]` weighs a squared error at each input; None: all count the same.
+    `in` must be a multiple of 32. `importance [in]` weights the squared errors of each input.
     """
     width = weight.shape[-1]
     check_int4(width, "a matrix")
@@ -138,7 +132,7 @@ def pack_int4(
 
 
 def check_int4(width: int, name: str) -> None:
-    """Raises UnsupportedModel where rows of `width` inputs cannot be packed to 4 bits."""
+    """Raises UnsupportedModel if rows of `width` inputs cannot be packed to 4 bits."""
     if width % GROUP:
         what = f"quantization int4: {name} has {width} inputs, allowed is a multiple of {GROUP}"
         raise UnsupportedModel(what, hint="use --quantization int8")
@@ -147,10 +141,9 @@ def check_int4(width: int, name: str) -> None:
 def _search(
     groups: NDArray[np.float32], shares: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Returns scale and min `[n, groups]` of least error among lines fitted to the codes of grids
-    over the range, and to those lines' own codes.
+    """Returns scale and min `[n, groups]` of least error among lines fitted to candidate grids.
 
-    A group with a NaN becomes NaN: a damaged weight must be seen, and not become zero.
+    A group with a NaN becomes NaN, so that a damaged weight does not silently become zero.
     """
     low, high = groups.min(axis=-1), groups.max(axis=-1)
     middle, reach = (low + high) / 2, (high - low) / 2
@@ -179,8 +172,8 @@ def _fitted_line(
     shares: NDArray[np.float32],
     scale: NDArray[np.float32],
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Returns least-squares scale and min for given codes, and the error they leave (less a
-    constant); the given scale where all codes of a group are equal.
+    """Returns least-squares scale and min for given codes, and their error (up to a constant);
+    keeps the scale if all codes of a group are equal.
     """
     mean_code, mean_value = (np.einsum("ngi,gi->ng", each, shares) for each in (codes, values))
     centred = codes - mean_code[..., None]
@@ -193,7 +186,7 @@ def _fitted_line(
 
 
 def _shares(importance: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns `[in]` as `[groups, 32]`, each group's shares together 1."""
+    """Reshapes `[in]` to `[groups, 32]` and normalizes each group to a sum of 1."""
     groups = importance.reshape(-1, GROUP)
     shares: NDArray[np.float32] = groups / groups.sum(axis=-1, keepdims=True)
     return shares
@@ -209,13 +202,11 @@ def _codes4(
 
 
 def _inverse(scale: NDArray) -> NDArray[np.float32]:
-    """Returns 1 / scale, and 0 for groups of zeros."""
     wide = scale.astype(np.float32)
     return np.divide(np.float32(1), wide, out=wide, where=wide != 0)
 
 
 def _fp16(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rounds to what an fp16 can hold."""
     return values.astype(np.float16).astype(np.float32)
 
 
@@ -225,7 +216,7 @@ def _chunks(flat: NDArray[np.float32]) -> Iterator[slice]:
 
 
 def _grouped(rows: NDArray[np.float32], num_groups: int) -> NDArray[np.float32]:
-    """Returns `[n, in]` as `[n, groups, 32]`, filled up with zeros."""
+    """Reshapes `[n, in]` to `[n, groups, 32]`, padded with zeros."""
     missing = num_groups * GROUP - rows.shape[1]
     if missing:
         rows = np.pad(rows, ((0, 0), (0, missing)))

@@ -1,9 +1,8 @@
-"""The one packed weight: what every quantised or plain tensor becomes before a backend tiles it for
-its kernels.
+"""The packed weight: every quantized or plain tensor takes this form before a backend tiles it.
 
-Owns codes, scales, mins and the meaning of their combination; knows nothing of files
-(`checkpoint/`, `quant/gguf.py` make it) or of kernels. Lossless: `dequantize()` equals the format's
-own reference dequantisation bit for bit, in float32.
+Owns codes, scales, mins and the formula that combines them; `checkpoint/` and `quant/gguf.py`
+create it. Lossless: `dequantize()` equals the format's reference dequantization bit for bit, in
+float32.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ FLOAT_TYPES: dict[Code, np.dtype] = {
 class Levels:
     """Scales or mins of the groups, on one level or two (k-quants).
 
-    One level: the floats in `values` (fp16, bf16 or fp32). Two levels: float32(super_scale) *
-    float32(values), where `values` are small integers and each super-scale covers `groups / supers`
+    One level: floats in `values` (fp16, bf16 or fp32). Two levels: float32(super_scale) *
+    float32(values), with small integers in `values`; each super-scale covers `groups / supers`
     neighbouring groups.
     """
 
     values: NDArray
-    """Number of each group, `[..., out, groups]`."""
+    """`[..., out, groups]`"""
     super_scale: NDArray | None = None
-    """Factor of the groups it covers, `[..., out, supers]`; None: one level."""
+    """`[..., out, supers]`; None: one level."""
 
     def expand(self) -> NDArray[np.float32]:
-        """Returns the numbers themselves, `[..., out, groups] fp32`."""
+        """Returns the values, `[..., out, groups] fp32`."""
         values = self.values.astype(np.float32)
         if self.super_scale is None:
             return values
@@ -50,7 +49,7 @@ class Levels:
 
     @property
     def span(self) -> int:
-        """Number of neighbouring groups that share a super-scale; 1 without super-scales."""
+        """Neighbouring groups per super-scale; 1 without super-scales."""
         return (
             1
             if self.super_scale is None
@@ -58,7 +57,7 @@ class Levels:
         )
 
     def groups(self, group: int, first: int, last: int) -> Levels:
-        """Returns the levels of the inputs first to last - 1, in groups of `group`."""
+        """Returns the levels of inputs `first` to `last - 1`, in groups of `group`."""
         own = slice(first // group, -(-last // group))
         if self.super_scale is None:
             return Levels(self.values[..., own])
@@ -101,7 +100,7 @@ class PackedWeight:
     scales: Levels | None = None
     mins: Levels | None = None
     zeros: NDArray[np.int8] | None = None
-    """Zero of each group beyond `zero_point`, `[..., out, groups]`; None: nothing."""
+    """Additional zero of each group, `[..., out, groups]`; None: zero."""
     zero_point: int = 0
     """Zero of all groups; 0 for codes of fewer than 8 bits with mins."""
     nibbles: NibbleOrder = "pairs"
@@ -111,14 +110,14 @@ class PackedWeight:
 
     @staticmethod
     def plain(array: NDArray) -> PackedWeight:
-        """Wraps a float tensor as it is: fp32, fp16 or bf16."""
+        """Wraps an fp32, fp16 or bf16 tensor."""
         for code, dtype in FLOAT_TYPES.items():
             if array.dtype == dtype:
                 return PackedWeight(array.shape, dtype.itemsize * 8, code, array)
         raise TypeError(f"a plain weight is fp32, fp16 or bf16, got {array.dtype}")
 
     def packed(self) -> PackedWeight:
-        """Returns itself, as `BlockWeight.packed` returns its codes."""
+        """Returns itself; counterpart of `BlockWeight.packed`."""
         return self
 
     @property
@@ -127,14 +126,14 @@ class PackedWeight:
 
     @property
     def has_whole_lookup(self) -> bool:
-        """Whether codes stand for whole numbers that a signed byte holds."""
+        """Whether all lookup values are integers that fit a signed byte."""
         if self.lookup is None:
             return False
         return bool((self.lookup == self.lookup.astype(np.int8)).all())
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of codes, scales and mins as held here."""
+        """Bytes of codes, zeros, scales and mins."""
         arrays = [self.codes] + ([] if self.zeros is None else [self.zeros])
         for levels in (self.scales, self.mins):
             if levels is not None:
@@ -144,7 +143,7 @@ class PackedWeight:
         return sum(array.nbytes for array in arrays)
 
     def unpacked_codes(self) -> NDArray:
-        """Returns codes `[..., out, in]`, one an element (uint8 or int8; floats as they are)."""
+        """Returns codes `[..., out, in]`, one per element (uint8 or int8; floats unchanged)."""
         if self.bits != 4:
             return self.codes
         low, high = self.codes & 0x0F, self.codes >> 4
@@ -157,9 +156,7 @@ class PackedWeight:
         )
 
     def dequantize(self) -> NDArray[np.float32]:
-        """Returns the values `[..., out, in] fp32`, equal to the source format's own dequantisation
-        bit for bit.
-        """
+        """Returns the values `[..., out, in] fp32`, bit for bit those of the format's reference."""
         if self.is_float:
             return self.codes.astype(np.float32)
         assert self.scales is not None
@@ -181,17 +178,14 @@ class PackedWeight:
         return np.asarray(values, np.float32)
 
     def _spread(self, levels: Levels) -> NDArray[np.float32]:
-        """Repeats each group's number for each of its inputs: `[..., out, in] fp32`."""
+        """Repeats each group's value for its inputs: `[..., out, in] fp32`."""
         return self._each(levels.expand())
 
     def _each(self, numbers: NDArray) -> NDArray:
-        """Repeats a number of each group for each of its inputs."""
         return np.repeat(numbers, self.group, axis=-1)[..., : self.shape[-1]]
 
     def rows(self, index: slice | NDArray[np.intp]) -> PackedWeight:
-        """Returns the chosen output rows. Groups run along the inputs, so any choice or order of
-        rows is lossless.
-        """
+        """Returns the chosen output rows, lossless for any choice and order."""
         if len(self.shape) == 1 and not self.is_float:
             return PackedWeight.plain(self.dequantize()[index])
         if len(self.shape) == 1:
@@ -208,7 +202,6 @@ class PackedWeight:
         )
 
     def matrix(self, index: int) -> PackedWeight:
-        """Returns one of the stacked matrices."""
         return replace(
             self,
             shape=self.shape[1:],
@@ -231,8 +224,8 @@ class PackedWeight:
         )
 
     def inputs(self, first: int, last: int) -> PackedWeight:
-        """Returns the inputs `first` to `last - 1`, which must begin and end with a group; one
-        group for all inputs may be cut anywhere.
+        """Returns the inputs `first` to `last - 1`, which must start and end at a group boundary; a
+        single group for all inputs may be cut anywhere.
         """
         width = self.shape[-1]
         if self.is_float:
@@ -260,6 +253,6 @@ class PackedWeight:
 
     @property
     def _input_unit(self) -> int:
-        """Number of inputs that share a scale of the higher level."""
+        """Inputs per super-scale."""
         supers = [levels.span for levels in (self.scales, self.mins) if levels is not None]
         return self.group * max(supers, default=1)

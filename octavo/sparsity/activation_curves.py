@@ -1,9 +1,9 @@
-"""How much of what a model multiplies is small: for each share of the numbers the threshold below
-which they are, and what leaving them out costs.
+"""Calibration file of activation sparsity: for each share of small activations, the threshold that
+cuts it and the error that doing so causes.
 
-Owns the file of a calibration and the choice of thresholds from it. Knows no arrays; who measures
-is `worker/activation_meter.py`. Source of the greedy choice: TEAL (Liu et al. 2024), algorithm 1,
-with measured losses of products in place of a block's.
+Owns the file format and the choice of thresholds from it; contains no arrays. `activation_meter.py`
+measures. Source of the greedy choice: TEAL (Liu et al. 2024), algorithm 1, with measured losses per
+matmul instead of per block.
 """
 
 from __future__ import annotations
@@ -22,30 +22,27 @@ from octavo.sparsity.passes.sparsify import Thresholds
 
 VERSION = 1
 LEVELS = tuple(round(0.05 * step, 2) for step in range(1, 20))
-"""Shares for which curves have a threshold: 5% to 95%."""
+"""Shares of activations for which a curve has a threshold: 5% to 95%."""
 
 USED_SHARE = 0.3
-"""Share of a token's neurons that count as used, those whose gates are widest open, where no
-activation makes zeros."""
+"""Share of a token's neurons that count as used (those with the largest gates) if the activation
+function makes no zeros."""
 
 
 class ActivationCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The small numbers of one input of products, or of one gate."""
+    """Threshold curve of one matmul input, or of one gate."""
 
     weights: list[str]
-    """Matrices that multiply the input; the first matrix that makes the gate."""
+    """Matrices that multiply the input, or the first matrix that computes the gate."""
     size: int
-    """Numbers of all these matrices."""
+    """Number of weights in all these matrices."""
     thresholds: list[float]
-    """Magnitude below which each share of LEVELS is."""
+    """Magnitude threshold for each share in LEVELS."""
     losses: list[float]
-    """Share of the product's power that goes with each share of the numbers, as if inputs were
-    independent."""
+    """Share of the output's power lost at each share in LEVELS, if inputs were independent."""
 
     def threshold(self, share: float) -> float:
-        """Returns the magnitude below which a share of the numbers is, between two of LEVELS on a
-        straight line.
-        """
+        """Returns the threshold for a share, interpolated linearly between LEVELS."""
         known = [(0.0, 0.0), *zip(LEVELS, self.thresholds, strict=True)]
         for (left, low), (right, high) in pairwise(known):
             if share <= right:
@@ -54,34 +51,33 @@ class ActivationCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NeuronUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How often the neurons of one feed-forward layer were used."""
+    """How often each neuron of one feed-forward layer was used."""
 
     weight: str
-    """Matrix of the layer's last product, whose inputs they are."""
+    """Matrix of the down projection; its inputs are the neurons."""
     counts: list[int]
-    """Tokens of the text that used each neuron."""
+    """Number of tokens that used each neuron."""
 
     def hottest(self, count: int) -> list[int]:
-        """Returns the numbers of the neurons that were used most, the most used first."""
+        """Returns the `count` most used neurons, most used first."""
         order = sorted(range(len(self.counts)), key=lambda neuron: -self.counts[neuron])
         return order[:count]
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measurements of one model by `octavo calibrate`."""
+    """Result of `octavo calibrate` for one model."""
 
     version: int
     fingerprint: str
-    """Name of the weights; thresholds of others mean nothing."""
+    """Fingerprint of the weights that were measured."""
     num_tokens: int
-    """Tokens that it was measured with."""
     inputs: list[ActivationCurve]
     gates: list[ActivationCurve]
     neurons: list[NeuronUse] = []
     predictors: list[NeuronPredictor] = []
 
     def save(self, path: Path) -> None:
-        """Writes the file, whole or not at all."""
+        """Writes the file atomically."""
         part = path.with_name(f"{path.name}.part")
         part.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
         part.replace(path)
@@ -90,8 +86,10 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_calibration(
     path: Path, fingerprint: str | None, *, name: str = "calibration"
 ) -> Calibration:
-    """Reads the calibration of the weights with that fingerprint, or of any; ConfigError names what
-    is wrong with a file, and the option `name` that names it.
+    """Reads a calibration.
+
+    Raises ConfigError if the file is damaged or its fingerprint differs from `fingerprint`; `name`
+    is the option shown in the error.
     """
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Calibration)
@@ -134,7 +132,7 @@ def thresholds_of(
     gate_share: float,
     plan: Literal["uniform", "greedy"],
 ) -> Thresholds:
-    """Returns the thresholds at which these shares of inputs and gates count as zeros."""
+    """Returns the thresholds that zero these shares of inputs and gates."""
     curves = calibration.inputs if input_share else []
     shares = dict.fromkeys(range(len(curves)), input_share)
     if plan == "greedy":
@@ -152,8 +150,9 @@ def thresholds_of(
 
 
 def greedy_shares(curves: Mapping[int, ActivationCurve], target: float) -> dict[int, float]:
-    """Returns the share of each curve with which `target` of all their weights are left out: in
-    steps of 5%, each where it loses least for the weights that it saves.
+    """Returns the share to zero on each curve so that `target` of all weights are skipped.
+
+    Raises shares in steps of 5%, each time on the curve that loses least per weight saved.
     """
     steps = dict.fromkeys(curves, 0)
     wanted = target * sum(curve.size for curve in curves.values())
@@ -177,7 +176,7 @@ def greedy_shares(curves: Mapping[int, ActivationCurve], target: float) -> dict[
 
 
 def _blocks(curves: Iterable[ActivationCurve]) -> list[list[int]]:
-    """Returns the indices of the curves of each layer, which the first number in a name tells."""
+    """Groups curve indices by layer: the first number in the weight's name."""
     found: dict[str, list[int]] = {}
     for index, curve in enumerate(curves):
         match = re.search(r"\.(\d+)\.", curve.weights[0])

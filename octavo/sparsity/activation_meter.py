@@ -1,7 +1,7 @@
-"""Measures how small the numbers are that a model multiplies, from what a backend has observed.
+"""Measures the distribution of a model's activations from the inputs that a backend records.
 
-Numbers are counted by the upper bits of their magnitude, 64 classes for each power of two, so that
-any amount of text takes the same memory. Knows Programs and arrays; `calibrate.py` runs the text.
+Activations are counted by the upper bits of their magnitude (64 bins per power of two), so memory
+is independent of the text's length. `calibrate.py` runs the text.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from octavo.sparsity.passes.sparsify import gate_of
 Floats = NDArray[np.float32]
 
 DROPPED_BITS = 17
-"""Lower bits of an fp32 number that its class leaves out."""
+"""Low bits of an fp32 number that the histogram ignores."""
 
 NUM_CLASSES = 1 << (31 - DROPPED_BITS)
 
 
 @dataclass(slots=True)
 class Magnitudes:
-    """Numbers of one kind, counted by class."""
+    """Histogram of activation magnitudes."""
 
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_CLASSES, np.int64))
     powers: NDArray[np.float64] = field(default_factory=lambda: np.zeros(NUM_CLASSES))
-    """Sum of what the numbers of each class add to the power of the product."""
+    """Contribution of each bin to the power of the matmul's output."""
 
     def add(self, numbers: Floats, gains: NDArray[np.float64]) -> None:
-        """Counts numbers `[T, N]`, of which column n is multiplied with a power of `gains[n]`."""
+        """Adds activations `[T, N]`; column n is multiplied by weights of power `gains[n]`."""
         magnitudes = np.ascontiguousarray(np.abs(numbers), np.float32)
         classes = (magnitudes.view(np.uint32) >> DROPPED_BITS).reshape(-1)
         powers = np.square(magnitudes, dtype=np.float64) * gains
@@ -45,7 +45,7 @@ class Magnitudes:
         self.powers += np.bincount(classes, powers.reshape(-1), NUM_CLASSES)[:NUM_CLASSES]
 
     def curve(self, weights: list[str], size: int) -> ActivationCurve:
-        """Returns the thresholds of LEVELS, upper ends of classes, and the shares of power."""
+        """Returns thresholds (upper bin edges) and losses for LEVELS."""
         below, lost = np.cumsum(self.counts), np.cumsum(self.powers)
         at = np.searchsorted(below, np.array(LEVELS) * below[-1])
         ends = ((at + 1).astype(np.uint32) << DROPPED_BITS).view(np.float32)
@@ -55,17 +55,17 @@ class Magnitudes:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredGate:
-    """An ActMul and the product that makes its gate."""
+    """An ActMul and the matmul that computes its gate."""
 
     op: ActMul
     maker: Linear
     first: int
-    """First output of the product that is the gate's."""
+    """First output of the matmul that belongs to the gate."""
     last: Weight | None
-    """Matrix of the one product that reads what the gate lets through; None where others do."""
+    """The single matrix that reads the gated output; None if there are others."""
 
     def projection(self, floats: Callable[[Weight], Floats]) -> tuple[Floats, Floats]:
-        """Returns the matrix `[gates, in]` and the bias `[gates]` that make the gates."""
+        """Returns the matrix `[gates, in]` and the bias `[gates]` that compute the gate."""
         part = slice(self.first, self.first + self.op.gate.width)
         weights = self.maker.weights_
         biases = self.maker.biases or (None,) * len(weights)
@@ -78,12 +78,12 @@ class MeasuredGate:
 
 
 class ActivationMeter:
-    """Takes the inputs of a Program's products, step by step."""
+    """Accumulates statistics of a Program's matmul inputs, one step at a time."""
 
     def __init__(
         self, program: Program, observed: ObservedInputs, floats: Callable[[Weight], Floats]
     ) -> None:
-        """Takes in `floats` what reads a weight, `[out, in]`."""
+        """`floats` reads a weight as fp32, `[out, in]`."""
         self._observed = observed.inputs
         self._floats = floats
         self._products = _by_input(program, self._observed)
@@ -103,7 +103,7 @@ class ActivationMeter:
         }
 
     def take(self, num_rows: int) -> None:
-        """Counts the first rows of what the last step observed."""
+        """Adds the first `num_rows` rows that the last step recorded."""
         for value, weights in self._products.items():
             numbers = self._observed[weights[0]][:num_rows]
             self._inputs[value].add(numbers, self._gains[value])
@@ -116,8 +116,8 @@ class ActivationMeter:
             self._used[weight.name] += np.count_nonzero(self._observed[weight][:num_rows], axis=0)
 
     def strongest(self, num_rows: int, share: float) -> list[NDArray[np.int64]]:
-        """Returns for each gate, in the Program's order, the neurons that it opens widest in each
-        of the last step's first rows, `[num_rows, share * neurons]`, by number.
+        """Returns for each gate the neurons with the largest |f(gate)| in each row of the last
+        step, `[num_rows, share * neurons]`, sorted by index.
         """
         found = []
         for gate in self._gates.values():
@@ -128,7 +128,7 @@ class ActivationMeter:
         return found
 
     def inputs(self) -> list[ActivationCurve]:
-        """Returns the curves of products' inputs, in the Program's order."""
+        """Returns the curves of matmul inputs, in the Program's order."""
         return [
             self._inputs[value].curve(
                 [weight.name for weight in weights],
@@ -138,20 +138,21 @@ class ActivationMeter:
         ]
 
     def gates(self) -> list[ActivationCurve]:
-        """Returns the curves of gates, in the Program's order."""
         return [
             self._opened[name].curve([name], gate.op.out.width * gate.maker.x.width)
             for name, gate in self._gates.items()
         ]
 
     def neurons(self) -> list[NeuronUse]:
-        """Returns how often the neurons of each layer were used: where an activation makes zeros,
-        those that are none, else those whose gates are among the widest open.
+        """Returns how often each layer's neurons were used.
+
+        A neuron counts as used if its activation is not zero; without a zeroing activation, if its
+        gate is among the largest.
         """
         return [NeuronUse(name, counts.tolist()) for name, counts in self._used.items()]
 
     def _open(self, gate: MeasuredGate, num_rows: int) -> Floats:
-        """Computes f(gate) of the last step's rows."""
+        """Computes f(gate) for the last step's rows."""
         rows = self._observed[gate.maker.weights_[0]][:num_rows]
         matrix, bias = gate.projection(self._floats)
         products = rows @ matrix.T + bias
@@ -161,7 +162,7 @@ class ActivationMeter:
 
 
 def _by_input(program: Program, observed: Mapping[Weight, Floats]) -> dict[Value, list[Weight]]:
-    """Returns the matrices that each observed input meets, in the Program's order."""
+    """Returns the matrices that multiply each recorded input, in the Program's order."""
     found: dict[Value, list[Weight]] = {}
     for op in program.ops:
         if (
@@ -174,7 +175,7 @@ def _by_input(program: Program, observed: Mapping[Weight, Floats]) -> dict[Value
 
 
 def measured_gates(program: Program, observed: Mapping[Weight, Floats]) -> dict[str, MeasuredGate]:
-    """Returns the gates that observed products make, by the name of their matrix."""
+    """Returns the gates whose matmul inputs were recorded, by the name of their matrix."""
     makers = {value: op for op in program.ops for value in op.outputs}
     found: dict[str, MeasuredGate] = {}
     for op in program.ops:
@@ -196,7 +197,7 @@ def _last_product(program: Program, value: Value) -> Weight | None:
 
 
 def _zeroed(program: Program, observed: Mapping[Weight, Floats]) -> list[Weight]:
-    """Returns the matrices of products whose inputs an activation has made zeros of."""
+    """Returns the matrices whose inputs come from a zeroing activation."""
     last = [
         _last_product(program, op.out)
         for op in program.ops
@@ -206,7 +207,7 @@ def _zeroed(program: Program, observed: Mapping[Weight, Floats]) -> list[Weight]
 
 
 def _widest(opened: Floats) -> NDArray[np.int64]:
-    """Counts for each neuron the rows in which its gate is among the widest open."""
+    """Counts for each neuron the rows in which its gate is among the largest."""
     count = max(1, round(USED_SHARE * opened.shape[1]))
     widest = np.argpartition(-np.abs(opened), count - 1, axis=1)[:, :count]
     return np.bincount(widest.reshape(-1), minlength=opened.shape[1]).astype(np.int64)

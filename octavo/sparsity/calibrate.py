@@ -1,8 +1,4 @@
-"""Calibrates a model: runs a text through it and measures how small the numbers are that it
-multiplies.
-
-Puts together the loader, a backend that shows what it multiplies, and the meter.
-"""
+"""Runs a text through a model and measures its activations, for `octavo calibrate`."""
 
 from __future__ import annotations
 
@@ -39,31 +35,31 @@ from octavo.wiring.model import (
 from octavo.worker.calibration import whole_text
 
 WINDOW = 256
-"""Tokens of the text that are computed together, as a text of their own."""
+"""Tokens per window; each window is computed as a separate sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredText:
-    """A model that a text is run through, and what is seen of it."""
+    """A loaded model, a text, and the meter that records its activations."""
 
     model: Model
     program: Program
     meter: ActivationMeter
     windows: Iterator[None]
-    """Runs one window of WINDOW tokens at each step; the meter then shows it."""
+    """Computes one window of WINDOW tokens per step, after which the meter can read it."""
     num_tokens: int
     observed: ObservedInputs
     floats: Callable[[Weight], NDArray[np.float32]]
-    """Function that reads a weight, `[out, in]`."""
+    """Reads a weight as fp32, `[out, in]`."""
 
 
 def calibrate_model(
     config: EngineConfig, text: str, *, num_tokens: int, report: Report, predictor_rank: int = 0
 ) -> Calibration:
-    """Measures a model with the first tokens of a text, in windows that are texts of their own.
+    """Measures a model on the first `num_tokens` tokens of a text.
 
-    With a rank, makes predictors of its gates too, of all windows but the last quarter, on which
-    they are measured.
+    With `predictor_rank`, also fits predictors of its gates on the first three quarters of the
+    windows and evaluates them on the rest.
     """
     seen = measure_text(config, text, num_tokens=num_tokens, report=report)
     fit = _predictor_fit(seen, predictor_rank) if predictor_rank else None
@@ -91,9 +87,7 @@ def calibrate_model(
 
 
 def recall_of(found: Calibration) -> list[str]:
-    """Returns what a calibration's predictors find at some shares, a sentence each; nothing without
-    predictors.
-    """
+    """Returns one sentence per share about the recall of a calibration's predictors."""
     if not found.predictors:
         return []
     return [
@@ -117,7 +111,7 @@ def _predictor_fit(seen: MeasuredText, rank: int) -> PredictorFit:
 def measure_text(
     config: EngineConfig, text: str, *, num_tokens: int, report: Report
 ) -> MeasuredText:
-    """Opens and loads a model to run the first tokens of a text through it."""
+    """Loads a model and prepares to run the first tokens of a text through it."""
     if config.model.load_format == "dummy":
         raise ConfigError(
             "load_format: got 'dummy'; random weights have nothing to be measured",
@@ -166,7 +160,7 @@ def measure_text(
 
 
 def _measuring(config: EngineConfig) -> EngineConfig:
-    """Returns the config of an engine whose steps are the windows."""
+    """Returns a config in which each step computes one window."""
     return replace(
         config.replace_options(SparsityOptions()),
         model=replace(config.model, max_model_len=WINDOW),
@@ -200,7 +194,7 @@ def _floats_of(load: Callable[[Weight], StoredWeight]) -> Callable[[Weight], NDA
 
 
 def read_text(path: Path) -> str:
-    """Reads a text file; ConfigError where it cannot be read or is not UTF-8."""
+    """Reads a UTF-8 text file; raises ConfigError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Refuses options of sparsity that are out of range, or not allowed beside others."""
+"""Validates the sparsity options."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from octavo.sparsity.options import (
 )
 
 MAX_SPARSITY = 0.95
-"""Largest share of inputs or gates that may be taken for zero."""
+"""Largest share of inputs or gates that may be zeroed."""
 
 MAX_LOOKAHEAD = 4
-"""Most layers ahead whose neurons are guessed."""
+"""Largest number of layers to predict ahead."""
 
 MIN_LOAD = 0.05
-"""Least share of a stored prefix's blocks that a prompt reads."""
+"""Smallest share of a stored prefix's blocks that may be loaded."""
 
 AGAINST_STAGES = ("ffn_sparsity", "activation_sparsity", "sparsity_predictor", "kv_selection")
-"""Options that several stages of a model cannot keep to."""
+"""Options that are not supported with pipeline parallelism."""
 AGAINST_SHARED_EXPERTS = ("ffn_sparsity", "activation_sparsity")
-"""Options that engines which share their experts cannot keep to."""
+"""Options that are not supported with expert-parallel engines."""
 
 
 def check_sparsity(config: EngineConfig) -> None:
-    """Raises ConfigError if an option of sparsity is out of range, or not allowed beside others."""
+    """Raises ConfigError if a sparsity option is out of range or incompatible with another."""
     _check_importance(config)
     _check_spill(config)
     _check_neurons(config)
@@ -38,7 +38,7 @@ def check_sparsity(config: EngineConfig) -> None:
 
 
 def _check_processes(config: EngineConfig) -> None:
-    """Raises ConfigError if several processes compute a model that cannot be split like this."""
+    """Raises ConfigError for options that pipeline or expert parallelism does not support."""
     options, usual = config.of(SparsityOptions), SparsityOptions()
     num_stages = config.backend.pipeline_parallel_size
     for name in AGAINST_STAGES if num_stages > 1 else ():
@@ -57,7 +57,7 @@ def _check_processes(config: EngineConfig) -> None:
 
 
 def _check_importance(config: EngineConfig) -> None:
-    """Raises ConfigError where stored blocks are to be weighed that cannot be, or not like this."""
+    """Raises ConfigError if prefix_cache_policy importance or prefix_cache_load cannot be used."""
     options, usual = config.of(PrefixWeighingOptions), PrefixWeighingOptions()
     if not options.weighs_prefixes:
         if options.prefix_cache_load != usual.prefix_cache_load:
@@ -94,7 +94,7 @@ def _check_importance(config: EngineConfig) -> None:
 
 
 def _check_spill(config: EngineConfig) -> None:
-    """Raises ConfigError where keys and values are to be in a file that cannot be, or not so."""
+    """Raises ConfigError if the KV spill options are invalid or incomplete."""
     options, cache = config.of(KvSpillOptions), config.cache
     if options.kv_spill_dir is None:
         given = {"kv_spill_bytes": options.kv_spill_bytes, "kv_spill_ahead": options.kv_spill_ahead}
@@ -178,7 +178,7 @@ def _check_neurons(config: EngineConfig) -> None:
 
 
 def _check_activations(config: EngineConfig) -> None:
-    """Raises ConfigError where work is to be left out that cannot be, or not like this."""
+    """Raises ConfigError if the activation sparsity options are invalid."""
     options, usual = config.of(SparsityOptions), SparsityOptions()
     backend = config.backend.backend
     ffn = options.ffn_sparsity
@@ -236,10 +236,10 @@ def _check_activations(config: EngineConfig) -> None:
 
 
 def _check_share(config: EngineConfig, name: str, share: str, *, changed: str) -> None:
-    """Raises ConfigError where keys or neurons are to be chosen that cannot be, or not like this.
+    """Checks an option that selects keys or neurons.
 
-    `name` is the option that has them chosen, `share` the one that says how many, `changed` what
-    adapters would change under it.
+    `name` is the option that enables selection, `share` the one that sets how many are selected,
+    `changed` names the inputs on which LoRA adapters are not supported with it.
     """
     options, usual = config.of(SparsityOptions), SparsityOptions()
     got: float = getattr(options, share)

@@ -1,4 +1,4 @@
-"""How the options of sparsity change results, prefix reuse and drafts."""
+"""How the sparsity options change results, prefix reuse and speculation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SparsityConfigHooks(ConfigHooks):
         check_sparsity(config)
 
     def draft_config(self, config: EngineConfig) -> EngineConfig:
-        """Drops what is calibrated for the target's weights, or chooses the target's keys."""
+        """Drops options calibrated for the target's weights."""
         options, usual = config.of(SparsityOptions), SparsityOptions()
         return config.replace_options(
             replace(
@@ -53,7 +53,7 @@ class SparsityConfigHooks(ConfigHooks):
 
 
 def _describe_sparsity(options: SparsityOptions) -> str:
-    """Returns what a start says of work that is left out; "" where results are exact."""
+    """Returns the start-up message about approximate computation; "" if results are exact."""
     if not options.is_approximate:
         return ""
     zeros, unread = [], []
@@ -79,9 +79,7 @@ def _describe_sparsity(options: SparsityOptions) -> str:
 
 
 def _describe_weighing(options: PrefixWeighingOptions) -> str:
-    """Returns what a start says of stored prefixes that are loaded in part; "" where results are
-    exact.
-    """
+    """Returns the start-up message about partly loaded prefixes; "" if results are exact."""
     if not options.loads_in_part:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""What this package adds to octavo: options, commands and hooks. Nothing outside names it."""
+"""Registers this package's options, commands and hooks. No code outside the package names it."""
 
 from octavo.utils.extensions import Extension
 

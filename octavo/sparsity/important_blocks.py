@@ -1,11 +1,10 @@
-"""Which stored blocks of a prompt's beginning it goes without: those to which its last tokens would
-pay least attention.
+"""Chooses the stored prefix blocks that a prompt does not load: those with the least attention from
+its last tokens.
 
-The keys of one layer, a cache group of their own, are fetched first, and behind them the blocks
-that are loaded whatever they weigh; the worker weighs by the keys (`sparsity/prefix_weigher.py`);
-then only the chosen ones are fetched. What lies in host memory is used whatever it weighs. A
-request keeps its choice when it starts again. Knows names, no byte. Source: IMPRESS (Chen et al.
-2025, FAST).
+The keys of one layer (a cache group of their own) and the blocks that are always loaded are fetched
+first; the worker scores all blocks by these keys (`prefix_weigher.py`), then only the chosen blocks
+are fetched. Blocks in host memory are always used. A preempted request keeps its choice. Works on
+block hashes only. Source: IMPRESS (Chen et al. 2025, FAST).
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from octavo.engine.protocol.kv_messages import BlockKey, BlockQuery
 from octavo.engine.protocol.ports import Connector
 
 MAX_TOKENS = 128
-"""Most tokens of a prompt that are computed to make queries: its first block and its last ones."""
+"""Most prompt tokens computed to obtain queries: the first block and the last tokens."""
 
 MAX_QUERIES = 32
 """Most of the last tokens whose attention counts."""
 
 FEWEST = 4
-"""Blocks that are always loaded: of fewer, none is left out."""
+"""Number of blocks that are always loaded."""
 
 NUM_LAST = 2
-"""Last blocks of a stored prefix that are always loaded, as its first one is."""
+"""Last blocks of a stored prefix that are always loaded, besides the first one."""
 
 MAX_CHOICES = 1024
-"""Requests whose choices are known; of more, the oldest would choose again after a preemption."""
+"""Requests whose choices are kept; older ones choose again after a preemption."""
 
 
 @dataclass(slots=True)
 class _Choice:
-    """How far one request's choice has come."""
+    """State of one request's choice."""
 
     stage: Literal["weighing", "made"] = "made"
     left_out: frozenset[bytes] = frozenset()
-    """Digests of the blocks that the request goes without."""
+    """Digests of the blocks that the request does not load."""
     asked: list[BlockKey] = field(default_factory=list)
-    """Blocks that are weighed, in the order of the prompt."""
+    """Blocks to score, in prompt order."""
 
 
 class ImportantBlocks:
-    """The choices of requests that wait for stored blocks, or have."""
+    """Block choices of requests with a stored prefix."""
 
     def __init__(
         self, finder: PrefixFinder, connector: Connector, spec: BlockChoiceSpec, *, num_groups: int
@@ -62,12 +61,12 @@ class ImportantBlocks:
         self._choices: OrderedDict[str, _Choice] = OrderedDict()
 
     def left_out(self, request_id: str) -> frozenset[bytes]:
-        """Returns the digests of the blocks that a request goes without."""
+        """Returns the digests of the blocks that a request does not load."""
         choice = self._choices.get(request_id)
         return frozenset() if choice is None else choice.left_out
 
     def prepare(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> bool:
-        """Goes on with a request's choice; says whether the request is to wait for it."""
+        """Advances a request's choice; returns whether the request has to wait for it."""
         choice = self._choices.get(request_id)
         if choice is None:
             choice = self._choices[request_id] = self._begin(request_id, keys, prompt)
@@ -82,8 +81,10 @@ class ImportantBlocks:
         return False
 
     def _begin(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> _Choice:
-        """Asks about the blocks that lie behind the slots, whose keys are fetched first and then
-        those that are loaded whatever they weigh; about none where all are near.
+        """Starts scoring the blocks beyond host memory.
+
+        Fetches their keys and the blocks that are always loaded. If all blocks are near, nothing is
+        scored.
         """
         connector = self._connector
         hit = self._finder.find_whole(keys, connector.can_fetch)
@@ -105,14 +106,14 @@ class ImportantBlocks:
         return _Choice("weighing" if asked else "made", asked=asked)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a choice that has not been made, of a request that has ended."""
+        """Cancels an unfinished choice of a request that has ended."""
         choice = self._choices.get(request_id)
         if choice is not None and choice.stage != "made":
             del self._choices[request_id]
             self._connector.cancel_query(request_id)
 
     def _decide(self, choice: _Choice, masses: Sequence[float]) -> None:
-        """Leaves out the lightest blocks, but none where they could not be weighed."""
+        """Leaves out the blocks with the least attention; none if scoring failed."""
         choice.stage = "made"
         if len(masses) != len(choice.asked):
             return
@@ -125,18 +126,19 @@ class ImportantBlocks:
         )
 
     def _is_near(self, key: BlockKey) -> bool:
-        """Says whether all groups' blocks of a name are in slots."""
+        """Returns whether host memory holds the block in every group."""
         return all(self._connector.has(group, key) for group in range(self._num_groups))
 
 
 def always_loaded(count: int) -> set[int]:
-    """Returns the indices of the blocks that are loaded whatever they weigh, of `count`."""
+    """Returns the indices of the blocks, out of `count`, that are always loaded."""
     return {0, *range(max(0, count - NUM_LAST), count)}
 
 
 def important(masses: Sequence[float], share: float) -> set[int]:
-    """Returns the indices of the heaviest blocks, a share of all: the first one and the last ones,
-    then by their masses, the earlier of equal ones first.
+    """Returns the indices of the share of blocks to load.
+
+    The first and last blocks, then those with the most attention; ties go to the earlier block.
     """
     count = min(len(masses), max(FEWEST, math.ceil(share * len(masses) - 1e-9)))
     fixed = always_loaded(len(masses))

@@ -1,7 +1,6 @@
-"""The file of the native backend for blocks of keys and values that memory has no room for.
+"""Temporary file of the native backend for KV blocks that do not fit into memory.
 
-Makes the file, which has no name: it is gone with the process, however that ends. What goes there
-and what comes back is csrc/runtime/kv_spill.h.
+The file is unlinked, so it disappears with the process. `csrc/runtime/kv_spill.h` moves the blocks.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from octavo.worker.memory import GroupSize, KvBudget, KvPlanner, block_counts, m
 NAME = "kv_spill_dir"
 
 DEPTH = 16
-"""Number of reads and writes in flight, each in a thread of its own."""
+"""Reads and writes in flight; each uses a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvOffDevice:
-    """Keys and values of layers that choose what they read, in a file while memory lacks room."""
+    """KV cache of key-selecting layers, kept in a file and cached in memory."""
 
     directory: Path
     file_bytes: int
-    """Size of the file."""
     memory_bytes: int
-    """Bytes of the whole KV cache in memory."""
+    """Memory for the whole KV cache, in bytes."""
     foresees: bool = False
-    """Whether blocks are read that the next layer may choose, while one computes."""
+    """Whether to prefetch the blocks that the next layer may select."""
 
 
 def spilled_layers(program: Program) -> dict[str, tuple[int, ...]]:
-    """Returns the layers of each cache group of which every attention chooses the keys that it
-    reads; ConfigError where they are in several groups.
+    """Returns, per cache group, the layers in which every attention selects keys.
+
+    Raises ConfigError if they belong to several groups.
     """
     chosen: defaultdict[str, set[int]] = defaultdict(set)
     whole: defaultdict[str, set[int]] = defaultdict(set)
@@ -66,8 +65,10 @@ def spilled_layers(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 def next_chosen(in_order: Sequence[Op]) -> dict[int, Attention]:
-    """Returns by the identity of each attention the one behind it, where that chooses keys of the
-    same cache group by queries that are made before the first of both.
+    """Maps the id of each attention to the next one if its key selection can be prefetched.
+
+    That one must select keys of the same cache group with queries computed before the first of
+    both.
     """
     found: dict[int, Attention] = {}
     made: set[Value] = set()
@@ -93,11 +94,11 @@ COUNTERS = (
     "kv_spill_foreseen",
     "kv_spill_foreseen_used",
 )
-"""Names of the counts that the KV memory gives first of each cache group, in its order."""
+"""Counters that the KV memory returns first for each cache group, in this order."""
 
 
 def check_spill(options: KvOffDevice) -> None:
-    """Raises ConfigError where the directory is in memory, or has no room for the file."""
+    """Raises ConfigError if the directory is in memory or lacks space for the file."""
     nowhere = options.directory / ".octavo-kv"
     check_directory(options.directory, nowhere, options.file_bytes, name=NAME)
 
@@ -111,7 +112,10 @@ def spill_to_file(
     num_blocks: int,
     num_kept: int,
 ) -> None:
-    """Gives KV memory a file for the layers of a group; ConfigError where the disk has no room."""
+    """Attaches a file to the KV memory for the layers of a group.
+
+    Raises ConfigError if the disk lacks space.
+    """
     num_bytes = len(layout.in_file) * num_blocks * layout.record_bytes
     try:
         with tempfile.TemporaryFile(dir=options.directory, buffering=0) as file:
@@ -135,8 +139,10 @@ def num_kept(
     record_bytes: int,
     num_layers: int,
 ) -> int:
-    """Returns how many blocks of each layer in the file have room in memory, beside what is always
-    there of each group and one such layer in whole; below 0 if that alone has no room.
+    """Returns how many blocks of each spilled layer fit into memory.
+
+    Memory also holds the resident part of each group and one complete spilled layer; negative if
+    these alone do not fit.
     """
     resident = sum(size * count for size, count in zip(resident_bytes, num_blocks, strict=True))
     fixed = resident + max(num_blocks) * record_bytes
@@ -144,7 +150,7 @@ def num_kept(
 
 
 class KvSpillHooks(KvHooks):
-    """Plans memory and a file for the KV cache, and counts what moves between them."""
+    """Plans memory and file size of the KV cache, and counts blocks moved between them."""
 
     def planner(self, config: EngineConfig) -> KvPlanner | None:
         file_bytes = config.of(KvSpillOptions).kv_spill_bytes
@@ -169,8 +175,10 @@ class KvSpillHooks(KvHooks):
 def _plan(
     groups: Sequence[GroupSize], demand: KvDemand, *, memory_bytes: int, file_bytes: int
 ) -> KvBudget:
-    """Plans as many blocks as the file has room for; memory has all of their bytes that are in no
-    file, one layer's in whole, and of each layer as many as fit beside that.
+    """Plans as many blocks as the file can hold.
+
+    Memory holds the resident bytes of all blocks, one complete spilled layer, and as many blocks of
+    each spilled layer as fit beside them.
     """
     (spilled,) = (group for group in groups if group.num_in_file)
     caps = most_blocks(memory_bytes, groups, demand)

@@ -1,4 +1,4 @@
-"""Counters and gauges of sparsity in /metrics."""
+"""Sparsity counters and gauges in /metrics."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ COUNTERS: dict[str, Series] = {
 
 
 def _shares(config: EngineConfig) -> Mapping[str, float]:
-    """Returns what the options leave out, by what it is."""
+    """Returns the share that each kind of sparsity omits."""
     options, weighing = config.of(SparsityOptions), config.of(PrefixWeighingOptions)
     return {
         "inputs": options.activation_sparsity,

@@ -1,5 +1,5 @@
-"""What sparsity adds to a model: passes, predictors' tensors, hooks of the native backend, and the
-weigher of stored prefixes.
+"""Sparsity's changes to a model: passes, predictor tensors, native backend hooks and the prefix
+weigher.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SparsityModelHooks(ModelHooks):
         return SideProgram(probing_part(program), MAX_TOKENS) if weighs else None
 
     def block_choice(self, loaded: LoadedModel) -> tuple[BlockChoiceSpec, BlockRater] | None:
-        """The weigher computes in KV memory of its own."""
+        """Creates the weigher with a KV memory of its own."""
         options = loaded.config.of(PrefixWeighingOptions)
         if not options.weighs_prefixes:
             return None
@@ -103,7 +103,9 @@ class SparsityModelHooks(ModelHooks):
 
 
 def _neuron_cache(config: EngineConfig, checkpoint: Checkpoint | None) -> NeuronCacheOptions | None:
-    """Returns the options of the neuron cache; a plan, which has no checkpoint, pins no neuron."""
+    """Returns the options of the neuron cache; without a checkpoint (when only planning) no neuron
+    is pinned.
+    """
     options = config.of(NeuronOptions)
     if options.neuron_cache_bytes is None:
         return None

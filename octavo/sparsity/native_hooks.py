@@ -1,4 +1,4 @@
-"""What sparsity adds to the native backend: skipped zeros, records of neurons, KV in a file."""
+"""Sparsity in the native backend: skipped zeros, neuron records, KV spill."""
 
 from __future__ import annotations
 
@@ -33,17 +33,15 @@ from octavo.sparsity.passes.skip_zeros import skip_zeros
 
 @dataclass(frozen=True, slots=True)
 class NativeSparsity(NativeHooks):
-    """The sparsity of one native backend."""
-
     skips_zeros: bool = False
-    """Whether weights of feed-forward products are not read whose inputs are zeros after a relu."""
+    """Whether to skip weights of feed-forward matmuls whose inputs are zero after a relu."""
     neurons: NeuronCacheOptions | None = None
-    """The cache of neurons in the file of streamed weights; None: records are in memory."""
+    """Neuron cache over the file of streamed weights; None: all records are in memory."""
     spill: KvOffDevice | None = None
-    """Place of the keys and values that are not all in memory; None: all are."""
+    """Location of spilled KV blocks; None: all KV is in memory."""
 
     def keeps_rows(self, program: Program) -> bool:
-        """The neurons of the last layer are those of all tokens, too."""
+        """True if neurons are read record by record: the last layer then needs all rows as well."""
         return self.neurons is not None or predicts_neurons(program)
 
     def optimize(self, program: Program) -> Program:
@@ -90,7 +88,7 @@ class NativeSparsity(NativeHooks):
 
 
 def _check_skipping(program: Program, formats: Mapping[Weight, TileFormat], device: Any) -> None:
-    """Refuses products that are to skip zeros and whose weights lie so that none can be skipped."""
+    """Raises an error for matmuls that cannot skip zeros in their weight layout."""
     for op in program.ops:
         if not isinstance(op, Linear) or not op.skips_zeros:
             continue

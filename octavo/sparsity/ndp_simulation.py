@@ -1,10 +1,8 @@
-"""A simulation of feed-forward layers whose cold neurons are multiplied inside memory modules, each
-with a rate of its own.
+"""Simulates feed-forward layers whose cold neurons are multiplied inside memory modules.
 
-A layer takes as long as its busiest module. Neurons are dealt out in turn, or again after each
-window of tokens by how often they were active in it, the busiest ones to the module with the least
-to do; what moves is paid for at the link's rate. Knows traces and rates, and no machine: its
-results are a simulation's. Source: Hermes (Liu et al. 2025, arXiv 2502.16963).
+A layer takes as long as its busiest module. Neurons are assigned round robin, or reassigned after
+each window of tokens by how often they were active; moving them costs link bandwidth. Nothing here
+is measured on hardware. Source: Hermes (Liu et al. 2025, arXiv 2502.16963).
 """
 
 from __future__ import annotations
@@ -13,30 +11,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Trace = Sequence[Sequence[Sequence[int]]]
-"""Active neurons of each layer of each token, `[tokens][layers]`."""
+"""Active neurons, indexed `[tokens][layers]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class NdpMachine:
-    """The simulated memory modules and what lies before them."""
+    """Simulated memory modules, host and link."""
 
     num_modules: int
     module_rate: float
-    """Bytes per second that a module multiplies of its own memory."""
+    """Bytes per second that a module multiplies from its own memory."""
     host_rate: float
-    """Bytes per second of the neurons that the host keeps."""
+    """Bytes per second that the host multiplies."""
     link_rate: float
     """Bytes per second between modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class NdpResult:
-    """Simulated time of one way to place neurons."""
+    """Simulated time of one placement strategy."""
 
     seconds: float
     moved_bytes: int
     balance: float
-    """Work of all modules by that of as many that are all as busy as the busiest, 0 to 1."""
+    """Mean load of the modules divided by the largest, 0 to 1."""
 
 
 def simulate(
@@ -49,8 +47,10 @@ def simulate(
     hot_tokens: int = 1,
     window: int = 0,
 ) -> NdpResult:
-    """Simulates a trace. The `hot_share` of each layer's neurons that were active most often in the
-    first `hot_tokens` stay with the host; `window` 0: nothing moves.
+    """Simulates a trace.
+
+    The `hot_share` of each layer's neurons that were most active in the first `hot_tokens` stays on
+    the host. `window` 0 disables migration.
     """
     num_layers = len(trace[0])
     counts = _counts(trace[:hot_tokens], num_layers, num_neurons)
@@ -84,9 +84,10 @@ def simulate(
 
 
 def skewed(trace: Trace, share: float) -> list[list[list[int]]]:
-    """Returns a trace in which a share of the active neurons of each layer and token are the ones
-    with the lowest even numbers, so that these are active far more often than others, and all of
-    them lie in half of the modules where neurons are dealt out in turn.
+    """Returns a trace in which a share of each layer's active neurons is replaced by the lowest
+    even numbers.
+
+    These become far more active than others and lie in half of the modules under round robin.
     """
     return [[_skewed(active, share) for active in token] for token in trace]
 
@@ -108,15 +109,16 @@ def _counts(trace: Trace, num_layers: int, num_neurons: int) -> list[list[int]]:
 
 
 def _by_use(counts: Sequence[int]) -> list[int]:
-    """Returns the neurons, those that are active most often first."""
+    """Returns the neurons, most active first."""
     return sorted(range(len(counts)), key=lambda neuron: -counts[neuron])
 
 
 def _balanced(
     counts: Sequence[int], homes: Sequence[int], hot: set[int], num_modules: int
 ) -> list[int]:
-    """Returns homes by which modules have equal work: the neurons that were active go one by one to
-    the module with the least; the others stay.
+    """Returns a placement that balances the modules' load.
+
+    Active neurons go one by one to the module with the least load; the others stay.
     """
     loads, placed = [0] * num_modules, list(homes)
     for neuron in _by_use(counts):

@@ -1,9 +1,8 @@
-"""Low-rank predictors of feed-forward neurons from the attention's input, so that a token's neurons
-are known before the layer is reached: their numbers, and what they find.
+"""Low-rank predictors of active feed-forward neurons, computed from the attention's input so that
+neurons can be prefetched before the layer starts.
 
-Owns their part of a calibration's file. `worker/predictor_fit.py` makes them. Source of the idea:
-DejaVu (Liu et al. 2023, arXiv 2310.17157); here the predictor is a regression of reduced rank, not
-a trained network.
+Owns their part of the calibration file; `predictor_fit.py` fits them. Based on DejaVu (Liu et al.
+2023, arXiv 2310.17157), with reduced-rank regression instead of a trained network.
 """
 
 from __future__ import annotations
@@ -15,40 +14,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 SHARES = tuple(round(0.05 * step, 2) for step in range(1, 20))
-"""Shares of a layer's neurons for which a predictor has a least score: 5% to 95%."""
+"""Shares of a layer's neurons for which a predictor has a threshold: 5% to 95%."""
 
 WANTED_SHARE = 0.1
-"""Share of a token's neurons that a predictor should find, those that add most to the layer's
-output."""
+"""Share of a token's neurons (those that contribute most to the output) that recall is measured on.
+"""
 
 
 class NeuronPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The predictor of one layer: score = up (down x) + bias, of a row x of the attention's input,
-    after its norm.
+    """Predictor of one layer: score = up (down x) + bias, for a row x of the attention's normed
+    input.
     """
 
     gate: str
-    """First matrix that makes the gate."""
+    """First matrix that computes the gate."""
     input: str
     """First matrix that reads the attention's input."""
     rank: int
     num_inputs: int
     num_neurons: int
     down: bytes
-    """Numbers `[rank, num_inputs]`, fp16."""
+    """`[rank, num_inputs]` fp16"""
     up: bytes
-    """Numbers `[num_neurons, rank]`, fp16."""
+    """`[num_neurons, rank]` fp16"""
     bias: bytes
-    """Numbers `[num_neurons]`, fp32."""
+    """`[num_neurons]` fp32"""
     least: list[float]
-    """Score from which on each share of SHARES of all neurons and tokens is."""
+    """Score threshold for each share in SHARES."""
     recall: list[float]
-    """Share of a token's neurons that add most which are among these, on text that it was not made
-    of."""
+    """Recall of the most contributing neurons at each share in SHARES, on held-out text."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether its numbers are as many as its shape says."""
+        """Whether array sizes match the shape and all values are in range."""
         return (
             0 < self.rank <= min(self.num_inputs, self.num_neurons)
             and len(self.down) == 2 * self.rank * self.num_inputs
@@ -60,8 +58,8 @@ class NeuronPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def least_score(self, share: float) -> float:
-        """Returns the score from which on a share of the neurons is, between two of SHARES on a
-        straight line; below every score where the share is 1.
+        """Returns the score threshold that selects a share of the neurons, interpolated between
+        SHARES; below every score if the share is 1.
         """
         if share >= 1:
             return -float(np.finfo(np.float32).max) / 4
@@ -72,8 +70,9 @@ class NeuronPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return known[-1][1]
 
     def tensors(self, share: float) -> dict[str, NDArray[np.float16] | NDArray[np.float32]]:
-        """Returns its matrices and its bias by the names that `passes/predict.py` reads them by;
-        scores are negative where a neuron is not among the share.
+        """Returns the matrices and the bias under the names that `passes/predict.py` uses.
+
+        The bias is shifted so that scores of unselected neurons are negative.
         """
         names = PredictorNames(self.gate)
         bias = np.frombuffer(self.bias, np.float32) - np.float32(self.least_score(share))
@@ -85,7 +84,7 @@ class NeuronPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PredictorNames:
-    """Names of a predictor's weights, after the matrix that makes the gate."""
+    """Names of a predictor's weights, derived from the matrix that computes the gate."""
 
     def __init__(self, gate: str) -> None:
         stem = gate.removesuffix(".weight")

@@ -1,6 +1,4 @@
-"""The records of feed-forward layers that are read neuron by neuron: what a record holds, how many
-of them stay in memory, and how they are opened.
-"""
+"""Neuron records of feed-forward layers: their contents, memory plan and opening."""
 
 from __future__ import annotations
 
@@ -25,54 +23,52 @@ from octavo.program.passes.offload import ALIGN
 from octavo.sparsity.neurons import LINE, NeuronLayer, Neurons, round_up
 
 READ_BYTES = 256 << 10
-"""Most bytes of one read."""
+"""Largest read, in bytes."""
 
 GAP_BYTES = 32 << 10
-"""Bytes that a read passes over rather than end: another read takes about as long on the disks that
-were measured."""
+"""Gaps of up to this many bytes are read through: a further read takes about as long on the disks
+that were measured."""
 
 DEPTH = 16
-"""Number of reads in flight, each in a thread of its own."""
+"""Reads in flight; each uses a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class NeuronCacheOptions:
-    """Feed-forward weights of which each neuron's lie together in the file and are read when a step
-    uses them.
-    """
+    """Feed-forward weights stored neuron by neuron in a file and read on use."""
 
     cache_bytes: int
-    """Most bytes of them in memory, of those for weights."""
+    """Memory for cached neurons, in bytes, part of the memory for weights."""
     window: int = 0
-    """Steps for which a neuron that none has used stays in memory; 0: as long as there is room."""
+    """Steps after which an unused neuron is evicted; 0: only when space is needed."""
     hot: Mapping[str, Sequence[int]] | None = None
-    """Neurons by the name of their last product's matrix, the most used first, of which each layer
-    pins as many as half of its slots; None: none is pinned."""
+    """Neurons of each down projection, most used first; each layer pins up to half of its slots.
+    None: nothing is pinned."""
 
 
 @dataclass(frozen=True, slots=True)
 class NeuronPlan:
-    """The layers of a Program that are read neuron by neuron, and their slots in memory."""
+    """Layers that are read neuron by neuron, and their slots in memory."""
 
     layers: tuple[NeuronLayer, ...]
     num_slots: tuple[int, ...]
-    """Records of each layer that have room, beside those that are pinned."""
+    """Unpinned record slots of each layer."""
     pinned: tuple[tuple[int, ...], ...]
-    """Neurons of each layer that stay for good."""
+    """Pinned neurons of each layer."""
     memory_bytes: int
-    """Bytes of the slots, the landing place and the buffers of reads."""
+    """Bytes of the slots, the staging area and the read buffers."""
 
     @property
     def scales_bytes(self) -> int:
-        """Bytes of the scales, which are always in memory."""
+        """Bytes of the scales, which always stay in memory."""
         return 4 * sum(layer.num_scales for layer in self.layers)
 
 
 def plan_neurons(layers: Sequence[NeuronLayer], options: NeuronCacheOptions) -> NeuronPlan:
-    """Shares out the memory of the cache: each layer keeps the same share of its neurons, and pins
-    half of these where it is told which.
+    """Divides the cache among the layers: each keeps the same share of its neurons and pins up to
+    half of it.
 
-    ConfigError, with the least that works, where two layers do not fit.
+    Raises ConfigError, with the smallest allowed size, if two layers do not fit.
     """
     cache_bytes = options.cache_bytes
     record = max(layer.record_bytes for layer in layers)
@@ -110,9 +106,7 @@ def _pinned(
 
 
 def records_of(matrices: Sequence[bytes], layer: NeuronLayer) -> bytes:
-    """Returns a layer's bytes in the file, from the tiles of its matrices, the last product's
-    last.
-    """
+    """Returns a layer's bytes in the file; `matrices` are tiles, the down projection last."""
     records, scales = neuron_records(matrices, layer)
     data = records.tobytes() + scales.tobytes()
     return data + bytes(layer.num_bytes - len(data))
@@ -121,7 +115,7 @@ def records_of(matrices: Sequence[bytes], layer: NeuronLayer) -> bytes:
 def neuron_records(
     matrices: Sequence[bytes], layer: NeuronLayer
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Returns a layer's records `[neurons, record_bytes]` and its scales `[num_scales]`."""
+    """Returns a layer's records `[neurons, record_bytes] u8` and its scales `[num_scales] f32`."""
     records = np.zeros((layer.num_neurons, layer.record_bytes), np.uint8)
     scales = []
     *rows, down = matrices
@@ -138,8 +132,8 @@ def neuron_records(
 def _untiled(
     tiles: bytes, num_rows: int, num_inputs: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Returns the codes `[rows, inputs]` and the scales `[rows]` of i8 tiles, in which the quads of
-    inputs of sixteen rows lie side by side.
+    """Returns codes `[rows, inputs]` and scales `[rows]` of i8 tiles (4 inputs of 16 rows
+    interleaved).
     """
     padded = round_up(num_inputs, LINE)
     whole = np.frombuffer(tiles, np.uint8).reshape(-1, TILE * padded + 4 * TILE)
@@ -150,26 +144,25 @@ def _untiled(
 
 
 class OpenedNeurons:
-    """The records of a prepared Program, as lowering needs them."""
+    """Opened neuron records of a prepared Program, for lowering."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         """The extension's NeuronCache."""
         self.columns: list[Any] = []
-        """The PackedTiles of each layer's last product."""
+        """PackedTiles of each layer's down projection."""
         self.layers: dict[int, tuple[int, list[NDArray[np.float32]]]] = {}
-        """Index in the cache, and the scales of the rows of each matrix, by the identity of the
-        op."""
+        """By op id: index in the cache, and row scales of each matrix."""
         self.of_gate: dict[str, int] = {}
-        """Index in the cache of layers with gate rows, by the name of that matrix."""
+        """Cache index of layers with gate rows, by the name of that matrix."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the records but for the columns, which count as the last products' tiles."""
+        """Bytes of the records without columns, which count as tiles of the down projections."""
         return int(self.cache.memory_bytes) - sum(int(each.num_bytes) for each in self.columns)
 
     def add(self, layer: NeuronLayer, scales: NDArray[np.float32]) -> None:
-        """Takes in the scales of the next layer of the cache."""
+        """Adds the scales of the cache's next layer."""
         index = len(self.columns)
         of_rows, of_outputs = np.split(scales, [layer.num_scales - layer.num_outputs])
         self.columns.append(self.cache.columns(index, of_outputs))
@@ -178,7 +171,7 @@ class OpenedNeurons:
         self.layers[id(layer.op)] = (index, list(of_rows.reshape(-1, layer.num_neurons)))
 
     def arrivals(self) -> WeightArrivals:
-        """Returns what has been read from the file so far."""
+        """Returns the counts of file reads and cache hits so far."""
         cache = self.cache
         return WeightArrivals(
             cache.bytes_read,
@@ -190,12 +183,11 @@ class OpenedNeurons:
         )
 
     def lowering(self, context: LoweringContext) -> NeuronLowering:
-        """Makes what lowers the ops that read the records."""
         return NeuronLowering(self, context)
 
 
 class NeuronLowering:
-    """Lowers the ops that read records of neurons. Part of `Lowering`."""
+    """Lowers the ops that read neuron records. Part of `Lowering`."""
 
     def __init__(self, neurons: OpenedNeurons, context: LoweringContext) -> None:
         self._neurons = neurons
@@ -234,13 +226,13 @@ class NeuronLowering:
 
 
 class NeuronRecords:
-    """The layers of an optimized Program that are computed neuron by neuron. Implements
+    """Layers of an optimized Program that are computed neuron by neuron. Implements
     `WeightRecords`.
     """
 
     def __init__(self, layers: tuple[NeuronLayer, ...], options: NeuronCacheOptions | None) -> None:
-        """With options the records lie in a file, and memory caches some; else all are in
-        memory.
+        """With `options` the records are in a file and memory caches some of them; otherwise all
+        are in memory.
         """
         self.weights = frozenset(weight for each in layers for weight in each.op.matrices)
         self.in_file = options is not None
@@ -261,33 +253,32 @@ class NeuronRecords:
         }
 
     def data(self, index: int, device: Any, load: LoadWeight, dtype: str) -> bytes:
-        """Returns the bytes of a layer's records for the file."""
         layer = self._layers[index]
         return records_of(_tiles_of(device, layer, load, dtype), layer)
 
     def open_file(self, path: Path, offsets: Sequence[int], into: NativeWeights) -> OpenedNeurons:
-        """Opens the records of each layer at its offset."""
+        """Opens the records of each layer at its file offset."""
         assert self._plan is not None, "they lie in a file"
         return self._adopted(open_neurons(path, self._plan, offsets, self._window), into)
 
     def open_in_memory(
         self, device: Any, load: LoadWeight, dtype: str, into: NativeWeights
     ) -> OpenedNeurons:
-        """Packs the records into memory."""
+        """Packs all records into memory."""
         opened = neurons_in_memory(
             self._layers, lambda layer: _tiles_of(device, layer, load, dtype)
         )
         return self._adopted(opened, into)
 
     def _adopted(self, opened: OpenedNeurons, into: NativeWeights) -> OpenedNeurons:
-        """Gives the last product of each layer the columns of its neurons."""
+        """Uses the record columns as the tiles of each layer's down projection."""
         for layer, columns in zip(self._layers, opened.columns, strict=True):
             into.adopt_tiles(layer.op.down, columns)
         return opened
 
 
 def _tiles_of(device: Any, layer: NeuronLayer, load: LoadWeight, dtype: str) -> list[bytes]:
-    """Returns the tiles of the matrices of a layer that is read neuron by neuron."""
+    """Returns the tiles of a layer's matrices."""
     weights = NativeWeights(device, load, dtype, apart=True)
     handles = [weights.table(each).handle for each in layer.op.matrices]
     weights.pack()
@@ -321,7 +312,7 @@ def open_neurons(
 def neurons_in_memory(
     layers: Sequence[NeuronLayer], tiles_of: Callable[[NeuronLayer], Sequence[bytes]]
 ) -> OpenedNeurons:
-    """Makes the records of all layers in memory, from the tiles of each layer's matrices."""
+    """Builds the records of all layers in memory from the tiles of their matrices."""
     cache = native_module().NeuronCache.in_memory(
         [(each.num_neurons, each.rows_bytes, each.record_bytes) for each in layers]
     )

@@ -1,4 +1,4 @@
-"""Records which neurons of a model are active in a text, for simulations of other machines."""
+"""Records the active neurons of a model on a text, for simulations."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from octavo.utils.progress import Report
 
 @dataclass(frozen=True, slots=True)
 class NeuronTrace:
-    """The neurons of gated feed-forward layers that were active, token by token."""
+    """Active neurons of gated feed-forward layers, token by token."""
 
     tokens: list[list[list[int]]]
-    """Active neurons of each layer of each token, by number."""
+    """Active neuron indices, `[tokens][layers]`."""
     num_neurons: int
-    """Neurons of a layer."""
+    """Neurons per layer."""
     inputs: int
-    """Numbers that a neuron's gate and up rows read, and that its down column writes."""
+    """Inputs of a neuron's gate and up rows; also the outputs of its down column."""
 
 
 def record_neurons(
     config: EngineConfig, text: str, *, num_tokens: int, share: float, report: Report
 ) -> NeuronTrace:
-    """Runs a text through a model; a neuron is active where its gate is among the `share` of the
-    layer's that are widest open.
+    """Runs a text through a model. A neuron is active if its gate is among the layer's largest
+    `share`.
     """
     seen = measure_text(config, text, num_tokens=num_tokens, report=report)
     gates = [op for op in seen.program.ops if isinstance(op, ActMul)]

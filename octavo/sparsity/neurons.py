@@ -1,11 +1,9 @@
-"""Feed-forward layers whose weights are read neuron by neuron: which layers, what a record holds,
-and how many of them stay in memory.
+"""Feed-forward layers that are read neuron by neuron: which layers, and the contents of a record.
 
-A layer is split behind its gates, which say what a row uses: they are multiplied whole, and a
-neuron's row of the up projection and its column of the last product lie together in a file. Where a
-predictor says it, the row that makes the gate is part of the record, and no gate is computed that
-nothing needs. Who reads them is csrc/runtime/neuron_cache.h; with a predictor they may all be in
-memory. Source of the idea: LLM in a Flash (arXiv 2312.11514).
+A layer is split after its gates, which determine the neurons a row uses: gates are computed
+completely; a neuron's up row and down column form one record. With a predictor the gate row is part
+of the record, and unused gates are not computed. `csrc/runtime/neuron_cache.h` reads the records.
+Source: LLM in a Flash (arXiv 2312.11514).
 """
 
 from __future__ import annotations
@@ -24,25 +22,24 @@ from octavo.program.program import Op, Program, Value, Weight
 from octavo.sparsity.passes.skip_zeros import ZEROING
 
 LINE = 64
-"""Bytes of which a record's length and the place of its column are multiples."""
+"""Alignment in bytes of a record and of its column."""
 
 HINT = "leave neuron_cache_bytes out"
 
 
 @dataclass(frozen=True, slots=True)
 class Neurons(RecordOp):
-    """The part of a feed-forward layer between its gates and its last product, where a row's zeros
-    say which neurons it uses: out = opened * (x @ up^T + bias + offset).
+    """The part of a feed-forward layer between gates and down projection, for the neurons in use.
 
-    `opened [T, F]` is f(gate), of which sparse rows lose what is smaller than `threshold`. Without
-    an up projection it is what the last product reads, and there is no `out`. With a `gate_row` it
-    is scores: f(gate) is computed here, of the neurons whose score is not negative in sparse rows,
-    of all in the others.
+    out = opened * (x @ up^T + bias + offset). `opened [T, F]` is f(gate); sparse rows zero values
+    below `threshold`. Without an up projection the down projection reads `opened` and there is no
+    `out`. With `gate_row`, `opened` holds predictor scores instead: f(gate) is computed here, in
+    sparse rows only for neurons with a score of at least 0.
     """
 
     opened: Value
     down: Weight
-    """Matrix of the last product; its columns are read with the up projection's rows."""
+    """Down projection; its columns are stored with the up projection's rows."""
     x: Value | None = None
     up: Weight | None = None
     up_bias: Weight | None = None
@@ -51,9 +48,9 @@ class Neurons(RecordOp):
     up_offset: float = 0.0
     threshold: float = 0.0
     x_threshold: float = 0.0
-    """Magnitude below which sparse rows take a number of x, after the norm, for zero."""
+    """Magnitude below which sparse rows treat a normed input as zero."""
     gate_row: Weight | None = None
-    """Matrix that makes the gate; its rows are parts of the records. None: `opened` is f(gate)."""
+    """Gate matrix if its rows are part of the records; None: `opened` is f(gate)."""
     gate_bias: Weight | None = None
     gate: Gate | None = None
 
@@ -63,24 +60,24 @@ class Neurons(RecordOp):
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
-        """Weights of which a record has a row each, and then the column of the last one."""
+        """Matrices with a row in each record, then the one with a column."""
         rows = (each for each in (self.gate_row, self.up) if each is not None)
         return (*rows, self.down)
 
 
 @dataclass(frozen=True, slots=True)
 class NeuronLayer:
-    """The records of one layer."""
+    """Record layout of one layer."""
 
     op: Neurons
     num_neurons: int
     num_inputs: int
-    """Numbers of a row of the up projection; 0 without one."""
+    """Inputs of the up projection; 0 without one."""
     num_outputs: int
 
     @property
     def num_rows(self) -> int:
-        """Rows of matrices in a record: of the gate and of the up projection, where there are."""
+        """Matrix rows in a record: gate and up projection, if present."""
         return len(self.op.matrices) - 1
 
     @property
@@ -89,7 +86,7 @@ class NeuronLayer:
 
     @property
     def rows_bytes(self) -> int:
-        """Bytes of a record in front of its column."""
+        """Offset of the column in a record, in bytes."""
         return self.num_rows * self.row_bytes
 
     @property
@@ -102,8 +99,9 @@ class NeuronLayer:
 
     @property
     def num_scales(self) -> int:
-        """Scales of the records, which lie behind them in the file and stay in memory: of each row
-        of each matrix, then of each output.
+        """Number of scales: one per row of each matrix, then one per output.
+
+        They follow the records in the file and stay in memory.
         """
         return self.num_rows * self.num_neurons + self.num_outputs
 
@@ -114,13 +112,14 @@ class NeuronLayer:
 
 
 def predicts_neurons(program: Program) -> bool:
-    """Returns whether a predictor says which neurons a row uses, fused or not."""
+    """Returns whether a predictor selects the neurons, before or after fusion."""
     return any(isinstance(op, ActMul | Linear) and op.scores is not None for op in program.ops)
 
 
 def split_neurons(program: Program) -> Program:
-    """Splits the feed-forward layers of a fused Program whose zeros say what a row uses;
-    ConfigError where it has none.
+    """Splits the feed-forward layers of a fused Program that have zeroing gates.
+
+    Raises ConfigError if there are none.
     """
     readers = Counter(value for op in program.ops for value in op.inputs)
     readers.update(program.outputs.values())
@@ -146,7 +145,6 @@ def split_neurons(program: Program) -> Program:
 
 
 def neuron_layers(program: Program) -> tuple[NeuronLayer, ...]:
-    """Returns the layers of a split Program, in its order."""
     return tuple(
         NeuronLayer(
             op,
@@ -160,8 +158,9 @@ def neuron_layers(program: Program) -> tuple[NeuronLayer, ...]:
 
 
 def check_neurons(program: Program, formats: Mapping[Weight, TileFormat]) -> None:
-    """Refuses activations that kernels have not, and weights with another code than i8: sums of
-    other codes depend on their order.
+    """Raises an error for unsupported activations and weight codes other than i8.
+
+    Sums over other codes depend on their order.
     """
     for op in program.ops:
         if not isinstance(op, Neurons):
@@ -179,7 +178,7 @@ def check_neurons(program: Program, formats: Mapping[Weight, TileFormat]) -> Non
 
 
 def _last_product(op: Op, downs: dict[Value, Linear], readers: Counter[Value]) -> Linear | None:
-    """Returns the product that alone reads what an op's zeros say which neurons it uses."""
+    """Returns the down projection that reads an op's zeros, if it is the only reader."""
     if not _makes_zeros(op) or len(op.outputs) != 1 or readers[op.outputs[0]] != 1:
         return None
     down = downs.get(op.outputs[0])
@@ -231,5 +230,5 @@ def _split(op: Op, down: Linear) -> tuple[Op, ...]:
 
 
 def round_up(number: int, unit: int) -> int:
-    """Returns the least multiple of a unit that is no less than a number."""
+    """Rounds up to a multiple of `unit`."""
     return -(-number // unit) * unit

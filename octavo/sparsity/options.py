@@ -58,12 +58,11 @@ class PrefixWeighingOptions:
 
     @property
     def weighs_prefixes(self) -> bool:
-        """Whether stored blocks are weighed by the attention that prompts pay to them."""
         return self.prefix_cache_policy == "importance"
 
     @property
     def loads_in_part(self) -> bool:
-        """Whether prompts may go without a part of their stored prefix."""
+        """Whether prompts may skip a part of their stored prefix."""
         return self.prefix_sparsity > 0
 
     @property
@@ -169,7 +168,7 @@ class SparsityOptions:
 
     @property
     def gate_sparsity(self) -> float:
-        """Share of gates that are taken for zero; NaN where the option is of no form."""
+        """Share of gates to zero; NaN if the option is malformed."""
         if self.ffn_sparsity is None or not self.ffn_sparsity.startswith("gate:"):
             return 0.0
         try:
@@ -179,7 +178,7 @@ class SparsityOptions:
 
     @property
     def is_approximate(self) -> bool:
-        """Whether generated tokens are computed otherwise than a prompt's."""
+        """Whether generated tokens are computed differently from prompt tokens."""
         return bool(
             self.activation_sparsity
             or self.gate_sparsity
@@ -188,7 +187,7 @@ class SparsityOptions:
         )
 
     def numbers(self) -> list[Any]:
-        """Returns what decides the numbers of generated tokens, beside the calibration."""
+        """Returns the settings that change results of generated tokens, except the calibration."""
         thresholds = [self.activation_sparsity, self.activation_sparsity_plan, self.gate_sparsity]
         predicted = [] if self.sparsity_predictor is None else ["predicted", self.predicted_share]
         selected = [] if self.kv_selection is None else [self.kv_selection, self.kv_budget]
@@ -196,10 +195,10 @@ class SparsityOptions:
 
     @property
     def neuron_sparsity(self) -> float:
-        """Share of a feed-forward layer's neurons that a predictor leaves out."""
+        """Share of a feed-forward layer's neurons that the predictor skips."""
         return 0.0 if self.sparsity_predictor is None else 1.0 - self.predicted_share
 
     @property
     def key_sparsity(self) -> float:
-        """Share of the blocks of keys that generated tokens do not read."""
+        """Share of key blocks that generated tokens do not read."""
         return 0.0 if self.kv_selection is None else 1.0 - self.kv_budget

@@ -1,11 +1,9 @@
-"""Fits predictors of feed-forward neurons to what a backend has observed of a text, and measures on
-another part of the text what they find.
+"""Fits predictors of feed-forward neurons on recorded activations and evaluates them on held-out
+text.
 
-What is predicted is the square root of what a neuron adds to the layer's output: |f(gate) * up|
-times the length of its column of the last product. A gate itself would not do: its size says
-little where it is near zero or below, and most are; the root keeps the few largest from deciding
-the fit. Knows Programs and arrays; `calibrate.py` runs the text. Source of the regression of
-reduced rank: Izenman 1975.
+The target is the square root of a neuron's contribution to the output: |f(gate) * up| times the
+norm of its down column. The gate alone says little when it is near zero or negative; the root
+limits the influence of a few large values. Source of reduced-rank regression: Izenman 1975.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from octavo.sparsity.activation_meter import Floats, MeasuredGate, measured_gate
 from octavo.sparsity.neuron_predictors import SHARES, WANTED_SHARE, NeuronPredictor
 
 RIDGE = 1e-3
-"""Share of the inputs' mean power that is added to each of them, which keeps small ones small."""
+"""Ridge term, as a share of the inputs' mean power."""
 
 Doubles = NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over rows of the attention's input x and of what is predicted, y."""
+    """Sums over rows of the attention's input x and the target y."""
 
     x: Doubles
     y: Doubles
@@ -48,7 +46,7 @@ class _Sums:
         )
 
     def add(self, x: Floats, y: Floats) -> None:
-        """Takes in rows `[T, num_x]` and `[T, num_y]`."""
+        """Adds rows `[T, num_x]` and `[T, num_y]`."""
         self.x += x.sum(axis=0, dtype=np.float64)
         self.y += y.sum(axis=0, dtype=np.float64)
         self.xx += x.T @ x
@@ -58,7 +56,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """A predictor's numbers, as its file has them."""
+    """Arrays of a fitted predictor, in the file's precision."""
 
     down: NDArray[np.float16]
     up: NDArray[np.float16]
@@ -72,7 +70,9 @@ class _Solved:
 
 
 class PredictorFit:
-    """Predictors of all of a Program's gates: `take` rows, `solve`, then `judge` other rows."""
+    """Predictors of all gates of a Program: call `take` on rows, `solve`, then `judge` on other
+    rows.
+    """
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class PredictorFit:
         floats: Callable[[Weight], Floats],
         rank: int,
     ) -> None:
-        """Takes in `floats` what reads a weight, `[out, in]`."""
+        """`floats` reads a weight as fp32, `[out, in]`."""
         self._observed = observed
         self._gates = measured_gates(program, observed)
         if not self._gates:
@@ -110,25 +110,25 @@ class PredictorFit:
             name: np.linalg.norm(floats(last), axis=0).astype(np.float32)
             for name, last in self._lasts.items()
         }
-        """Length of each neuron's column of the last product, `[neurons]`."""
+        """Norm of each neuron's column of the down projection, `[neurons]`."""
         self._rank = rank
         self._solved: dict[str, _Solved] = {}
         self._least: dict[str, list[Doubles]] = {name: [] for name in self._gates}
         self._recall: dict[str, list[Doubles]] = {name: [] for name in self._gates}
 
     def take(self, num_rows: int) -> None:
-        """Takes in the first rows of what the last step observed."""
+        """Adds the first rows that the last step recorded."""
         for name in self._gates:
             x = self._observed[self._inputs[name]][:num_rows]
             self._sums[name].add(x, np.sqrt(self._added(name, num_rows)))
 
     def solve(self) -> None:
-        """Makes the predictors of what was taken in."""
+        """Fits the predictors to the rows added so far."""
         for name in self._gates:
             self._solved[name] = _solve(self._sums.pop(name), self._rank)
 
     def judge(self, num_rows: int) -> None:
-        """Measures the predictors on the first rows of what the last step observed."""
+        """Evaluates the predictors on the first rows that the last step recorded."""
         for name in self._gates:
             scores = self._solved[name].scores(self._observed[self._inputs[name]][:num_rows])
             added = self._added(name, num_rows)
@@ -140,14 +140,11 @@ class PredictorFit:
             self._recall[name].append(found)
 
     def _added(self, name: str, num_rows: int) -> Floats:
-        """Returns the length of what each neuron adds to the layer's output in the first rows of
-        what the last step observed, `[num_rows, neurons]`.
-        """
+        """Returns the norm of each neuron's contribution to the output, `[num_rows, neurons]`."""
         added: Floats = np.abs(self._observed[self._lasts[name]][:num_rows]) * self._lengths[name]
         return added
 
     def predictors(self) -> list[NeuronPredictor]:
-        """Returns the predictors, in the Program's order."""
         return [
             NeuronPredictor(
                 gate=name,
@@ -168,9 +165,7 @@ class PredictorFit:
 def _attention_input(
     program: Program, gate: MeasuredGate, observed: Mapping[Weight, Floats]
 ) -> Weight:
-    """Returns the first matrix of the product that makes the queries of the attention before a
-    gate.
-    """
+    """Returns the first matrix of the query projection of the attention before a gate."""
     makers = {value: op for op in program.ops for value in op.outputs}
     before = program.ops[: program.ops.index(gate.op)]
     attention = next(
@@ -192,7 +187,7 @@ def _attention_input(
 def _last_product(
     program: Program, gate: MeasuredGate, observed: Mapping[Weight, Floats]
 ) -> Weight:
-    """Returns the matrix of the one product that reads what a gate lets through."""
+    """Returns the down projection behind a gate."""
     if gate.last is None or gate.last not in observed:
         raise UnsupportedModel(
             f"{program.name} has no product of their own behind the gates of"
@@ -203,8 +198,9 @@ def _last_product(
 
 
 def _solve(sums: _Sums, rank: int) -> _Solved:
-    """Returns the best predictor of a rank: of y by x, with y scaled to 1 on average, which fp16
-    has digits for.
+    """Returns the best predictor of y from x of a rank.
+
+    y is scaled to a mean of 1, which fp16 represents well.
     """
     mean_x, mean_y = sums.x / sums.count, sums.y / sums.count
     scale = 1 / max(float(mean_y.mean()), 1e-30)

@@ -1,7 +1,6 @@
-"""The predictors of a model's neurons: reads them from a calibration and puts them into the model's
-Program and among its weights.
+"""Reads a model's neuron predictors from a calibration and adds them to its Program and weights.
 
-`sparsity/calibrate.py` makes them; what they are is `octavo/sparsity/neuron_predictors.py`.
+`calibrate.py` fits them; `neuron_predictors.py` defines their format.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ NAME = "sparsity_predictor"
 
 @dataclass(frozen=True)
 class Predictors:
-    """The predictors of one model, of which each computes a share of its layer's neurons."""
+    """Predictors of one model and the share of neurons that they select."""
 
     path: Path
     found: tuple[NeuronPredictor, ...]
     share: float
     lookahead: int = 0
-    """Layers before its own in which each guesses as well."""
+    """Number of layers ahead that are predicted as well."""
 
     @cached_property
     def tensors(self) -> dict[str, NDArray[Any]]:
-        """Numbers of all predictors by the name of the weight."""
+        """Arrays of all predictors, by weight name."""
         return {
             name: np.asarray(array)
             for each in self.found
@@ -51,20 +50,19 @@ class Predictors:
 
     @cached_property
     def digest(self) -> str:
-        """Name of these numbers."""
+        """SHA-256 of the arrays."""
         found = hashlib.sha256()
         for name, array in self.tensors.items():
             found.update(name.encode() + array.tobytes())
         return found.hexdigest()
 
     def into(self, program: Program) -> Program:
-        """Returns the Program with predictors."""
         shapes = [PredictorShape(each.gate, each.input, each.rank) for each in self.found]
         return predict(program, shapes, lookahead=self.lookahead)
 
 
 class PredictorHeader(HeaderWith):
-    """A header that knows of predictors' tensors."""
+    """A header that includes the predictors' tensors."""
 
     def __init__(self, header: ModelHeader, predictors: Predictors) -> None:
         super().__init__(header, predictors.tensors)
@@ -72,7 +70,7 @@ class PredictorHeader(HeaderWith):
 
 
 class PredictorCheckpoint(CheckpointWith):
-    """A checkpoint that has predictors' tensors."""
+    """A checkpoint that includes the predictors' tensors."""
 
     def __init__(self, checkpoint: Checkpoint, predictors: Predictors) -> None:
         super().__init__(checkpoint, predictors.tensors, predictors.path)
@@ -80,15 +78,16 @@ class PredictorCheckpoint(CheckpointWith):
 
 
 def predictors_in(header: ModelHeader) -> Predictors | None:
-    """Returns the predictors of a header or a checkpoint; None if it has none."""
     if isinstance(header, PredictorHeader | PredictorCheckpoint):
         return header.predictors
     return None
 
 
 def open_predictors(config: EngineConfig, checkpoint: Checkpoint | None) -> Predictors | None:
-    """Reads the predictors that the options name; None if they name none. ConfigError if they are
-    of other weights; without a checkpoint they may be of any, which is enough for a plan.
+    """Reads the predictors that the options name, if any.
+
+    Raises ConfigError if they were fitted to other weights; without a checkpoint (when only
+    planning) this is not checked.
     """
     options = config.of(SparsityOptions)
     if options.sparsity_predictor is None:

@@ -1,11 +1,10 @@
-"""How much attention the last tokens of a prompt pay to stored blocks of its beginning, by the keys
-of one layer, before the blocks themselves are read.
+"""Scores stored prefix blocks by the attention that a prompt's last tokens pay to them, from the
+keys of one layer, before the blocks are read.
 
-The queries are those that the prompt's first block and its last tokens make as a text of their own,
-at their positions in the prompt, by the part of the Program up to that layer, over KV memory that
-no request has. They are made while the keys are still being read. Which blocks are asked about is
-the scheduler half's business (`sparsity/important_blocks.py`). Source: IMPRESS (Chen et al. 2025,
-FAST).
+The queries come from the prompt's first block and last tokens, run as a sequence of their own at
+their original positions through the Program up to that layer, on a separate KV memory, while the
+keys are still being read. `important_blocks.py` chooses by the scores. Source: IMPRESS (Chen et al.
+2025, FAST).
 """
 
 from __future__ import annotations
@@ -23,29 +22,30 @@ from octavo.executor.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.sparsity.passes.probe_prefixes import Probe
 
 MAX_TOKENS = 128
-"""Most tokens of the text that makes queries."""
+"""Most tokens of the sequence that computes queries."""
 
 NUM_BLOCKS = MAX_TOKENS // BLOCK_SIZE
-"""Blocks of each cache group in which that text is computed."""
+"""Blocks of each cache group for that sequence."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixWeigher:
-    """Answers probes with a prepared part of a Program, which makes the queries of one layer."""
+    """Scores blocks with the part of a Program that computes one layer's queries."""
 
     backend: ProbingBackend
     part: Runnable
     kv: KvCache
-    """The part's own memory: NUM_BLOCKS blocks of each of its cache groups."""
+    """Separate KV memory: NUM_BLOCKS blocks of each cache group of the part."""
     layout: KvLayout
-    """Layout of the blocks of keys, which the whole Program keeps."""
+    """Layout of the key blocks, from the whole Program."""
     probe: Probe
 
     def prepare(self, query: BlockQuery) -> NDArray[np.float32] | None:
-        """Returns the last queries of the probe's text, `[Q, H, D]`; None where that fails, which
-        is logged. Computes with all threads.
+        """Computes the last queries, `[Q, H, D]`, using all threads.
+
+        Returns None and logs the error if that fails.
         """
         try:
             output = self.part.run(self._batch(query), self.kv)
@@ -58,9 +58,10 @@ class PrefixWeigher:
     def rate(
         self, query: BlockQuery, prepared: NDArray[np.float32], blocks: NDArray[np.uint8]
     ) -> list[float]:
-        """Returns the share of the attention of the prepared queries that falls on each block of
-        `blocks [B, block_bytes]`, in the order of the prompt; [] where that fails, which is logged.
-        Any thread may ask.
+        """Returns the share of attention on each block of `blocks [B, block_bytes]`, in prompt
+        order.
+
+        Returns [] and logs the error if that fails. Thread-safe.
         """
         try:
             known = self.backend.rows_of(self.layout, blocks).k
@@ -71,7 +72,7 @@ class PrefixWeigher:
             return []
 
     def _batch(self, query: BlockQuery) -> StepBatch:
-        """Returns the text as a step that draws nothing."""
+        """Builds a step without sampling."""
         num_tokens, num_groups = len(query.token_ids), len(self.part.kv_layouts)
         places = np.arange(num_tokens, dtype=np.int32)
         blocks = np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int32)
@@ -90,8 +91,8 @@ class PrefixWeigher:
 def attention_masses(
     queries: NDArray[np.float32], keys: NDArray[np.float32], scale: float
 ) -> NDArray[np.float64]:
-    """Returns the share of the attention of `queries [Q, H, D]`, over all heads, that falls on each
-    block of `keys [B, S, K, D]`, `[B]`.
+    """Returns the share of attention, over all heads of `queries [Q, H, D]`, on each block of `keys
+    [B, S, K, D]`: `[B]`.
     """
     num_blocks, block_size, num_kv_heads, width = keys.shape
     by_head = queries.reshape(len(queries), num_kv_heads, -1, width).transpose(1, 0, 2, 3)

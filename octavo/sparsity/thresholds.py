@@ -1,7 +1,4 @@
-"""What an engine leaves out: the thresholds of its Program, from the file of a calibration.
-
-Binds the file to the weights that it was made of; `calibrate.py` makes it.
-"""
+"""Applies a calibration's thresholds to a Program and checks that they belong to its weights."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ from octavo.worker.kv_connectors.fingerprint import fingerprint
 
 
 def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program) -> Program:
-    """Returns the Program that an engine runs: with thresholds, where it leaves small numbers
-    out.
-    """
+    """Returns the Program with sparsity thresholds, if the options enable them."""
     options = config.of(SparsityOptions)
     if not options.is_approximate:
         return program
@@ -59,9 +54,7 @@ def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program)
 
 
 def hot_neurons(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, list[int]] | None:
-    """Returns the neurons of each feed-forward layer by the name of its last product's matrix, the
-    most used first in a calibration's text; None where none are to stay in memory for good.
-    """
+    """Returns the neurons of each down projection, most used first, if `hot_neurons` is set."""
     named = config.of(NeuronOptions).hot_neurons
     if named is None:
         return None
@@ -76,8 +69,8 @@ def hot_neurons(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, list[
 
 
 def as_if_calibrated(config: EngineConfig, program: Program) -> Program:
-    """Returns the Program with some threshold at every gate that is to have one: enough for a plan,
-    which reads no weights and knows of no calibration whose it is.
+    """Returns the Program with a placeholder threshold at every gate, for planning without a
+    calibration.
     """
     if not config.of(SparsityOptions).gate_sparsity:
         return program
@@ -87,6 +80,6 @@ def as_if_calibrated(config: EngineConfig, program: Program) -> Program:
 
 
 def weights_name(checkpoint: Checkpoint) -> str:
-    """Returns the name of a model's weights, to which a calibration is bound."""
+    """Returns the fingerprint of a model's weights, to which a calibration belongs."""
     parts = {"config": checkpoint.config}
     return fingerprint(parts, checkpoint.weight_files, cache=open_state_home()).hex()

@@ -1,9 +1,9 @@
-"""Factors of a matrix's inputs: the weights of an input are multiplied with its factor before they
-are rounded, and what makes the input is divided by it.
+"""Per-input scaling factors applied before rounding: weights are multiplied by the factor and the
+op that produces the input is divided by it.
 
-Two choices: AWQ's (Lin et al. 2023), a power of how strongly the input is used, the one that leaves
-the least error; SmoothQuant's (Xiao et al. 2022), which shares an input's range between it and its
-weights, for products of 8-bit rows.
+AWQ (Lin et al. 2023) uses a power of the input's magnitude, searched for the least error.
+SmoothQuant (Xiao et al. 2022) splits an input's range between input and weights, for 8-bit
+activations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.quant.making.grid import Floats32, RoundedMatrix, round_to
 
 NUM_POWERS = 20
 MAX_ROWS = 512
-"""Outputs over which the choice of a power is judged."""
+"""Outputs used to evaluate a power."""
 
 
 def awq_factors(
@@ -27,8 +27,9 @@ def awq_factors(
     strength: Floats32,
     fit: FitGrid,
 ) -> Floats32:
-    """Returns the factors `[in]` of least error of the products of `weights [out, in]`; `strength
-    [in]` is the mean magnitude of each input, `hessian [in, in]` the sum of x x^T.
+    """Returns the AWQ factors `[in]` with the least output error.
+
+    `strength [in]` is the mean magnitude of each input, `hessian [in, in]` the sum of x x^T.
     """
     rows = np.concatenate(weights)
     rows = rows[:: max(1, len(rows) // MAX_ROWS)]
@@ -48,7 +49,7 @@ def awq_factors(
 def smooth_factors(
     weights: Sequence[Floats32], largest: Floats32, migration: float = 0.5
 ) -> Floats32:
-    """Returns the factors `[in]` that share an input's range, `largest [in]`, with its weights."""
+    """Returns SmoothQuant factors `[in]` from the inputs' maxima, `largest [in]`."""
     reach = np.maximum.reduce([np.abs(weight).max(axis=0) for weight in weights])
     reach = np.maximum(reach, np.float32(1e-5))
     shared = np.maximum(largest, np.float32(1e-5)) ** migration / reach ** (1 - migration)
@@ -56,7 +57,7 @@ def smooth_factors(
 
 
 def _balanced(factors: Floats32) -> Floats32:
-    """Returns factors around 1, none of them so small or large that fp16 scales would end."""
+    """Centers factors around 1 and limits them to what fp16 scales can represent."""
     factors = np.maximum(factors, np.float32(1e-4))
     factors = factors / np.sqrt(factors.max() * factors.min())
     return np.clip(factors, np.float32(1e-3), np.float32(1e3)).astype(np.float32)

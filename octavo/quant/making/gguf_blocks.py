@@ -1,8 +1,8 @@
-"""Matrices rounded to GGUF's block types: which type fits, the grids that its scales can say, and
-the blocks' bytes.
+"""Rounds matrices to GGUF's block types: choice of type, grids that its scales can represent, and
+block bytes.
 
-Writes the layouts that `quant/gguf.py` describes. Source of the choice by width: llama.cpp's
-fallbacks where rows are no multiple of 256.
+Writes the layouts of `quant/gguf.py`. Rows that are not a multiple of 256 fall back as in
+llama.cpp.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.quant.packed import Levels
 BY_NAME = {kind.name: (number, kind) for number, kind in BLOCK_TYPES.items()}
 
 WIDE = 256
-"""Inputs of a block of the k-quants."""
+"""Inputs per k-quant block."""
 SIX_BITS_TOP = 63
 SUPER_GROUP = 8
 SIGNED_TOP = 127
@@ -40,19 +40,18 @@ TYPES: dict[tuple[int, bool], tuple[str, str]] = {
     (8, False): ("Q8_0", "Q8_0"),
     (8, True): ("Q8_0", "Q8_0"),
 }
-"""Types by bits and symmetry: where rows are a multiple of 256, and for other rows of whole blocks
-of 32."""
+"""Types by (bits, symmetric): for rows that are a multiple of 256, and for multiples of 32."""
 
 
 def type_for(num_inputs: int, bits: int, *, symmetric: bool) -> BlockType | None:
-    """Returns the type for rows of `num_inputs` inputs; None where no block fits."""
+    """Returns the type for rows of `num_inputs` inputs; None if no block size fits."""
     wide, narrow = TYPES[bits, symmetric]
     kind = BY_NAME[wide if num_inputs % WIDE == 0 else narrow][1]
     return kind if num_inputs % kind.block_size == 0 else None
 
 
 def fit_blocks(weight: Floats32, importance: Floats32 | None, kind: BlockType) -> Grid:
-    """Returns a grid of least squared error among those that a type's scales can say."""
+    """Returns the grid of least squared error that a type's scales can represent."""
     layout = kind.layout
     assert layout is not None
     group = kind.block_size // layout.scales.per_block
@@ -77,7 +76,7 @@ def fit_blocks(weight: Floats32, importance: Floats32 | None, kind: BlockType) -
 def _two_levels(
     numbers: Floats32, kind: BlockType, dtype: np.dtype, top: int
 ) -> tuple[NDArray, NDArray[np.float16]]:
-    """Returns numbers of groups, from 0 up, as small integers and a factor for each block."""
+    """Quantizes non-negative group values to small integers and one factor per block."""
     assert kind.layout is not None
     per_block = kind.layout.scales.per_block
     blocks = numbers.reshape(len(numbers), -1, per_block)
@@ -87,7 +86,7 @@ def _two_levels(
 
 
 def block_bytes(matrix: RoundedMatrix, kind: BlockType) -> Bytes:
-    """Returns a rounded matrix's blocks, `[out, bytes of a row]`."""
+    """Returns a rounded matrix's blocks, `[out, bytes per row]`."""
     layout, grid = kind.layout, matrix.grid
     assert layout is not None and matrix.permutation is None
     num_rows, num_inputs = matrix.codes.shape
@@ -104,7 +103,7 @@ def block_bytes(matrix: RoundedMatrix, kind: BlockType) -> Bytes:
 
 
 def _put_plane(blocks: Bytes, codes: Bytes, plane: Plane, block_size: int) -> None:
-    """Writes some bits of every code; the inverse of how `blocks._joined` reads them."""
+    """Writes one bit plane of every code; the inverse of `blocks._joined`."""
     per_byte = 8 // plane.bits
     parts = (codes & np.uint8((1 << plane.bits) - 1)).reshape(
         *codes.shape[:-1], -1, per_byte, plane.run
@@ -141,9 +140,7 @@ def _put_numbers(blocks: Bytes, numbers: Numbers, values: NDArray) -> None:
 
 
 def _packed_six_bits(scales: Bytes, mins: Bytes) -> Bytes:
-    """Packs eight scales and eight mins of six bits into 12 bytes, as ggml's get_scale_min_k4 reads
-    them.
-    """
+    """Packs eight 6-bit scales and mins into 12 bytes, in the layout of ggml's get_scale_min_k4."""
     first = scales[..., :4] | (scales[..., 4:] >> 4) << 6
     second = mins[..., :4] | (mins[..., 4:] >> 4) << 6
     third = scales[..., 4:] & 0x0F | (mins[..., 4:] & 0x0F) << 4

@@ -1,8 +1,7 @@
-"""Grids of numbers to which a matrix's are rounded, a scale and a zero or a minimum for each group
-of inputs, and the search for those that leave the least error.
+"""Quantization grids (a scale and a zero or minimum per group of inputs) and the search for those
+of least error.
 
-Knows no file format and no method: who rounds how is the business of `gptq.py` and of the callers.
-Sources of the search: AutoGPTQ's `mse` (shrunken ranges), ggml's k-quants (lines fitted to codes).
+Sources: AutoGPTQ's `mse` (shrunken ranges), ggml's k-quants (lines fitted to codes).
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from octavo.quant.packed import Levels
 Floats32 = NDArray[np.float32]
 
 GridKind = Literal["middle", "zero", "min"]
-"""How a grid lies: around a fixed zero in the middle of the codes, around a whole number of each
-group, or from a minimum of each group on."""
+"""Offset of a grid: a fixed zero at the middle code, an integer zero per group, or a minimum per
+group."""
 
 SHRINKS = tuple(1.0 - 0.025 * step for step in range(17))
-"""Shares of a group's range that are tried: clipping the ends makes the inner steps finer."""
+"""Candidate shares of a group's range: clipping the ends makes the inner steps finer."""
 
 ROUNDS = 3
-"""Lines fitted from each range on, the range itself the first."""
+"""Least-squares refits per candidate range, including the range itself."""
 
 CHUNK_VALUES = 1 << 19
-"""Values whose grids are searched at a time; temporaries stay within some megabytes."""
+"""Values searched at a time, so that temporaries take a few megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +37,10 @@ class GridSpec:
 
     bits: int
     group: int
-    """Inputs of a group; 0: whole rows."""
+    """Inputs per group; 0: entire rows."""
     kind: GridKind
     least_zero: int = 0
-    """Smallest zero of a group that the format can say."""
+    """Smallest zero that the format can represent."""
 
     @property
     def top(self) -> int:
@@ -53,27 +52,26 @@ class GridSpec:
         return 1 << self.bits - 1
 
     def group_of(self, num_inputs: int) -> int:
-        """Returns the number of inputs in a group, of rows of `num_inputs`."""
         return self.group or num_inputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """The numbers that each group's codes 0 to `top` stand for: (code - zero_point - zero) * scale
-    + min, as in a `PackedWeight`.
+    """Values of each group's codes 0 to `top`: (code - zero_point - zero) * scale + min, as in
+    `PackedWeight`.
     """
 
     group: int
     top: int
     scales: Levels
-    """Scales as they are stored, `[out, groups]`."""
+    """Scales as stored, `[out, groups]`."""
     zero_point: int = 0
     zeros: NDArray[np.int16] | None = None
     """Zero of each group, `[out, groups]`; None: `zero_point` for all."""
     mins: Levels | None = None
 
     def lines(self) -> tuple[Floats32, Floats32]:
-        """Returns the step and the number of code 0 of each group, `[out, groups]` each."""
+        """Returns the step and the value of code 0 of each group, `[out, groups]` each."""
         scales = self.scales.expand()
         if self.mins is not None:
             return scales, self.mins.expand() - scales * np.float32(self.zero_point)
@@ -81,9 +79,7 @@ class Grid:
         return scales, -scales * np.asarray(zeros, np.float32)
 
     def divided(self, rows: NDArray[np.intp], factors: Floats32) -> Grid:
-        """Returns the grid with some rows' numbers divided, each by a factor of its own; codes stay
-        what they are.
-        """
+        """Returns the grid with some rows divided by factors; codes stay the same."""
         return replace(
             self,
             scales=_divided(self.scales, rows, factors),
@@ -96,13 +92,13 @@ class RoundedMatrix:
     """A matrix `[out, in]` as codes on a grid."""
 
     codes: NDArray[np.uint8]
-    """Codes, `[out, in]`, in the order of `permutation`."""
+    """`[out, in]`, in the order of `permutation`"""
     grid: Grid
     permutation: NDArray[np.int32] | None = None
-    """Input of each column of `codes`; None: their own order."""
+    """Original input of each column of `codes`; None: unpermuted."""
 
     def values(self) -> Floats32:
-        """Returns the numbers that the codes stand for, `[out, in]` in the inputs' own order."""
+        """Returns the dequantized values, `[out, in]` in original input order."""
         steps, lows = (
             np.repeat(each, self.grid.group, axis=1)[:, : self.codes.shape[1]]
             for each in self.grid.lines()
@@ -121,9 +117,10 @@ class RoundedMatrix:
 def fit_grid(
     weight: Floats32, importance: Floats32 | None, spec: GridSpec, *, searches: bool = True
 ) -> Grid:
-    """Returns the grid of least squared error of `weight [out, in]`, errors weighed by the
-    importance `[in]` of their inputs; the last group may be shorter. Without a search the grid
-    covers each group's whole range.
+    """Returns the grid of least squared error for `weight [out, in]`, weighted by `importance
+    [in]`.
+
+    The last group may be shorter. Without a search, the grid covers each group's full range.
     """
     outputs, inputs = weight.shape
     group = spec.group_of(inputs)
@@ -142,7 +139,7 @@ def fit_grid(
 
 
 def round_to(grid: Grid, weight: Floats32) -> NDArray[np.uint8]:
-    """Returns the nearest code of each number, `[out, in] u8`."""
+    """Returns the nearest codes, `[out, in] u8`."""
     steps, lows = grid.lines()
     codes = np.empty(weight.shape, np.uint8)
     for rows in row_chunks(weight):
@@ -157,8 +154,10 @@ def round_to(grid: Grid, weight: Floats32) -> NDArray[np.uint8]:
 def best_lines(
     values: Floats32, shares: Floats32, spec: GridSpec, *, searches: bool = True
 ) -> tuple[Floats32, Floats32]:
-    """Returns the scale, as fp16 has it, and the zero or minimum of each group of `values [n,
-    groups, group]`, the best of several ranges and of the lines fitted to their codes.
+    """Returns the fp16-representable scale and the zero or minimum of each group of `values [n,
+    groups, group]`.
+
+    Picks the best of several ranges and of the lines fitted to their codes.
     """
     groups = _Groups(values, shares, spec)
     shape = values.shape[:-1]
@@ -177,7 +176,7 @@ def best_lines(
 
 
 class _Groups:
-    """Groups of numbers `[n, groups, group]` and the inputs' importance `[groups, group]`."""
+    """Values `[n, groups, group]` and the inputs' importance `[groups, group]`."""
 
     def __init__(self, values: Floats32, shares: Floats32, spec: GridSpec) -> None:
         self._values = values
@@ -185,7 +184,7 @@ class _Groups:
         self._spec = spec
 
     def candidates(self, shrinks: tuple[float, ...]) -> Iterator[tuple[Floats32, Floats32]]:
-        """Yields scales and zeros or minima of whole and of shrunken ranges."""
+        """Yields scales and zeros or minima of full and shrunken ranges."""
         low, high = self._values.min(axis=-1), self._values.max(axis=-1)
         top, zero = np.float32(self._spec.top), np.float32(0)
         for shrink in map(np.float32, shrinks):
@@ -201,13 +200,13 @@ class _Groups:
                 yield scale, -start * inverse(scale)
 
     def as_stored(self, scale: Floats32, second: Floats32) -> tuple[Floats32, Floats32]:
-        """Returns the numbers as formats have them."""
+        """Rounds scale and zero or minimum to what formats store."""
         if self._spec.kind == "min":
             return _fp16(scale), _fp16(second)
         return _fp16(scale), np.clip(np.rint(second), self._spec.least_zero, self._spec.top)
 
     def errors(self, scale: Floats32, second: Floats32) -> tuple[Floats32, Floats32]:
-        """Returns codes, less the zero where there is one, and each group's weighted squared
+        """Returns codes (relative to the zero, if there is one) and each group's weighted squared
         error.
         """
         has_min = self._spec.kind == "min"
@@ -224,7 +223,7 @@ class _Groups:
     def refitted(
         self, centred: Floats32, scale: Floats32, second: Floats32
     ) -> tuple[Floats32, Floats32]:
-        """Returns the least-squares scale, and minimum where there is one, for given codes."""
+        """Returns the least-squares scale and minimum for given codes."""
         shares, values = self._shares, self._values
         has_min = self._spec.kind == "min"
         code = value = np.zeros_like(scale)
@@ -241,7 +240,7 @@ class _Groups:
 
 
 def _fp16(numbers: Floats32) -> Floats32:
-    """Rounds to what an fp16 can hold."""
+    """Rounds to fp16 precision."""
     return numbers.astype(np.float16).astype(np.float32)
 
 
@@ -251,7 +250,7 @@ def inverse(scale: Floats32) -> Floats32:
 
 
 def padded(rows: Floats32, group: int) -> Floats32:
-    """Returns rows filled up to whole groups with their last number."""
+    """Pads rows to complete groups with their last value."""
     missing = -rows.shape[-1] % group
     pad = [(0, 0)] * (rows.ndim - 1) + [(0, missing)]
     return np.pad(rows, pad, mode="edge") if missing else rows
@@ -271,7 +270,7 @@ def _ones_if_none(importance: Floats32 | None, inputs: int) -> Floats32:
 
 
 def _divided(levels: Levels, rows: NDArray[np.intp], factors: Floats32) -> Levels:
-    """Divides the numbers of some rows, those of the higher level where there are two."""
+    """Divides some rows' values; the super-scales if there are two levels."""
     stored = levels.values if levels.super_scale is None else levels.super_scale
     changed = stored.copy()
     changed[rows] = (stored[rows].astype(np.float32) / factors[:, None]).astype(stored.dtype)

@@ -1,4 +1,4 @@
-"""What a user chooses of a quantisation: method, bits, groups and the well-known knobs."""
+"""User choices for `octavo quantize`: method, bits, groups and tuning options."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ BITS: dict[OutputFormat, tuple[int, ...]] = {
 MIN_GROUP = 16
 MAX_DAMP_PERCENT = 100.0
 DAMP_PERCENT = 5.0
-"""Damping that does best or nearly so for texts like the calibration's and for others, over
-matrices of SmolLM2: with 1 the error on a text of another kind is up to 8% larger.
-"""
+"""Damping that is best or nearly so on SmolLM2's matrices, for texts like the calibration's and
+others; with 1 the error on a different kind of text is up to 8% larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A checked choice. `group` 0 stands for whole rows, None for the largest usual group that
-    divides the inputs of every matrix, which is set once the model is known.
+    """Validated choices.
+
+    `group` 0: entire rows; None: the largest common group size that divides the inputs of every
+    matrix, set once the model is known.
     """
 
     method: Method
@@ -43,11 +44,11 @@ class Recipe:
     desc_act: bool = False
     damp_percent: float = DAMP_PERCENT
     rows_are_int8: bool = False
-    """Whether rows are rounded to 8 bits, too (w8a8)."""
+    """Whether activations are quantized to 8 bits as well (w8a8)."""
     keeps_sensitive: bool = False
-    """Whether the matrices that matter most get 8 bits."""
+    """Whether the most sensitive matrices get 8 bits."""
     gptaq: bool = False
-    """Whether matrices make up for what the rounding of earlier layers changed."""
+    """Whether matrices compensate for the rounding of earlier layers."""
 
     def __post_init__(self) -> None:
         self._check_bits()
@@ -105,14 +106,12 @@ class Recipe:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether groups have zeros or minima of their own, which formats of 8 bits do not, nor
-        GGUF's of 6.
-        """
+        """Whether groups have zeros or minima; 8-bit formats and GGUF's 6-bit type do not."""
         is_wide = self.bits == 8 or (self.output_format == "gguf" and self.bits == 6)
         return not self.symmetric and not is_wide
 
     def grid(self, bits: int) -> GridSpec:
-        """Returns the grid of matrices of `bits` bits; it is symmetric for 8."""
+        """Returns the grid for matrices of `bits` bits; 8 bits are always symmetric."""
         symmetric = self.symmetric or bits == 8
         assert self.group is not None, "set when the model is known"
         group = 0 if self.rows_are_int8 else self.group

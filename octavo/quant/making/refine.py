@@ -1,9 +1,8 @@
-"""Codes and scales of a rounded matrix made better in turns, each for what all others are.
+"""Coordinate descent on the codes and scales of a rounded matrix.
 
-GPTQ decides each code once, before it knows those behind it. Here each group's scale and each of
-its codes becomes the best one while the others stay, several times over, so that the error of the
-products only falls. Source of the idea: Behdin et al. 2023, "QuantEase", coordinate descent from
-GPTQ's solution on.
+GPTQ decides each code once, before it knows the later ones. Here each group's scale and each code
+is optimized repeatedly while the others stay fixed, so the output error only falls. Source: Behdin
+et al. 2023, "QuantEase", started from GPTQ's solution.
 """
 
 from __future__ import annotations
@@ -16,33 +15,33 @@ from numpy.typing import NDArray
 Floats32 = NDArray[np.float32]
 
 SWEEPS = 6
-"""Times that every group is looked at again; later ones change less than a code in a thousand."""
+"""Passes over all groups; later ones change less than 0.1% of the codes."""
 
 
 @dataclass(slots=True)
 class GroupedColumns:
-    """Codes `[in, out]` on the lines of their groups: code * step + low."""
+    """Codes `[in, out]` on their groups' grid lines: code * step + low."""
 
     codes: NDArray[np.uint8]
     steps: Floats32
-    """Step of each group, `[groups, out]`."""
+    """`[groups, out]`"""
     lows: Floats32
-    """Number of code 0 of each group, `[groups, out]`."""
+    """Value of code 0, `[groups, out]`."""
     group: int
     top: int
     zeros: Floats32 | None = None
-    """Code that stands for 0 in each group, where steps may change: `[groups, out]`."""
+    """Code of value 0 in each group, if steps may change: `[groups, out]`."""
 
     def values(self) -> Floats32:
-        """Returns the numbers that the codes stand for, `[in, out]`."""
+        """Returns the dequantized values, `[in, out]`."""
         own = np.arange(len(self.codes)) // self.group
         found: Floats32 = self.codes * self.steps[own] + self.lows[own]
         return found
 
 
 def refine(columns: Floats32, made: GroupedColumns, hessian: Floats32) -> None:
-    """Changes codes for less error of `columns [in, out]` under `hessian [in, in]`, and steps to
-    what fp16 has where zeros are known.
+    """Updates codes in place to reduce the error of `columns [in, out]` under `hessian [in, in]`;
+    also updates steps (in fp16 precision) if zeros are known.
     """
     # The slope of the error at each number: H (Q - W).
     slopes = hessian @ (made.values() - columns)
@@ -64,7 +63,9 @@ def _refined_group(
     hessian: Floats32,
     slopes: Floats32,
 ) -> tuple[Floats32, int]:
-    """Refines one group; returns how its numbers moved, `[group, out]`, and how many codes did."""
+    """Refines one group; returns the change of its values, `[group, out]`, and the number of
+    changed codes.
+    """
     slopes = slopes.copy()
     codes = made.codes[own].astype(np.float32)
     moves = np.zeros_like(codes)
@@ -91,8 +92,9 @@ def _refined_group(
 def _refitted(
     made: GroupedColumns, index: int, centred: Floats32, hessian: Floats32, slopes: Floats32
 ) -> Floats32:
-    """Gives a group the steps of least error; returns how its numbers moved. `centred [group, out]`
-    are its codes less the zero.
+    """Sets a group's steps to those of least error; returns the change of its values.
+
+    `centred [group, out]` are its codes relative to the zero.
     """
     assert made.zeros is not None
     step = made.steps[index]

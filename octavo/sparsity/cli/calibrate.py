@@ -1,6 +1,4 @@
-"""`octavo calibrate MODEL`: measures how small the numbers are that a model multiplies, for options
-that leave small ones out.
-"""
+"""`octavo calibrate MODEL`: measure a model's activations for the sparsity options."""
 
 from __future__ import annotations
 

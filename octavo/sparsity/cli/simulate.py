@@ -1,4 +1,4 @@
-"""`octavo simulate`: what machines that are not here would do with a model's work."""
+"""`octavo simulate`: estimate how a model would perform on hardware that is not available."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from octavo.cli.common.flags import with_engine_flags
 from octavo.sparsity.cli.calibrate import LEFT_OUT
 
 SKEWS = (0.0, 0.25, 0.5)
-"""Shares of the active neurons that are the same few ones in every token."""
+"""Shares of the active neurons that are identical for every token."""
 
 RATES = (0.5, 1.0, 2.0)
-"""Multiples of the modules' rate."""
+"""Multiples of the modules' rate to simulate."""
 
 
 def build_app() -> typer.Typer:
-    """Puts the subcommands of `octavo simulate` together."""
     app = typer.Typer(
         cls=Group, help="Simulate hardware that is not at hand.", rich_markup_mode=None
     )

@@ -1,9 +1,9 @@
-"""The predict pass: scores of a feed-forward layer's neurons, made from the attention's input, say
-which of them generated rows use.
+"""Predict pass: predictor scores, computed from the attention's input, select the feed-forward
+neurons of generated rows.
 
-Adds two small products before the attention and sets `ActMul.scores`. Runs before the other passes,
-on the whole Program. Knows no kernel, and of predictors only their shapes. Source: DejaVu (Liu et
-al. 2023, arXiv 2310.17157); of the lookahead: ActiveFlow (Jia et al. 2025, arXiv 2504.08378).
+Adds two small matmuls before the attention and sets `ActMul.scores`. Runs first, on the whole
+Program. Sources: DejaVu (Liu et al. 2023, arXiv 2310.17157); for the lookahead, ActiveFlow (Jia et
+al. 2025, arXiv 2504.08378).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from octavo.sparsity.passes.sparsify import gate_of
 
 @dataclass(frozen=True, slots=True)
 class PredictorShape:
-    """Shape of a predictor: where it stands, and its rank."""
+    """Location and rank of a predictor."""
 
     gate: str
-    """First matrix that makes the gate."""
+    """First matrix that computes the gate."""
     input: str
-    """First matrix that reads what the predictor reads."""
+    """First matrix that reads the predictor's input."""
     rank: int
 
 
 def predict(
     program: Program, predictors: Sequence[PredictorShape], *, lookahead: int = 0
 ) -> Program:
-    """Returns the Program with predictors; ConfigError where one of them has no place in it, or a
-    gate has none.
+    """Adds predictors to a Program.
 
-    With a lookahead each layer's neurons are guessed as many layers before, too, by the same
-    predictor from what that layer's attention reads.
+    With `lookahead`, each layer's neurons are also predicted that many layers earlier, by the same
+    predictor on the input of that layer's attention. Raises ConfigError if a predictor does not fit
+    the Program or a gate has none.
     """
     shapes = _by_gate(program, predictors)
     places = _places(program, shapes)
@@ -85,7 +85,7 @@ def _by_gate(
 
 
 def _places(program: Program, shapes: Mapping[ActMul, PredictorShape]) -> list[int]:
-    """Returns the index of the product in front of which each predictor stands."""
+    """Returns the index of the matmul before which each predictor is inserted."""
     readers = {
         weight.name: at
         for at, op in enumerate(program.ops)
@@ -103,7 +103,7 @@ def _places(program: Program, shapes: Mapping[ActMul, PredictorShape]) -> list[i
 
 
 def _read_at(program: Program, at: int) -> Value:
-    """Returns what the product at an index reads."""
+    """Returns the input of the matmul at an index."""
     reader = program.ops[at]
     assert isinstance(reader, Linear), "it is one of them"
     return reader.x
@@ -112,8 +112,10 @@ def _read_at(program: Program, at: int) -> Value:
 def _products(
     shape: PredictorShape, x: Value, out: Value, *, suffix: str = ""
 ) -> tuple[Linear, Linear]:
-    """Returns the products that make scores. A guess has weights of its own, with the same numbers:
-    a product may be read from a disk whole only where no other needs a part of it.
+    """Returns the two matmuls that compute scores.
+
+    Lookahead predictors have weights of their own with the same values: a streamed weight may have
+    only one reader.
     """
     names = PredictorNames(shape.gate)
     low = Value(f"{out.name}.predicted{suffix}", x.axis, shape.rank)

@@ -1,11 +1,10 @@
-"""The probe_prefixes pass: one layer's keys are kept once more, in a cache group of their own, so
-that a few keys say which blocks of a stored prefix are worth reading; and the part of the Program
-that makes this layer's queries, to ask them with.
+"""Probe_prefixes pass: stores one layer's keys a second time, in a cache group of their own, to
+score the blocks of a stored prefix; also extracts the part of the Program that computes this
+layer's queries.
 
-The group's blocks are saved, found and fetched as all others are; a prompt's are read first, and
-small. Runs on the whole Program, before the other passes. Source: IMPRESS (Chen et al. 2025, FAST),
-which probes with three heads of every layer; here all heads of one layer speak for all layers,
-since a file holds a block of all of them.
+The group's blocks are saved and fetched like others, but first. Runs on the whole Program, before
+the other passes. Source: IMPRESS (Chen et al. 2025, FAST), which probes three heads of every layer;
+here all heads of one layer stand for all layers, because a file block holds all of them.
 """
 
 from __future__ import annotations
@@ -20,26 +19,22 @@ from octavo.program.program import CacheGroup, Op, Program, Value
 GROUP = "prefix_probe"
 
 DEPTH = 0.4
-"""Depth of the layer that is asked, as a share of the layers."""
+"""Depth of the probed layer, as a share of all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The layer that is asked: `num_heads` queries and `num_kv_heads` keys of each token, of the
-    same width.
-    """
+    """The probed layer; queries and keys have the same head size."""
 
     group: int
-    """Index of the cache group that keeps its keys."""
+    """Index of the cache group that stores its keys."""
     num_heads: int
     num_kv_heads: int
     scale: float
 
 
 def probe_prefixes(program: Program) -> Program:
-    """Returns the Program that also keeps the keys of one layer; ConfigError names what stands
-    against it.
-    """
+    """Returns the Program that also stores one layer's keys; raises ConfigError if it cannot."""
     op = _asked(program)
     group = program.group(op.group)
     own = CacheGroup(GROUP, "full", 1, group.num_kv_heads, group.k_width, 0)
@@ -55,16 +50,14 @@ def probe_prefixes(program: Program) -> Program:
 
 
 def probe_of(program: Program) -> Probe:
-    """Returns what `probe_prefixes` made a Program keep."""
+    """Returns the probe that `probe_prefixes` added to a Program."""
     op = _asked(program)
     group = program.group(op.group)
     return Probe(program.group_index(GROUP), op.num_heads, group.num_kv_heads, op.scale)
 
 
 def probing_part(program: Program) -> Program:
-    """Returns the part of a Program that makes the queries of the layer that is asked: they are the
-    rows that it hands on, `[T, H * k_width]`.
-    """
+    """Returns the part of a Program that computes the probed layer's queries, `[T, H * D]`."""
     op = _asked(program)
     needed: set[Value] = {op.q}
     read: set[tuple[str, int]] = set()
@@ -85,7 +78,7 @@ def probing_part(program: Program) -> Program:
 
 
 def _asked(program: Program) -> Attention:
-    """Returns the attention of the layer that is asked."""
+    """Returns the attention of the probed layer."""
     attentions = [op for op in program.ops if isinstance(op, Attention | MlaAttention)]
     kinds = {group.kind for group in program.groups if group.name != GROUP}
     if kinds != {"full"} or not attentions:
@@ -106,7 +99,7 @@ def _asked(program: Program) -> Attention:
 
 
 def _keys(program: Program, op: Attention) -> KvWrite:
-    """Returns the write of the keys that an attention reads."""
+    """Returns the KvWrite of the keys that an attention reads."""
     for each in program.ops:
         if isinstance(each, KvWrite) and (each.group, each.layer) == (op.group, op.layer):
             if len(each.k_parts) == 1:

@@ -1,12 +1,11 @@
-"""The select_keys pass: generated rows read the blocks of keys to which most of their attention
-goes, guessed from the layer before.
+"""Select_keys pass: generated rows read only the key blocks with the most attention, predicted from
+the previous layer.
 
-For each attention but those of the first layers it keeps a part of the columns of the keys in a
-cache group of its own, and makes the same part of the queries from what the attention before it
-reads, behind this layer's norm. It sets `Attention.partial_q` and `Attention.selection`. Runs on
-the whole Program, before the other passes. Source: InfiniGen (Lee et al. 2024, arXiv 2406.19707),
-whose columns are chosen by a decomposition; here they are those that turn most slowly with the
-place, which tell contents.
+For each attention except the first ones, stores some key columns in a cache group of their own and
+computes the same columns of the queries from the previous attention's input. Sets
+`Attention.partial_q` and `Attention.selection`. Runs on the whole Program, before the other passes.
+Source: InfiniGen (Lee et al. 2024, arXiv 2406.19707), which picks columns by SVD; here they are the
+slowest RoPE frequencies, which carry content rather than position.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 GROUP = "partial_keys"
 
 WHOLE_LAYERS = 2
-"""Attentions at the start that read all keys: what they look at is guessed badly, SmolLM2's second
-one's best tenth at 0.45 in place of 0.91."""
+"""First attentions, which read all keys: their attention is predicted badly (0.45 of the mass for
+SmolLM2's second layer, against 0.91 later)."""
 
 KEY_SHARE = 0.3
-"""Share of the columns of a key that are kept apart."""
+"""Share of the key columns that are stored separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turned:
-    """Queries or keys: the product that makes them, and the rope that turns them."""
+    """Queries or keys: the matmul that computes them and the RoPE applied to them."""
 
     linear: Linear
     rope: Rope
 
     @property
     def pairs(self) -> int:
-        """Columns that are kept of each half of a head: those with the slowest frequencies."""
+        """Columns kept from each half of a head: those with the slowest frequencies."""
         return max(1, round(KEY_SHARE * len(self.rope.table.inv_freq)))
 
     def part(self, x: Value, name: str) -> tuple[Value, list[Op]]:
-        """Returns these columns, made of x and turned, and the ops that make them."""
+        """Returns the selected columns computed from x with RoPE, and the ops that compute them."""
         rope, pairs = self.rope, self.pairs
         weight = self.linear.weights_[0]
         width = rope.num_heads * 2 * pairs
@@ -70,7 +69,7 @@ class _Turned:
         return out, [Linear(x, (flat,), (part,), of_bias), turned]
 
     def _rows(self, weight: Weight, shape: tuple[int, ...]) -> Weight:
-        """Returns the rows of a weight that make the columns: a run in each half of each head."""
+        """Returns the weight rows of the columns: a run in each half of each head."""
         half = self.rope.head_width // 2
         return replace(
             weight,
@@ -85,8 +84,9 @@ class _Turned:
 
 
 def select_keys(program: Program, budget: float) -> Program:
-    """Returns the Program whose generated rows read a share of the blocks of keys; ConfigError
-    names what stands against it.
+    """Returns a Program in which generated rows read a share of the key blocks.
+
+    Raises ConfigError if the Program does not support it.
     """
     makers = {value: op for op in program.ops for value in op.outputs}
     attentions = [op for op in program.ops if isinstance(op, Attention | MlaAttention)]
@@ -102,7 +102,7 @@ def select_keys(program: Program, budget: float) -> Program:
 
 
 class _Changes:
-    """Changes of a Program: ops in front of others, and attentions that choose keys."""
+    """Collects inserted ops and replaced attentions of a Program."""
 
     def __init__(self, program: Program, makers: Mapping[Value, Op], budget: float) -> None:
         self._program, self._makers, self._budget = program, makers, budget
@@ -110,10 +110,10 @@ class _Changes:
         self._replaced: dict[int, Attention] = {}
         self._group: CacheGroup | None = None
         self.num_layers = 0
-        """Attentions that choose keys."""
+        """Attentions that select keys."""
 
     def select(self, op: Attention, before: Attention) -> None:
-        """Lets an attention choose its keys by what the one before it reads."""
+        """Makes an attention select keys by the input of the previous attention."""
         program = self._program
         group = program.group(op.group)
         if op.bias is not None:
@@ -152,7 +152,7 @@ class _Changes:
         self._in_front.setdefault(self._program.ops.index(in_front_of), []).extend(ops)
 
     def _write(self, op: Attention) -> KvWrite:
-        """Returns the write of the keys that an attention reads."""
+        """Returns the KvWrite of the keys that an attention reads."""
         for each in self._program.ops:
             if isinstance(each, KvWrite) and (each.group, each.layer) == (op.group, op.layer):
                 if len(each.k_parts) == 1 and each.v is not None:
@@ -161,7 +161,7 @@ class _Changes:
         raise _refused(self._program, "its keys are several parts")
 
     def _turned(self, value: Value, what: str) -> _Turned:
-        """Returns what makes queries or keys: a product, and a rope right behind it."""
+        """Returns the matmul and the RoPE that compute queries or keys."""
         rope = self._makers.get(value)
         if not isinstance(rope, Rope) or rope.style != "half" or rope.table.axes:
             raise _refused(self._program, f"its {what} are not turned by one place, in halves")
@@ -176,8 +176,8 @@ class _Changes:
         return _Turned(linear, rope)
 
     def _input_of(self, queries: Linear, before: Attention) -> tuple[Value, list[Op]]:
-        """Returns the rows that queries are guessed from, and the norm that makes them of what the
-        attention before reads.
+        """Returns the input for predicted queries, and the norm op that computes it from the
+        previous attention's input.
         """
         earlier = self._turned(before.q, "queries").linear.x
         own, its = self._makers.get(queries.x), self._makers.get(earlier)
@@ -188,7 +188,7 @@ class _Changes:
 
 
 def _slowest(table: RopeTable, pairs: int) -> RopeTable:
-    """Returns the table of the slowest frequencies, which are its last ones."""
+    """Returns the RoPE table of the slowest frequencies, which are the last ones."""
     long = table.long and replace(table.long, inv_freq=table.long.inv_freq[-pairs:])
     return replace(table, inv_freq=table.inv_freq[-pairs:], long=long)
 

@@ -1,8 +1,7 @@
-"""The pass that marks the products whose inputs are mostly zeros, so that a backend need not read
-the weights behind them.
+"""Skip_zeros pass: marks matmuls with mostly zero inputs, so that a backend can skip the weights.
 
-Zeros are those of relu and of its square; no number changes. Knows no family and no kernel. Source
-of the idea: Mirzadeh et al. 2023 (arXiv 2310.04564).
+Zeros come from relu and relu2; results do not change. Source of the idea: Mirzadeh et al. 2023
+(arXiv 2310.04564).
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from octavo.program.ops import Act, ActMul, Linear
 from octavo.program.program import Op, Program
 
 ZEROING = ("relu", "relu2")
-"""Activations that make zeros of half of the real numbers."""
+"""Activations that map all negative numbers to zero."""
 
 
 def skip_zeros(program: Program) -> Program:
-    """Marks the products of a fused Program; ConfigError where none has such inputs."""
+    """Marks the matmuls of a fused Program; raises ConfigError if none has such inputs."""
     makers = {value: op for op in program.ops for value in op.outputs}
     activations = {_activation_of(op) for op in program.ops} - {None}
     ops = tuple(
@@ -41,7 +40,7 @@ def skip_zeros(program: Program) -> Program:
 
 
 def _activation_of(op: Op) -> str | None:
-    """Returns the activation that makes an op's outputs; None where there is none."""
+    """Returns the activation applied to an op's outputs, or None."""
     if isinstance(op, Linear):
         return op.activation if op.gate is None else op.gate.activation
     return op.activation if isinstance(op, Act | ActMul) else None

@@ -1,10 +1,8 @@
-"""The sparsify pass: inputs of products, and gates, below a threshold count as zeros in generated
-rows.
+"""Sparsify pass: zero matmul inputs and gates below a threshold in generated rows.
 
-Sets attributes (`Linear.threshold`, `ActMul.threshold`) and adds no op, so that the fuse pass folds
-what it did before. Runs before it, after the adapters pass. Knows neither how thresholds were found
-nor what a kernel makes of them. Sources: TEAL (Liu et al. 2024, arXiv 2408.14690), CATS (Lee et al.
-2024, arXiv 2404.08763).
+Sets `Linear.threshold` and `ActMul.threshold` without adding ops, so fusion is unchanged. Runs
+before the fuse pass and after the adapters pass. Sources: TEAL (Liu et al. 2024, arXiv 2408.14690),
+CATS (Lee et al. 2024, arXiv 2404.08763).
 """
 
 from __future__ import annotations
@@ -19,19 +17,19 @@ from octavo.program.program import Op, Program, Value
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Magnitudes below which numbers count as zeros."""
+    """Magnitudes below which activations are zeroed."""
 
     inputs: Mapping[str, float] = field(default_factory=dict)
-    """Thresholds of the inputs of products, by the name of the matrix."""
+    """Thresholds of matmul inputs, by matrix name."""
     gates: Mapping[str, float] = field(default_factory=dict)
-    """Thresholds of f(gate), by the name of the first matrix that makes the gate."""
+    """Thresholds of f(gate), by the first matrix that computes the gate."""
 
 
 def sparsify(program: Program, thresholds: Thresholds) -> Program:
-    """Returns the Program with thresholds; ConfigError where one of them has no place in it."""
+    """Returns the Program with thresholds; raises ConfigError if one does not apply to it."""
     makers = {value: op for op in program.ops for value in op.outputs}
     cut: set[Value] = set()
-    """Values that thresholds make zeros of."""
+    """Values that thresholds zero."""
     placed: set[str] = set()
     ops: list[Op] = []
     for op in program.ops:
@@ -55,7 +53,7 @@ def sparsify(program: Program, thresholds: Thresholds) -> Program:
 
 
 def gate_of(op: ActMul, makers: Mapping[Value, Op]) -> str | None:
-    """Returns the name of the first matrix that makes an op's gate; None where no product does."""
+    """Returns the name of the first matrix that computes an op's gate; None if no matmul does."""
     maker = makers.get(op.gate)
     return maker.weights_[0].name if isinstance(maker, Linear) else None
 
@@ -73,7 +71,7 @@ def _with_threshold(op: Op, makers: Mapping[Value, Op], thresholds: Thresholds) 
 
 
 def _names(op: Op, makers: Mapping[Value, Op]) -> set[str]:
-    """Returns the names by which an op may have a threshold."""
+    """Returns the names under which an op can have a threshold."""
     if isinstance(op, Linear) and op.x.axis == "tokens":
         return {weight.name for weight in op.weights_}
     return {gate_of(op, makers) or ""} if isinstance(op, ActMul) else set()
