@@ -421,7 +421,7 @@ class LLM:
 
     def _step(self) -> None:
         """Steps the engine once, for the requests of all threads. Releases the caller's lock
-        meanwhile.
+        while the engine computes.
         """
         self._is_stepping = True
         self._turn.release()

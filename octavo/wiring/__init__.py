@@ -1,7 +1,6 @@
-"""The one place that builds an engine out of its parts: checkpoint, Programs, backend, worker,
-scheduler, clients, tokenizer.
+"""Builds an engine from its parts: checkpoint, Programs, backend, worker, scheduler, clients,
+tokenizer.
 
-Everything is chosen by the frozen config; nothing is registered or looked up elsewhere.
-`octavo/wiring/engine.py` is where it comes together, from the model, its ranks and the tiers of its
-prefix cache.
+`octavo/wiring/engine.py` is the entry point. The frozen config decides everything; extensions add
+their parts through hooks.
 """

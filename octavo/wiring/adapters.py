@@ -1,6 +1,4 @@
-"""Puts together what reads adapters: the worker's store of them, and the front's look at their
-files.
-"""
+"""Builds the worker's LoRA adapter store and the frontend's validation of adapter files."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ from octavo.worker.lora.adapter_store import AdapterStore
 
 
 def for_adapters(config: EngineConfig, program: Program, whole: Program) -> Program:
-    """Returns what a rank of an engine runs of the whole Program: with sites, where it takes
-    adapters.
-    """
+    """Adds adapter sites to a rank's Program if LoRA is enabled."""
     if not config.lora.enable_lora:
         return program
     if "pooled" in program.outputs:
@@ -43,8 +39,8 @@ def adapter_store(
     runnables: Mapping[str, Runnable],
     load: Callable[[Weight], StoredWeight],
 ) -> AdapterStore | None:
-    """Makes what reads adapters for the prepared Programs; None where the engine takes none. Takes
-    what this rank computes of the model's Program, and the whole of it.
+    """Builds the adapter store of a rank; None if LoRA is disabled. `programs` are the rank's
+    Program and the unsharded one.
     """
     program, whole = programs
     lora = config.lora
@@ -73,7 +69,7 @@ def adapter_store(
 
 
 def adapter_names(config: EngineConfig, program: Program, model: Path) -> AdapterNames | None:
-    """Makes what checks adapters for requests that name them; None where the engine takes none."""
+    """Builds the validator of requests' adapters; None if LoRA is disabled."""
     if not config.lora.enable_lora:
         return None
 

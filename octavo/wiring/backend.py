@@ -1,5 +1,3 @@
-"""Makes the backend that an engine's options name."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -31,10 +29,10 @@ def build_backend(
     checkpoint: Checkpoint | None = None,
     weights_key: str = "",
 ) -> Backend:
-    """Makes the backend that the options name; BackendUnavailable where it cannot run here.
+    """Builds the configured backend; raises BackendUnavailable if it cannot run here.
 
-    `weights_key` binds files of streamed weights to the model's; `checkpoint` is the model's, None
-    for a plan.
+    `weights_key` ties files of streamed weights to the model; `checkpoint` is None when only
+    planning.
     """
     options = replace(_backend_options(config), offload=_off_device(config, weights_key))
     for hooks in model_hooks():
@@ -48,7 +46,7 @@ def backend_with(
     ranks: Ranks[Any] | None,
     engines: EngineRanks | None = None,
 ) -> Backend:
-    """Makes the backend that the config names, with these options."""
+    """Builds the configured backend with the given options."""
     if config.backend.backend == "reference":
         from octavo.executor.reference.backend import ReferenceBackend
 
@@ -100,8 +98,8 @@ def _off_device(config: EngineConfig, weights_key: str) -> WeightsOffDevice | No
 def _torch_backend(
     options: BackendOptions, choice: BackendChoice, ranks: TorchRanks | None
 ) -> Backend:
-    """Makes the torch backend, after `choose_device` has found PyTorch: it is imported nowhere
-    before.
+    """Builds the torch backend. `choose_device` has checked that PyTorch is installed; it is not
+    imported before.
     """
     device = choose_device(choice.device)
     from octavo.executor.torch.backend import TorchBackend

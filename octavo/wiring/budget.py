@@ -1,7 +1,7 @@
-"""One memory for several engines: how many bytes the KV cache of each gets, before any is loaded.
+"""Divides one memory among the KV caches of several engines, before any is loaded.
 
-Works on what their headers say (`plan.py`). Every model gets the KV of one request of its longest
-context; the rest is shared by the bytes of their weights.
+Uses the capacities computed from model headers (`plan.py`). Each model gets the KV of one request
+of maximum length; the rest is divided in proportion to the weights' bytes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from octavo.worker.capacity import Capacity
 from octavo.worker.memory import SAFE_SHARE, plan_kv
 
 PLENTY_BYTES = 1 << 50
-"""Memory with which no KV cache is bounded by what is free."""
+"""Memory at which no KV cache is limited."""
 
 
 @dataclass(slots=True)
 class KvShare:
-    """The bytes of one engine's KV cache while they are shared out."""
+    """KV cache bytes of one engine during the division."""
 
     weight_bytes: int
     num_bytes: int
-    """Bytes granted so far; at first the least."""
+    """Bytes allocated so far, starting at the minimum."""
     most_bytes: int
 
 
 def share_memory(capacities: Mapping[str, Capacity], memory_bytes: int) -> dict[str, int]:
-    """Returns the bytes of each engine's KV cache.
+    """Returns the KV cache bytes of each engine.
 
-    Raises InsufficientMemory where the models do not fit into the memory together. An engine whose
-    options name its bytes gets these.
+    Engines with kv_cache_memory_bytes get those. Raises InsufficientMemory if the models do not fit
+    together.
     """
     fixed = sum(capacity.fixed_bytes for capacity in capacities.values())
     own = sum(capacity.wanted_kv_bytes or 0 for capacity in capacities.values())
@@ -53,7 +53,7 @@ def share_memory(capacities: Mapping[str, Capacity], memory_bytes: int) -> dict[
 
 
 def describe_shares(capacities: Mapping[str, Capacity], kv_bytes: Mapping[str, int]) -> str:
-    """Returns the line that says what each engine takes."""
+    """Describes the memory of each engine in one line."""
     return "; ".join(
         f"{name}: weights {format_bytes(capacity.weight_bytes)}, KV cache"
         f" {format_bytes(kv_bytes[name])}"
@@ -69,7 +69,9 @@ def _least_and_most(capacity: Capacity) -> KvShare:
 
 
 def _fill(shares: list[KvShare], rest: int) -> None:
-    """Shares out the rest by weights; what an engine has no use for goes to the others."""
+    """Divides the rest in proportion to weight bytes; what exceeds an engine's maximum goes to the
+    others.
+    """
     while shares and rest > 0:
         total = sum(share.weight_bytes for share in shares)
         granted = {id(share): rest * share.weight_bytes // total for share in shares}

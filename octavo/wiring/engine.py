@@ -1,8 +1,7 @@
-"""Puts an engine together: the core (scheduler over a loaded model), the client that reaches it,
-and the front that its users meet.
+"""Builds engines: the core (a scheduler over a loaded model), its client, and the frontend.
 
-The core is built in this process (`LLM`, tests), in a process of its own (`serve`), or as the bare
-executor of a recording (`octavo replay`).
+The core runs in this process (`LLM`, tests), in its own process (`serve`), or is only the executor
+of a recording (`octavo replay`).
 """
 
 from __future__ import annotations
@@ -80,15 +79,15 @@ if TYPE_CHECKING:
 
 
 AnyWorker: TypeAlias = "Worker | RankedWorker | PipelinedWorker | JoinedExecutor"
-"""Executor of a core's plans, by its layout."""
+"""Executor of a core's plans, depending on the parallelism."""
 
 WhenStarted: TypeAlias = Callable[[Callable[[], None]], None]
-"""Function that is told how to end a process that is loading a model."""
+"""Receives a function that ends the process that is loading a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreTexts:
-    """The parts of a core that need the tokenizer."""
+    """Parts of a core that need the tokenizer."""
 
     stop_texts: MakeStopTexts
     grammars: LazyGrammars
@@ -96,7 +95,7 @@ class CoreTexts:
 
 @dataclass(frozen=True, slots=True)
 class BuiltCore:
-    """A core ready to step, what fronts must know of it, and the worker that it steps."""
+    """A core, what frontends need to know about it, and its worker."""
 
     core: EngineCore
     info: EngineInfo
@@ -107,7 +106,7 @@ class BuiltCore:
 
 
 def build_in_process(config: EngineConfig, report: Report) -> Frontend:
-    """Builds an engine whose core is in this process; several are processes of their own."""
+    """Builds an engine with the core in this process; data-parallel engines run in their own."""
     if config.fleet.data_parallel_size > 1:
         return build_with_process(config, report)
     publishers = open_publishers(config)
@@ -136,8 +135,8 @@ def build_in_process(config: EngineConfig, report: Report) -> Frontend:
 def build_with_process(
     config: EngineConfig, report: Report, when_started: WhenStarted = lambda end: None
 ) -> Frontend:
-    """Builds an engine whose core, or each of whose cores, is in a process of its own, which loads
-    while this one reads the tokenizer.
+    """Builds an engine with each core in its own process, which loads the model while this one
+    loads the tokenizer.
     """
     publishers = open_publishers(config)
     try:
@@ -166,7 +165,7 @@ def _build_with_process(
 
 
 def encoder_inputs(model: Model) -> EncoderInputs | None:
-    """Makes what checks the inputs of the encoder before the model's decoder; None without one."""
+    """Builds the validator of encoder inputs; None if the model has no encoder."""
     info, max_tokens = model.info, model.config.model.max_encoder_len
     if max_tokens is None:
         return None
@@ -239,8 +238,8 @@ def _build_front(
 def build_core_of_options(
     options: dict[str, Any], report: Report, place: Sequence[int] = ()
 ) -> tuple[EngineCore, EngineInfo]:
-    """Builds a core from flat options: the entry point of the core's own process. `place` is that
-    among engines which share their experts.
+    """Builds a core from flat options; entry point of the core's process. `place` identifies the
+    engine among those that share experts.
     """
     engine, links = _among_engines(place)
     model = open_model(EngineConfig.from_options(**options))
@@ -254,8 +253,8 @@ def build_core_of_options(
 
 
 def _among_engines(place: Sequence[int]) -> tuple[EnginePlace | None, EngineLinks | None]:
-    """Returns this engine's place among those that share their experts, and its connections to
-    them; None where they do not.
+    """Returns this engine's place among the engines that share experts, and its connections to
+    them; None without expert sharing.
     """
     if not place:
         return None, None
@@ -267,7 +266,7 @@ def _among_engines(place: Sequence[int]) -> tuple[EnginePlace | None, EngineLink
 
 
 def core_texts(model: Model, read: Callable[[], Tokenizer | None]) -> CoreTexts:
-    """Returns what a core needs of the tokenizer, which is read for the first that needs it."""
+    """Returns the parts of a core that need the tokenizer, which is loaded on first use."""
     read_once = functools.cache(read)
     return CoreTexts(LazyStopTexts(read_once), lazy_grammars(model, read_once))
 
@@ -279,9 +278,9 @@ def build_core(
     engine: EnginePlace | None = None,
     links: EngineLinks | None = None,
 ) -> BuiltCore:
-    """Packs the weights, allocates the KV cache and puts a scheduler in front; starts the other
-    ranks first, where there are any. `engine` and `links` are the place among engines that share
-    their experts and the connections to the others.
+    """Loads the weights, allocates the KV cache and builds the scheduler; starts other ranks first.
+
+    `engine` and `links` are the place among engines that share experts and the connections to them.
     """
     if model.config.observe.record is not None:
         check_writable(Path(model.config.observe.record))
@@ -298,8 +297,8 @@ def build_core(
 
 
 def _ending(place: RankPlace, others: OtherRanks | None) -> Callable[[OctavoError], None]:
-    """Returns what ends this engine's waits once another engine has ended that has a part of the
-    experts.
+    """Returns a function that aborts this engine's waits after another engine with a part of the
+    experts has ended.
     """
 
     def end(error: OctavoError) -> None:
@@ -386,7 +385,7 @@ def _build_core(
 
 
 def _block_groups(config: EngineConfig, budget: KvBudget) -> list[BlockGroup]:
-    """Describes the KV cache to the scheduler; the host never holds more than the device."""
+    """Describes the KV cache for the scheduler. Host blocks never outnumber device blocks."""
     num_host_blocks = config.cache.swap_space // budget.block_bytes
     return [
         BlockGroup(count, group.spec, min(count, num_host_blocks))
@@ -395,8 +394,8 @@ def _block_groups(config: EngineConfig, budget: KvBudget) -> list[BlockGroup]:
 
 
 def _runs_ahead(config: EngineConfig, backend: Backend) -> bool:
-    """Decides whether steps are planned while one is computed; `derive` has refused `on` where that
-    cannot be.
+    """Decides whether to schedule a step while another one is computed. `derive` has rejected `on`
+    if that is impossible.
     """
     wanted = config.scheduler.async_scheduling
     if wanted != "auto":
@@ -418,7 +417,7 @@ def _open_log(
     tiers: Tiers | None,
     loaded: LoadedModel,
 ) -> Log:
-    """Opens the recording that the options ask for, and writes what the engine is made of."""
+    """Opens the recording of option `record`, and writes its header."""
     if config.observe.record is None:
         return NoLog()
     log = Recorder(Path(config.observe.record))
@@ -443,7 +442,7 @@ def _open_log(
 
 
 def _without_secrets(config: EngineConfig) -> EngineConfig:
-    """Returns the config as it may stand in a file that is passed on."""
+    """Returns the config without secrets, for a recording."""
     cache = replace(config.cache, kv_events_config=logged_only(config.cache.kv_events_config))
     transfer = replace(config.transfer, kv_transfer_secret=None)
     backend = replace(config.backend, rank_secret=None)
@@ -451,8 +450,8 @@ def _without_secrets(config: EngineConfig) -> EngineConfig:
 
 
 def build_executor(header: RecordingHeader, *, model: str | None, report: Report) -> Executor:
-    """Builds what carries out the plans of a recording: the recorded model, or the copy of it that
-    `model` names, with the recorded KV blocks.
+    """Builds an executor for a recording's plans: the recorded model (or `model`, a copy of it)
+    with the recorded number of KV blocks.
     """
     if header.tiers is not None:
         raise ConfigError(
@@ -467,8 +466,8 @@ def build_executor(header: RecordingHeader, *, model: str | None, report: Report
 
 
 def stop_texts_of(header: RecordingHeader, *, model: str | None) -> MakeStopTexts:
-    """Makes what finds stop strings as the recorded engine did; the model is opened only when a
-    beam search has any.
+    """Builds the stop string search of a recorded engine. The model is opened only if a beam search
+    has stop strings.
     """
     return LazyStopTexts(lambda: build_tokenizer(open_model(_recorded_config(header, model))))
 

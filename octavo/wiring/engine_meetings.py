@@ -1,9 +1,9 @@
-"""The meetings of engines that share their experts: memory for the ranks of each stage, and a
-connection between any two engines.
+"""Rendezvous of engines that share experts: shared memory for the ranks of each stage, and a
+connection between each two engines.
 
-Made by the process that starts the engines, which holds nothing of a meeting once all of them have
-their ends. Where one engine dies the others end too, since they can compute nothing without it, and
-all meet again as the next generation.
+Created by the process that starts the engines, which closes its ends once the engines have
+inherited theirs. If an engine dies, all others end too, since none can compute without it; they
+restart together as the next generation.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from octavo.executor.native.ranks import SharedMemory
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """One engine's place in a meeting, by the descriptors that its process inherits."""
+    """An engine's index and the file descriptors that its process inherits."""
 
     index: int
     rooms: tuple[int, ...]
-    """Memory for the ranks of each stage, the last stage's first."""
+    """Shared memory for the ranks of each stage, last stage first."""
     links: tuple[int, ...]
-    """Connections to the other engines, in their order."""
+    """Connections to the other engines, by index."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -42,12 +42,12 @@ class EnginePlace:
 
 
 class EngineMeeting:
-    """One generation's memory and connections, until every engine has taken or left its place."""
+    """Memory and connections of one generation, until each engine has started or been skipped."""
 
     def __init__(self, num_engines: int, num_stages: int) -> None:
         self._rooms = [SharedMemory() for _ in range(num_stages)]
         self._ends: dict[int, dict[int, socket.socket]] = {at: {} for at in range(num_engines)}
-        """Ends of the connections by the engine that has them and the one that they lead to."""
+        """Ends of the connections, by the engine that owns them and the peer."""
         for a, b in combinations(range(num_engines), 2):
             self._ends[a][b], self._ends[b][a] = socket.socketpair()
 
@@ -60,8 +60,8 @@ class EngineMeeting:
         )
 
     def leave(self, engine: int) -> None:
-        """Closes an engine's ends here: its process has them, or it will never come, which ends
-        the wait of the others. Does nothing the second time.
+        """Closes an engine's ends in this process: its process has inherited them, or will never
+        start, which ends the others' wait. Idempotent.
         """
         for end in self._ends.pop(engine, {}).values():
             end.close()
@@ -72,20 +72,20 @@ class EngineMeeting:
 
 
 class EngineMeetings:
-    """The generations of one group of engines."""
+    """All generations of one group of engines."""
 
     def __init__(self, num_engines: int, num_stages: int) -> None:
         self._num_engines = num_engines
         self._num_stages = num_stages
         self._meetings: dict[int, EngineMeeting] = {}
         self._next = [0] * num_engines
-        """The first generation that each engine has neither taken part in nor left."""
+        """First generation that each engine has neither joined nor skipped."""
         self._lock = threading.Lock()
 
     @contextmanager
     def place(self, engine: int, generation: int) -> Iterator[EnginePlace]:
-        """Lets an engine's process be started at its place in a generation; it takes part in no
-        earlier one any more.
+        """Yields an engine's place in a generation, for starting its process; skips earlier
+        generations.
         """
         with self._lock:
             for missed in range(self._next[engine], generation):

@@ -1,4 +1,4 @@
-"""Opens the addresses at which an engine's block events are published, before anything loads."""
+"""Publishers of KV cache events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def open_publishers(config: EngineConfig) -> list[KVEventPublisher]:
-    """Returns a publisher for each engine; [] where the options ask for none."""
+    """Opens a publisher for each engine, before anything is loaded; [] if the options
+    disable them.
+    """
     wanted = parse_events_config(config.cache.kv_events_config)
     if not wanted.publishes:
         return []

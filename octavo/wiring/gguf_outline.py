@@ -1,5 +1,7 @@
-"""The outline of the GGUF file that a checkpoint in another format would be: written, read again by
-the engine's own reader, and taken only if it says the same model.
+"""The GGUF header that a checkpoint in another format would have.
+
+The header is written, read back with the engine's GGUF reader, and used only if it describes the
+same model.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from octavo.text.json_vocabulary import json_vocabulary
 
 HINT = "convert it with llama.cpp's convert_hf_to_gguf.py --outtype bf16 first"
 TOLERANCE = 1e-6
-"""Share by which a float32 of a header may be off."""
+"""Relative tolerance of float32 values in a header."""
 
 
 def gguf_outline(checkpoint: Checkpoint, program: Program) -> GgufCheckpoint:
-    """Makes a checkpoint's outline, which lies in memory of the file system until it is dropped;
-    UnsupportedModel where a GGUF header cannot say the model or its tokenizer.
+    """Builds the GGUF header of a checkpoint, in memory. Raises UnsupportedModel if GGUF cannot
+    describe the model or its tokenizer.
     """
     source = checkpoint.tokenizer_source()
     vocabulary = None if source is None else _vocabulary(source)
@@ -53,7 +55,7 @@ def _vocabulary(source: TokenizerSource) -> Vocabulary | None:
 
 
 def _tokenizer_keys(source: TokenizerSource, vocabulary: Vocabulary) -> Mapping[str, KeyValue]:
-    """Returns the keys of special tokens, of what comes first, and of the chat template."""
+    """Returns the keys of special tokens, initial tokens and the chat template."""
     ids = {token.decode(errors="replace"): i for i, token in enumerate(vocabulary.tokens)}
     found: dict[str, KeyValue] = {
         f"tokenizer.ggml.{theirs}_token_id": ids[source.special_tokens[f"{ours}_token"]]
@@ -81,7 +83,7 @@ def _tokenizer_keys(source: TokenizerSource, vocabulary: Vocabulary) -> Mapping[
 
 
 def _puts_bos(source: TokenizerSource) -> bool:
-    """Whether tokenizer.json itself puts the bos token before a text."""
+    """Returns whether tokenizer.json adds the BOS token itself."""
     import tokenizers
 
     bos = source.special_tokens.get("bos_token")
@@ -90,7 +92,7 @@ def _puts_bos(source: TokenizerSource) -> bool:
 
 
 def _is_alike(found: Any, wanted: Any) -> bool:
-    """Whether two Programs, or parts of them, are the same but for the last bits of numbers."""
+    """Returns whether two Programs, or parts of them, are equal up to rounding."""
     if isinstance(found, float) and isinstance(wanted, float):
         return math.isclose(found, wanted, rel_tol=TOLERANCE) or found == wanted
     if dataclasses.is_dataclass(found):

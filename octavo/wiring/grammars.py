@@ -1,7 +1,4 @@
-"""Sets up the compiler of a model's grammars, and the tokens that end its answers.
-
-Knows no tokenizer's files: its callers say how a tokenizer is loaded.
-"""
+"""Builds the grammar compiler of a model. Callers provide the function that loads the tokenizer."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from octavo.wiring.model import Model
 
 
 def end_token_ids(info: ModelInfo, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Returns the tokens that end an answer; without a tokenizer those that the configs name."""
+    """Returns the end tokens: the tokenizer's, or the config's without a tokenizer."""
     return info.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
 
 
 def lazy_grammars(model: Model, read: Callable[[], Tokenizer | None]) -> LazyGrammars:
-    """Makes what compiles the model's grammars; `read` gives its tokenizer."""
+    """Builds the model's grammar compiler; `read` loads the tokenizer on first use."""
     # What is kept here keeps no checkpoint: its file would stay mapped as long as the engine lives.
     info = model.info
 

@@ -1,6 +1,4 @@
-"""Puts together what a model that hears needs: its ear and its tokens, from the checkpoint's
-configs.
-"""
+"""Builds the audio input of a speech model from the checkpoint's configs."""
 
 from __future__ import annotations
 
@@ -23,8 +21,6 @@ from octavo.wiring.speech_tokens import speech_tokens
 
 @dataclass(frozen=True, slots=True)
 class ModelHearing(Hearing):
-    """Reads sounds with a model's ear."""
-
     ear: Ear
 
     @property
@@ -37,8 +33,6 @@ class ModelHearing(Hearing):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSound(HeardSound):
-    """A sound, and the ear that hears it."""
-
     ear: Ear
     samples: NDArray[np.float32]
 
@@ -56,14 +50,14 @@ class ModelSound(HeardSound):
 
 
 def hears(model: Model) -> bool:
-    """Returns whether the model's encoder takes rows of a sound."""
+    """Returns whether the model's encoder takes audio."""
     return any(
         isinstance(op, ScatterRows) for program in model.programs()[1:] for op in program.ops
     )
 
 
 def transcriptions_of(model: Model, inputs: InputProcessor) -> Transcriptions | None:
-    """Makes what turns sounds into requests; None for a model that does not hear."""
+    """Builds the transcription of a speech model; None for other models."""
     if not hears(model):
         return None
     config = HfConfig(model.checkpoint.config)

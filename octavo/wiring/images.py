@@ -1,7 +1,7 @@
-"""Makes what reads images: the reader of the front, and the tower of the worker.
+"""Builds the image reader of the frontend and the vision tower of the worker.
 
-Both follow from the checkpoint's config.json and preprocessor_config.json. A model whose work is
-split over several ranks reads text only.
+Both are configured by the checkpoint's config.json and preprocessor_config.json. A model split over
+several ranks supports text only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.worker.media.patches import PixelScale
 
 
 def layout_of(config: EngineConfig, checkpoint: ModelHeader) -> ImageLayout | None:
-    """Returns how images become the model's rows; None where it reads none here."""
+    """Returns how images become rows of the model; None if it reads none with this config."""
     if config.backend.num_stage_ranks > 1:
         return None
     return image_layout(checkpoint.config)
@@ -40,7 +40,7 @@ def layout_of(config: EngineConfig, checkpoint: ModelHeader) -> ImageLayout | No
 def reader_of(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None
 ) -> ImageReader | None:
-    """Makes the reader of prompts' images; None where the model reads none."""
+    """Builds the reader of images in prompts; None if the model reads none."""
     layout = layout_of(config, checkpoint)
     if layout is None:
         return None
@@ -68,7 +68,7 @@ def load_tower(
     options: BackendOptions,
     make_backend: Callable[[BackendOptions], Backend],
 ) -> ImageTower | None:
-    """Loads the tower, with a backend of its own; None where the model has none."""
+    """Loads the vision tower with its own backend; None if the model has none."""
     layout = layout_of(config, checkpoint)
     if layout is None:
         return None
@@ -96,7 +96,7 @@ def with_tower(
     options: BackendOptions,
     make_backend: Callable[[BackendOptions], Backend],
 ) -> Footprint:
-    """Returns the memory of a model with that of its tower, whose step is the largest image."""
+    """Adds the memory of the vision tower, sized for the largest image."""
     layout = layout_of(config, header)
     if layout is None:
         return footprint
@@ -114,7 +114,7 @@ def with_tower(
 def _tower_options(
     options: BackendOptions, layout: ImageLayout, rules: ImageRules
 ) -> BackendOptions:
-    """Returns the options of the tower's backend, whose largest step is the largest image."""
+    """Returns the options of the tower's backend, sized for the largest image."""
     most = rules.max_pixels if rules.side is None else rules.side**2
     num_patches = most // layout.patch_size**2
     return replace(
@@ -141,7 +141,7 @@ def _rules(config: EngineConfig, checkpoint: ModelHeader, layout: ImageLayout) -
 
 
 def _check_fits(config: EngineConfig, layout: ImageLayout, rules: ImageRules) -> None:
-    """Refuses steps that have no room for an image whose tokens are computed together."""
+    """Raises ConfigError if a step is too small for an image that must be computed at once."""
     if not layout.is_whole or rules.side is None:
         return
     rows, columns = layout.grid_of(rules.side, rules.side)
@@ -164,7 +164,7 @@ def _replacements(layout: ImageLayout, tokenizer: Tokenizer | None) -> dict[str,
 
 
 def tower_programs(checkpoint: ModelHeader) -> list[Program]:
-    """Returns the Programs of a model's tower, in their order; none where it has none."""
+    """Returns the Programs of the vision tower; [] if the model has none."""
     if image_layout(checkpoint.config) is None:
         return []
     programs = build_programs(checkpoint.config)

@@ -1,8 +1,8 @@
-"""The meeting of all ranks of one model: memory or a store for the ranks of each stage, and pipes
-from stage to stage.
+"""Rendezvous of all ranks of one engine: shared memory or a store for the ranks of each stage, and
+pipes between stages.
 
-Made by the first rank before it starts the others, which get numbers to join by; descriptors among
-these are inherited.
+Created by the first rank before it starts the others, which receive their addresses as numbers;
+file descriptors among these are inherited.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 NUM_PIPES = 2
-"""Numbers of an address that stand for pipes: from the stage before, and to the stage behind."""
+"""Numbers of an address for pipes: to the previous stage and the next."""
 NUM_OF_ENGINE = 2
-"""Numbers of an address that stand for the engine: its number among those that share their experts,
-and the memory in which they meet."""
+"""Numbers of an address for expert sharing: the engine's index and the shared memory's
+descriptor.
+"""
 
 
 class ModelMeeting:
     """Implements `ranks.Meeting`."""
 
     def __init__(self, config: EngineConfig, engine: EnginePlace | None = None) -> None:
-        """`engine` is the place of the engine among those that share their experts."""
+        """`engine` is the engine's place among those that share experts."""
         options = config.backend
         self._config = config
         self._engine = engine
@@ -46,12 +47,12 @@ class ModelMeeting:
         self._rooms = [
             _room_of(config) for _ in range(self._num_stages if self._num_ranks > 1 else 0)
         ]
-        """A meeting for each stage's ranks, the last stage's first."""
+        """A rendezvous for the ranks of each stage, last stage first."""
         self._pipes = [
             StagePipes(self._num_stages)
             for _ in range(self._num_ranks if self._num_stages > 1 else 0)
         ]
-        """The chain of stages for each place within one."""
+        """Chains of pipes through the stages, one for each rank within a stage."""
 
     def address_of(self, rank: int) -> list[int]:
         block, within = divmod(rank, self._num_ranks)
@@ -68,7 +69,7 @@ class ModelMeeting:
         return room + (self._pipes[within].inherited_by(block) if self._pipes else ())
 
     def join(self) -> RankPlace:
-        """Makes this process the first rank, once all others have started."""
+        """Makes this process the first rank, after all others have started."""
         ranks = None
         if self._rooms:
             ranks = _joined_ranks(self._config, grid_of(self._config, 0), self._rooms[0])
@@ -83,19 +84,19 @@ class ModelMeeting:
         return replace(place, link=own.join())
 
     def close(self) -> None:
-        """Closes what only the others need, or all of it where this process has not joined."""
+        """Closes the other ranks' ends, or everything if this process has not joined."""
         for room in self._rooms:
             room.close()
 
     def give_up(self) -> None:
-        """Closes the pipes too, where the ranks do not meet."""
+        """Closes the pipes too, after the rendezvous failed."""
         for pipes in self._pipes:
             pipes.close()
 
 
 def joining(config: EngineConfig, rank: int, address: Sequence[int]) -> Callable[[], RankPlace]:
-    """Returns what makes this process a rank other than the first, once all that it needs has been
-    found.
+    """Returns a function that joins as a rank other than the first; raises SetupError now if a
+    requirement is missing.
     """
     options = config.backend
     num_stages = options.pipeline_parallel_size
@@ -118,8 +119,8 @@ def joining(config: EngineConfig, rank: int, address: Sequence[int]) -> Callable
 
 
 def among_engines(config: EngineConfig, place: RankPlace, engine: int, room: int) -> RankPlace:
-    """Returns the place of a rank that meets those of other engines as well, number `engine` of
-    them, in the memory whose descriptor is `room`.
+    """Adds the ranks of other engines to a rank's place. `engine` is its engine's index, `room` the
+    descriptor of the shared memory.
     """
     from octavo.executor.native.ranks import EngineRanks, SharedMemoryRanks
 
@@ -140,13 +141,15 @@ def _room_of(config: EngineConfig) -> SharedMemory | Rendezvous:
 
 
 def _host_of(config: EngineConfig) -> str:
-    """Returns the address at which the ranks of a stage meet."""
+    """Returns the host at which the ranks of a stage connect."""
     address = config.backend.rank_address
     return LOOPBACK if address is None else parse_rank_address(address)[0]
 
 
 def _device_of(config: EngineConfig) -> Device:
-    """Returns the kind of device that ranks have: each one of this machine's, or its own's."""
+    """Returns the ranks' device type; checks that there is a device for each rank on this
+    machine.
+    """
     options = config.backend
     num_devices = options.num_stage_ranks if options.rank_address is None else 1
     return choose_device(options.device, num_devices=num_devices)

@@ -1,8 +1,6 @@
-"""Opens a model and loads it: the checkpoint and the config derived from it, its Program, its
-backend, its tokenizer.
+"""Opens a model (checkpoint, derived config) and loads it (Program, backend, weights, tokenizer).
 
-Knows one process and one rank's part of the weights; who starts the others is
-`octavo/wiring/ranks.py`.
+Handles one process and one rank's weights; `octavo/wiring/ranks.py` starts the others.
 """
 
 from __future__ import annotations
@@ -94,30 +92,26 @@ from octavo.worker.stages.stage_link import stage_of
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An opened model and the config derived from it."""
-
     config: EngineConfig
     checkpoint: Checkpoint
     info: ModelInfo
 
     def program(self) -> Program:
-        """Builds the whole Program that its requests run."""
+        """Builds the unsharded Program that generates or pools."""
         return self.programs()[0]
 
     def programs(self) -> Sequence[Program]:
-        """Builds the whole Programs that its requests go through, that which draws or pools
-        first.
-        """
+        """Builds all unsharded Programs, the one that generates or pools first."""
         program, *others = programs_of(self.info, self.checkpoint)
         return [transform(self.config, self.checkpoint, program), *others]
 
     def pools(self) -> Pools | None:
-        """Returns what the model makes of a text besides generating; None where it generates."""
+        """Returns how the model pools; None for a generative model."""
         program = self.program()
         return pools_of(self.checkpoint.config, program) if "pooled" in program.outputs else None
 
     def facts(self) -> ModelFacts:
-        """Returns what clients may be told of it."""
+        """Returns what clients can query about the model."""
         sizes: Counter[str] = Counter()
         for weight, format_ in formats_by_weight(self.config, self.checkpoint, self.programs()):
             sizes[format_] += math.prod(weight.shape)
@@ -132,14 +126,12 @@ class Model:
         )
 
     def options(self) -> dict[str, Any]:
-        """Returns the options with which another process opens the same model, where it was found
-        here.
-        """
+        """Returns options with which another process opens the same files."""
         return self.config.to_options() | {"model": str(self.checkpoint.path)}
 
 
 def open_model(config: EngineConfig) -> Model:
-    """Finds the model (fetching it where it is not here), reads its headers, derives the config."""
+    """Locates the model (downloading it if necessary), reads its headers and derives the config."""
     name = config.model.model
     if config.model.load_format == "dummy":
         checkpoint: Checkpoint = DummyCheckpoint(open_header(resolve_header(name)))
@@ -155,8 +147,9 @@ def open_model(config: EngineConfig) -> Model:
 def derive_from(
     config: EngineConfig, header: ModelHeader, names: Collection[str] | None = None
 ) -> tuple[EngineConfig, ModelInfo]:
-    """Fills in the options that depend on the model or the machine; refuses an unknown family.
-    `names` are the checkpoint's tensors, None where its header alone is known.
+    """Fills in options that depend on the model or the machine; rejects unknown families.
+
+    `names` are the checkpoint's tensors; None if only its header is known.
     """
     check_family(header.config)
     info = model_info(header.config, header.generation_config)
@@ -192,7 +185,7 @@ def derive_from(
 def load_model(
     model: Model, report: Report, grammars: Grammars, place: RankPlace | None = None
 ) -> LoadedModel:
-    """Loads the whole model, or what one of several ranks computes."""
+    """Loads the whole model, or one rank's part."""
     config, (whole, *encoders) = model.config, model.programs()
     place = place or RankPlace()
     link, ranks = place.link, place.ranks
@@ -267,7 +260,7 @@ def _load_draft(
     backend: Backend,
     report: Report,
 ) -> LoadedDraft:
-    """Loads the model or the head that drafts; takes the Programs of the model and of it."""
+    """Loads the draft model or draft head. `programs` are the target's and the draft's."""
     assert source is not None, "the second Program is one of them's"
     target, own = programs
     if isinstance(source, OpenedHead):
@@ -285,7 +278,7 @@ def _load_draft(
 def _prepared(
     checkpoint: Checkpoint, program: Program, reader: Reader, backend: Backend
 ) -> dict[str, Runnable]:
-    """Loads the weights of a Program and packs them; returns it by its name."""
+    """Loads and packs the weights of a Program; returns it by name."""
     with LoadBar(reader.load, len(program.weights)) as bar:
         runnables = {program.name: backend.prepare(program, bar.load)}
     checkpoint.release()
@@ -295,7 +288,7 @@ def _prepared(
 def _prepared_with(
     side: SideProgram, checkpoint: Checkpoint, program: Program, reader: Reader, backend: Backend
 ) -> tuple[dict[str, Runnable], Runnable]:
-    """Does what `_prepared` does; prepares the side Program from the same weights, too."""
+    """As `_prepared`, and prepares the side Program from the same weights."""
     assert isinstance(backend, ProbingBackend), "it was refused before weights were read"
     with LoadBar(reader.load, len(program.weights)) as bar:
         whole, prepared = backend.prepare_with_part(
@@ -306,7 +299,7 @@ def _prepared_with(
 
 
 def open_draft(model: Model) -> Model | None:
-    """Opens the model that drafts for another one, and checks that it can; None without one."""
+    """Opens and checks the draft model; None if the options name none."""
     config = draft_config(model.config)
     if config is None:
         return None
@@ -325,8 +318,8 @@ def open_draft(model: Model) -> Model | None:
 
 
 def programs_of(info: ModelInfo, header: ModelHeader) -> Sequence[Program]:
-    """Builds the Programs that the model's requests go through: its decoder, with the encoder
-    before it as the second one, or an encoder that pools.
+    """Builds the model's Programs: decoder and encoder for an encoder-decoder, else the
+    only one.
     """
     programs = build_programs(header.config, every_key=header.has_config_file)
     if not info.is_encoder_decoder:
@@ -350,8 +343,8 @@ def formats_by_weight(
 def part_of(
     config: EngineConfig, header: ModelHeader, whole: Program, rank: int, engine: int = 0
 ) -> Program:
-    """Returns what one rank computes of a Program, in one of the engines that may share their
-    experts; ConfigError where it cannot be split over as many as the options name.
+    """Returns one rank's part of a Program. Raises ConfigError if it cannot be split as
+    configured.
     """
     options, grid = config.backend, grid_of(config, rank)
     check_experts(whole, options.expert_parallel_size)
@@ -366,14 +359,12 @@ def part_of(
 
 
 def formats_of(config: EngineConfig, header: ModelHeader, whole: Program) -> FormatOf:
-    """Tells how each weight will be stored once it is loaded."""
+    """Returns a function from weights to the formats in which they are loaded."""
     return loaded_formats(header, config.model.dtype, config.model.quantization, whole)
 
 
 def _weights_key(model: Model) -> str:
-    """Returns the fingerprint of the weights and of how they are packed; "" where all of them are
-    in memory.
-    """
+    """Returns a fingerprint of the weights and their packing, for offloaded weights; else ""."""
     options = model.config.offload
     if options.weights_memory_bytes is None:
         return ""
@@ -392,7 +383,7 @@ def _weights_key(model: Model) -> str:
 def _check_cache(
     config: EngineConfig, backend: Backend, footprint: Footprint, whole: Program
 ) -> None:
-    """Raises ConfigError where KV cannot be kept as the options say, or not sent."""
+    """Raises ConfigError if the model or the backend does not support the KV options."""
     cache, num_ranks = config.cache, config.backend.tensor_parallel_size
     if cache.kv_layout == "virtual" and not isinstance(backend, OnDemandBackend):
         raise ConfigError(
@@ -411,7 +402,7 @@ def _check_cache(
 def _check_fits(
     model: Model, backend: Backend, own: Program, footprint: Footprint, report: Report
 ) -> None:
-    """Raises ConfigError where the weights and the least KV cache do not fit into the memory."""
+    """Raises ConfigError if the weights and the minimal KV cache do not fit in memory."""
     config, name = model.config, str(model.config.model.served_model_name)
     memory = device_memory(backend)
     available_bytes = host_bytes(config) if memory is None else memory.kv_bytes
@@ -444,7 +435,6 @@ def _check_fits(
 
 
 def _describe_larger(model: Model, weight_bytes: int) -> str | None:
-    """Returns a warning if quantization at load makes the weights larger than their files."""
     file_bytes = sum(file.stat().st_size for file in model.checkpoint.weight_files)
     if model.config.model.quantization is None or weight_bytes <= file_bytes:
         return None
@@ -456,7 +446,7 @@ def _describe_larger(model: Model, weight_bytes: int) -> str | None:
 
 
 def _weight_reader(model: Model, program: Program, report: Report) -> WeightReader | DummyWeights:
-    """Makes the reader of the weights; for 4 bits it first measures which inputs matter."""
+    """Builds the reader of the weights; for 4 bits it first measures the inputs' importance."""
     options = model.config.model
     if options.load_format == "dummy":
         return DummyWeights(formats_of(model.config, model.checkpoint, program))
@@ -474,8 +464,9 @@ def _weight_reader(model: Model, program: Program, report: Report) -> WeightRead
 
 
 def build_tokenizer(model: Model) -> Tokenizer | None:
-    """Loads the tokenizer; None with skip_tokenizer_init. A tokenizer of other files ends texts
-    with the model's tokens too.
+    """Loads the tokenizer; None with skip_tokenizer_init.
+
+    With `--tokenizer`, the model's end tokens end texts too.
     """
     options = model.config.model
     if options.skip_tokenizer_init:

@@ -1,7 +1,6 @@
-"""What clients are told of a model that is not loaded, read from the headers of its files.
+"""Description of a model that is not loaded, from its files' headers.
 
-Reads neither weights nor the tokenizer's vocabulary into a tokenizer, so it takes a fraction of a
-second. Fetches nothing.
+Reads no weights and builds no tokenizer, so it takes a fraction of a second. Downloads nothing.
 """
 
 from __future__ import annotations
@@ -28,26 +27,24 @@ from octavo.wiring.tokenizer_files import tokenizer_source_of
 
 @dataclass(frozen=True, slots=True)
 class ModelOutline:
-    """Size, format and abilities of a model."""
+    """Size, format and capabilities of a model."""
 
     facts: ModelFacts
     max_model_len: int
-    """Context by its files and options; less memory may allow a loaded model less."""
+    """Context length from files and options; the loaded model's may be lower if memory is short."""
     pools: PoolingTask | None
     media: frozenset[str]
-    """Kinds of media that it reads beside text: "image", "audio"."""
+    """Media types that it accepts besides text: "image", "audio"."""
     chat_template: str
-    """Its chat template; "" without one."""
+    """"" if it has none."""
     infills: bool
     reasons: bool
     sampling: SamplingParams | None
-    """Params of completions that set none; None for a model that does not generate."""
+    """Default params of completions; None for a model that does not generate."""
 
 
 def read_outline(path: Path, options: Mapping[str, Any]) -> ModelOutline:
-    """Reads the headers of a model at a local path; raises SetupError for one that is damaged, or
-    of no supported family.
-    """
+    """Reads the headers of a local model; raises SetupError if it is damaged or not supported."""
     model = open_model(EngineConfig.from_options(**{**options, "model": str(path)}))
     named = model.config.model
     source = None if named.skip_tokenizer_init else tokenizer_source_of(named, model.checkpoint)

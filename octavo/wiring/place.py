@@ -1,8 +1,8 @@
-"""The place of one process among those that compute one model.
+"""A process's position among the ranks of an engine.
 
-Ranks are numbered stage by stage, the last stage's first, so that rank 0 draws; within a stage as
-`RankGrid` numbers them. A rank meets the others of its stage within a step, and hands its hidden
-states to the rank at its own place in the stage behind.
+Ranks are numbered by stage, last stage first, so that rank 0 samples; within a stage as in
+`RankGrid`. A rank synchronizes with its stage within a step, and sends hidden states to the rank
+with the same index in the next stage.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """A process's rank, and its connections to the others. Implements `ranks.Abortable`."""
+    """A process's rank and its connections. Implements `ranks.Abortable`."""
 
     rank: int = 0
     ranks: Ranks[Any] | None = None
-    """The ranks of its stage; None where there is one."""
+    """Ranks of its stage; None if it is the only one."""
     link: StageLink | None = None
-    """The stages before and behind; None where there is one stage."""
+    """Previous and next stage; None with one stage."""
     engines: EngineRanks | None = None
-    """The ranks of its stage in all engines that share their experts; None where none do."""
+    """Ranks of its stage in all engines that share experts; None without expert sharing."""
     engine: int = 0
-    """Number of its engine among these."""
+    """Index of its engine among these."""
 
     def abort(self) -> None:
-        """Ends a wait for a rank that has ended; the pipe of a stage breaks by itself."""
+        """Aborts a wait for a rank that has ended. Pipes between stages break by themselves."""
         if self.ranks is not None:
             self.ranks.abort()
         if self.engines is not None:
@@ -42,7 +42,7 @@ class RankPlace:
 
 
 def grid_of(config: EngineConfig, rank: int) -> RankGrid:
-    """Returns the place of a rank among those of its stage."""
+    """Returns a rank's position in its stage."""
     options = config.backend
     return RankGrid(
         rank % options.num_stage_ranks, options.tensor_parallel_size, options.expert_parallel_size
@@ -50,9 +50,7 @@ def grid_of(config: EngineConfig, rank: int) -> RankGrid:
 
 
 def grid_among_engines(config: EngineConfig, rank: int, engine: int) -> RankGrid:
-    """Returns the place of an engine's rank among those of its stage in all engines that share
-    their experts.
-    """
+    """Returns a rank's position in its stage across all engines that share experts."""
     own = grid_of(config, rank)
     return RankGrid(
         engine * own.num_ranks + own.rank,

@@ -1,5 +1,5 @@
-"""What a model would take and give, found from its header alone: no weight is loaded, no engine
-started. `octavo plan` prints it.
+"""Estimates a model's memory and arithmetic from its header, without loading weights (`octavo
+plan`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.worker.capacity import Capacity, capacity_of
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Size, memory and arithmetic of a model under some options, for each rank."""
+    """Size, memory and arithmetic of a model under given options, per rank."""
 
     config: EngineConfig
     info: ModelInfo
@@ -40,11 +40,11 @@ class ModelPlan:
     footprint: Footprint
     work: Work
     generates: bool = True
-    """Whether it makes text; an encoder makes a row of each text, in one step."""
+    """Whether the model generates text; an encoder pools it in one step."""
 
 
 def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
-    """Computes what a model would take of `memory_bytes`, and how much arithmetic a token is."""
+    """Estimates the memory use out of `memory_bytes`, and the arithmetic per token."""
     header = open_header(resolve_header(config.model.model))
     set_score_tokens(config.model, header)
     config, info = derive_from(config, header)

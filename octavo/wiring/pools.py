@@ -1,4 +1,4 @@
-"""What a model that pools makes of a text, by its Program and its checkpoint's config."""
+"""Pooling of a model, from its Program and its checkpoint's config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.program.program import Program
 
 
 def pools_of(config: Mapping[str, Any], program: Program) -> Pools:
-    """Returns what the Program's pooled rows are, and what is made of them."""
+    """Returns the pooling task and its options."""
     hf = HfConfig(config)
     pooling = hf.table("pooling")
     width = program.outputs["pooled"].width
@@ -46,7 +46,7 @@ def pools_of(config: Mapping[str, Any], program: Program) -> Pools:
 
 
 def _dimensions(config: HfConfig, width: int) -> Sequence[int]:
-    """Returns the widths to which an embedding may be cut, beside its own."""
+    """Returns the allowed sizes of truncated embeddings."""
     named = config.integers("matryoshka_dimensions")
     for number in named:
         if not 1 <= number <= width:
@@ -57,8 +57,8 @@ def _dimensions(config: HfConfig, width: int) -> Sequence[int]:
 
 
 def reads_whole_texts(program: Program) -> bool:
-    """Returns whether a text has to be computed in one step: a token sees those after it, or the
-    pooled row is made of all of them.
+    """Returns whether a text must be computed in one step: attention is not causal, or pooling uses
+    all tokens.
     """
     return any(
         (isinstance(op, Attention) and op.mask == "full" and not _is_cross(program, op))
@@ -68,13 +68,13 @@ def reads_whole_texts(program: Program) -> bool:
 
 
 def _is_cross(program: Program, op: Attention) -> bool:
-    """Returns whether the keys are of an encoder's input, and not of the text itself."""
+    """Returns whether attention reads an encoder's output instead of the text."""
     return program.group(op.group).kind == "cross"
 
 
 def most_tokens(config: Mapping[str, Any], program: Program, context_tokens: int) -> int:
-    """Returns the most tokens of a text: as many as `context_tokens`, the tables of positions and
-    the checkpoint's max_seq_length all allow.
+    """Returns the maximum length of a text: the least of `context_tokens`, the position embeddings
+    and the checkpoint's max_seq_length.
     """
     tables = [
         op.table.shape[0] - op.offset

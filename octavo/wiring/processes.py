@@ -1,6 +1,4 @@
-"""Starts cores in processes of their own: one, or the engines of a fleet, among which memory and
-threads are shared out.
-"""
+"""Starts engine cores in child processes; data-parallel engines divide memory and threads."""
 
 from __future__ import annotations
 
@@ -27,7 +25,9 @@ BUILD = "octavo.wiring.engine:build_core_of_options"
 
 
 def start_processes(model: Model, report: Report) -> SupervisedClient | FleetClient:
-    """Starts the model's core, or all of them; `wait_until_ready` says when they have loaded."""
+    """Starts one core or all data-parallel ones; `wait_until_ready` waits until they have
+    loaded.
+    """
     num_engines = model.config.fleet.data_parallel_size
     if num_engines == 1:
         return _start_core(model, model.options(), report)
@@ -51,7 +51,7 @@ def start_processes(model: Model, report: Report) -> SupervisedClient | FleetCli
 
 
 def _meetings(model: Model) -> EngineMeetings | None:
-    """Makes the meetings of engines that share their experts; None where each has all of them."""
+    """Returns the rendezvous of engines that share experts; None without expert sharing."""
     if model.config.fleet.num_sharing == 1:
         return None
     from octavo.wiring.engine_meetings import EngineMeetings
@@ -67,12 +67,12 @@ def _start_core(
     meetings: EngineMeetings | None = None,
     index: int = 0,
 ) -> SupervisedClient:
-    """Starts core `index` of those that meet, or one that meets no other."""
+    """Starts core `index`."""
     from octavo.engine.clients.process import ProcessClient
     from octavo.engine.clients.supervised import SupervisedClient
 
     def start(num_before: int) -> ProcessClient:
-        """Starts a core; its recording does not overwrite an earlier core's."""
+        """A restarted core does not overwrite the recording of the previous one."""
         record = options["record"]
         if record is not None and num_before:
             record = f"{record}.{num_before}"
@@ -92,13 +92,13 @@ def _start_core(
 
 
 def _own(model: Model, index: int) -> dict[str, Any]:
-    """Returns the options that each engine of a fleet has for itself."""
+    """Returns the options that differ between data-parallel engines."""
     record = model.config.observe.record
     return {"record": None if record is None else f"{record}.engine{index}"}
 
 
 def _shared_out(model: Model, num_engines: int) -> dict[str, Any]:
-    """Returns the options of each engine; ConfigError where the memory does not hold them all."""
+    """Returns the options of each engine; raises ConfigError if memory is too small for all."""
     options = model.options() | {"routing_policy": "kv"}
     if model.config.fleet.num_sharing == 1:
         options["data_parallel_size"] = 1

@@ -1,7 +1,7 @@
-"""Starts the other ranks of a model that several processes share out, or awaits them from their own
-machines, and loads one rank's part in each of them.
+"""Starts the other ranks of an engine, or waits for those on other machines, and loads each rank's
+part.
 
-This process is the first rank. How ranks talk to each other is `octavo/worker/ranks`' business.
+This process is rank 0. `octavo/worker/ranks` implements the communication.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ LOAD = "octavo.wiring.ranks:load_rank"
 def start_other_ranks(
     model: Model, engine: EnginePlace | None = None
 ) -> tuple[RankPlace, OtherRanks]:
-    """Starts the processes of the other ranks and meets them; `engine` is the place of the engine
-    among those that share their experts.
+    """Starts and connects the other ranks; `engine` is the engine's place among those that share
+    experts.
     """
     config = model.config
     # A model that cannot be split is refused before any process is started.
@@ -65,7 +65,7 @@ def start_other_ranks(
 
 
 def _joining_ranks(config: EngineConfig) -> JoiningRanks | None:
-    """Begins to await the ranks of other machines; None where all are processes of this one."""
+    """Starts listening for ranks on other machines; None if all ranks run on this one."""
     address = config.backend.rank_address
     if address is None:
         return None
@@ -76,9 +76,9 @@ def _joining_ranks(config: EngineConfig) -> JoiningRanks | None:
 
 
 def load_rank(setup: RankSetup, started: Callable[[], None]) -> LoadedModel:
-    """Meets the first rank and loads this rank's part: the entry point of another rank's process.
+    """Connects to rank 0 and loads this rank's part; entry point of the other ranks' processes.
 
-    `started` is called once all that may be missing has been found.
+    `started` is called after all requirements have been checked.
     """
     model = open_model(EngineConfig.from_options(**setup.options))
     join = joining(model.config, setup.rank, setup.address)

@@ -1,9 +1,8 @@
-"""Chooses the sampling defaults of a model: its generation_config, the catalogue's values for it,
-or values that suit models of its kind.
+"""Chooses a model's sampling defaults: its generation_config, the catalogue's values, or values for
+its kind of model.
 
-The one place that decides what a request gets that sets no temperature, top_p, repetition penalty
-or max_tokens. `--generation-config` names another source, `--override-generation-config` changes
-single values.
+They apply to requests without temperature, top_p, repetition penalty or max_tokens.
+`--generation-config` selects another source, `--override-generation-config` single values.
 """
 
 from __future__ import annotations
@@ -21,20 +20,21 @@ from octavo.config.paths import user_path
 from octavo.frontend.sampling_defaults import NAMES, SAMPLED, SamplingDefaults
 
 CHAT = {**SAMPLED, "repetition_penalty": 1.05}
-"""Values for a model with a chat template whose makers recommend none: between llama.cpp's
-temperature of 0.8 with top_p 0.95 and the 0.6 to 0.7 that most instruct models recommend."""
+"""Values for chat models without recommended ones: between llama.cpp's temperature of 0.8 with
+top_p 0.95 and the 0.6 to 0.7 that most instruct models recommend.
+"""
 BASE = {**CHAT, "repetition_penalty": 1.1, "max_new_tokens": 256}
-"""Values for a model without one: it continues a text, seldom ends it and soon repeats itself."""
+"""Values for base models, which rarely end a text and soon repeat themselves."""
 ENCODER_DECODER = {"temperature": 0.0}
-"""Values for models that translate or transcribe: the most likely text."""
+"""Values for translation and transcription: greedy."""
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Keys of which a generation_config that recommends sampling values has at least one."""
+"""A generation_config with any of these keys recommends sampling values."""
 
 
 def sampling_defaults(
     options: ModelOptions, checkpoint: Checkpoint, *, has_chat_template: bool, has_encoder: bool
 ) -> SamplingDefaults:
-    """Returns the sampling values of requests that set none."""
+    """Returns the default sampling values of requests."""
     values, source = _values(
         options, checkpoint, has_chat_template=has_chat_template, has_encoder=has_encoder
     )
@@ -52,7 +52,7 @@ def sampling_defaults(
 def _values(
     options: ModelOptions, checkpoint: Checkpoint, *, has_chat_template: bool, has_encoder: bool
 ) -> tuple[Mapping[str, Any], str]:
-    """Returns a generation_config and where it comes from."""
+    """Returns a generation_config and its source."""
     if options.generation_config == "vllm":
         return {}, "--generation-config vllm"
     if options.generation_config != "auto":
@@ -79,7 +79,7 @@ def _values(
 
 
 def _overrides(text: str | None) -> dict[str, Any]:
-    """Returns the values of --override-generation-config; ConfigError if it is no JSON object of
+    """Parses --override-generation-config; raises ConfigError if it is not a JSON object of
     sampling values.
     """
     try:

@@ -1,7 +1,7 @@
-"""The option `classifier_from_token`: a decoder becomes a classifier whose score is the logit of
-one token, less that of another.
+"""The option `classifier_from_token`: makes a decoder a classifier that scores by a token's logit
+minus another's.
 
-The loader finds the same in modules.json, where sentence-transformers has saved it.
+sentence-transformers stores the same in modules.json, which the loader reads.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from octavo.wiring.tokenizer_files import tokenizer_source_of
 
 
 def set_score_tokens(options: ModelOptions, header: ModelHeader) -> None:
-    """Notes in the header's config the tokens whose logits make a score, where the option names
-    them; ConfigError where they are none of the vocabulary's.
+    """Sets the tokens of the option in the header's config; raises ConfigError if the vocabulary
+    lacks them.
     """
     if options.classifier_from_token is None:
         return

@@ -1,6 +1,4 @@
-"""The tokens with which a model of speech is told what to do, from the checkpoint's configs, and
-the logits processor that draws its timestamps.
-"""
+"""Control tokens of a speech model, and the logits processor for its timestamps."""
 
 from __future__ import annotations
 
@@ -15,7 +13,9 @@ from octavo.models.hf_config import HfConfig
 
 
 def speech_tokens(values: Mapping[str, Any]) -> SpeechTokens:
-    """Returns a model's tokens; `values` are config.json with generation_config.json over it."""
+    """Returns the control tokens; `values` are config.json, overridden by
+    generation_config.json.
+    """
     given = HfConfig(values)
     languages = given.table("lang_to_id") if given.flag("is_multilingual", True) else {}
     return SpeechTokens(
@@ -36,14 +36,14 @@ def speech_tokens(values: Mapping[str, Any]) -> SpeechTokens:
 
 
 def _num_timestamps(given: HfConfig) -> int:
-    """Returns the number of the vocabulary's timestamps, the last tokens of those that have any."""
+    """Returns the number of timestamp tokens, which are the last ones of the vocabulary."""
     no_timestamps = given.optional_integer("no_timestamps_token_id")
     behind = 0 if no_timestamps is None else given.integer("vocab_size") - no_timestamps - 1
     return max(min(behind, given.integer("max_source_positions", 1500, low=1) + 1), 0)
 
 
 def with_timestamps(config: EngineConfig, header: ModelHeader) -> EngineConfig:
-    """Returns the config of a model that hears, with the processor that draws its timestamps."""
+    """Adds the timestamp processor to the config of a speech model."""
     values = header.config | header.generation_config
     tokens, given = speech_tokens(values), HfConfig(values)
     has_them = any(entry.name == TIMESTAMPS for entry in config.draws.processors)

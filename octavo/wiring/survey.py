@@ -1,5 +1,5 @@
-"""What can be run: the supported families, formats and short names, the models that are in the
-caches, and what a checkpoint's headers say about it. `octavo models` prints it; no weight is read.
+"""Lists supported families, formats, short names and cached models, and reports on a checkpoint
+from its headers (`octavo models`).
 """
 
 from __future__ import annotations
@@ -44,47 +44,46 @@ class ShortName(NamedTuple):
     license: str
     num_bytes: int
     path: Path | None
-    """Place of its files in the cache; None where they are not fetched yet."""
+    """Path in the cache; None if it is not downloaded."""
 
 
 class FamilyRow(NamedTuple):
-    """A supported family."""
-
     model_type: str
     family: ModelFamily
     architectures: tuple[str, ...]
-    """GGUF architectures in which files of it come."""
+    """GGUF architecture names of the family."""
 
 
 class BackendVerdict(NamedTuple):
-    """Whether one backend runs a model."""
+    """Whether a backend runs a model."""
 
     backend: str
     refusal: str | None
-    """The reason why not; None where it runs it."""
+    """Reason why not; None if it does."""
     is_installed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """A checkpoint as its headers describe it."""
+    """Description of a checkpoint from its headers."""
 
     path: Path
     info: ModelInfo
     num_parameters: int
     formats: dict[str, int]
-    """Number of parameters by the format in which they are stored."""
+    """Number of parameters by storage format."""
     num_bytes: int
-    """Bytes of the weights' files; 0 where only config.json is there."""
+    """Size of the weight files; 0 if there is only config.json."""
     has_tokenizer: bool | None
-    """Whether a tokenizer lies with it; None where that is not known."""
+    """None if unknown."""
     has_chat_template: bool
     tool_format: str | None
-    """Name of the format of tool calls; None where the chat template shows none."""
+    """Tool call format; None if the chat template has none."""
     reasoning_format: str | None
     sampling: SamplingDefaults | None
-    """Sampling values of requests that set none; None for a model that does not generate, and where
-    only config.json is there."""
+    """Default sampling values; None for a model that does not generate, or if there is only
+    config.json.
+    """
     license: str | None
     verdicts: tuple[BackendVerdict, ...]
 
@@ -101,7 +100,7 @@ def short_names() -> Iterator[ShortName]:
 
 
 def cached_repositories() -> Iterator[tuple[str, int]]:
-    """Yields the models in huggingface-hub's cache, with the bytes of their files."""
+    """Yields the models in huggingface-hub's cache and their sizes in bytes."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -115,7 +114,7 @@ def cached_repositories() -> Iterator[tuple[str, int]]:
 
 
 def formats() -> Iterator[tuple[str, str]]:
-    """Yields the kinds of files and the formats of weights that are read from them."""
+    """Yields the supported file types with their weight formats."""
     yield "safetensors", ", ".join(DTYPES)
     kinds = [kind.name for kind in BLOCK_TYPES.values()]
     yield "GGUF", ", ".join(dict.fromkeys(kinds))
@@ -130,7 +129,7 @@ def families() -> Iterator[FamilyRow]:
 
 
 def report_on(name: str) -> ModelReport:
-    """Reads a model's headers; raises SetupError where it is damaged or of no supported family."""
+    """Reports on a model from its headers; raises SetupError if it is damaged or not supported."""
     if name in CATALOGUE and fetched(name) is None:
         raise ConfigError(f"{name} is not fetched yet", hint=f"octavo pull {name}")
     header = open_header(resolve_header(name))
@@ -162,7 +161,7 @@ def report_on(name: str) -> ModelReport:
 
 
 def _beside(header: ModelHeader) -> tuple[Sequence[Path], TokenizerSource | None]:
-    """Returns the files of the weights and the tokenizer; none where config.json is alone."""
+    """Returns the weight files and the tokenizer; none if there is only config.json."""
     if not isinstance(header, Checkpoint):
         return (), None
     return header.weight_files, header.tokenizer_source()
@@ -186,7 +185,7 @@ def _sampling(
 
 
 def _license(header: ModelHeader) -> str | None:
-    """Returns the license that a GGUF file names, or the catalogue's for its models."""
+    """Returns the license in the GGUF header, or in the catalogue."""
     if isinstance(header, GgufCheckpoint):
         named = header.file.metadata.get("general.license")
         if isinstance(named, str):
@@ -198,7 +197,9 @@ def _license(header: ModelHeader) -> str | None:
 def _verdicts(
     name: str, header: ModelHeader, programs: Sequence[Program]
 ) -> Iterator[BackendVerdict]:
-    """Asks the backends; torch only where native refuses, since PyTorch takes seconds to import."""
+    """Checks each backend; torch only if native does not run the model, since importing it takes
+    seconds.
+    """
     native = _verdict("native", name, header, programs)
     yield native
     if native.refusal is not None:
@@ -209,7 +210,7 @@ def _verdicts(
 def _verdict(
     backend: str, name: str, header: ModelHeader, programs: Sequence[Program]
 ) -> BackendVerdict:
-    """Asks a backend whether it would run a model."""
+    """Checks whether a backend runs a model."""
     config, _ = derive_from(EngineConfig.from_options(model=name, backend=backend), header)
     try:
         built = build_backend(config)

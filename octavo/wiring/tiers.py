@@ -1,8 +1,8 @@
-"""Builds the prefix cache off the device: slots in host memory, and behind them files that outlive
-the engine, or other engines.
+"""Builds the lower tiers of the prefix cache: host memory, and behind it files, a Mooncake pool or
+other engines.
 
-Knows the options and the sizes of blocks; which blocks are kept, and when, is decided by the
-scheduler half (`KVConnector`) that the engine makes of the `Tiers` returned here.
+The scheduler half (`KVConnector`) is built from the returned `Tiers` and decides which blocks are
+kept.
 """
 
 from __future__ import annotations
@@ -54,31 +54,31 @@ if TYPE_CHECKING:
     from octavo.worker.kv_connectors.transfer import TransferWorker
 
 SHOWN = 64
-"""Most characters of a fact that is shown as it is."""
+"""Longer facts are shown as digests."""
 DEFAULT_OFFLOADING_BYTES = 1 << 30
-"""Host memory between the device and a prefix_cache_dir where the options name none, in bytes;
-memory that is never written costs nothing.
+"""Default of kv_offloading_size with prefix_cache_dir, in bytes. Memory that is never written costs
+nothing.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltTiers:
-    """The prefix cache off the device; nothing where the options ask for none."""
+    """Lower tiers of the prefix cache; empty if the options disable them."""
 
     tiers: Tiers | None = None
-    """Recipe of the scheduler half."""
+    """Settings of the scheduler half."""
     worker: ConnectorWorker | None = None
-    """The worker half."""
+    """Worker half."""
     facts: TransferFacts | None = None
-    """Facts that engines compare when they meet; None where this one exchanges no blocks."""
+    """Facts that engines compare when they connect; None without KV transfer."""
     sharing: SharedSlots | None = None
-    """Share of the other ranks in the worker half's work; None where they have none."""
+    """Lets other ranks take part in the worker half; None if they do not."""
 
 
 def build_tiers(
     checkpoint: Checkpoint, loaded: LoadedModel, groups: Sequence[CacheGroup], report: Report
 ) -> BuiltTiers:
-    """Builds the tiers that the options ask for; `groups` are those of the whole model."""
+    """Builds the configured tiers; `groups` are the unsharded model's."""
     cache = loaded.config.cache
     if loaded.config.transfer.kv_transfer is not None:
         return _other_engines(checkpoint, loaded, groups)
@@ -112,8 +112,8 @@ def build_tiers(
 def check_tiers(
     cache: CacheOptions, transfer: TransferOptions, block_bytes: Sequence[int], num_ranks: int
 ) -> None:
-    """Raises ConfigError where blocks of these sizes, one for each cache group, cannot be kept as
-    the options say, nor sent by as many ranks.
+    """Raises ConfigError if the tiers do not support blocks of these sizes (one for each cache
+    group) or this number of ranks.
     """
     has_more = transfer.kv_transfer is not None or cache.kv_pool is not None
     _num_slots(cache, sum(block_bytes), has_more=has_more)
@@ -141,8 +141,8 @@ def check_tiers(
 
 
 def _check_addresses(transfer: TransferOptions, num_ranks: int) -> None:
-    """Raises ConfigError for an address that is none, that others could reach, or that is named
-    where it cannot be.
+    """Checks that the transfer addresses are valid, and reachable from other machines only with a
+    secret.
     """
     host, port = parse_address(transfer.kv_transfer_address, name="kv_transfer_address")
     if transfer.computes_for_others:
@@ -164,8 +164,8 @@ def _check_addresses(transfer: TransferOptions, num_ranks: int) -> None:
 
 
 def _num_slots(cache: CacheOptions, block_bytes: int, *, has_more: bool) -> int:
-    """Returns how many blocks of all groups together the host memory has room for; `has_more`:
-    other engines or a pool are behind it.
+    """Returns the number of host memory slots, each for a block of all groups. `has_more`: other
+    engines or a pool are behind it.
     """
     wanted = cache.kv_offloading_size
     has_more = has_more or cache.prefix_cache_dir is not None
@@ -180,7 +180,7 @@ def _num_slots(cache: CacheOptions, block_bytes: int, *, has_more: bool) -> int:
 
 
 def _default_bytes() -> int:
-    """Returns the host memory taken without being asked, at most an eighth of what is free."""
+    """Returns the default host memory: at most an eighth of the free memory."""
     available = Machine().available_bytes()
     if available is None:
         return DEFAULT_OFFLOADING_BYTES
@@ -188,7 +188,9 @@ def _default_bytes() -> int:
 
 
 def _block_directory(checkpoint: Checkpoint, loaded: LoadedModel) -> BlockDirectory:
-    """Opens the folder of this model's blocks, named by everything that decides their bytes."""
+    """Opens the directory of this model's blocks, keyed by everything that determines their
+    bytes.
+    """
     cache = loaded.config.cache
     assert cache.prefix_cache_dir is not None
     root = open_root(cache.prefix_cache_dir)
@@ -200,7 +202,7 @@ def _block_directory(checkpoint: Checkpoint, loaded: LoadedModel) -> BlockDirect
 
 
 def _parts(checkpoint: Checkpoint, loaded: LoadedModel) -> dict[str, Any]:
-    """Returns everything that decides the bytes of this model's blocks, but for its weights."""
+    """Returns everything except the weights that determines the bytes of a block."""
     options, backend = loaded.config.model, loaded.backend
     return {
         **numbers_of(loaded.config),
@@ -215,7 +217,7 @@ def _parts(checkpoint: Checkpoint, loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _shared_pool(checkpoint: Checkpoint, loaded: LoadedModel, num_slots: int) -> BuiltTiers:
-    """Builds the tier that several engines share."""
+    """Builds a tier in a Mooncake pool."""
     from octavo.worker.kv_connectors.mooncake_pool import MooncakePool, check_pool
     from octavo.worker.kv_connectors.pool_worker import PoolWorker
 
@@ -241,7 +243,7 @@ def _shared_pool(checkpoint: Checkpoint, loaded: LoadedModel, num_slots: int) ->
 def _other_engines(
     checkpoint: Checkpoint, loaded: LoadedModel, groups: Sequence[CacheGroup]
 ) -> BuiltTiers:
-    """Builds the tier that is other engines."""
+    """Builds a tier for KV transfer with other engines."""
     options, num_ranks = loaded.config.transfer, loaded.config.backend.tensor_parallel_size
     heads = KVHeadPartition.of(loaded.layouts, groups, 0, num_ranks)
     block_bytes = heads.block_bytes()
@@ -281,8 +283,8 @@ def _other_engines(
 def rank_connector(
     groups: Sequence[CacheGroup], rank: int, loaded: LoadedModel, slots: RankSlots, tell: TellReport
 ) -> ConnectorWorker:
-    """Makes the worker half of the tier that is other engines for a rank other than the first;
-    `groups` are those of the whole model.
+    """Builds the worker half of KV transfer for a rank other than 0; `groups` are the unsharded
+    model's.
     """
     num_ranks = loaded.config.backend.tensor_parallel_size
     heads = KVHeadPartition.of(loaded.layouts, groups, rank, num_ranks)
@@ -311,7 +313,7 @@ def _transfer_worker(
 
 
 def _endpoint_of(options: TransferOptions, rank: int) -> str:
-    """Returns where a rank's part of blocks is fetched."""
+    """Returns the address from which a rank's part of blocks is fetched."""
     host, port = parse_address(options.kv_transfer_address, name="kv_transfer_address")
     return endpoint(host, port + 1 + rank)
 
@@ -322,8 +324,8 @@ def _transfer_parts(
     heads: KVHeadPartition,
     groups: Sequence[CacheGroup],
 ) -> dict[str, Any]:
-    """Returns everything that decides the bytes of a block of all heads, but for the weights:
-    nothing that depends on how ranks share these out.
+    """Returns everything except the weights that determines the bytes of a block, independent of
+    how ranks split its heads.
     """
     layouts = [
         [str(group), layout.dtype, own.num_heads, own.rows]
@@ -333,8 +335,8 @@ def _transfer_parts(
 
 
 def _mover(options: TransferOptions) -> BlockTransport | None:
-    """Makes the transport of whole blocks; None where messages carry them, which alone are
-    encrypted.
+    """Returns the transport of block data; None if messages carry it, which is the only encrypted
+    way.
     """
     host, _ = parse_address(options.kv_transfer_address, name="kv_transfer_address")
     if options.kv_transfer == "nixl":
@@ -353,6 +355,6 @@ def _mover(options: TransferOptions) -> BlockTransport | None:
 
 
 def _short(value: Any) -> str:
-    """Returns a part to be compared and shown: a long one by its digest."""
+    """Formats a fact for comparison and display; long ones as digests."""
     text = json.dumps(value, sort_keys=True, default=str)
     return text if len(text) <= SHOWN else hashlib.sha256(text.encode()).hexdigest()[:16]

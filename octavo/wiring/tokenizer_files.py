@@ -1,4 +1,4 @@
-"""Where a model's tokenizer is: in its own checkpoint, or where the option `tokenizer` says."""
+"""Locates a model's tokenizer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from octavo.config.paths import is_there, user_path
 
 
 def tokenizer_source_of(options: ModelOptions, checkpoint: Checkpoint) -> TokenizerSource:
-    """Finds the model's own tokenizer, or the one that the option `tokenizer` names: a directory,
-    or a model with a tokenizer in it.
+    """Returns the model's own tokenizer, or the one named by the option `tokenizer`: a directory or
+    a model with a tokenizer.
     """
     name = options.tokenizer
     if name is None:

@@ -1,4 +1,4 @@
-"""Bytes that a model's weights take in memory under some options, known from headers alone."""
+"""Estimates the memory of a model's weights from headers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.wiring.model import formats_of, open_model
 
 
 def weight_bytes(options: dict[str, Any]) -> int:
-    """Returns the bytes of the weights as the backend packs them."""
+    """Returns the size of the weights as packed by the backend."""
     model = open_model(EngineConfig.from_options(**options))
     backend = build_backend(model.config)
     program = model.program()

@@ -1,8 +1,8 @@
-"""Chooses how tokens are guessed where the options leave that to the engine: with spec_method auto
-suffix lookups, together with the head of the checkpoint where it has one that can be used; without
-a spec_method the text that forms leave no choice of, where guesses change no bit.
+"""Chooses the speculation method if the options do not.
 
-Knows headers and options; nothing is refused for a choice that was not asked for by name.
+spec_method auto means suffix lookup, plus the checkpoint's MTP head if it is usable. Without
+spec_method, drafts come from structured output if they change no bit of the results. No choice made
+here is an error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from octavo.wiring.speculation.draft import check_keeps_tokens
 def with_spec_method(
     config: EngineConfig, header: ModelHeader, program: Program, names: Collection[str] | None
 ) -> EngineConfig:
-    """Returns the config with what spec_method auto comes to: auto where suffix lookups go with the
-    checkpoint's own head, suffix without one, and None where nothing can be guessed. `names` are
-    the checkpoint's tensors, None where its header alone is known.
+    """Resolves spec_method auto: auto for suffix lookup with the checkpoint's head, suffix without
+    one, None if drafts cannot be verified.
+
+    `names` are the checkpoint's tensors; None if only its header is known.
     """
     options = config.scheduler
     if options.spec_method != "auto":
@@ -37,8 +38,8 @@ def with_spec_method(
 
 
 def with_forced_drafts(config: EngineConfig, program: Program) -> EngineConfig:
-    """Returns a derived config with what no spec_method comes to: grammar where answers with
-    guesses are bitwise those without, and guesses keep no other request from running ahead.
+    """Resolves a missing spec_method to grammar, if outputs with drafts are bitwise equal to those
+    without and drafts do not prevent async scheduling.
     """
     options, backend = config.scheduler, config.backend
     if options.spec_method is not None or not _can_guess(config, program):
@@ -52,7 +53,7 @@ def with_forced_drafts(config: EngineConfig, program: Program) -> EngineConfig:
 
 
 def _can_guess(config: EngineConfig, program: Program) -> bool:
-    """Returns whether anything that is guessed could be verified."""
+    """Returns whether drafts can be verified with this model and backend."""
     backend = config.backend
     if any(group.kind == "state" for group in program.groups):
         returns = not (backend.backend == "torch" and backend.batch_invariant)
@@ -62,7 +63,7 @@ def _can_guess(config: EngineConfig, program: Program) -> bool:
 
 
 def _can_ask(config: EngineConfig) -> bool:
-    """Returns whether the options let a Program of its own guess."""
+    """Returns whether the options support a draft head."""
     return (
         config.backend.num_stage_ranks == 1
         and config.offload.weights_memory_bytes is None
@@ -72,8 +73,8 @@ def _can_ask(config: EngineConfig) -> bool:
 
 
 def _has_head(header: ModelHeader, program: Program, names: Collection[str] | None) -> bool:
-    """Returns whether the checkpoint has a head that reads the model's hidden states, and the model
-    keeps K and V of each token.
+    """Returns whether the checkpoint has a usable MTP head and the model stores the KV of every
+    token.
     """
     try:
         check_keeps_tokens(program, "the model", "mtp")

@@ -1,6 +1,6 @@
-"""Opens the model that drafts for another, and refuses one whose tokens are others.
+"""Opens a draft model and checks that its vocabulary is the target's.
 
-Knows headers and tokenizers; its Program is loaded beside the target's (`octavo/wiring/model.py`).
+Uses headers and tokenizers; the Program is loaded with the target's (`octavo/wiring/model.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.text.ports import Tokenizer
 
 
 def draft_config(config: EngineConfig) -> EngineConfig | None:
-    """Returns the config that the draft model is opened with; None without one."""
+    """Returns the config of the draft model; None without one."""
     name = config.scheduler.spec_model
     if name is None or config.scheduler.spec_method != "draft_model":
         return None
@@ -37,7 +37,7 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
 
 
 def check_draft_program(target: Program, draft: Program, name: str) -> None:
-    """Raises ConfigError where a Program cannot draft for another."""
+    """Raises ConfigError if a Program cannot draft for the target."""
     if "pooled" in draft.outputs:
         raise ConfigError(
             f"spec_model: got {name}, which is an encoder; allowed is a model that generates"
@@ -54,7 +54,7 @@ def check_draft_program(target: Program, draft: Program, name: str) -> None:
 
 
 def check_keeps_tokens(program: Program, role: str, method: str) -> None:
-    """Raises ConfigError where a Program keeps anything but numbers of single tokens."""
+    """Raises ConfigError if a Program caches anything other than the KV of single tokens."""
     kinds = {group.kv_kind for group in program.groups} - {"growing", "window"}
     if kinds:
         raise ConfigError(
@@ -67,9 +67,7 @@ def check_keeps_tokens(program: Program, role: str, method: str) -> None:
 def check_same_tokens(
     target: Tokenizer | None, draft: Tokenizer | None, sizes: tuple[int, int], name: str
 ) -> None:
-    """Raises ConfigError where an id is another token in the draft model. The vocabularies, of
-    `sizes` ids, may be padded differently behind the tokenizers' ids.
-    """
+    """Raises ConfigError if the vocabularies differ. Their `sizes` may be padded differently."""
     if target is None or draft is None:
         if sizes[0] != sizes[1]:
             raise ConfigError(
@@ -89,15 +87,15 @@ def check_same_tokens(
 
 
 def _token_of(tokenizer: Tokenizer, token_id: int) -> bytes | str:
-    """Returns a token's bytes; the name of one that has none, "" where there is no token."""
+    """Returns a token's bytes, the name of a special token, or "" if there is no such token."""
     if token_id >= tokenizer.vocab_size:
         return ""
     return tokenizer.token_bytes(token_id) or tokenizer.token_text(token_id)
 
 
 def footprint_of_both(target: Footprint, draft: Footprint, role: str = "draft") -> Footprint:
-    """Returns the memory that both Programs take: they run one after the other. The weights of the
-    second one are its own, and get names of its `role`.
+    """Returns the memory of both Programs, which run one after the other. The draft's weights are
+    counted separately, named by `role`.
     """
     own = {
         replace(weight, name=f"{role}.{weight.name}"): size

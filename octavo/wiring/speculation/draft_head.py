@@ -1,5 +1,5 @@
-"""Opens the head that drafts for a model, EAGLE-3's in a checkpoint of its own or the one behind
-the model's last layer, and says where each of its weights comes from.
+"""Opens a draft head: EAGLE-3's from its own checkpoint, or the MTP head of the model's
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,40 +28,38 @@ from octavo.quant.blocks import StoredWeight
 from octavo.wiring.speculation.draft import check_keeps_tokens
 
 ID_TENSORS = ("d2t", "t2d")
-"""Tensors of an EAGLE-3 head that map ids."""
+"""Tensors of an EAGLE-3 head that map token ids."""
 
 
 class Reader(Protocol):
-    """Reads weights."""
-
     def load(self, weight: Weight) -> StoredWeight: ...
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedHead:
-    """A head, and the checkpoints that its weights are in."""
+    """A draft head and the checkpoints of its weights."""
 
     config: EngineConfig
     head: DraftHead
     target: Checkpoint
     own: Checkpoint
     offsets: NDArray[np.int64] | None = None
-    """Numbers that are added to the head's ids to make them the model's."""
+    """Added to the head's token ids to get the model's."""
 
     def beside(self, target: Program) -> tuple[Program, Program]:
-        """Returns the model's Program, which writes features, and the head's, over the groups of
-        both.
+        """Returns the target's Program with feature outputs, and the head's, over the cache groups
+        of both.
         """
         both, drafting = beside(target, self.head.program)
         return with_features(both, self.head.features, PREFIX + FEATURES), drafting
 
     def target_formats(self, formats: FormatOf, target: Program) -> FormatOf:
-        """Returns the formats of a model's weights, of which some are the head's."""
+        """Returns the formats of the target's weights, some of which belong to the head."""
         theirs, others = self._formats(self.own, target), set(self.head.features.weights)
         return lambda weight: theirs(weight) if weight in others else formats(weight)
 
     def target_reader(self, reader: Reader, target: Program) -> Reader:
-        """Returns what reads the model's weights, of which some are the head's."""
+        """Returns a reader of the target's weights, some of which belong to the head."""
         if not self.head.features.weights:
             return reader
         return JoinedReader(
@@ -75,7 +73,7 @@ class OpenedHead:
         return lambda weight: theirs(weight) if weight in shared else ours(weight)
 
     def reader(self, program: Program) -> Reader:
-        """Returns what reads the head's weights."""
+        """Returns a reader of the head's weights."""
         own, target = self._reader(self.own, program), self._reader(self.target, program)
         return JoinedReader(own, target, self.head.shared)
 
@@ -92,19 +90,18 @@ class OpenedHead:
 
 @dataclass(frozen=True, slots=True)
 class JoinedReader:
-    """Reads some weights from another checkpoint than the rest."""
+    """Reads some weights with a second reader."""
 
     first: Reader
     second: Reader
     of_second: frozenset[Weight]
 
     def load(self, weight: Weight) -> StoredWeight:
-        """Returns a weight."""
         return (self.second if weight in self.of_second else self.first).load(weight)
 
 
 def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> OpenedHead | None:
-    """Opens the head that drafts for a model, and checks its tensors; None where none does."""
+    """Opens the draft head and checks its tensors; None if the options select none."""
     method = config.scheduler.spec_method
     if method == "auto":
         method = "mtp"  # a head was found when the options were derived
@@ -139,8 +136,8 @@ def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> Ope
 
 
 def describe_unread(method: str | None, target: Checkpoint) -> str:
-    """Returns what a start says of a head in the checkpoint that drafts and that nothing reads; ""
-    without one.
+    """Returns a message about a draft head in the checkpoint that the options do not use; "" if
+    there is none.
     """
     if method in ("mtp", "auto"):
         return ""
