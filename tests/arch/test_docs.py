@@ -4,14 +4,18 @@ runs, generated pages are up to date.
 
 import ast
 import importlib.util
+import json
 import re
 import shlex
 from collections import defaultdict
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer
+import yaml
 
 from octavo.cli.app import build_app
 from octavo.cli.common.help import format_help
@@ -230,11 +234,16 @@ def test_python_blocks_run(page, monkeypatch):
             exec(compiled, {"__name__": "__main__"})
 
 
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
 def test_the_reference_is_up_to_date(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    generate = load_script("generate")
     made = generate.pages()
     assert {path.name for path in REFERENCE.iterdir()} == set(made)
     stale = [name for name, text in made.items() if (REFERENCE / name).read_text() != text]
@@ -268,3 +277,19 @@ def test_the_path_of_a_request_is_as_long_as_is_said(page):
     )
     assert len(rows) == 12
     assert int(said[1].replace(",", "")) == pytest.approx(count, abs=100)
+
+
+# -- the site --------------------------------------------------------------------------------------
+
+
+def test_the_site_lists_every_page():
+    """`make docs` checks links and anchors too, but needs MkDocs."""
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = set(re.findall(r"[\w./-]+\.md", json.dumps(config["nav"])))
+    hidden = config["not_in_nav"].split()
+    pages = {str(page.relative_to(ROOT)) for page in load_script("build_site").find_pages()}
+    assert listed <= pages
+    missing = [
+        page for page in pages - listed if not any(fnmatch(f"/{page}", each) for each in hidden)
+    ]
+    assert not missing, "list them in mkdocs.yml"
