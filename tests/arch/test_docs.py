@@ -141,7 +141,7 @@ def is_known(text: str) -> bool:
     text = text.removesuffix("()")
     if re.fullmatch(r"/[\w/{}]+", text):
         return re.sub(r"{.*?}", "{}", text) in routes()
-    if re.fullmatch(r"[\w.-]+/[\w./-]*|[\w-]+\.(py|md|toml|txt|h|cpp|inl)|Makefile", text):
+    if re.fullmatch(r"[\w.-]+/[\w./-]*|[\w-]+\.(py|md|toml|txt|h|cpp|inl|yml)|Makefile", text):
         is_hub_name = text.startswith(("OWNER/REPO", "hf.co/", "huggingface.co/"))
         return is_hub_name or text.startswith(".venv") or (ROOT / text).exists()  # make makes .venv
     if re.fullmatch(r"--[a-z][a-z-]*", text):
