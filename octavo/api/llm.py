@@ -71,8 +71,8 @@ class LLM:
         while no other thread calls.
         """
         self._request_ids = itertools.count()
-        self._changed: set[str] = set()
-        """Ids of requests with output that their reader has not seen yet."""
+        self._changed: dict[str, bool] = {}
+        """Requests with a new output that was not read, and whether it is their final one."""
         self._turn = threading.Condition(threading.Lock())
         """Guards `front` and the fields below; notified after each step."""
         self._is_stepping = False
@@ -401,35 +401,32 @@ class LLM:
             with self._turn:
                 for request_id in unfinished:
                     self.front.drop(request_id)
-                    self._changed.discard(request_id)
+                    self._changed.pop(request_id, None)
 
     def _next_outputs(self, request_ids: set[str], *, streaming: bool) -> list[RequestOutput]:
-        """Waits until one of the requests has changed and returns the outputs to yield, possibly
-        none.
+        """Waits until one of the requests has a new output, and returns those that are wanted:
+        without `streaming` the final ones only. One of the waiting threads steps the core for all.
         """
+        outputs: list[RequestOutput] = []
         with self._turn:
-            while not (changed := self._changed & request_ids):
+            while not (changed := self._changed.keys() & request_ids):
                 if self._is_closed:
                     raise EngineDead("the engine was closed")
                 if self._is_stepping:
                     self._turn.wait()
-                else:
-                    self._step()
-            self._changed -= changed
-            wanted = [name for name in changed if streaming or self.front.is_finished(name)]
-            return [self.front.output(name) for name in wanted]
-
-    def _step(self) -> None:
-        """Steps the engine once, for the requests of all threads. Releases the caller's lock
-        while the engine computes.
-        """
-        self._is_stepping = True
-        self._turn.release()
-        try:
-            step = self.front.receive()
-        finally:
-            self._turn.acquire()
-            self._is_stepping = False
-            self._turn.notify_all()
-        if step is not None:
-            self._changed.update(self.front.take(step))
+                    continue
+                self._is_stepping = True
+                self._turn.release()
+                try:
+                    step = self.front.client.receive()
+                finally:
+                    self._turn.acquire()
+                    self._is_stepping = False
+                    self._turn.notify_all()
+                if step is not None:
+                    self._changed |= self.front.take(step)
+            for request_id in changed:
+                is_final = self._changed.pop(request_id)
+                if streaming or is_final:
+                    outputs.append(self.front.output(request_id))
+        return outputs

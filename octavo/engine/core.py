@@ -1,12 +1,12 @@
-"""The engine's heart: plan a step, execute it, take in what it yielded.
+"""Schedules a step, executes it, and updates the requests by its result.
 
-Owns the scheduler, the executor and the measured costs of steps: the one place of the control plane
-that has a clock. The caller of `step`, in this process or across a boundary, is the client's
-business. An executor that can computes a step while the next one is planned.
+Owns the scheduler, the executor and the measured step costs; no other part of the control plane
+reads a clock. An asynchronous executor computes a step while the next one is scheduled.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -24,10 +24,10 @@ from octavo.engine.protocol.step import RowResult, StepPlan, StepResult
 from octavo.engine.protocol.step_costs import UNMEASURED, StepCostMeter, StepCosts
 from octavo.engine.protocol.view import EngineView
 from octavo.engine.recording.recorder import (
-    Log,
-    NoLog,
+    Event,
     PrefixCacheReset,
     PrefixPinned,
+    Recorder,
     RequestAborted,
     RequestAdded,
     RequestChanged,
@@ -40,43 +40,33 @@ from octavo.engine.scheduler.scheduler import Scheduler
 
 CLOSE_S = 2.0
 COSTS_INTERVAL_S = 0.5
-"""Period at which the outputs of steps tell what steps cost, in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedStep:
-    """A step that was computed at once, or could not be. Implements `ports.Launched`."""
-
-    made: StepResult | Exception
-
-    def result(self) -> StepResult:
-        if isinstance(self.made, Exception):
-            raise self.made
-        return self.made
+"""Interval in seconds at which outputs carry the measured step costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that is planned and not taken in."""
+    """A scheduled step that `Scheduler.update` has not processed."""
 
     plan: StepPlan
-    launched: Launched
+    outcome: StepResult | Exception | Launched
+    """Result or exception of a synchronous step; a launched step otherwise."""
     began: float
-    """When it was planned, on the core's clock."""
+    """Time at which it was scheduled, on the core's clock."""
     is_first: bool = True
     """Whether it is the first decode step of its plan."""
 
 
 @dataclass(slots=True)
 class Decode:
-    """A plan of several decode steps that is being carried out."""
+    """A multi-step plan that is being executed."""
 
     plan: StepPlan
     results: Generator[StepResult]
     """Computes the next step each time it is advanced."""
     num_repeated: int = 0
+    """Steps after the first."""
     repeated_s: float = 0.0
-    """Wall clock of the steps after the first, and how many they are."""
+    """Wall clock time of the steps after the first, in seconds."""
 
 
 class EngineCore:
@@ -90,53 +80,50 @@ class EngineCore:
         executor: Executor,
         *,
         clock: Callable[[], float] = time.monotonic,
-        log: Log | None = None,
+        log: Recorder | None = None,
         stall_timeout_s: float = 0.0,
         kv_meter: KvMeter | None = None,
         runs_ahead: bool = False,
         num_micro_batches: int = 1,
         costs: StepCosts = UNMEASURED,
     ) -> None:
-        """Takes `stall_timeout_s`, the seconds that steps may compute nothing though requests wait
-        before the first of these fails; 0 waits for ever.
-
-        With `runs_ahead` the executor, an AsyncExecutor, is given the next step while it computes
-        one; with several lanes it has a step of each. `costs` is what is known of steps before the
-        first one is measured.
+        """`stall_timeout_s`: seconds of steps that compute nothing while requests wait, after which
+        the first of these fails; 0: never. `runs_ahead`: an asynchronous executor gets the next
+        step while it computes one; with several micro-batches it has a step of each. `costs`: step
+        costs before the first measurement.
         """
         self.scheduler = scheduler
         self.executor = executor
-        self._log = log or NoLog()
-        self._is_logged = not isinstance(self._log, NoLog)
+        self._log = log
         self._clock = clock
         self._meter = StepCostMeter(costs)
         self._measured_until = 0.0
-        """End of the last step taken in, on the clock; the next one is measured from there where it
-        was planned before.
+        """End of the last processed step, on the clock; a step that was scheduled before it is
+        measured from there.
         """
         self._kv_meter = kv_meter or KvMeter()
         self._step_tokens = StepTokens()
         self._stall_timeout_s = stall_timeout_s
         self._holds_memory = False
-        """Whether memory that is given on demand is held; the step after the last request's gives
-        it back.
+        """Whether the worker holds memory that it allocates on demand, which one more step frees
+        after the last request.
         """
         self._moved: float | None = None
-        """When a step last computed anything, or no request waited; None before the first step of
-        the present requests.
+        """Time of the last step that computed anything or had no waiting request; None before the
+        first step of the present requests.
         """
         self.steps_ahead = max(num_micro_batches - 1, 1 if runs_ahead else 0)
-        """Steps that are launched before the oldest one is taken in."""
+        """Steps that are launched before the oldest one is processed."""
         self._in_flight: deque[StepInFlight] = deque()
-        self._told = EngineStats()
-        """Statistics that went out with the last outputs."""
+        self._last_stats = EngineStats()
+        """Statistics of the last outputs."""
         self._decode: Decode | None = None
-        """The plan of several decode steps that is being carried out."""
+        """The multi-step plan that is being executed."""
         self._early: list[EngineOutput] = []
-        """Outputs of steps that were taken in between two calls of `step`."""
+        """Outputs of steps that were processed between two calls of `step`."""
         self._watch: EngineWatch | None = None
-        self._costs_told: float | None = None
-        """Moment at which the outputs last told what steps cost; None before they did."""
+        self._costs_sent = -math.inf
+        """Time of the last outputs that carried step costs."""
 
     @property
     def has_work(self) -> bool:
@@ -146,138 +133,148 @@ class EngineCore:
             or self.scheduler.has_work
             or self._holds_memory
             or bool(self._early)
-            or bool(self.scheduler.blocks.events)
+            or self._has_events
         )
 
     @property
+    def _has_events(self) -> bool:
+        events = self.scheduler.blocks.events
+        return events is not None and bool(events)
+
+    @property
     def plans_in_flight(self) -> list[StepPlan]:
-        """Plans whose results have not been taken in, the oldest first."""
+        """Plans whose results are outstanding, the oldest first."""
         return [step.plan for step in self._in_flight]
 
     @property
     def costs(self) -> StepCosts:
-        """Costs of steps as measured so far."""
         return self._meter.costs
+
+    def _record(self, event: Event) -> None:
+        if self._log is not None:
+            self._log.write(event)
 
     def add(self, request: EngineRequest) -> None:
         self._end_decode()
-        self._log.write(RequestAdded(request))
+        self._record(RequestAdded(request))
         if not self.has_work:
             self._moved = None
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
         self._end_decode()
-        self._log.write(RequestAborted(request_id))
+        self._record(RequestAborted(request_id))
         self.scheduler.end(request_id, Finish("abort"))
 
     def fail(self, request_id: str, error: str) -> None:
-        """Ends a request for a reason that is not the user's."""
+        """Ends a request with the finish reason "error"."""
         self._end_decode()
-        self._log.write(RequestFailed(request_id, error))
+        self._record(RequestFailed(request_id, error))
         self.scheduler.end(request_id, Finish("error", error=error))
 
     def change(self, change: RequestChange) -> None:
-        """Gives a request that waits or runs other params and another priority."""
+        """Changes the params and priority of an unfinished request."""
         self._end_decode()
-        self._log.write(RequestChanged(change))
+        self._record(RequestChanged(change))
         self.scheduler.change(change)
 
     def watch(self, period_s: float) -> None:
-        """Adds a view to the outputs every `period_s` seconds in which steps are made, and to
-        those of the last step; 0 ends it.
+        """Adds a view to the outputs every `period_s` seconds while steps run, and to those of the
+        last step; 0 ends it.
         """
         self._watch = EngineWatch(self.scheduler, period_s) if period_s else None
 
     def view(self, *, with_blocks: bool) -> EngineView:
-        """Returns the engine as it is now, without steps."""
+        """Returns a view of the engine as it is now, without recent steps."""
         return view_of(self.scheduler, self._clock(), with_blocks=with_blocks)
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         self.settle()
-        self._log.write(PrefixCacheReset(reset_connector))
+        self._record(PrefixCacheReset(reset_connector))
         return self.scheduler.blocks.reset_prefix_cache(reset_connector=reset_connector)
 
     def pin_prefix(self, pin: Pin) -> int:
-        """Keeps a prompt in the prefix cache for a time; returns how many of its tokens, or raises
-        InvalidRequest.
+        """Keeps a prompt in the prefix cache for a time; returns the number of its tokens that are
+        kept. Raises InvalidRequest if that exceeds the limit.
         """
         self._end_decode()
-        self._log.write(PrefixPinned(pin))
+        self._record(PrefixPinned(pin))
         return self.scheduler.blocks.pin_prefix(pin)
 
-    def pause_s(self) -> float:
-        """Returns the seconds for which steps do nothing unless a request comes or goes."""
-        if self._in_flight or self._decode or self._early or self.scheduler.blocks.events:
+    def pause_s(self) -> float | None:
+        """Returns the seconds for which steps do nothing unless a request is added or ends; None
+        if there is no work at all.
+        """
+        if self._decode is not None or self._in_flight or self._early or self._has_events:
             return 0.0
+        if not (self.scheduler.has_work or self._holds_memory):
+            return None
         return self.scheduler.pause_s(self._clock())
 
     def step(self) -> CoreOutputs:
-        """Plans a step and takes one in: the same, or, where the executor runs ahead, the one
-        before. Either may be left to the next call.
+        """Schedules, executes and updates one step. If the executor runs ahead, the updated step is
+        an earlier one, and the call may end before there is a result.
 
-        Where a plan holds several decode steps, each call takes in one of them.
+        Each call computes one decode step of a multi-step plan.
         """
         outputs, self._early = self._early, []
-        events = self.scheduler.blocks.events
         step = None if self._decode is None else self._next_decode_step(self._decode)
         if step is None:
-            if self._may_plan:
-                began, plan = self._plan()
-                self._in_flight.append(StepInFlight(plan, self._launch(plan), began))
+            if self._may_plan():
+                now, costs = self._clock(), self._meter.costs
+                plan = self.scheduler.schedule(now, costs)
+                if self._log is not None:
+                    self._log.write(StepPlanned(now, costs, plan, self.scheduler.waits_for))
+                if not plan.rows:
+                    self._end_starvation(now)
+                else:
+                    self._moved = now
+                self._in_flight.append(StepInFlight(plan, self._launch(plan), now))
                 if len(self._in_flight) <= self.steps_ahead:
-                    return CoreOutputs(outputs, self._stats(), block_events=events.take())
+                    return self._outputs(outputs)
             step = self._in_flight.popleft()
         outputs += self._update(step)
-        return CoreOutputs(
-            outputs,
-            # Between the decode steps of a plan, the counters are those before it.
-            self._told if self._decode is not None else self._stats(),
-            None if self._watch is None else self._view(self._watch),
-            events.take(),
-            costs=self._costs_if_due(),
-        )
+        return self._outputs(outputs, with_view=True)
 
-    def _costs_if_due(self) -> StepCosts | None:
-        now = self._measured_until
-        if self._costs_told is not None and now - self._costs_told < COSTS_INTERVAL_S:
-            return None
-        self._costs_told = now
-        return self._meter.costs
+    def _outputs(self, outputs: list[EngineOutput], *, with_view: bool = False) -> CoreOutputs:
+        # Statistics do not change between the decode steps of a plan.
+        stats = self._last_stats if self._decode is not None else self._stats()
+        made = CoreOutputs(outputs, stats)
+        events, now = self.scheduler.blocks.events, self._measured_until
+        if events is not None:
+            made.block_events = events.take()
+        if with_view:
+            if self._watch is not None:
+                made.view = self._view(self._watch)
+            if now - self._costs_sent >= COSTS_INTERVAL_S:
+                self._costs_sent, made.costs = now, self._meter.costs
+        return made
 
-    @property
     def _may_plan(self) -> bool:
-        """Whether a plan can be made now: not after a step that could not be launched, nor without
-        results that it needs.
+        """Returns whether a step can be scheduled now: not after a step that could not be launched,
+        and not if it needs outstanding results.
         """
-        return not self._in_flight or not (
-            isinstance(self._in_flight[-1].launched, CompletedStep)
-            or self.scheduler.waits_for_results
-        )
+        if not self._in_flight:
+            return True
+        is_done = isinstance(self._in_flight[-1].outcome, StepResult | Exception)
+        return not (is_done or self.scheduler.waits_for_results)
 
-    def _plan(self) -> tuple[float, StepPlan]:
-        now, costs = self._clock(), self._meter.costs
-        plan = self.scheduler.schedule(now, costs)
-        self._log.write(StepPlanned(now, costs, plan, self.scheduler.waits_for))
-        self._end_starvation(plan, now)
-        return now, plan
-
-    def _launch(self, plan: StepPlan) -> Launched:
+    def _launch(self, plan: StepPlan) -> StepResult | Exception | Launched:
         try:
             if self.steps_ahead and isinstance(self.executor, AsyncExecutor):
                 assert plan.num_steps == 1, "the next plan counts on one token of each row"
                 return self.executor.launch(plan)
             if plan.num_steps == 1:
-                return CompletedStep(self.executor.execute(plan))
+                return self.executor.execute(plan)
             # Other executors are given plans of one step.
             results = cast("DecodingExecutor", self.executor).decode(plan)
             self._decode = Decode(plan, results)
-            return CompletedStep(next(results))
+            return next(results)
         except Exception as error:
-            return CompletedStep(error)
+            return error
 
     def _next_decode_step(self, decode: Decode) -> StepInFlight | None:
-        """Computes the next step of a plan of several decode steps; None if there is none."""
+        """Computes the next step of a multi-step plan; None if there is none."""
         began = self._clock()
         try:
             result: StepResult | Exception | None = next(decode.results, None)
@@ -286,27 +283,30 @@ class EngineCore:
         if result is None:
             self._end_decode()
             return None
-        self.scheduler.repeat()
-        return StepInFlight(decode.plan, CompletedStep(result), began, is_first=False)
+        return StepInFlight(decode.plan, result, began, is_first=False)
 
     def _end_decode(self) -> None:
-        """Ends a plan of several decode steps behind the last one that was taken in."""
+        """Ends a multi-step plan after the last step that was computed."""
         if self._decode is not None:
             self._decode.results.close()
             self.scheduler.end_decode()
             plan, num_repeated = self._decode.plan, self._decode.num_repeated
+            self._step_tokens.add(len(plan.rows), num_repeated)
             self._meter.repeat(plan, num_repeated, self._decode.repeated_s)
             self._kv_meter.repeat(plan, num_repeated)
             self._decode = None
 
     def _update(self, step: StepInFlight) -> list[EngineOutput]:
-        """Waits for a step's result, and updates the scheduler and what is measured of steps."""
-        plan = step.plan
-        result = self._result(plan, step.launched)
-        if step.is_first:
-            self._kv_meter.observe(plan, result, self.scheduler)
-        if plan.rows:
-            self._step_tokens.add(plan.num_tokens if step.is_first else len(plan.rows))
+        """Waits for a step's result, and updates the scheduler and the measurements."""
+        plan, result = step.plan, step.outcome
+        if not isinstance(result, StepResult):
+            result = self._wait(plan, result)
+        elif self._log is not None:
+            self._log.write(StepComputed(result))
+        if step.is_first and plan.rows:
+            num_tokens = plan.num_tokens
+            self._kv_meter.observe(result, self.scheduler, num_tokens)
+            self._step_tokens.add(num_tokens)
         self._holds_memory = bool(result.kv_bytes)
         outputs = self.scheduler.update(plan, result)
         now = self._clock()
@@ -324,7 +324,7 @@ class EngineCore:
         return outputs
 
     def settle(self) -> None:
-        """Takes in all steps in flight; their outputs come with the next step."""
+        """Waits for all steps in flight; the next call of `step` returns their outputs."""
         self._end_decode()
         while self._in_flight:
             self._early += self._update(self._in_flight.popleft())
@@ -339,17 +339,19 @@ class EngineCore:
         return view
 
     def _stats(self) -> EngineStats:
-        self._told = stats = self.scheduler.stats()
+        self._last_stats = stats = self.scheduler.stats()
         stats.kv, stats.kv_sums = self._kv_meter.now, self._kv_meter.sums
-        stats.step_tokens = self._step_tokens + StepTokens()
+        stats.step_tokens = StepTokens(list(self._step_tokens.counts), self._step_tokens.total)
         return stats
 
-    def _result(self, plan: StepPlan, launched: Launched) -> StepResult:
-        """Waits for a step's result. An exception fails the step's requests and no other: their
-        blocks and rows are freed, and the engine goes on. EngineDead ends it.
+    def _wait(self, plan: StepPlan, outcome: Exception | Launched) -> StepResult:
+        """Waits for a step's result. An exception fails the step's requests and no others; only
+        EngineDead ends the engine.
         """
         try:
-            result = launched.result()
+            if isinstance(outcome, Exception):
+                raise outcome
+            result = outcome.result()
         except EngineDead:
             raise
         except Exception as error:
@@ -358,20 +360,18 @@ class EngineCore:
             result = StepResult(
                 plan.step, [RowResult(row.request_id, failure=failure) for row in plan.rows]
             )
-            self._log.write(StepComputed(result, failed=True))
+            self._record(StepComputed(result, failed=True))
             return result
-        if self._is_logged:
-            self._log.write(StepComputed(result))
+        self._record(StepComputed(result))
         return result
 
-    def _end_starvation(self, plan: StepPlan, now: float) -> None:
-        """Fails the request that keeps the others waiting, where steps go on but compute none for
+    def _end_starvation(self, now: float) -> None:
+        """Fails the request that the others wait for if steps have computed nothing for
         `stall_timeout_s`.
         """
         is_busy = (
-            plan.rows
-            or self._in_flight
-            or self.scheduler.grammars.is_compiling  # the front has seen the grammar compile
+            self._in_flight
+            or self.scheduler.grammars.is_compiling  # the frontend has seen the grammar compile
             or self.scheduler.pause_s(now)
         )
         first = None if is_busy else self.scheduler.queues.first_idle
@@ -386,11 +386,12 @@ class EngineCore:
             self._moved = now
 
     def close(self) -> None:
-        """Closes the executor; the connector gets a little time to save what it still has to."""
+        """Closes the executor once the connector has saved its blocks, for CLOSE_S at most."""
         self.settle()
         end = time.monotonic() + CLOSE_S
         while self.scheduler.blocks.connector.has_work and time.monotonic() < end:
             self.step()
         self.settle()
         self.executor.close()
-        self._log.close()
+        if self._log is not None:
+            self._log.close()

@@ -1,9 +1,8 @@
-"""How much of the memory that is reserved for K and V holds any: the utilisation that paging is for
-(PagedAttention, Kwon et al. 2023).
+"""Measures the utilisation of KV memory at each step (PagedAttention, Kwon et al. 2023).
 
-Looks on from the core, step by step. Reserved are the blocks that requests hold, or what the worker
-reports where it gives memory on demand; used is what tokens fill of them, shared blocks counted
-once. Beside it stands what one range of the longest context for each request would take.
+Reserved bytes are the blocks that requests hold, or what the worker reports if it allocates on
+demand; used bytes are those filled by tokens, shared blocks counted once. For comparison it also
+measures what one contiguous range of the longest context for each request would reserve.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from octavo.engine.scheduler.scheduler import Scheduler
 
 
 class KvMeter:
-    """The meter of one engine. `block_bytes` holds the bytes of a block for each cache group;
-    without them nothing is measured.
+    """`block_bytes` holds the bytes of a block for each cache group; if it is empty, nothing is
+    measured.
     """
 
     def __init__(self, block_bytes: Sequence[int] = (), *, max_model_len: int = 0) -> None:
@@ -29,19 +28,24 @@ class KvMeter:
         self._token_bytes = 0.0
         """Bytes that one more token of a row fills."""
 
-    def observe(self, plan: StepPlan, result: StepResult, scheduler: Scheduler) -> None:
-        """Measures a step between its end and its update: its tokens are computed, and no block is
-        free yet.
+    def observe(self, result: StepResult, scheduler: Scheduler, num_tokens: int) -> None:
+        """Measures a step of `num_tokens` between its end and its update: its tokens are computed,
+        and no block has been freed.
         """
-        if not plan.rows or not self._block_bytes:
+        if not self._block_bytes:
             return
         blocks = scheduler.blocks
-        running = [row for request in scheduler.queues.running for row in request.rows]
-        num_computed = sum(row.num_computed_tokens for row in running) + plan.num_tokens
-        tables = [blocks.tables[row.request_id] for row in running]
+        num_rows, num_computed = 0, num_tokens
+        num_entries = [0] * len(blocks.pools)
+        for request in scheduler.queues.running:
+            for row in request.rows:
+                num_rows += 1
+                num_computed += row.num_computed_tokens
+                for group, table in enumerate(blocks.tables[row.request_id]):
+                    num_entries[group] += len(table)
         used = reserved = whole = growing = 0.0
-        for group, (pool, block_bytes) in enumerate(
-            zip(blocks.pools, self._block_bytes, strict=True)
+        for pool, block_bytes, num_blocks in zip(
+            blocks.pools, self._block_bytes, num_entries, strict=True
         ):
             num_held = pool.num_blocks - len(pool.free)
             reserved += num_held * block_bytes
@@ -50,17 +54,17 @@ class KvMeter:
                 whole += num_held * block_bytes
                 continue
             growing += block_bytes
-            num_empty_tokens = (
-                sum(len(table[group]) for table in tables) * blocks.block_size - num_computed
-            )
+            num_empty_tokens = num_blocks * blocks.block_size - num_computed
             used += (num_held - num_empty_tokens / blocks.block_size) * block_bytes
-            whole += len(running) * -(-self._max_model_len // blocks.block_size) * block_bytes
+            whole += num_rows * -(-self._max_model_len // blocks.block_size) * block_bytes
         self._token_bytes = growing / blocks.block_size
         self.now = KvBytes(used, reserved if result.kv_bytes is None else result.kv_bytes, whole)
         self.sums += self.now
 
     def repeat(self, plan: StepPlan, num_steps: int) -> None:
-        """Measures the decode steps of a plan after its first: each row fills a token in each."""
+        """Measures the decode steps of a plan after its first, in each of which a row computes one
+        token.
+        """
         if not self._block_bytes:
             return
         now, step_bytes = self.now, len(plan.rows) * self._token_bytes

@@ -245,15 +245,10 @@ class Frontend:
             self.outputs.forget(request.request_id)
             raise
 
-    def receive(self) -> CoreOutputs | None:
-        """Waits for the outputs of the core's next step, as its client does; `take` takes them in.
-        A thread of its own may call it.
-        """
-        return self.client.receive()
-
-    def take(self, step: CoreOutputs) -> list[str]:
-        """Takes in a step's outputs, aborts samples that a stop string has ended, and returns the
-        ids of the requests that have something new.
+    def take(self, step: CoreOutputs) -> dict[str, bool]:
+        """Adds the outputs that `client.receive` returned to their requests, and aborts samples
+        that a stop string has ended. Returns the requests with a new output, and whether it is
+        their final one.
         """
         self.stats = step.stats
         if step.block_events and self.publishers:
@@ -261,7 +256,7 @@ class Frontend:
         effects = self.outputs.process(step.outputs, time.monotonic())
         if effects.abort_ids:
             self.client.abort(effects.abort_ids)
-        return list(effects.request_ids)
+        return effects.changed
 
     def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
         """Returns all of a request so far, or with `only_new` what it gained since the last call;

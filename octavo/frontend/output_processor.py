@@ -1,16 +1,14 @@
-"""Turns what the core yields into what users read: text, stop strings, logprobs, the samples of a
-request side by side.
+"""Turns EngineOutputs into RequestOutputs: text, stop strings, logprobs, and the samples of a
+request together.
 
-Lives in the front process and owns the text so far (through the Detokenizer). Token ids are
-detokenized when someone looks at the text, or at once where a stop string may be in it.
+Owns the text so far, through the Detokenizer. Token ids are detokenized when the text is read, or
+at once if a stop string may be in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-
-import msgspec
 
 from octavo.api.errors import InvalidRequest
 from octavo.api.outputs import (
@@ -23,7 +21,7 @@ from octavo.api.outputs import (
 )
 from octavo.api.pooling_params import RequestParams
 from octavo.api.sampling_params import SamplingParams
-from octavo.engine.protocol.outputs import EngineOutput
+from octavo.engine.protocol.outputs import BeamOutput, EngineOutput
 from octavo.engine.protocol.step import TokenLogprobs
 from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.recent_requests import RecentRequests
@@ -93,6 +91,12 @@ class RequestState:
     samples: list[Sample]
     num_unfinished: int
     metrics: RequestMetrics
+    is_read_at_end: bool = False
+    """Whether outputs have no samples before the end: ranked samples are chosen when all have
+    finished, and beams are found then.
+    """
+    ends_by_text: bool = False
+    """Whether a stop string may end a sample."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
@@ -113,14 +117,6 @@ class RequestState:
         """Number of its tokens, prompt and samples together."""
         num_new = sum(len(sample.token_ids) for sample in self.samples)
         return len(self.request.prompt_token_ids) + num_new
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether there is anything to read yet: ranked samples are chosen when all have ended, and
-        beams are found at the end.
-        """
-        params = self.request.params
-        return self.num_unfinished == 0 or not (params.is_ranked or params.beam_width is not None)
 
     def returned(self) -> list[Sample]:
         """Returns the samples that the user gets, by index; the best ones first where they are
@@ -145,12 +141,12 @@ class LostRequest:
 
 @dataclass(slots=True)
 class StepEffects:
-    """Effects of one step: requests that gained something, and core requests to abort because a
-    stop string ended them.
-    """
+    """Effects of one step's outputs."""
 
-    request_ids: dict[str, None] = field(default_factory=dict)
+    changed: dict[str, bool] = field(default_factory=dict)
+    """Requests with a new output, and whether it is their final one."""
     abort_ids: list[str] = field(default_factory=list)
+    """Core requests to abort because a stop string ended them."""
 
 
 class OutputProcessor:
@@ -175,8 +171,14 @@ class OutputProcessor:
                 param="request_id",
             )
         samples = [self._make_sample(request, sample.sample_index) for sample in request.samples]
+        params = request.params
         state = RequestState(
-            request, samples, len(samples), RequestMetrics(arrival_time=request.arrival_time)
+            request,
+            samples,
+            len(samples),
+            RequestMetrics(arrival_time=request.arrival_time),
+            is_read_at_end=params.is_ranked or params.beam_width is not None,
+            ends_by_text=params.ends_by_text,
         )
         self._states[request.request_id] = state
         self._recent.drop(request.request_id)
@@ -227,27 +229,28 @@ class OutputProcessor:
         if request.params.stop_strings != state.request.params.stop_strings:
             for sample in state.samples:
                 sample.change_stops(request.sampling_params)
-        state.request = request
+        state.request, state.ends_by_text = request, request.params.ends_by_text
 
     def is_finished(self, request_id: str) -> bool:
-        """Tells whether all samples of a request have ended; its final output was not taken yet."""
+        """Returns whether all samples of a request have ended, whose final output was not read."""
         return self._states[request_id].num_unfinished == 0
 
     def process(self, outputs: Iterable[EngineOutput], now: float) -> StepEffects:
-        """Takes in a step's outputs; those of requests already finished here are dropped."""
+        """Adds a step's outputs to their requests; those of finished requests are dropped."""
         effects = StepEffects()
         for output in outputs:
             found = self._samples.get(output.request_id)
             if found is not None:
-                self._take(*found, output, now, effects)
-                if found[0].is_readable:
-                    effects.request_ids[found[0].request.request_id] = None
+                state, sample = found
+                self._update(state, sample, output, now, effects)
+                finished = state.num_unfinished == 0
+                if finished or not state.is_read_at_end:
+                    effects.changed[state.request.request_id] = finished
         return effects
 
     def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
-        """Returns all of a request so far, as a copy, or with `only_new` what each sample gained
-        since the last call (which costs no more the longer an answer is). The final output is given
-        once: a finished request is forgotten with it.
+        """Returns a copy of all of a request so far, or with `only_new` what each sample gained
+        since the last call. The final output is returned once and removes the request.
         """
         state = self._states[request_id]
         finished = state.num_unfinished == 0
@@ -260,7 +263,7 @@ class OutputProcessor:
             prompt_token_ids=request.prompt_token_ids,
             outputs=(
                 list(map(_gained if only_new else _completion, state.returned()))
-                if state.is_readable
+                if finished or not state.is_read_at_end
                 else []
             ),
             finished=finished,
@@ -302,7 +305,7 @@ class OutputProcessor:
             sample.cumulative_logprob = 0.0
         return sample
 
-    def _take(
+    def _update(
         self,
         state: RequestState,
         sample: Sample,
@@ -310,18 +313,28 @@ class OutputProcessor:
         now: float,
         effects: StepEffects,
     ) -> None:
+        """Adds one output to its sample."""
         if output.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = output.finish_reason, output.stop_reason
             state.error = state.error or output.error
-        if output.pooled is not None:
-            self._take_start(state, output, now)
+        num_kept = len(output.token_ids)
+        if num_kept:
+            sample.token_ids += output.token_ids
+            # Stop strings may end the text, and a stop token is no part of it.
+            if state.ends_by_text or output.finish_reason == "stop":
+                num_kept = self._search_stop(state.request.params, sample, output, effects)
+        if num_kept or output.pooled is not None or output.beams is not None:
+            metrics = state.metrics
+            if not metrics.token_times or metrics.token_times[-1] != now:
+                metrics.token_times.append(now)
+            if output.scheduled_ts is not None or output.prompt_logprobs is not None:
+                self._add_start(state, output)
+            metrics.num_generation_tokens += num_kept
+            if output.logprobs is not None and sample.cumulative_logprob is not None:
+                self._add_logprobs(sample, output.logprobs[:num_kept])
+            if output.beams is not None:
+                self._add_beams(state, output.beams)
             state.pooled = output.pooled
-        elif output.beams is not None:
-            self._take_beams(state, output, now)
-        else:
-            num_kept = self._search_stop(state.request.params, sample, output, effects)
-            if num_kept:
-                self._take_tokens(state, sample, _first_tokens(output, num_kept), now)
         if sample.finish_reason is not None:
             if output.timings is not None:
                 state.timings.append(output.timings)
@@ -333,11 +346,10 @@ class OutputProcessor:
     def _search_stop(
         self, params: RequestParams, sample: Sample, output: EngineOutput, effects: StepEffects
     ) -> int:
-        """Adds the tokens to the sample, up to the one that completes a stop string, which ends it;
-        returns how many were added.
+        """Ends the sample if its new tokens complete a stop string, and removes those after it;
+        returns how many are left.
         """
-        num_before = len(sample.token_ids)
-        sample.token_ids += output.token_ids
+        num_before = len(sample.token_ids) - len(output.token_ids)
         by_token = output.finish_reason == "stop" and not params.include_stop_str_in_output
         if not (params.ends_by_text or by_token):
             return len(output.token_ids)
@@ -348,27 +360,17 @@ class OutputProcessor:
             sample.finish_reason, sample.stop_reason = "stop", stop
         return len(sample.token_ids) - num_before
 
-    def _take_tokens(
-        self, state: RequestState, sample: Sample, output: EngineOutput, now: float
-    ) -> None:
-        """Takes in what comes with tokens that `_search_stop` has added."""
-        self._take_start(state, output, now)
-        state.metrics.num_generation_tokens += len(output.token_ids)
-        if output.logprobs is not None and sample.cumulative_logprob is not None:
-            sample.cumulative_logprob += sum(entry.logprobs[0] for entry in output.logprobs)
-            if sample.logprobs is not None:
-                sample.logprobs += map(self._readable, output.logprobs)
+    def _add_logprobs(self, sample: Sample, logprobs: list[TokenLogprobs]) -> None:
+        assert sample.cumulative_logprob is not None
+        sample.cumulative_logprob += sum(entry.logprobs[0] for entry in logprobs)
+        if sample.logprobs is not None:
+            sample.logprobs += map(self._readable, logprobs)
 
-    def _take_beams(self, state: RequestState, output: EngineOutput, now: float) -> None:
-        """Puts the sequences that a beam search has found in the place of the one sample that stood
-        for them.
-        """
-        self._take_start(state, output, now)
+    def _add_beams(self, state: RequestState, beams: list[BeamOutput]) -> None:
+        """Replaces the one sample of a beam search by the sequences that it has found."""
         params = state.request.params
-        state.samples = [
-            self._make_sample(state.request, index) for index in range(len(output.beams or ()))
-        ]
-        for sample, beam in zip(state.samples, output.beams or (), strict=True):
+        state.samples = [self._make_sample(state.request, index) for index in range(len(beams))]
+        for sample, beam in zip(state.samples, beams, strict=True):
             sample.token_ids, sample.score, sample.cumulative_logprob = (
                 beam.token_ids,
                 beam.score,
@@ -381,13 +383,10 @@ class OutputProcessor:
             sample.catch_up(hide_last=by_token and not params.include_stop_str_in_output)
             state.metrics.num_generation_tokens += len(beam.token_ids)
 
-    def _take_start(self, state: RequestState, output: EngineOutput, now: float) -> None:
-        """Takes in what comes with a request's first tokens, and the moment when tokens came."""
-        metrics = state.metrics
-        if metrics.last_token_ts != now:
-            metrics.token_times.append(now)
-        if output.scheduled_ts is not None and metrics.scheduled_ts is None:
-            metrics.scheduled_ts = output.scheduled_ts
+    def _add_start(self, state: RequestState, output: EngineOutput) -> None:
+        """Adds what comes with the first tokens of a sample; the first sample's times count."""
+        if state.metrics.scheduled_ts is None:
+            state.metrics.scheduled_ts = output.scheduled_ts
             state.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             state.prompt_logprobs = [
@@ -404,14 +403,6 @@ class OutputProcessor:
             if token_id not in found:
                 found[token_id] = Logprob(logprob, rank, text(token_id))
         return found
-
-
-def _first_tokens(output: EngineOutput, count: int) -> EngineOutput:
-    """Returns the output with its first `count` tokens alone."""
-    if count == len(output.token_ids):
-        return output
-    logprobs = output.logprobs and output.logprobs[:count]
-    return msgspec.structs.replace(output, token_ids=output.token_ids[:count], logprobs=logprobs)
 
 
 def _completion(sample: Sample) -> CompletionOutput:

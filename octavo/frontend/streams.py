@@ -180,7 +180,7 @@ class RequestStreams:
         """Hands each step's outputs to the event loop; runs in a thread until the engine ends."""
         while self._dead is None:
             try:
-                step = self._front.receive()
+                step = self._front.client.receive()
             except EngineDead as error:
                 self.end(error)
             except Exception as error:
@@ -200,12 +200,12 @@ class RequestStreams:
     def _take(self, step: CoreOutputs) -> None:
         """Wakes the streams of the requests to which a step gave something."""
         self._events.step(step)
-        for request_id in self._front.take(step):
+        for request_id, is_finished in self._front.take(step).items():
             # Streams that were ended with the engine may still get what was on its way.
             stream = self._streams.get(request_id)
             if stream is not None:
                 stream.wake()
-                if self._front.is_finished(request_id):
+                if is_finished:
                     del self._streams[request_id]
                     self._events.ended(request_id)
 

@@ -26,8 +26,6 @@ from octavo.engine.protocol.kv_events import logged_only
 from octavo.engine.protocol.ports import Executor, Profiler
 from octavo.engine.recording.recorder import (
     FORMAT,
-    Log,
-    NoLog,
     Recorder,
     RecordingHeader,
     check_writable,
@@ -416,10 +414,10 @@ def _open_log(
     groups: list[BlockGroup],
     tiers: Tiers | None,
     loaded: LoadedModel,
-) -> Log:
-    """Opens the recording of option `record`, and writes its header."""
+) -> Recorder | None:
+    """Opens the recording and writes its header; returns None if nothing is recorded."""
     if config.observe.record is None:
-        return NoLog()
+        return None
     log = Recorder(Path(config.observe.record))
     shown = _without_secrets(config)
     log.write(

@@ -150,7 +150,7 @@ class CoreLoop:
     def _pause_ms(self, core: EngineCore) -> int:
         """Returns the milliseconds for which the next step may wait for a command."""
         pause_s = 0.0 if self._is_called else core.pause_s()
-        return math.ceil(1000 * min(pause_s, HEARTBEAT_INTERVAL_S))
+        return math.ceil(1000 * min(pause_s or 0.0, HEARTBEAT_INTERVAL_S))
 
     @property
     def _is_called(self) -> bool:

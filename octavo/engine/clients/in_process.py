@@ -60,7 +60,7 @@ class InProcessClient:
         if not self._inbox.empty():
             self._await_commands(0)
         while not self._closed:
-            pause_s = self.core.pause_s() if self.core.has_work else None
+            pause_s = self.core.pause_s()
             if pause_s is not None and pause_s <= 0:
                 break
             left_s = None if end is None else end - time.monotonic()

@@ -56,10 +56,10 @@ class StepTokens(msgspec.Struct, array_like=True):
     """Number of steps by bucket; the last one has no upper bound."""
     total: int = 0
 
-    def add(self, num_tokens: int) -> None:
-        """Takes in a step of `num_tokens`."""
-        self.counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
-        self.total += num_tokens
+    def add(self, num_tokens: int, num_steps: int = 1) -> None:
+        """Counts `num_steps` steps of `num_tokens` each."""
+        self.counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += num_steps
+        self.total += num_steps * num_tokens
 
     def __add__(self, other: StepTokens) -> StepTokens:
         counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]

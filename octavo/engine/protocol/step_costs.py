@@ -1,16 +1,15 @@
-"""What a step costs on this machine, measured from steps: seconds by the number of tokens computed,
-plus a cost for each key read, and how fast blocks are swapped. Steps that verify guesses have
-points of their own: they draw after each token, where a prompt's chunk of as many draws once.
+"""Measured step costs: seconds by the number of tokens computed, a cost for each key read, and the
+rate at which blocks are swapped.
 
-The core owns the meter, since it has the clock, and hands the costs to the scheduler with each
-call; the scheduler itself measures nothing, and a recording that holds them replays exactly. Knows
-plans and results, no request.
+Steps that verify draft tokens are measured separately, since they sample after each token. The core
+owns the meter, since it has the clock, and passes the costs to the scheduler with each call, so
+that a recording that contains them replays exactly.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -26,14 +25,14 @@ WEIGHT = 0.2
 """Weight of the newest step in the running mean of a point."""
 
 MOST_SLOWER = 2.0
-"""Most times a point's mean that one step counts for: one that the machine held up for a second
-would make all other sizes look cheap. A machine that is slower from now on is followed in a few
-steps.
+"""Upper bound on the seconds that one step counts for, as a multiple of its point's mean: a step
+that the machine delayed by a second would make all other sizes look cheap. A machine that stays
+slower is followed within a few steps.
 """
 
 KEY_WEIGHT = 1 / 64
-"""Weight of the newest step in the fit of the cost of a key. It is small, since a request's context
-grows by one key a step: within a few steps the noise is far larger than what these keys cost.
+"""Weight of the newest step in the fit of the cost per key. It is small, since a request's context
+grows by one key per step: over a few steps the noise is far larger than the cost of these keys.
 """
 
 
@@ -94,10 +93,10 @@ class StepCosts(msgspec.Struct, frozen=True):
         return seconds
 
     def _tokens_s(self, points: tuple[CostPoint, ...], num_tokens: int) -> float:
-        """Returns the seconds of a step that reads no key: on a straight line between two points;
-        those of the first point below it, in proportion to the tokens beyond the last.
+        """Returns the seconds of a step without its keys: interpolated between two points, those of
+        the first point below it, and in proportion to the tokens beyond the last.
         """
-        index = bisect_left([point.num_tokens for point in points], num_tokens)
+        index = bisect_left(points, num_tokens, key=attrgetter("num_tokens"))
         if index == len(points):
             last = points[-1]
             return self._without_keys_s(last) * num_tokens / last.num_tokens
@@ -118,14 +117,22 @@ UNMEASURED = StepCosts()
 
 
 class StepKind(NamedTuple):
-    """Steps that share a point."""
+    """Key of the steps that are averaged in one point."""
 
     bucket: int
     verifies: bool
 
 
+class KeyMeans(NamedTuple):
+    """Running means over the steps of one kind, for the cost per key."""
+
+    num_keys: float
+    seconds: float
+    num_steps: int
+
+
 class StepCostMeter:
-    """Measures what steps cost, as running means. `known` are costs measured before."""
+    """Measures step costs as running means. `known` are costs measured before."""
 
     def __init__(self, known: StepCosts = UNMEASURED) -> None:
         self._costs: StepCosts | None = known
@@ -136,31 +143,44 @@ class StepCostMeter:
             for verifies, points in ((False, known.points), (True, known.verifying))
             for point in points
         }
-        self._key_fit = KeyCostFit(known.key_s)
+        self._key_s = known.key_s
+        self._key_means: dict[StepKind, KeyMeans] = {}
+        self._key_variance = self._key_covariance = 0.0
+        self._num_fitted = 0
 
     def observe(self, plan: StepPlan, result: StepResult, elapsed_s: float) -> None:
-        """Takes in a step that took `elapsed_s` of wall clock, Python's share included."""
-        if result.moved_s > 0 and any(move.kind != "copy" for move in plan.moves):
-            self._swap_blocks_per_s = _mean(
-                self._swap_blocks_per_s, len(plan.moves) / result.moved_s
-            )
-        step_s = elapsed_s - result.moved_s
-        # A step in which a row fails may have been computed again, row by row.
-        has_failed = any(row.failure is not None for row in result.rows)
-        if plan.rows and step_s > 0 and not (has_failed or _only_proposes(plan)):
-            kind = StepKind(_bucket(plan.num_tokens), _only_verifies(plan))
-            num_keys = sum(row.start + row.num_tokens for row in plan.rows)
-            self._observe_step(kind, CostPoint(plan.num_tokens, num_keys, step_s))
+        """Measures a step that took `elapsed_s` of wall clock time, Python's share included."""
         self._costs = None
+        if result.moved_s > 0 and any(move.kind != "copy" for move in plan.moves):
+            old, new = self._swap_blocks_per_s, len(plan.moves) / result.moved_s
+            self._swap_blocks_per_s = new if old is None else old + WEIGHT * (new - old)
+        step_s = elapsed_s - result.moved_s
+        num_tokens = num_keys = num_drafts = 0
+        samples_each_token, proposes = True, False
+        for row, row_result in zip(plan.rows, result.rows, strict=True):
+            if row_result.failure is not None:
+                return  # the step may have been computed again, row by row
+            num_tokens += row.num_tokens + row.num_encoded
+            num_keys += row.start + row.num_tokens
+            num_drafts += len(row.draft_ids)
+            proposes |= row.propose > 0
+            if row.wants != "draw" or row.num_tokens != len(row.draft_ids) + 1:
+                samples_each_token = False
+        # A step that only proposes drafts takes longer than others of as many tokens.
+        if plan.rows and step_s > 0 and not (proposes and not num_drafts):
+            kind = StepKind(_bucket(num_tokens), num_drafts > 0 and samples_each_token)
+            self._observe_step(kind, CostPoint(num_tokens, num_keys, step_s))
 
     def repeat(self, plan: StepPlan, num_steps: int, elapsed_s: float) -> None:
-        """Takes in the decode steps of a plan after its first, in which each row computes a token;
-        `elapsed_s` is that of all of them. They weigh as much as they would one by one.
+        """Measures the decode steps of a plan after its first, which took `elapsed_s` together.
+        They weigh as much as they would one by one.
         """
         if num_steps == 0 or elapsed_s <= 0:
             return
         num_rows = len(plan.rows)
-        num_keys = sum(row.start for row in plan.rows) + num_rows * (1 - (num_steps - 1) / 2)
+        num_keys = num_rows * (1 - (num_steps - 1) / 2)
+        for row in plan.rows:
+            num_keys += row.start
         point = CostPoint(num_rows, num_keys, elapsed_s / num_steps)
         self._observe_step(StepKind(_bucket(num_rows), verifies=False), point, num_steps)
         self._costs = None
@@ -169,27 +189,21 @@ class StepCostMeter:
     def costs(self) -> StepCosts:
         """Costs of steps as measured so far."""
         if self._costs is None:
+            points: tuple[list[CostPoint], list[CostPoint]] = ([], [])
+            for kind in sorted(self._points):
+                points[kind.verifies].append(self._points[kind])
             self._costs = StepCosts(
-                self._points_of(verifies=False),
-                self._key_fit.key_s,
-                self._swap_blocks_per_s,
-                self._points_of(verifies=True),
+                tuple(points[False]), self._key_s, self._swap_blocks_per_s, tuple(points[True])
             )
         return self._costs
 
-    def _points_of(self, *, verifies: bool) -> tuple[CostPoint, ...]:
-        return tuple(
-            self._points[kind] for kind in sorted(self._points) if kind.verifies == verifies
-        )
-
     def _observe_step(self, kind: StepKind, new: CostPoint, num_steps: int = 1) -> None:
-        """Takes in the mean of `num_steps` steps."""
+        """Adds the mean of `num_steps` steps to their point."""
         old = self._points.get(kind) or new
         seconds = min(new.seconds, MOST_SLOWER * old.seconds)
-        # Beyond, steps of one bucket differ in their tokens too: not all of a difference in
-        # seconds would be the keys'.
+        # Beyond, steps of one bucket differ in their tokens too, which would be taken for keys.
         if new.num_tokens <= MAX_SINGLE_TOKENS:
-            self._key_fit.observe(kind, new.num_keys, seconds)
+            self._fit_key_cost(kind, new.num_keys, seconds)
         weight = 1 - (1 - WEIGHT) ** num_steps
         self._points[kind] = CostPoint(
             old.num_tokens + weight * (new.num_tokens - old.num_tokens),
@@ -197,52 +211,28 @@ class StepCostMeter:
             old.seconds + weight * (seconds - old.seconds),
         )
 
-
-class KeyCostFit:
-    """The cost of a key, by least squares over steps of equally many tokens: what those with more
-    keys than their mean take longer than their mean. Newer steps count more.
-    """
-
-    def __init__(self, known_s: float = 0.0) -> None:
-        self.key_s = known_s
-        self._means: dict[StepKind, KeyMeans] = {}
-        self._variance = 0.0
-        self._covariance = 0.0
-        self._num_seen = 0
-
-    def observe(self, kind: StepKind, num_keys: float, step_s: float) -> None:
-        """Takes in one step; a cost below zero is noise and is taken for zero."""
-        means = self._means.setdefault(kind, KeyMeans(num_keys, step_s))
-        more_keys, more_s = means.observe(num_keys, step_s)
-        self._num_seen += 1
-        weight = max(KEY_WEIGHT, 1 / self._num_seen)
-        self._variance += weight * (more_keys * more_keys - self._variance)
-        self._covariance += weight * (more_keys * more_s - self._covariance)
-        if self._variance > 0:
-            self.key_s = max(0.0, self._covariance / self._variance)
-
-
-@dataclass(slots=True)
-class KeyMeans:
-    """Running means over steps of equally many tokens."""
-
-    num_keys: float
-    seconds: float
-    num_seen: int = 0
-
-    def observe(self, num_keys: float, step_s: float) -> tuple[float, float]:
-        """Takes in one step; returns by how many keys and seconds it is off the means so far."""
-        more_keys, more_s = num_keys - self.num_keys, step_s - self.seconds
-        self.num_seen += 1
-        weight = max(KEY_WEIGHT, 1 / self.num_seen)
-        self.num_keys += weight * more_keys
-        self.seconds += weight * more_s
-        return more_keys, more_s
+    def _fit_key_cost(self, kind: StepKind, num_keys: float, step_s: float) -> None:
+        """Fits the cost per key by least squares over steps of equally many tokens: how much longer
+        those with more keys than their mean take. A negative cost is noise and counts as zero.
+        """
+        means = self._key_means.get(kind) or KeyMeans(num_keys, step_s, 0)
+        more_keys, more_s = num_keys - means.num_keys, step_s - means.seconds
+        num_seen = means.num_steps + 1
+        weight = max(KEY_WEIGHT, 1 / num_seen)
+        self._key_means[kind] = KeyMeans(
+            means.num_keys + weight * more_keys, means.seconds + weight * more_s, num_seen
+        )
+        self._num_fitted += 1
+        weight = max(KEY_WEIGHT, 1 / self._num_fitted)
+        self._key_variance += weight * (more_keys * more_keys - self._key_variance)
+        self._key_covariance += weight * (more_keys * more_s - self._key_covariance)
+        if self._key_variance > 0:
+            self._key_s = max(0.0, self._key_covariance / self._key_variance)
 
 
 def _bucket(num_tokens: int) -> int:
-    """Returns which point a step of `num_tokens` belongs to: the number itself, or the next power
-    of two.
+    """Returns the point that a step of `num_tokens` belongs to: the number itself, or the next
+    power of two.
     """
     return num_tokens if num_tokens <= MAX_SINGLE_TOKENS else 1 << (num_tokens - 1).bit_length()
 
@@ -250,22 +240,3 @@ def _bucket(num_tokens: int) -> int:
 def _has_size(points: tuple[CostPoint, ...], num_tokens: int) -> bool:
     bucket = _bucket(num_tokens)
     return any(_bucket(round(point.num_tokens)) == bucket for point in points)
-
-
-def _only_verifies(plan: StepPlan) -> bool:
-    """Returns whether a step verifies guesses, and every row draws after each of its tokens."""
-    return any(row.draft_ids for row in plan.rows) and all(
-        row.wants == "draw" and row.num_tokens == len(row.draft_ids) + 1 for row in plan.rows
-    )
-
-
-def _only_proposes(plan: StepPlan) -> bool:
-    """Returns whether a step makes guesses and verifies none: it takes longer than others of as
-    many tokens.
-    """
-    proposes = any(row.propose for row in plan.rows)
-    return proposes and not any(row.draft_ids for row in plan.rows)
-
-
-def _mean(old: float | None, new: float) -> float:
-    return new if old is None else old + WEIGHT * (new - old)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -121,24 +121,8 @@ Event = (
 )
 
 
-class Log(Protocol):
-    """Takes in everything that decides what an engine does."""
-
-    def write(self, event: Event) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class NoLog:
-    def write(self, event: Event) -> None:
-        """Drops the event."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
 class Recorder:
-    """A Log in a file, which is overwritten."""
+    """Writes events to a file, which is overwritten."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -153,7 +137,7 @@ class Recorder:
             raise ConfigError(f"record: cannot write {path}: {error.strerror}") from error
 
     def write(self, event: Event) -> None:
-        """Writes one event. Where the disk is full the recording ends, and the engine goes on."""
+        """Writes one event. If the disk is full, the recording ends and the engine goes on."""
         if self._file.closed:
             return
         if isinstance(event, StepPlanned):

@@ -172,7 +172,6 @@ class Replay:
             plan, made = self._computed, self._execute_next()
             if self.scheduler.in_flight.decoding is None:
                 raise _damaged(f"step {plan.step} has more results than steps")
-            self.scheduler.repeat()
         elif self._in_flight:
             plan = self._in_flight.popleft().plan
             if plan.num_steps > 1:  # its rows' `start` advances with each step

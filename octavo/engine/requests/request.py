@@ -48,6 +48,7 @@ class Request(SequenceState):
     __slots__ = (
         "consumer",
         "end_token_ids",
+        "ends_by_text",
         "first_position",
         "fork_of",
         "is_encoded",
@@ -83,6 +84,8 @@ class Request(SequenceState):
         params = source.params
         self.source = source
         self.params = params
+        self.ends_by_text = params.ends_by_text
+        """Whether the frontend may end it by a stop string."""
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.max_num_tokens = max_num_tokens
         if params.max_tokens is not None:
@@ -145,6 +148,7 @@ class Request(SequenceState):
         if params == self.params:
             return
         self.params = params
+        self.ends_by_text = params.ends_by_text
         self.max_num_tokens = max_num_tokens
         if params.max_tokens is not None:
             self.max_num_tokens = min(max_num_tokens, self.num_prompt_tokens + params.max_tokens)

@@ -119,14 +119,16 @@ class Timekeeper:
         self._num_steps += 1
         self._num_rows += num_rows
 
-    def repeated(self, num_rows: int) -> None:
-        """Notes that the last plan, of `num_rows` rows, has one more decode step."""
-        self._begun.append((self._computed_until, num_rows))
+    def repeated(self, busy_s: float, num_rows: int) -> None:
+        """Counts one more decode step of the last plan, of `num_rows` rows."""
+        self._end = self._computed_until = self._computed_until + busy_s
         self._num_steps += 1
         self._num_rows += num_rows
+        self._num_steps_done += 1
+        self._num_rows_done += num_rows
 
     def computed(self, busy_s: float) -> None:
-        """Notes that the oldest step in flight is computed."""
+        """Counts the oldest plan in flight, whose first step has been computed."""
         begun, num_rows = self._begun.popleft()
         self._end = self._computed_until = max(begun, self._computed_until) + busy_s
         if num_rows:

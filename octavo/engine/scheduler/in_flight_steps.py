@@ -24,9 +24,9 @@ ALL_MAY_END = "no request has a token to compute until a step in flight is back"
 """Reason to wait where each running request may end with the token that is being drawn."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannedStep:
-    """What is kept of a plan until its result arrives."""
+    """The part of a plan that `Scheduler.update` needs."""
 
     owners: list[tuple[Request, SequenceState]]
     """Request and row of each row of the plan."""
@@ -34,7 +34,7 @@ class PlannedStep:
     swapped_out: list[Request]
     is_short: bool
     is_first: bool = True
-    """Whether it is the first decode step of its plan."""
+    """Whether the next result is that of the plan's first step."""
 
 
 class InFlightSteps:
@@ -45,9 +45,9 @@ class InFlightSteps:
         self._draws_ahead = draws_ahead
         self._steps: deque[PlannedStep] = deque()
         self.decoding: PlannedStep | None = None
-        """Last decode step of a multi-step plan that may continue."""
+        """The multi-step plan that is being executed."""
         self._num_left = 0
-        """Maximum number of decode steps left in the last plan."""
+        """Maximum number of steps left in that plan."""
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -65,15 +65,6 @@ class InFlightSteps:
             )
         )
 
-    def repeat(self) -> int:
-        """Adds the next decode step of the last plan; returns its number of rows."""
-        assert self.decoding is not None, "no plan of several decode steps has begun"
-        owners = self.decoding.owners
-        for _, row in owners:
-            row.num_tokens_in_flight += 1
-        self._steps.append(PlannedStep(owners, [], [], is_short=False, is_first=False))
-        return len(owners)
-
     def end_decode(self) -> list[tuple[Request, SequenceState]]:
         """Ends a multi-step plan; returns its requests and rows, [] if there is none."""
         step, self.decoding = self.decoding, None
@@ -85,11 +76,16 @@ class InFlightSteps:
         return self._steps[0]
 
     def take(self, num_steps: int) -> PlannedStep:
-        """Removes and returns the oldest step, whose result has arrived; its plan has up to
-        `num_steps` decode steps.
+        """Returns the step whose result has arrived: the next one of a multi-step plan, or the
+        oldest in flight, which is removed; its plan has up to `num_steps` decode steps.
         """
-        step = self._steps.popleft()
-        self._num_left = (num_steps if step.is_first else self._num_left) - 1
+        if self.decoding is not None:
+            step = self.decoding
+            step.is_first = False
+            self._num_left -= 1
+        else:
+            step = self._steps.popleft()
+            self._num_left = num_steps - 1
         self.decoding = step if self._num_left else None
         return step
 

@@ -22,7 +22,13 @@ from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.prompt_limits import AllocStatus
 from octavo.engine.protocol.requests import EngineRequest, RequestChange
 from octavo.engine.protocol.stats import EngineStats
-from octavo.engine.protocol.step import RowResult, ScheduledRequest, StepPlan, StepResult
+from octavo.engine.protocol.step import (
+    RowResult,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    WeightArrivals,
+)
 from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.result_consumer import RequestProgress
@@ -207,13 +213,23 @@ class Scheduler:
         final outputs of requests that ended between steps.
         """
         outputs, self._outputs = self._outputs, []
-        step = self.in_flight.take(plan.num_steps)
-        self._count(result, {request for request, _ in step.owners} if result.weights else ())
+        stats, step = self._stats, self.in_flight.take(plan.num_steps)
+        stats.busy_s += result.busy_s
         if step.is_first:
+            self.times.computed(result.busy_s)
             outputs += self._take_reports(result)
+        else:
+            self.times.repeated(result.busy_s, len(plan.rows))
+            stats.num_steps += 1
+        if result.counters is not None:
+            stats.counters = result.counters
+        if result.weights is not None:
+            self._share_weights(result.weights, {request for request, _ in step.owners})
         for (request, row), scheduled, row_result in zip(
             step.owners, plan.rows, result.rows, strict=True
         ):
+            if step.is_first:
+                row.num_tokens_in_flight -= scheduled.num_tokens
             # Another of its rows may have failed, or an earlier step ended it.
             if request.status is not RequestStatus.FINISHED:
                 output = self._update_row(request, row, scheduled, row_result)
@@ -254,7 +270,6 @@ class Scheduler:
         if num_kept < scheduled.num_tokens and not self.blocks.keeps_parts:
             num_kept = 0
         row.num_computed_tokens = min(scheduled.start + num_kept, len(row.token_ids))
-        row.num_tokens_in_flight -= scheduled.num_tokens
         if scheduled.wants and not self._limits.keeps_kv:
             row.num_computed_tokens = 0
         # A request that goes on is settled at the end of its plan: nothing looks up blocks before.
@@ -287,7 +302,7 @@ class Scheduler:
             if not progress.token_ids:
                 return None
             output = EngineOutput(request.request_id, progress.token_ids, progress.logprobs)
-            if request.params.ends_by_text:  # the frontend may end it, and then needs its timings
+            if request.ends_by_text:  # the frontend may end it, and then needs its timings
                 output.timings = request.timings(self.times.so_far(request.watch))
         output.mirostat_mu = request.mirostat_mu
         if progress.is_first:
@@ -307,17 +322,12 @@ class Scheduler:
             )
         self.kv_allocator.free_unused(row)
 
-    def _count(self, result: StepResult, requests: Collection[Request]) -> None:
-        """Counts a step's time and the bytes that it read from files, a share for each request."""
-        self.times.computed(result.busy_s)
-        self._stats.busy_s += result.busy_s
-        if result.counters is not None:
-            self._stats.counters = result.counters
-        if result.weights is not None:
-            share = result.weights.share_since(self._stats.weights, max(1, len(requests)))
-            self._stats.weights = result.weights
-            for request in requests:
-                request.weights += share
+    def _share_weights(self, weights: WeightArrivals, requests: Collection[Request]) -> None:
+        """Counts the weights that a step read from files, an equal share for each request."""
+        share = weights.share_since(self._stats.weights, max(1, len(requests)))
+        self._stats.weights = weights
+        for request in requests:
+            request.weights += share
 
     def _take_reports(self, result: StepResult) -> list[EngineOutput]:
         """Passes on what a plan's first result reports beside its rows; returns the outputs of
@@ -335,13 +345,8 @@ class Scheduler:
             if (adapter := request.source.adapter) is not None and adapter.digest in faults
         ]
 
-    def repeat(self) -> None:
-        """Notes that the next decode step of the last plan is computed, for `update`."""
-        self.times.repeated(self.in_flight.repeat())
-        self._stats.num_steps += 1
-
     def end_decode(self) -> None:
-        """Ends a plan of several decode steps behind the last one that returned."""
+        """Ends a multi-step plan after the last step that was computed."""
         for request, row in self.in_flight.end_decode():
             if request.status is RequestStatus.RUNNING:
                 self._settle(row)
@@ -353,7 +358,7 @@ class Scheduler:
         The requests that it computes fail at `update`. A later decode step of a plan has moved and
         freed nothing.
         """
-        if not self.in_flight.oldest.is_first:
+        if self.in_flight.decoding is not None:
             return
         self.kv_allocator.free_again(self.in_flight.not_readded(plan.freed_rows))
         self.blocks.connector.step_failed()
