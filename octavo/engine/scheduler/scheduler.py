@@ -8,8 +8,6 @@ are arguments), so that a recording replays exactly; sees neither text nor array
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import msgspec
 
 from octavo.api.sampling_params import SamplingParams
@@ -22,13 +20,7 @@ from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.prompt_limits import AllocStatus
 from octavo.engine.protocol.requests import EngineRequest, RequestChange
 from octavo.engine.protocol.stats import EngineStats
-from octavo.engine.protocol.step import (
-    RowResult,
-    ScheduledRequest,
-    StepPlan,
-    StepResult,
-    WeightArrivals,
-)
+from octavo.engine.protocol.step import RowResult, ScheduledRequest, StepPlan, StepResult
 from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.result_consumer import RequestProgress
@@ -40,7 +32,7 @@ from octavo.engine.scheduler.admission_control import AdmissionControl
 from octavo.engine.scheduler.batching import Batching
 from octavo.engine.scheduler.gauges import set_gauges
 from octavo.engine.scheduler.grammar_gate import GrammarGate
-from octavo.engine.scheduler.in_flight_steps import InFlightSteps
+from octavo.engine.scheduler.in_flight_steps import InFlightSteps, PlannedStep
 from octavo.engine.scheduler.kv_allocator import KVAllocator
 from octavo.engine.scheduler.micro_batch import MicroBatch
 from octavo.engine.scheduler.multi_step import MultiStepPolicy
@@ -213,18 +205,10 @@ class Scheduler:
         final outputs of requests that ended between steps.
         """
         outputs, self._outputs = self._outputs, []
-        stats, step = self._stats, self.in_flight.take(plan.num_steps)
-        stats.busy_s += result.busy_s
+        step = self.in_flight.take(plan.num_steps)
+        self._count(step, result)
         if step.is_first:
-            self.times.computed(result.busy_s)
             outputs += self._take_reports(result)
-        else:
-            self.times.repeated(result.busy_s, len(plan.rows))
-            stats.num_steps += 1
-        if result.counters is not None:
-            stats.counters = result.counters
-        if result.weights is not None:
-            self._share_weights(result.weights, {request for request, _ in step.owners})
         for (request, row), scheduled, row_result in zip(
             step.owners, plan.rows, result.rows, strict=True
         ):
@@ -322,12 +306,25 @@ class Scheduler:
             )
         self.kv_allocator.free_unused(row)
 
-    def _share_weights(self, weights: WeightArrivals, requests: Collection[Request]) -> None:
-        """Counts the weights that a step read from files, an equal share for each request."""
-        share = weights.share_since(self._stats.weights, max(1, len(requests)))
-        self._stats.weights = weights
-        for request in requests:
-            request.weights += share
+    def _count(self, step: PlannedStep, result: StepResult) -> None:
+        """Counts a step's time, and the weights that it read from files in equal shares for its
+        requests.
+        """
+        stats = self._stats
+        stats.busy_s += result.busy_s
+        if step.is_first:
+            self.times.computed(result.busy_s)
+        else:
+            self.times.repeated(result.busy_s, len(step.owners))
+            stats.num_steps += 1
+        if result.counters is not None:
+            stats.counters = result.counters
+        if result.weights is not None:
+            requests = {request for request, _ in step.owners}
+            share = result.weights.share_since(stats.weights, max(1, len(requests)))
+            stats.weights = result.weights
+            for request in requests:
+                request.weights += share
 
     def _take_reports(self, result: StepResult) -> list[EngineOutput]:
         """Passes on what a plan's first result reports beside its rows; returns the outputs of
