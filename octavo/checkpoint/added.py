@@ -1,6 +1,5 @@
-"""A checkpoint with tensors beside its own, such as predictors that were made of it.
-
-Knows names and arrays; what they mean is the business of who adds them.
+"""A checkpoint with extra tensors added, such as trained predictors. Knows only names and arrays,
+not the purpose of the extra tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ FORMATS = {np.dtype(np.float16): "F16", np.dtype(np.float32): "F32"}
 
 
 class HeaderWith:
-    """A header that knows of more tensors: implements `ports.ModelHeader`."""
+    """A header with extra tensors. Implements `ports.ModelHeader`."""
 
     def __init__(self, header: ModelHeader, tensors: Mapping[str, NDArray[Any]]) -> None:
         self._header = header
@@ -36,12 +35,14 @@ class HeaderWith:
 
 
 class CheckpointWith(HeaderWith):
-    """A checkpoint that holds more tensors: implements `ports.Checkpoint`."""
+    """A checkpoint with extra tensors. Implements `ports.Checkpoint`."""
 
     def __init__(
         self, checkpoint: Checkpoint, tensors: Mapping[str, NDArray[Any]], source: Path
     ) -> None:
-        """`source` is the file that the tensors are from; it is no file of the checkpoint's."""
+        """`source` is the file of the extra tensors; it is not one of the checkpoint's
+        `weight_files`.
+        """
         super().__init__(checkpoint, tensors)
         self._checkpoint = checkpoint
         self._source = source

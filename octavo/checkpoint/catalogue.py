@@ -1,8 +1,8 @@
-"""Sources of models: short names with origin and checksum, local paths, Hugging Face repositories.
+"""Resolves the name of a model to a local path: catalogue names, local paths, Hugging Face
+repositories.
 
-Owns the cache's layout. Transfers
-are the business of `wheel_download.py` and huggingface-hub; the meaning of files is that of
-`open.py`.
+Defines the layout of the cache. `wheel_download.py` and huggingface-hub do the transfers, `open.py`
+reads the files.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 
 CONVERTED = "converted"
-"""Directory of a model that was made of the fetched files, beside them."""
+"""Subdirectory with the converted model, next to the downloaded files."""
 
 Convert = Callable[[Path, Path], None]
-"""Makes a model's directory out of the one of its fetched files."""
+"""Converts the directory of downloaded files (first argument) into a model directory (second)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogueModel:
-    """A model with a short name: one file, or several that make a directory."""
+    """A model with a short name: a single file, or several files in one directory."""
 
     text: str
     license: str
     files: tuple[ModelFile, ...]
     sampling: Mapping[str, float] | None = None
     """Recommended sampling values, by the keys of generation_config.json; None if the model does
-    not generate, or its own generation_config recommends some."""
+    not generate or has recommendations in its own generation_config."""
     convert: Convert | None = None
-    """Maker of the model's directory out of the fetched files, where their format is not read as it
-    is; None elsewhere."""
+    """Converter from the downloaded files to a model directory; None if the files are readable as
+    they are."""
 
     def path(self, folder: Path) -> Path:
         if self.convert is not None:
@@ -53,7 +53,7 @@ class CatalogueModel:
         return folder / self.files[0].name if len(self.files) == 1 else folder
 
     def is_made(self, folder: Path) -> bool:
-        """Returns whether the fetched files are converted, where that is needed."""
+        """Returns whether the downloaded files are converted, or need no conversion."""
         return self.convert is None or self.path(folder).is_dir()
 
 
@@ -187,16 +187,18 @@ CATALOGUE: dict[str, CatalogueModel] = {
 
 
 def recommended_sampling(path: Path) -> tuple[str, Mapping[str, float]] | None:
-    """Returns the name and the sampling values of the catalogue model at a path."""
+    """Returns the name and recommended sampling values of the catalogue model at `path`; None if it
+    has none.
+    """
     name = name_at(path)
     values = None if name is None else CATALOGUE[name].sampling
     return None if name is None or not values else (name, values)
 
 
 def name_at(path: Path) -> str | None:
-    """Returns the name of the catalogue model that lies at a path, in the cache or elsewhere.
+    """Returns the name of the catalogue model at `path`, in the cache or elsewhere.
 
-    A model of one file has the name and size of the catalogue's file, or is a link to it.
+    A single-file model is recognised by its file name and size, or by a link to it.
     """
     path = path.resolve()
     for name, model in CATALOGUE.items():
@@ -221,13 +223,14 @@ def resolve(
     watch: Watch = unwatched,
     takes_paths: bool = True,
 ) -> Path:
-    """Returns the local path of a model, which is fetched first where it is not there.
+    """Returns the local path of a model and downloads it first if needed.
 
-    A short name wins over a file of that name (write ./NAME for the file), a file over a name on
-    the hub. `progress` shows bars on stderr, `report` is told where a model comes from, or that it
-    is cached, `watch` how its files proceed. A cached short-name model is checked by its size, with
-    `verify` by its checksum, and fetched again where it does not match; `verify` checks the hashes
-    of a repository's files as well. Without `takes_paths` a name is never one of a local file.
+    A short name takes precedence over a local file of the same name (write ./NAME for the file),
+    and a local file over a repository on the hub. `progress` shows progress bars on stderr,
+    `report` receives messages about the model's origin, `watch` the progress of each file. Cached
+    catalogue models are checked by size, or by checksum with `verify`, and downloaded again on a
+    mismatch; `verify` also checks the hashes of a repository's files. Without `takes_paths`, `name`
+    is never read as a local path.
     """
     short = short_name(name)
     if short is not None:
@@ -242,9 +245,10 @@ def resolve(
 
 
 def resolve_header(name: str) -> Path:
-    """Returns the local path that describes a model without its weights.
+    """Returns the local path of a model's description.
 
-    Of a model on the hub only config.json or the GGUF header is fetched; others are resolved whole.
+    For a model on the hub, only config.json or the GGUF header is downloaded; others are resolved
+    with their weights.
     """
     if short_name(name) is not None or not name or is_there(user_path(name)):
         return resolve(name, progress=True)
@@ -253,13 +257,15 @@ def resolve_header(name: str) -> Path:
 
 
 def short_name(name: str) -> str | None:
-    """Returns the catalogue's name for a model, which may be followed by `:latest`."""
+    """Returns the catalogue name that `name` refers to, with or without `:latest`; None if there is
+    none.
+    """
     short = name.removesuffix(f":{LATEST}")
     return short if short in CATALOGUE else None
 
 
 def fetched(name: str) -> Path | None:
-    """Returns the local path of a catalogue model; None where it is not fetched, or not whole."""
+    """Returns the local path of a catalogue model; None if it is missing or incomplete."""
     model, folder = CATALOGUE[name], cache_dir() / "models" / name
     whole = all(_has_size(folder / file.name, file.num_bytes) for file in model.files)
     whole = whole and model.is_made(folder)
@@ -280,7 +286,7 @@ def _fetch_catalogued(
 
 
 def _convert(convert: Convert, source: Path, target: Path) -> None:
-    """Makes a model's directory, which is there whole or not at all."""
+    """Converts into a temporary directory and renames it, so `target` is never incomplete."""
     with tempfile.TemporaryDirectory(dir=source, prefix="converting-") as made:
         own = Path(made) / CONVERTED
         convert(source, own)
@@ -294,10 +300,10 @@ def _has_size(path: Path, num_bytes: int) -> bool:
 
 @contextmanager
 def _hub_model(name: str, report: Report, watch: Watch) -> Iterator[HubModel]:
-    """Gives a model of the hub, whose errors become DownloadFailed.
+    """Yields a model on the hub and translates its errors into DownloadFailed.
 
-    Files that are in huggingface-hub's cache are not fetched again. Without a network a fetch
-    fails at once, where fetching a single file would be tried again for half a minute.
+    Files in huggingface-hub's cache are not downloaded again. Without a network, fails at once,
+    without huggingface-hub's retries.
     """
     reference = parse_hub_reference(name)
     if reference is None:

@@ -1,4 +1,4 @@
-"""A model of which only config.json is there: enough to plan its memory, not to run it."""
+"""A model with only a config.json: enough to plan memory, not to run it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS = {"bfloat16": "BF16", "float16": "F16"}
 
 
 class ConfigFile:
-    """Implements `checkpoint_ports.ModelHeader`."""
+    """Implements `ports.ModelHeader`."""
 
     has_config_file = True
 
@@ -30,8 +30,8 @@ class ConfigFile:
         )
 
     def format_of(self, name: str) -> str:
-        """Returns the config's dtype for every tensor, or what its `quantization_config` makes of
-        a projection's matrix.
+        """Returns the config's dtype, or for a projection matrix the format of
+        `quantization_config`.
         """
         if self._quantized is not None and name.endswith(self._quantized.matrix):
             planned = self._quantized.planned_name(name.removesuffix(self._quantized.matrix))

@@ -1,7 +1,7 @@
-"""Reads Whisper models in CTranslate2's format and writes them as transformers keeps them.
+"""Converts Whisper models from CTranslate2's format to that of transformers.
 
-The catalogue uses it where a model is published in that format alone. Every count and size of the
-file is checked against what is left of it. Source: CTranslate2's model_spec.py, version 6 of the
+The catalogue uses it for models that are published only in that format. Every count and size in the
+file is checked against the remaining bytes. Source: CTranslate2's model_spec.py, version 6 of the
 binary format.
 """
 
@@ -20,7 +20,7 @@ from octavo.api.errors import UnsupportedModel
 
 VERSION, SPEC = 6, "WhisperSpec"
 DTYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
-"""Types of variables, by their numbers in the file."""
+"""Data types, in the order of their numbers in the file."""
 
 Variables = dict[str, NDArray[Any]]
 
@@ -34,18 +34,20 @@ LAYER_PARTS = {
     "fc1": "ffn/linear_0",
     "fc2": "ffn/linear_1",
 }
-"""Modules of a layer in transformers, and where CTranslate2 has them."""
+"""Names of a layer's modules in transformers, and in CTranslate2."""
 
 MERGED = {
     "self_attn": ("self_attention/linear_0", ("q_proj", "k_proj", "v_proj")),
     "encoder_attn": ("attention/linear_1", ("k_proj", "v_proj")),
 }
-"""Modules whose weights CTranslate2 stacks."""
+"""Modules whose weights CTranslate2 stacks into one matrix."""
 
 
 def convert_whisper(source: Path, target: Path) -> None:
-    """Writes model.safetensors, config.json, generation_config.json and the tokenizer's files of
-    the model in `source`; UnsupportedModel where it is damaged or another one.
+    """Writes the model in `source` to `target` as model.safetensors, config.json,
+    generation_config.json and tokenizer files.
+
+    Raises UnsupportedModel if the file is damaged or not a Whisper model.
     """
     from safetensors.numpy import save_file
 
@@ -66,7 +68,6 @@ def convert_whisper(source: Path, target: Path) -> None:
 
 
 def read_variables(path: Path) -> Variables:
-    """Returns the variables of a model.bin by name, aliases included."""
     reader = _Reader(path)
     version = reader.number("<I")
     spec = reader.text()
@@ -94,7 +95,7 @@ def read_variables(path: Path) -> Variables:
 
 
 class _Reader:
-    """Takes pieces of a file in turn."""
+    """Sequential reader of a file, with bounds checks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -118,7 +119,7 @@ class _Reader:
 
 
 def _renamed(variables: Variables) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yields tensors by the names that transformers gives them."""
+    """Yields the tensors under their names in transformers."""
     for stack in ("encoder", "decoder"):
         module = f"model.{stack}"
         yield f"{module}.embed_positions.weight", variables[f"{stack}/position_encodings/encodings"]
@@ -190,7 +191,7 @@ def _config(variables: Variables, ids: dict[str, int]) -> dict[str, Any]:
 
 
 def _generation_config(given: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
-    """Returns generation_config.json; a model of English alone has no tokens of languages."""
+    """Returns generation_config.json; an English-only model has no language tokens."""
     start, end = ids["<|startoftranscript|>"], ids["<|endoftext|>"]
     is_multilingual = end == start - 1 and end >= 50257
     languages = {

@@ -1,8 +1,8 @@
-"""The digest of a model's content, by which clients tell one version of it from another.
+"""The digest of a model's content, by which clients distinguish its versions.
 
-huggingface-hub's cache names each file by its hash, and the catalogue has those of its files. Of
-other files the hash covers the size and the first and last MiB: reading all of a large model would
-take minutes.
+huggingface-hub's cache names files by their hashes, and the catalogue lists those of its files. For
+other files, only the size and the first and last MiB are hashed, because reading a large model
+would take minutes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from octavo.checkpoint.catalogue import CATALOGUE, name_at
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 BLOB = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
-"""Names of files in huggingface-hub's cache: SHA-256 of large files, git's SHA-1 of small ones."""
+"""File names in huggingface-hub's cache: SHA-256 for large files, git's SHA-1 for small ones."""
 SAMPLED_BYTES = 1 << 20
 
 
 def get_model_digest(path: Path) -> str:
-    """Returns a SHA-256 in hexadecimal digits: that of a model's only file if it is known, else one
-    over the names and hashes of all its files. Raises OSError.
+    """Returns a SHA-256 in hexadecimal: of the file itself for a single file with a known hash,
+    else of all file names and hashes. Raises OSError.
     """
     name = name_at(path)
     if name is not None:

@@ -1,8 +1,8 @@
-"""Random weights in a model's shapes and formats, for measurements that need no file but
-config.json (`load_format` "dummy").
+"""Random weights in a model's shapes and formats, for benchmarks with only a config.json
+(`load_format` "dummy").
 
-A weight's numbers depend on its name and shape alone, so they are the same on every backend and in
-every process. Knows formats, no op. Source of the idea: vLLM's `--load-format dummy`.
+The values depend only on the weight's name and shape, so they are equal on every backend and in
+every process. Source: vLLM's `--load-format dummy`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.quant.online import E4M3_TOP, GROUP
 from octavo.quant.packed import Code, Levels, PackedWeight
 
 PERIOD = (1 << 22) + 15
-"""Period of the random numbers; it is odd, so that the rows of a matrix differ."""
+"""Period of the random numbers; odd, so that the rows of a matrix differ."""
 
 FLOATS: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -41,7 +41,7 @@ FORMATS = (*FLOATS, *CODES_OF_8, "Q4_1")
 
 
 class DummyCheckpoint:
-    """A checkpoint of random weights. Implements `checkpoint_ports.Checkpoint`; reads no tensor."""
+    """A checkpoint without tensors. Implements `ports.Checkpoint`."""
 
     output_major = True
     weight_files: Sequence[Path] = ()
@@ -57,7 +57,7 @@ class DummyCheckpoint:
         return ()
 
     def tokenizer_source(self) -> TokenizerSource | None:
-        """Returns the tokenizer beside the config, or None."""
+        """Returns the tokenizer next to the config, or None."""
         folder = self.path if self.path.is_dir() else self.path.parent
         return tokenizer_source(folder, self.config, self.generation_config)
 
@@ -67,14 +67,13 @@ class DummyCheckpoint:
     def tensor(self, name: str) -> PackedWeight:
         raise UnsupportedModel(f"{self.path}: {name} cannot be read, load_format is dummy")
 
-    def release(self) -> None:
-        """Does nothing, as nothing was read."""
+    def release(self) -> None: ...
 
 
 class DummyWeights:
     """Random weights for `Backend.prepare`, which calls `load`.
 
-    `format_of` gives the stored format of each weight by GGUF's names.
+    `format_of` returns the stored format of a weight, by GGUF's names.
     """
 
     def __init__(self, format_of: Callable[[Weight], str]) -> None:
@@ -83,8 +82,8 @@ class DummyWeights:
     def load(self, weight: Weight) -> PackedWeight:
         """Returns a random weight.
 
-        Matrices are uniform in +-sqrt(3 / inputs), which keeps a Value's size; vectors lie around
-        1.
+        Matrices are uniform in +-sqrt(3 / inputs), which preserves the scale of activations;
+        vectors are near 1.
         """
         stored = self._format_of(weight)
         first = crc32(weight.name.encode()) % PERIOD
@@ -115,7 +114,7 @@ class DummyWeights:
 
 
 def _eight_bits(first: int, shape: tuple[int, ...], reach: float, stored: str) -> PackedWeight:
-    """Packs as `quant.online` does to 8 bits: one scale an output."""
+    """Packs to 8 bits like `quant.online`, with one scale per output."""
     code, dtype, top = CODES_OF_8[stored]
     scales = np.full((*shape[:-1], 1), reach / top, np.float32)
     return PackedWeight(
@@ -130,7 +129,7 @@ def _eight_bits(first: int, shape: tuple[int, ...], reach: float, stored: str) -
 
 
 def _four_bits(first: int, shape: tuple[int, ...], reach: float) -> PackedWeight:
-    """Packs as `quant.online` does to 4 bits: fp16 scales and mins in groups of 32."""
+    """Packs to 4 bits like `quant.online`, with fp16 scales and mins per group of 32."""
     *lead, width = shape
     levels = (*lead, width // GROUP)
     scales, mins = (
@@ -151,7 +150,7 @@ def _four_bits(first: int, shape: tuple[int, ...], reach: float) -> PackedWeight
 
 
 def _drawn(first: int, shape: tuple[int, ...], dtype: np.dtype, reach: float = 1.0) -> NDArray:
-    """Returns numbers in +-reach, or any bytes, from index `first` of the period on."""
+    """Returns numbers in +-reach, or random bytes for uint8, from index `first` of the period."""
     period, count = _period(dtype, reach), math.prod(shape)
     repeated: NDArray = np.tile(period, -(-(first + count) // PERIOD))
     return repeated[first : first + count].reshape(shape)

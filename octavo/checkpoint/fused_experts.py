@@ -1,8 +1,7 @@
-"""Names of single experts' matrices for checkpoints of newer transformers, which keep a layer's
-experts in two tensors: `gate_up_proj [E, 2 * width, in]`, gates first, and `down_proj [E, in,
-width]`, in modules of the newer names.
+"""Maps the names of single experts' matrices to the fused tensors of newer transformers.
 
-Knows names and shapes only. Source: transformers' `conversion_mapping.py`.
+These store a layer's experts in two tensors, `gate_up_proj [E, 2 * width, in]` with gates first and
+`down_proj [E, in, width]`, under new module names. Source: transformers' `conversion_mapping.py`.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ _RENAMED = (
     (".mlp.moe_statics.", ".mlp.gate.moe_statics."),
     ("embed_out.", "lm_head."),
 )
-"""Parts of names of older checkpoints, and those of newer ones."""
+"""Old and new substrings of names."""
 
 
 class FusedPart(NamedTuple):
-    """An expert's matrix within a tensor."""
+    """An expert's matrix within a fused tensor."""
 
     tensor: str
     expert: int
     half: int | None
-    """Half of the expert's rows that it takes, 0 or 1; None: all of them."""
+    """Half of the expert's rows, 0 or 1; None: all rows."""
 
     def rows(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Returns the first row and their number in a tensor `[E * rows, in]` of which `shape` is
-        `[E, rows, in]`; None where it holds no such part.
+        """Returns the first row and the number of rows in the tensor viewed as `[E * rows, in]`;
+        None if `shape`, `[E, rows, in]`, does not contain the part.
         """
         if len(shape) != 3 or self.expert >= shape[0] or (self.half is not None and shape[1] % 2):
             return None
@@ -48,7 +47,7 @@ class FusedPart(NamedTuple):
 
 
 def fused_parts(name: str) -> Iterator[FusedPart]:
-    """Yields the places where newer checkpoints may keep an expert's named matrix; none for other
+    """Yields the candidate locations of an expert's matrix in newer checkpoints; nothing for other
     names.
     """
     found = _EXPERT.fullmatch(name)
@@ -62,7 +61,7 @@ def fused_parts(name: str) -> Iterator[FusedPart]:
 
 
 def newer_names(name: str) -> Iterator[str]:
-    """Yields the names that a tensor has in newer checkpoints, where they are others."""
+    """Yields a tensor's names in newer checkpoints, if they differ."""
     for older, newer in _RENAMED:
         if older in name:
             yield name.replace(older, newer)

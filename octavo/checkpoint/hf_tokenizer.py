@@ -1,8 +1,7 @@
-"""The tokenizer of a Hugging Face directory: tokenizer.json's path or tokenizer.model's pieces,
-special tokens, end ids, chat template.
+"""Reads the tokenizer of a Hugging Face directory: tokenizer.json or tokenizer.model, special
+tokens, end ids, chat template.
 
-Reads the small JSON files beside them; building the tokenizer is the business of
-`text/tokenizer.py`.
+`text/tokenizer.py` builds the tokenizer from it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ SPECIAL_NAMES = (
 def tokenizer_source(
     path: Path, config: dict[str, Any], generation_config: dict[str, Any]
 ) -> TokenizerSource | None:
-    """Returns a directory's tokenizer: tokenizer.json, else tokenizer.model; None without both."""
+    """Returns a directory's tokenizer, tokenizer.json before tokenizer.model; None if it has
+    neither.
+    """
     file, pieces = path / "tokenizer.json", path / "tokenizer.model"
     if not file.exists() and not pieces.exists():
         return None
@@ -72,7 +73,7 @@ def tokenizer_source(
 
 
 def _vocabulary(pieces: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Vocabulary:
-    """Returns the vocabulary of tokenizer.model with the tokens that other files add to it."""
+    """Returns the vocabulary of tokenizer.model, with tokens added by other files."""
     if config.get("model_type") == "chatglm":
         vocabulary = read_vocabulary(pieces, chatglm_tokens)
         return replace(vocabulary, prefix=CHATGLM_PREFIX)
@@ -95,9 +96,10 @@ def _vocabulary(pieces: Path, config: Mapping[str, Any], settings: Mapping[str, 
 
 
 def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Returns the chat templates by name, the main one as "default": chat_template.jinja first,
-    then chat_template.json, then tokenizer_config.json, which may name several. Those in
-    additional_chat_templates are named by their files.
+    """Returns the chat templates by name; the main one is "default".
+
+    In order of precedence: chat_template.jinja, chat_template.json, tokenizer_config.json (may hold
+    several). Files in additional_chat_templates are named by their stems.
     """
     template = read_json_if_there(path / "chat_template.json").get(
         "chat_template", settings.get("chat_template")
@@ -124,7 +126,7 @@ def _not_a_template(path: Path, name: str, got: Any) -> WeightMismatch:
 
 
 def _named(template: Any) -> dict[str, Any]:
-    """Returns the entry chat_template of a JSON file by names."""
+    """Returns the value of `chat_template` as templates by name."""
     if template is None:
         return {}
     if isinstance(template, dict):
@@ -146,8 +148,8 @@ def _read_text(file: Path) -> str:
 
 
 def _further_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Returns the tokens of one model alone that its template may name: `eot_token`,
-    `image_token`, and those of `extra_special_tokens`.
+    """Returns model-specific tokens for templates: `eot_token`, `image_token`, and those in
+    `extra_special_tokens`.
     """
     extra = settings.get("extra_special_tokens")
     named = settings | (extra if isinstance(extra, dict) else {})
@@ -160,7 +162,7 @@ def _further_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _text(token: Any, name: str, path: Path) -> str:
-    """Returns a token's text: the token itself, or its object's `content`."""
+    """Returns a token's text: a string, or the `content` of an object."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         raise WeightMismatch(

@@ -1,9 +1,9 @@
-"""Downloads a model of the Hugging Face hub into huggingface-hub's own cache.
+"""Downloads models from the Hugging Face hub into huggingface-hub's cache.
 
-Large files go on where a process that was cut off left them, and each file is checked by the
-hash that the hub names it by: SHA-256 of large files, git's SHA-1 of small ones. The cache's layout
-and small files are huggingface-hub's business; which files make a model says `hub_files.py`.
-Without a network the model is chosen among the files that the cache has.
+Interrupted downloads of large files are resumed, and every file is checked by its hash on the hub:
+SHA-256 for large files, git's SHA-1 for small ones. huggingface-hub manages the cache and small
+files; `hub_files.py` chooses the files of a model. Without a network, the model is chosen among the
+cached files.
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ TIMEOUT_S = 10
 CHUNK_BYTES = 1 << 20
 SHA256_LENGTH = 64
 HTTP_SERVER_ERROR = 500
-"""Least status with which a hub says that it is out of order."""
+"""Lowest HTTP status of a server error."""
 HEADER_BYTES = 4 << 20
-"""Bytes of a GGUF file that are fetched first for its header; more where it is longer."""
+"""Bytes of a GGUF file first downloaded for its header; more are fetched if it is longer."""
 MAX_HEADER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a revision of a repository holds."""
+    """The files of a repository at a revision."""
 
     revision: str
-    """Its commit."""
+    """Commit hash."""
     names: Sequence[str]
     large: Mapping[str, BlobLfsInfo] = field(default_factory=dict)
-    """Hash and size of the files that the hub stores by SHA-256."""
+    """Hash and size of the files stored by SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model of the hub. Its methods raise huggingface-hub's errors, OSError, and DownloadFailed
-    if the model is not in its repository or a file has another hash.
+    """A model on the hub.
+
+    Its methods raise huggingface-hub's errors, OSError, and DownloadFailed if the model is not in
+    its repository or a hash does not match.
     """
 
     reference: HubReference
@@ -64,10 +66,9 @@ class HubModel:
     watch: Watch = unwatched
 
     def fetch(self, *, progress: bool, verify: bool) -> Path:
-        """Returns the model's GGUF file, or the folder of its files, which are fetched where they
-        are missing.
+        """Returns the model's GGUF file or folder, and downloads missing files.
 
-        `verify` checks files that were there before, too. Offline, the cache's files are taken.
+        `verify` also checks cached files. Offline, only cached files are used.
         """
         listing = self._list()
         if listing is None:
@@ -83,9 +84,7 @@ class HubModel:
         return folder / chosen.main
 
     def fetch_header(self) -> Path:
-        """Returns a path that describes the model without its weights: the folder of its
-        config.json, or a file with the header of its GGUF file.
-        """
+        """Returns the folder of config.json, or a file with only the GGUF header."""
         listing = self._list()
         if listing is None:
             return self._find_cached(verify=False, header_only=True)
@@ -105,7 +104,7 @@ class HubModel:
     # -- what there is -----------------------------------------------------------------------------
 
     def _list(self) -> Listing | None:
-        """Asks the hub for the repository's files; None if it cannot be reached."""
+        """Returns the repository's files; None if the hub is unreachable."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -129,7 +128,9 @@ class HubModel:
         return Listing(str(info.sha), [each.rfilename for each in siblings], large)
 
     def _find_cached(self, *, verify: bool, header_only: bool = False) -> Path:
-        """Returns the model as the cache has it; raises LocalEntryNotFoundError if it does not."""
+        """Returns the path of the cached model; raises LocalEntryNotFoundError if it is not
+        cached.
+        """
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         folder = self._cached_folder()
@@ -155,7 +156,7 @@ class HubModel:
     # -- transfers ---------------------------------------------------------------------------------
 
     def _snapshot(self, revision: str, files: Sequence[str]) -> Path:
-        """Puts files into huggingface-hub's cache; returns the folder of that revision."""
+        """Downloads files into huggingface-hub's cache; returns the folder of the revision."""
         from huggingface_hub import snapshot_download
 
         return Path(
@@ -168,7 +169,7 @@ class HubModel:
         )
 
     def _fetch_large(self, listing: Listing, files: Sequence[str]) -> None:
-        """Fetches the files among these that the hub stores by SHA-256."""
+        """Downloads the files that the hub stores by SHA-256."""
         from huggingface_hub.constants import ENDPOINT
 
         large = {file: listing.large[file] for file in files if file in listing.large}
@@ -184,7 +185,7 @@ class HubModel:
             self.watch(FileProgress(file, lfs.sha256, lfs.size, lfs.size))
 
     def _check_room(self, num_bytes: int, hashes: Sequence[str]) -> None:
-        """Raises OSError if the cache's disk has no room for what is still to come."""
+        """Raises OSError if the cache's disk has no room for the remaining bytes."""
         parts = [self._part(sha256) for sha256 in hashes]
         have = sum(part.stat().st_size for part in parts if part.exists())
         self._blobs().mkdir(parents=True, exist_ok=True)
@@ -194,7 +195,9 @@ class HubModel:
             raise OSError(errno.ENOSPC, needed)
 
     def _fetch_one(self, file: str, revision: str, lfs: BlobLfsInfo) -> None:
-        """Fetches a file into the cache, from where the last try ended; two at once fetch once."""
+        """Downloads a file into the cache and resumes an earlier try; a lock prevents duplicate
+        downloads.
+        """
         blob, part = self._blobs() / lfs.sha256, self._part(lfs.sha256)
         blob.parent.mkdir(parents=True, exist_ok=True)
         with part.open("ab") as out:
@@ -229,7 +232,7 @@ class HubModel:
             )
 
     def _location(self, file: str, revision: str) -> tuple[str, dict[str, str]]:
-        """Returns the address that serves a file, and the headers to ask it with."""
+        """Returns the URL and the request headers of a file."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
@@ -242,9 +245,7 @@ class HubModel:
     # -- headers of GGUF files ---------------------------------------------------------------------
 
     def _fetch_gguf_header(self, file: str, listing: Listing, target: Path) -> None:
-        """Writes the beginning of a file into one of the whole length, in which the weights are a
-        hole.
-        """
+        """Writes a sparse file of the full length that contains only the header."""
         from huggingface_hub.utils import (  # type: ignore[attr-defined]
             get_session,
             hf_raise_for_status,
@@ -281,7 +282,7 @@ class HubModel:
         return Path(constants.HF_HUB_CACHE) / folder
 
     def _cached_folder(self) -> Path:
-        """Returns the folder of the revision that the cache has of the reference's."""
+        """Returns the cached folder of the reference's revision."""
         ref = self._repository() / "refs" / self.reference.revision
         commit = ref.read_text().strip() if ref.is_file() else self.reference.revision
         return self._snapshots() / commit
@@ -293,11 +294,11 @@ class HubModel:
         return self._repository() / "snapshots"
 
     def _part(self, sha256: str) -> Path:
-        """Returns the place of a file that is not yet whole."""
+        """Returns the path of an incomplete file."""
         return self._blobs() / f"{sha256}.octavo-part"
 
     def _check(self, folder: Path, chosen: ChosenFiles, *, before: set[Path]) -> None:
-        """Checks the hashes of files that are not among those from before."""
+        """Checks the hashes of all files except those in `before`."""
         for file in chosen.files:
             blob = (folder / file).resolve()
             if blob.is_file() and blob not in before:
@@ -305,7 +306,7 @@ class HubModel:
 
 
 class _WatchedFile:
-    """A file that tells how far it has grown with each write."""
+    """A file that reports its size after each write."""
 
     def __init__(self, out: BinaryIO, progress: FileProgress, watch: Watch) -> None:
         self._out = out
@@ -329,7 +330,9 @@ class _WatchedFile:
 
 @contextmanager
 def _bars(shown: bool) -> Iterator[None]:
-    """Has huggingface-hub show its progress bars, or none where stderr is no terminal."""
+    """Enables huggingface-hub's progress bars if `shown` and stderr is a terminal, else disables
+    them.
+    """
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -351,9 +354,7 @@ def _bars(shown: bool) -> Iterator[None]:
 
 
 def _check(name: str, file: Path, blob: Path) -> None:
-    """Raises DownloadFailed, and removes the file, if its content has another hash than its
-    name.
-    """
+    """Raises DownloadFailed and removes the file if its hash differs from its name."""
     if len(blob.name) == SHA256_LENGTH:
         kind, found = "SHA-256", _digest(blob, hashlib.sha256())
     else:

@@ -1,4 +1,4 @@
-"""What an error of huggingface-hub, or of the disk, means for who asked for a model."""
+"""Translates errors of huggingface-hub and the disk into messages for the user."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ MISSING = (HFValidationError, RevisionNotFoundError, RepositoryNotFoundError)
 
 
 def get_error_kind(error: Exception) -> type[DownloadFailed]:
-    """Returns the error that users get: the hub has no such model, refuses it, the disk is full, or
-    the download failed.
-    """
+    """Returns the error class for users: NotOnHub, GatedModel, DiskFull or DownloadFailed."""
     if isinstance(error, GatedRepoError):
         return GatedModel
     if isinstance(error, MISSING):
@@ -34,7 +32,7 @@ def get_error_kind(error: Exception) -> type[DownloadFailed]:
 
 
 def describe_hub_error(reference: HubReference, error: Exception) -> str:
-    """Returns why a model could not be fetched, as the end of a sentence."""
+    """Returns why a model could not be downloaded, as the end of a sentence."""
     name = reference.repository
     kinds: dict[type[Exception], str] = {
         HFValidationError: "not the name of a Hugging Face repository (OWNER/REPO)",

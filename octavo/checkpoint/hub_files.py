@@ -1,9 +1,8 @@
-"""Which files of a repository make the model that a reference means.
+"""Chooses the files of a repository that a model reference stands for.
 
-Works on the names of a repository's files, listed by the hub or found in the cache. GGUF files are
-grouped into models: the parts of a split one belong together, and files that go with a model
-(projectors of images, importance matrices) are none. Quantizations are named as llama.cpp and
-Ollama name them: by the end of the file's name, or by its folder.
+Works on file names, from the hub or the cache. GGUF files are grouped into models: parts of a split
+model belong together, and companion files (image projectors, importance matrices) are skipped.
+Quantizations have the names of llama.cpp and Ollama: the end of the file name, or the folder.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ from octavo.config.model_reference import HubReference
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]
 HUB_DUPLICATES = ["original/*", "onnx/*", "openvino/*", "consolidated*"]
-"""Patterns of files in a repository that repeat the weights in formats that are not read."""
+"""Patterns of files that repeat the weights in unsupported formats."""
 
 PREFERRED = (
     *("Q4_K_M", "Q4_0", "UD-Q4_K_XL", "Q4_K_S", "Q4_1", "IQ4_XS", "IQ4_NL", "MXFP4", "MXFP4_MOE"),
     *("Q4_K", "Q5_K_M", "Q5_K_S", "Q5_0", "Q5_1", "Q6_K", "Q8_0", "Q3_K_M", "Q3_K_L", "Q3_K_S"),
     *("Q2_K", "BF16", "F16", "F32"),
 )
-"""Quantizations in the order in which one is chosen; the first two as llama.cpp's -hf has them,
-then those near 4 bits, then larger ones.
-"""
+"""Quantizations in order of preference: first the two of llama.cpp's -hf, then those near 4 bits,
+then larger ones."""
 
 QUANT_NAME = re.compile(
     r"(?<![A-Za-z0-9])(UD-)?((?:I?Q|TQ)\d\w*|MXFP\d\w*|NVFP\d\w*|BF16|FP?16|FP?32)(?![A-Za-z0-9_])",
@@ -43,17 +41,17 @@ class GgufModel:
     """A model among a repository's GGUF files."""
 
     files: tuple[str, ...]
-    """Its parts in order; one file where it is not split."""
+    """Its parts in order; one file if it is not split."""
     num_parts: int
 
     @property
     def main(self) -> str:
-        """The file by which it is opened."""
+        """The file to open."""
         return self.files[0]
 
     @property
     def quant(self) -> str:
-        """Name of its quantization, in upper case; "" where neither file nor folder has one."""
+        """Name of the quantization in upper case; "" if neither the file nor the folder has one."""
         for part in reversed(self.main.split("/")):
             if found := QUANT_NAME.findall(part):
                 return "".join(found[-1]).upper()
@@ -70,14 +68,14 @@ class ChosenFiles:
 
     files: tuple[str, ...]
     main: str = ""
-    """GGUF file by which the model is opened; "" for the folder of all files."""
+    """GGUF file to open; "" for the folder of all files."""
 
 
 def choose_files(reference: HubReference, names: Collection[str]) -> ChosenFiles:
-    """Returns the files that a reference means.
+    """Returns the files of a reference.
 
-    A repository without a named file or quantization is read as safetensors if it has them. Raises
-    NotOnHub if what is named is not there.
+    Without a file or quantization in the reference, safetensors are preferred. Raises NotOnHub if
+    the requested file or quantization is missing.
     """
     whole = [name for name in sorted(names) if is_wanted(name)]
     models = gguf_models(names)
@@ -100,7 +98,7 @@ def has_safetensors(names: Iterable[str]) -> bool:
 
 
 def is_wanted(name: str) -> bool:
-    """Tells whether a file belongs to a model in Hugging Face's own layout."""
+    """Returns whether a file belongs to a model in Hugging Face's layout."""
 
     def fits(patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -109,7 +107,7 @@ def is_wanted(name: str) -> bool:
 
 
 def gguf_models(names: Iterable[str]) -> list[GgufModel]:
-    """Returns the models among GGUF files, in the order of their names."""
+    """Returns the models among GGUF files, sorted by name."""
     parts: Mapping[tuple[str, int], list[str]] = defaultdict(list)
     for name in sorted(names):
         if not name.lower().endswith(".gguf") or COMPANIONS.search(name.rpartition("/")[2]):
@@ -120,14 +118,14 @@ def gguf_models(names: Iterable[str]) -> list[GgufModel]:
 
 
 def first_part(file: str) -> str:
-    """Returns the name of the first part of a split GGUF file; other names stay as they are."""
+    """Returns the name of the first part of a split GGUF file; other names are unchanged."""
     part = PART_NAME.fullmatch(file)
     return file if part is None else f"{part['stem']}-00001-of-{part['count']}.gguf"
 
 
 def best_of(models: Sequence[GgufModel]) -> GgufModel:
-    """Returns the model to take where none is named: a whole one, of the first preferred
-    quantization, else the first by name.
+    """Returns the default model: a complete one with the most preferred quantization, else the
+    first by name.
     """
     ranks = {quant: rank for rank, quant in enumerate(PREFERRED)}
     return min(models, key=lambda model: (not model.is_whole, ranks.get(model.quant, len(ranks))))
@@ -148,10 +146,10 @@ def _named(reference: HubReference, models: Sequence[GgufModel]) -> GgufModel:
 
 
 def of_quant(models: Sequence[GgufModel], quant: str) -> list[GgufModel]:
-    """Returns the models of a quantization, the closest match first; letters' case is ignored.
+    """Returns the models with a quantization, best matches first; case-insensitive.
 
-    Equal names come before names that end in it (Q4_K_XL also means UD-Q4_K_XL), before file names
-    and folders that contain it.
+    Exact names come before the UD- variant (Q4_K_XL also matches UD-Q4_K_XL), then file names and
+    folders that contain it.
     """
     wanted = quant.upper()
     contained = re.compile(rf"(?<![A-Z0-9]){re.escape(wanted)}(?![A-Z0-9_])")
@@ -164,7 +162,7 @@ def of_quant(models: Sequence[GgufModel], quant: str) -> list[GgufModel]:
 
 
 def _described(models: Sequence[GgufModel]) -> str:
-    """Returns what there is in place of what was asked for."""
+    """Returns a text that lists the available models."""
     names = dict.fromkeys(model.quant or model.main for model in models)
     return f"available are {', '.join(names)}" if names else "it has no GGUF files"
 

@@ -1,4 +1,4 @@
-"""Small JSON files of a checkpoint, read with errors that name the file."""
+"""Reads the small JSON files of a checkpoint; errors name the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.api.errors import WeightMismatch
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; raises WeightMismatch where it is missing or damaged."""
+    """Returns the object in a JSON file; raises WeightMismatch if it is missing or damaged."""
     content = _read(path)
     if not isinstance(content, dict):
         raise WeightMismatch(f"{path}: should hold a JSON object, holds a {type(content).__name__}")
@@ -18,9 +18,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_objects(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects in a JSON file that is a list of them; raises WeightMismatch as
-    `read_json`.
-    """
+    """Returns the list of objects in a JSON file; raises WeightMismatch like `read_json`."""
     content = _read(path)
     if not isinstance(content, list) or not all(isinstance(one, dict) for one in content):
         raise WeightMismatch(f"{path}: should hold a list of JSON objects")
@@ -28,7 +26,7 @@ def read_json_objects(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; empty where there is no such file."""
+    """Returns the object in a JSON file; empty if the file does not exist."""
     return read_json(path) if path.exists() else {}
 
 

@@ -1,8 +1,8 @@
-"""Models on this machine: lists those in Octavo's cache and in huggingface-hub's, and removes them.
+"""Lists and removes the models in Octavo's and huggingface-hub's caches.
 
-A name is one that `--model` takes: a short name, OWNER/REPO for a directory of safetensors, or
-OWNER/REPO/FILE.gguf for one GGUF file of a repository (the first part of a split one). Models that
-lie elsewhere are not listed and not removed. Reads file names and sizes only.
+Names are those that `--model` accepts: a catalogue name, OWNER/REPO for a directory of safetensors,
+or OWNER/REPO/FILE.gguf for a GGUF file (the first part of a split one). Models outside the caches
+are neither listed nor removed. Reads only file names and sizes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model in a cache of this machine."""
-
     name: str
     path: Path
-    """What `resolve(name)` returns: a file, or the directory of the model's files."""
+    """The path that `resolve(name)` returns: a file, or the directory of the model's files."""
     num_bytes: int
     modified_s: float
-    """Time of its newest file, in seconds since the epoch."""
+    """Modification time of the newest file, in seconds since the epoch."""
     removed: tuple[Path, ...]
-    """Files and directories that are deleted with the model."""
+    """Files and directories to delete with the model."""
 
     @property
     def quantization(self) -> str:
@@ -45,8 +43,8 @@ class CachedModel:
 
 
 def get_quantization(path: Path) -> str:
-    """Returns the quantization in a model's file name or config.json, or else the data type by
-    GGUF's name; "" if neither says.
+    """Returns the quantization in the file name or config.json, else the data type by GGUF's name;
+    "" if unknown.
     """
     if path.suffix == ".gguf":
         return GgufModel((path.name,), 1).quant
@@ -60,7 +58,7 @@ def get_quantization(path: Path) -> str:
 
 
 def list_local_models() -> list[CachedModel]:
-    """Returns the complete models of both caches, the newest first."""
+    """Returns the complete models in both caches, newest first."""
     names = (name for name in CATALOGUE if fetched(name) is not None)
     catalogued = (model for name in names if (model := _catalogue_model(name)) is not None)
     found = [*catalogued, *_hub_models()]
@@ -68,10 +66,10 @@ def list_local_models() -> list[CachedModel]:
 
 
 def find_local_model(name: str) -> CachedModel | None:
-    """Returns the cached model of a name, as `--model` takes it; None if there is none.
+    """Returns the cached model for a `--model` name; None if there is none.
 
-    OWNER/REPO finds everything that is cached of a repository. An incomplete download is found
-    too, so that it can be removed.
+    OWNER/REPO stands for everything cached of a repository. Incomplete downloads are found too, so
+    that they can be removed.
     """
     short = short_name(name)
     if short is not None:
@@ -85,7 +83,7 @@ def find_local_model(name: str) -> CachedModel | None:
 
 
 def match_local_model(name: str, models: Sequence[CachedModel]) -> CachedModel | None:
-    """Returns the model among these that `--model` takes by this name, without a network."""
+    """Returns the model that a `--model` name refers to, without a network."""
     by_name = {model.name: model for model in models}
     short, reference = short_name(name), parse_hub_reference(name)
     if short is not None or reference is None:
@@ -101,13 +99,13 @@ def match_local_model(name: str, models: Sequence[CachedModel]) -> CachedModel |
 
 
 def find_cached(model: str, models: Sequence[CachedModel]) -> CachedModel | None:
-    """Returns the model among these that lies at a path, or that `--model` takes by a name."""
+    """Returns the model at a path or with a `--model` name; None if there is none."""
     at_path = (each for each in models if str(each.path) == model)
     return next(at_path, None) or match_local_model(model, models)
 
 
 def remove_local_model(model: CachedModel) -> None:
-    """Deletes a model's files from its cache; of a link, not what it leads to."""
+    """Deletes a model's files from its cache; a link is removed, not its target."""
     for path in model.removed:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -121,7 +119,7 @@ def _catalogue_model(name: str) -> CachedModel | None:
 
 
 def _repository(name: str) -> CachedModel | None:
-    """Returns everything that is cached of a repository, incomplete downloads included."""
+    """Returns everything cached of a repository, with incomplete downloads."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.file_download import repo_folder_name
@@ -150,7 +148,7 @@ def _hub_models() -> Iterator[CachedModel]:
 
 
 def _models_of(repo: CachedRepoInfo) -> Iterator[CachedModel]:
-    """Yields a repository's safetensors as one model, and each of its GGUF models as another."""
+    """Yields a repository's safetensors as one model, and each of its GGUF models."""
     has_safetensors = False
     found: dict[str, list[Path]] = {}
     for revision in sorted(repo.revisions, key=lambda each: -each.last_modified):
@@ -179,7 +177,7 @@ def _models_of(repo: CachedRepoInfo) -> Iterator[CachedModel]:
 def _local_model(
     name: str, path: Path, files: Iterable[Path], removed: Iterable[Path]
 ) -> CachedModel | None:
-    """Returns a model with the size and time of its files; None if there is no file."""
+    """Returns a model with the total size and newest time of its files; None if there are none."""
     found = [file.stat() for file in files if file.is_file()]
     if not found:
         return None

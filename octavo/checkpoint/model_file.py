@@ -1,5 +1,5 @@
-"""A catalogue model's files: names, sizes, checksums, and the wheels that hold them; and the names
-of the files of a split GGUF model.
+"""The files of a catalogue model, with the wheels that contain them, and the names of split GGUF
+files.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ import re
 from dataclasses import dataclass
 
 PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-"""Names of the files of a model in several, as llama-gguf-split gives them."""
+"""File names of split models, as written by llama-gguf-split."""
 
 
 @dataclass(frozen=True, slots=True)
 class WheelMember:
-    """A file inside a package on PyPI: `requirement` names the exact wheel, `member` the path in
-    it.
-    """
+    """A file in a wheel on PyPI: `requirement` pins the wheel, `member` is the path inside it."""
 
     requirement: str
     member: str
@@ -23,7 +21,7 @@ class WheelMember:
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A file of a model, made of parts that follow one another."""
+    """A file of a model, the concatenation of `parts`."""
 
     name: str
     num_bytes: int

@@ -1,7 +1,6 @@
-"""Configs of models of text and images, whose text half has a table of its own.
+"""Configs of multimodal models that nest the text model's keys in a table.
 
-Knows which defaults of such tables their files leave out. Source: the configuration classes of
-transformers 5.
+Has the defaults that some files omit. Source: the configuration classes of transformers 5.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 131_072,
     }
 }
-"""Values of keys that the text half's table may leave out, by model type."""
+"""Values of keys that `text_config` may omit, by model type."""
 
 
 def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config with the keys of its text half beside its own, which win; any other config
-    as it is.
+    """Returns a multimodal config with the keys of `text_config` merged in; top-level keys take
+    precedence. Other configs are unchanged.
     """
     text = config.get("text_config")
     if not isinstance(text, dict) or not isinstance(config.get("vision_config"), dict):

@@ -15,9 +15,9 @@ from octavo.checkpoint.safetensors import SafetensorsCheckpoint
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a checkpoint, of which it reads headers and small files only.
+    """Opens a checkpoint; reads only headers and small files.
 
-    Raises SetupError where the path holds no model, several, or a damaged one.
+    Raises SetupError if the path has no model, several models, or a damaged one.
     """
     if path.is_file():
         if path.suffix != ".gguf":
@@ -42,14 +42,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _hint_of_file(path: Path) -> str | None:
-    """Returns what to do instead of naming a file that is not a model by itself."""
+    """Returns advice for a file that is not a model on its own."""
     if path.suffix == ".safetensors" or path.name.startswith(PICKLE.removesuffix(".bin")):
         return f"name its directory: {path.parent}"
     return no_weights("", path).hint
 
 
 def _is_part_of(first: Path) -> Callable[[Path], bool]:
-    """Returns what tells whether a file is a part of the model that another one is a part of."""
+    """Returns a predicate for files of the same split model as `first`."""
     named = PART_NAME.fullmatch(first.name)
 
     def is_part(file: Path) -> bool:
@@ -60,9 +60,7 @@ def _is_part_of(first: Path) -> Callable[[Path], bool]:
 
 
 def open_header(path: Path) -> ModelHeader:
-    """Opens a model's description; config.json alone, or a directory with nothing else, is
-    enough.
-    """
+    """Opens a model's description; config.json, or a directory with only that, is enough."""
     if path.suffix == ".json" and path.is_file():
         return ConfigFile(path)
     has_weights = list(path.glob("*.safetensors")) or find_pickled_files(path)

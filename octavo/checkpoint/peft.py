@@ -1,8 +1,8 @@
-"""Reads adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors.
+"""Reads adapters saved by PEFT: adapter_config.json and adapter_model.safetensors.
 
-Gives each module its matrices, its scale and a digest of all that counts; refuses by name what it
-does not know, for an adapter that is loaded in part answers wrongly without a sign. Knows no
-Program. Source of the format: huggingface/peft, `LoraConfig` and `get_peft_model_state_dict`.
+Returns the matrices and scale of each module, and a digest. Unknown keys and tensors are rejected
+by name: a partly loaded adapter would silently give wrong results. Source: huggingface/peft,
+`LoraConfig` and `get_peft_model_state_dict`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TENSORS = "adapter_model.safetensors"
 MAX_ALPHA = 1e6
 MAX_PATTERNS = 4096
 MAX_PATTERN = 512
-"""Most characters of a pattern of module names."""
+"""Maximum length of a module name pattern, in characters."""
 MAX_CONFIG_BYTES = 1 << 20
 
 WITHOUT_EFFECT = {
@@ -42,67 +42,67 @@ WITHOUT_EFFECT = {
     *("megatron_config", "megatron_core", "runtime_config", "velora_config"),
     *("ensure_weight_tying", "qalora_group_size"),
 }
-"""Keys of the config that are read here, or that say how an adapter was trained."""
+"""Config keys that are read here, or that only describe the training."""
 
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways to initialise (`init_lora_weights`) that change the base model's own weights."""
+"""Values of `init_lora_weights` that change the base model's weights."""
 
 KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)\.(?:base_layer\.)?(?P<part>"
     r"lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]|lora_magnitude_vector(?:\.weight)?"
     r"|weight|bias)"
 )
-"""A tensor's name: module and part. `weight` and `bias` are the base model's own."""
+"""A tensor's name: module and part. `weight` and `bias` belong to the base model."""
 
 OUTER = re.compile(
     r"^(?:model\.language_model\.|language_model\.)?(?:model\.|transformer\.|backbone\.)?"
 )
 OTHER_NAMES = {"embed_out": "lm_head"}
-"""Names that modules had in earlier releases of transformers, and those that they have now."""
+"""Module names of earlier releases of transformers, and their current names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleUpdate:
-    """Update of one module by an adapter: y = gain * (W x + scale * B (A x)) + bias."""
+    """An adapter's update of a module: y = gain * (W x + scale * B (A x)) + bias."""
 
     module: str
-    """Name of the module, as `bare_name` gives it."""
+    """Module name, as returned by `bare_name`."""
     scale: float = 0.0
     a: NDArray | None = None
-    """A `[r, in]`, of a table of embeddings `[r, V]`; float32 or bfloat16."""
+    """A `[r, in]`, or `[r, V]` for an embedding table; float32 or bfloat16."""
     b: NDArray | None = None
     """B `[out, r]`."""
     is_table: bool = False
     magnitude: NDArray[np.float32] | None = None
-    """Norms of the outputs' rows `[out]` (DoRA): gain = magnitude / norm(W + scale * B A)."""
+    """Norms of the output rows `[out]` (DoRA): gain = magnitude / norm(W + scale * B A)."""
     bias: NDArray[np.float32] | None = None
-    """Biases that take the place of the base's, `[out]`."""
+    """Biases that replace the base's, `[out]`."""
     added_bias: NDArray[np.float32] | None = None
     """Biases of B, times the scale, `[out]`."""
     base: NDArray | None = None
-    """The base's own matrix, where it was saved along."""
+    """The base's own matrix, if it was saved with the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """An adapter as it was read."""
-
     path: Path
     digest: bytes
-    """A digest of all numbers and scales, 32 bytes."""
+    """Digest of all weights and scales, 32 bytes."""
     updates: Mapping[str, ModuleUpdate]
     """Updates by the bare name of their module."""
 
 
 def bare_name(module: str) -> str:
-    """Returns a module's name without what surrounds the text model."""
+    """Returns a module's name without the prefixes of the text model."""
     name = OUTER.sub("", module, count=1)
     return OTHER_NAMES.get(name, name)
 
 
 def read_peft(path: Path, *, max_rank: int, max_bytes: int) -> PeftAdapter:
-    """Reads an adapter's directory. WeightMismatch where it is damaged or contradicts itself,
-    UnsupportedModel where it has what is not known; both name the tensor or the key.
+    """Reads an adapter's directory.
+
+    Raises WeightMismatch if it is damaged or inconsistent, UnsupportedModel for unknown keys or
+    tensors.
     """
     if not (path / CONFIG).is_file() or not (path / TENSORS).is_file():
         raise WeightMismatch(
@@ -125,10 +125,10 @@ def read_peft(path: Path, *, max_rank: int, max_bytes: int) -> PeftAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """The tensors of a module, by part."""
+    """The tensors of a module by part."""
 
     full_name: str
-    """Name that patterns of the config are matched with."""
+    """Name matched against the config's patterns."""
     parts: dict[str, NDArray] = field(default_factory=dict)
 
 
@@ -142,7 +142,7 @@ def _check_size(file: Path, most: int) -> None:
 
 
 def _named(name: str, path: Path) -> tuple[str, str]:
-    """Returns the full name of a tensor's module, and the part of it that the tensor is."""
+    """Returns the full module name of a tensor, and its part."""
     match = KEY.fullmatch(name)
     saved = ".modules_to_save." in name or ".token_adapter." in name
     is_base = match is not None and match["part"] == "weight" and ".base_layer." not in name
@@ -171,7 +171,7 @@ def _numbers(array: NDArray, name: str, path: Path) -> NDArray:
 
 
 class _Config:
-    """The config of an adapter: ranks and scales by module."""
+    """An adapter's config: ranks and scales by module."""
 
     def __init__(self, file: Path, values: Mapping[str, Any], max_rank: int) -> None:
         self.file = file
@@ -250,7 +250,7 @@ Patterns = list[tuple[Any, float]]
 def _patterns(
     file: Path, values: Mapping[str, Any], key: str, check: Callable[[str, Any], float]
 ) -> Patterns:
-    """Compiles the patterns of module names; RE2 matches them in linear time."""
+    """Compiles patterns of module names; RE2 matches in linear time."""
     found = values.get(key) or {}
     if not isinstance(found, dict) or len(found) > MAX_PATTERNS:
         raise WeightMismatch(f"{file}: {key} is no object of at most {MAX_PATTERNS} patterns")
@@ -271,7 +271,9 @@ def _patterns(
 
 
 def _matching(patterns: Patterns, full_name: str, otherwise: float) -> float:
-    """Returns the number of the first pattern that is the module's full name or an end of it."""
+    """Returns the number of the first matching pattern, else `otherwise`. Patterns match the full
+    name or a suffix of it.
+    """
     return next((number for pattern, number in patterns if pattern.fullmatch(full_name)), otherwise)
 
 
@@ -322,7 +324,7 @@ def _vector(parts: Mapping[str, NDArray], name: str) -> NDArray[np.float32] | No
 
 
 def _digest(updates: Iterable[ModuleUpdate]) -> bytes:
-    """Returns a digest of the content: names, shapes, types, numbers and scales."""
+    """Returns a digest of names, shapes, types, values and scales."""
     digest = hashlib.blake2b(digest_size=32)
     for update in sorted(updates, key=lambda each: each.module):
         for piece in _pieces(update):

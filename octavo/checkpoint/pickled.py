@@ -1,8 +1,7 @@
-"""Weights that are pickled: pytorch_model.bin, whole or in shards, read by PyTorch without running
-what a pickle may hold; files of other programs are named with the way to convert them.
+"""Reads pickled weights: pytorch_model.bin, whole or in shards.
 
-Knows files and tensors; names are those of the family's safetensors. Source:
-`torch.load(weights_only=True)`.
+PyTorch loads them without executing the pickle. Files of other programs are rejected with the
+command that converts them. Source: `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ OTHER_WEIGHTS = {
     "*.ot": "rust-bert's format",
     "*.ggml": "the format before GGUF",
 }
-"""Files that hold weights which are not read, by pattern, and what they are."""
+"""Unsupported files of weights by pattern, and their format."""
 
 HINTS = {
     "consolidated.*.pth": "convert it with transformers' convert_llama_weights_to_hf.py, or"
@@ -65,12 +64,13 @@ TYPES = {
     "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3",
 }
-"""Names of safetensors' dtypes by those of PyTorch."""
+"""Safetensors' dtype names by those of PyTorch."""
 
 
 def find_pickled_files(path: Path) -> list[Path]:
-    """Returns the files of a directory's pickled weights; none without any. WeightMismatch names
-    shards that are missing.
+    """Returns the pickled weight files of a directory; empty if there are none.
+
+    Raises WeightMismatch for missing shards.
     """
     index = path / PICKLE_INDEX
     if not index.exists():
@@ -88,9 +88,9 @@ def find_pickled_files(path: Path) -> list[Path]:
 
 
 def read_pickled(file: Path) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
-    """Yields name, dtype by safetensors' name, shape and bytes of a file's tensors.
+    """Yields the name, safetensors dtype, shape and bytes of each tensor.
 
-    UnsupportedModel says how to convert the file if PyTorch is not installed.
+    Raises UnsupportedModel, with the command to convert the file, if PyTorch is not installed.
     """
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedModel(
@@ -123,7 +123,7 @@ def _load(file: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _is_zip(file: Path) -> bool:
-    """Whether a file is of the format that PyTorch can map, which it writes since 1.6."""
+    """Returns whether PyTorch can memory-map the file (the format since 1.6)."""
     with file.open("rb") as opened:
         return opened.read(2) == b"PK"
 
@@ -137,8 +137,8 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def no_weights(message: str, path: Path) -> WeightMismatch:
-    """Returns the error of a directory, or a file, without weights that are read; it names other
-    weights that there are, with the way to convert them.
+    """Returns the error for a file or directory without readable weights; names weights in other
+    formats and how to convert them.
     """
     folder = path if path.is_dir() else path.parent
     for pattern, kind in OTHER_WEIGHTS.items():

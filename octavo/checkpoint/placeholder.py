@@ -1,4 +1,4 @@
-"""Files that stand for a file which was not downloaded: Git LFS pointers and web pages."""
+"""Detects files that were not downloaded: Git LFS pointers and web pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.api.errors import WeightMismatch
 LFS_POINTER = b"version https://git-lfs"
 PAGES = (b"<!doctype html", b"<html")
 LENGTH = 64
-"""Bytes at the start of a file that are looked at."""
+"""Bytes to inspect at the start of a file."""
 
 
 def refuse_placeholder(path: Path) -> None:

@@ -1,8 +1,8 @@
 """Hugging Face directories: config, tokenizer files, and safetensors (one file or shards) as
-mapped, zero-copy tensors; fp8 ones with their scales.
+memory-mapped tensors, including quantized ones.
 
-Reads the header itself, because NumPy's side of the safetensors package has no bfloat16. Knows
-nothing of model families. Source of the format: the README of huggingface/safetensors.
+Parses the header itself, because the NumPy interface of the safetensors package has no bfloat16.
+Source: the README of huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CONVERTED: dict[str, np.dtype] = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
 }
-"""Types of plain tensors that are converted to the model's type, as transformers does."""
+"""Types of unquantized tensors that are converted to the model's dtype, as in transformers."""
 PART_DTYPES: dict[str, np.dtype] = DTYPES | {
     FP8: np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(np.uint8),
@@ -58,24 +58,24 @@ PART_DTYPES: dict[str, np.dtype] = DTYPES | {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
-"""Types of the tensors of which quantised matrices are made."""
+"""Types of the tensors of quantized matrices."""
 OTHER_BYTES = {"F64": 8, "BOOL": 1, "I16": 2, "U16": 2, "U32": 4, "U64": 8}
-"""Bytes of numbers of further types."""
+"""Bytes per number of further types."""
 INTEGERS = frozenset({"I16", "I32", "I64", "U16", "U32", "U64", "BOOL"})
-"""Types of plain tensors that hold no weights: buffers such as position_ids, which are not read."""
+"""Types of tensors that are buffers, such as position_ids, and are not read."""
 
 INDEX = "model.safetensors.index.json"
 
 BASE_PREFIXES = ("model.", "transformer.", "backbone.", "gpt_neox.")
-"""Prefixes that base models are saved without."""
+"""Prefixes omitted in checkpoints of base models."""
 
 WRAPPER_PREFIXES = ("language_model.", "model.language_model.")
-"""Prefixes under which models of text and images keep their text half."""
+"""Prefixes of the text model in multimodal models."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor's place: `start` in bytes from its file's beginning."""
+    """Location of a tensor: `start` in bytes from the start of its file."""
 
     file: Path
     buffer: mmap.mmap | bytes | memoryview
@@ -84,18 +84,17 @@ class _Entry:
     start: int
     num_bytes: int
     num_stacked: int = 0
-    """Number of experts in the tensor of which this is a part."""
+    """Number of experts in the tensor that this is a part of."""
     converted: str | None = None
-    """Type to which the tensor is converted when it is read."""
+    """Type to convert to when reading."""
 
     @property
     def format_name(self) -> str:
         return self.converted or self.dtype
 
     def array(self, name: str) -> NDArray:
-        """Returns the numbers of a plain tensor, a view of the file where they are not converted.
-
-        Numbers of other types become float32 first, as in PyTorch.
+        """Returns the numbers, a view of the file unless they are converted. Conversions go through
+        float32, as in PyTorch.
         """
         if self.converted is None:
             return _array(self, name)
@@ -106,7 +105,7 @@ class _Entry:
         return PackedWeight.plain(self.array(name))
 
     def part(self, part: FusedPart) -> _Entry | None:
-        """Returns the place of an expert's matrix; None where the tensor has none such."""
+        """Returns the location of an expert's matrix; None if the tensor does not contain it."""
         rows = part.rows(self.shape)
         if rows is None:
             return None
@@ -122,7 +121,7 @@ class _Entry:
 
 
 class _Quantized:
-    """A quantised matrix: the tensors of its module."""
+    """A quantized matrix, stored as several tensors of its module."""
 
     num_stacked = 0
 
@@ -153,7 +152,7 @@ class _Quantized:
 
     @property
     def _files(self) -> str:
-        """Names of the files that hold the module's tensors, which shards may part."""
+        """Names of the files with the module's tensors, which may be in several shards."""
         return ", ".join(sorted({str(entry.file) for entry in self._entries.values()}))
 
     @property
@@ -166,10 +165,7 @@ class _Quantized:
 
 
 class SafetensorsCheckpoint:
-    """A directory with config.json and `*.safetensors`.
-
-    Implements `checkpoint_ports.Checkpoint`.
-    """
+    """A directory with config.json and `*.safetensors`. Implements `ports.Checkpoint`."""
 
     output_major = False
     has_config_file = True
@@ -201,7 +197,7 @@ class SafetensorsCheckpoint:
         return self._find(name)[1].format_name
 
     def tensor(self, name: str) -> PackedWeight:
-        """Returns a view into the mapped file, but for codes that are stored in another order."""
+        """Returns a view of the mapped file, or a copy for codes stored in another order."""
         found, entry = self._find(name)
         if entry.format_name == FP8 and isinstance(entry, _Entry):
             missing = (
@@ -226,8 +222,8 @@ class SafetensorsCheckpoint:
         return tokenizer_source(self.path, self.config, self.generation_config)
 
     def _find(self, name: str) -> tuple[str, _Entry | _Quantized]:
-        """Finds a tensor by its name, by a newer one, or within the tensor of a layer's experts;
-        returns the name in the files and its place.
+        """Returns the stored name and the location of a tensor: under its own name, a newer name,
+        or in a fused tensor of experts.
         """
         for each in (name, *newer_names(name)):
             found = self._stored_name(each)
@@ -250,7 +246,7 @@ class SafetensorsCheckpoint:
         )
 
     def _plain(self, name: str) -> NDArray | None:
-        """Returns a matrix in fp32, fp16 or bf16; None where there is none of that name."""
+        """Returns a matrix in fp32, fp16 or bf16; None if there is no such matrix."""
         found = self._stored_name(name)
         entry = self._entries[found] if found else None
         if not found or not isinstance(entry, _Entry) or entry.format_name not in DTYPES:
@@ -258,7 +254,9 @@ class SafetensorsCheckpoint:
         return entry.array(found)
 
     def _stored_name(self, name: str) -> str | None:
-        """Returns a tensor's name here, in a base model or inside a wrapper."""
+        """Returns a tensor's name in this checkpoint, which may add or omit prefixes; None if it is
+        missing.
+        """
         bare = next(
             (name.removeprefix(prefix) for prefix in BASE_PREFIXES if name.startswith(prefix)), name
         )
@@ -271,8 +269,8 @@ class SafetensorsCheckpoint:
         return next((candidate for candidate in candidates if candidate in self._entries), None)
 
     def _with_conversions(self, entries: dict[str, _Entry]) -> dict[str, _Entry]:
-        """Returns the places with the type to which plain tensors of other types are converted:
-        the model's. Whole numbers of a quantised model are codes, not weights.
+        """Sets the type that tensors are converted to, the model's dtype. Integers of a quantized
+        model are codes and stay.
         """
         named = str(self.config.get("dtype") or self.config.get("torch_dtype") or "")
         kind = {"bfloat16": "BF16", "float16": "F16"}.get(named.removeprefix("torch."), "F32")
@@ -283,8 +281,8 @@ class SafetensorsCheckpoint:
         }
 
     def _check_index(self, entries: Mapping[str, _Entry]) -> None:
-        """Warns of tensors of the index that stand in no shard; one that the model reads is an
-        error when it is read.
+        """Warns of tensors in the index that are missing in the shards; reading one is an error
+        later.
         """
         indices = [self.path / name for name in (INDEX, PICKLE_INDEX)]
         index = next((each for each in indices if each.exists()), None)
@@ -298,17 +296,17 @@ class SafetensorsCheckpoint:
 
 
 def tower_name(name: str) -> str:
-    """Returns the name of an image tower's tensor where the tower is a model within a module."""
+    """Returns a vision tower's tensor name for checkpoints with a nested `vision_model`."""
     return name.replace("vision_tower.", "vision_tower.vision_model.", 1)
 
 
 def read_tensors(file: Path) -> dict[str, NDArray]:
-    """Reads all tensors of a file into memory; they outlive whatever is written over it."""
+    """Reads all tensors of a file into memory, independent of later changes to the file."""
     return {name: _array(entry, name) for name, entry in _read_header(file, mapped=False).items()}
 
 
 def read_integers(file: Path, name: str) -> NDArray[np.int64]:
-    """Reads a tensor of whole numbers."""
+    """Reads a tensor of integers."""
     allowed = {kind: PART_DTYPES[kind] for kind in ("I32", "I64")}
     return _array(_read_header(file, mapped=False)[name], name, allowed).astype(np.int64)
 
@@ -316,7 +314,7 @@ def read_integers(file: Path, name: str) -> NDArray[np.int64]:
 def _by_matrix(
     entries: Mapping[str, _Entry], quantized: QuantizedFormat
 ) -> dict[str, _Entry | _Quantized]:
-    """Returns the places with the tensors of each quantised module as one matrix, "...weight"."""
+    """Replaces the tensors of each quantized module by one matrix, "...weight"."""
     found: dict[str, _Entry | _Quantized] = dict(entries)
     for module, rests in quantized.parts(entries.keys()).items():
         parts = {rest: entries[f"{module}{quantized.joint}{rest}"] for rest in rests}
@@ -340,7 +338,7 @@ def _array(
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Returns the safetensors files of a directory; raises where one is missing."""
+    """Returns the safetensors files of a directory; raises if one is missing."""
     index = path / INDEX
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -366,7 +364,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _read_file(file: Path) -> dict[str, _Entry]:
-    """Returns the places of a file's tensors."""
+    """Returns the locations of a file's tensors."""
     if file.suffix != ".bin":
         return _read_header(file)
     refuse_placeholder(file)
@@ -418,14 +416,14 @@ def _entry(
 
 
 def _whole_numbers(values: Any) -> tuple[int, ...]:
-    """Returns a list of whole numbers from 0 up; raises ValueError for anything else."""
+    """Returns a list of non-negative integers as a tuple; raises ValueError for anything else."""
     if not all(type(value) is int and value >= 0 for value in values):
         raise ValueError(f"{values!r} are no whole numbers")
     return tuple(values)
 
 
 def _check_place(entry: _Entry, name: str, size: int) -> None:
-    """Checks that a tensor lies inside the file and has the bytes that its shape needs."""
+    """Checks that a tensor lies within the file and has as many bytes as its shape needs."""
     num_bytes = entry.num_bytes
     if num_bytes < 0 or entry.start + num_bytes > size:
         raise _corrupt(

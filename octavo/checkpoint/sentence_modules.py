@@ -1,9 +1,9 @@
-"""How a checkpoint makes embeddings or scores, as sentence-transformers saves it: modules.json, the
-folder of the pooling (usually 1_Pooling) or of the score (1_LogitScore), sentence_bert_config.json
-and, for a cross-encoder's activation, config_sentence_transformers.json.
+"""Pooling and scoring settings as saved by sentence-transformers.
 
-Says what the files say; which poolings can be computed is known to `octavo/models`. Source of the
-format: `SentenceTransformer.save` and `Pooling` of sentence-transformers.
+Reads modules.json, the folder of the pooling (usually 1_Pooling) or the score (1_LogitScore),
+sentence_bert_config.json and, for a cross-encoder's activation, config_sentence_transformers.json.
+`octavo/models` checks which poolings are supported. Source: `SentenceTransformer.save` and
+`Pooling` of sentence-transformers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-"""Names under which the limits of the transformer have been saved; the first is today's."""
+"""File names of the transformer's limits; the first one is current."""
 
 SCORES = ("LogitScore", "CausalScoreHead")
-"""Modules that make a score of the logits of one or two tokens; the second is an older name."""
+"""Modules that compute a score from the logits of one or two tokens; the second is an older name.
+"""
 
 MODES = {
     "pooling_mode_cls_token": "cls",
@@ -37,18 +38,16 @@ MODES = {
 }
 
 NEW_NAMES = {"lasttoken": "last"}
-"""Modes that `pooling_mode` calls otherwise than `MODES`."""
+"""Values of `pooling_mode` with other names in `MODES`."""
 
 
 def with_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns config.json's object with `pooling`, where the folder's modules.json has one: `mode`,
-    `normalize`, `do_lower_case`, `max_seq_length` where it is given, and `prompt` where a text
-    stands before each text by default. A cross-encoder's has `activation_fn`; one that compares the
-    logits of tokens has `score_tokens`, the id whose logit counts and, where there is one, the id
-    whose logit is subtracted.
+    """Returns the config with a `pooling` entry, if the folder has a modules.json.
 
-    A mode of several parts, or one beside other modules, is spelled out, as "cls + mean" or "mean,
-    then Dense".
+    Its keys are `mode`, `normalize`, `do_lower_case`, `max_seq_length` if given, and `prompt` if
+    there is a default prompt. A cross-encoder has `activation_fn`; one that compares token logits
+    has `score_tokens`, the id of the scored token and, if any, the id whose logit is subtracted.
+    Combined or unsupported modes are spelled out, as "cls + mean" or "mean, then Dense".
     """
     settings = read_json_if_there(folder / SETTINGS)
     saved = settings.get("activation_fn")
@@ -79,9 +78,7 @@ def with_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _default_prompt(settings: Mapping[str, Any], path: Path) -> str:
-    """Returns the text that stands before every text whose caller names no prompt; "" without
-    one.
-    """
+    """Returns the default prompt, "" if there is none."""
     name = settings.get("default_prompt_name")
     if name is None:
         return ""
@@ -95,14 +92,14 @@ def _default_prompt(settings: Mapping[str, Any], path: Path) -> str:
 
 
 def module_folders(folder: Path) -> list[Path]:
-    """Returns the folders of the modules that modules.json names beside the model's own."""
+    """Returns the folders of the modules in modules.json, except the model's own."""
     if not (folder / MODULES).exists():
         return []
     return [place for _, place in _modules(folder) if place != folder]
 
 
 def _modules(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields each module's class, without its package, and its folder."""
+    """Yields each module's class name, without its package, and its folder."""
     path = folder / MODULES
     for module in read_json_objects(path):
         kind, place = module.get("type"), module.get("path", "")
@@ -115,7 +112,7 @@ def _modules(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _mode(path: Path, *, has_prompt: bool) -> str:
-    """Returns the mode that a pooling's config names, and whether it leaves a prompt out."""
+    """Returns the pooling mode; says so if it excludes the prompt."""
     config = read_json(path)
     mode = _named_mode(config, path)
     leaves_out = has_prompt and config.get("include_prompt") is False
@@ -123,7 +120,7 @@ def _mode(path: Path, *, has_prompt: bool) -> str:
 
 
 def _named_mode(config: Mapping[str, Any], path: Path) -> str:
-    """Returns the mode that is named by one word or by a flag for each mode."""
+    """Returns the mode in `pooling_mode`, or from the flags of older files."""
     named = config.get("pooling_mode")
     if named is not None:
         if not isinstance(named, str):
@@ -136,7 +133,7 @@ def _named_mode(config: Mapping[str, Any], path: Path) -> str:
 
 
 def _score_tokens(path: Path) -> list[int]:
-    """Returns the ids of the tokens of which a score is made."""
+    """Returns the ids of the tokens that a score is computed from."""
     config = read_json(path)
     ids: list[int] = []
     for name in ("true_token_id", "false_token_id"):
@@ -163,7 +160,7 @@ def _limits(folder: Path) -> dict[str, Any]:
 
 
 def _flag(config: Mapping[str, Any], name: str, path: Path) -> bool:
-    """Returns a flag; a missing one is off, but for mean pooling: the defaults of Pooling."""
+    """Returns a flag; by default only mean pooling is on, as in `Pooling`."""
     value = config.get(name, name == "pooling_mode_mean_tokens")
     if not isinstance(value, bool):
         raise WeightMismatch(f"{path}: {name} should be true or false, is {shown(value)}")

@@ -1,7 +1,7 @@
-"""Reads `tokenizer.model`, SentencePiece's own file, into a vocabulary.
+"""Reads `tokenizer.model`, SentencePiece's file, into a vocabulary.
 
-Llama 2, Mistral, Gemma and ChatGLM are published with it, some of them with nothing else. The file
-is a protobuf message, which sentencepiece's own class parses; it is imported when a file is read.
+Llama 2, Mistral, Gemma and ChatGLM are published with it, some with nothing else. The file is a
+protobuf message; sentencepiece, which parses it, is imported lazily.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ CHATGLM_TOKENS = (
     *("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"),
     *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
 )
-"""Tokens that ChatGLM's own code adds behind the pieces, in this order."""
+"""Tokens that ChatGLM's code adds after the pieces, in this order."""
 
 CHATGLM_PREFIX = ("[gMASK]", "sop")
-"""Tokens that ChatGLM's own code puts before every text."""
+"""Tokens that ChatGLM's code puts before every text."""
 
 MAX_PIECES = 1 << 21
 
 AddedTokens = Mapping[int, tuple[str, bool]]
-"""Tokens beside the pieces by id: the text, and whether it is special."""
+"""Added tokens by id: the text, and whether it is special."""
 
 
 def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> Vocabulary:
-    """Returns the pieces of the file, and behind them the tokens that are added to that many.
-    UnsupportedModel names a kind other than BPE, WeightMismatch a damaged file.
+    """Returns the pieces of the file, followed by the tokens that `added_behind` returns for their
+    number.
+
+    Raises UnsupportedModel for model types other than BPE, WeightMismatch for a damaged file.
     """
     from google.protobuf.message import DecodeError
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
@@ -77,12 +79,12 @@ def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> V
 
 
 def chatglm_tokens(num_pieces: int) -> AddedTokens:
-    """Returns the tokens that ChatGLM's own code adds behind `num_pieces` pieces."""
+    """Returns the tokens that ChatGLM's code adds after `num_pieces` pieces."""
     return {num_pieces + i: (text, True) for i, text in enumerate(CHATGLM_TOKENS)}
 
 
 def _added_pieces(path: Path, first: int, added: AddedTokens) -> list[tuple[bytes, float, int]]:
-    """Returns the added tokens behind the pieces, and an unused piece for each id between them."""
+    """Returns the added tokens after the pieces, with an unused piece for each id between them."""
     behind = {token_id: token for token_id, token in added.items() if token_id >= first}
     end = max(behind, default=first - 1) + 1
     if end > MAX_PIECES:

@@ -1,5 +1,6 @@
-"""Compares the tensors of a checkpoint with those that its Programs read, from headers alone: what
-is missing, misshapen or left over is an error before a weight is read.
+"""Compares a checkpoint's tensors with those that its Programs read, from headers alone.
+
+Missing, misshapen and unexpected tensors are errors before any weight is read.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ LEFT_OUT = re.compile(
         )
     )
 )
-"""Names of tensors that may be there and are not read: buffers that are computed here, an output
-layer whose weights are the embeddings', heads of other tasks, towers for images and sound, drafting
-heads, scales of activations (rows get their own), Gemma 3n's where its config turns them off."""
+"""Names of tensors that may exist and are not read: buffers that are computed here, tied output
+layers, heads of other tasks, towers for images and sound, drafting heads, activation scales (rows
+are scaled dynamically), Gemma 3n's tensors that its config disables."""
 
 HEAD_BIAS = re.compile(r"(^|\.)(lm_head|output_layer|embed_out|proj_out)\.bias$")
-"""Names of the bias of an output layer, which counts where a Program has logits."""
+"""Names of the bias of an output layer; it is read if a Program has logits."""
 
 KEYS = re.compile(r"\.self_attn\.([kv]_proj|[kv]_norm)\.")
-"""Names of tensors that make a layer's keys and values."""
+"""Names of tensors for a layer's keys and values."""
 
 SHOWN = 3
 
 
 def check_tensors(checkpoint: Checkpoint, programs: Iterable[Program]) -> None:
-    """Raises WeightMismatch where a tensor that a Program reads is missing or has another shape, or
-    where one is left over whose numbers would count in the model.
+    """Raises WeightMismatch if a tensor that a Program reads is missing or has another shape, or if
+    an unexpected tensor would change the results.
     """
     read: set[str] = set()
     has_logits = False
@@ -64,8 +65,8 @@ def check_tensors(checkpoint: Checkpoint, programs: Iterable[Program]) -> None:
 
 
 def check_weights(checkpoint: Checkpoint, weights: Iterable[Weight]) -> set[str]:
-    """Returns the stored names of the weights' tensors; raises WeightMismatch where one is missing
-    or has another shape.
+    """Returns the stored names of the weights' tensors; raises WeightMismatch if one is missing or
+    has another shape.
     """
     return {
         name
@@ -77,7 +78,7 @@ def check_weights(checkpoint: Checkpoint, weights: Iterable[Weight]) -> set[str]
 
 
 def left_over(names: Iterable[str], read: set[str], config: dict[str, object]) -> Iterator[str]:
-    """Yields the tensors that were not read and are not known to be without effect."""
+    """Yields the tensors that were not read and may have an effect."""
     num_layers = config.get("num_hidden_layers")
     for name in names:
         if name in read or LEFT_OUT.search(name):
@@ -92,7 +93,7 @@ def left_over(names: Iterable[str], read: set[str], config: dict[str, object]) -
 
 
 def drafting_tensors(names: Iterable[str], config: dict[str, object]) -> list[str]:
-    """Returns the tensors of layers behind a model's last one, which draft tokens."""
+    """Returns the tensors of layers after a model's last one, which draft tokens."""
     num_layers = config.get("num_hidden_layers")
     if not isinstance(num_layers, int):
         return []
@@ -105,7 +106,7 @@ def drafting_tensors(names: Iterable[str], config: dict[str, object]) -> list[st
 
 
 def _reads_others_keys(config: dict[str, object], layer: int) -> bool:
-    """Returns whether a layer reads the keys of one before it, so that its own have no effect."""
+    """Returns whether a layer reuses the keys of an earlier one, so that its own have no effect."""
     num_layers, num_shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
     if not isinstance(num_layers, int) or not isinstance(num_shared, int):
         return False
@@ -113,7 +114,9 @@ def _reads_others_keys(config: dict[str, object], layer: int) -> bool:
 
 
 def _checked(checkpoint: Checkpoint, weight: Weight) -> Iterator[str]:
-    """Yields the stored names of a weight's tensors, once their shapes are seen to be right."""
+    """Yields the stored names of a weight's tensors; raises WeightMismatch for an
+    unexpected shape.
+    """
     for name in weight.tensor_names:
         stored = checkpoint.stored(name)
         output_major = checkpoint.output_major or stored.is_quantized

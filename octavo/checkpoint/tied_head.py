@@ -1,8 +1,7 @@
-"""Output layers beside embeddings that the config ties: whether they have numbers of their own, and
-by which names a tied matrix may be stored.
+"""Tied output layers: whether a checkpoint has a separate one, and the names of tied matrices.
 
-Knows names and bytes only. A file may hold a head that differs although its config ties both, as
-mT5's published ones do; transformers 5 then computes with the head, and so does the engine. Source:
+A file may contain a head that differs from the embeddings although its config ties them, like the
+published mT5; transformers 5 uses the head, and so does the engine. Source:
 `PreTrainedModel.tie_weights` of transformers 5.
 """
 
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 OWN_HEAD = "has_own_head"
-"""Key that a checkpoint adds to its config where its output layer differs from the embeddings."""
+"""Key that a checkpoint adds to its config if its output layer differs from the embeddings."""
 
 EMBEDDINGS = (
     *("model.embed_tokens", "transformer.wte", "transformer.word_embeddings", "gpt_neox.embed_in"),
@@ -31,8 +30,9 @@ CHUNK_BYTES = 1 << 22
 
 
 def other_names(name: str) -> Iterator[str]:
-    """Yields the names under which a tied matrix may be stored in place of its own; none for other
-    tensors. Files of tied models keep one name of several, and not always the embeddings'.
+    """Yields other names under which a tied matrix may be stored; nothing for other tensors.
+
+    Files of tied models keep one of several names, not always that of the embeddings.
     """
     module = name.removesuffix(".weight")
     if module not in (*EMBEDDINGS, *HEADS) or module == name:
@@ -43,8 +43,9 @@ def other_names(name: str) -> Iterator[str]:
 
 
 def has_own_head(matrix: Callable[[str], NDArray | None]) -> bool:
-    """Returns whether a checkpoint has an output layer of the embeddings' shape and other numbers.
-    `matrix` gives the stored numbers of a name, None where there are none.
+    """Returns whether a checkpoint has an output layer with the embeddings' shape and other values.
+
+    `matrix` returns the stored values by name, None if missing.
     """
     heads = [found for module in HEADS if (found := matrix(f"{module}.weight")) is not None]
     tables = [found for module in EMBEDDINGS if (found := matrix(f"{module}.weight")) is not None]
@@ -54,7 +55,7 @@ def has_own_head(matrix: Callable[[str], NDArray | None]) -> bool:
 
 
 def _equal(first: NDArray, second: NDArray) -> bool:
-    """Compares two matrices up to the first difference, which most pairs have at once."""
+    """Compares two matrices in chunks and stops at the first difference."""
     rows = max(CHUNK_BYTES // max(first[:1].nbytes, 1), 1)
     return all(
         np.array_equal(

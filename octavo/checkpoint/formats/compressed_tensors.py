@@ -56,9 +56,9 @@ FORMATS = (
     "mixed-precision",
 )
 CLASSES = ("Linear", "Module")
-"""Classes of modules that a target may name: that of products, and its base."""
+"""Module classes that a target may name."""
 NOT_READ = ("sparsity_config", "transform_config", "moe_sparsity_config")
-"""Parts of a config that change what weights mean, or how rows are turned."""
+"""Config sections that change the meaning of weights or rotate activations."""
 DENSE = (None, "dense")
 MODULE_TENSORS = ("weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale")
 QUANTIZED = "_proj"
@@ -67,32 +67,32 @@ MAX_BITS = 8
 
 @dataclass(frozen=True, slots=True)
 class IntScheme:
-    """Integers of a group of modules."""
+    """Integer weights of a group of modules."""
 
     bits: int
     group: int | None
-    """Inputs that share a scale; None: a whole row, or all."""
+    """Inputs per scale; None: one scale per row or per tensor."""
     is_symmetric: bool
 
 
 @dataclass(frozen=True, slots=True)
 class E2m1Scheme:
-    """Floats of 4 bits of a group of modules."""
+    """4-bit float weights of a group of modules."""
 
     group: int
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigGroup:
-    """The modules that a scheme is for."""
+    """A scheme and the modules that it applies to."""
 
     name: str
     targets: tuple[str, ...]
     scheme: IntScheme | Fp8Scheme | E2m1Scheme
 
     def closeness(self, module: str) -> int:
-        """Returns how closely a target names a module: 3 by its name, 2 as a pattern, 1 by its
-        class; 0: not at all.
+        """Returns how specifically a target matches `module`: 3 by name, 2 by pattern, 1 by class,
+        0 not at all.
         """
         return max((_closeness(target, module) for target in self.targets), default=0)
 
@@ -180,7 +180,7 @@ class CompressedTensors(ByModule):
         )
 
     def _scheme_of(self, module: str) -> IntScheme | Fp8Scheme | E2m1Scheme:
-        """Returns the scheme of the group that names the module most closely."""
+        """Returns the scheme of the most specific matching group."""
         meant = max(self._groups, key=lambda group: group.closeness(module), default=None)
         if meant is None or not meant.closeness(module):
             raise WeightMismatch(
@@ -191,19 +191,19 @@ class CompressedTensors(ByModule):
 
 @dataclass(frozen=True, slots=True)
 class IntLevels:
-    """Scales, zeros and groups of a module's integers, and its shape."""
+    """Scales, zeros, groups and shape of a module's integers."""
 
     shape: tuple[int, int]
     scales: NDArray
-    """Scales, `[out, groups]`."""
+    """`[out, groups]`."""
     zeros: NDArray[np.int16]
-    """Zeros of codes that begin at 0, `[out, groups]`."""
+    """Zeros of codes that start at 0, `[out, groups]`."""
     group: int
     permutation: NDArray[np.int32] | None
 
 
 def _read(module: str, tensors: Tensors, scheme: IntScheme) -> IntLevels:
-    """Reads and checks everything but a module's codes."""
+    """Reads and checks everything except the codes."""
     shape = _shape(module, tensors, scheme)
     outputs, inputs = shape
     group = min(scheme.group or inputs, inputs)
@@ -227,7 +227,7 @@ def _read(module: str, tensors: Tensors, scheme: IntScheme) -> IntLevels:
 
 
 def _shape(module: str, tensors: Tensors, scheme: IntScheme) -> tuple[int, int]:
-    """Returns a module's outputs and inputs."""
+    """Returns the numbers of outputs and inputs."""
     if "weight" in tensors:
         found = tensors["weight"].shape
         if len(found) != 2 or tensors["weight"].dtype != np.int8:
@@ -268,7 +268,7 @@ def _zeros(
 
 
 def _check_range(numbers: NDArray, bits: int, rest: str, module: str) -> None:
-    """Raises WeightMismatch where numbers are no signed ones of `bits` bits."""
+    """Raises WeightMismatch if a number does not fit into `bits` signed bits."""
     middle = 1 << bits - 1
     if numbers.size and not -middle <= int(numbers.min()) <= int(numbers.max()) < middle:
         raise WeightMismatch(
@@ -279,7 +279,7 @@ def _check_range(numbers: NDArray, bits: int, rest: str, module: str) -> None:
 
 
 def _codes(module: str, tensors: Tensors, bits: int, inputs: int) -> NDArray[np.uint8]:
-    """Returns the codes from 0 up, `[out, in]`."""
+    """Returns the codes as unsigned numbers, `[out, in]`."""
     if "weight_packed" in tensors:
         return unpack_bits(tensors["weight_packed"], bits, inputs)
     if bits < MAX_BITS:
@@ -291,7 +291,7 @@ def _codes(module: str, tensors: Tensors, bits: int, inputs: int) -> NDArray[np.
 
 
 def _has_whole_rows(scheme: IntScheme, levels: IntLevels) -> bool:
-    """Whether a matrix has signed bytes and one scale an output."""
+    """Returns whether the matrix has signed bytes and one scale per output."""
     return scheme.bits == MAX_BITS and scheme.is_symmetric and levels.scales.shape[1] == 1
 
 
@@ -350,8 +350,8 @@ def _patterns(found: Any, key: str) -> tuple[str, ...]:
 
 
 def _closeness(target: str, module: str) -> int:
-    """Returns 3 where a target is a module's name or an ending of it, 2 where it is a pattern that
-    its name begins with, 1 where it is its class, and 0 otherwise.
+    """Returns 3 if the target is the module's name or a suffix of it, 2 if it is a matching
+    pattern, 1 if it is a class name, else 0.
     """
     if target.startswith("re:"):
         return 2 if re.match(target[3:], module) else 0

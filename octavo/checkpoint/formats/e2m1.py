@@ -1,9 +1,8 @@
-"""Floats of 4 bits (e2m1) with a scale for each 16 or 32 inputs: NVFP4 and MXFP4.
+"""4-bit floats (e2m1) with a scale per 16 or 32 inputs: NVFP4 and MXFP4.
 
-Codes stay as they are and stand for twice their value, a whole number from -12 to 12; scales become
-half of theirs, which changes no product: every e2m1 is a multiple of one half, and a scale is
-halved exactly. Sources: OCP Microscaling Formats 1.0 (MXFP4, e8m0 scales), NVIDIA's NVFP4 as
-compressed-tensors saves it.
+Codes are kept and read as twice their value, an integer from -12 to 12; scales are halved, which is
+exact, so products do not change. Sources: OCP Microscaling Formats 1.0 (MXFP4, e8m0 scales),
+NVIDIA's NVFP4 as saved by compressed-tensors.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from octavo.quant.fp8 import e8m0
 from octavo.quant.packed import Levels, PackedWeight
 
 TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-"""Twice the value of each code; its highest bit is the sign."""
+"""Twice the value of each code; the highest bit is the sign."""
 
 
 SCALES = ("uint8", "float8_e4m3fn", *FLOATS)
-"""Types of scales: powers of two as e8m0, or floats."""
+"""Types of scales: powers of two as e8m0 (uint8), or floats."""
 
 
 def half_of_e8m0(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -37,8 +36,8 @@ def half_of_e8m0(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def e2m1_weight(pairs: NDArray[np.uint8], halves: NDArray[np.float32], group: int) -> PackedWeight:
-    """Makes the packed weight of codes `[..., out, in / 2]`, the first of a byte low, and halves of
-    the scales, `[..., out, groups]`.
+    """Returns the packed weight of codes `[..., out, in / 2]`, two per byte with the first one low,
+    and halved scales `[..., out, groups]`.
     """
     return PackedWeight(
         (*pairs.shape[:-1], 2 * pairs.shape[-1]),
@@ -53,7 +52,7 @@ def e2m1_weight(pairs: NDArray[np.uint8], halves: NDArray[np.float32], group: in
 
 
 def e2m1_name(group: int) -> str:
-    """Returns the format's name for backends."""
+    """Returns the format name for backends."""
     return f"L4I_F32:{group}"
 
 
@@ -62,7 +61,9 @@ def describe_e2m1(module: str, tensors: Tensors, group: int) -> Described:
 
 
 def read_e2m1(module: str, tensors: Tensors, group: int) -> PackedWeight:
-    """Makes the packed weight of a module of compressed-tensors; its global scale divides."""
+    """Returns the packed weight of a compressed-tensors module; scales are divided by its global
+    scale.
+    """
     _shape(module, tensors, group)
     scales = tensors["weight_scale"]
     if scales.dtype == np.uint8:

@@ -1,8 +1,8 @@
-"""What a quantised format must tell of its matrices, and the tensors that it tells it from.
+"""The interface of quantized formats, and helpers to read their tensors.
 
-A matrix is known by the name that it has without quantisation, "...weight", and stored as several
-tensors of its module, e.g. "qweight", "scales". A format reads their bytes; where they lie is the
-checkpoint's business.
+A matrix has the name it would have without quantization, "...weight", and is stored as several
+tensors of its module, e.g. "qweight" and "scales". A format interprets the tensors; the checkpoint
+locates them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.packed import PackedWeight
 
 Tensors = Mapping[str, NDArray]
-"""A module's tensors by the rest of their names, views of the files."""
+"""A module's tensors by the suffixes of their names, as views of the files."""
 
 
 WORDS = ("int32", "uint32")
@@ -27,26 +27,26 @@ INDICES = ("int32", "int64")
 
 
 class Described(NamedTuple):
-    """A matrix as backends know it before its codes are read."""
+    """Shape and format of a matrix, known without reading its codes."""
 
     shape: tuple[int, ...]
     format_name: str
 
 
 class QuantizedFormat(Protocol):
-    """Reader of the matrices that one format quantised. Each call raises WeightMismatch where
-    tensors do not fit each other or the config, UnsupportedModel where they mean what is not read.
+    """Reader of the matrices of one format.
+
+    Each method raises WeightMismatch if tensors do not fit each other or the config, and
+    UnsupportedModel for unsupported options.
     """
 
     joint: str
-    """Text between a module and the rest of a tensor's name: a point, but for one format."""
+    """Separator between a module and the rest of a tensor's name."""
     matrix: str
-    """Ending of a matrix's name, behind that of its module."""
+    """Suffix of a matrix's name after its module."""
 
     def parts(self, names: Collection[str]) -> dict[str, list[str]]:
-        """Returns the tensors of each quantised module among a checkpoint's names, as the rests of
-        their names.
-        """
+        """Returns the tensor suffixes of each quantized module among `names`."""
         ...
 
     def describe(self, module: str, tensors: Tensors) -> Described: ...
@@ -54,14 +54,14 @@ class QuantizedFormat(Protocol):
     def weight(self, module: str, tensors: Tensors) -> PackedWeight: ...
 
     def planned_name(self, module: str) -> str | None:
-        """Returns the format name that a module's matrix probably has, from the config alone; None
-        where it is not quantised.
+        """Returns the format name expected for a module's matrix, from the config alone; None if it
+        is not quantized.
         """
         ...
 
 
 class ByModule:
-    """Names of the usual kind: "module.qweight" and the like are the matrix "module.weight"."""
+    """Usual tensor names: "module.qweight" and the like form the matrix "module.weight"."""
 
     joint = "."
     matrix = ".weight"
@@ -69,7 +69,7 @@ class ByModule:
 
 @contextmanager
 def naming(place: Path | str) -> Iterator[None]:
-    """Puts the files that are read before the message of a fault that a format finds in them."""
+    """Prefixes error messages of a format with the files being read."""
     try:
         yield
     except (WeightMismatch, UnsupportedModel) as error:
@@ -79,9 +79,7 @@ def naming(place: Path | str) -> Iterator[None]:
 def modules_with(
     names: Collection[str], main: str, others: Collection[str], joint: str = ByModule.joint
 ) -> dict[str, list[str]]:
-    """Returns, for each module with a tensor `main`, those of its tensors `main` and `others` that
-    are there.
-    """
+    """Returns, for each module with the tensor `main`, which of `main` and `others` exist."""
     known = set(names)
     ending = f"{joint}{main}"
     modules = [name.removesuffix(ending) for name in names if name.endswith(ending)]
@@ -92,7 +90,7 @@ def modules_with(
 
 
 def needed(tensors: Tensors, rest: str, module: str) -> NDArray:
-    """Returns a tensor without which the matrix cannot be read."""
+    """Returns a required tensor; raises WeightMismatch if it is missing."""
     found = tensors.get(rest)
     if found is None:
         raise WeightMismatch(
@@ -103,7 +101,7 @@ def needed(tensors: Tensors, rest: str, module: str) -> NDArray:
 
 
 def check_type(found: NDArray, allowed: Collection[str], rest: str, module: str) -> None:
-    """Raises WeightMismatch where a tensor's numbers are of another type than the format's."""
+    """Raises WeightMismatch if a tensor does not have an allowed dtype."""
     if found.dtype.name not in allowed:
         raise WeightMismatch(
             f"{module}.{rest} is {found.dtype.name}, expected {' or '.join(allowed)}",
@@ -114,7 +112,7 @@ def check_type(found: NDArray, allowed: Collection[str], rest: str, module: str)
 def check_shape(
     found: NDArray, expected: tuple[int, ...], rest: str, module: str, why: str
 ) -> None:
-    """Raises WeightMismatch where a tensor has another shape than expected."""
+    """Raises WeightMismatch if a tensor does not have the expected shape."""
     if found.shape != expected:
         raise WeightMismatch(
             f"{module}.{rest} has shape {found.shape}, expected {expected}: {why}",

@@ -1,5 +1,5 @@
-"""fp8 (e4m3) as transformers' FineGrainedFP8Config and DeepSeek-V3 save it: codes under the
-weight's own name, scales beside it that are multiplied with them.
+"""fp8 (e4m3) as saved by transformers' FineGrainedFP8Config and DeepSeek-V3: codes under the
+weight's own name, and multiplicative scales next to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.quant.fp8 import Fp8Scheme, check_fp8, fp8_weight
 from octavo.quant.packed import PackedWeight
 
 SCALES = ("weight_scale_inv", "weight_scale")
-"""Rests of the names of scales; both kinds are multiplied with the codes."""
+"""Suffixes of the scales' names; both kinds are multiplied with the codes."""
 QUANTIZED = "_proj"
 
 
@@ -43,7 +43,7 @@ class Fp8(ByModule):
 
 
 def with_scales(names: Collection[str]) -> dict[str, list[str]]:
-    """Returns the modules whose weight has scales beside it."""
+    """Returns the modules whose weight has scales."""
     found = modules_with(names, "weight", SCALES)
     return {module: rests for module, rests in found.items() if len(rests) > 1}
 
@@ -55,7 +55,6 @@ def describe_fp8(module: str, tensors: Tensors, scheme: Fp8Scheme) -> Described:
 
 
 def read_fp8(module: str, tensors: Tensors, scheme: Fp8Scheme) -> PackedWeight:
-    """Makes the packed weight of a module's codes and scales."""
     codes, scales = _codes_and_scales(module, tensors)
     return fp8_weight(codes, scales, scheme, f"{module}.weight")
 
@@ -68,7 +67,7 @@ def _codes_and_scales(module: str, tensors: Tensors) -> tuple[NDArray, NDArray]:
 
 
 def block_of(block: object) -> tuple[int, int]:
-    """Returns the outputs and inputs that share a scale; older files write "128x128"."""
+    """Returns the outputs and inputs per scale; older files write "128x128"."""
     if isinstance(block, str) and re.fullmatch(r"[1-9]\d{0,6}x[1-9]\d{0,6}", block):
         block = [int(size) for size in block.split("x")]
     if (

@@ -1,9 +1,9 @@
-"""GPTQ (Frantar et al. 2023) as AutoGPTQ and GPTQModel save it.
+"""GPTQ (Frantar et al. 2023) as saved by AutoGPTQ and GPTQModel.
 
-A module holds `qweight [in * bits / 32, out]`, codes along the inputs; `scales [groups, out]`;
-`qzeros [groups, out * bits / 32]`, along the outputs; and `g_idx [in]`, the group of each input. In
-the first version of the format zeros are stored less 1, and 2 ** bits can come of it. Files that
-name the first version and hold symmetric zeros of the second are told by these.
+A module has `qweight [in * bits / 32, out]`, packed along the inputs; `scales [groups, out]`;
+`qzeros [groups, out * bits / 32]`, packed along the outputs; and `g_idx [in]`, the group of each
+input. Version 1 stores zeros minus 1, so a zero may be 2 ** bits. Some files declare version 1 but
+have the symmetric zeros of version 2; these are recognised by the zeros.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from octavo.quant.packed import PackedWeight
 BITS = (2, 3, 4, 8)
 VERSIONS = ("gptq", "gptq_v2")
 QUANTIZED = "_proj"
-"""Part of the names of modules that are quantised, where only the config is known."""
+"""Substring of the names of quantized modules, used when only the config is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class GptqScheme:
-    """The numbers of one module's codes."""
+    """Bits, group size and symmetry of a module."""
 
     bits: int
     group: int | None
-    """Inputs of a group; None: one group."""
+    """Inputs per group; None: one group."""
     is_symmetric: bool
 
     @staticmethod
@@ -65,7 +65,7 @@ class GptqScheme:
 
 @dataclass(frozen=True, slots=True)
 class GptqLevels:
-    """Scales, zeros and groups of one module."""
+    """Scales, zeros and groups of a module."""
 
     scales: NDArray
     zeros: NDArray[np.int16]
@@ -113,7 +113,7 @@ class Gptq(ByModule):
         )
 
     def _scheme_of(self, module: str) -> GptqScheme | None:
-        """Returns a module's scheme; None where the config leaves it as it is."""
+        """Returns a module's scheme; None if the config excludes it from quantization."""
         for pattern, scheme in self._own:
             if pattern.match(module):
                 return scheme
@@ -154,7 +154,7 @@ class Gptq(ByModule):
 
 
 def by_group(index: NDArray, group: int, num_inputs: int, module: str) -> NDArray[np.int32] | None:
-    """Returns the inputs in the order of their groups; None where they lie so already."""
+    """Returns the inputs in the order of their groups; None if they already are."""
     check_type(index, INDICES, "g_idx", module)
     check_shape(index, (num_inputs,), "g_idx", module, "a group for each input")
     num_groups = -(-num_inputs // group)
@@ -176,8 +176,8 @@ def by_group(index: NDArray, group: int, num_inputs: int, module: str) -> NDArra
 def _schemes_by_pattern(
     config: Mapping[str, Any],
 ) -> list[tuple[re.Pattern[str], GptqScheme | None]]:
-    """Returns what `dynamic` says of modules whose names match: "-:" leaves them as they are, "+:"
-    or nothing gives them numbers of their own.
+    """Returns the overrides in `dynamic` by pattern: None for "-:" (not quantized), else the scheme
+    of "+:" or no prefix.
     """
     found = config.get("dynamic") or {}
     if not isinstance(found, dict):

@@ -1,8 +1,9 @@
-"""MXFP4 as gpt-oss has it: of each layer's experts `gate_up_proj_blocks [E, out, in / 32, 16] u8`,
-pairs of e2m1 codes with the first one low, and `gate_up_proj_scales [E, out, in / 32] u8`, powers
-of two as e8m0; `down_proj` likewise. In bf16 the same matrices are `[E, in, out]`.
+"""MXFP4 as saved by gpt-oss.
 
-Source: transformers' `integrations/mxfp4.py`, whose `convert_moe_packed_tensors` is the oracle.
+Each layer's experts have `gate_up_proj_blocks [E, out, in / 32, 16] u8`, pairs of e2m1 codes with
+the first one low, and `gate_up_proj_scales [E, out, in / 32] u8`, powers of two as e8m0;
+`down_proj` likewise. In bf16 the same matrices are `[E, in, out]`. Source: transformers'
+`integrations/mxfp4.py`; its `convert_moe_packed_tensors` is the oracle.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Mxfp4:
     matrix = ""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Takes a config whose `modules_to_not_convert` say what the tensors' names say, too."""
+        """Ignores the config: its `modules_to_not_convert` repeats what the tensor names say."""
 
     def parts(self, names: Collection[str]) -> dict[str, list[str]]:
         found = modules_with(names, "blocks", ("scales",), self.joint)

@@ -1,4 +1,4 @@
-"""Values of a `quantization_config`, checked one by one."""
+"""Validation of the values in a `quantization_config`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from octavo.api.errors import UnsupportedModel, shown
 
 MAX_GROUP = 1 << 20
 USUAL_GROUP = 128
-"""Inputs of a group where configs of GPTQ and AWQ do not say it, as transformers takes them."""
+"""Default group size of GPTQ and AWQ configs, as in transformers."""
 
 
 def refused(what: str) -> UnsupportedModel:
-    """Makes the error for a `quantization_config` that is not supported."""
+    """Returns the error for an unsupported `quantization_config`."""
     return UnsupportedModel(
         f"config.json: quantization_config: {what}",
         hint="use a checkpoint in bf16 with --quantization, or a GGUF file",
@@ -21,7 +21,7 @@ def refused(what: str) -> UnsupportedModel:
 
 
 def choice(config: Mapping[str, Any], key: str, allowed: Collection[Any], default: Any) -> Any:
-    """Returns a value that must be one of some; `default` where it is missing."""
+    """Returns a value that must be one of `allowed`; `default` if it is missing."""
     value = config.get(key, default)
     if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
         supported = ", ".join(map(str, allowed))
@@ -30,8 +30,8 @@ def choice(config: Mapping[str, Any], key: str, allowed: Collection[Any], defaul
 
 
 def layout(config: Mapping[str, Any], keys: Collection[str], allowed: Collection[str]) -> str:
-    """Returns the layout that the first key with a value names, in any case; the first allowed one
-    where none has.
+    """Returns the layout named by the first key that has a value, case-insensitively; the first
+    allowed one if no key has.
     """
     key = next((key for key in keys if config.get(key) is not None), None)
     if key is None:
@@ -47,7 +47,7 @@ def flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
 
 
 def group_size(config: Mapping[str, Any], key: str = "group_size") -> int | None:
-    """Returns the inputs of a group; None, -1 in the config, stands for whole rows."""
+    """Returns the inputs per group; None (-1 in the config) for whole rows."""
     value = config.get(key)
     if value is None or (type(value) is int and value == -1):
         return None

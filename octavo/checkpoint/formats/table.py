@@ -1,4 +1,4 @@
-"""The formats that a `quantization_config` may name, each with its reader."""
+"""The formats that a `quantization_config` may name, and their readers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ READERS: dict[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
 
 
 OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files in which older packages say what `quantization_config` does today, and their methods."""
+"""Files that older packages write in place of `quantization_config`, and their methods."""
 OLDER_KEY = "compression_config"
 
 
 def with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns a model's config with its `quantization_config`, where an older key or a file beside
-    config.json holds that.
+    """Returns the config with `quantization_config` filled in from an older key or a
+    separate file.
     """
     if config.get("quantization_config") is not None:
         return config
@@ -50,8 +50,9 @@ def with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def quantized_format(config: Mapping[str, Any]) -> QuantizedFormat | None:
-    """Returns the reader that config.json names; None where nothing is quantised, UnsupportedModel
-    where the format or one of its options is not supported.
+    """Returns the reader for the config's quantization; None if there is none.
+
+    Raises UnsupportedModel if the format or one of its options is not supported.
     """
     found = config.get("quantization_config")
     if found is None:

@@ -1,7 +1,8 @@
-"""A GGUF file as a Checkpoint: config, tensors and tokenizer in the names and row orders of the
-family's safetensors.
+"""A GGUF file as a Checkpoint, with the config, tensor names and row orders of the family's
+safetensors.
 
-Joins `gguf.py` (bytes) and `gguf_families.py` (names); knows nothing of Programs or backends.
+Combines `gguf_file.py` (bytes) and `gguf_families.py` (names); does not depend on Programs or
+backends.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from octavo.text.end_tokens import find_control_tokens, find_end_tokens
 IGNORED_TENSORS = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 )
-"""Names of tensors that are no weights: they are read into the config."""
+"""Tensors that are not weights; they are read into the config."""
 
 DEFAULT_IDS: dict[str, dict[str, int]] = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "t5": {"eos": 1, "unknown": 2, "padding": 0},
     "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
 }
-"""Ids of special tokens of a tokenizer model whose header lacks them, as in llama.cpp."""
+"""Default ids of special tokens by tokenizer model, as in llama.cpp."""
 
 END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-"""Kinds of tokens that end a text by whose names a header has their ids."""
+"""Kinds of tokens that end a text, by their names in the header."""
 
 SAMPLING_KEYS = {
     "general.sampling.temp": "temperature",
@@ -56,24 +57,25 @@ SAMPLING_KEYS = {
     "general.sampling.penalty_repeat": "repetition_penalty",
     "octavo.max_new_tokens": "max_new_tokens",
 }
-"""generation_config's names of a header's recommended sampling values. llama.cpp has no key for the
-token cap, so the last one is our own.
-"""
+"""Header keys of recommended sampling values, and their names in generation_config. llama.cpp has
+no key for the maximum number of tokens; the last one is Octavo's."""
 FLOAT32_DIGITS = 7
-"""Significant digits of a float32: a value of 0.7 is not read as 0.699999988."""
+"""Significant digits of a float32, so that 0.7 is not read as 0.699999988."""
 
 
 class TensorPlace(NamedTuple):
-    """A tensor of the file, one of the matrices stacked in it, or several tensors."""
+    """Location of a tensor: a tensor of the file, one of the matrices stacked in it, or several
+    tensors.
+    """
 
     tensor: str
     expert: int | None = None
     joined: tuple[str, ...] = ()
-    """Tensors that make it, where it lies in several; `tensor` is the first."""
+    """All tensors that form this one, if it is split; `tensor` is the first."""
 
 
 class GgufCheckpoint:
-    """One `.gguf` file, or several of one model. Implements `checkpoint_ports.Checkpoint`."""
+    """A model in one or several `.gguf` files. Implements `ports.Checkpoint`."""
 
     output_major = True
     has_config_file = False
@@ -128,7 +130,7 @@ class GgufCheckpoint:
         return packed
 
     def _joined_tensor(self, name: str, parts: Sequence[str]) -> PackedWeight:
-        """Returns a tensor that lies in several, in their common precision or in float32."""
+        """Returns a split tensor, in the common precision of its parts or else in float32."""
         found = [self.file.tensor(part) for part in parts]
         arrays = [each.packed().codes if each.is_float else each.dequantize() for each in found]
         if len({array.dtype for array in arrays}) > 1:
@@ -136,7 +138,7 @@ class GgufCheckpoint:
         return PackedWeight.plain(np.ascontiguousarray(self._joined(name).numbers(*arrays)))
 
     def _joined(self, name: str) -> Joined:
-        """Returns how a tensor that lies in several is put together."""
+        """Returns how to join a split tensor."""
         return next(each for own, each in self._family.joined.items() if name.endswith(own))
 
     def stored(self, name: str) -> StoredTensor:
@@ -150,7 +152,9 @@ class GgufCheckpoint:
         return StoredTensor(name, shape if expert is None else shape[1:], part.path)
 
     def is_rewritable(self, name: str) -> bool:
-        """Whether a matrix lies in one tensor of the file, its inputs in their own order."""
+        """Returns whether a matrix is a single tensor of the file with its inputs in their original
+        order.
+        """
         place = self.place(name)
         return not place.joined and _stem(place.tensor) not in self._family.column_orders
 
@@ -159,7 +163,7 @@ class GgufCheckpoint:
             part.mapped.madvise(mmap.MADV_DONTNEED)
 
     def in_file_order(self, name: str, rows: NDArray) -> NDArray:
-        """Returns a tensor's rows, given in the family's order, as the file has them."""
+        """Returns rows in the order of the file, given in the family's order."""
         stem = _stem(self.place(name).tensor)
         if stem not in self._family.row_orders:
             return rows
@@ -167,11 +171,11 @@ class GgufCheckpoint:
         return ordered
 
     def in_file_numbers(self, name: str, vector: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Returns a vector's numbers as the file has them, which adds 1 to some norms' weights."""
+        """Returns a vector as stored in the file; some norms are stored with 1 added."""
         return vector + np.float32(self._family.norm_offset) if self.is_moved(name) else vector
 
     def is_moved(self, name: str) -> bool:
-        """Whether a tensor's numbers in the file are others than the family's."""
+        """Returns whether the file stores a tensor with an offset."""
         source = self.place(name).tensor
         return (
             bool(self._family.norm_offset)
@@ -180,13 +184,11 @@ class GgufCheckpoint:
         )
 
     def names_in(self, tensor: str) -> list[str]:
-        """Returns the names of what a tensor of the file holds: its own, or those of its experts'
-        matrices.
-        """
+        """Returns the names of the tensors or experts' matrices in a tensor of the file."""
         return [name for name, place in self._gguf_names.items() if place.tensor == tensor]
 
     def place(self, name: str) -> TensorPlace:
-        """Returns where a tensor lies in the file."""
+        """Returns the location of a tensor in the file; raises WeightMismatch if it is missing."""
         source = self._gguf_names.get(name)
         if source is None:
             raise WeightMismatch(f"{self.path}: the tensor {name} is missing")
@@ -225,7 +227,7 @@ class GgufCheckpoint:
         )
 
     def _chat_templates(self) -> dict[str, str]:
-        """Returns the header's chat templates by name, the main one as "default"."""
+        """Returns the chat templates by name; the main one is "default"."""
         main, start = "tokenizer.chat_template", "tokenizer.chat_template."
         found = {
             key.removeprefix(start): self._get(key, str, "")
@@ -236,7 +238,7 @@ class GgufCheckpoint:
         return found if default is None else found | {"default": default}
 
     def _vocabulary(self) -> Vocabulary:
-        """Returns the tokens with their types and merges, as the header has them."""
+        """Returns the vocabulary in the header."""
         return Vocabulary(
             model=self._get("tokenizer.ggml.model", str, ""),
             pre=self._get("tokenizer.ggml.pre", str, ""),
@@ -246,8 +248,8 @@ class GgufCheckpoint:
         )
 
     def _stripped_sides(self, vocabulary: Vocabulary) -> dict[bytes, Side]:
-        """Returns the side on which special tokens take white space with them. A header does not
-        say it, so it goes by names, as in llama.cpp.
+        """Returns the side on which special tokens strip white space, by model and token name as in
+        llama.cpp, since headers do not contain it.
         """
         name = self._get("general.name", str, "").lower()
         masks = {
@@ -264,13 +266,13 @@ class GgufCheckpoint:
         return found
 
     def _charsmap(self) -> NDArray[np.uint8]:
-        """Returns the compiled normalisation of a unigram model, empty where there is none."""
+        """Returns the compiled normalization of a unigram model; empty if there is none."""
         key = "tokenizer.ggml.precompiled_charsmap"
         found: NDArray = self._get(key, np.ndarray, np.empty(0, np.uint8))
         return found.astype(np.uint8)
 
     def _affixes(self, tokens: list[bytes]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns the special tokens that go before and behind a text."""
+        """Returns the special tokens before and after a text."""
         where = self._family.affixes
         if where == "around":
             first = self._special_token(tokens, ("cls", "bos"))
@@ -280,7 +282,7 @@ class GgufCheckpoint:
         return (), self._special_token(tokens, ("eos",)) if may_end and ends else ()
 
     def _special_token(self, tokens: list[bytes], kinds: Sequence[str]) -> tuple[str, ...]:
-        """Returns the special token of the first kind that the header has; () without one."""
+        """Returns the special token of the first kind in the header; () if there is none."""
         for kind in kinds:
             token_id = self._token_id(kind)
             if token_id is not None and token_id < len(tokens):
@@ -288,8 +290,8 @@ class GgufCheckpoint:
         return ()
 
     def _names(self) -> dict[str, TensorPlace]:
-        """Maps safetensors names to tensors of the file; refuses one that the family does not know,
-        which would otherwise be left out of the computation.
+        """Maps safetensors names to tensors of the file. Rejects tensors unknown to the family,
+        because ignoring them would change results.
         """
         found: dict[str, TensorPlace] = {}
         for source, entry in self.file.tensors.items():
@@ -311,7 +313,7 @@ class GgufCheckpoint:
         return found
 
     def _joined_place(self, name: str, source: str) -> TensorPlace:
-        """Returns the tensors of the file that make one, of which `source` is any."""
+        """Returns the location of a split tensor, given any part of it."""
         stem = _stem(source)
         parts = tuple(source.replace(stem, each) for each in self._joined(name).stems)
         missing = [part for part in parts if part not in self.file.tensors]
@@ -320,7 +322,7 @@ class GgufCheckpoint:
         return TensorPlace(parts[0], joined=parts)
 
     def _row_order(self, stem: str, num_rows: int) -> NDArray[np.intp]:
-        """Returns for each row in the family's order the row of the file that holds it."""
+        """Returns the row of the file for each row in the family's order."""
         return self._order(self._family.row_orders[stem], stem, num_rows)
 
     def _order(self, order: RowOrder, stem: str, num_rows: int) -> NDArray[np.intp]:
@@ -345,7 +347,7 @@ class GgufCheckpoint:
         }
 
     def _dtype(self) -> str:
-        """Returns the dtype of the matrices where they are plain floats, else float32."""
+        """Returns the dtype of the matrices if they are all bf16 or fp16, else float32."""
         kinds = {entry.kind.name for entry in self.file.tensors.values() if len(entry.shape) > 1}
         return (
             {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(kinds)), "float32")
@@ -364,8 +366,8 @@ class GgufCheckpoint:
         }
 
     def _end_ids(self) -> tuple[int, ...]:
-        """Returns the ids of the tokens that end a text: those that the header names, without ids
-        that the vocabulary does not have, and those that are known by their texts.
+        """Returns the ids of tokens that end a text: the valid ones in the header, and those known
+        by their texts.
         """
         found = [self._token_id(kind) for kind in END_KEYS]
         named = [i for i in found if i is not None]
@@ -373,7 +375,9 @@ class GgufCheckpoint:
         return find_end_tokens(find_control_tokens(vocabulary), named)
 
     def _get(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
-        """Returns a metadata value of the given types, or the default where the key is missing."""
+        """Returns a metadata value; `default` if the key is missing. Raises WeightMismatch for
+        another type.
+        """
         value = self.file.metadata.get(key)
         if value is not None and not isinstance(value, kind):
             allowed = " or ".join(
@@ -385,9 +389,9 @@ class GgufCheckpoint:
         return default if value is None else value
 
     def _numbers(self, key: str) -> list[Any]:
-        """Returns one Python number for each token; empty where the key is missing.
+        """Returns one Python number per token; empty if the key is missing.
 
-        Loops read Python's numbers several times as fast as NumPy's.
+        Python numbers are several times faster to loop over than NumPy's.
         """
         found: NDArray | tuple[()] = self._get(key, np.ndarray, ())
         return found.tolist() if isinstance(found, np.ndarray) else []
@@ -400,8 +404,8 @@ class GgufCheckpoint:
         }
 
     def _token_id(self, kind: str) -> int | None:
-        """Returns the id of a special token: the header's if the vocabulary has it, else the one
-        that vocabularies of the kind have by default, if it is a special token.
+        """Returns the id of a special token in the header if it is valid, else the default id of
+        the tokenizer model if that is a special token.
         """
         size = len(self._get("tokenizer.ggml.tokens", list, []))
         token_id: int | None = self._get(f"tokenizer.ggml.{kind}_token_id", int, None)
@@ -415,7 +419,7 @@ class GgufCheckpoint:
 
 
 def _with_inputs(packed: StoredWeight, order: NDArray[np.intp]) -> PackedWeight:
-    """Returns a matrix with its inputs in another order: the i-th is the file's order[i]-th."""
+    """Reorders a matrix's inputs: the i-th is the file's order[i]-th."""
     whole = packed.packed()
     if whole.is_float:
         return PackedWeight.plain(np.ascontiguousarray(whole.codes[..., order]))
@@ -428,7 +432,7 @@ _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def _stem(source: str) -> str:
-    """Returns the stem of a tensor's name: "attn_q" of "blk.0.attn_q.weight", "ssm_a" of
+    """Returns the last part of a tensor's name: "attn_q" for "blk.0.attn_q.weight", "ssm_a" for
     "blk.0.ssm_a".
     """
     parts = source.removesuffix(".weight").removesuffix(".bias").split(".")
@@ -436,5 +440,5 @@ def _stem(source: str) -> str:
 
 
 def _rounded(value: float) -> float:
-    """Returns a float32 as the decimal number that was meant; whole numbers as they are."""
+    """Rounds a float32 to the decimal number that it was written as; integers stay."""
     return value if isinstance(value, int) else float(f"{value:.{FLOAT32_DIGITS}g}")

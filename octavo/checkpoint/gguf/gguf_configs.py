@@ -1,8 +1,7 @@
-"""What GGUF headers say of each family, as the keys of Hugging Face's config.json.
+"""Converts GGUF headers to Hugging Face configs, one function per family.
 
-One function a family, from a header to its config. What a header does not say is what llama.cpp
-computes. Source: llama.cpp's `gguf-py/gguf/constants.py` (keys) and its models (what headers leave
-out).
+Values missing in a header are those that llama.cpp uses. Source: llama.cpp's
+`gguf-py/gguf/constants.py` (keys) and its model implementations (defaults).
 """
 
 from __future__ import annotations
@@ -32,16 +31,15 @@ GEMMA3_PERIOD = 6
 GEMMA3_27B_LAYERS = 62
 GEMMA3N_PERIOD = 5
 GEMMA2_27B_LAYERS = 46
-"""Numbers of layers of the two models whose queries are scaled by hidden_size / heads instead of
-head_dim; headers do not say so.
-"""
+"""Numbers of layers of the two models that scale queries by hidden_size / heads and not by
+head_dim; headers do not contain it."""
 
 SIGMOID = 2
-"""llama.cpp's number of the sigmoid among the functions that choose experts."""
+"""llama.cpp's number of the sigmoid gating function of experts."""
 LLAMA4_CHUNK = 8192
-"""Positions of a chunk, from which on queries grow, too."""
+"""Positions per attention chunk; longer positions also scale the queries."""
 LLAMA4_EXPERTS_WITHOUT_NORMS = 128
-"""Number of experts of the model whose heads are not normed (Maverick)."""
+"""Number of experts of the model without QK norms (Maverick)."""
 
 
 def llama_config(header: Header) -> Config:
@@ -150,7 +148,7 @@ def gemma3n_config(header: Header) -> Config:
 
 
 def _by_layer(header: Header, key: str, default: float, num_layers: int) -> list[float]:
-    """Returns a number for each layer, where a header may have one for all."""
+    """Returns a number per layer; a header may have one for all layers."""
     value = header.get(key, default)
     if not isinstance(value, np.ndarray):
         return [header.number(key, default)] * num_layers
@@ -343,8 +341,10 @@ def glm4_moe_config(header: Header) -> Config:
 
 
 def deepseek_config(header: Header) -> Config:
-    """Returns the config of DeepSeek's latent attention and experts. Headers state the key heads
-    of the absorbed form, and those of the model itself under other keys, where there are any.
+    """Returns the config of DeepSeek's latent attention and experts.
+
+    Headers have the head sizes of the absorbed form; the model's own sizes are under other keys, if
+    present.
     """
     config = {**rms_config(header, experts=True), **shared_experts_config(header)}
     config.pop("partial_rotary_factor", None)
@@ -375,7 +375,7 @@ def deepseek_config(header: Header) -> Config:
 
 
 def is_deepseek_v3(header: Header) -> bool:
-    """Whether experts are chosen by a sigmoid, with a correction."""
+    """Returns whether experts are chosen by a sigmoid with a correction."""
     return header.get("expert_gating_func") == SIGMOID or any(
         CORRECTION in name for name in header.file.tensors
     )

@@ -1,7 +1,7 @@
-"""GGUF headers of gated delta rules: Qwen3-Next and Qwen3.5.
+"""GGUF headers of families with gated delta rules: Qwen3-Next and Qwen3.5.
 
-Files of Qwen3.5 have value heads in another order: the first of every key head, then the second.
-Source: as in `gguf_families.py`.
+Files of Qwen3.5 have another order of value heads: the first one of every key head, then the
+second. Source: as in `gguf_families.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONVOLUTION = Restored(lambda shape: (shape[0], 1, shape[1]))
 
 
 def _delta_config(header: Header, *, experts: bool) -> Config:
-    """Returns the sizes of attention and of the mixers, and which layers have which."""
+    """Returns the sizes of attention and mixers, and the type of each layer."""
     config = rms_config(header, experts=experts)
     predictors = header.number("nextn_predict_layers", 0)
     num_layers = config["num_hidden_layers"] - predictors
@@ -66,8 +66,10 @@ def qwen3_5_config(header: Header) -> Config:
 
 
 def _by_key_head(width_key: str | None, keys_before: int = 0) -> RowOrder:
-    """Returns the order that puts the value heads of each key head together, of `width_key` rows
-    each; `keys_before` times the rows of all keys stand before them and stay.
+    """Returns the order that groups value heads by key head.
+
+    A value head has `width_key` rows (1 if None). The rows of the keys, times `keys_before`, come
+    first and keep their order.
     """
 
     def order(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
@@ -154,4 +156,3 @@ DELTA_FAMILIES: dict[str, Family] = {
         column_orders={"ssm_out": _VALUES},
     ),
 }
-"""Families of gated delta rules by `general.architecture`."""

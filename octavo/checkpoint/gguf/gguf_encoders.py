@@ -1,7 +1,7 @@
-"""GGUF headers of encoders, and of T5's encoders and decoders.
+"""GGUF headers of encoders and of T5.
 
-One architecture may hold several families here: "bert" is BERT, DistilBERT, RoBERTa and XLM-R, of
-whose positions the converter cuts those before the first. Source: as in `gguf_families.py`.
+An architecture may stand for several families: "bert" is BERT, DistilBERT, RoBERTa or XLM-R; for
+the last two the converter removes the unused first positions. Source: as in `gguf_families.py`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from octavo.api.errors import UnsupportedModel
 from octavo.checkpoint.gguf.gguf_family import Config, Family, Header
 
 POOLING_MODES = {1: "mean", 2: "cls", 3: "last"}
-"""Modes of pooling by llama.cpp's numbers; 0 is none, 4 a classifier's."""
+"""Pooling modes by llama.cpp's numbers; 0 is none, 4 is a classifier's."""
 FIRST_POSITION_ID = -1
-"""Padding id with which RoBERTa's positions begin at row 0 of their table."""
+"""Padding id that makes RoBERTa's positions start at row 0 of their table."""
 MODERNBERT_PERIOD = 3
-"""Layers of which one sees all, where a header says nothing."""
+"""Default period of layers with full attention."""
 T5_MAX_DISTANCE = 128
 T5_BUCKETS = 32
 
 
 def pooling_config(header: Header) -> Config:
-    """Returns how the model pools, where the header says so: what llama.cpp pools it normalises."""
+    """Returns the pooling in the header, if any; llama.cpp normalizes whatever it pools."""
     kind = header.get("pooling_type")
     if kind is None or kind == 0:
         return {}
@@ -102,8 +102,10 @@ def modernbert_classifier_config(header: Header) -> Config:
 
 
 def t5_config(header: Header) -> Config:
-    """Returns the config of a T5; a header does not say whether the last rows are scaled, but they
-    are where the output layer is the embeddings'.
+    """Returns the config of a T5.
+
+    Headers do not say whether the last hidden states are scaled; they are if the output layer is
+    tied to the embeddings.
     """
     encoders = header.num_blocks("enc.blk")
     return {
@@ -128,7 +130,7 @@ def t5_config(header: Header) -> Config:
 
 
 def _decoder_blocks(header: Header) -> str:
-    """Returns the key of the decoder's number of layers: the encoder's where it has none."""
+    """Returns the key of the decoder's number of layers; the encoder's if it is missing."""
     key = "decoder_block_count"
     return "block_count" if header.get(key) is None else key
 
@@ -187,7 +189,7 @@ _T5_MLP = {"ffn_gate": "wi_0", "ffn_up": "wi_1", "ffn_down": "wo"}
 
 
 def _t5_layers(mlp: dict[str, str]) -> dict[str, str]:
-    """Returns the names of a T5's layers; `mlp` are those within the feed-forward module."""
+    """Returns the tensor names of a T5's layers; `mlp` has those of the feed-forward module."""
 
     def sublayer(prefix: str, index: int, module: str, names: dict[str, str]) -> dict[str, str]:
         return {f"{prefix}{stem}": f"layer.{index}.{module}.{to}" for stem, to in names.items()}
@@ -269,4 +271,3 @@ ENCODER_FAMILIES: dict[str, Family] = {
         ),
     ),
 }
-"""Encoders, and encoders with decoders, by `general.architecture`."""

@@ -1,8 +1,8 @@
-"""Routed experts in GGUF: the config's keys in a header, and the stems of the stacked tensors.
+"""Routed experts in GGUF: config keys and names of the stacked tensors.
 
-A GGUF file keeps all experts of a layer in one tensor `[E, out, in]`; "{}" in a name here stands
-for the expert. Whether an architecture's weights are divided by their sum is not in the header,
-but in llama.cpp's graph of it.
+A GGUF file stacks all experts of a layer into one tensor `[E, out, in]`; "{}" in a name stands for
+the expert. Whether routing weights are normalized is not in the header; it follows llama.cpp's
+graph of the architecture.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GRANITE_EXPERTS = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
 }
 CORRECTION = "exp_probs_b"
-"""Stem of the correction of DeepSeek-V3's scores, whose name in safetensors is a whole one."""
+"""Stem of the correction of DeepSeek-V3's scores; its safetensors name has no ".weight" suffix."""
 SHARED_EXPERTS = {
     CORRECTION: "mlp.gate.e_score_correction_bias",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
@@ -49,7 +49,7 @@ def has_experts(header: Header) -> bool:
 
 
 def experts_config(header: Header, *, normalize: bool) -> Config:
-    """Returns the keys of qwen2_moe, qwen3_moe and olmoe that are the experts' own."""
+    """Returns the expert keys of qwen2_moe, qwen3_moe and olmoe."""
     return {
         "num_experts": header.count("expert_count"),
         "num_experts_per_tok": header.count("expert_used_count"),
@@ -58,7 +58,7 @@ def experts_config(header: Header, *, normalize: bool) -> Config:
 
 
 def shared_experts_config(header: Header) -> Config:
-    """Returns the keys of the experts of DeepSeek-V3's line."""
+    """Returns the expert keys of DeepSeek-V3 and its relatives."""
     return {
         "n_routed_experts": header.count("expert_count"),
         "n_shared_experts": header.count("expert_shared_count"),
@@ -73,7 +73,7 @@ def shared_experts_config(header: Header) -> Config:
 
 
 def widths(header: Header) -> Config:
-    """Returns the width of a routed expert, and that of the shared one where there is one."""
+    """Returns the width of a routed expert, and of the shared one if there is one."""
     shared = header.get("expert_shared_feed_forward_length")
     config = {"moe_intermediate_size": header.count("expert_feed_forward_length")}
     return config if shared is None else config | {"shared_expert_intermediate_size": shared}

@@ -1,8 +1,8 @@
-"""GGUF headers of each model family in Hugging Face's words: config keys, tensor names, row orders.
+"""Mapping from GGUF architectures to Hugging Face families: config keys, tensor names, row orders.
 
-One `Family` a GGUF architecture. What a header does not say is what llama.cpp computes. Source:
-llama.cpp's `gguf-py/gguf/constants.py` and `tensor_mapping.py` (keys, names), its converter (row
-orders, norms plus one), and its models (what headers leave out).
+Values missing in a header are those that llama.cpp uses. Sources: llama.cpp's
+`gguf-py/gguf/constants.py` and `tensor_mapping.py` (keys, names), its converter (row orders, norms
+plus one) and its model implementations (defaults).
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ _DEEPSEEK_V2 = Family(
         )
     },
 )
-"""Older files have attn_kv_b, newer ones its keys, turned, and its values."""
+"""Older files have attn_kv_b; newer ones have its transposed keys and its values."""
 _OLMO2 = Family("olmo2", rms_config, TOP, _BLOCK | _HEAD_NORMS | _NORMS_AFTER)
 
 FAMILIES: dict[str, Family] = {
@@ -404,4 +404,3 @@ FAMILIES: dict[str, Family] = {
     ),
     "nemotron": Family("nemotron", nemotron_config, TOP, _BLOCK, norm_offset=1.0),
 }
-"""All families by `general.architecture`."""

@@ -1,8 +1,8 @@
-"""One GGUF architecture as a Hugging Face family: the header with typed access, the mapping of
-names, and the orders of rows.
+"""Base classes of the mapping from GGUF to Hugging Face: typed access to headers, names, orders of
+rows.
 
-Knows nothing of bytes (`gguf.py`) and reads no tensor but rope's factors; the families themselves
-stand in `gguf_families.py`. Source: llama.cpp's converter.
+Does not parse files (`gguf_file.py`) and reads only the tensors of rope factors; the families are
+in `gguf_families.py`. Source: llama.cpp's converter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.checkpoint.gguf.gguf_file import GgufFile
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-"""Names of the tensors outside the layers, in files of Llama's kin, and in their checkpoints."""
+"""Tensors outside the layers, for Llama and its relatives: name in the file, and in the checkpoint.
+"""
 YARN_KEYS = {
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
@@ -27,9 +28,8 @@ YARN_KEYS = {
     "mscale": "yarn_log_multiplier",
     "mscale_all_dim": "yarn_log_multiplier",
 }
-"""Keys of YaRN's parameters in a header. Only models whose mscale and mscale_all_dim are equal
-state them, in one number.
-"""
+"""Config keys of YaRN, and their keys in a header. Headers have one number for mscale and
+mscale_all_dim, and only if they are equal."""
 
 NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "rope.scaling.attn_factor": (1.0,),
@@ -48,18 +48,17 @@ NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "residual_scale": (0.0, 1.0),
     "embedding_scale": (0.0, 1.0),
 }
-"""Keys that change a model's numbers, and the values with which they change none."""
+"""Keys that change a model's results, and the values that have no effect."""
 
 Config = dict[str, Any]
 Affixes = Literal["", "around", "behind"]
 RowOrder = Callable[[Mapping[str, Any], int], NDArray[np.intp]]
-"""Returns for each row (or input) of a safetensors weight the one of the file that holds it, by the
-config and the number of rows.
-"""
+"""Returns the row (or input) of the file for each one of the safetensors weight, given the config
+and the number of rows."""
 
 
 class Header:
-    """A header's keys under the architecture's prefix, with errors that name the key."""
+    """Access to a header's keys under the architecture's prefix; errors name the key."""
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self.file = file
@@ -71,7 +70,7 @@ class Header:
         return self.file.metadata.get(f"{self.architecture}.{key}", default)
 
     def number(self, key: str, default: Any = None) -> Any:
-        """Returns a number; one per layer is fine where all are equal."""
+        """Returns a number; a list per layer is accepted if all its values are equal."""
         value = self.get(key, default)
         name = f"{self.architecture}.{key}"
         if value is None:
@@ -98,7 +97,7 @@ class Header:
         return value
 
     def refuse_unread(self) -> None:
-        """Refuses a value that changes the model's numbers and that the family did not read."""
+        """Raises UnsupportedModel for a value that changes results and was not read."""
         for key, neutral in NEUTRAL.items():
             value = self.file.metadata.get(f"{self.architecture}.{key}")
             if key in self._asked or value is None:
@@ -110,7 +109,7 @@ class Header:
                 )
 
     def num_rows(self, tensor: str) -> int:
-        """Returns the number of rows of a tensor that the file needs to have."""
+        """Returns the number of rows of a required tensor."""
         if tensor not in self.file.tensors:
             raise WeightMismatch(f"{self.file.path}: the tensor {tensor} is missing")
         return self.file.tensors[tensor].shape[0]
@@ -120,7 +119,9 @@ class Header:
         return all(name in self.file.tensors for name in names)
 
     def num_blocks(self, stack: str = "blk", key: str = "block_count") -> int:
-        """Number of layers, by the tensors of the file whose names begin with `stack`."""
+        """Returns the number of layers; raises WeightMismatch if the file has tensors of a
+        different number.
+        """
         stated = self.count(key)
         names = (name for name in self.file.tensors if name.startswith(f"{stack}."))
         found = len({name.removeprefix(f"{stack}.").split(".")[0] for name in names})
@@ -133,36 +134,35 @@ class Header:
 
 
 class Restored(NamedTuple):
-    """The way back from a tensor whose shape or numbers the converter changed."""
+    """Inverse of a change that the converter made to a tensor."""
 
     shape: Callable[[tuple[int, ...]], tuple[int, ...]]
-    """Shape in safetensors, by that in the file."""
+    """Shape in safetensors, given that in the file."""
     numbers: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda numbers: numbers
 
 
 class Joined(NamedTuple):
-    """A tensor of safetensors that the converter wrote as several."""
+    """A safetensors tensor that the converter split."""
 
     stems: tuple[str, ...]
-    """Layer stems of the file's tensors."""
+    """Stems of the parts in the file."""
     shape: Callable[..., tuple[int, ...]]
-    """Shape in safetensors, by those in the file."""
+    """Shape in safetensors, given those of the parts."""
     numbers: Callable[..., NDArray]
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The mapping from one GGUF architecture to a Hugging Face checkpoint.
+    """The mapping from a GGUF architecture to a Hugging Face checkpoint.
 
     `tensors` and `layer_tensors` map the stems of GGUF names ("output_norm", "attn_q" of
-    "blk.N.attn_q") to theirs. `row_orders` names the layer stems whose rows stand in another order
-    than in safetensors, `column_orders` those whose inputs do. `norm_offset` is the number that the
-    converter added to the weight of every norm but the stems in `plain_norms`. `whole_names` are
-    the layer stems whose names take no ".weight" or ".bias", `restored` those with another shape or
-    other numbers than in safetensors, `joined` the layers' tensors that lie in several. `stacks`
-    are the prefixes of layers where a model has more than one stack of them. `affixes` says where
-    special tokens stand beside a text. `variants` are families that write the same architecture,
-    each with the mark by which its files are known.
+    "blk.N.attn_q") to safetensors names. `row_orders` and `column_orders` give the order of rows or
+    inputs that differ from safetensors. `norm_offset` is the number that the converter added to the
+    weights of all norms except `plain_norms`. `whole_names` are stems without ".weight" or ".bias",
+    `restored` those whose shape or values the converter changed, `joined` the tensors that it
+    split. `stacks` are the prefixes of layers if a model has several stacks. `affixes` is the
+    position of special tokens around a text. `variants` are other families with the same
+    architecture, each with a test for its files.
     """
 
     model_type: str
@@ -182,11 +182,11 @@ class Family:
     variants: tuple[tuple[Callable[[Header], bool], Family], ...] = ()
 
     def of(self, header: Header) -> Family:
-        """Returns the variant that the file is of, or this family."""
+        """Returns the variant that matches the file, or this family."""
         return next((family for is_it, family in self.variants if is_it(header)), self)
 
     def joined_name(self, gguf_name: str) -> str | None:
-        """Returns the name of the tensor that this one of the file is a part of, if it is one."""
+        """Returns the name of the split tensor that this one is a part of; None if it is not."""
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", gguf_name)
         for name, joined in self.joined.items():
             if layer and layer[2] in joined.stems:
@@ -194,7 +194,7 @@ class Family:
         return None
 
     def name(self, gguf_name: str) -> str | None:
-        """Returns the safetensors name, or None where the family has no such tensor."""
+        """Returns the safetensors name; None if the family has no such tensor."""
         stem, _, suffix = gguf_name.rpartition(".")
         if suffix in self.whole_names:
             stem = gguf_name
@@ -209,13 +209,15 @@ class Family:
 
 
 def log_of_negative(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns the logarithms of a state's rates, which files have as minus their exponentials."""
+    """Returns log(-x): files store a state's rates as -exp(rate)."""
     made: NDArray[np.float32] = np.log(-numbers)
     return made
 
 
 def halves(heads_key: str) -> RowOrder:
-    """Returns the order that undoes rotary pairs: rows (2i, 2i+1) of a head go to (i, i + D/2)."""
+    """Returns the order that undoes interleaved rotary pairs: rows (2i, 2i + 1) of a head move to
+    (i, i + D/2).
+    """
 
     def order(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
         pairs = _heads_of(num_rows, 2 * config[heads_key])
@@ -225,16 +227,16 @@ def halves(heads_key: str) -> RowOrder:
 
 
 def by_head(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
-    """Returns the order that puts q, k and v of each head together where the file has all of q, all
-    of k, all of v.
+    """Returns the order that interleaves q, k and v by head; the file has all of q, then k,
+    then v.
     """
     heads = config["num_attention_heads"]
     return _heads_of(num_rows, 3 * heads).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1)
 
 
 def by_kv_head(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
-    """Returns the order that puts the queries of each kv head before its k and v where the file has
-    all of q, all of k, all of v.
+    """Returns the order that puts the queries of each kv head before its k and v; the file has all
+    of q, then k, then v.
     """
     heads, kv_heads = config["num_attention_heads"], config["num_kv_heads"]
     rows = _heads_of(num_rows, heads + 2 * kv_heads).reshape(heads + 2 * kv_heads, -1)
@@ -256,9 +258,10 @@ def base_config(
     kv_heads: int | None = None,
     widths: list[int] | None = None,
 ) -> Config:
-    """Returns the config of a family with rotary positions and grouped heads; one without
-    `experts` has no routed ones. `kv_heads` and the MLPs' `widths` are for headers with a number
-    for each layer.
+    """Returns the config of a family with rotary positions and grouped heads.
+
+    `experts` adds the keys of routed experts. `kv_heads` and the MLPs' `widths` are for headers
+    with a number per layer.
     """
     heads = header.count("attention.head_count")
     hidden = header.count("embedding_length")
@@ -288,8 +291,8 @@ def base_config(
 def rope_scaling(header: Header) -> Config | None:
     """Returns `rope_scaling`.
 
-    Llama 3's frequency factors (a tensor in GGUF) become a longrope of one length, which is the
-    same formula. A factor without a type is linear, as in llama.cpp.
+    Llama 3's frequency factors, a tensor in GGUF, become an equivalent longrope with one list of
+    factors. A factor without a type is linear, as in llama.cpp.
     """
     kind = header.get("rope.scaling.type", "linear")
     if not isinstance(kind, str) or kind not in ("none", "linear", "yarn", "longrope"):
@@ -323,15 +326,13 @@ def rope_scaling(header: Header) -> Config | None:
 
 
 def _rope_factor(header: Header) -> float:
-    """Returns the factor by which positions are divided, under its name or its old one; 1 if the
-    header has none, or 0.
-    """
+    """Returns the divisor of positions under its current or old key; 1 if it is missing or 0."""
     found = header.number("rope.scaling.factor", header.get("rope.scale_linear", 0.0))
     return float(found) or 1.0
 
 
 def _longrope(header: Header, factor: float) -> Config:
-    """Returns Phi-3's scaling, whose two lists of factors are tensors."""
+    """Returns Phi-3's scaling; its two lists of factors are tensors."""
     short, long = (
         (header.file.tensor(f"rope_factors_{length}.weight").dequantize() * factor).tolist()
         for length in ("short", "long")
@@ -346,7 +347,7 @@ def _longrope(header: Header, factor: float) -> Config:
 
 
 def _feed_forward_width(header: Header) -> int:
-    """Returns the width of the MLPs, of the layers that have one."""
+    """Returns the width of the MLPs; layers without one are ignored."""
     widths = header.get("feed_forward_length")
     if isinstance(widths, np.ndarray) and len({*widths.tolist()} - {0}) == 1:
         return int(widths.max())
@@ -368,7 +369,7 @@ def rms_config(
 
 
 def layer_norm_config(header: Header, eps_name: str = "layer_norm_eps") -> Config:
-    """Returns the config of a family with LayerNorms, whose epsilon it calls `eps_name`."""
+    """Returns the config of a family with LayerNorms; `eps_name` is its key of the epsilon."""
     return base_config(header) | {
         eps_name: header.number("attention.layer_norm_epsilon"),
         "attention_bias": header.has("blk.0.attn_q.bias"),
@@ -376,7 +377,9 @@ def layer_norm_config(header: Header, eps_name: str = "layer_norm_eps") -> Confi
 
 
 def windows_by_pattern(header: Header, period: int) -> Config:
-    """Returns the layers' types; where the header has no pattern, each `period`-th is full."""
+    """Returns the layer types; without a pattern in the header, every `period`-th layer has full
+    attention.
+    """
     num_layers = header.num_blocks()
     flags = header.get("attention.sliding_window_pattern")
     if isinstance(flags, np.ndarray):

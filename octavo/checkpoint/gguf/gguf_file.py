@@ -1,10 +1,8 @@
-"""GGUF files: the header's metadata, the tensor directory, and tensors as packed weights mapped
-from the file.
+"""Reads GGUF files: metadata, tensor directory, and tensors as memory-mapped packed weights.
 
-The reader is our own because a header with a vocabulary of 50,000 tokens must be read in
-milliseconds (gguf-py takes a second and more). Knows nothing of model families (`gguf_families.py`)
-and leaves the meaning of blocks to `quant/gguf.py`. Source of the format: ggml's `docs/gguf.md`,
-versions 2 and 3, little-endian.
+gguf-py needs more than a second for a header with a vocabulary of 50,000 tokens; this reader needs
+milliseconds. Model families are in `gguf_families.py`, block formats in `quant/gguf.py`. Source:
+ggml's `docs/gguf.md`, versions 2 and 3, little-endian.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of the directory: `shape` with the inputs last, `start` in bytes from the file's
-    beginning.
+    """A tensor in the directory: `shape` with the inputs last, `start` in bytes from the start of
+    the file.
     """
 
     name: str
@@ -62,7 +60,7 @@ class TensorEntry:
     kind: BlockType
     start: int
     part: int = 0
-    """Number of the file that holds it, of a model in several."""
+    """Index of the file that holds it, for split models."""
 
     @property
     def num_bytes(self) -> int:
@@ -73,8 +71,8 @@ class TensorEntry:
 class GgufFile:
     """An opened file.
 
-    `metadata` values are numbers, bools and texts; arrays of numbers as NumPy views, of texts as
-    lists of bytes.
+    `metadata` values are numbers, bools and texts; arrays of numbers are NumPy views, arrays of
+    texts lists of bytes.
     """
 
     path: Path
@@ -82,18 +80,18 @@ class GgufFile:
     tensors: dict[str, TensorEntry]
     mapped: mmap.mmap
     directory_start: int
-    """First byte behind the metadata."""
+    """Offset of the first byte after the metadata."""
     parts: tuple[GgufFile, ...] = ()
-    """All files of a model in several, this one first; none for a model in one."""
+    """All files of a split model, this one first; empty for a single file."""
 
     @property
     def metadata_bytes(self) -> NDArray[np.uint8]:
-        """Bytes of the metadata's keys and values, mapped."""
+        """Bytes of the metadata's keys and values, memory-mapped."""
         return self.data[KEYS_START : self.directory_start]
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """Bytes of the whole file, mapped: `[file size]`."""
+        """Bytes of the whole file, memory-mapped."""
         return np.frombuffer(self.mapped, np.uint8)
 
     @property
@@ -102,7 +100,7 @@ class GgufFile:
         return self.parts or (self,)
 
     def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
-        """Returns a tensor's bytes, mapped."""
+        """Returns a tensor's bytes, memory-mapped."""
         entry = self.tensors[name]
         return self.files[entry.part].data[entry.start : entry.start + entry.num_bytes]
 
@@ -116,7 +114,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Reads the header and checks that every tensor lies inside the file; reads no weight."""
+    """Reads a header and checks that every tensor lies within the file; reads no weights."""
     size = path.stat().st_size
     if size < 24:
         raise _corrupt(path, f"it has {size} bytes, a GGUF header needs at least 24")
@@ -133,7 +131,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def header_bytes(path: Path) -> int:
-    """Returns the length of a file's header, whose tensors may be missing."""
+    """Returns the length of the header, even if the tensors are missing."""
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     reader = _HeaderReader(path, mapped)
@@ -145,8 +143,9 @@ def header_bytes(path: Path) -> int:
 
 
 def read_gguf_model(path: Path) -> GgufFile:
-    """Reads the header of a model in one file or, from any of them, in several; WeightMismatch
-    where one is missing or of another model.
+    """Reads the header of a single-file or split model; `path` may be any part.
+
+    Raises WeightMismatch if a part is missing or belongs to another model.
     """
     file = read_gguf(path)
     count = file.metadata.get("split.count", 1)
@@ -173,7 +172,7 @@ def read_gguf_model(path: Path) -> GgufFile:
 
 
 def _part_paths(path: Path, count: int) -> list[Path]:
-    """Returns the files of a model in several."""
+    """Returns the paths of a split model's parts."""
     named = PART_NAME.fullmatch(path.name)
     if named is None or int(named["count"]) != count:
         raise WeightMismatch(
@@ -200,7 +199,7 @@ def _corrupt(path: Path, what: str) -> WeightMismatch:
 
 
 class _HeaderReader:
-    """Walks a header from front to back; running past the end raises struct.error or IndexError."""
+    """Sequential reader of a header; reading past the end raises struct.error or IndexError."""
 
     def __init__(self, path: Path, buffer: mmap.mmap) -> None:
         self.path = path
@@ -246,9 +245,7 @@ class _HeaderReader:
         return alignment
 
     def _placed(self, entries: list[TensorEntry], alignment: int) -> dict[str, TensorEntry]:
-        """Returns the entries with offsets from the file's beginning, each checked to lie inside
-        the file.
-        """
+        """Returns the entries with absolute offsets; raises if one lies outside the file."""
         data_start = -(-self.offset // alignment) * alignment
         size = len(self.buffer)
         placed = {}
@@ -266,7 +263,7 @@ class _HeaderReader:
         return placed
 
     def _entry(self) -> TensorEntry:
-        """Reads a directory entry; its start is still relative to the data section."""
+        """Reads a directory entry; its start is relative to the data section."""
         name = self._text()
         num_dimensions = self._u32()
         if num_dimensions > MAX_DIMENSIONS:
@@ -316,8 +313,8 @@ class _HeaderReader:
         return np.frombuffer(self.buffer, dtype, count, start)
 
     def _strings(self, count: int) -> list[bytes]:
-        """Reads an array of texts as bytes: decoding 100,000 tokens would delay readers of weights
-        alone.
+        """Reads an array of texts as bytes: decoding 100,000 tokens would slow down readers of
+        weights.
         """
         buffer, offset, unpack = self.buffer, self.offset, _U64.unpack_from
         found: list[bytes] = []
@@ -354,7 +351,7 @@ class _HeaderReader:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a Python number; a float32 as the shortest decimal that names it (1e-05, not
+    """Returns a Python number; a float32 as its shortest decimal (1e-05, not
     9.999999747378752e-06).
     """
     return float(str(value)) if isinstance(value, np.float32) else value.item()
@@ -373,4 +370,4 @@ GGML_TYPE_NAMES = {
     28: "F64",
     41: "Q1_0",
 }
-"""Names of types that are not read."""
+"""Names of unsupported types."""

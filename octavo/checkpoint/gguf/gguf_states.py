@@ -1,8 +1,7 @@
 """GGUF headers of families with recurrent states or convolutions: Mamba, Jamba, Bamba, Granite 4,
 Falcon-H1, Nemotron-H and LFM2.
 
-Which layers attend stands in `attention.head_count_kv`, 0 where a layer does not. Source: as in
-`gguf_families.py`.
+`attention.head_count_kv` is 0 for layers without attention. Source: as in `gguf_families.py`.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def mamba2_config(header: Header) -> Config:
 
 
 def _hybrid_config(header: Header, *, experts: bool = False) -> tuple[Config, list[bool]]:
-    """Returns the config of a family whose layers attend or recur, and which of them attend."""
+    """Returns the config of a hybrid family, and whether each layer has attention."""
     num_layers = header.num_blocks()
     counts = header.get("attention.head_count_kv")
     by_layer = np.broadcast_to(0 if counts is None else counts, num_layers).tolist()
@@ -115,7 +114,7 @@ def _hybrid_config(header: Header, *, experts: bool = False) -> tuple[Config, li
 
 
 def _mixer_config(header: Header, config: Config, attends: Sequence[bool]) -> Config:
-    """Returns the sizes of Mamba's mixer in the words of Jamba and of Bamba's line."""
+    """Returns the sizes of Mamba's mixer under the keys of Jamba and Bamba."""
     first = next((layer for layer, attending in enumerate(attends) if not attending), 0)
     return {
         "mamba_d_conv": header.count("ssm.conv_kernel"),
@@ -151,7 +150,7 @@ def jamba_config(header: Header) -> Config:
 
 
 def _period(header: Header, name: str, chosen: Sequence[bool]) -> Config:
-    """Returns the period and the offset of the layers that are chosen."""
+    """Returns the period and the offset of the chosen layers."""
     places = [layer for layer, is_chosen in enumerate(chosen) if is_chosen]
     offset = places[0] if places else len(chosen)
     period = places[1] - offset if len(places) > 1 else len(chosen) + 1
@@ -194,7 +193,7 @@ def bamba_config(header: Header) -> Config:
 
 
 def falcon_h1_config(header: Header) -> Config:
-    """Returns a config without factors, which the converter multiplies the weights with."""
+    """Returns a config without multipliers; the converter multiplies them into the weights."""
     config, _ = _hybrid_config(header)
     return {
         **config,
@@ -410,4 +409,3 @@ STATE_FAMILIES: dict[str, Family] = {
         restored={"conv": _CONVOLUTION},
     ),
 }
-"""Families with states or convolutions by `general.architecture`."""

@@ -1,5 +1,5 @@
-"""Classes by which transformers and vLLM know a model, for sources that do not name one, as GGUF
-files do not. Source: transformers' `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
+"""Model classes in transformers and vLLM by `model_type`, for sources that do not name one, such as
+GGUF. Source: transformers' `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
 """
 
 CLASS_NAMES = {
@@ -57,4 +57,3 @@ CLASS_NAMES = {
     "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
 }
-"""Class of each `model_type`."""

@@ -1,4 +1,6 @@
-"""Where a quantised model is written: a Hugging Face directory, or a directory with a GGUF file."""
+"""Output formats of a quantized model: a Hugging Face directory, or a directory with a GGUF
+file.
+"""
 
 from __future__ import annotations
 
@@ -36,32 +38,32 @@ GGUF_NAME = "model.gguf"
 CONFIG = "config.json"
 QUANTIZATION_KEYS = ("quantization_config", OLDER_KEY)
 NOT_COPIED = (CONFIG, *OLDER_FILES)
-"""Files beside a source's weights that are not what the new model's would be."""
+"""Files of the source that do not apply to the new model."""
 
 
 class MatrixPlan(NamedTuple):
-    """A matrix that will be quantised."""
+    """A matrix to quantize."""
 
     name: str
-    """Name of its tensor for the family, "...weight"."""
+    """Tensor name in the family, "...weight"."""
     shape: tuple[int, int]
     bits: int
     module: str
-    """Module by its name in the files that are written."""
+    """Module name in the written files."""
     source: str
-    """Name in the source of the tensor that holds it, perhaps beside other experts'."""
+    """Name of the source tensor that contains it, possibly with other experts."""
 
 
 class Destination(Protocol):
-    """A place for a quantised model."""
+    """Writer of a quantized model."""
 
     def takes(self, name: str, shape: tuple[int, ...], bits: int) -> bool:
-        """Returns whether a matrix of this shape can be quantised."""
+        """Returns whether a matrix of this shape can be quantized."""
         ...
 
     def begin(self, matrices: Sequence[MatrixPlan], folder: Path, *, keeps: bool) -> None:
-        """Reserves the disk's space in a folder and writes what stays as it is; with `keeps` an
-        earlier run has done so.
+        """Reserves disk space in a folder and writes the tensors that stay as they are; with
+        `keeps`, an earlier run has done so.
         """
         ...
 
@@ -72,11 +74,11 @@ class Destination(Protocol):
     def write_vector(self, name: str, numbers: NDArray[np.float32]) -> None: ...
 
     def as_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Returns a vector's numbers as they will be read."""
+        """Returns a vector's values as they will be read back."""
         ...
 
     def finish(self, left: Sequence[str]) -> None:
-        """Writes the files beside the weights; `left` are the linears that stay floats."""
+        """Writes the files next to the weights; `left` are the linears that are not quantized."""
         ...
 
 
@@ -156,8 +158,8 @@ class HfDirectory:
         self._write_tokenizer(self._folder)
 
     def _plain_config(self) -> dict[str, Any]:
-        """Returns the config without quantisation: the source's own words where it has any, since a
-        null in them is not what a missing key is.
+        """Returns the config without quantization. config.json is read again if there is one,
+        because a null in it differs from a missing key.
         """
         if self._checkpoint.has_config_file:
             found = read_json(self._checkpoint.path / CONFIG)
@@ -166,7 +168,7 @@ class HfDirectory:
         return known | {"dtype": "float16", "torch_dtype": "float16"}
 
     def _plain_spec(self, name: str) -> TensorSpec:
-        """Returns how a tensor is stored that is not quantised here: as it is, if it is floats."""
+        """Returns how to store a tensor that is not quantized here: unchanged if it is floats."""
         stored = self._checkpoint.stored(name)
         known = self._checkpoint.format_of(name)
         is_vector = len(stored.shape) == 1
@@ -182,14 +184,14 @@ class HfDirectory:
 
 
 class GgufDirectory:
-    """A directory with one GGUF file, made of another one or of its outline. Implements
+    """A directory with one GGUF file, based on another one or on an outline. Implements
     `Destination`.
     """
 
     def __init__(
         self, checkpoint: GgufCheckpoint, recipe: Recipe, source: Checkpoint | None = None
     ) -> None:
-        """Takes a GGUF file, or the outline of one and the `source` that has the tensors."""
+        """`checkpoint` is a GGUF file, or an outline together with the `source` of the tensors."""
         self._checkpoint = checkpoint
         self._recipe = recipe
         self._source = source
@@ -253,7 +255,7 @@ class GgufDirectory:
         return found
 
     def finish(self, left: Sequence[str]) -> None:
-        """Does nothing: all is in the file."""
+        """Does nothing: all data is in the file."""
 
     def _kind(self, plan: MatrixPlan) -> BlockType:
         kind = type_for(plan.shape[1], plan.bits, symmetric=self._recipe.symmetric)
@@ -261,14 +263,16 @@ class GgufDirectory:
         return kind
 
     def _table_kind(self, name: str) -> BlockType | None:
-        """Returns the type of an embedding or output layer, 6 bits or more; None where it stays."""
+        """Returns the type of an embedding or output layer, with at least 6 bits; None if it stays
+        as it is.
+        """
         entry = self._checkpoint.file.tensors[name]
         is_float = entry.kind.dtype is not None
         bits = 6 if self._recipe.bits < 8 else 8
         return type_for(entry.shape[-1], bits, symmetric=True) if is_float else None
 
     def _tensor_bytes(self, name: str) -> NDArray:
-        """Returns a tensor's numbers as the file has them."""
+        """Returns a tensor's data as stored in the file."""
         file = self._checkpoint.file
         if self._source is None or name in IGNORED_TENSORS:
             return file.tensor_bytes(name)
@@ -293,15 +297,15 @@ class GgufDirectory:
 
 
 def _generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns a model's own values over a catalogue model's recommended ones, which are found by
-    its file and would be lost with it.
+    """Returns the model's own values over the catalogue's recommendations; those are looked up by
+    file, which the copy would lose.
     """
     recommended = recommended_sampling(checkpoint.path)
     return {**(recommended[1] if recommended else {}), **checkpoint.generation_config}
 
 
 def _sampling_metadata(generation: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the sampling values of a generation_config by GGUF's keys."""
+    """Returns the sampling values of a generation_config under GGUF's keys."""
     values = {key: generation.get(name) for key, name in SAMPLING_KEYS.items()}
     return {key: value for key, value in values.items() if isinstance(value, int | float)}
 
@@ -311,8 +315,9 @@ def _dtype_of(spec: TensorSpec) -> np.dtype:
 
 
 def _copy_small_files(source: Path, folder: Path) -> None:
-    """Copies what lies beside the weights, such as the tokenizer, and the folders of the modules
-    that sentence-transformers puts behind a model; an interrupted run may have copied half a file.
+    """Copies the files next to the weights, such as the tokenizer, and the folders of
+    sentence-transformers modules. Overwrites files that an interrupted run may have copied
+    incompletely.
     """
     for file in source.iterdir():
         is_weights = file.suffix in WEIGHT_FILES or file.name.endswith(WEIGHT_INDEX)
@@ -328,7 +333,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _plain_number(value: Any) -> Any:
-    """Returns NumPy's numbers as Python's."""
+    """Returns NumPy numbers and arrays as Python's."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):

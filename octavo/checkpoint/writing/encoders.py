@@ -1,5 +1,5 @@
-"""Quantised matrices as GPTQ, AWQ and compressed-tensors store them, and the `quantization_config`
-that says so. The readers of the same layouts stand in `checkpoint/formats`.
+"""Encoders of quantized matrices for GPTQ, AWQ and compressed-tensors, with their
+`quantization_config`. The readers are in `checkpoint/formats`.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ Arrays = dict[str, NDArray]
 WORD_BITS = 32
 OWN_ORDER = np.argsort(PLACES)
 HEAD = "lm_head"
-"""Output layer, which is a linear of its own for others where its weights are the embeddings'."""
+"""Output layer; other programs treat it as a separate linear even if it is tied to the embeddings.
+"""
 
 
 class Encoder(Protocol):
-    """One format's way to store a matrix."""
+    """Encoder of matrices in one format."""
 
     def takes(self, outputs: int, inputs: int, bits: int) -> bool:
-        """Returns whether the format can hold a matrix of this shape."""
+        """Returns whether the format supports a matrix of this shape."""
         ...
 
     def specs(self, module: str, outputs: int, inputs: int, bits: int) -> list[TensorSpec]: ...
 
     def tensors(self, matrix: RoundedMatrix, bits: int) -> Arrays:
-        """Returns the tensors by the rests of their names."""
+        """Returns the tensors by the suffixes of their names."""
         ...
 
     def config(self, left: Sequence[str], bits_of: dict[str, int]) -> dict[str, Any]:
-        """Returns the `quantization_config`; `left` are the modules of linears that stay floats,
-        `bits_of` the modules with other bits than the recipe's.
+        """Returns the `quantization_config`; `left` are the modules of linears that are not
+        quantized, `bits_of` those whose bits differ from the recipe's.
         """
         ...
 
 
 class GptqEncoder:
-    """GPTQ as AutoGPTQ saves it, the first version of its zeros. Implements `Encoder`."""
+    """GPTQ as saved by AutoGPTQ, version 1 (zeros minus 1). Implements `Encoder`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -98,7 +99,7 @@ class GptqEncoder:
 
 
 class AwqEncoder:
-    """AWQ as AutoAWQ saves it, version "gemm". Implements `Encoder`."""
+    """AWQ as saved by AutoAWQ, version "gemm". Implements `Encoder`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -133,8 +134,8 @@ class AwqEncoder:
 
 
 class CompressedTensorsEncoder:
-    """The format compressed-tensors: "pack-quantized", or "int-quantized" where rows are rounded,
-    too. Implements `Encoder`.
+    """compressed-tensors: "pack-quantized", or "int-quantized" if activations are quantized too.
+    Implements `Encoder`.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -217,7 +218,7 @@ class CompressedTensorsEncoder:
 
 
 def encoder_of(recipe: Recipe) -> Encoder:
-    """Returns the encoder of the recipe's safetensors format."""
+    """Returns the encoder of the recipe's output format."""
     found: dict[str, Callable[[Recipe], Encoder]] = {
         "gptq": GptqEncoder,
         "awq": AwqEncoder,
@@ -234,7 +235,7 @@ def _zeros(matrix: RoundedMatrix) -> NDArray[np.int16]:
 
 
 def _own_order(matrix: RoundedMatrix) -> NDArray[np.uint8]:
-    """Returns the codes with the inputs in their own order."""
+    """Returns the codes with the inputs in their original order."""
     if matrix.permutation is None:
         return matrix.codes
     own = np.empty_like(matrix.codes)
@@ -254,6 +255,6 @@ def _groups(matrix: RoundedMatrix) -> NDArray[np.int32]:
 
 
 def _interleaved(numbers: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """Packs each row's numbers in AWQ's order: `[n, out]` to `[n, out / 8]`."""
+    """Packs each row in AWQ's order: `[n, out]` to `[n, out / 8]`."""
     words = numbers.reshape(len(numbers), -1, PER_WORD)[..., OWN_ORDER]
     return pack_bits(words.reshape(len(numbers), -1), 4)

@@ -1,7 +1,7 @@
-"""A GGUF file made of another one: the same metadata and tensors, of which some get other types.
+"""Writes a GGUF file from another one, with the same metadata and tensors of partly different
+types.
 
-The directory is written and the disk's space reserved before any tensor, as `safetensors_file.py`
-does it.
+The directory is written and disk space reserved before any tensor, as in `safetensors_file.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TYPE_NUMBERS = {kind.name: number for number, kind in BLOCK_TYPES.items()}
 FILE_TYPE_KEY = b"general.file_type"
 PARTS_KEY = b"split.count"
 U16, U32 = 2, 4
-"""Numbers that the metadata have for the types of a value."""
+"""Numbers of value types in the metadata."""
 FILE_TYPES = {
     "F32": 0,
     "F16": 1,
@@ -35,12 +35,12 @@ FILE_TYPES = {
     "Q5_K": 17,
     "Q6_K": 18,
 }
-"""llama.cpp's numbers of a file's type, by the type of most of its matrices."""
+"""llama.cpp's file types, by the type of most matrices."""
 
 
 class GgufWriter:
-    """A copy of `source` at `path` whose tensors named in `kinds` are of other types, and whose
-    metadata have those of `added` that the source lacks.
+    """A copy of `source` at `path`, in which the tensors named in `kinds` have other types and the
+    keys of `added` that the source lacks are added.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class GgufWriter:
             write_at(path, 0, np.frombuffer(header, np.uint8))
 
     def write(self, name: str, data: NDArray, *, matrix: int = 0) -> None:
-        """Writes a tensor's bytes in its place, or those of one of the matrices stacked in it."""
+        """Writes a tensor's bytes at its offset, or those of one of the matrices stacked in it."""
         write_at(self._path, self._data + self._starts[name] + matrix * data.nbytes, data)
 
 
 def tensor_entry(name: str, shape: tuple[int, ...], number: int, start: int) -> bytes:
-    """Returns a tensor's entry in the directory; `number` is its type's."""
+    """Returns a tensor's entry in the directory; `number` is that of its type."""
     text = name.encode()
     sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
     return struct.pack("<Q", len(text)) + text + sizes + struct.pack("<IQ", number, start)
@@ -92,8 +92,8 @@ def _commonest(names: list[str]) -> str:
 
 
 def _with_number(keys: bytes, key: bytes, number: bytes) -> bytes:
-    """Returns the metadata with another number under a key, where it is there with the same type;
-    `number` begins with the type.
+    """Replaces the number of a key in the metadata, if it exists with the same type; `number`
+    starts with the type.
     """
     name = struct.pack("<Q", len(key)) + key
     at = keys.find(name + number[:4])

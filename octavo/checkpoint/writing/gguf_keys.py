@@ -1,7 +1,7 @@
-"""Metadata of a GGUF file: keys with typed values, as bytes.
+"""Encodes the metadata of a GGUF file.
 
-Source of the format: ggml's `docs/gguf.md`, version 3. Numbers are written as llama.cpp's converter
-writes them: whole ones as uint32, negative ones as int32, others as float32.
+Source: ggml's `docs/gguf.md`, version 3. Number types are those of llama.cpp's converter: uint32
+for non-negative integers, int32 for negative ones, float32 for others.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 U32, I32, F32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
-"""Numbers that a value's type has in the file."""
+"""Numbers of value types in the file."""
 ARRAY_TYPES = {"bool": BOOL, "int32": I32, "float32": F32}
 
 KeyValue = bool | int | float | str | Sequence[str | bytes] | NDArray[Any]
 
 
 def metadata_bytes(keys: Mapping[str, KeyValue]) -> bytes:
-    """Returns keys and values one behind the other."""
+    """Returns the concatenated keys and values."""
     return b"".join(_text(key) + _value(value) for key, value in keys.items())
 
 

@@ -1,9 +1,8 @@
-"""The outline of a GGUF file for a checkpoint in another format: the header that llama.cpp's
-converter would write, and the places of all tensors, without their bytes.
+"""Builds the outline of a GGUF file for a checkpoint in another format: the header that llama.cpp's
+converter would write, and the layout of all tensors without their bytes.
 
-The keys are the inverse of what `gguf_configs.py` reads. Whether they say all that a config says is
-not known here: `wiring/gguf_outline.py` reads an outline again and compares the Programs.
-Source: llama.cpp's `gguf-py/gguf/constants.py` and its converter.
+The keys are the inverse of `gguf_configs.py`. `wiring/gguf_outline.py` checks that the outline
+reproduces the Program. Source: llama.cpp's `gguf-py/gguf/constants.py` and its converter.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from octavo.checkpoint.writing.gguf_keys import KeyValue, metadata_bytes
 from octavo.quant.gguf import BLOCK_TYPES, BlockType
 
 LLAMA_FAMILIES = {"mistral": "llama"}
-"""Families beside those of `FAMILIES` that an architecture computes, too."""
+"""Further families that an architecture can represent."""
 NUMBERS = {
     "context_length": ("max_position_embeddings",),
     "embedding_length": ("hidden_size",),
@@ -49,7 +48,7 @@ NUMBERS = {
     "embedding_scale": ("embedding_multiplier",),
     "logit_scale": ("logits_scaling", "logit_scale"),
 }
-"""Keys under the architecture's prefix, and the config's keys that may hold them."""
+"""Keys under the architecture's prefix, and the config keys that may have their values."""
 NEEDED = ("context_length", "embedding_length", "block_count", "attention.head_count")
 FLOATS = {
     "attention.layer_norm_rms_epsilon",
@@ -63,14 +62,14 @@ FLOATS = {
 }
 ROUTER = "ffn_gate_inp"
 USUAL_PERIOD = 6
-"""Layers of which one sees all, where a header says nothing."""
+"""Default period of layers with full attention."""
 FLOAT_TYPES = ("F32", "F16", "BF16")
 ROPE_FREQS = "rope_freqs.weight"
 SPECIAL_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def architecture_of(model_type: str) -> str | None:
-    """Returns the architecture whose files hold a family; None where there is none."""
+    """Returns the architecture whose files represent a family; None if there is none."""
     for name, family in FAMILIES.items():
         every = (family, *(variant for _, variant in family.variants))
         if any(one.model_type == model_type for one in every):
@@ -79,7 +78,7 @@ def architecture_of(model_type: str) -> str | None:
 
 
 class GgufOutline:
-    """The header and the tensors of the GGUF file that a checkpoint would be."""
+    """The header and tensors of a checkpoint's GGUF file."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class GgufOutline:
         vocabulary: Vocabulary | None,
         tokenizer_keys: Mapping[str, KeyValue],
     ) -> None:
-        """Raises UnsupportedModel where no architecture holds the family."""
+        """Raises UnsupportedModel if no architecture represents the family."""
         self._checkpoint = checkpoint
         self._config = checkpoint.config
         model_type = str(self._config.get("model_type"))
@@ -118,7 +117,7 @@ class GgufOutline:
         }
 
     def write(self, path: Path) -> None:
-        """Writes a file with the header and, in place of the tensors, holes that take no room."""
+        """Writes a sparse file with the header and holes in place of the tensors."""
         entries, start = [], 0
         for name, (shape, kind) in self.tensors.items():
             entries.append(tensor_entry(name, shape, TYPE_NUMBERS[kind.name], start))
@@ -174,7 +173,7 @@ class GgufOutline:
         return found | self._windows() | self._rope_scaling(rope)
 
     def _windows(self) -> dict[str, KeyValue]:
-        """Returns which layers have windows, where these are not all but every sixth."""
+        """Returns the layers' sliding windows; empty if none has one, or all except every sixth."""
         types = self._config.get("layer_types") or []
         flags = [kind == "sliding_attention" for kind in types]
         usual = [bool((layer + 1) % USUAL_PERIOD) for layer in range(len(flags))]
@@ -183,7 +182,7 @@ class GgufOutline:
         return {"attention.sliding_window_pattern": np.array(flags, np.bool_)}
 
     def _rope(self) -> Mapping[str, Any]:
-        """Returns the rope's parameters, of layers that see all where they differ."""
+        """Returns the rope parameters, those of full attention if layers differ."""
         rope = self._config.get("rope_parameters") or self._config.get("rope_scaling") or {}
         nested = rope.get("full_attention")
         return nested if isinstance(nested, dict) else rope
@@ -207,7 +206,7 @@ class GgufOutline:
         return found
 
     def _llama3_factors(self) -> NDArray[np.float32] | None:
-        """Returns by how much each frequency of Llama 3's rope is divided; None for other ropes."""
+        """Returns the divisor of each frequency for Llama 3's rope; None for other ropes."""
         rope = self._rope()
         if (rope.get("rope_type") or rope.get("type")) != "llama3":
             return None
@@ -238,7 +237,9 @@ class GgufOutline:
     # -- tensors -------------------------------------------------------------------------------
 
     def _tensors(self) -> Iterator[tuple[str, tuple[tuple[int, ...], BlockType]]]:
-        """Yields each tensor's name, shape and type: matrices as they are, all else in fp32."""
+        """Yields each tensor's name, shape and type: matrices in their own type, all others in
+        fp32.
+        """
         if self._factors is not None:
             yield ROPE_FREQS, (self._factors.shape, BLOCK_TYPES[TYPE_NUMBERS["F32"]])
         for name in _names(self._family, int(self._config.get("num_hidden_layers") or 0)):
@@ -268,7 +269,7 @@ class GgufOutline:
 
 
 def _names(family: Family, num_layers: int) -> Iterator[str]:
-    """Yields the names that tensors of a family may have in a file."""
+    """Yields the tensor names that a family's file may have."""
     for stem in family.tensors:
         yield from _with_suffixes(family, stem, stem)
     for layer in range(num_layers):

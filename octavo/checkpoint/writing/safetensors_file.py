@@ -1,8 +1,7 @@
-"""Safetensors files whose tensors are written one after another, in any order, and never are in
-memory together.
+"""Writes safetensors files tensor by tensor, in any order, without holding all of them in memory.
 
-All names, types and shapes are known beforehand, so the header is written and the disk's space
-reserved first: a disk that is too full is met before anything is computed.
+Names, types and shapes are known in advance, so the header is written and disk space reserved
+first: a full disk is detected before anything is computed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NAMES = {dtype: name for name, dtype in PART_DTYPES.items() if name != "F8_E8M0"
 
 
 class TensorSpec(NamedTuple):
-    """A tensor that will be written."""
+    """A tensor to write."""
 
     name: str
     dtype: str
@@ -40,10 +39,10 @@ class TensorSpec(NamedTuple):
 
 
 class SafetensorsWriter:
-    """Files in a directory that together hold some tensors."""
+    """Files in a directory that together hold the given tensors."""
 
     def __init__(self, folder: Path, specs: Sequence[TensorSpec], *, keeps: bool) -> None:
-        """Makes the files, or with `keeps` opens those that an earlier run made of the same
+        """Creates the files, or with `keeps` opens those of an earlier run with the same
         tensors.
         """
         shards = _shards(specs)
@@ -62,7 +61,7 @@ class SafetensorsWriter:
             (folder / INDEX).write_text(json.dumps(index, indent=1))
 
     def write(self, name: str, array: NDArray) -> None:
-        """Writes a tensor in its place; its type and shape must be those announced."""
+        """Writes a tensor at its offset; its type and shape must match the spec."""
         path, start, spec = self._places[name]
         assert array.shape == spec.shape and NAMES[array.dtype] == spec.dtype, (
             f"{name}: {array.dtype} {array.shape} for {spec}"
@@ -92,7 +91,9 @@ class SafetensorsWriter:
 
 
 def reserve(path: Path, num_bytes: int) -> None:
-    """Makes a file of `num_bytes` bytes that the disk has set aside; ConfigError without room."""
+    """Creates a file with `num_bytes` bytes allocated on disk; raises ConfigError if there is no
+    room.
+    """
     with path.open("wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -104,7 +105,7 @@ def reserve(path: Path, num_bytes: int) -> None:
 
 
 def write_at(path: Path, start: int, array: NDArray) -> None:
-    """Writes an array's bytes into a file from a byte on."""
+    """Writes an array's bytes at an offset of a file."""
     with path.open("r+b") as file:
         file.seek(start)
         file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
