@@ -1,7 +1,6 @@
-"""Adapters in the native kernels' layout, and the slots of one runner.
+"""LoRA adapters in the native kernels' layout, and the adapter slots of one runner.
 
-Owns the arrays of each slot; which site is which the lowering says. A matrix is laid out by its own
-rank, whatever others have (csrc/runtime/adapters.h).
+The lowering assigns sites. A matrix is laid out by its own rank (csrc/runtime/adapters.h).
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from octavo.executor.base import PackedAdapter
 from octavo.program.low_rank import LowRank, Site, Updates
 
 TILE = 16
-"""Outputs of a tile, and lanes of a vector (csrc/simd/simd.h)."""
+"""Outputs per tile; also lanes per vector (csrc/simd/simd.h)."""
 PAIR = 2 * TILE
 LINE_BYTES = 64
 LARGE_PAGE_BYTES = 2 << 20
 
 
 class NativeAdapters:
-    """The adapters that a runner's rows may have, by slot."""
+    """Adapters of a runner, by slot."""
 
     def __init__(self, runner: Any, sites: Sequence[Site], tables: set[Site]) -> None:
         self._runner = runner
@@ -35,7 +34,7 @@ class NativeAdapters:
         self._bytes: dict[int, int] = {}
 
     def pack(self, updates: Updates) -> PackedAdapter:
-        """Lays an adapter out for the kernels; may be called in any thread."""
+        """Converts an adapter to the kernels' layout. Thread-safe."""
         arrays = {
             site: self._arrays(site, updates[site])
             for site in dict.fromkeys(self._sites)
@@ -63,7 +62,7 @@ class NativeAdapters:
         return sum(self._bytes.values())
 
     def _arrays(self, site: Site, update: LowRank) -> list[NDArray | None]:
-        """Returns A, B, scales, gain and bias as `StepRunner.put_adapter` takes them."""
+        """Returns A, B, scales, gain and bias in the form of `StepRunner.put_adapter`."""
         a = _bits(update.a) if site in self._tables else _pairs(_padded(update.a, 1, PAIR))
         return [
             a,
@@ -75,7 +74,7 @@ class NativeAdapters:
 
 
 def _tiles(b: NDArray) -> NDArray:
-    """Returns B `[out, r]` in tiles of 16 outputs, `[out / 16, r, 16]`, and pairs of these rows."""
+    """Tiles B `[out, r]` into 16 outputs, `[out / 16, r, 16]`, with interleaved row pairs."""
     padded = _padded(_padded(b, 0, TILE), 1, 2)
     num_tiles, rank = len(padded) // TILE, padded.shape[1]
     tiles = padded.reshape(num_tiles, TILE, rank).transpose(0, 2, 1)
@@ -83,8 +82,9 @@ def _tiles(b: NDArray) -> NDArray:
 
 
 def _pairs(rows: NDArray) -> NDArray:
-    """Returns rows of pairs of 16 numbers as the kernels load them: both of 16 bits in one vector,
-    the first of a pair in the low half of each 32 bits.
+    """Interleaves pairs of 16 numbers for 16-bit types.
+
+    The first of a pair goes to the low half of each 32 bits, so that one vector load gets both.
     """
     bits = _bits(rows)
     if bits.itemsize != 2:
@@ -94,9 +94,10 @@ def _pairs(rows: NDArray) -> NDArray:
 
 
 def _side_by_side(arrays: Sequence[NDArray]) -> list[NDArray]:
-    """Copies arrays into one piece of memory, each at a cache line, in the order in which a step
-    reads them. A step reads adapters whole, and a core waits for the table of pages where they lie
-    in small ones.
+    """Copies arrays into one allocation, cache-line aligned, in the order in which a step reads
+    them.
+
+    A step reads adapters completely; with small pages, page table walks would dominate.
     """
     sizes = (-(-each.nbytes // LINE_BYTES) * LINE_BYTES for each in arrays)
     starts = list(accumulate(sizes, initial=0))
@@ -110,8 +111,9 @@ def _side_by_side(arrays: Sequence[NDArray]) -> list[NDArray]:
 
 
 def _in_large_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Returns memory that starts with a large page. What would not fill the last one lies in small
-    pages, so that it takes no more memory than it has bytes.
+    """Allocates memory aligned to a large page.
+
+    The remainder after the last full large page uses small pages, so no memory is wasted.
     """
     memory = mmap.mmap(-1, num_bytes + LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE)
     whole = np.frombuffer(memory, np.uint8)
@@ -124,7 +126,7 @@ def _in_large_pages(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def _padded(array: NDArray, axis: int, size: int) -> NDArray:
-    """Returns the array with zeros on an axis up to a multiple of `size`."""
+    """Pads an axis with zeros to a multiple of `size`."""
     missing = -array.shape[axis] % size
     if not missing:
         return np.ascontiguousarray(array)
@@ -133,6 +135,6 @@ def _padded(array: NDArray, axis: int, size: int) -> NDArray:
 
 
 def _bits(array: NDArray) -> NDArray:
-    """Returns bfloat16, which the exchange of arrays does not know, as uint16."""
+    """Views bfloat16 as uint16, because the bindings do not support bfloat16 arrays."""
     whole = np.ascontiguousarray(array)
     return whole.view(np.uint16) if whole.dtype.itemsize == 2 else whole

@@ -1,8 +1,7 @@
-"""The native backend: C++ kernels chosen for this machine, no PyTorch.
+"""The native backend: C++ kernels chosen for this machine, without PyTorch.
 
-Owns the compute threads, the packing of weights and the layout of KV memory, up to the prepared
-Program; that one runs steps by itself (`native_program.py`). Source of the design:
-csrc/plan/plan.h.
+Owns compute threads, weight packing and KV layout, up to a prepared Program, which runs steps
+(`native_program.py`). Design: csrc/plan/plan.h.
 """
 
 from __future__ import annotations
@@ -57,8 +56,10 @@ KV_DTYPES = ("auto", "fp32", "bf16", "int8")
 
 
 def layout_of(group: CacheGroup, dtype: str) -> KvLayout:
-    """Returns the layout of a group kept as `dtype`: fp32, bf16 or int8; the rows of a convolution
-    and states are kept in fp32. Each kv head's keys and values are a piece.
+    """Returns the layout of a group stored as `dtype`: fp32, bf16 or int8.
+
+    Convolution rows and recurrent states are always fp32. Keys and values of each kv head form a
+    piece.
     """
     if group.kind in ("conv", "state"):
         dtype = "fp32"
@@ -72,8 +73,10 @@ def layout_of(group: CacheGroup, dtype: str) -> KvLayout:
 
 
 def _shape_of(group: CacheGroup, dtype: str) -> tuple[int, int, int, str]:
-    """Returns the heads, the widths of keys and values and the type by which the executor keeps a
-    group: a convolution's rows are values without keys, and a head of states is a part of them.
+    """Returns (heads, key width, value width, storage type) of a group.
+
+    Convolution rows are stored as values without keys; a "head" of recurrent states is one part of
+    them.
     """
     if group.kind == "conv":
         return (1, 0, group.k_width, dtype)
@@ -84,7 +87,7 @@ def _shape_of(group: CacheGroup, dtype: str) -> tuple[int, int, int, str]:
 
 
 class NativeBackend:
-    """A backend at one instruction set: the one that `level` names, else the best one."""
+    """The native backend at one instruction-set level: `level`, or the best available."""
 
     name = "native"
 
@@ -96,8 +99,8 @@ class NativeBackend:
         ranks: SharedMemoryRanks | None = None,
         engines: EngineRanks | None = None,
     ) -> None:
-        """`ranks` are given where several processes share the model, `engines` where several
-        engines share its experts.
+        """`ranks` is set if several processes share the model, `engines` if several engines share
+        its experts.
         """
         self._ranks = ranks
         self._engines = engines
@@ -162,7 +165,7 @@ class NativeBackend:
         return whole, self._prepare(part, load, weights, max_tokens=part_tokens)
 
     def _weights(self, program: Program, load: LoadWeight) -> NativeWeights:
-        """Makes the weights of a Program, none of which is loaded yet."""
+        """Returns the weights of a Program, not loaded yet."""
         skipping = _skipping(self._optimize(program))
         by_columns = () if self.options.offload is not None else skipping
         return NativeWeights(self._device, load, self.options.dtype, by_columns=by_columns)
@@ -229,7 +232,7 @@ class NativeBackend:
         )
 
     def _records(self, optimized: Program) -> WeightRecords | None:
-        """Returns the weights of a Program that lie in records of an extension."""
+        """Returns the weights of a Program that are stored in an extension's records."""
         return get_first(hooks.records(optimized) for hooks in self._hooks)
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
@@ -317,11 +320,11 @@ class NativeBackend:
         return block_rows(layout, blocks)
 
     def close(self) -> None:
-        """Threads end with the last prepared program."""
+        """Does nothing: threads end with the last prepared program."""
 
     def _optimize(self, program: Program) -> Program:
-        """Returns the optimized Program; keeps the last one, as a footprint is followed by its
-        preparation.
+        """Returns the optimized Program; caches the last one, because `prepare` follows
+        `footprint`.
         """
         if self._optimized is None or self._optimized[0] is not program:
             keeps_rows = any(hooks.keeps_rows(program) for hooks in self._hooks)
@@ -333,7 +336,7 @@ class NativeBackend:
         return self._optimized[1]
 
     def _kv_layouts(self, program: Program, *, computes_fp32: bool) -> tuple[KvLayout, ...]:
-        """Returns a Program's layouts; auto follows the precision of its products."""
+        """Returns a Program's KV layouts; dtype auto follows the precision of its matmuls."""
         asked = self.options.kv_cache_dtype
         dtype = asked if asked != "auto" else "fp32" if computes_fp32 else "bf16"
         if dtype == "int8" and any(group.kind == "latent" for group in program.groups):
@@ -348,10 +351,10 @@ class NativeBackend:
 
 
 def _skipping(program: Program) -> set[Weight]:
-    """Returns the weights of which products need not read all."""
+    """Returns the weights of matmuls that may skip columns."""
     products = (op for op in program.ops if isinstance(op, Linear) and op.skips_zeros)
     return {weight for op in products for weight in op.weights_}
 
 
 def _in_memory(op: Op) -> None:
-    """Says that no product waits for its weights."""
+    """`chunk_of` for weights in memory: no matmul waits for a chunk."""

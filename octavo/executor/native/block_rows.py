@@ -1,7 +1,6 @@
-"""What the native backend's KV blocks hold, read back into arrays by token.
+"""Reads the native backend's KV blocks back into arrays by token.
 
-The kernels' layout: a piece for each kv head, its keys and behind them its values
-(`docs/concepts/kernels.md`).
+Layout: one piece per kv head, keys then values (`docs/concepts/kernels.md`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from octavo.executor.kv import BLOCK_SIZE, BlockRows, KvLayout
 
 
 def block_rows(layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
-    """Returns the keys and values of `blocks [B, block_bytes]` of one layer in fp32 or bf16."""
+    """Returns the keys and values in `blocks [B, block_bytes]` of one layer in fp32 or bf16."""
     group = layout.group
     assert group.num_layers == 1 and layout.dtype in ("fp32", "bf16"), "others are not asked for"
     numbers = _floats(blocks, layout.dtype).reshape(len(blocks), group.num_kv_heads, -1)

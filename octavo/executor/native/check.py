@@ -1,7 +1,4 @@
-"""What the native kernels cannot run, refused by name before anything is read.
-
-Knows ops, cache groups and the names of formats; no weight is loaded here.
-"""
+"""Rejects what the native kernels cannot run, before any weight is read."""
 
 from __future__ import annotations
 
@@ -21,18 +18,19 @@ from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.program import Op, Program, Weight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
-"""The activations that kernels have, in the order of their numbers (csrc/kernels/epilogue.inl)."""
+"""Supported activations, in the order of their numbers (csrc/kernels/epilogue.inl)."""
 
 MAX_LANES = 16
-"""Most query heads of one kv head, which the attention kernel takes together
+"""Most query heads per kv head, which one attention kernel call processes together
 (csrc/kernels/table.h)."""
 
 MAX_KEY_WIDTH = 1024
-"""Widest key whose products with an int8 cache fit 31 bits (csrc/kernels/attention_lanes.inl)."""
+"""Widest key whose dot product with an int8 cache fits 31 bits (csrc/kernels/attention_lanes.inl).
+"""
 
 MASKS = ("causal", "window", "chunk", "full")
 AXES = ("tokens", "samples", "requests")
-"""Rows that the executor has memory for."""
+"""Row axes that the executor allocates memory for."""
 
 OUTPUTS = {
     "logits": ("samples",),
@@ -41,7 +39,7 @@ OUTPUTS = {
     "rows": ("samples", "requests"),
     "hidden": ("tokens",),
 }
-"""Axes of each output that the executor makes; a Program has one of them."""
+"""Axes of each output; a Program has exactly one of them."""
 
 OF_EXPERTS = (
     expert_ops.Route,
@@ -52,20 +50,22 @@ OF_EXPERTS = (
 )
 
 IN_BLOCKS = (ops.Linear, ops.HeadLinear, family_ops.PlaceScores)
-"""Products with stages of their own in a range that blocks of rows go through."""
+"""Matmuls that are stages of their own within a range of row blocks."""
 
 ON_TOKENS = (
     *(ops.Embedding, ops.ScatterRows, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear),
     *(family_ops.PlaceScores, ShortConv, SelectiveScan, RecordOp, ops.Foresee),
 )
-"""Ops that read the step's arrays of tokens."""
+"""Ops that read the step's per-token arrays."""
 
 
 def check(
     program: Program, format_of: FormatOf, row_type_of: RowTypeOf, grid: RankGrid = ALONE
 ) -> dict[Weight, TileFormat]:
-    """Refuses a fused Program that the kernels cannot run: BackendUnavailable names an op, a group
-    or a pair of formats, UnsupportedModel a format. Returns the format of each matrix.
+    """Validates a fused Program and returns the tile format of each matrix.
+
+    Raises BackendUnavailable for an unsupported op, group or pair of formats, and UnsupportedModel
+    for an unsupported weight format.
     """
     check_ops(program, grid)
     formats = tile_formats(program, format_of, row_type_of)
@@ -91,7 +91,7 @@ def _check_ranks(program: Program, grid: RankGrid) -> None:
 
 
 def check_ops(program: Program, grid: RankGrid = ALONE) -> None:
-    """Refuses what the kernels cannot run whatever the weights' formats are."""
+    """Rejects unsupported ops, regardless of weight formats."""
     _check_ranks(program, grid)
     for op in program.ops:
         if not isinstance(op, (*ROW_LOCAL, *BEHIND_BARRIERS, *IN_BLOCKS)):

@@ -1,7 +1,6 @@
-"""How fast a directory's disk gives blocks of a file, past the system's cache of files.
+"""Measures the read rate of a directory's disk, bypassing the page cache.
 
-Owns the scratch file that is read, which is removed again; the reading itself is
-csrc/runtime/disk_rate.cpp.
+Creates and removes a scratch file; csrc/runtime/disk_rate.cpp reads it.
 """
 
 from __future__ import annotations
@@ -16,30 +15,32 @@ from octavo.executor.native.offload import BLOCK_BYTES, DEPTH
 from octavo.executor.native.weight_file import check_directory, refused
 
 SCRATCH_BYTES = 256 << 20
-"""Bytes of the file that is read; random places in it are far enough apart for any disk."""
+"""Size of the scratch file: large enough that random reads are far apart on any disk."""
 
 SECONDS = 0.4
-"""Length of each measurement."""
+"""Duration of each measurement."""
 
 RANDOM_BLOCKS = (4 << 10, 16 << 10, 64 << 10, 512 << 10)
-"""Bytes of the blocks that are read at random places."""
+"""Block sizes of random reads, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """Bytes a second that a disk gives, with as many reads in flight as the engine has."""
+    """Read rates in bytes per second, at the engine's number of reads in flight."""
 
     in_order: float
-    """Rate in blocks of the engine's size, one after another."""
+    """Sequential rate at the engine's block size."""
     random: dict[int, float]
-    """Rates at random places, by the bytes of a block."""
+    """Random read rates by block size in bytes."""
 
 
 def measure_disk(
     directory: Path, *, scratch_bytes: int = SCRATCH_BYTES, seconds: float = SECONDS
 ) -> DiskRates | None:
-    """Measures the disk of a directory with a scratch file; None where the file system has no reads
-    that pass by its cache. Raises ConfigError where the directory cannot hold the file.
+    """Measures a directory's disk with a scratch file.
+
+    Returns None if the file system does not support direct I/O; raises ConfigError if the directory
+    cannot hold the file.
     """
     path = directory / ".octavo-disk-rate"
     check_directory(directory, path, scratch_bytes)
@@ -55,8 +56,8 @@ def measure_disk(
 
 
 def measure_file(path: Path, *, seconds: float = SECONDS) -> DiskRates | None:
-    """Measures the disk with a file that is there, of 512 KiB or more; None where its file system
-    has no reads that pass by the cache.
+    """Measures a disk with an existing file of at least 512 KiB; None without direct I/O
+    support.
     """
 
     def rate(block_bytes: int, *, in_order: bool) -> float:

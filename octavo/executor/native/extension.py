@@ -1,7 +1,7 @@
-"""The compiled extension, imported when it is first needed: without it Octavo still imports.
+"""Lazy import of the compiled extension, so that octavo imports without it.
 
-In a source tree an extension that was built from other sources than lie there is refused: its
-functions and structs need not be those that this package's Python expects.
+In a source tree, an extension built from other sources is rejected: its functions and structs may
+differ from what this package expects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.api.errors import BackendUnavailable
 from octavo.executor.batch import SAMPLING_RECORD
 
 SOURCES = Path(__file__).parents[3] / "csrc"
-"""Folder of the extension's sources; an installed package has none."""
+"""The extension's sources; missing in an installed package."""
 ROOMS = {
     "bindings": (".cpp", ".h"),
     "kernels": (".cpp", ".h", ".inl"),
@@ -26,11 +26,11 @@ ROOMS = {
     "runtime": (".cpp", ".h"),
     "simd": (".h",),
 }
-"""Folders of the sources that the extension and its kernels are built from, with their suffixes."""
+"""Source folders that the extension is built from, with their file suffixes."""
 
 
 def native_module() -> Any:
-    """Returns the compiled extension; BackendUnavailable names the command that builds it."""
+    """Returns the compiled extension; raises BackendUnavailable with the build command."""
     try:
         native = importlib.import_module("octavo.executor.native._native")
     except ImportError as error:
@@ -72,6 +72,5 @@ def source_digest(sources: Path) -> str:
 
 
 def supported_levels() -> list[str]:
-    """Returns the instruction-set levels that this machine runs, best last."""
     levels: list[str] = native_module().supported_levels()
     return levels

@@ -1,7 +1,7 @@
-"""What the native backend would take for a Program, from its weights' formats alone.
+"""Memory footprint of a Program on the native backend, from its weight formats alone.
 
-Reads no weight and starts no thread. Bytes of tiles are what the extension answers; those of a step
-are an upper bound on the executor's buffers (csrc/runtime/step_runner.cpp).
+Reads no weight and starts no thread. Tile sizes come from the extension; step memory is an upper
+bound of the executor's buffers (csrc/runtime/step_runner.cpp).
 """
 
 from __future__ import annotations
@@ -26,29 +26,31 @@ from octavo.program.program import Program, Weight
 from octavo.program.rank_ops import Dispatch
 
 FP32_CODES = ("fp32", "fp16")
-"""Codes whose products read fp32 rows."""
+"""Codes whose matmuls read fp32 activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class NativeFootprint:
-    """The memory that a Program takes, and the way its products compute."""
+    """Memory of a Program and the way its matmuls compute."""
 
     weight_bytes: dict[Weight, int]
     step_bytes: int
-    """Bytes of the buffers of the largest step."""
+    """Buffers of the largest step, in bytes."""
     code: str
-    """Code in which most bytes of weights are packed."""
+    """Code of most of the weights, by bytes."""
     computes_fp32: bool
-    """Whether every product reads fp32 rows."""
+    """Whether all matmuls read fp32 activations."""
     row_products: dict[Weight, RowProduct]
     num_stages: int
-    """Stages of a step that multiply no weights."""
+    """Stages of a step without weights."""
 
 
 def native_footprint(
     optimized: Program, format_of: FormatOf, row_type_of: RowTypeOf, max_tokens: int
 ) -> NativeFootprint:
-    """Returns what an optimized Program takes; UnsupportedModel names an unknown format."""
+    """Returns the footprint of an optimized Program; raises UnsupportedModel for an unknown
+    format.
+    """
     formats = tile_formats(optimized, format_of, row_type_of)
     sizes = {
         weight: formats[weight].num_bytes(weight.shape)
@@ -77,8 +79,10 @@ def native_footprint(
 
 
 def _step_bytes(optimized: Program, max_tokens: int) -> int:
-    """Returns an upper bound on a step's bytes: the arena, and two areas of rows converted for
-    products with three bytes for each input and four numbers for each group.
+    """Returns an upper bound of a step's buffers in bytes.
+
+    They are the arena and two areas for quantized activations: 3 bytes per input and 4 numbers per
+    group.
     """
     program = body_first(optimized)
     floats = plan_arena(program, stages_of(program)).row_floats
@@ -90,8 +94,8 @@ def _step_bytes(optimized: Program, max_tokens: int) -> int:
 
 
 def _expert_rows(program: Program, max_tokens: int) -> int:
-    """Returns the rows that experts have in the largest step, of all engines that share them: each
-    expert's begin on a multiple of 16.
+    """Returns the most expert rows of a step, over all engines that share the experts; each
+    expert's rows start at a multiple of 16.
     """
     routes = [op for op in program.ops if isinstance(op, Route)]
     engines = max((op.num_engines for op in program.ops if isinstance(op, Dispatch)), default=1)

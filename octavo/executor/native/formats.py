@@ -1,7 +1,7 @@
-"""The formats of stored weights that the native kernels take, and the tiles that each becomes.
+"""Weight formats that the native kernels support, and the tile format of each.
 
-Knows names and sizes, no numbers: nothing here reads a weight. The layouts of tiles are those of
-csrc/kernels/table.h; their bytes are csrc/plan/packing.cpp's.
+Works on names and sizes; reads no weight. Tile layouts are defined in csrc/kernels/table.h, packing
+in csrc/plan/packing.cpp.
 """
 
 from __future__ import annotations
@@ -24,52 +24,51 @@ FLOATS_HINT = (
 )
 
 WIDENED = ("u3", "u4", "u5", "u6")
-"""Codes that `TileFormat.widened` lays otherwise: those of 3 bits as codes of 4."""
+"""Codes that `TileFormat.widened` changes; 3-bit codes become 4-bit ones."""
 
 RowTypeOf = Callable[[str], str]
-"""The type that products of weights in a code read their rows in, at an instruction-set level."""
+"""Maps a weight code to the activation type of its matmuls, at one instruction-set level."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordOp(Op, abc.ABC):
-    """An op of an extension that reads weights from records of its own, over all tokens."""
+    """An extension's op over all tokens that reads weights from its own records."""
 
     @property
     @abc.abstractmethod
     def row_matrices(self) -> tuple[Weight, ...]:
-        """Matrices whose rows are parts of records."""
+        """Matrices with rows in the records."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileFormat:
-    """How a weight lies in tiles."""
+    """Tile format of a weight."""
 
     code: str
     """u4, u8, u2, u3, u5, u6, l4, i8, bf16, fp16, fp32, f4 or e4m3."""
     scale_type: str = "fp32"
-    """Type of the scales and mins of groups: fp16 where they have one level of fp16, small where
-    they are bytes with a factor for 256 inputs.
-    """
+    """Type of group scales and mins: fp16 for one level of fp16; small for bytes with a factor per
+    256 inputs."""
     low: str = "none"
-    """Numbers behind a group's scales: none, min or zero."""
+    """Second value per group: none, min or zero."""
     half_groups: bool = False
-    """Whether scales are of 16 inputs instead of 32."""
+    """Whether scales cover 16 inputs instead of 32."""
     half_factors: bool = False
-    """Whether the factors of small scales are fp16, as a file stores them, instead of fp32."""
+    """Whether the factors of small scales are fp16, as in the file, instead of fp32."""
     span: int = 0
-    """Groups of 32 inputs that share a scale in tiles, where codes stand for floats."""
+    """Groups of 32 inputs per scale, for float codes."""
 
     @property
     def widened(self) -> TileFormat:
-        """The format with each code of 4 to 6 bits in a byte."""
+        """The format with 4 to 6-bit codes in bytes."""
         return (
             replace(self, code={"u3": "l4"}.get(self.code, "u8")) if self.code in WIDENED else self
         )
 
     @property
     def for_tile_unit(self) -> TileFormat:
-        """The format at a level whose tile unit multiplies: codes of 2 and 3 bits in 4, of 5 and 6
-        in 8, and each small scale as an fp32.
+        """The format for a level with a tile unit (AMX): 2 and 3-bit codes in 4 bits, 5 and 6-bit
+        codes in 8, and small scales as fp32.
         """
         code = {"u2": "l4", "u3": "l4", "u5": "u8", "u6": "u8"}.get(self.code, self.code)
         if self.scale_type != "small":
@@ -77,7 +76,7 @@ class TileFormat:
         return replace(self, code=code, scale_type="fp32", half_factors=False)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Returns the bytes that a weight `[..., out, in]` takes in tiles."""
+        """Returns the size of a weight `[..., out, in]` in tiles."""
         *lead, num_rows, num_inputs = shape
         each = native_module().tile_bytes(
             code=self.code,
@@ -108,7 +107,7 @@ FORMATS = {
     "Q5_K": TileFormat("u5", "small", low="min", half_factors=True),
     "Q6_K": TileFormat("u6", "small", half_groups=True, half_factors=True),
 }
-"""Tile format of each format of a tensor. "I8" has one scale an output."""
+"""Tile format by tensor format. "I8" has one scale per output."""
 
 GROUPED = {
     f"U{bits}{zeros}_{scale}": TileFormat(
@@ -124,26 +123,25 @@ GROUPED = {
     "L4I_K16": TileFormat("l4", "small", half_groups=True),
     "L4I_K32": TileFormat("l4", "small"),
 }
-"""Tile format of codes in groups, whose size their names have behind a colon."""
+"""Tile format of grouped codes; their names end with a colon and the group size."""
 FLOAT_CODES = {"L4_F32": "f4", "F8_E4M3": "e4m3"}
-"""Codes that stand for floats, by the format's name; behind a colon it has the size of groups, and
-nothing where an output has one scale.
+"""Float codes by format name; the group size follows a colon, or nothing for one scale per output.
 """
 GROUP_INPUTS = 32
 HALF_GROUP = 16
 MOST_SPAN = 4
-"""Groups that share a scale of float codes in tiles, at most (csrc/kernels/table.h)."""
+"""Most groups that share a scale of float codes (csrc/kernels/table.h)."""
 
 
 TILE = 16
-"""Outputs of a tile (csrc/kernels/table.h)."""
+"""Outputs per tile (csrc/kernels/table.h)."""
 
 PRODUCTS = (Linear, GroupedLinear, HeadLinear)
-"""Ops that multiply rows with matrices in tiles."""
+"""Ops that multiply activations by tiled matrices."""
 
 
 def matrices_of(op: Op) -> tuple[Weight, ...]:
-    """Returns the weights of an op that lie in tiles."""
+    """Returns an op's weights that are stored in tiles."""
     if isinstance(op, Linear):
         return op.weights_
     if isinstance(op, GroupedLinear):
@@ -158,7 +156,7 @@ def matrices_of(op: Op) -> tuple[Weight, ...]:
 def tile_formats(
     program: Program, format_of: FormatOf, row_type_of: RowTypeOf
 ) -> dict[Weight, TileFormat]:
-    """Returns the tile format of each matrix; UnsupportedModel names one that has none."""
+    """Returns the tile format of each matrix; raises UnsupportedModel if one has none."""
     matrices = dict.fromkeys(weight for op in program.ops for weight in matrices_of(op))
     formats = {weight: _format(weight, format_of(weight)) for weight in matrices}
     if has_tile_unit(row_type_of):
@@ -174,9 +172,7 @@ def tile_formats(
 
 
 def has_tile_unit(row_type_of: RowTypeOf) -> bool:
-    """Whether the level multiplies with a tile unit, whose products read codes of 4 and 8 bits with
-    float scales.
-    """
+    """Whether the level has a tile unit, whose matmuls read 4 and 8-bit codes with float scales."""
     return row_type_of("u4") == "two_terms"
 
 
@@ -185,8 +181,9 @@ def is_float(tiles: TileFormat) -> bool:
 
 
 def needs_widening(row_types: Iterable[str]) -> bool:
-    """Whether a gate and its up projection read one row in two types which bytes make one: rows
-    beside 4-bit codes may have two int8 terms, rows beside 8-bit codes have one.
+    """Whether a gate and its up projection need widening to read activations in one type.
+
+    With 4-bit codes activations may have two int8 terms, with 8-bit codes one.
     """
     return set(row_types) == {"two_terms", "int8"}
 
@@ -218,7 +215,7 @@ def _of_floats(weight: Weight, stored: str) -> TileFormat:
 
 
 def _span(group: int, width: int) -> int:
-    """Returns the groups of 32 inputs that share a scale in tiles."""
+    """Returns the groups of 32 inputs per scale in tiles."""
     span = MOST_SPAN
     while group < width and group % (span * GROUP_INPUTS):
         span //= 2

@@ -1,7 +1,7 @@
-"""Ops by which the native executor takes hidden states from one stage of a model and hands them to
-the next: they copy rows between its arena and a step's arrays.
+"""Ops that pass hidden states between pipeline stages: they copy rows between the arena and a
+step's arrays.
 
-A Program names hidden states among its inputs and outputs; these ops stand only in what is lowered.
+A Program lists hidden states as inputs and outputs; these ops exist only during lowering.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from octavo.program.program import Op, Program, Value
 
 @dataclass(frozen=True, slots=True)
 class HiddenIn(Op):
-    """Rows of `StepBatch.hidden`, `out [T, W]`."""
+    """Reads `StepBatch.hidden` into `out [T, W]`."""
 
     out: Value
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenOut(Op):
-    """Rows for the step's array "hidden", `x [T, W]`."""
+    """Writes `x [T, W]` to the step's array "hidden"."""
 
     x: Value
 

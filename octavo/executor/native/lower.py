@@ -1,8 +1,8 @@
-"""Lowering: a fused Program becomes a native plan; each op is added to its builder as a spec.
+"""Lowering: turns a fused Program into a native plan, adding each op to the builder as a spec.
 
-Decides which op converts a product's rows and which weights stand in one product. Here are
-products, attention, recurrences and sums over ranks; ops by rows are in lower_rows.py, experts in
-lower_experts.py. Knows nothing of kernels; what these cannot do check.py has refused.
+Decides which op quantizes a matmul's activations and which weights share a matmul. Contains
+matmuls, attention, recurrences and collectives; row-wise ops are in lower_rows.py, experts in
+lower_experts.py. check.py has rejected anything unsupported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from octavo.program.program import Op, Program, Value
 
 
 class Lowering:
-    """Walks a Program once and adds its ops to the builder."""
+    """Adds a Program's ops to the builder."""
 
     def __init__(
         self,
@@ -53,9 +53,8 @@ class Lowering:
         records: OpenedRecords | None = None,
         hooks: Sequence[NativeHooks] = (),
     ) -> None:
-        """`chunk_of` names the streamed chunk of weights that a product waits for; `observed` gets
-        the arrays that inputs of products are copied to; `records` are those that ops of extensions
-        read.
+        """`chunk_of` returns the streamed weight chunk that a matmul waits for; `observed` collects
+        the arrays that matmul inputs are copied to; `records` are read by extensions' ops.
         """
         self._observed = observed
         program = body_first(program)
@@ -72,15 +71,15 @@ class Lowering:
         parts = () if records is None else (records.lowering(context),)
         self._parts = (self, RowLowering(context), ExpertLowering(context), *parts)
         self._converted: set[Value] = set()
-        """Values that the op which makes them writes as their one reader's product reads them."""
+        """Values that their producer writes in the form that the single reading matmul expects."""
 
     @property
     def sites(self) -> list[Site]:
-        """The Program's sites, in the plan's order."""
+        """Adapter sites of the Program, in plan order."""
         return self._context.sites
 
     def run(self) -> Any:
-        """Returns the plan of all ops."""
+        """Lowers all ops and returns the plan."""
         for op in self._program.ops:
             self._lowering_of(op)(op)
             self._context.before = op
@@ -92,7 +91,6 @@ class Lowering:
         return self._builder.build()
 
     def _lowering_of(self, op: Op) -> Callable[[Any], None]:
-        """Returns the method that lowers an op of this kind."""
         name = f"lower_{op.kind}"
         part = next(part for part in self._parts if hasattr(part, name))
         method: Callable[[Any], None] = getattr(part, name)
@@ -125,8 +123,8 @@ class Lowering:
             )
 
     def _shrink(self, op: ops.Linear) -> list[int | None]:
-        """Adds what adapters make of the product's rows; returns the site of each weight, None
-        without sites.
+        """Adds the LoRA shrink of a matmul's input; returns the site of each weight, None if it has
+        none.
         """
         if not op.sites:
             return [None] * len(op.weights_)
@@ -139,9 +137,9 @@ class Lowering:
         return list(sites)
 
     def _fuses_input(self, op: ops.Linear) -> bool:
-        """Returns whether the op before may write x as this product reads it.
+        """Returns whether the previous op may write x in the form that this matmul reads.
 
-        It may where no other op reads x, x is converted in groups of 32, and these are whole there.
+        Requires that no other op reads x and that x is quantized in complete groups of 32.
         """
         before = self._context.before
         if (
@@ -176,8 +174,8 @@ class Lowering:
     def _parts_by_rows(
         self, op: ops.Linear, sites: list[int | None]
     ) -> list[tuple[list[Any], NDArray[np.int32] | None]]:
-        """Returns the parts of each weight, with their sites; parts that read their rows in the
-        same type and order are together, beside that order.
+        """Returns (parts, input order) groups: weight parts whose activations share type and order
+        are computed together.
         """
         out, residual = self._span(op.outs[0]), self._context.span_or_none(op.residual)
         biases = op.biases or (None,) * len(op.weights_)
@@ -201,7 +199,7 @@ class Lowering:
         return list(found.values())
 
     def _product_tiles(self, op: ops.Linear) -> list[Any]:
-        """Returns the tiles of each weight; gate and up read their rows in one type."""
+        """Returns the tiles of each weight; gate and up share an activation type."""
         if op.gate is None:
             return [self._weights.tiles(weight) for weight in op.weights_]
         return self._weights.gate_and_up(*op.weights_)
@@ -245,7 +243,7 @@ class Lowering:
         )
 
     def _selection(self, op: ops.Attention) -> Any:
-        """Returns what sparse rows choose their keys by; None where they read all."""
+        """Returns the key selection of sparse rows; None if all keys are read."""
         if op.selection is None or op.partial_q is None:
             return None
         return self._native.KeySelection(
@@ -256,8 +254,10 @@ class Lowering:
         )
 
     def _place_scores(self, op: ops.Attention) -> dict[str, Any]:
-        """Returns the products of queries and of keys with tables of places, and the bucket by the
-        query's place less the key's; None for another bias.
+        """Returns the position-score arguments of disentangled attention (DeBERTa): products of
+        queries and of keys with position tables, and buckets by relative position.
+
+        All None for other biases.
         """
         if not isinstance(op.bias, ops.PlaceBuckets):
             return dict.fromkeys(("of_queries", "of_keys", "buckets"))
@@ -342,6 +342,6 @@ class Lowering:
 
 
 def _cut(span: Span, column: int, width: int) -> Span:
-    """Some neighbouring columns of a span."""
+    """Returns neighbouring columns of a span."""
     axis, offset, _ = span
     return (axis, offset + column, width)

@@ -1,4 +1,4 @@
-"""Lowering of a mixture of experts: its choice, its products, and the rows that ranks pass on."""
+"""Lowering of mixture-of-experts ops: routing, expert matmuls, and row exchange between ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from octavo.program.program import Value
 
 
 class ExpertLowering:
-    """Tells the builder of experts; an op `X` is lowered by `lower_X`."""
+    """Adds expert ops to the builder; `lower_X` lowers op `X`."""
 
     def __init__(self, context: LoweringContext) -> None:
         self._context, self._native = context, context.native
         self._weights, self._add, self._span = context.weights, context.builder.add, context.span
         self._routes: dict[Value, tuple[int, expert_ops.Route]] = {}
-        """The builder's choice of experts that makes a Value, and its op."""
+        """The builder's route and the op, by the Value that it produces."""
         self._chosen_rows: set[Value] = set()
-        """Rows of tokens, for the first product of the experts that they chose."""
+        """Token rows that feed the first matmul of the chosen experts."""
 
     def lower_Route(self, op: expert_ops.Route) -> None:
         route = self._add(
@@ -68,9 +68,10 @@ class ExpertLowering:
         )
 
     def _may_convert(self, op: expert_ops.GroupedLinear, row_type: str) -> bool:
-        """Returns whether the product before may write x as this one reads it.
+        """Returns whether the previous matmul may write x in the form that this one reads.
 
-        Where a choice scales rows, that product reads the memory that these rows would have.
+        Not if routing scales rows: the previous matmul then reads the memory that these rows would
+        use.
         """
         before = self._context.before
         return (
@@ -92,8 +93,8 @@ class ExpertLowering:
         )
 
     def lower_Dispatch(self, op: rank_ops.Dispatch) -> None:
-        """Names the experts whose rows are computed here; where other engines have tokens too,
-        their rows are exchanged.
+        """Restricts a route to the local experts; with several engines, also exchanges
+        token rows.
         """
         route, chosen = self._routes[op.ids]
         self._routes[op.out] = (route, chosen)

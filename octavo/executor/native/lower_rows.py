@@ -1,4 +1,4 @@
-"""Lowering of the ops that compute each row by itself, one after the other within a stage."""
+"""Lowering of row-wise ops, which run one after another within a stage."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from octavo.program.program import Value, Weight
 
 
 class RowLowering:
-    """Tells the builder of ops by rows; an op `X` is lowered by `lower_X`."""
+    """Adds row-wise ops to the builder; `lower_X` lowers op `X`."""
 
     def __init__(self, context: LoweringContext) -> None:
         self._context, self._native = context, context.native
         self._program, self._weights = context.program, context.weights
         self._add, self._span = context.builder.add, context.span
         self._angles: dict[ops.RopeTable, int] = {}
-        """The builder's number of each rope table."""
+        """The builder's index of each RoPE table."""
 
     def lower_Embedding(self, op: ops.Embedding) -> None:
         sites = self._context.add_sites([(op.site, op.table)] if op.site else [])

@@ -1,7 +1,4 @@
-"""State shared by the lowering of all ops: the plan builder, and the place of each Value.
-
-`check.py` has rejected Programs that the kernels cannot run.
-"""
+"""State shared by the lowering of all ops: the plan builder and the arena offset of each Value."""
 
 from __future__ import annotations
 
@@ -20,20 +17,20 @@ from octavo.program.low_rank import Site
 from octavo.program.program import Op, Program, Value, Weight
 
 GROUP = 32
-"""Inputs that share an activation scale (csrc/kernels/table.h)."""
+"""Inputs per activation scale (csrc/kernels/table.h)."""
 
 WHOLE_ROWS = ("whole", "outliers")
-"""Types of rows with one scale, which cannot be converted before all of a row is there."""
+"""Activation types with one scale per row, which can only be quantized once the row is complete."""
 
 Span = tuple[str, int, int]
-"""(axis, offset, width): a Place as the bindings take it."""
+"""(axis, offset, width) of a Value, as the bindings expect it."""
 
 HEAD = "samples"
-"""The axis of the rows that the head is over: sampled rows, or requests where these are pooled."""
+"""Axis of the LM head's rows: sampled rows, or requests if those are pooled."""
 
 
 class Weights(Protocol):
-    """The source of an op's weights, as tiles (NativeTiles) or as floats."""
+    """Source of an op's weights, as tiles (NativeTiles) or floats."""
 
     def tiles(self, weight: Weight) -> Any: ...
     def table(self, weight: Weight) -> Any: ...
@@ -46,7 +43,7 @@ class Weights(Protocol):
 
 
 class LoweringContext:
-    """The builder of a Program's plan, and what the lowering of its ops knows of the Program."""
+    """Plan builder and lookups shared by the lowering of a Program's ops."""
 
     def __init__(
         self,
@@ -55,28 +52,27 @@ class LoweringContext:
         weights: Weights,
         chunk_of: Callable[[Op], int | None],
     ) -> None:
-        """`chunk_of` names the streamed chunk of weights that a product waits for."""
+        """`chunk_of` returns the streamed weight chunk that a matmul waits for."""
         self.program, self.builder, self.weights = program, builder, weights
         self.chunk_of = chunk_of
         self.native = native_module()
-        """The extension, which has the specs of ops."""
+        """The compiled extension, which defines the op specs."""
         self.before: Op | None = None
-        """The op before the one that is lowered."""
+        """The op before the one being lowered."""
         self.num_readers = Counter(value for op in program.ops for value in op.inputs)
-        """Number of ops and outputs that read a Value."""
+        """Number of ops and outputs that read each Value."""
         self.num_readers.update(program.outputs.values())
         self.sites: list[Site] = []
-        """The Program's sites, in the builder's order."""
+        """Adapter sites of the Program, in builder order."""
         self._places = plan_arena(program, stages_of(program)).places
 
     def add_sites(self, sites: Iterable[Site]) -> list[int]:
-        """Adds sites; returns their numbers."""
+        """Adds sites; returns their indices."""
         first = len(self.sites)
         self.sites += sites
         return list(range(first, len(self.sites)))
 
     def span(self, value: Value) -> Span:
-        """Returns where a Value lies."""
         place = self._places[value.name]
         return (HEAD if place.axis == "requests" else place.axis, place.offset, place.width)
 
@@ -98,7 +94,7 @@ class LoweringContext:
         )
 
     def input_norm(self, norm: ops.PreNorm | None, order: NDArray[np.int32] | None = None) -> Any:
-        """Returns the norm of a product's rows, its numbers in an order."""
+        """Returns the norm of a matmul's input, permuted by `order`."""
         if norm is None:
             return None
         return self.norm_spec(
@@ -120,7 +116,7 @@ class LoweringContext:
         centered: bool,
         order: NDArray[np.int32] | None = None,
     ) -> Any:
-        """Returns a norm whose numbers lie in an order."""
+        """Returns a norm with weights permuted by `order`."""
         numbers, biases = self.weights.floats(weight), self.floats_or_none(bias)
         if order is not None:
             numbers, biases = numbers[order], None if biases is None else biases[order]

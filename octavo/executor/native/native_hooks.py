@@ -1,7 +1,6 @@
-"""Hooks by which extensions add passes, ops that read weights from records, and KV layouts to the
-native backend.
+"""Hooks by which extensions add passes, record-based ops and KV layouts to the native backend.
 
-Called when a Program is prepared, and not in its steps.
+Called when a Program is prepared, not during steps.
 """
 
 from __future__ import annotations
@@ -21,84 +20,81 @@ from octavo.program.program import Op, Program, Weight
 
 
 class OpenedRecords(Protocol):
-    """Records of weights that are opened, in memory or in a file."""
+    """Opened weight records, in memory or in a file."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the records in memory that no tiles stand for."""
+        """Bytes in memory that are not counted as tiles."""
         ...
 
     def arrivals(self) -> WeightArrivals:
-        """Returns what has been read from the file so far."""
+        """Returns the counts of file reads so far."""
         ...
 
     def lowering(self, context: LoweringContext) -> Any:
-        """Makes what lowers the ops that read the records: `lower_KIND` of each kind of op."""
+        """Returns the lowering of the ops that read the records, with a method `lower_KIND`
+        per op.
+        """
         ...
 
 
 class WeightRecords(Protocol):
-    """Weights that an extension's ops read from records of their own, part by part."""
+    """Weights that an extension's ops read from records, partially."""
 
     weights: frozenset[Weight]
-    """Weights that lie in records alone."""
+    """Weights stored only in records."""
     in_file: bool
-    """Whether the records lie in the file of streamed weights."""
+    """Whether the records are in the file of streamed weights."""
     sizes: Sequence[int]
-    """Bytes of each layer's records in the file; each size is a multiple of a page."""
+    """Bytes of each layer's records in the file, multiples of a page."""
     memory_bytes: int
-    """Bytes that the records always take in memory."""
+    """Bytes that the records always occupy in memory."""
     key: Sequence[tuple[str, int]]
-    """Name and size of each layer's records, by which the file is found again."""
+    """Name and size of each layer's records; part of the file's key."""
     read_in_part: Mapping[str, int]
-    """Bytes of which a step reads the parts that it uses, by what a part is."""
+    """Bytes of which a step reads only the used parts, by the name of the part."""
 
     def data(self, index: int, device: Any, load: LoadWeight, dtype: str) -> bytes:
         """Returns the bytes of a layer's records for the file."""
         ...
 
     def open_file(self, path: Path, offsets: Sequence[int], into: NativeWeights) -> OpenedRecords:
-        """Opens the records of each layer at its offset; gives `into` the tiles that lie in
-        them.
-        """
+        """Opens the records of each layer at its offset; adds their tiles to `into`."""
         ...
 
     def open_in_memory(
         self, device: Any, load: LoadWeight, dtype: str, into: NativeWeights
     ) -> OpenedRecords:
-        """Packs the records into memory; gives `into` the tiles that lie in them."""
+        """Packs the records into memory; adds their tiles to `into`."""
         ...
 
 
 class NativeHooks:
-    """What one extension adds to a native backend. The defaults add nothing."""
+    """Hooks of one extension. The defaults do nothing."""
 
     def keeps_rows(self, program: Program) -> bool:
-        """Returns whether all tokens' rows must go through the whole last layer."""
+        """Returns whether the last layer must compute the rows of all tokens."""
         return False
 
     def optimize(self, program: Program) -> Program:
-        """Returns the fused Program with the extension's passes applied."""
         return program
 
     def check(self, program: Program, formats: Mapping[Weight, TileFormat], device: Any) -> None:
-        """Refuses what the kernels cannot run of the optimized Program."""
+        """Raises an error if the kernels cannot run the optimized Program."""
 
     def records(self, program: Program) -> WeightRecords | None:
-        """Returns the weights of the optimized Program that lie in records; None if there are
-        none.
-        """
+        """Returns the weights of the optimized Program that are stored in records, if any."""
         return None
 
     def layouts(self, program: Program, layouts: Sequence[KvLayout]) -> Sequence[KvLayout]:
-        """Returns the layouts of the KV cache, with the layers that may be in a file."""
+        """Returns the KV cache layouts, with the layers that may be in a file."""
         return layouts
 
     def allocated(
         self, memory: Any, layouts: Sequence[KvLayout], num_blocks: Sequence[int]
     ) -> None:
-        """Prepares KV memory that has just been allocated."""
+        """Prepares newly allocated KV memory."""
 
     def next_attentions(self, ops: Sequence[Op]) -> Mapping[int, Attention]:
-        """Returns the attention whose keys each attention, named by its identity, prefetches."""
+        """Maps the id of an attention to the attention whose keys it prefetches."""
         return {}

@@ -1,7 +1,6 @@
-"""A Program that the native backend has prepared: a step, or several decode steps, in one call.
+"""A Program prepared by the native backend: runs a step, or several decode steps, per call.
 
-Owns the arrays that a call fills, and what stays readable of the last step's rows. Knows neither
-weights nor how a Program was lowered: its runner has both.
+Owns the arrays that a call fills and access to the last step's rows.
 """
 
 from __future__ import annotations
@@ -41,12 +40,10 @@ from octavo.program.passes.adapters import tables_of
 from octavo.program.program import Program
 
 MANY_ROWS = 32
-"""Rows of the product whose rate counts as the machine's: two tiles of rows."""
+"""Rows of the matmul whose rate is reported as the machine's: two row tiles."""
 
 
 class NativeProgram:
-    """A prepared Program."""
-
     def __init__(
         self,
         device: Any,
@@ -200,8 +197,8 @@ class NativeRows:
 
 @contextmanager
 def fatal_as_engine_dead() -> Iterator[None]:
-    """Raises EngineDead where no further step can be computed: the file of weights has become
-    shorter, or another rank has ended.
+    """Raises EngineDead if no further step is possible: the weight file was truncated or another
+    rank ended.
     """
     try:
         yield

@@ -1,8 +1,8 @@
-"""Weights that are streamed from a file while the native backend computes.
+"""Weights streamed from a file during computation.
 
-Cuts an optimized Program's weights into units, one for each product; has their tiles packed into
-the file the first time (weight_file.py), and lays tiles over the memory that the extension reads
-into (csrc/runtime/weight_stream.h). What stays in memory is the offload pass's business.
+Splits an optimized Program's weights into units, one per matmul; packs their tiles into the file
+once (weight_file.py) and maps tiles onto the memory that the extension reads into
+(csrc/runtime/weight_stream.h). The offload pass chooses what stays in memory.
 """
 
 from __future__ import annotations
@@ -41,34 +41,33 @@ from octavo.program.program import Op, Program, Weight
 logger = logging.getLogger(__name__)
 
 LINE = 64
-"""Bytes of which every weight's place in its unit is a multiple."""
+"""Alignment of each weight in its unit, in bytes."""
 
 BLOCK_BYTES = 512 << 10
-"""Bytes of one read: with several in flight, more gains nothing on the disks that were measured."""
+"""Read size in bytes; with several reads in flight, more gains nothing on the disks that were
+measured."""
 
 DEPTH = 16
-"""Number of reads in flight, each in a thread of its own."""
+"""Reads in flight; each uses a thread."""
 
 Product = Linear | GroupedLinear | HeadLinear
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadedProgram:
-    """The products of a Program whose weights have a place in the file, and the plan for them."""
+    """Matmuls of a Program with weights in the file, and the memory plan."""
 
     products: tuple[Product, ...]
     units: tuple[Unit, ...]
     plan: OffloadPlan
     always_bytes: int
-    """Bytes of the weights that are in no product of their own: tables, norms, biases; and of
-    records in memory.
-    """
+    """Bytes of weights outside the units: tables, norms, biases, and records in memory."""
     records: WeightRecords | None = None
-    """Records in the file; None if there are none."""
+    """Records in the file, if any."""
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the file, but for its index."""
+        """Size of the file without its index."""
         records = () if self.records is None else self.records.sizes
         return ALIGN + sum(unit.num_bytes for unit in self.units) + sum(records)
 
@@ -79,7 +78,7 @@ class OffloadedProgram:
 
     @property
     def least_memory_bytes(self) -> int:
-        """Fewest bytes of weights in memory that a plan would take."""
+        """Smallest memory for weights that a plan accepts."""
         return self.always_bytes + least_ring(self.units)
 
 
@@ -89,7 +88,7 @@ def offload(
     place: WeightsOffDevice,
     records: WeightRecords | None = None,
 ) -> OffloadedProgram:
-    """Plans a Program's weights; ConfigError where the memory allowed is too little."""
+    """Plans a Program's weights; raises ConfigError if the allowed memory is too small."""
     program = body_first(optimized)
     in_records = frozenset() if records is None else records.weights
     used = Counter(weight for op in program.ops for weight in matrices_of(op))
@@ -121,7 +120,7 @@ def offload(
 
 
 class StreamedWeights:
-    """The weights of an offloaded Program, read into memory while steps run."""
+    """Weights of an offloaded Program, read into memory while steps run."""
 
     def __init__(
         self, device: Any, offloaded: OffloadedProgram, place: WeightsOffDevice, numerics: str
@@ -139,14 +138,14 @@ class StreamedWeights:
         }
         self.stream: Any = None
         self.records: OpenedRecords | None = None
-        """The records in the file once they are opened; None if there are none."""
+        """The records in the file once opened; None if there are none."""
 
     def check(self) -> None:
-        """Raises ConfigError where the directory cannot hold the file."""
+        """Raises ConfigError if the directory cannot hold the file."""
         check_directory(self.path.parent, self.path, self._offloaded.file_bytes)
 
     def open(self, load: LoadWeight, dtype: str, into: NativeWeights) -> None:
-        """Packs the file where it is not there, opens it, and gives the products their tiles."""
+        """Opens the file, creating it if necessary, and assigns tiles to the matmuls."""
         units = read_index(self.path, self._key) or self._write(load, dtype)
         plan = self._offloaded.plan
 
@@ -185,11 +184,11 @@ class StreamedWeights:
                 offset += units[index].num_bytes
 
     def chunk_of(self, op: Op) -> int | None:
-        """Returns the chunk that a product waits for; None where its weights stay in memory."""
+        """Returns the chunk that a matmul waits for; None if its weights stay in memory."""
         return self._chunks.get(id(op))
 
     def arrivals(self) -> WeightArrivals:
-        """Returns what has been read while steps were computed."""
+        """Returns the counts of reads during steps."""
         stream = self.stream
         found = WeightArrivals(
             stream.bytes_read, stream.num_found, stream.num_waited, stream.wait_seconds
@@ -202,7 +201,7 @@ class StreamedWeights:
         )
 
     def _write(self, load: LoadWeight, dtype: str) -> list[StoredUnit]:
-        """Packs the units one by one, so that no more than one is in memory, and writes them."""
+        """Packs and writes the units one by one, so that only one is in memory."""
         with writing(self.path, self._key) as writer:
             if writer is not None:
                 for op, unit in zip(self._offloaded.products, self._offloaded.units, strict=True):
@@ -219,7 +218,7 @@ class StreamedWeights:
         return units
 
     def _packed(self, op: Product, load: LoadWeight, dtype: str) -> tuple[bytes, list[PlacedTiles]]:
-        """Returns a unit's bytes and the places of its tiles, in the order of `adopt`."""
+        """Returns a unit's bytes and tile positions, in the order of `adopt`."""
         weights = NativeWeights(self._device, load, dtype, apart=True)
         handles = [tiles.handle for tiles in weights.of_product(op)]
         weights.pack()
@@ -242,7 +241,7 @@ class StreamedWeights:
 
 
 def _padded_bytes(op: Product, num_bytes: int) -> int:
-    """Returns a weight's bytes in its unit, where each expert or head has tiles of its own."""
+    """Returns a weight's bytes in its unit, padded per expert or head."""
     if isinstance(op, GroupedLinear):
         parts = op.weight.shape[0]
     else:

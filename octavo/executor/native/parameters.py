@@ -1,7 +1,4 @@
-"""The numbers of ops as specs take them: biases of attention, weights of convolutions and scans.
-
-Knows layouts and no stage; `floats` gives a weight's values.
-"""
+"""Parameters of op specs: attention biases, convolution and scan weights."""
 
 from __future__ import annotations
 
@@ -25,15 +22,15 @@ AnyBias = ops.T5Bias | ops.AlibiBias | ops.NearBias | ops.PlaceBuckets
 
 
 def slopes_of(bias: AnyBias | None) -> NDArray[np.float32] | None:
-    """Returns ALiBi's slopes; None for another bias."""
+    """Returns ALiBi slopes; None for other biases."""
     return np.array(bias.slopes, np.float32) if isinstance(bias, ops.AlibiBias) else None
 
 
 def distances_of(
     bias: AnyBias | None, floats: FloatsOf, num_heads: int
 ) -> NDArray[np.float32] | None:
-    """Returns the bias of each head and distance up to one from which on it stays, `[H, 2 d + 1]`;
-    None for another bias.
+    """Returns the bias per head and distance `[H, 2 d + 1]`, up to the distance d from which it is
+    constant; None for other biases.
     """
     if isinstance(bias, ops.NearBias):
         is_far = abs(np.arange(-bias.reach - 1, bias.reach + 2)) > bias.reach
@@ -58,7 +55,7 @@ def convolution_parameters(op: ShortConv, floats: FloatsOf) -> dict[str, Any]:
 
 
 def scan_parameters(op: SelectiveScan, group: CacheGroup, floats: FloatsOf) -> dict[str, Any]:
-    """Returns the sizes and the parameters of a scan, these as its lanes read them."""
+    """Returns the sizes and parameters of a scan, in lane layout."""
     lanes = StateBlocks.of(group).by_lanes
     return {
         "state_size": op.state_size,

@@ -1,7 +1,6 @@
-"""Ranks on one machine that exchange numbers through shared memory and futexes, without PyTorch.
+"""Collectives between ranks on one machine, over shared memory and futexes.
 
-Owns the file in memory that all of them map. What they do with it is in
-csrc/runtime/shared_ranks.h.
+Owns the memory file that all ranks map; csrc/runtime/shared_ranks.h implements the collectives.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from octavo.executor.rank_grid import RankGrid
 
 
 class SharedMemory:
-    """The first rank's file in memory, whose descriptor the other ranks inherit.
+    """The first rank's memory file, inherited by the other ranks as a file descriptor.
 
     Implements `ranks.Meeting`.
     """
 
     def __init__(self) -> None:
         self.address: int = _file_in_memory()
-        """Descriptor of the file, in this process and in those that inherit it."""
+        """File descriptor, in this process and in those that inherit it."""
 
     def address_of(self, rank: int) -> list[int]:
         return [self.address]
@@ -36,19 +35,19 @@ class SharedMemory:
         return (self.address,)
 
     def close(self) -> None:
-        """Closes the descriptor here; the memory stays as long as a rank maps it."""
+        """Closes the descriptor; the memory remains while a rank maps it."""
         os.close(self.address)
 
 
 class SharedMemoryRanks:
-    """This process's place among ranks that share memory. Implements `ranks.Ranks`."""
+    """This process's rank in a group that shares memory. Implements `ranks.Ranks`."""
 
     def __init__(self, grid: RankGrid, file: int) -> None:
-        """`file` is the descriptor of a `SharedMemory`, which may be closed afterwards."""
+        """`file` is the descriptor of a `SharedMemory`; it may be closed afterwards."""
         self.shared: Any = native_module().SharedRanks(
             file, grid.rank, grid.num_ranks, grid.num_tensor
         )
-        """The native half, which executors take for their collectives."""
+        """The native object, which executors use for their collectives."""
         self.grid = grid
         self.rank = grid.rank
         self.num_ranks = grid.num_ranks
@@ -72,7 +71,7 @@ class SharedMemoryRanks:
         return found
 
     def from_first(self, x: NDArray[Any]) -> NDArray[Any]:
-        """Returns the first rank's x, which replaces the contents of a contiguous x elsewhere."""
+        """Broadcasts the first rank's x in place, if contiguous."""
         try:
             self.shared.from_first(x.reshape(-1).view(np.uint8))
         except native_module().RanksAborted as error:
@@ -85,10 +84,10 @@ class SharedMemoryRanks:
 
 @dataclass(frozen=True, slots=True)
 class EngineRanks:
-    """This process's place among the ranks of several engines that share their experts."""
+    """This process's rank among the ranks of several engines that share their experts."""
 
     ranks: SharedMemoryRanks
-    """Ranks of all engines, engine by engine, whose expert places count through all of them."""
+    """Ranks of all engines, engine by engine; expert indices run through all of them."""
     num_engines: int
 
     def abort(self) -> None:
@@ -96,7 +95,7 @@ class EngineRanks:
 
 
 def _file_in_memory() -> int:
-    """Returns the descriptor of an empty file that no other process can open."""
+    """Creates an anonymous file and returns its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("octavo-ranks")
     with tempfile.TemporaryFile() as file:

@@ -1,7 +1,6 @@
-"""Measures how fast a step of one row reads weights, K and V on this machine, by their formats and
-sizes.
+"""Measures how fast a single-row step reads weights and KV on this machine, by format and size.
 
-Memory and numbers are made up for the measurement; no model is loaded.
+Uses synthetic data; no model is loaded.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from octavo.program.program import Op, Program, Weight
 
 ROUNDS = 7
 MEASURED_BYTES = 64 << 20
-"""Bytes of each kind of product: more than most last-level caches hold."""
+"""Bytes measured per kind of matmul: more than most last-level caches."""
 
 
 KV_CONTEXT = 1024
-"""Keys of the requests whose attention is measured."""
+"""Context length of the measured attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowAttention:
-    """What the speed of one row's attention depends on."""
+    """Attention properties that determine its read rate."""
 
     dtype: str
     num_query_heads: int
@@ -39,20 +38,18 @@ class RowAttention:
 
 @dataclass(frozen=True, slots=True)
 class RowProduct:
-    """What the speed of a product of one row depends on."""
+    """Matmul properties that determine its single-row rate."""
 
     tiles: TileFormat
     num_inputs: int
     num_bytes: int
-    """Bytes of weights that the whole product reads, in all matrices that it multiplies with."""
+    """Bytes of all weights that the matmul reads."""
 
 
 def row_products(
     program: Program, formats: dict[Weight, TileFormat], sizes: dict[Weight, int]
 ) -> dict[Weight, RowProduct]:
-    """Returns the product that reads each matrix of an optimized Program; of experts' matrices it
-    reads those of one token's experts.
-    """
+    """Returns the matmul that reads each matrix; experts count only those chosen for one token."""
 
     def num_bytes(op: Op) -> int:
         whole = sum(sizes[weight] for weight in matrices_of(op))
@@ -68,8 +65,8 @@ def row_products(
 
 
 def row_attention(program: Program, layouts: Sequence[KvLayout]) -> RowAttention | None:
-    """Returns the attention of the cache group that has most layers; None if no group is read by
-    `Attention` alone.
+    """Returns the attention of the cache group with most layers; None if no `Attention` reads a
+    group.
     """
     num_heads = {op.group: op.num_heads for op in program.ops if isinstance(op, Attention)}
     read = [layout for layout in layouts if layout.group.name in num_heads]
@@ -83,8 +80,8 @@ def row_attention(program: Program, layouts: Sequence[KvLayout]) -> RowAttention
 
 
 def kv_rate(device: Any, attention: Hashable, most_bytes: int) -> float | None:
-    """Returns the bytes per second at which attention of single rows reads K and V; None if the
-    Program has none.
+    """Returns the bytes per second at which single-row attention reads KV; None without
+    attention.
     """
     if not isinstance(attention, RowAttention):
         return None
@@ -102,8 +99,8 @@ def kv_rate(device: Any, attention: Hashable, most_bytes: int) -> float | None:
 
 
 def row_rates(device: Any, products: Iterable[Hashable], most_bytes: int) -> dict[Hashable, float]:
-    """Returns the bytes per second at which each of these products reads its weights, the median of
-    some rounds. One product follows the other, each behind the end of the last.
+    """Returns the weight read rate of each matmul in bytes per second, the median of several
+    rounds.
     """
     return {
         product: statistics.median(
@@ -123,8 +120,8 @@ def row_rates(device: Any, products: Iterable[Hashable], most_bytes: int) -> dic
 
 
 def stage_seconds(device: Any, num_threads: int) -> float:
-    """Returns the seconds that a stage takes at least: each thread prepares a row, multiplies it
-    with two tiles in its caches, and waits for the others.
+    """Returns the minimum duration of a stage: each thread quantizes a row, multiplies it by two
+    cached tiles, and waits at the barrier.
     """
     tiles, num_inputs = TileFormat("u4", "fp16"), 1024
     num_bytes = tiles.num_bytes((2 * TILE * num_threads, num_inputs))
@@ -141,9 +138,10 @@ def stream_rounds(
     *,
     product_bytes: int = 0,
 ) -> list[tuple[float, float]]:
-    """Returns the bytes per second of each round: of a plain read by all threads, and of products
-    of one row with tiles in the same memory. Products read `product_bytes` each, one after another;
-    0: one product reads all of them.
+    """Returns per round the bytes per second of a plain read by all threads, and of single-row
+    matmuls over tiles in the same memory.
+
+    Each matmul reads `product_bytes`; 0: one matmul reads everything.
     """
     found: list[tuple[float, float]] = device.stream_rounds(
         tiles.code,

@@ -1,7 +1,7 @@
-"""The stages of a Program on the native executor, and the ranges that blocks of rows go through.
+"""Stages of a Program on the native executor, and ranges of stages that row blocks pass through.
 
-The plan of the arena and the footprint depend on both. PlanBuilder (csrc/plan/builder.h) finds the
-same ones: row-local stages that follow one another are a range. Knows ops, nothing of weights.
+Arena plan and footprint depend on both. PlanBuilder (csrc/plan/builder.h) computes the same:
+consecutive row-local stages form a range.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ BEHIND_BARRIERS = (
     *(rank_ops.AllReduce, rank_ops.AllGather, rank_ops.Dispatch, rank_ops.Collect),
     *(RecordOp, ops.Foresee),
 )
-"""Ops with a range of their own, since a row needs what other rows or ranks compute."""
+"""Ops with a range of their own, because a row needs results of other rows or ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Ops between two barriers: row-local ones that follow one another, or one of another kind."""
+    """Ops between two barriers: consecutive row-local ones, or a single other op."""
 
     ops: tuple[Op, ...]
     axis: str
-    """Rows that its ops are over: tokens, samples or requests."""
+    """Rows that its ops process: tokens, samples or requests."""
     range: int
-    """Index of its range: stages that follow one another without an attention or experts, which a
-    block of rows may go through without a barrier."""
+    """Index of its range: consecutive stages without attention or experts, which a row block passes
+    through without a barrier."""
 
     @property
     def is_row_local(self) -> bool:
@@ -56,7 +56,7 @@ def body_first(program: Program) -> Program:
 
 
 def stages_of(program: Program) -> tuple[Stage, ...]:
-    """Returns the stages of a Program whose body comes first."""
+    """Returns the stages of a Program sorted by `body_first`."""
     stages: list[Stage] = []
     for op in program.ops:
         before = stages[-1] if stages else None
@@ -71,7 +71,7 @@ def stages_of(program: Program) -> tuple[Stage, ...]:
 
 
 def plan_arena(program: Program, stages: tuple[Stage, ...]) -> Plan:
-    """Returns where each Value lies, given the Program's stages."""
+    """Returns the arena offset of each Value."""
     numbered = [(index, stage.range) for index, stage in enumerate(stages) for _ in stage.ops]
     return plan(program, [index for index, _ in numbered], [number for _, number in numbered])
 
@@ -87,6 +87,6 @@ def _starts_range(before: Op, op: Op) -> bool:
 
 
 def _axis(op: Op) -> str:
-    """Returns the rows that an op is over; experts' rows are tokens."""
+    """Returns the axis of an op's rows; expert rows count as tokens."""
     axis = op.outputs[0].axis if op.outputs else op.inputs[0].axis
     return "tokens" if axis == "expert_rows" else axis

@@ -1,8 +1,7 @@
-"""How the native kernels lay out recurrent states and the parameters of the scans that make them.
+"""Layout of recurrent states and scan parameters in the native kernels.
 
-Columns are taken in blocks of 16 lanes: of one head, or, where heads have one column, of as many
-heads. Some neighbouring blocks are a part, which one thread computes at a time
-(csrc/plan/mixers.h).
+Columns are grouped into blocks of 16 lanes: of one head, or of 16 heads if heads have one column.
+Neighbouring blocks form a part, which one thread computes at a time (csrc/plan/mixers.h).
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from numpy.typing import NDArray
 from octavo.program.program import CacheGroup
 
 LANES = 16
-"""Columns that kernels take together (csrc/simd/simd.h)."""
+"""Columns that kernels process together (csrc/simd/simd.h)."""
 
 PART_BYTES = 16 << 10
-"""Bytes of a part's state, about: a thread's first cache holds them while all rows pass."""
+"""Approximate bytes of a part's state, which stays in the L1 cache while all rows pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateBlocks:
-    """The blocks of lanes of one group's heads."""
+    """Lane blocks of one group's heads."""
 
     num_heads: int
     head_width: int
@@ -45,7 +44,7 @@ class StateBlocks:
 
     @property
     def part_floats(self) -> int:
-        """Numbers of a part's state."""
+        """Floats in a part's state."""
         return self._blocks_a_part * LANES * self.state_size
 
     @property
@@ -53,8 +52,8 @@ class StateBlocks:
         return max(1, PART_BYTES // (4 * LANES * self.state_size))
 
     def by_lanes(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Lays out a number, or several, of each head as its lanes read them: `[H]` becomes
-        `[blocks, 16]`, `[H, n]` becomes `[blocks, n, 16]`.
+        """Lays out per-head values by lanes: `[H]` becomes `[blocks, 16]`, `[H, n]` becomes
+        `[blocks, n, 16]`.
         """
         rows = values.reshape(self.num_heads, -1)
         if self.head_width == 1:

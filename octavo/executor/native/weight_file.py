@@ -1,10 +1,9 @@
-"""The file of packed tiles that weights are streamed from: written once for a model, found again by
-its name.
+"""File of packed tiles for weight streaming, written once per model and found by its name.
 
-    header 4096 | units, each from a multiple of 4096 on | index, JSON
+    header 4096 | units, each aligned to 4096 | index, JSON
 
-Owns the format and its way to the disk: a file is written under another name, flushed and renamed,
-so that no start meets half a file. Knows nothing of which units stay in memory.
+A file is written under a temporary name, flushed and renamed, so that no start reads a partial
+file.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from octavo.program.passes.offload import ALIGN
 from octavo.utils.durable import sync_path
 
 MAGIC = b"octavoW5"
-"""First bytes of a file; the number changes with the layout of tiles."""
+"""First bytes of a file; the number changes with the tile layout."""
 HEADER = struct.Struct("<8s32sQQ32s")
 """Magic, key, offset and length of the index, and its SHA-256."""
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-"""File systems whose files are themselves memory."""
+"""File systems that are themselves memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedTiles:
-    """Place of one weight's tiles in its unit, and their layout as the extension takes it."""
+    """Offset of one weight's tiles in its unit, and their layout for the extension."""
 
     offset: int
     layout: tuple[Any, ...]
@@ -46,7 +45,7 @@ class PlacedTiles:
 
 @dataclass(frozen=True, slots=True)
 class StoredUnit:
-    """A product's weights in the file."""
+    """A matmul's weights in the file."""
 
     offset: int
     num_bytes: int
@@ -54,7 +53,7 @@ class StoredUnit:
 
 
 class WeightFileWriter:
-    """Writes the units of one file, in their order."""
+    """Writes the units of one file in order."""
 
     def __init__(self, file: IO[bytes], key: bytes) -> None:
         self._file = file
@@ -63,12 +62,12 @@ class WeightFileWriter:
         self._file.write(bytes(ALIGN))
 
     def add(self, data: bytes, tiles: Sequence[PlacedTiles]) -> None:
-        """Writes a unit, whose length is a multiple of ALIGN."""
+        """Writes a unit; its length must be a multiple of ALIGN."""
         self._units.append(StoredUnit(self._file.tell(), len(data), tuple(tiles)))
         self._file.write(data)
 
     def finish(self) -> None:
-        """Writes the index, then the header, without which the file is no file of weights."""
+        """Writes the index and then the header, which makes the file valid."""
         start = self._file.tell()
         index = json.dumps(
             [
@@ -87,7 +86,7 @@ class WeightFileWriter:
 
 
 def read_index(path: Path, key: bytes) -> list[StoredUnit] | None:
-    """Returns the units of a whole file of this key; None where there is none."""
+    """Returns the units of a complete file with this key, or None."""
     try:
         with path.open("rb") as file:
             header = file.read(HEADER.size)
@@ -113,9 +112,9 @@ def read_index(path: Path, key: bytes) -> list[StoredUnit] | None:
 
 @contextmanager
 def writing(path: Path, key: bytes) -> Iterator[WeightFileWriter | None]:
-    """Writes a file under another name and renames it at the end; removes it where that fails.
+    """Writes a file under a temporary name and renames it at the end; removes it on failure.
 
-    Yields None where another process has just written it.
+    Yields None if another process has just written it.
     """
     partial = _partial(path)
     try:
@@ -138,13 +137,13 @@ def writing(path: Path, key: bytes) -> Iterator[WeightFileWriter | None]:
 
 
 def _partial(path: Path) -> Path:
-    """Returns the name under which a file is written."""
     return path.with_suffix(".partial")
 
 
 def _open_alone(path: Path) -> IO[bytes]:
-    """Opens a file that no other process writes, and makes it where it is not there; waits for
-    others. A file that was renamed or removed by the one waited for is not the one to write.
+    """Opens or creates a file under an exclusive lock.
+
+    Retries if the previous lock holder renamed or removed it.
     """
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
@@ -161,8 +160,10 @@ def _open_alone(path: Path) -> IO[bytes]:
 def check_directory(
     directory: Path, path: Path, num_bytes: int, *, name: str = "weights_dir"
 ) -> None:
-    """Makes the directory; raises ConfigError where it lies in memory, or where the file is not
-    there and does not fit. What a start that was killed has left of it makes room.
+    """Creates the directory; raises ConfigError if it is in memory or lacks space for a missing
+    file.
+
+    Space of an abandoned partial file counts as free.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -184,12 +185,12 @@ def check_directory(
 
 
 def _taken_bytes(path: Path) -> int:
-    """Returns the bytes of the disk that a file takes; 0 where there is none."""
+    """Returns the disk space of a file; 0 if it does not exist."""
     return 512 * path.stat().st_blocks if path.exists() else 0
 
 
 def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Returns the kind of file system that a directory is on; "" where the system does not say."""
+    """Returns the file system type of a directory; "" if unknown."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -206,7 +207,7 @@ def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) ->
 
 
 def refused(directory: Path, error: OSError, *, name: str = "weights_dir") -> ConfigError:
-    """Makes the error of a directory in which a file cannot be written or read."""
+    """Returns the error of a directory that cannot be used."""
     hint = "name a directory on a disk that this process may write to"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "free space, or name a directory on another disk"

@@ -1,7 +1,7 @@
-"""Weights in the kernels' tiles: loads each weight once and packs it as its readers want.
+"""Weights in the kernels' tiles: loads each weight once and packs it for its readers.
 
-Owns the packed tiles and the floats of norms and biases. Which formats there are is formats.py's
-business, how a tile looks csrc/kernels/table.h's.
+Owns the packed tiles and the floats of norms and biases. formats.py lists formats,
+csrc/kernels/table.h defines tile layouts.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from octavo.quant.blocks import BlockWeight, StoredWeight
 from octavo.quant.packed import Levels, PackedWeight
 
 PACKED_AT_ONCE = 64 << 20
-"""Bytes of tiles that are packed in one go by all threads; their sources stay in memory until then.
-"""
+"""Tile bytes that all threads pack together; their sources stay in memory until then."""
 
 
 SMALL_SPAN = 256
-"""Inputs that share the factor of small scales."""
+"""Inputs per factor of small scales."""
 SMALL_TOP = 127
 """Largest small scale."""
 
@@ -49,11 +48,9 @@ class NativeTiles:
     handle: Any
     """The extension's PackedTiles."""
     row_type: str
-    """Type in which its products read their rows at this level (`RowType` in
-    csrc/kernels/table.h)."""
+    """Activation type of its matmuls at this level (`RowType` in csrc/kernels/table.h)."""
     permutation: NDArray[np.int32] | None = None
-    """Input of each of its columns, where they do not lie in the inputs' order (GPTQ's act-order).
-    """
+    """Original input of each column, if permuted (GPTQ act-order)."""
 
     @property
     def num_bytes(self) -> int:
@@ -61,7 +58,7 @@ class NativeTiles:
 
 
 class NativeWeights:
-    """The weights of one Program: tiles for products and tables, floats for norms and biases."""
+    """Weights of one Program: tiles for matmuls and tables, floats for norms and biases."""
 
     def __init__(
         self,
@@ -73,9 +70,10 @@ class NativeWeights:
         apart: bool = False,
         by_columns: Collection[Weight] = (),
     ) -> None:
-        """`dtype` is what plain weights become, `row_type_of` the device's own unless given.
-        `apart`: tiles lie in memory that is freed with them, not beside the device's others.
-        `by_columns`: weights of which products read few columns, to lie by these where they can.
+        """`dtype` is the target of plain weights; `row_type_of` defaults to the device's.
+
+        With `apart`, tiles are in separate memory, freed with them. `by_columns` lists weights to
+        store by columns if possible, because matmuls read few of them.
         """
         self._by_columns = frozenset(by_columns)
         self._row_type_of: RowTypeOf = row_type_of or device.row_type
@@ -104,14 +102,14 @@ class NativeWeights:
         return self._tiles[weight]
 
     def table(self, weight: Weight) -> NativeTiles:
-        """Returns the tiles of a table, whose rows are read one by one."""
+        """Returns the tiles of an embedding table."""
         return _in_order(weight, self.tiles(weight))
 
     def gate_and_up(self, gate: Weight, up: Weight) -> list[NativeTiles]:
-        """Returns the tiles of the two weights of a gated product, which reads them together.
+        """Returns the tiles of a gate and its up projection, which one matmul reads together.
 
-        They lie tile by tile in turns where they are laid out alike. Codes of 4 bits lie in bytes
-        where the other weight's 8 bits want that.
+        They are interleaved if laid out alike. 4-bit codes are widened to bytes if the other weight
+        has 8 bits and needs it.
         """
         if gate == up or gate in self._tiles or up in self._tiles:
             return [self.tiles(gate), self.tiles(up)]
@@ -146,9 +144,7 @@ class NativeWeights:
     def experts_gate_and_up(
         self, gate: Weight, up: Weight
     ) -> tuple[list[NativeTiles], list[NativeTiles]]:
-        """Returns each expert's tiles of the two weights of a gated product, as `gate_and_up`
-        lays them.
-        """
+        """Returns each expert's gate and up tiles, laid out as by `gate_and_up`."""
         if gate == up or gate in self._experts or up in self._experts:
             return self.experts(gate), self.experts(up)
         stored = [self._load(weight) for weight in (gate, up)]
@@ -162,7 +158,7 @@ class NativeWeights:
         return self._experts[gate], self._experts[up]
 
     def heads(self, op: HeadLinear) -> list[NativeTiles]:
-        """Returns the tiles of each head; those of a transposed matrix are floats."""
+        """Returns the tiles of each head; a transposed matrix is stored as floats."""
         if op.weight not in self._experts:
             self._pack_many()
             stored = self._load(op.weight)
@@ -176,13 +172,13 @@ class NativeWeights:
         return self._experts[op.weight]
 
     def place_table(self, op: PlaceScores) -> list[NativeTiles]:
-        """Returns the tiles of each head's table of places, in fp32."""
+        """Returns the fp32 tiles of each head's position table."""
         self._pack_many()
         table = place_table(op, lambda weight: self._load(weight).dequantize()).astype(np.float32)
         return [self._tiles_of(PackedWeight.plain(rows)) for rows in table]
 
     def of_product(self, op: Linear | GroupedLinear | HeadLinear) -> list[NativeTiles]:
-        """Returns all tiles of a product's weights: gates before their up projections."""
+        """Returns all tiles of a matmul's weights, gates before up projections."""
         if isinstance(op, HeadLinear):
             return self.heads(op)
         if isinstance(op, Linear):
@@ -195,7 +191,7 @@ class NativeWeights:
         return gates + ups
 
     def adopt(self, op: Linear | GroupedLinear | HeadLinear, handles: Sequence[Any]) -> None:
-        """Takes a product's tiles as they are, in the order of `of_product`, and loads none."""
+        """Uses existing tiles for a matmul, in the order of `of_product`, without loading."""
         tiles = [NativeTiles(handle, self._row_type_of(handle.code)) for handle in handles]
         if isinstance(op, Linear):
             self._tiles |= zip(op.weights_, tiles, strict=True)
@@ -206,11 +202,11 @@ class NativeWeights:
             self._experts[weight] = tiles[index * each : (index + 1) * each]
 
     def adopt_tiles(self, weight: Weight, handle: Any) -> None:
-        """Takes a weight's tiles as they are, and loads none."""
+        """Uses existing tiles for a weight, without loading."""
         self._tiles[weight] = NativeTiles(handle, self._row_type_of(handle.code))
 
     def reads_fp32(self, op: Linear | GroupedLinear | HeadLinear) -> bool:
-        """Whether a product reads its rows as they are."""
+        """Whether a matmul reads unquantized activations."""
         if isinstance(op, Linear):
             tiles = [self.tiles(weight) for weight in op.weights_]
         elif isinstance(op, GroupedLinear):
@@ -224,11 +220,10 @@ class NativeWeights:
             self._packer.run()
 
     def pack(self) -> None:
-        """Packs what waits to be packed."""
+        """Packs all waiting weights."""
         self._packer.run()
 
     def floats(self, weight: Weight) -> NDArray[np.float32]:
-        """Returns a weight's values."""
         if weight not in self._floats:
             self._floats[weight] = np.ascontiguousarray(self._load(weight).dequantize())
         return self._floats[weight]
@@ -250,8 +245,9 @@ class NativeWeights:
 
 
 def _in_order(weight: Weight, tiles: NativeTiles) -> NativeTiles:
-    """Returns tiles whose columns lie in the inputs' order; UnsupportedModel for others, which only
-    products by themselves read.
+    """Returns the tiles if their columns are unpermuted.
+
+    Raises UnsupportedModel otherwise: only plain matmuls support permuted inputs.
     """
     if tiles.permutation is None:
         return tiles
@@ -279,11 +275,11 @@ def add_weight(
     by_columns: bool = False,
     small_levels: bool = False,
 ) -> Any:
-    """Adds a weight to a packer and returns its PackedTiles, whose bytes the packer's `run` writes.
+    """Adds a weight to a packer and returns its PackedTiles, filled by the packer's `run`.
 
-    Floats become `dtype`, or stay with "auto". `wide` lays codes of 4 to 6 bits in bytes,
-    `by_columns` codes with one scale an output by columns; with `small_levels` scales of two levels
-    stay bytes.
+    Floats become `dtype` unless it is "auto". `wide` stores 4 to 6-bit codes in bytes; `by_columns`
+    stores codes with one scale per output by columns; `small_levels` keeps two-level scales as
+    bytes.
     """
     if isinstance(stored, PackedWeight) and stored.is_float:
         return packer.values(_typed(stored.codes), _code_of(stored, dtype))
@@ -303,7 +299,7 @@ def add_weight(
 
 
 def _code_of(stored: StoredWeight, dtype: str) -> str:
-    """Returns the code that a weight has in tiles, unless it is widened."""
+    """Returns a weight's tile code, before widening."""
     if isinstance(stored, PackedWeight) and stored.is_float:
         return {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, stored.code)
     if isinstance(stored, PackedWeight) and (code := _float_code(stored)):
@@ -323,14 +319,14 @@ def _bits_of(stored: StoredWeight) -> int:
 
 
 def _float_code(stored: PackedWeight) -> str | None:
-    """Returns the code of codes that stand for floats; None where they stand for whole numbers."""
+    """Returns the code of float codes; None for integer codes."""
     if stored.code == "e4m3":
         return "e4m3"
     return "f4" if stored.lookup is not None and not stored.has_whole_lookup else None
 
 
 def has_small_levels(stored: StoredWeight) -> bool:
-    """Whether scales and mins are small integers, with a factor for each 256 inputs."""
+    """Whether scales and mins are small integers with a factor per 256 inputs."""
     if isinstance(stored, BlockWeight):
         return stored.layout.super_scales is not None
     if stored.scales is None or stored.scales.super_scale is None:
@@ -346,14 +342,12 @@ def has_small_levels(stored: StoredWeight) -> bool:
 
 
 def _has_whole_rows(stored: StoredWeight) -> bool:
-    """Whether a weight has one scale for each output."""
+    """Whether a weight has one scale per output."""
     return isinstance(stored, PackedWeight) and stored.activation == "per_token"
 
 
 def _fields(weight: StoredWeight) -> dict[str, Any]:
-    """Returns codes, scales and mins as `Packer.codes` takes them: views into a file's blocks, or
-    arrays of their own.
-    """
+    """Returns codes, scales and mins for `Packer.codes`: views into file blocks, or arrays."""
     if isinstance(weight, BlockWeight):
         return _block_fields(weight)
     _refuse_without_tiles(weight)
@@ -371,7 +365,7 @@ def _fields(weight: StoredWeight) -> dict[str, Any]:
 
 
 def _float_fields(weight: PackedWeight) -> dict[str, Any]:
-    """Returns codes that stand for floats and their scales as `Packer.float_codes` takes them."""
+    """Returns float codes and their scales for `Packer.float_codes`."""
     assert weight.scales is not None
     if weight.code == "e4m3" and (weight.codes.view(np.uint8) & 0x7F == 0x7F).any():
         raise WeightMismatch(
@@ -385,7 +379,7 @@ def _float_fields(weight: PackedWeight) -> dict[str, Any]:
 
 
 def _code_fields(weight: PackedWeight) -> dict[str, Any]:
-    """Returns the rows of codes, and how these lie in bytes."""
+    """Returns code rows and their bit layout."""
     half = weight.group // 2 if weight.nibbles == "halves" else 1
     inputs, plane = (32, (0, 8, 32)) if weight.bits != 4 else (max(2 * half, 32), (0, 4, half))
     return {
@@ -396,7 +390,7 @@ def _code_fields(weight: PackedWeight) -> dict[str, Any]:
 
 
 def _refuse_without_tiles(weight: PackedWeight) -> None:
-    """Refuses codes that the kernels do not read: `prepare` may be called without `check`."""
+    """Rejects codes without tiles, because `prepare` may be called without `check`."""
     if weight.has_whole_lookup or (weight.lookup is None and weight.code in ("int", "uint")):
         return
     raise UnsupportedModel(
@@ -428,13 +422,13 @@ def _block_fields(weight: BlockWeight) -> dict[str, Any]:
 
 
 def _rows(array: NDArray) -> NDArray:
-    """Returns the array with the numbers of a row side by side."""
+    """Makes each row contiguous."""
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
 
 
 def _typed(array: NDArray) -> tuple[NDArray, str]:
-    """Returns the array with its type's name; bfloat16, which the exchange of arrays does not
-    know, travels as uint16.
+    """Returns the array and its type name; bfloat16 is passed as uint16, because the bindings do
+    not support it.
     """
     name = array.dtype.name
     return _rows(array.view(np.uint16) if name == "bfloat16" else array), name

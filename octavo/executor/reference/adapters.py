@@ -1,6 +1,6 @@
-"""The reference formulas of adapters: the update of a product's rows, and of a table's, in float64.
+"""Reference formulas of LoRA updates to matmul rows and table rows, in float64.
 
-Each row goes alone through its adapter's matrices, so that no row's bits depend on another's.
+Each row is multiplied separately, so that no row's bits depend on another's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 
 class ReferenceAdapters:
-    """The adapters of a Program by slot, in float64. Implements `base.AdapterSlots`."""
+    """Adapters of a Program by slot, in float64. Implements `base.AdapterSlots`."""
 
     def __init__(self) -> None:
         self.by_slot: dict[int, Updates] = {}
@@ -43,13 +43,13 @@ class ReferenceAdapters:
 
 
 Shrink = Callable[[LowRank, int], Floats]
-"""Computes h `[r]` of an update and a row."""
+"""Computes h `[r]` of an update for a row."""
 
 
 def updated(
     y: Floats, site: Site, slots: NDArray[np.int32], adapters: Mapping[int, Updates], shrink: Shrink
 ) -> Floats:
-    """Returns y `[T, out]` with each row's update by the adapter in its slot `[T]`, -1: none."""
+    """Applies to each row of y `[T, out]` the update of the adapter in its slot `[T]`; -1: none."""
     result = y.copy()
     for row in np.flatnonzero(slots >= 0):
         update = adapters[int(slots[row])].get(site)

@@ -1,9 +1,9 @@
-"""The reference formulas of attention over the paged cache, in float64: masks, biases, sinks,
-latent attention.
+"""Reference formulas of attention over the paged cache, in float64: masks, biases, sinks, latent
+attention.
 
-Each query row goes by itself through its visible keys, in splits of 256 at absolute places with
-their own (m, l, acc), merged left to right, so its bits depend on its place and its request's keys
-only. Sources: `ops.Attention` and `ops.MlaAttention`.
+Each query row attends separately to its visible keys, in splits of 256 at absolute places with
+their own (m, l, acc), merged left to right, so its bits depend only on its place and its request's
+keys. Sources: `ops.Attention` and `ops.MlaAttention`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from octavo.program.program import Op
 from octavo.program.t5_buckets import t5_buckets
 
 Adjust = Callable[[Floats, NDArray[np.int64]], Floats]
-"""Maps scores `[H, n]` and their keys' places `[n]` to the scores with softcap and bias."""
+"""Applies softcap and bias to scores `[H, n]` of keys at places `[n]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """One request's keys and values of a layer, `[n, K, width]`, from the place `start` on."""
+    """One request's keys and values of a layer, `[n, K, width]`, starting at place `start`."""
 
     start: int
     k: Floats
@@ -45,7 +45,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One row of the step: its number, its place, and the keys it sees, `first` to `last - 1`."""
+    """One row of the step: index, place, and visible keys `first` to `last - 1`."""
 
     row: int
     place: int
@@ -54,7 +54,6 @@ class Query:
 
 
 def attention(op: ops.Attention, step: ReferenceStep) -> Made:
-    """Computes `ops.Attention`."""
     q = step.get(op.q).reshape(-1, op.num_heads, step.program.group(op.group).k_width)
     out = np.zeros((len(q), op.out.width))
     sinks = None if op.sinks is None else step.weights[op.sinks]
@@ -69,8 +68,8 @@ def attention(op: ops.Attention, step: ReferenceStep) -> Made:
 def _selected(
     op: ops.Attention, query: Query, keys: Keys, step: ReferenceStep
 ) -> tuple[Keys, Query]:
-    """Returns the keys that a query reads, side by side where it chooses some of them, and the
-    query as it sees these.
+    """Returns the keys that a query reads (compacted if it selects some of them) and the query
+    relative to them.
     """
     if op.selection is None or not sparse_rows(len(step.batch.places), step)[query.row, 0]:
         return keys, query
@@ -84,7 +83,7 @@ def _selected(
 
 
 def chosen_blocks(masses: Floats, selection: KeySelection) -> NDArray[np.int64]:
-    """Returns the blocks that a row reads, in order, by the shares of its attention `[blocks]`."""
+    """Returns the blocks that a row reads, in order, given its attention per block `[blocks]`."""
     ranked = masses.copy()
     ranked[0] = np.inf
     ranked[-LAST_BLOCKS:] = np.inf
@@ -95,9 +94,7 @@ def chosen_blocks(masses: Floats, selection: KeySelection) -> NDArray[np.int64]:
 def _block_masses(
     op: ops.Attention, selection: KeySelection, query: Query, step: ReferenceStep
 ) -> Floats:
-    """Returns the shares of a query's attention that fall on each block, by partial keys, summed
-    over the heads.
-    """
+    """Returns a query's attention mass per block from partial keys, summed over heads."""
     assert op.partial_q is not None
     group = step.program.group_index(selection.group)
     request = int(np.searchsorted(step.batch.query_starts, query.row, side="right")) - 1
@@ -114,10 +111,10 @@ def _block_masses(
 
 
 def mla_attention(op: ops.MlaAttention, step: ReferenceStep) -> Made:
-    """Computes `ops.MlaAttention`.
+    """Computes latent attention.
 
-    Absorbed: one shared head of latents, q turned into latent space. Expanded: each head's own keys
-    and values.
+    Absorbed: one shared head of latents, with q projected to latent space. Expanded: separate keys
+    and values per head.
     """
     q_nope = step.get(op.q_nope).reshape(-1, op.num_heads, op.nope_width)
     q_rope = step.get(op.q_rope).reshape(-1, op.num_heads, op.rope_width)
@@ -145,7 +142,7 @@ def mla_attention(op: ops.MlaAttention, step: ReferenceStep) -> Made:
 def _expanded(
     op: ops.MlaAttention, start: int, latents: Floats, k_rope: Floats, step: ReferenceStep
 ) -> Keys:
-    """Returns each head's own keys and values, made of the latents."""
+    """Expands latents to keys and values per head."""
     full = matvecs(step.weights[op.kv_b], np.ascontiguousarray(latents[:, 0])).reshape(
         len(latents), op.num_heads, -1
     )
@@ -157,9 +154,7 @@ def _expanded(
 def attend(
     q: Floats, keys: Keys, query: Query, adjust: Adjust | None, sinks: Floats | None
 ) -> Floats:
-    """Returns the attention `[H, v_width]` of scaled queries `q [H, k_width]` to the keys that the
-    query sees.
-    """
+    """Returns the attention output `[H, v_width]` of scaled queries `q [H, k_width]`."""
     num_heads, num_kv_heads = len(q), keys.k.shape[1]
     m, l = np.full(num_heads, -np.inf), np.zeros(num_heads)  # noqa: E741 (the papers' name)
     acc = np.zeros((num_heads, keys.v.shape[2]))
@@ -185,13 +180,13 @@ def attend(
 
 
 def _splits(first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Cuts the keys first .. last - 1 at the multiples of 256."""
+    """Splits the keys first..last-1 at multiples of 256."""
     for split in range(first // SPLIT_KEYS, -(-last // SPLIT_KEYS)):
         yield max(first, split * SPLIT_KEYS), min(last, (split + 1) * SPLIT_KEYS)
 
 
 def _adjustment(op: ops.Attention, query: Query, step: ReferenceStep) -> Adjust | None:
-    """Returns what the softcap and then the bias do to the scores of a query."""
+    """Returns a function that applies softcap and bias to a query's scores."""
     if isinstance(op.bias, ops.PlaceBuckets):
         return _by_places(op, op.bias, query, step)
     softcap, add_bias = op.softcap, _bias(op.bias, query.place, step)
@@ -208,7 +203,7 @@ def _adjustment(op: ops.Attention, query: Query, step: ReferenceStep) -> Adjust 
 def _bias(
     bias: ops.T5Bias | ops.AlibiBias | ops.NearBias | None, place: int, step: ReferenceStep
 ) -> Adjust | None:
-    """Returns what adds the bias to the scores of the query at `place`; None without a bias."""
+    """Returns a function that adds the bias for a query at `place`, or None."""
     if isinstance(bias, ops.T5Bias):
         table = step.weights[bias.table]
         return lambda scores, keys: scores + table[t5_buckets(keys - place, bias)].T
@@ -224,8 +219,8 @@ def _bias(
 def _by_places(
     op: ops.Attention, bias: ops.PlaceBuckets, query: Query, step: ReferenceStep
 ) -> Adjust:
-    """Returns what adds the scores by places to those of a query, whose request's rows are all in
-    the step.
+    """Returns a function that adds position scores to a query's scores; all rows of the request are
+    in the step.
     """
     assert op.of_queries is not None and op.of_keys is not None
     of_queries, of_keys = (
@@ -249,7 +244,7 @@ def _requests(
     window: int | None,
     step: ReferenceStep,
 ) -> Iterator[tuple[list[Query], Keys]]:
-    """Yields each request's live rows and all keys that any of them sees."""
+    """Yields each request's live rows and all keys that they see."""
     group = step.program.group_index(op.group)
     starts = step.batch.query_starts
     for request in range(len(starts) - 1):
@@ -283,7 +278,7 @@ def _query(
 def _read(
     op: ops.Attention | ops.MlaAttention, step: ReferenceStep, group: int, request: int, span: range
 ) -> Keys:
-    """Gathers the keys at the places of the span through the block table."""
+    """Gathers a range of keys through the block table."""
     places = np.arange(span.start, span.stop)
     blocks = step.batch.block_tables[group, request][places // BLOCK_SIZE]
     at = (blocks, places % BLOCK_SIZE)

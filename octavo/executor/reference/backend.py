@@ -1,10 +1,9 @@
-"""The reference backend: NumPy in float64, slow and plain, the ground truth of every op's tests.
+"""The reference backend: plain NumPy in float64, the ground truth of every op's tests.
 
-Owns the loop over a Program's ops. The formulas are in `ops.py` and `attention.py`, the KV arrays
-in `kv_cache.py`. A row's results are bitwise the same alone or in a batch, chunked or whole,
-because every matrix product is taken row by row. Everything is computed in float64 from the weights
-as they are packed, whatever `BackendOptions.dtype` says; K and V are rounded to `kv_cache_dtype`
-(auto: float64).
+Owns the loop over a Program's ops; formulas are in `ops.py` and `attention.py`, KV arrays in
+`kv_cache.py`. Results are bitwise the same alone or batched, chunked or not, because matrix
+products run row by row. Everything is float64 regardless of `BackendOptions.dtype`; K and V are
+rounded to `kv_cache_dtype` (auto: float64).
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ class ReferenceRunnable:
     exchange: Exchange = alone
     adapters: ReferenceAdapters = field(default_factory=ReferenceAdapters)
     observed: ObservedInputs | None = None
-    """Copies of products' inputs that each step fills; None: none are kept."""
+    """Copies of matmul inputs, filled by each step; None: disabled."""
     progress: int = 0
-    """Number of ops computed since the Program was prepared."""
+    """Number of ops computed so far."""
 
     @property
     def weight_bytes(self) -> int:
@@ -115,7 +114,7 @@ class ReferenceRows(NamedTuple):
     """The sampled rows of a step. A `batch.SampledLogits`."""
 
     kept: NDArray[np.float32]
-    """Logits, `[S, V]`."""
+    """`[S, V]`"""
     sampling: SamplingBatch
 
     def logits(self, sample: int) -> NDArray[np.float32]:
@@ -128,7 +127,7 @@ class ReferenceRows(NamedTuple):
 def _checked(
     logits: NDArray[np.float32], sampling: SamplingBatch, check: Verify | None
 ) -> SampleResult:
-    """Draws from `logits [S, V]`, and again as long as the check finds rows."""
+    """Samples from `logits [S, V]`, and resamples while the check rejects rows."""
     samples = sample(logits, sampling)
     rows = ReferenceRows(logits, sampling)
     while check is not None:
@@ -143,7 +142,7 @@ def _checked(
 
 
 class ReferenceBackend:
-    """Implements `base.Backend`. With several ranks, `exchange` gives what each of them has
+    """Implements `base.Backend`. With several ranks, `exchange` returns the arrays of all ranks
     (`ranks.py`).
     """
 
@@ -155,7 +154,7 @@ class ReferenceBackend:
         self._exchange = exchange
 
     def check(self, program: Program, format_of: FormatOf) -> None:
-        """Refuses ops and groups; weights of any format are taken, since all become float64."""
+        """Rejects unsupported ops and groups; weights of any format are converted to float64."""
         _check_program(program)
 
     def prepare(self, program: Program, load: LoadWeight) -> ReferenceRunnable:
@@ -182,7 +181,7 @@ class ReferenceBackend:
         return runnable, runnable.observed
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        """Counts weights and Values in float64; every Value of a step lives to the step's end."""
+        """Counts weights and Values in float64; Values live until the end of the step."""
         sizes = {weight: 8 * math.prod(weight.shape) for weight in program.weights}
         widths = sum(
             value.width for op in program.ops for value in op.outputs if value.axis == "tokens"
@@ -213,7 +212,7 @@ class ReferenceBackend:
         return block_rows(layout, blocks)
 
     def close(self) -> None:
-        """Does nothing: all memory is Python's."""
+        """Does nothing: all memory belongs to Python objects."""
 
     def _kv_layouts(self, program: Program) -> tuple[KvLayout, ...]:
         asked = self.options.kv_cache_dtype

@@ -1,7 +1,6 @@
-"""The reference backend's KV cache: plain arrays of all layers, rounded as the layout says.
+"""The reference backend's KV cache: plain arrays of all layers, rounded to the layout's dtype.
 
-Owns the types in which K and V are kept and the rounding to int8 and fp8 codes, which the kernels'
-results are compared with.
+Owns the rounding to int8 and fp8 codes, with which kernels are compared.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ KV_TYPES: dict[str, np.dtype] = {
     "int8": np.dtype(np.float32),
     "fp8": np.dtype(np.float32),
 }
-"""Type of the arrays by its name in a layout. Codes times scales are exact in fp32, so an int8 or
-fp8 cache is kept multiplied out."""
+"""Array dtype by name in a layout. Codes times scales are exact in fp32, so int8 and fp8 caches are
+stored dequantized."""
 
 E4M3_MAX = np.float32(448)
-"""Largest finite number of the fp8 type e4m3."""
+"""Largest finite e4m3 value."""
 
 
 def as_int8(numbers: Floats) -> Floats:
-    """Returns what an int8 cache gives back: codes times the scale of their token and head.
+    """Rounds to an int8 cache's values: codes times the scale of their token and head.
 
-    scale = absmax / 127 in bf16, code = round(x / scale); in fp32, as the kernels do it.
+    scale = absmax / 127 in bf16, code = round(x / scale); in fp32, like the kernels.
     """
     x, scale = _scaled(numbers, np.float32(127))
     codes = np.where(scale > 0, np.clip(np.rint(x / scale), -127, 127), 0)
@@ -44,7 +43,7 @@ def as_int8(numbers: Floats) -> Floats:
 
 
 def as_fp8(numbers: Floats) -> Floats:
-    """Returns what an fp8 cache gives back: e4m3 codes times the scale of their token and head.
+    """Rounds to an fp8 cache's values: e4m3 codes times the scale of their token and head.
 
     scale = absmax / 448 in bf16, code = x / scale rounded to even.
     """
@@ -58,8 +57,8 @@ def as_fp8(numbers: Floats) -> Floats:
 def _scaled(
     numbers: Floats, largest_code: np.float32
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Returns the numbers in fp32 and the scale of each row of the last axis, NaN where the row is
-    not finite.
+    """Returns the values in fp32 and a scale per row of the last axis; NaN if the row is not
+    finite.
     """
     x = numbers.astype(np.float32)
     absmax = abs(x).max(axis=-1, keepdims=True, initial=0)
@@ -71,8 +70,8 @@ AS_STORED = {"int8": as_int8, "fp8": as_fp8}
 
 
 def layout_of(group: CacheGroup, dtype: str = "fp64") -> KvLayout:
-    """Returns the layout of a group whose numbers are kept as one of `KV_TYPES`, the rows of a
-    convolution and states in fp32 at least.
+    """Returns the layout of a group stored as one of `KV_TYPES`; convolution rows and states use
+    fp32 or better.
     """
     if group.kind in ("conv", "state") and dtype != "fp64":
         dtype = "fp32"
@@ -91,7 +90,7 @@ def layout_of(group: CacheGroup, dtype: str = "fp64") -> KvLayout:
 
 
 def block_rows(layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
-    """Returns the keys and values of `blocks [B, block_bytes]` of one layer, kept as floats."""
+    """Returns the keys and values in `blocks [B, block_bytes]` of one layer, stored as floats."""
     group = layout.group
     assert group.num_layers == 1, "others are not asked for"
     split, shape = layout.pieces[0], (len(blocks), BLOCK_SIZE, group.num_kv_heads)

@@ -1,9 +1,8 @@
-"""The reference formulas of the ops that mix a request's rows without attention, in float64;
+"""Reference formulas of ops that mix a request's rows without attention, in float64;
 `MIXER_FORMULAS` is the dispatch table.
 
-`octavo/program/mixers.py` states the formulas. A state's block has two states, each beside the
-number of tokens that it stands for: a step reads the one of its first place and writes the other,
-so that a step which is computed again reads what it read before.
+`program/mixers.py` states the formulas. A state block has two states, each with its token count: a
+step reads the one at its start and writes the other, so a recomputed step reads the same state.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def selective_scan(op: SelectiveScan, step: ReferenceStep) -> Made:
 
 
 def _rates(op: SelectiveScan, step: ReferenceStep) -> Floats:
-    """Returns the step widths d of all rows, `[T, H]`."""
+    """Returns the step sizes of all rows, `[T, H]`."""
     dt = step.get(op.dt)
     if op.dt_bias is not None:
         dt = dt + step.weights[op.dt_bias]
@@ -96,7 +95,7 @@ class StateBlock:
         self._counts = arrays.v[layer, block]
 
     def read(self, num_tokens: int) -> Floats:
-        """Returns the state after `num_tokens` tokens: zeros after 0, NaN where it is not kept."""
+        """Returns the state after `num_tokens` tokens: zeros for 0, NaN if it is not stored."""
         if num_tokens == 0:
             return np.zeros(self._states.shape[1:])
         found = np.flatnonzero(self._counts == num_tokens)
@@ -106,12 +105,12 @@ class StateBlock:
         return state
 
     def rounded(self, state: Floats) -> Floats:
-        """Returns a state as it is kept, so that a step may end behind any token."""
+        """Rounds a state as when stored, so that results do not depend on where steps end."""
         found: Floats = state.astype(self._states.dtype).astype(np.float64)
         return found
 
     def write(self, read: int, num_tokens: int, state: Floats) -> None:
-        """Keeps the state after `num_tokens` tokens beside the one that was `read`."""
+        """Stores the state after `num_tokens` tokens beside the one that was `read`."""
         at = 1 if read and self._counts[0] == read else 0
         if not read:
             self._counts[1] = -1  # what an earlier request has left
@@ -120,9 +119,7 @@ class StateBlock:
 
 
 def _live_requests(step: ReferenceStep) -> Iterator[tuple[int, int, int]]:
-    """Yields the requests that have rows, each with its first row and one past its last; padding is
-    left out.
-    """
+    """Yields the requests with rows, as (request, first row, end row); padding is skipped."""
     for request, (first, end) in enumerate(pairwise(step.batch.query_starts.tolist())):
         if first < end and step.live[first]:
             yield request, first, end

@@ -1,8 +1,4 @@
-"""NumPy arrays over pages of the system: addresses are reserved at once, memory is taken where
-something is written, and given back on request.
-
-Knows shapes and pages, and nothing of blocks' contents.
-"""
+"""NumPy arrays over reserved address space: memory is committed on write and can be released."""
 
 from __future__ import annotations
 
@@ -16,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""Value of MAP_NORESERVE, which Python's mmap has no name for before 3.13; it is the same on all
-processors that we build for."""
+"""MAP_NORESERVE, which Python's mmap lacks before 3.13; the value is the same on all supported
+processors."""
 
 
 class OnDemandArrays:
-    """Arrays `[layers, blocks, ...]` of zeros, one for each shape."""
+    """Zero arrays `[layers, blocks, ...]`, one per shape."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> None:
-        """Reserves addresses; MemoryError where the system has too few."""
+        """Reserves addresses; raises MemoryError if the system cannot."""
         self._maps = [_map(math.prod(shape) * dtype.itemsize) for shape in shapes]
         self.arrays: list[NDArray[Any]] = [
             np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
@@ -32,7 +28,7 @@ class OnDemandArrays:
         ]
 
     def give_back(self, first_block: int, num_blocks: int) -> None:
-        """Gives back the whole pages of these blocks, in every array and layer."""
+        """Releases the complete pages of these blocks, in every array and layer."""
         for memory, array in zip(self._maps, self.arrays, strict=True):
             for layer in range(len(array)):
                 begin = layer * array.strides[0] + first_block * array.strides[1]

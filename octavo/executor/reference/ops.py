@@ -1,9 +1,8 @@
-"""The reference formulas of the ops that mix no rows, one function a kind, in float64;
-`ROW_FORMULAS` is the dispatch table.
+"""Reference formulas of row-wise ops, in float64; `ROW_FORMULAS` is the dispatch table.
 
-A formula takes the op and the step and returns what the op makes, in the order of its outputs.
-`octavo/program/ops.py` states the formulas and their sources. Matrix products go row by row through
-a matrix-vector product of fixed shape, so that no row's bits depend on another's.
+A formula takes the op and the step and returns the op's outputs in order. `program/ops.py` states
+the formulas and sources. Matrix products run row by row as matrix-vector products of fixed shape,
+so that no row's bits depend on another's.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def rms_norm(op: ops.RmsNorm, step: ReferenceStep) -> Made:
 
 
 def _rms(x: Floats, weight: Floats, eps: float) -> Floats:
-    """Divides by the root mean square over the last axis, then multiplies with the weight."""
+    """Divides by the root mean square over the last axis, then multiplies by the weight."""
     normed: Floats = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
     return normed
 
@@ -99,13 +98,13 @@ def linear(op: ops.Linear, step: ReferenceStep) -> Made:
 
 
 def _below(x: Floats, threshold: float, step: ReferenceStep) -> NDArray[np.bool_]:
-    """Says which numbers of rows of tokens are below a threshold and in a sparse row."""
+    """Returns which values are below a threshold and in a sparse row."""
     found: NDArray[np.bool_] = (np.abs(x) < threshold) & sparse_rows(len(x), step)
     return found
 
 
 def _predicted(op: ops.Linear | ops.ActMul, made: Floats, step: ReferenceStep) -> Floats:
-    """Returns what an op has made, with zeros in sparse rows where its scores are negative."""
+    """Zeroes an op's outputs with negative scores in sparse rows."""
     if op.scores is None:
         return made
     return np.where((step.get(op.scores) < 0) & sparse_rows(len(made), step), 0.0, made)
@@ -171,7 +170,7 @@ def act_mul(op: ops.ActMul, step: ReferenceStep) -> Made:
 def gated(
     gate: Floats, up: Floats, how: ops.ActMul | ops.Gate, step: ReferenceStep | None = None
 ) -> Floats:
-    """Returns f(gate) * (up + up_offset), clamped first where the op says so."""
+    """Returns f(gate) * (up + up_offset), with optional clamping."""
     if how.clamp is not None:
         gate, up = np.minimum(gate, how.clamp), np.clip(up, -how.clamp, how.clamp)
     f = (
@@ -284,7 +283,7 @@ def kv_write(op: ops.KvWrite, step: ReferenceStep) -> Made:
 def _copied_slots(
     slots: NDArray[np.int32], copies: KvCopies, group: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Returns the slots of one group that are copied, and those that they are copied to."""
+    """Returns the source and target slots of copies in one group."""
     sources = slots.repeat(np.diff(copies.starts))
     copied = copies.slots[group] >= 0
     return sources[copied], copies.slots[group][copied]
@@ -322,7 +321,7 @@ def route(op: expert_ops.Route, step: ReferenceStep) -> Made:
 
 
 def _mixed(logits: Floats, ids: NDArray[np.intp], jitter: float) -> Floats:
-    """Returns the weight of each chosen expert among those that it leaves and that come near it."""
+    """Returns each chosen expert's sparsemixer weight among the remaining experts near it."""
     left, weights = logits.copy(), np.empty(ids.shape, logits.dtype)
     for j in range(ids.shape[1]):
         chosen = ids[:, j : j + 1]
@@ -335,7 +334,7 @@ def _mixed(logits: Floats, ids: NDArray[np.intp], jitter: float) -> Floats:
 
 
 def _best_groups(choice: Floats, op: expert_ops.Route) -> Floats:
-    """Sets the experts outside the best groups to -inf."""
+    """Masks the experts outside the best groups with -inf."""
     groups = choice.reshape(len(choice), op.num_groups, choice.shape[1] // op.num_groups)
     ranked = 2 if op.group_rank == "two_best" else 1
     rank = np.sort(groups, axis=-1)[:, :, -ranked:].sum(axis=-1)
@@ -345,12 +344,13 @@ def _best_groups(choice: Floats, op: expert_ops.Route) -> Floats:
 
 
 def largest(x: Floats, count: int) -> NDArray[np.intp]:
-    """Returns the columns of each row's `count` largest, best first; of equals the lower column."""
+    """Returns the indices of each row's `count` largest values, best first; ties go to the lower
+    index.
+    """
     return np.argsort(-x, axis=1, kind="stable")[:, :count]
 
 
 def softmax(x: Floats) -> Floats:
-    """Returns the softmax over the last axis."""
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     result: Floats = e / e.sum(axis=-1, keepdims=True)
     return result
@@ -393,7 +393,7 @@ def collect(op: rank_ops.Collect, step: ReferenceStep) -> Made:
 
 
 def _of_engines(step: ReferenceStep, x: NDArray, num_engines: int) -> list[NDArray]:
-    """Returns each engine's x, which its ranks have alike; this rank's own object among them."""
+    """Returns each engine's x, equal on all of its ranks; this rank's own object among them."""
     parts = step.exchange(x)
     ranks = len(parts) // num_engines
     return [

@@ -1,7 +1,6 @@
-"""Ranks of the reference backend as threads of one process, for tests of sharded Programs.
+"""Reference ranks as threads of one process, for tests of sharded Programs.
 
-Owns the exchange of their arrays at collective ops. Every rank must come to the same collectives in
-the same order.
+Every rank must reach the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ from octavo.executor.reference.step import Exchange
 
 
 class RanksInThreads:
-    """A meeting point of ranks, each of which is given its own `exchange_of(rank)`."""
+    """Exchanges arrays between ranks; each rank uses its own `exchange_of(rank)`."""
 
     def __init__(self, num_ranks: int) -> None:
         self._given: list[NDArray | None] = [None] * num_ranks
         self._meeting = threading.Barrier(num_ranks)
 
     def exchange_of(self, rank: int) -> Exchange:
-        """Returns the `Exchange` of one rank's backend."""
-
         def exchange(x: NDArray) -> Sequence[NDArray]:
             self._given[rank] = x
             self._meeting.wait()
@@ -34,5 +31,5 @@ class RanksInThreads:
         return exchange
 
     def abort(self) -> None:
-        """Ends the other ranks' wait with BrokenBarrierError once a rank has failed."""
+        """Unblocks the other ranks with BrokenBarrierError after one has failed."""
         self._meeting.abort()

@@ -1,4 +1,4 @@
-"""One run of a Program on the reference backend: what its ops read, and the Values made so far."""
+"""One run of a Program on the reference backend: inputs of its ops and computed Values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 Made = tuple[NDArray, ...]
 
 Exchange = Callable[[NDArray], Sequence[NDArray]]
-"""Gives this rank's array to the others, and returns the arrays of all ranks in rank order."""
+"""Sends this rank's array to the others and returns all ranks' arrays in rank order."""
 
 
 def as_is(numbers: Floats) -> Floats:
@@ -25,12 +25,12 @@ def as_is(numbers: Floats) -> Floats:
 
 
 def alone(x: NDArray) -> Sequence[NDArray]:
-    """Exchanges nothing: the exchange of a single rank."""
+    """The exchange of a single rank."""
     return [x]
 
 
 def matvecs(matrix: Floats, x: Floats) -> Floats:
-    """Returns `matrix [out, in]` times each row of `x [T, in]`: `[T, out]`."""
+    """Multiplies `matrix [out, in]` by each row of `x [T, in]`: `[T, out]`."""
     if not len(x):
         return np.empty((0, len(matrix)))
     # One product of matrices would be faster, but BLAS's bits depend on T.
@@ -39,19 +39,19 @@ def matvecs(matrix: Floats, x: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class GroupArrays:
-    """The KV arrays of one cache group."""
+    """KV arrays of one cache group."""
 
     k: NDArray
-    """Keys `[L, blocks, 16, K, k_width]`."""
+    """`[L, blocks, 16, K, k_width]`"""
     v: NDArray
-    """Values `[L, blocks, 16, K, v_width]`."""
+    """`[L, blocks, 16, K, v_width]`"""
     as_stored: Callable[[Floats], Floats] = as_is
-    """Rounds rows `[T, K, width]` as the cache keeps them, before the cast to the arrays' type."""
+    """Rounds rows `[T, K, width]` to cache precision, before the cast to the arrays' dtype."""
 
 
 @dataclass(slots=True)
 class ReferenceStep:
-    """One run: what ops read, and the Values made so far."""
+    """One run: inputs of ops and computed Values."""
 
     program: Program
     weights: dict[Weight, Floats]
@@ -59,12 +59,12 @@ class ReferenceStep:
     kv: list[GroupArrays]
     values: dict[str, NDArray] = field(default_factory=dict)
     multiply: Callable[[Floats, Floats], Floats] = matvecs
-    """Multiplies a matrix `[out, in]` with rows `[T, in]`, for linears."""
+    """Multiplies a matrix `[out, in]` by rows `[T, in]`, for linears."""
     exchange: Exchange = alone
     adapters: Mapping[int, Updates] = field(default_factory=dict)
     """Adapters by slot."""
     live: NDArray[np.bool_] = field(init=False)
-    """Mask of the rows that are no padding, `[T]`."""
+    """Rows that are not padding, `[T]`."""
 
     def __post_init__(self) -> None:
         batch = self.batch
@@ -87,7 +87,7 @@ class ReferenceStep:
         return np.where(self.live, self.batch.positions[axis], 0).astype(np.int64)
 
     def updated(self, y: Floats, site: Site, axis: str, shrink: Shrink) -> Floats:
-        """Returns y with the updates of the rows' adapters at a site; see `adapters.updated`."""
+        """Applies the rows' adapters at a site; see `adapters.updated`."""
         slots = self.batch.adapter_rows
         if slots is None or not site[0]:
             return y
@@ -99,7 +99,7 @@ class ReferenceStep:
 
 
 def sparse_rows(num_rows: int, step: ReferenceStep) -> NDArray[np.bool_]:
-    """Says which rows of tokens are sparse `[num_rows, 1]`."""
+    """Returns which token rows are sparse, `[num_rows, 1]`."""
     batch, is_sparse = step.batch, np.zeros((num_rows, 1), np.bool_)
     if batch.sparse_from is not None:
         begins = batch.sparse_from.repeat(np.diff(batch.query_starts))

@@ -1,7 +1,7 @@
-"""Adapters on a PyTorch device: the updates of products' rows, and of a table's, by slot.
+"""LoRA adapters on a PyTorch device: updates of matmul rows and embedding rows, by adapter slot.
 
-Sums are in fp32 and rounded once. Rows of one adapter go through its matrices together; rows
-without one are left as they are. A step of one row alone has bits of its own row only.
+Sums are in fp32 and rounded once. Rows with the same adapter are computed together; rows without
+one are unchanged. In a step of one row the bits depend on that row only.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from octavo.program.program import Op, Program
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchUpdate:
-    """A LowRank of tensors, of some columns of an op's product or of a table."""
+    """A LowRank as tensors, for some columns of a matmul's output or for a table."""
 
     start: int
-    """First of the product's columns."""
+    """First output column."""
     end: int
     a: Tensor
     b: Tensor
@@ -35,8 +35,6 @@ class TorchUpdate:
     bias: Tensor | None
 
     def on(self, device: torch.device) -> TorchUpdate:
-        """Returns the same update with its numbers on a device."""
-
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
 
@@ -52,7 +50,8 @@ class TorchUpdate:
 
     def change(self, y: Tensor, base_bias: Tensor | None, h: Tensor) -> Tensor:
         """Returns y `[rows, out]` with the update, given A x `[rows, r]`, all in fp32.
-        `base_bias` is in y and no part of what the gain is of.
+
+        `base_bias` is included in y but not scaled by the gain.
         """
         added = (self.scales * h) @ self.b.float().T
         if self.gain is None:
@@ -70,11 +69,11 @@ class TorchUpdate:
 
 
 OpUpdates = Mapping[int, tuple[TorchUpdate, ...]]
-"""The updates of one adapter by the identity of the op that they change."""
+"""Updates of one adapter, by op id."""
 
 
 class TorchAdapters:
-    """The adapters of a Program by slot. Implements `base.AdapterSlots`."""
+    """Adapters of a Program, by slot. Implements `base.AdapterSlots`."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self.by_slot: dict[int, OpUpdates] = {}
@@ -113,15 +112,15 @@ class TorchAdapters:
 
 @dataclass(frozen=True, slots=True)
 class StepAdapters:
-    """The adapters of one step's rows."""
+    """Adapters of one step's rows."""
 
     by_slot: Mapping[int, OpUpdates]
     slots: tuple[int, ...]
-    """Slots that rows of the step have."""
+    """Slots used in the step."""
 
     @staticmethod
     def of(adapters: TorchAdapters, rows: NDArray[np.int32] | None) -> StepAdapters | None:
-        """Returns the adapters of rows `[T]`; None where no row has one."""
+        """Returns the adapters of rows `[T]`; None if no row has one."""
         if rows is None:
             return None
         slots = tuple(int(slot) for slot in np.unique(rows) if slot >= 0)
@@ -130,8 +129,8 @@ class StepAdapters:
     def product(
         self, op: ops.Linear, x: Tensor, y: Tensor, rows: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Returns the product y `[T, out]` of x `[T, in]` with the updates of the adapters in the
-        slots `rows [T]`.
+        """Applies updates to the matmul output y `[T, out]` of x `[T, in]`; `rows [T]` are adapter
+        slots.
         """
         for slot in self.slots:
             for update in self.by_slot[slot].get(id(op), ()):
@@ -144,7 +143,7 @@ class StepAdapters:
         return y
 
     def table(self, op: ops.Embedding, ids: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-        """Returns the rows y `[T, W]` of a table, in fp32, with the updates of the ids' rows."""
+        """Applies updates to embedding rows y `[T, W]`, in fp32."""
         for slot in self.slots:
             for update in self.by_slot[slot].get(id(op), ()):
                 at = (rows == slot).nonzero()[:, 0]
@@ -154,7 +153,7 @@ class StepAdapters:
 
 
 def _places(op: Op) -> list[tuple[Site, int, int]]:
-    """Returns the sites of an op, each with its first column and one past its last."""
+    """Returns the sites of an op with their column ranges."""
     if isinstance(op, ops.Embedding):
         return [((op.site, op.table), 0, op.table.shape[1])] if op.site else []
     if not isinstance(op, ops.Linear) or not op.sites:

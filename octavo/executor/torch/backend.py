@@ -1,8 +1,8 @@
-"""The torch backend: Programs on any device PyTorch has, computed in fp32, bf16 or fp16.
+"""The torch backend: runs Programs on any PyTorch device in fp32, bf16 or fp16.
 
-Owns the choice of device and precision, the weights on the device and the layout of the KV cache.
-Imported by the factory in `wiring/model.py` only, once `executor/devices.py` has found PyTorch;
-nothing here or below needs the compiled extension.
+Owns device and precision choice, device weights and KV layout. Imported only by the factory in
+`wiring/model.py` once `executor/devices.py` has found PyTorch; does not need the compiled
+extension.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, 
 logger = logging.getLogger(__name__)
 
 LEAST_BF16_CAPABILITY = (8, 0)
-"""First compute capability with bf16 products; older GPUs compute bf16 in fp32."""
+"""First compute capability with bf16 matmuls; older GPUs emulate bf16 in fp32."""
 
 
 class TorchBackend:
@@ -66,9 +66,8 @@ class TorchBackend:
         ranks: TorchRanks | None = None,
         attention: tuple[AttentionKernels, ...] | None = None,
     ) -> None:
-        """`device` is what `devices.choose_device` returns, or one of several; `ranks` are given
-        where several share a Program; `attention` is what the first fitting kernels are taken from,
-        by default what the options name.
+        """`device` comes from `devices.choose_device`; `ranks` is set if several processes share a
+        Program; `attention` overrides the kernels that the options name.
         """
         if options.kv_cache_dtype != "auto" and options.kv_cache_dtype not in KV_DTYPES:
             raise BackendUnavailable(
@@ -88,7 +87,7 @@ class TorchBackend:
             f" {self._kernels.name}"
         )
         self._uncaptured: list[tuple[TorchProgram, tuple[int, ...]]] = []
-        """Programs whose decode steps of these sizes become graphs once there is a KV cache."""
+        """Programs and batch sizes to capture as graphs once there is a KV cache."""
         self._memory = (
             CudaMemory(self.device, options.gpu_memory_utilization)
             if self.device.type == "cuda"
@@ -104,7 +103,7 @@ class TorchBackend:
         )
 
     def check(self, program: Program, format_of: FormatOf) -> None:
-        """Refuses an op, a cache group, a format, or K and V that no kernels of attention take."""
+        """Rejects unsupported ops, cache groups, weight formats and KV dtypes."""
         optimized = optimize(program)
         self._check(optimized)
         dtype = self._footprint(optimized, format_of).dtype
@@ -149,7 +148,7 @@ class TorchBackend:
         )
 
     def _plan_graphs(self, prepared: TorchProgram, runtime: Runtime, memory: CudaMemory) -> None:
-        """Reserves the memory of captured steps, or says why there will be none."""
+        """Reserves memory for captured steps, or logs why there will be none."""
         program, dtype = prepared.program, runtime.dtype
         if sizes := self.graph_sizes(program, dtype):
             states = runtime.attention.graph_bytes(program, max(sizes), self.options.max_context)
@@ -165,9 +164,7 @@ class TorchBackend:
         return self.device.type == "cuda"
 
     def graph_sizes(self, program: Program, dtype: torch.dtype) -> tuple[int, ...]:
-        """Returns the numbers of requests whose decode steps are captured; () where none can or
-        should be.
-        """
+        """Returns the numbers of requests to capture decode steps for; () if none."""
         if not self._wants_graphs(program) or self.against_graphs(program, dtype):
             return ()
         most, expert_rows = self.options.max_requests, self._kernels.captured_rows
@@ -179,7 +176,7 @@ class TorchBackend:
         return sizes_up_to(most)
 
     def against_graphs(self, program: Program, dtype: torch.dtype) -> str:
-        """Says which option keeps decode steps from being captured, or "" where none does."""
+        """Returns the reason why decode steps cannot be captured, or ""."""
         if self.ranks is not None:
             return "not with several ranks (tensor_parallel_size)"
         if self.options.batch_invariant:
@@ -199,7 +196,7 @@ class TorchBackend:
         )
 
     def run_largest_step(self, prepared: TorchProgram) -> None:
-        """Runs a Program's largest step over a KV cache of its own, which is freed at once."""
+        """Runs a Program's largest step on a temporary KV cache."""
         layouts = prepared.kv_layouts
         batch = largest_step(self.options, len(layouts), prepared.program.vocab_size)
         prepared.run(batch, self._cache(layouts, [blocks_of(batch)] * len(layouts)))
@@ -227,7 +224,7 @@ class TorchBackend:
         )
 
     def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> TorchKvCache:
-        """Makes the KV cache, then captures graphs over it, which hold its addresses."""
+        """Allocates the KV cache, then captures graphs, which contain its addresses."""
         kv = self._cache(layouts, num_blocks)
         width = -(-self.options.max_context // BLOCK_SIZE)
         for prepared, sizes in self._uncaptured:
@@ -256,7 +253,7 @@ class TorchBackend:
 
     @property
     def packed_dtype(self) -> torch.dtype:
-        """Type in which products with packed weights are computed where the options name none."""
+        """Default compute dtype of matmuls with packed weights."""
         if self.device.type != "cuda":
             return torch.float32
         return (
@@ -269,13 +266,11 @@ class TorchBackend:
         return tuple(layout_of(group, self._kv_dtype(dtype)) for group in program.groups)
 
     def _kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the type of K and V: what the options say, or `dtype`, that of Values."""
+        """Returns the dtype of K and V: from the options, or `dtype`."""
         return KV_DTYPES.get(self.options.kv_cache_dtype, dtype)
 
     def _dtype_of_products(self, program: Program, load: LoadWeight) -> torch.dtype:
-        """Returns the type of products where the options say "auto": that of the first product's
-        weight in the file, which stands for all.
-        """
+        """Returns the compute dtype for "auto": that of the first matmul's weight in the file."""
         first = next((op.weights_[0] for op in program.ops if isinstance(op, ops.Linear)), None)
         return (
             self.packed_dtype
@@ -285,9 +280,7 @@ class TorchBackend:
 
 
 class _FirstWeightKept:
-    """Keeps the first weight that is read: it says which type products have, and is packed
-    later.
-    """
+    """Caches the first weight: it determines the compute dtype and is packed later."""
 
     def __init__(self, load: LoadWeight) -> None:
         self._load = load

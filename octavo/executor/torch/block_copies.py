@@ -1,11 +1,10 @@
-"""Whole KV blocks, copied in batches: within the device, and to the host and back on a stream of
-their own while steps compute.
+"""Copies KV blocks in batches: within the device, and between device and host on a side stream
+while steps compute.
 
-A block that leaves is gathered into a staging tensor in order with the steps that write it, and
-copied to the host from there on the side, so that the next step may overwrite its place at once. A
-block that returns is copied into a staging tensor on the side, and from there to its place when the
-step that reads it is due. The side stream never touches the cache, and only returning blocks are
-waited for.
+An outgoing block is gathered into a staging tensor, in order with the steps that write it, and
+copied to the host from there, so the next step may overwrite its slot at once. An incoming block is
+copied to a staging tensor, and from there into the cache before the step that reads it. The side
+stream never touches the cache; only incoming blocks are waited for.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from torch import Tensor
 from octavo.executor.torch.streams import Streams
 
 STAGING_BYTES = 64 << 20
-"""Bytes of a batch on the device; a link of 25 GB/s copies them in 2.7 ms."""
+"""Bytes per batch; a 25 GB/s link copies them in 2.7 ms."""
 
 
 class BlockCopies:
-    """The copies of one KV cache. Implements `kv.BlockMover`."""
+    """Block copies of one KV cache. Implements `kv.BlockMover`."""
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], streams: Streams) -> None:
-        """`tensors` are those of each cache group whose `[L, blocks, ...]` make up a block's bytes,
-        in their order.
+        """`tensors` lists for each cache group the tensors `[L, blocks, ...]` that make up a
+        block's bytes, in order.
         """
         self._groups = [
             [tensor.view(torch.uint8).flatten(2) for tensor in group] for group in tensors
         ]
-        """Tensors of each cache group as bytes, `[L, blocks, bytes of a block in a layer]`: every
-        device can gather bytes."""
+        """Tensors of each cache group viewed as bytes, `[L, blocks, bytes per block and layer]`;
+        every device can gather bytes."""
         self._arriving: list[tuple[Tensor, Sequence[NDArray[np.uint8]]]] = []
-        """Blocks on their way to the host in pinned memory, and where they go from there."""
+        """Blocks being copied to pinned host memory, and their destinations."""
         self.streams = streams
         self.pin = streams.pin
 
@@ -74,7 +73,7 @@ class BlockCopies:
     def write(
         self, group: int, block_ids: Sequence[int], data: Sequence[NDArray[np.uint8]]
     ) -> None:
-        """Writes blocks. Pinned data is read when its copy runs, other data at once."""
+        """Writes blocks. Pinned data is read when its copy runs, other data immediately."""
         for part in self._batches(group, len(block_ids)):
             self._write(group, list(block_ids[part]), data[part])
 

@@ -1,4 +1,4 @@
-"""What the torch backend cannot run of a Program, refused by name before any weight is read."""
+"""Rejects Programs that the torch backend cannot run, before any weight is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MASKS = ("causal", "window", "chunk", "full")
 
 
 def check_program(program: Program, *, grid: RankGrid, batch_invariant: bool) -> None:
-    """Raises BackendUnavailable, naming the op or the cache group that cannot be run."""
+    """Raises BackendUnavailable naming the unsupported op or cache group."""
     for op in program.ops:
         if refused := _refusal(op, grid) or _invariance_refusal(op, program, batch_invariant):
             raise _refused(program, refused)
@@ -29,8 +29,8 @@ def _refusal(op: Op, grid: RankGrid) -> str | None:
 
 
 def _invariance_refusal(op: Op, program: Program, batch_invariant: bool) -> str | None:
-    """Refuses attention to later tokens with batch_invariant, under which each row may be a step of
-    its own.
+    """Rejects attention to later tokens with batch_invariant, which may run each row as its own
+    step.
     """
     ahead = isinstance(op, ops.Attention) and (op.mask == "full" or op.sees_ahead)
     if not batch_invariant or not isinstance(op, ops.Attention) or not ahead:

@@ -1,6 +1,4 @@
-"""The collective ops of a Program that is split over several ranks; `RANK_FORMULAS` is the dispatch
-table.
-"""
+"""Collective ops of Programs split over ranks; `RANK_FORMULAS` is the dispatch table."""
 
 from __future__ import annotations
 

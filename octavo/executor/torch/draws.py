@@ -1,7 +1,7 @@
-"""The last steps of a draw in plain torch: which tokens top_k and top_p keep, and the noise.
+"""Last sampling stages in plain PyTorch: top_k/top_p selection and noise.
 
-Follows `executor/filters.py` and `executor/noise.py` in fp64. torch has no products of unsigned
-32-bit words, so words lie in int64, whose products keep all 64 bits.
+Follows `executor/filters.py` and `executor/noise.py` in fp64. PyTorch has no multiplication of
+unsigned 32-bit integers, so words are int64.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ MASK32 = 0xFFFFFFFF
 
 
 WORDS = SAMPLING_RECORD.itemsize // 4
-"""Numbers of 32 bits in a sampling record."""
+"""32-bit words in a sampling record."""
 
 
 def record_words(records: NDArray[np.void]) -> NDArray[np.int32]:
-    """Returns records `[S]` as `[S, WORDS]`, a view, since torch has no structured types."""
+    """Views records `[S]` as `[S, WORDS]`, because PyTorch has no structured dtypes."""
     return records.view(np.int32).reshape(len(records), WORDS)
 
 
 def word_of(name: str) -> int:
-    """Returns the place of a field among a sampling record's numbers of 32 bits."""
+    """Returns the word index of a field in a sampling record."""
     fields = SAMPLING_RECORD.fields
     assert fields is not None
     return fields[name][1] // 4
 
 
 def field(records: Tensor, name: str) -> Tensor:
-    """Returns a field `[S]` of `records [S, WORDS] int32`, one of 32 bits."""
+    """Returns a 32-bit field `[S]` of `records [S, WORDS] int32`."""
     column = records[:, word_of(name)]
     return column.view(torch.float32) if SAMPLING_RECORD[name].kind == "f" else column
 
 
 def kept(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
-    """Returns which tokens `[S, V]` top_k and top_p keep of those with a weight."""
+    """Returns which weighted tokens `[S, V]` top_k and top_p keep."""
     top_ks = field(records, "top_k").long()[:, None]
     top_ps = field(records, "top_p").double()[:, None]
     weighed = weights > 0
@@ -59,7 +59,7 @@ def kept(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
 
 
 def noise_words(records: Tensor, vocab_size: int, *, purpose: int = DRAW_PURPOSE) -> Tensor:
-    """Returns the random word of each token `[S, V] int64`."""
+    """Returns the random word of each token, `[S, V] int64`."""
     seed, position, sample = (word_of(name) for name in ("seed", "position", "sample_index"))
     quads = torch.arange(-(-vocab_size // 4), device=records.device)
     words = _philox(
@@ -75,7 +75,7 @@ def noise_words(records: Tensor, vocab_size: int, *, purpose: int = DRAW_PURPOSE
 
 
 def gumbel(words: Tensor) -> Tensor:
-    """Returns g = -ln(-ln u) with u = (word + 1/2) / 2^32, in fp64."""
+    """Returns Gumbel noise -ln(-ln u) with u = (word + 1/2) / 2^32, in fp64."""
     u, rest = (words.double() + 0.5) * 2.0**-32, ((MASK32 - words).double() + 0.5) * 2.0**-32
     return -torch.where(u > 0.5, -torch.log1p(-rest), -torch.log(u)).log()
 

@@ -1,7 +1,7 @@
-"""The ops of mixtures of experts: routing, the experts' products (`kernels.Kernels.grouped`) and
-their weighted sum; `EXPERT_FORMULAS` is the dispatch table.
+"""Mixture-of-experts ops: routing, expert matmuls (`kernels.Kernels.grouped`) and the weighted sum;
+`EXPERT_FORMULAS` is the dispatch table.
 
-Routing is computed in fp32. `ops.py` states the formulas.
+Routing is computed in fp32. `expert_ops.py` states the formulas.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def route(op: expert_ops.Route, step: Step) -> Made:
 
 
 def _mixed(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
-    """Returns the weight of each chosen expert among those that it leaves and that come near it."""
+    """Returns each chosen expert's sparsemixer weight among the remaining experts near it."""
     left, weights = logits, list[Tensor]()
     for chosen in torch.chunk(ids, ids.shape[1], dim=1):
         best = logits.gather(1, chosen)
@@ -58,7 +58,7 @@ def _mixed(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
 
 
 def _best_groups(choice: Tensor, op: expert_ops.Route) -> Tensor:
-    """Puts -inf in place of experts outside the best groups."""
+    """Masks experts outside the best groups with -inf."""
     groups = choice.view(len(choice), op.num_groups, -1)
     ranked = 2 if op.group_rank == "two_best" else 1
     rank = groups.sort(dim=-1, descending=True).values[:, :, :ranked].sum(dim=-1)
@@ -67,8 +67,8 @@ def _best_groups(choice: Tensor, op: expert_ops.Route) -> Tensor:
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Returns the columns of each row's `count` largest numbers, best first and the lower one of
-    equals.
+    """Returns the indices of each row's `count` largest values, best first; ties go to the lower
+    index.
     """
     return x.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 

@@ -1,5 +1,4 @@
-"""A step's results on their way to the host: copied into pinned memory behind the step's kernels,
-and waited for when they are asked for.
+"""Copies a step's results asynchronously to pinned host memory and waits for them on demand.
 
 The host can launch the next step before this one is computed; a plain copy to the host would wait
 for both.
@@ -20,13 +19,13 @@ from octavo.executor.torch.sampling import Drawn
 
 
 class Fetch:
-    """The copies of one step's results. On the CPU nothing is copied."""
+    """Result copies of one step; no-op on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Returns a copy on the host, whose contents are there once the step is computed."""
+        """Returns a host copy whose contents are valid once the step is computed."""
         if not self._is_cuda:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -51,11 +50,11 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step that the device may still be computing. Implements `base.Computing`."""
+    """A launched step that may still be computing. Implements `base.Computing`."""
 
     finish: Callable[[], StepOutput]
     copied: Any
-    """The event behind the last copy; None on the CPU."""
+    """Event after the last copy; None on the CPU."""
 
     def result(self) -> StepOutput:
         with out_of_memory_named():
@@ -66,7 +65,7 @@ class PendingStep:
 
 @contextmanager
 def out_of_memory_named() -> Iterator[None]:
-    """Raises PyTorch's out-of-memory error as Python's MemoryError."""
+    """Converts PyTorch's out-of-memory error to MemoryError."""
     try:
         yield
     except torch.OutOfMemoryError as error:

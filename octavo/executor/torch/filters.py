@@ -1,7 +1,7 @@
 """The distribution and after_cutoff filters of `executor/filters.py` for all rows at once, in fp64.
 
-Each takes z or weights `[S, V]` and the rows' records `[S, WORDS]`, and leaves rows that do not
-ask for it as they are.
+Functions take z or weights `[S, V]` and records `[S, WORDS]`, and leave rows without the option
+unchanged.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from octavo.executor.torch.draws import field, noise_words
 
 
 def narrowed(z: Tensor, temperature: Tensor, records: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns z without what top_n_sigma and typical_p remove, and the temperatures `[S, 1]`."""
+    """Applies top_n_sigma, typical_p and dynamic temperature; returns z and temperatures
+    `[S, 1]`.
+    """
     z = _above_sigmas(z, _column(records, "top_n_sigma"))
     temperature = _dynamic_temperature(z, temperature, records)
     return _typical(z, temperature, _column(records, "typical_p")), temperature
 
 
 def steered(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
-    """Returns the weights of the tokens left, in any row's order, by XTC and mirostat."""
+    """Applies XTC and mirostat; returns the remaining weights."""
     order = torch.where(weights > 0, d, -torch.inf).sort(dim=1, descending=True, stable=True)
     sorted_weights = weights.gather(1, order.indices)
     left = _without_top_choices(sorted_weights, records)
@@ -33,7 +35,7 @@ def steered(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
 
 
 def surprises(weights: Tensor, tokens: Tensor) -> Tensor:
-    """Returns the bits of surprise of `tokens [S]` among those with a weight."""
+    """Returns the surprise in bits of `tokens [S]` under the given weights."""
     own = weights.gather(1, tokens[:, None])[:, 0]
     return (weights.sum(dim=1) / own).log2()
 
@@ -52,7 +54,7 @@ def _above_sigmas(z: Tensor, num_sigmas: Tensor) -> Tensor:
 
 
 def _entropy(d: Tensor, weights: Tensor) -> Tensor:
-    """Returns the entropies in nats `[S, 1]` of the softmax of each row of d."""
+    """Returns the entropy in nats `[S, 1]` of each row's softmax."""
     total = weights.sum(dim=1, keepdim=True)
     sums = torch.where(weights > 0, weights * d, 0.0).sum(dim=1, keepdim=True)
     return total.log() - sums / total
@@ -82,7 +84,7 @@ def _typical(z: Tensor, temperature: Tensor, typical_p: Tensor) -> Tensor:
 
 
 def _without_top_choices(weights: Tensor, records: Tensor) -> Tensor:
-    """Returns sorted `weights`, 0 for the tokens that XTC removes."""
+    """Zeroes the sorted `weights` that XTC removes."""
     words = noise_words(records, 1, purpose=XTC_PURPOSE).double()
     throws = (words + 0.5) * 2.0**-32 < _column(records, "xtc_probability")
     p = weights / weights.sum(dim=1, keepdim=True)
@@ -92,7 +94,7 @@ def _without_top_choices(weights: Tensor, records: Tensor) -> Tensor:
 
 
 def _unsurprising(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
-    """Returns sorted `weights`, of sorted d, 0 for the tokens that mirostat removes."""
+    """Zeroes the sorted `weights` that mirostat removes; d is sorted too."""
     modes, mu = field(records, "mirostat_mode")[:, None], _column(records, "mirostat_mu")
     first = (weights > 0).int().argmax(dim=1, keepdim=True)
     p = weights / weights.sum(dim=1, keepdim=True)
@@ -103,8 +105,8 @@ def _unsurprising(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
 
 
 def _zipf_counts(d: Tensor, weights: Tensor, first: Tensor, mu: Tensor) -> Tensor:
-    """Returns how many tokens give a surprise of mu bits by Zipf's law `[S, 1]`; `filters` of the
-    reference explains it.
+    """Returns how many tokens yield a surprise of mu bits under Zipf's law, `[S, 1]`; see
+    `executor/filters.py`.
     """
     vocab_size = d.shape[1]
     steps = torch.arange(min(MIROSTAT_TOKENS, vocab_size), device=d.device)

@@ -1,8 +1,7 @@
-"""What the torch backend would take for a Program, worked out from how its weights are stored,
-without reading one.
+"""Estimates a Program's memory on the torch backend from its weight formats, without reading
+weights.
 
-Weights lie on the device as `PackedWeight` has them; tests hold the counts to what `prepare` really
-takes.
+Weights are stored as in `PackedWeight`; tests compare the estimate with `prepare`.
 """
 
 from __future__ import annotations
@@ -59,9 +58,8 @@ PACKED |= {
     for zeros in ("", "Z")
     for scale, size in (("F16", 16), ("BF16", 16), ("F32", 32))
 }
-"""How a format's tensors lie on the device: code, bits of a code, number of neighbouring inputs
-that share scales and mins, and bits of these. A format may name the number of inputs behind a
-colon."""
+"""Device storage of each format: code, bits per code, inputs that share scales and mins, and bits
+of these. A format may specify the number of inputs after a colon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class TorchFootprint:
     code: str
     """Code of most weights, by bytes."""
     dtype: torch.dtype
-    """Type of the products."""
+    """Compute dtype of matmuls."""
 
 
 def torch_footprint(
@@ -81,8 +79,10 @@ def torch_footprint(
     wanted: torch.dtype | None,
     packed_dtype: torch.dtype,
 ) -> TorchFootprint:
-    """Counts what a Program takes. `wanted` is the type that the options name; `packed_dtype` is
-    that of products with packed weights where they name none.
+    """Estimates a Program's footprint.
+
+    `wanted` is the dtype from the options, if any; otherwise matmuls with packed weights use
+    `packed_dtype`.
     """
     matrices = {weight for op in optimized.ops for weight in _matrices(op)}
     first = next((op.weights_[0] for op in optimized.ops if isinstance(op, ops.Linear)), None)
@@ -109,8 +109,8 @@ def torch_footprint(
 
 
 def _zeros(program: Program) -> Iterator[tuple[Weight, int]]:
-    """Yields, for each product that adds a bias to some of its parts alone, the first of these and
-    the number of zeros that stand for the others.
+    """Yields, for each matmul with partial biases, the first bias and the number of zeros that fill
+    in for missing ones.
     """
     for op in program.ops:
         if isinstance(op, ops.Linear) and None in op.biases and any(op.biases):
@@ -120,8 +120,8 @@ def _zeros(program: Program) -> Iterator[tuple[Weight, int]]:
 
 
 def graphs_footprint(optimized: Program, sizes: Sequence[int], dtype: torch.dtype) -> int:
-    """Returns the bytes of captured graphs: the buffers of the largest, which all share, the logits
-    of each, and each graph's own memory.
+    """Returns the bytes of captured graphs: shared buffers of the largest, the logits of each, and
+    each graph's own memory.
     """
     return (
         _step_bytes(optimized, max(sizes), dtype)
@@ -161,8 +161,8 @@ def _matrix_bytes(weight: Weight, stored: str, dtype: torch.dtype) -> int:
 
 
 def _step_bytes(optimized: Program, max_tokens: int, dtype: torch.dtype) -> int:
-    """Bounds the bytes of a step: the Values alive at once, fp32 copies of an op's widest Value,
-    the largest matrix unpacked, and the scores of an attention.
+    """Returns an upper bound of a step's bytes: live Values, fp32 copies of an op's widest Value,
+    the largest matrix unpacked, and attention scores.
     """
     last = {value: at for at, op in enumerate(optimized.ops) for value in op.inputs}
     alive, most, widest = 0, 0, 0

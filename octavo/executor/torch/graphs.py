@@ -1,10 +1,8 @@
-"""Decode steps captured for some numbers of requests, and replayed with a step's arrays in the same
-place.
+"""CUDA graphs of decode steps for several batch sizes.
 
-A graph holds addresses: of the weights, of the KV cache, and of the staging buffer's views, which
-are the same for equal shapes. A step of one row a request is therefore padded to the next captured
-size with rows of slot -1, whose results are dropped. What records a graph is a `Record`: CUDA's
-own, or in tests one that runs the ops again.
+A graph contains addresses of weights, KV cache and staging views, which are the same for equal
+shapes. A decode step is padded to the next captured size with rows of slot -1, whose results are
+dropped. `Record` captures a graph; tests use one that reruns the ops.
 """
 
 from __future__ import annotations
@@ -22,25 +20,25 @@ from octavo.executor.batch import StepBatch
 from octavo.executor.kv import BLOCK_SIZE
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Captured numbers of requests. From 16 on a step is padded by at most half of its own rows."""
+"""Captured batch sizes. From 16 on, padding adds at most half of a step's rows."""
 
 GRAPH_BYTES = 8 << 20
-"""Bytes that each graph takes beside the memory that all share, for launches and their arguments.
-"""
+"""Bytes per graph besides shared memory, for launches and their arguments."""
 
 
 class Graph(Protocol):
     def replay(self) -> Tensor:
-        """Returns the logits `[size, V]`, which hold until the next replay."""
+        """Returns the logits `[size, V]`, valid until the next replay."""
         ...
 
 
 Record = Callable[[Callable[[], Tensor]], Graph]
-"""Runs what makes the logits, and returns what makes them again from the same inputs."""
+"""Runs a function that computes logits and returns a graph that recomputes them from the same
+inputs."""
 
 
 def sizes_up_to(most: int) -> tuple[int, ...]:
-    """Returns the captured sizes for up to `most` requests; the last one is `most` itself, or the
+    """Returns the captured sizes for up to `most` requests, including `most` if it is not above the
     largest size.
     """
     return (
@@ -51,8 +49,8 @@ def sizes_up_to(most: int) -> tuple[int, ...]:
 
 
 class CudaGraphs:
-    """Records CUDA graphs. All share one pool of memory, in which the largest, captured first,
-    leaves room for the rest.
+    """Records CUDA graphs in a shared memory pool; the largest is captured first so that others
+    fit.
     """
 
     def __init__(self) -> None:
@@ -85,8 +83,9 @@ class DecodeGraphs:
     width: int
 
     def padded(self, batch: StepBatch) -> StepBatch | None:
-        """Pads a step to the next captured size. Returns None where there is no such size, or where
-        the step is not one decode row a request.
+        """Pads a step to the next captured size.
+
+        Returns None if no size fits or the step is not a decode step.
         """
         num = len(batch.token_ids)
         size = next((size for size in sorted(self.graphs) if size >= num), None)
@@ -105,8 +104,8 @@ class DecodeGraphs:
 
 
 def longest_decode(size: int, width: int, num_groups: int, num_axes: int = 1) -> StepBatch:
-    """Returns the step that is captured: rows that write nowhere, whose tables of `width` blocks
-    are full and whose windows begin at the first key, with positions on `num_axes` axes.
+    """Returns the step to capture: rows that write nowhere, with full tables of `width` blocks,
+    windows that start at the first key, and positions on `num_axes` axes.
     """
     context = width * BLOCK_SIZE
     return StepBatch(
@@ -122,7 +121,7 @@ def longest_decode(size: int, width: int, num_groups: int, num_axes: int = 1) ->
 
 
 def _is_decode(batch: StepBatch) -> bool:
-    """Returns whether every request has one row, and each row is sampled once, in order."""
+    """Returns whether every request has one row, sampled once, in order."""
     num = len(batch.token_ids)
     if (
         not num

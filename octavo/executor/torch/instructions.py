@@ -1,7 +1,7 @@
-"""A Program's ops as instructions of the torch backend: each op with its formula and the Values
-that end with it, divided into a body over all rows and a head over sampled rows.
+"""Compiles a Program's ops into instructions: each op with its formula and the Values freed after
+it, split into a body over all rows and a head over sampled rows.
 
-`FORMULAS` says which ops the backend has.
+`FORMULAS` lists the supported ops.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = (
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An op and its formula."""
-
     op: Op
     formula: Callable[[Any, Step], Made]
     dead: tuple[str, ...]
-    """Names of the Values that no later op reads."""
+    """Values that no later op reads."""
 
     def run(self, step: Step) -> None:
         made = self.formula(self.op, step)
@@ -43,14 +41,16 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Instructions:
-    """A Program's instructions: the body, and the head, which computes gathered rows."""
+    """Instructions of the body, and of the head, which computes gathered rows."""
 
     body: list[Instruction]
     head: list[Instruction]
 
     @staticmethod
     def of(program: Program, *, write_with_rope: bool) -> Instructions:
-        """Divides a Program's ops. `write_with_rope` makes `RopeWrite`s of ropes and writes."""
+        """Splits a Program's ops into body and head. `write_with_rope` merges ropes and KV writes
+        into `RopeWrite`.
+        """
         head = _head_of(program)
         in_head = set(map(id, head))
         body = [op for op in program.ops if id(op) not in in_head]
@@ -64,7 +64,7 @@ class Instructions:
 
 
 def _head_of(program: Program) -> list[Op]:
-    """Returns the ops that make Values over sampled rows, and those that read these."""
+    """Returns the ops that compute Values over sampled rows, or read these."""
     sampled: set[Value] = set()
     head: list[Op] = []
     for op in program.ops:
@@ -76,7 +76,7 @@ def _head_of(program: Program) -> list[Op]:
 
 
 def _freeing(body: Sequence[Op], kept: Collection[str]) -> list[Instruction]:
-    """Returns the instructions of the body, each freeing the Values that it reads or makes last."""
+    """Returns the body's instructions, each freeing the Values used last by it."""
     last = {value.name: at for at, op in enumerate(body) for value in op.inputs}
     made = []
     for at, op in enumerate(body):

@@ -1,9 +1,9 @@
-"""The two ways to keep a row's bits independent of the rows beside it: kernels with fixed tiles, or
-a step of its own for each row.
+"""Batch invariance: a row's bits are independent of other rows, either through kernels with fixed
+tiles or by running each row as its own step.
 
-In the second way a step is taken apart into its rows and its results are put together again. No
-shape then depends on anything but the row's own request, and PyTorch gives the same bits for the
-same shapes. It holds for causal Programs only, where a row sees nothing but earlier rows.
+In the second case a step is split into rows and the results are joined. Shapes then depend only on
+the row's own request, and PyTorch gives the same bits for the same shapes. Requires causal
+Programs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from octavo.program.program import Program
 def kernels_suffice(
     program: Program, kernels: Kernels, attention: AttentionKernels, device: torch.device
 ) -> bool:
-    """Returns whether whole steps are invariant: products, norms, experts, attention and sums of
-    draws by kernels of fixed tiles, and everything else element by element. A CPU is not, because
-    its loops treat the tail of a vector unlike its middle; nor is latent attention, whose products
-    around the cache are PyTorch's, nor a recurrence, whose sums are.
+    """Returns whether complete steps are invariant: all reductions use kernels with fixed tiles and
+    other ops are elementwise.
+
+    Not on a CPU, where loops treat the tail of a vector differently; nor for latent attention or
+    recurrences, whose matmuls and sums are PyTorch's.
     """
     fixed = kernels.is_invariant and attention.is_invariant and device.type == "cuda"
     return fixed and not any(isinstance(op, ops.MlaAttention | SelectiveScan) for op in program.ops)
@@ -41,12 +42,13 @@ class RowStep:
 
     batch: StepBatch
     sample: int
-    """Index of the row among the step's sampled rows; -1 where it is not sampled."""
+    """Index among the step's sampled rows; -1 if it is not sampled."""
 
 
 def rows_alone(batch: StepBatch) -> Iterator[RowStep]:
-    """Yields the rows of a step in order, so that each row finds its keys. A row that is sampled
-    twice is computed twice, which writes the same K and V.
+    """Yields the rows of a step in order, so that each row finds its keys.
+
+    A row sampled twice is computed twice, which writes the same KV.
     """
     owners = np.repeat(np.arange(len(batch.query_starts) - 1), np.diff(batch.query_starts)).tolist()
     for row, request in enumerate(owners, start=int(batch.query_starts[0])):
@@ -69,8 +71,9 @@ def rows_alone(batch: StepBatch) -> Iterator[RowStep]:
 
 
 def _alone(batch: StepBatch, row: int, request: int) -> StepBatch:
-    """Returns the step of one row. In groups that it writes to, the row sees the keys up to its
-    own; in other groups it sees all.
+    """Returns the step of one row.
+
+    In groups that it writes, the row sees keys up to its own; in others all.
     """
     own = batch.slots[:, row : row + 1] >= 0
     context = batch.context_lens[:, request : request + 1]
@@ -108,7 +111,7 @@ def _last_tokens(batch: StepBatch, row: int, samples: slice) -> LastTokens | Non
 
 
 def joined(batch: StepBatch, outputs: Sequence[StepOutput]) -> StepOutput:
-    """Joins the outputs of the sampled rows into that of one step."""
+    """Joins the outputs of sampled rows into one step's output."""
     if batch.sampling is None:
         names = outputs[0].arrays if outputs else {}
         return StepOutput(

@@ -1,8 +1,7 @@
-"""The computations that Triton has kernels for, and who does them: plain torch, or Triton with
-plain torch for what its kernels do not carry.
+"""Computations with Triton kernels, and the choice between plain PyTorch and Triton with PyTorch as
+fallback.
 
-Formulas ask a `Kernels` and never which one it is. `choose_kernels` decides once, by
-`--torch-kernels` and the device.
+`choose_kernels` decides once, by `--torch-kernels` and the device.
 """
 
 from __future__ import annotations
@@ -21,46 +20,48 @@ from octavo.program import ops
 
 
 class Kernels(Protocol):
-    """A set of kernels. Values are `[rows, width]` in the step's dtype, computed in fp32 and
-    rounded once; rows are independent of each other.
+    """Interface of a kernel set.
+
+    Values are `[rows, width]` in the step's dtype, computed in fp32 and rounded once; rows are
+    independent.
     """
 
     name: str
     is_invariant: bool
-    """Whether a row's numbers have the same bits whatever rows stand beside it."""
+    """Whether a row's bits are independent of other rows."""
     captured_rows: int | None
     """Most expert rows that are computed without reading a count from the device, so that a graph
-    can hold them; None: any number."""
+    can contain them; None: unlimited."""
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor: ...
 
     def add_norm(self, a: Tensor, b: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """Returns a + b, rounded, and the norm of that."""
+        """Returns a + b, rounded, and its norm."""
         ...
 
     def gated(self, gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> Tensor:
-        """Returns f(gate) * (up + up_offset), as `ops.ActMul` says."""
+        """Returns f(gate) * (up + up_offset), as in `ops.ActMul`."""
         ...
 
     def product(self, x: Tensor, product: Product) -> Tensor:
-        """Multiplies `x [T, in]`: `[T, sum of out]`."""
+        """Multiplies `x [T, in]`; returns `[T, sum of out]`."""
         ...
 
     def rows_of_experts(self, experts: Tensor, num_experts: int) -> Any:
-        """Returns what `grouped` reads of `experts [R]`, the expert of each row; made once for all
-        products with the same rows.
+        """Returns the row layout for `grouped` from `experts [R]`, the expert of each row; shared
+        by all matmuls over the same rows.
         """
         ...
 
     def grouped(self, x: Tensor, rows: Any, matrix: DeviceWeight, bias: Tensor | None) -> Tensor:
-        """Multiplies each row of `x [R, in]` with its expert's matrix of `[E, out, in]` and adds
-        its expert's `bias [E, out] fp32`: `[R, out]`.
+        """Multiplies each row of `x [R, in]` by its expert's matrix of `[E, out, in]` and adds
+        `bias [E, out] fp32`: `[R, out]`.
         """
         ...
 
     def combined(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Sums the k parts of each row in their order, as `ops.Combine` says: `x [T*k, W]` and
-        `weights [T, k] fp32` to `[T, W]`.
+        """Sums the k parts of each row in order, as in `Combine`: `x [T*k, W]`, `weights [T, k]
+        fp32` to `[T, W]`.
         """
         ...
 
@@ -69,21 +70,20 @@ class Kernels(Protocol):
         ...
 
     def pick(self, d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool) -> Tensor:
-        """Draws a token of each row `[S]` from `d`, `weights [S, V] fp64`, by the rows' `records
-        [S, WORDS] int32`.
+        """Samples a token of each row, `[S]`, from `d`, `weights [S, V] fp64` and `records [S,
+        WORDS] int32`.
 
-        d = (z - max z) / temperature and exp(d), 0 for tokens that may not be drawn; top_k and
-        top_p count with `cuts`. As in `executor/filters.py`; without meaning in a
-        row without weights.
+        d = (z - max z) / temperature; weights are exp(d), or 0 for excluded tokens. `cuts` enables
+        top_k and top_p, as in `executor/filters.py`. Undefined for rows without weights.
         """
         ...
 
 
 def choose_kernels(wanted: str, device: torch.device, *, fixed_tiles: bool = False) -> Kernels:
-    """Returns the kernels that `wanted` names: plain, triton, or auto, which is Triton's on CUDA
-    where Triton is installed. Raises BackendUnavailable where they cannot run.
+    """Returns the kernels for `wanted`: plain, triton, or auto (Triton on CUDA if installed).
 
-    With `fixed_tiles` Triton's kernels are invariant; plain torch never is.
+    Raises BackendUnavailable if they cannot run. With `fixed_tiles` Triton's kernels are
+    batch-invariant; plain PyTorch never is.
     """
     refused = refusal(device)
     if wanted == "plain" or (wanted == "auto" and (device.type != "cuda" or refused is not None)):

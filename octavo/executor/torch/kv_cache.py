@@ -1,8 +1,7 @@
-"""The KV bytes of the torch backend: K and V of all layers for each cache group, with one spare
-block that padded rows write to.
+"""KV memory of the torch backend: K and V of all layers per cache group, plus a spare block for
+padded rows.
 
-Knows whole blocks; what lies in them is the business of attention and `KvWrite`, and `BlockCopies`
-moves them.
+Attention and `KvWrite` access the contents, `BlockCopies` moves complete blocks.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ NAMES = {
     torch.int8: "int8",
     E4M3: "fp8",
 }
-"""Name of each type in which K and V are stored."""
+"""Name of each KV dtype."""
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 CODES = (torch.int8, E4M3)
-"""Types that are kept as codes with a scale for each token and head."""
+"""Dtypes stored as codes with a scale per token and head."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,9 +41,9 @@ class KvTensor:
     """K or V of one layer, or of all layers with a leading axis L."""
 
     numbers: Tensor
-    """`[(L,) blocks + 1, 16, K, width]`."""
+    """`[(L,) blocks + 1, 16, K, width]`"""
     scales: Tensor | None = None
-    """Scales of int8 and e4m3 numbers, `[(L,) blocks + 1, 16, K] bf16`."""
+    """Scales of int8 and e4m3 codes, `[(L,) blocks + 1, 16, K] bf16`."""
 
     def layer(self, layer: int) -> KvTensor:
         return KvTensor(self.numbers[layer], None if self.scales is None else self.scales[layer])
@@ -59,7 +58,7 @@ class KvTensor:
         self.scales.flatten(0, 1).index_copy_(0, slots, scales)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies slots of one layer as they are stored."""
+        """Copies slots of one layer as stored."""
         for tensor in (self._raw, self.scales):
             if tensor is not None:
                 flat = tensor.flatten(0, 1)
@@ -78,7 +77,7 @@ class KvTensor:
 
     @property
     def _raw(self) -> Tensor:
-        """The numbers, those in e4m3 as bytes, because PyTorch does not index e4m3 on every
+        """The stored numbers, with e4m3 viewed as bytes because PyTorch cannot index e4m3 on every
         device.
         """
         return self.numbers.view(torch.uint8) if self.numbers.dtype == E4M3 else self.numbers
@@ -89,7 +88,7 @@ class KvTensor:
 
 
 def as_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 codes and scales of `rows [..., width] fp32`, as `reference.as_int8` does."""
+    """Returns int8 codes and scales of `rows [..., width] fp32`, like `reference.as_int8`."""
     absmax = (
         rows.abs().amax(dim=-1, keepdim=True)
         if rows.shape[-1]
@@ -102,7 +101,7 @@ def as_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _as_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns e4m3 codes and scales of `rows [..., width] fp32`, as `reference.as_fp8` does."""
+    """Returns e4m3 codes and scales of `rows [..., width] fp32`, like `reference.as_fp8`."""
     codes, scales = as_e4m3(rows, torch.bfloat16)
     return codes, scales[..., 0]
 
@@ -111,8 +110,8 @@ def _as_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
 class GroupTensors:
     """K and V of one cache group, all layers.
 
-    Of a group of kind `state` these are the states `[L, blocks + 1, 2, H, P, N]`, and the tokens
-    that each stands for `[L, blocks + 1, 2]`.
+    For groups of kind `state`: states `[L, blocks + 1, 2, H, P, N]` and the number of tokens that
+    each covers, `[L, blocks + 1, 2]`.
     """
 
     k: KvTensor
@@ -120,7 +119,7 @@ class GroupTensors:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that can be given out; the spare block is not counted."""
+        """Usable blocks, without the spare block."""
         return self.k.numbers.shape[1] - 1
 
     @property
@@ -130,8 +129,8 @@ class GroupTensors:
 
 
 def layout_of(group: CacheGroup, dtype: torch.dtype) -> KvLayout:
-    """Returns the layout of a group whose numbers are stored as `dtype`, codes beside their
-    scales, and the rows of a convolution and states in fp32.
+    """Returns the layout of a group stored as `dtype`; convolution rows and states are
+    always fp32.
     """
     if group.kind in ("conv", "state"):
         dtype = torch.float32
@@ -164,7 +163,6 @@ class TorchKvCache:
 
     @property
     def num_blocks(self) -> list[int]:
-        """Number of blocks of each cache group."""
         return [group.num_blocks for group in self.groups]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
@@ -197,8 +195,8 @@ def _group_tensors(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros. On a CPU the system provides their memory page by page when it is written,
-    where `torch.zeros` would write all of it at once.
+    """Returns zeros. On a CPU the memory is committed page by page when written, unlike
+    `torch.zeros`.
     """
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The arrays by which a step reads and keeps the last tokens of its permanent rows on the device
+"""Step arrays that read and store the last sampled tokens of persistent rows on the device
 (`batch.LastTokens`).
 """
 
@@ -11,17 +11,15 @@ from octavo.executor.batch import LastTokens
 
 
 def source_arrays(last: LastTokens | None) -> dict[str, NDArray]:
-    """Returns `last_sources [T]`, -1 where the host knows the token id; nothing where it
-    knows all.
-    """
+    """Returns `last_sources [T]`, -1 where the host knows the token id; empty if it knows all."""
     if last is None or not (last.sources >= 0).any():
         return {}
     return {"last_sources": last.sources.astype(np.int64)}
 
 
 def target_arrays(last: LastTokens | None, samples: slice, *, spare: int) -> dict[str, NDArray]:
-    """Returns `last_targets [S]` of some sampled rows, with the row `spare` for those that belong
-    to no permanent row.
+    """Returns `last_targets [S]` of sampled rows, with `spare` for rows without a
+    persistent row.
     """
     if last is None:
         return {}

@@ -1,7 +1,5 @@
-"""A CUDA device's memory: what a Program's weights and its largest step take of it, found by
-running that step once.
-
-`largest_step` depends on the options alone and runs on any device; the counters are CUDA's.
+"""CUDA memory accounting: measures what a Program's weights and largest step take, by running that
+step once.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from octavo.executor.kv import BLOCK_SIZE
 
 
 def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> StepBatch:
-    """Returns a step of as many rows as the options allow, in requests of the longest context, with
-    a draw for each request that may run.
+    """Returns the largest step that the options allow, in requests of maximum length, with sampling
+    for each request.
     """
     num_rows = options.max_tokens
     lengths = [options.max_context] * (num_rows // options.max_context)
@@ -48,12 +46,12 @@ def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> S
 
 
 def blocks_of(batch: StepBatch) -> int:
-    """Returns the number of blocks that a step writes to, in each group."""
+    """Returns the number of blocks that a step writes, per group."""
     return int(batch.block_tables.max(initial=-1)) + 1
 
 
 def _draws(count: int, vocab_size: int) -> SamplingBatch:
-    """Returns draws with top_k, top_p and logprobs, which take the most memory."""
+    """Returns sampling settings that use the most memory: top_k, top_p and logprobs."""
     none, starts = np.zeros(0, np.int32), np.zeros(count + 1, np.int32)
     return SamplingBatch(
         records=sampling_records(
@@ -75,18 +73,16 @@ def _draws(count: int, vocab_size: int) -> SamplingBatch:
 
 
 class CudaMemory:
-    """The memory of one device, and what of it is taken or reserved."""
+    """Memory of one device, and what is used or reserved."""
 
     def __init__(self, device: torch.device, utilization: float) -> None:
-        """`utilization` is the share of the device that may be in use, by other processes too."""
+        """`utilization` is the usable share of the device, including other processes."""
         self._device = device
         self._utilization = utilization
         self._parts: dict[str, int] = {}
 
     def measure(self, weight_bytes: int, run: Callable[[], object]) -> None:
-        """Notes the bytes of the weights, and the peak that `run`, the largest step, takes beyond
-        what is allocated already.
-        """
+        """Records the weights' bytes, and the peak that `run`, the largest step, adds."""
         self._free_caches()
         resting = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -98,7 +94,7 @@ class CudaMemory:
         self._parts["largest step"] = max(self._parts.get("largest step", 0), peak)
 
     def reserve(self, name: str, num_bytes: int) -> None:
-        """Reserves memory that will be allocated later."""
+        """Reserves memory for a later allocation."""
         self._parts[name] = num_bytes
 
     def now(self) -> DeviceMemory:

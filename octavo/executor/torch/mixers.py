@@ -1,10 +1,9 @@
-"""The ops that mix a request's rows without attention, in plain torch on any device;
-`MIXER_FORMULAS` is the dispatch table.
+"""Ops that mix a request's rows without attention, in plain PyTorch; `MIXER_FORMULAS` is the
+dispatch table.
 
-`octavo/program/mixers.py` states the formulas, which are computed in fp32 and rounded once. A block
-of a group of kind `state` has two states, each beside the number of tokens that it stands for: a
-step reads the one of its first place and writes the other, so that a step which is computed again
-reads what it read before.
+`program/mixers.py` states the formulas, computed in fp32 and rounded once. A block of a `state`
+group has two states, each with its token count: a step reads the one at its start and writes the
+other, so a recomputed step reads the same state.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def short_conv(op: ShortConv, step: Step) -> Made:
 
 
 def _tables_of_rows(step: Step, group: int) -> Tensor:
-    """Returns the block table of each row's request, `[T, B]`; padding has the last request's."""
+    """Returns the block table of each row's request, `[T, B]`; padding uses the last request's."""
 
     def find() -> Tensor:
         tables, ends = step.inputs["block_tables"][group], step.inputs["query_starts"][1:]
@@ -92,17 +91,17 @@ def selective_scan(op: SelectiveScan, step: Step) -> Made:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestSpans:
-    """The rows of a step's `R` requests."""
+    """Rows of a step's `R` requests."""
 
     firsts: Tensor
-    """First row of each request, `[R]`; that of one without rows is any."""
+    """First row of each request, `[R]`; arbitrary for requests without rows."""
     counts: Tensor
-    """Number of rows of each request, `[R]`."""
+    """`[R]`"""
     places: Tensor
-    """Place of the first row of each request, `[R]`."""
+    """Place of each request's first row, `[R]`."""
     shortest: int
     longest: int
-    """Least and greatest number of rows of a request."""
+    """Smallest and largest number of rows of a request."""
 
     @staticmethod
     def of(step: Step) -> RequestSpans:
@@ -120,19 +119,19 @@ class RequestSpans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ScanRows:
-    """The rows that a scan reads, in fp32."""
+    """Inputs of a scan, in fp32."""
 
     x: Tensor
-    """`[T, H, P]`."""
+    """`[T, H, P]`"""
     rates: Tensor
-    """Step widths, `[T, H, 1]`."""
+    """Step sizes, `[T, H, 1]`."""
     b: Tensor
     c: Tensor
-    """`[T, H, 1, N]`, with one head where all heads share it."""
+    """`[T, H, 1, N]`, with one head if shared by all."""
     a: Tensor
-    """Rates of decay, `[H, 1, N]`, or `[H, 1, 1]` where all of a head's are the same."""
+    """Decay rates, `[H, 1, N]`, or `[H, 1, 1]` if equal for a head."""
     beta: Tensor | None
-    """Shares of what the state lacks that enter it, `[T, H, 1]`."""
+    """Update rates of the delta rule, `[T, H, 1]`."""
 
     @staticmethod
     def of(op: SelectiveScan, step: Step) -> _ScanRows:
@@ -157,8 +156,8 @@ class _ScanRows:
         )
 
     def advance(self, state: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the state `[R, H, P, N]` after one more row of each request, and what the row
-        reads of it, `[R, H, P]`.
+        """Advances the state `[R, H, P, N]` by one row per request; returns it and the output `[R,
+        H, P]`.
         """
         rates = self.rates[at]
         decay = torch.exp(-rates[..., None] * self.a)
@@ -171,18 +170,18 @@ class _ScanRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatePlaces:
-    """The two states of each request of a step in one layer."""
+    """The two states of each request in one layer."""
 
     states: Tensor
-    """`[blocks + 1, 2, H, P, N]`."""
+    """`[blocks + 1, 2, H, P, N]`"""
     kept: Tensor
-    """Tokens that each state stands for, `[blocks + 1, 2]`."""
+    """Tokens that each state covers, `[blocks + 1, 2]`."""
     blocks: Tensor
-    """Block of each request, `[R]`; the spare one where it has no rows."""
+    """Block of each request, `[R]`; the spare one without rows."""
     begins: Tensor
     """Tokens of each request before the step, `[R]`."""
     ends: Tensor
-    """Tokens of each request behind the step, `[R]`."""
+    """Tokens of each request after the step, `[R]`."""
 
     @staticmethod
     def of(group: GroupTensors, layer: int, slots: Tensor, spans: RequestSpans) -> StatePlaces:
@@ -196,8 +195,8 @@ class StatePlaces:
         )
 
     def read(self) -> Tensor:
-        """Returns the states before the step: zeros at a request's beginning, NaN where the block
-        has another one, `[R, H, P, N]`.
+        """Returns the states before the step, `[R, H, P, N]`: zeros at a request's start, NaN if
+        the block holds a different state.
         """
         found = self._found
         state = self.states[self.blocks, (~found[:, 0]).long()]
@@ -206,7 +205,7 @@ class StatePlaces:
         return torch.where((self.begins == 0)[:, None, None, None], 0.0, state)
 
     def write(self, states: Tensor) -> None:
-        """Keeps the states behind the step beside those that were read."""
+        """Stores the states after the step beside those that were read."""
         fresh = self.begins == 0
         target = (self._found[:, 0] & ~fresh).long()
         kept = self.kept[self.blocks]
@@ -217,7 +216,7 @@ class StatePlaces:
 
     @property
     def _found(self) -> Tensor:
-        """Whether each of the two states stands for the tokens before the step, `[R, 2]`."""
+        """Whether each of the two states covers the tokens before the step, `[R, 2]`."""
         return self.kept[self.blocks] == self.begins[:, None]
 
 

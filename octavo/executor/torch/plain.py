@@ -1,8 +1,7 @@
-"""The formulas that Triton kernels compute too, in plain torch on any device: norms, gates,
-products, experts, draws.
+"""Plain PyTorch versions of the computations with Triton kernels: norms, gates, matmuls, experts,
+sampling.
 
-Tests compare the kernels with them, and what the kernels do not carry falls back to them. Knows
-tensors and weights, no op and no step.
+Reference for the kernels' tests, and fallback for what they do not support.
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ from octavo.executor.torch.weights.program_weights import Product
 from octavo.program import ops
 
 GATHERED_ROWS = 8
-"""Most expert rows of which each takes a copy of its expert's matrix."""
+"""Most expert rows for which each row gathers its expert's matrix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """A norm's numbers: y = x / sqrt(mean(x^2) + eps) * (weight + offset) + bias over groups of
-    `width` columns, where 0 is the whole row; `centered` takes x - mean(x) for x. `weight` and
-    `bias` are `[width] fp32`, or `weight` is that of the whole row.
+    """Parameters of a norm: y = x / sqrt(mean(x^2) + eps) * (weight + offset) + bias over groups of
+    `width` columns (0: the entire row).
+
+    `centered` subtracts mean(x) first. `weight` and `bias` are `[width] fp32`, or `weight` covers
+    the entire row.
     """
 
     weight: Tensor
@@ -39,7 +40,7 @@ class Norm:
 
 
 class PlainKernels:
-    """Plain torch on any device. Implements `kernels.Kernels`."""
+    """Plain PyTorch on any device. Implements `kernels.Kernels`."""
 
     name = "plain"
     is_invariant = False
@@ -80,8 +81,10 @@ class PlainKernels:
         return experts
 
     def grouped(self, x: Tensor, rows: Tensor, matrix: DeviceWeight, bias: Tensor | None) -> Tensor:
-        """Multiplies expert rows. With few rows each gathers its own matrix, which needs no count
-        from the device; with many, experts are computed one by one.
+        """Multiplies expert rows.
+
+        Few rows gather a matrix each, which needs no count from the device; for many rows, experts
+        are computed one by one.
         """
         y = _gathered(x, rows, matrix) if len(x) <= GATHERED_ROWS else _one_by_one(x, rows, matrix)
         return y if bias is None else (y.float() + bias[rows]).to(x.dtype)

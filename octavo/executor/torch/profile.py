@@ -1,7 +1,7 @@
-"""Times of each kind of op, over some steps. On CUDA every op is waited for while a profile runs,
-and no graph is replayed.
+"""Times of each kind of op over several steps. On CUDA every op is synchronized while profiling,
+and graphs are not replayed.
 
-Bytes and operations are counted for products with weights only.
+Bytes and operations are counted for matmuls only.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class _Times:
 
 
 class OpTimes:
-    """Times and work of ops so far. `dtype` is the type in which products are computed, however
-    their weights are packed.
-    """
+    """Accumulated times and work of ops. `dtype` is the compute dtype of matmuls."""
 
     def __init__(self, weights: ProgramWeights, device: torch.device, dtype: torch.dtype) -> None:
         self._weights = weights

@@ -1,9 +1,9 @@
-"""A Program prepared for a PyTorch device, and its steps: inputs in one copy, ops in order, tokens
-drawn, results back.
+"""A prepared Program on a PyTorch device: copies inputs, runs ops in order, samples, and returns
+results.
 
-Rows of tokens go through the body once; sampled rows go through the head in chunks, so that no `[T,
-V]` array exists. With `rows_alone` each row is a step of its own, and no shape it is computed in
-depends on other rows.
+Token rows pass through the body once; sampled rows pass through the head in chunks, so that no `[T,
+V]` array exists. With `rows_alone` each row is a step of its own, and shapes do not depend on other
+rows.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from octavo.program.program import Program
 from octavo.utils.progress import Bar
 
 HEAD_ROWS = 128
-"""Number of sampled rows that go through the head at a time; with a vocabulary of 150,000 an fp64
-array of them takes 154 MB."""
+"""Sampled rows per pass through the head; for a vocabulary of 150,000 an fp64 array takes 154 MB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """The device, type, kernels and limits that a backend's prepared Programs share."""
+    """Device, dtype, kernels and limits shared by a backend's prepared Programs."""
 
     device: torch.device
     dtype: torch.dtype
@@ -63,20 +63,20 @@ class Runtime:
     kernels: Kernels
     batch_invariant: bool
     rows_alone: bool
-    """Whether `batch_invariant` is kept by a step of its own for each row. Otherwise it is kept by
-    kernels whose tiles do not depend on the other rows."""
+    """Whether `batch_invariant` is implemented by running each row as its own step, instead of by
+    kernels with fixed tiles."""
     num_threads: int | None
     staging_bytes: int
-    """Size of the buffer for the largest step's inputs."""
+    """Buffer size for the largest step's inputs."""
     max_rows: int
-    """Number of permanent rows, whose last tokens are kept."""
+    """Number of persistent rows with a stored last token."""
     ranks: TorchRanks | None = None
-    """The ranks that share the Program, of which the first draws; None where there is one."""
+    """Ranks that share the Program, of which the first samples; None with one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkDraws:
-    """How one chunk of a step's sampled rows is drawn."""
+    """Sampling of one chunk of a step's sampled rows."""
 
     chunk: slice
     wants: Wants
@@ -112,14 +112,14 @@ class TorchProgram:
         self._last_tokens = torch.zeros(
             runtime.max_rows + 1, dtype=torch.int32, device=runtime.device
         )
-        """Last token that each permanent row has drawn, `[N + 1]`; the spare entry takes what
-        belongs to no row."""
+        """Last token sampled for each persistent row, `[N + 1]`; the spare entry is for other rows.
+        """
         self._graphs: DecodeGraphs | None = None
         self._times: OpTimes | None = None
 
     @property
     def progress(self) -> int:
-        """Number of ops that have run so far."""
+        """Number of ops executed so far."""
         return self._progress
 
     @property
@@ -139,8 +139,8 @@ class TorchProgram:
         return self.launch(batch, kv).result()
 
     def launch(self, batch: StepBatch, kv: KvCache) -> PendingStep:
-        """Queues a step's kernels and returns what waits for them. On the CPU the step is computed
-        when this returns.
+        """Queues a step's kernels and returns the pending step. On the CPU the step is complete on
+        return.
         """
         assert isinstance(kv, TorchKvCache)
         self._set_threads()
@@ -160,8 +160,8 @@ class TorchProgram:
         return fetch.then(lambda: joined(batch, [finish() for finish in sampled]))
 
     def capture(self, kv: TorchKvCache, sizes: Sequence[int], width: int, record: Record) -> None:
-        """Captures decode steps of these sizes as graphs, over this KV cache and block tables of at
-        most `width` blocks; steps that fit replay them from then on.
+        """Captures decode steps of these sizes as graphs over this KV cache, with block tables of
+        at most `width` blocks; matching steps replay them.
         """
         graphs: dict[int, Graph] = {}
         with Bar("graphs", len(sizes)) as bar, torch.inference_mode():
@@ -183,9 +183,7 @@ class TorchProgram:
         ]
 
     def _run(self, batch: StepBatch, kv: TorchKvCache, fetch: Fetch) -> Callable[[], StepOutput]:
-        """Queues one step and returns what makes its output, to be called once `fetch` has brought
-        it.
-        """
+        """Queues one step; returns a function that makes its output once `fetch` has completed."""
         if any(value.axis == "requests" for value in self.program.outputs.values()):
             # The head is over requests, all of them at once.
             batch = dataclasses.replace(batch, sample_rows=batch.sample_rows[:0])
@@ -230,8 +228,10 @@ class TorchProgram:
         return lambda chunk: self._through_head(step, step.inputs["sample_rows"][chunk])
 
     def _draws(self, batch: StepBatch, sampling: SamplingBatch, chunk: slice) -> ChunkDraws:
-        """Returns how a chunk's rows are drawn. Every chunk asks for as many top alternatives as
-        the whole step wants, and for surprises, because the chunks' arrays are joined.
+        """Returns the sampling setup of a chunk.
+
+        Each chunk computes as many top logprobs as the whole step needs, because the chunks' arrays
+        are joined.
         """
         part = sampling.part(chunk.start, chunk.stop)
         whole = wants_of(sampling, self.program.vocab_size)
@@ -248,8 +248,8 @@ class TorchProgram:
         )
 
     def _take_last_tokens(self, inputs: dict[str, Tensor]) -> None:
-        """Replaces token ids that only the device knows, in place, because graphs read them
-        there.
+        """Replaces token ids that only the device knows, in place because graphs read that
+        address.
         """
         sources = inputs.get("last_sources")
         if sources is not None:
@@ -284,7 +284,7 @@ class TorchProgram:
         return step_arrays(batch, kv.num_blocks) | self._attention_arrays(batch, fixed=fixed)
 
     def _put(self, arrays: dict[str, NDArray], draws: dict[str, NDArray]) -> dict[str, Tensor]:
-        """Copies arrays to the device: all at once, unless the masks of draws are too large for the
+        """Copies arrays to the device in one transfer, unless the sampling masks exceed the
         buffer.
         """
         if self._staging.fits(arrays | draws):
@@ -294,9 +294,7 @@ class TorchProgram:
     def _outputs(
         self, chunks: list[slice], fetch: Fetch, values_of: ValuesOf
     ) -> Callable[[], StepOutput]:
-        """Returns what makes the Program's outputs of the sampled rows, which `values_of` computes
-        chunk by chunk.
-        """
+        """Returns a function that makes the Program's outputs from `values_of`, chunk by chunk."""
         found = [values_of(chunk) for chunk in chunks or [slice(0, 0)]]
         outputs = self.program.outputs.items()
         arrays = {
@@ -308,7 +306,7 @@ class TorchProgram:
     def _drawn_outputs(
         self, draws: list[ChunkDraws], inputs: dict[str, Tensor], fetch: Fetch, values_of: ValuesOf
     ) -> Callable[[], StepOutput]:
-        """Returns what makes the drawn tokens of the sampled rows."""
+        """Returns a function that makes the sampled tokens."""
         drawn: list[Drawn] = []
         for index, part in enumerate(draws):
             own = {name: inputs[f"{index}/{name}"] for name in part.arrays}
@@ -326,7 +324,7 @@ class TorchProgram:
         )
 
     def _drawn(self, logits: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Drawn:
-        """Draws tokens. With several ranks the first one draws and sends them to the others."""
+        """Samples tokens; with several ranks the first samples and broadcasts."""
         ranks, kernels = self._runtime.ranks, self._runtime.kernels
         if ranks is None:
             return draw(logits, inputs, wants, kernels)
@@ -350,9 +348,7 @@ class TorchProgram:
             self._progress += 1
 
     def _set_threads(self) -> None:
-        """Sets the number of PyTorch's threads, which belongs to the process: another engine in it
-        may have changed it.
-        """
+        """Sets PyTorch's thread count, which is per process: another engine may have changed it."""
         wanted = 1 if self._runtime.batch_invariant else self._runtime.num_threads
         if wanted is not None and torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)

@@ -1,9 +1,9 @@
-"""The ranks of one engine, each a process with a device, and what they exchange through
-torch.distributed: sums, columns, drawn tokens.
+"""Ranks of one engine, each a process with a device, connected through torch.distributed: sums,
+gathers, sampled tokens.
 
-Gloo on a CPU, NCCL on CUDA, as process groups of their own: PyTorch's default group is left alone,
-so that one process may belong to several engines. Ranks meet at a store of the first one, on
-127.0.0.1 unless they come from other machines. Knows tensors and no op.
+Uses Gloo on a CPU and NCCL on CUDA, in separate process groups: PyTorch's default group is not
+touched, so one process may belong to several engines. Rendezvous is a store on the first rank, on
+127.0.0.1 unless other machines take part.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from octavo.executor.torch.sampling import Drawn
 dist: Any = torch_distributed  # its stores and groups are not in its typed names
 
 HOST = "127.0.0.1"
-"""Address at which ranks meet that are processes of one machine."""
+"""Rendezvous address for ranks on one machine."""
 
 MEETING_S = 120.0
-"""Time that the first rank waits for the last one to start, in seconds."""
+"""Seconds that the first rank waits for the others to start."""
 
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
-"""Timeout of a collective, in seconds. A rank waits in it for as long as another rank's step takes,
-so it is no watchdog: the front is, with `stall_timeout`."""
+"""Timeout of a collective in seconds. A rank waits for another rank's complete step, so this is no
+watchdog; the frontend's `stall_timeout` is."""
 
 
 class Rendezvous:
-    """The first rank's store, at which the other ranks join. Implements `ranks.Meeting`."""
+    """The first rank's store, which the other ranks join. Implements `ranks.Meeting`."""
 
     def __init__(self, num_ranks: int, host: str = HOST) -> None:
-        """`host` is the address of this machine by which the other ranks reach it."""
+        """`host` is this machine's address, reachable by the other ranks."""
         self.host = host
         self._listener = socket.create_server((host, 0))
         self.address: int = self._listener.getsockname()[1]
-        """Port of the store, which the other ranks have to be given."""
+        """Port of the store."""
         self.store = dist.TCPStore(
             host,
             self.address,
@@ -61,21 +61,19 @@ class Rendezvous:
         return ()
 
     def close(self) -> None:
-        """Does nothing: the first rank keeps the store as long as it lives."""
+        """Does nothing: the first rank keeps the store."""
 
 
 class TorchRanks:
-    """This process's place among the ranks, and its connection to them.
-
-    Implements `ranks.Ranks`.
-    """
+    """This process's rank and its connection to the others. Implements `ranks.Ranks`."""
 
     def __init__(
         self, grid: RankGrid, device: str, rendezvous: Rendezvous | int, host: str = HOST
     ) -> None:
-        """Waits until all ranks are connected. `rendezvous` is the store itself on the first rank
-        and its port at `host` on the others. Each rank has a CUDA device of its own: of several on
-        one machine, the one of its number, else the first that it sees.
+        """Waits until all ranks are connected.
+
+        `rendezvous` is the store on the first rank and its port at `host` on others. On one machine
+        rank r uses CUDA device r; on several machines each rank uses the first device.
         """
         self.grid = grid
         self.rank = rank = grid.rank
@@ -83,7 +81,7 @@ class TorchRanks:
         at = rank if host == HOST else 0
         self.device = torch.device(device, at) if device == "cuda" else torch.device(device)
         self.host = own_address(host)
-        """Address of this machine by which the others reach it."""
+        """This machine's address as the others reach it."""
         self._store = (
             rendezvous.store
             if isinstance(rendezvous, Rendezvous)
@@ -93,11 +91,10 @@ class TorchRanks:
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Returns the sum of the x of the ranks that share out heads and widths, added in fp32 in
-        rank order; x itself does not change.
+        """Returns the sum over tensor-parallel ranks, added in fp32 in rank order; x is unchanged.
 
-        The parts are gathered and added here: a library's sum takes an order of its own, which
-        differs from place to place in x.
+        Parts are gathered and added here, because a library's all-reduce uses an order that varies
+        with the element's position.
         """
         everyone = self._parts(x)
         parts = [everyone[rank] for rank in self.grid.tensor_ranks]
@@ -107,8 +104,10 @@ class TorchRanks:
         return total.to(x.dtype)
 
     def all_gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """Joins the columns of the ranks that share out heads and widths: `x [T, widths[place]]`
-        to `[T, sum of widths]`. On the way each rank's part is padded to the widest.
+        """Concatenates columns over tensor-parallel ranks: `x [T, widths[rank]]` to `[T, sum of
+        widths]`.
+
+        Parts are padded to the widest for the transfer.
         """
         everyone = self._parts(torch.nn.functional.pad(x, (0, max(widths) - x.shape[1])))
         parts = [everyone[rank] for rank in self.grid.tensor_ranks]
@@ -117,28 +116,25 @@ class TorchRanks:
         )
 
     def collect(self, x: Tensor, owners: Tensor) -> Tensor:
-        """Returns each row of `x [R, W]` as the rank has it whose place among those of the experts
-        `owners [R]` names.
-        """
+        """Returns each row of `x [R, W]` from the expert-parallel rank that `owners [R]` names."""
         everyone = self._parts(x)
         parts = torch.stack([everyone[rank] for rank in self.grid.expert_ranks])
         return parts[owners, torch.arange(len(owners), device=x.device)]
 
     def _parts(self, x: Tensor) -> list[Tensor]:
-        """Returns the x of every rank."""
         mine = x.contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         self._group.allgather([parts], [mine]).wait()
         return parts
 
     def from_first(self, x: Tensor) -> Tensor:
-        """Returns the first rank's x, which replaces the contents of x on the other ranks."""
+        """Broadcasts the first rank's x in place."""
         self._group.broadcast([x]).wait()
         return x
 
     def abort(self) -> None:
-        """Ends a collective that waits for a dead rank, with an error. Gloo needs no abort: its
-        connection breaks.
+        """Aborts a collective that waits for a dead rank. Gloo needs none: its connection
+        breaks.
         """
         if self.device.type == "cuda":
             with contextlib.suppress(Exception):
@@ -146,8 +142,9 @@ class TorchRanks:
 
 
 def broadcast_drawn(ranks: TorchRanks, drawn: Drawn | None, count: int) -> Drawn:
-    """Returns what the first rank has drawn for `count` rows. The other ranks pass None and get
-    tokens and failures, without logprobs.
+    """Broadcasts the tokens sampled by the first rank for `count` rows.
+
+    Other ranks pass None and receive tokens and failures, without logprobs.
     """
     message = torch.zeros(2, count, dtype=torch.int32, device=ranks.device)
     if drawn is not None:
@@ -158,7 +155,7 @@ def broadcast_drawn(ranks: TorchRanks, drawn: Drawn | None, count: int) -> Drawn
 
 
 def own_address(host: str) -> str:
-    """Returns the address of this machine from which it reaches a host; nothing is sent."""
+    """Returns this machine's address as seen from a host; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         found: str = probe.getsockname()[0]

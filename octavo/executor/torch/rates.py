@@ -1,6 +1,4 @@
-"""Upper bounds of a device, measured in some tenths of a second: bytes read a second, and
-operations of products a second.
-"""
+"""Measures a device's read bandwidth and matmul rate, in some tenths of a second."""
 
 from __future__ import annotations
 
@@ -12,12 +10,12 @@ import torch
 from octavo.executor.base import Ceilings
 
 SIDE = 2048
-"""Rows and columns of the matrices that are multiplied."""
+"""Rows and columns of the measured matrices."""
 ROUNDS = 3
 
 
 def measured_ceilings(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """Measures reading an array of `num_bytes`, and multiplying matrices of a type."""
+    """Measures reading `num_bytes` and multiplying matrices of `dtype`."""
     array = torch.ones(max(1, num_bytes // 4), dtype=torch.float32, device=device)
     read_s = _least_s(array.sum, device)
     matrix = torch.ones(SIDE, SIDE, dtype=dtype, device=device)

@@ -1,9 +1,8 @@
-"""Rotating queries and keys and writing keys and values as one op, which attention kernels may
+"""Combines RoPE of queries and keys with the KV write into one op, which attention kernels may
 compute in one launch.
 
-Found in a prepared Program by which op makes and which reads a Value, as the fuse pass does. Made
-only where the chosen kernels have such a launch (`AttentionKernels.rope_write`), so no other
-backend meets it.
+Found in a prepared Program from the producers and readers of Values. Only used if the chosen
+kernels support it (`AttentionKernels.rope_write`), so other backends never see this op.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from octavo.program.program import Op, Value
 
 @dataclass(frozen=True, slots=True)
 class RopeWrite(Op):
-    """The `Rope` of q (to `out`) and of k, both with these attributes, and the `KvWrite` of the
-    rotated k and of v.
+    """`Rope` of q (to `out`) and of k with these attributes, and `KvWrite` of the rotated k and of
+    v.
     """
 
     q: Value
@@ -41,7 +40,7 @@ class RopeWrite(Op):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeWriteCall:
-    """The arrays of a `RopeWrite`; q, k and v have one type, and rows at any stride."""
+    """Arrays of a `RopeWrite`; q, k and v have one dtype and arbitrary row strides."""
 
     op: RopeWrite
     q: Tensor
@@ -55,14 +54,14 @@ class RopeWriteCall:
     sin: Tensor
     """`[T, rotary_dim / 2] fp32`"""
     slots: Tensor
-    """Slot that each row's k and v are written to, `[T] int64`; -1 for none."""
+    """Slot of each row, `[T] int64`; -1 for none."""
     k_stored: KvTensor
     v_stored: KvTensor
 
 
 def with_rope_writes(body: Sequence[Op], kept: Collection[str]) -> list[Op]:
-    """Replaces each pair of ropes and a write that can be one `RopeWrite`, at the place of the
-    write. `kept` names Values that are read outside of `body`.
+    """Replaces ropes followed by a KV write with one `RopeWrite` where possible. `kept` names
+    Values that are read outside of `body`.
     """
     made = {value.name: at for at, op in enumerate(body) for value in op.outputs}
     read: dict[str, list[int]] = {}
@@ -116,7 +115,7 @@ def with_rope_writes(body: Sequence[Op], kept: Collection[str]) -> list[Op]:
 
 
 def _alike(op: Op, k: ops.Rope) -> bool:
-    """Returns whether an op is a Rope with the same head width and rotation as k's."""
+    """Returns whether an op is a Rope with the same head size and rotation as k's."""
     if not isinstance(op, ops.Rope):
         return False
     mine, its = ((r.head_width, r.rotary_dim, r.rotary_start, r.table, r.style) for r in (op, k))

@@ -1,9 +1,8 @@
-"""The ops that compute each row by itself, in plain torch on any device; `ROW_FORMULAS` is the
-dispatch table.
+"""Row-wise ops in plain PyTorch on any device; `ROW_FORMULAS` is the dispatch table.
 
-A formula takes the op and the step, and returns what the op makes in the order of its outputs.
-`ops.py` states the formulas. Values have the step's dtype; norms, activations and rotations are
-computed in fp32 and rounded once.
+A formula takes the op and the step and returns the op's outputs in order. `ops.py` states the
+formulas. Values have the step's dtype; norms, activations and rotations are computed in fp32 and
+rounded once.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ def norm(op: ops.RmsNorm | ops.LayerNorm, step: Step) -> Made:
 
 
 def _normed(norm: NormOp, x: Value, step: Step) -> Tensor:
-    """Returns a norm of `x`, which has been computed already where the op that made `x`
-    knew of it.
-    """
+    """Returns the norm of `x`, unless the producer of `x` has already computed it."""
     found = step.normed.pop(x.name, None)
     return step.kernels.norm(step.get(x), _numbers(norm, step)) if found is None else found
 
@@ -60,9 +57,7 @@ def _numbers(norm: NormOp, step: Step) -> Norm:
 
 
 def _sum(a: Tensor, b: Tensor, out: Value, step: Step) -> Tensor:
-    """Adds two Values, together with the norm of the sum where the next op begins with that
-    norm.
-    """
+    """Adds two Values, together with the following norm if the next op starts with it."""
     norm = step.norms_ahead.get(out.name)
     if norm is None:
         return a + b
@@ -71,9 +66,7 @@ def _sum(a: Tensor, b: Tensor, out: Value, step: Step) -> Tensor:
 
 
 def norms_ahead(body: Sequence[Op]) -> dict[str, NormOp]:
-    """Finds sums whose norm over whole rows is the first thing that the very next op computes, by
-    the sum's name.
-    """
+    """Finds sums whose full-row norm is the first computation of the next op, by the sum's name."""
     found: dict[str, NormOp] = {}
     for made, reader in pairwise(body):
         if isinstance(made, ops.Add) or (
@@ -183,8 +176,9 @@ def rope(op: ops.Rope, step: Step) -> Made:
 
 
 def angles(table: ops.RopeTable, step: Step) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin, `[T, 1, rotary_dim / 2] fp32`. Angles are computed in fp64: at a
-    position of 100,000 fp32 has two digits left behind the point.
+    """Returns cos and sin, `[T, 1, rotary_dim / 2] fp32`.
+
+    Angles are computed in fp64: at position 100,000 fp32 has two decimal digits left.
     """
     positions = step.inputs["positions"]
     at = positions[list(table.axes)].T if table.axes else positions[0][:, None]

@@ -1,8 +1,7 @@
-"""Draws tokens on the device, for all rows at once, after the text of `executor/sampling.py`.
+"""Samples tokens on the device for all rows at once, following `executor/sampling.py`.
 
-All arithmetic is in fp64, as there, and a token's noise is a function of integers, so draws are the
-reference's. Sums may be added in another order, which moves the border of top_p by some 1e-15 of
-the whole.
+Arithmetic is in fp64 and noise is a function of integers, so results equal the reference's. The
+summation order may differ, which moves the top_p boundary by about 1e-15.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from octavo.executor.torch.kernels import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """The steps of a draw that any row needs; the others are not computed."""
+    """Sampling stages that any row of a step needs; others are skipped."""
 
     draws: bool
     cuts: bool
-    """Whether a row that draws has top_k or top_p."""
+    """Whether a sampled row has top_k or top_p."""
     biased: bool
     masked: bool
     penalised: bool
     num_top: int
-    """Top alternatives of each row; -1 without logprobs."""
+    """Top logprobs per row; -1 without logprobs."""
     narrows: bool = False
-    """Whether a row that draws has a filter that looks at the whole distribution."""
+    """Whether a sampled row has a filter on the full distribution."""
     steers: bool = False
-    """Whether one has XTC or mirostat, which look at what the cuts leave."""
+    """Whether a sampled row has XTC or mirostat, which apply after the cut-offs."""
     surprises: bool = False
-    """Whether the tokens' surprises go back."""
+    """Whether to return the tokens' surprises."""
     counts_last: bool = False
-    """Whether a row's history lacks the last token that the device has drawn for it."""
+    """Whether a row's history lacks its last token, which only the device knows."""
     biased_after: bool = False
-    """Whether what is added to logits depends on that token."""
+    """Whether a logit bias depends on that token."""
 
     @property
     def last_ids(self) -> bool:
-        """Whether the tokens are read that the device has drawn last."""
+        """Whether the last tokens sampled on the device are read."""
         return self.counts_last or self.biased_after
 
 
@@ -56,7 +55,7 @@ GREEDY = Wants(draws=False, cuts=False, biased=False, masked=False, penalised=Fa
 
 
 def wants_of(batch: SamplingBatch, vocab_size: int) -> Wants:
-    """Returns what the rows of a batch need."""
+    """Returns the stages that the rows of a batch need."""
     records = batch.records
     drawn = records[records["temperature"] > 0]
     most = int(records["num_logprobs"].max(initial=-1))
@@ -91,7 +90,7 @@ def _any(*asked: NDArray[np.bool_]) -> bool:
 
 
 def draw_arrays(batch: SamplingBatch, wants: Wants) -> dict[str, NDArray]:
-    """Returns what `draw` reads, to be copied to the device with the step's other arrays."""
+    """Returns the arrays that `draw` reads, copied with the step's other arrays."""
     arrays: dict[str, NDArray] = {"records": record_words(batch.records)}
     if wants.biased:
         arrays |= {
@@ -117,7 +116,7 @@ def draw_arrays(batch: SamplingBatch, wants: Wants) -> dict[str, NDArray]:
 
 
 def _rows(starts: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Returns the row that each entry belongs to."""
+    """Returns the row of each entry."""
     return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
 
 
@@ -128,13 +127,13 @@ class Drawn:
     token_ids: Tensor
     failed: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None
-    """Logprobs of the tokens, their ranks, the ids of the top list and its logprobs."""
+    """Token logprobs, token ranks, top ids and top logprobs."""
     surprises: Tensor | None = None
-    """Bits of surprise `[S]`, where the step wants them."""
+    """Surprise in bits `[S]`, if requested."""
 
 
 def draw(logits: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kernels) -> Drawn:
-    """Draws a token of each row of `logits [S, V]`; `inputs` are `draw_arrays` on the device."""
+    """Samples a token of each row of `logits [S, V]`; `inputs` are `draw_arrays` on the device."""
     if wants == GREEDY:
         return _largest(logits)
     records = inputs["records"]
@@ -155,9 +154,9 @@ def draw(logits: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kerne
 
 
 def _largest(logits: Tensor) -> Drawn:
-    """Draws the largest logit of each row in one pass over the logits as they are.
+    """Picks the largest logit of each row in one pass.
 
-    It is what fp64 gives, too, and `max` takes a NaN for larger than any number.
+    fp64 would give the same; `max` treats NaN as the largest number.
     """
     top, tokens = logits.max(dim=1)
     failed = ~top.isfinite()
@@ -165,7 +164,7 @@ def _largest(logits: Tensor) -> Drawn:
 
 
 def _changed(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Tensor:
-    """Returns the logits after bias, mask and penalties; z is overwritten."""
+    """Applies bias, mask and penalties; z is overwritten."""
     records = inputs["records"]
     if wants.biased:
         rows, values = inputs["bias_rows"], inputs["bias_values"].double()
@@ -183,8 +182,10 @@ def _changed(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Tensor:
 
 
 def _penalise(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> None:
-    """Penalises tokens of the rows' histories in z. A last token that the device alone knows counts
-    with those of its history, or by itself where this does not have it.
+    """Applies history penalties to z in place.
+
+    A last token known only to the device is added to its history count, or counted separately if it
+    is not in the history.
     """
     rows, ids = inputs["history_rows"], inputs["history_ids"].long()
     counts = inputs["history_counts"]
@@ -202,7 +203,7 @@ def _penalise(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> None:
 
 
 def _penalised(seen: Tensor, rows: Tensor, counts: Tensor, records: Tensor) -> Tensor:
-    """Returns logits `[N]` of tokens of `rows [N]` that were generated `counts [N]` times."""
+    """Returns penalized logits `[N]` of tokens in `rows [N]` that occurred `counts [N]` times."""
     repetition, presence, frequency = (
         field(records, f"{name}_penalty").double()[rows]
         for name in ("repetition", "presence", "frequency")
@@ -213,15 +214,15 @@ def _penalised(seen: Tensor, rows: Tensor, counts: Tensor, records: Tensor) -> T
 
 
 def _bits(words: Tensor, vocab_size: int) -> Tensor:
-    """Returns the bits of `words [S, ceil(V / 32)] int32` as booleans `[S, V]`."""
+    """Unpacks `words [S, ceil(V / 32)] int32` to booleans `[S, V]`."""
     places = torch.arange(32, device=words.device, dtype=torch.int32)
     bits = (words[:, :, None] >> places) & 1
     return bits.view(len(words), -1)[:, :vocab_size].bool()
 
 
 def _drawn(z: Tensor, records: Tensor, wants: Wants, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Returns a token of each row `[S]` and the weights of those that could be drawn `[S, V]`,
-    without meaning at temperature 0 and where the row fails.
+    """Returns a sampled token per row `[S]` and the candidates' weights `[S, V]`; undefined at
+    temperature 0 and for failed rows.
     """
     temperature = field(records, "temperature").double()[:, None]
     temperature = torch.where(temperature > 0, temperature, 1.0)
@@ -242,7 +243,7 @@ def _drawn(z: Tensor, records: Tensor, wants: Wants, kernels: Kernels) -> tuple[
 def _logprobs(
     logits: Tensor, tokens: Tensor, num_top: int, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns what `Drawn.logprobs` holds."""
+    """Returns the tuple of `Drawn.logprobs`."""
     raw = logits.double()
     top = raw.amax(dim=1, keepdim=True)
     logprobs = raw - (top + kernels.sums(torch.exp(raw - top))[:, None].log())
@@ -257,7 +258,7 @@ def _logprobs(
 
 
 def result_of(parts: list[Drawn]) -> SampleResult:
-    """Returns the parts of a step as one result on the host."""
+    """Joins the parts of a step into one result on the host."""
     result = SampleResult(
         torch.cat([part.token_ids for part in parts]).int().cpu().numpy(),
         torch.cat([part.failed for part in parts]).cpu().numpy(),

@@ -1,8 +1,7 @@
-"""One step on the device: the batch's arrays in one staging buffer, the Values made so far, and
-what several layers share.
+"""One step on the device: the batch's arrays in one staging buffer, computed Values, and data
+shared by layers.
 
-Owns the copy of a step's inputs: one transfer, asynchronous from pinned memory on CUDA. Knows
-shapes and no formula.
+Inputs are copied in one transfer, asynchronously from pinned memory on CUDA.
 """
 
 from __future__ import annotations
@@ -29,15 +28,14 @@ from octavo.program import ops
 from octavo.program.program import Program, Value
 
 Made = tuple[Tensor, ...]
-"""An op's results, in the order of its outputs."""
+"""Outputs of an op, in order."""
 NormOp = ops.RmsNorm | ops.LayerNorm | ops.PreNorm
 Shared = TypeVar("Shared")
 
 ALIGN_BYTES = 64
 
 SHARING_BYTES = 36
-"""Bytes of one request in each cache group for the arrays of shared prefixes and its context
-length."""
+"""Bytes per request and cache group for the arrays of shared prefixes and context lengths."""
 
 TYPES: dict[str, torch.dtype] = {
     "int32": torch.int32,
@@ -49,9 +47,7 @@ TYPES: dict[str, torch.dtype] = {
 
 
 class Staging:
-    """A buffer on the host and one on the device, through which a step's arrays are copied in one
-    transfer.
-    """
+    """A host buffer and a device buffer for copying a step's arrays in one transfer."""
 
     def __init__(self, device: torch.device, num_bytes: int = 1 << 16) -> None:
         self._device = device
@@ -59,8 +55,9 @@ class Staging:
         self._make(num_bytes)
 
     def put(self, arrays: Mapping[str, NDArray]) -> dict[str, Tensor]:
-        """Copies arrays to the device and returns views of the buffer, which hold until the next
-        call. Arrays of equal shapes always get equal addresses.
+        """Copies arrays to the device and returns views, valid until the next call.
+
+        Arrays of equal shapes always get equal addresses.
         """
         places, end = _places(arrays)
         if end > len(self._host):
@@ -79,9 +76,7 @@ class Staging:
         return {name: self._view(places[name], array) for name, array in arrays.items()}
 
     def fits(self, arrays: Mapping[str, NDArray]) -> bool:
-        """Returns whether `put` can keep its buffer. A new one would have other addresses than
-        those that captured graphs read.
-        """
+        """Returns whether `put` can keep its buffer, whose addresses captured graphs contain."""
         return _places(arrays)[1] <= len(self._host)
 
     def _view(self, start: int, array: NDArray) -> Tensor:
@@ -100,8 +95,8 @@ class Staging:
 
 
 def staging_bytes(options: BackendOptions, num_groups: int) -> int:
-    """Returns the bytes of the largest step's arrays, twice: the sampling arrays are counted as
-    large as the rest. Token masks and biases are not counted.
+    """Returns twice the bytes of the largest step's arrays: sampling arrays are estimated as large
+    as the rest. Token masks and biases are not counted.
     """
     table = options.max_requests * -(-options.max_context // BLOCK_SIZE)
     of_requests = SHARING_BYTES * options.max_requests
@@ -113,7 +108,7 @@ def staging_bytes(options: BackendOptions, num_groups: int) -> int:
 
 
 def _places(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
-    """Returns the offset of each array in the buffer, and the end of the last."""
+    """Returns the offset of each array in the buffer, and the end."""
     places, end = {}, 0
     for name, array in arrays.items():
         places[name] = end
@@ -122,8 +117,9 @@ def _places(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
 
 
 def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
-    """Returns the arrays of a batch that ops read. A padded row gets the id, the place and the
-    positions 0, and a slot in the spare block behind each group's last.
+    """Returns the arrays of a batch that ops read.
+
+    A padded row gets id, place and positions 0 and a slot in the spare block of each group.
     """
     live = live_rows(batch)
     spare = np.array(num_blocks, np.int32)[:, None] * BLOCK_SIZE
@@ -150,7 +146,7 @@ def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
 
 
 def _copy_arrays(slots: NDArray[np.int32], copies: KvCopies) -> dict[str, NDArray]:
-    """Returns for each cache group the slots that are copied, and those they are copied to."""
+    """Returns for each cache group the source and target slots of copies."""
     arrays: dict[str, NDArray] = {}
     for group, own in enumerate(slots):
         copied = copies.slots[group] >= 0
@@ -161,7 +157,7 @@ def _copy_arrays(slots: NDArray[np.int32], copies: KvCopies) -> dict[str, NDArra
 
 
 def live_rows(batch: StepBatch) -> NDArray[np.bool_]:
-    """Returns which rows are no padding, `[T]`: those with a slot in any cache group."""
+    """Returns which rows are not padding, `[T]`: those with a slot in any cache group."""
     live: NDArray[np.bool_] = (
         np.any(batch.slots >= 0, axis=0)
         if len(batch.slots)
@@ -172,29 +168,28 @@ def live_rows(batch: StepBatch) -> NDArray[np.bool_]:
 
 @dataclass(slots=True)
 class Step:
-    """One run of a Program: what its ops read, and the Values made so far."""
+    """One run of a Program: its inputs and the Values computed so far."""
 
     program: Program
     weights: ProgramWeights
     dtype: torch.dtype
-    """Type of Values."""
+    """Dtype of Values."""
     device: torch.device
     batch: StepBatch
     kv: list[GroupTensors]
     inputs: dict[str, Tensor]
-    """`step_arrays` on the device, and the arrays of the attention kernels and the draw."""
+    """`step_arrays` on the device, plus the arrays of attention kernels and sampling."""
     attention: AttentionKernels
     kernels: Kernels
     norms_ahead: Mapping[str, NormOp]
     """`row_ops.norms_ahead` of the Program."""
     ranks: TorchRanks | None = None
-    """The ranks that share the Program; None where there is one."""
+    """Ranks that share the Program; None with one rank."""
     adapters: StepAdapters | None = None
-    """Adapters of the step's rows; None where no row has one."""
+    """Adapters of the step's rows, if any."""
     values: dict[str, Tensor] = field(default_factory=dict)
     normed: dict[str, Tensor] = field(default_factory=dict)
-    """Norms that were computed together with the sum they norm, by the sum's name, until the op
-    that reads them takes them."""
+    """Norms computed together with their sum, by the sum's name, until they are read."""
     _shared: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -209,7 +204,7 @@ class Step:
         return self.values[value.name]
 
     def adapter_rows(self, value: Value) -> Tensor:
-        """Returns the adapter slot of each row of a Value, -1: none."""
+        """Returns the adapter slot of each row of a Value; -1: none."""
         slots = self.inputs["adapter_rows"]
         if value.axis == "samples":
             return slots[self.inputs["sample_rows"]]
@@ -218,8 +213,8 @@ class Step:
         return slots
 
     def copy_written(self, group: int, layer: int) -> None:
-        """Copies K and V that rows have written to a layer to the further places that they have in
-        a group, where any row has one.
+        """Copies K and V written to a layer to the rows' additional slots in a group, if there are
+        any.
         """
         targets = self.inputs.get(f"{group}/copy targets")
         if targets is not None:
@@ -228,7 +223,7 @@ class Step:
                 tensor.layer(layer).copy(sources, targets)
 
     def once(self, key: Any, make: Callable[[], Shared]) -> Shared:
-        """Returns what `make` makes, which is called for the step's first use of `key` only."""
+        """Returns `make()`, computed once per step and `key`."""
         if key not in self._shared:
             self._shared[key] = make()
         found: Shared = self._shared[key]

@@ -1,8 +1,8 @@
-"""Two queues of work for a device: one computes, the side one copies between device and host.
+"""Two work queues of a device: one computes, the side queue copies between device and host.
 
-Each queue keeps its own order; one waits for the other only where it is told to. `CudaStreams` has
-two CUDA streams. `SerialStreams` is for devices with one queue (the CPU). Tests have streams that
-do the work in any order that the calls allow.
+Each queue keeps its order; waits between them are explicit. `CudaStreams` uses two CUDA streams,
+`SerialStreams` is for devices with one queue (the CPU). Tests use streams that reorder work as far
+as allowed.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ Work = Callable[[], object]
 
 class Streams(Protocol):
     def compute(self, work: Work) -> None:
-        """Queues work behind all computing so far."""
+        """Queues work after all previous compute work."""
         ...
 
     def side(self, work: Work) -> None:
-        """Queues work behind all copies so far."""
+        """Queues work after all previous copies."""
         ...
 
     def side_waits(self) -> None:
-        """Makes the copies queued from now on wait for all computing queued so far."""
+        """Makes later copies wait for all compute work queued so far."""
         ...
 
     def compute_waits(self) -> None:
-        """Makes the computing queued from now on wait for all copies queued so far."""
+        """Makes later compute work wait for all copies queued so far."""
         ...
 
     def staging(self, num_blocks: int, num_bytes: int, *, on_side: bool) -> Tensor:
-        """Lends `[blocks, bytes] uint8` on the device until both queues have passed their use of
-        it. `on_side` says which queue uses it first.
+        """Returns a `[blocks, bytes] uint8` device buffer, valid until both queues are done with
+        it.
+
+        `on_side`: the side queue uses it first.
         """
         ...
 
     def pinned(self, num_blocks: int, num_bytes: int) -> Tensor:
-        """Returns `[blocks, bytes] uint8` of host memory that the device reads and writes by
-        itself.
-        """
+        """Returns `[blocks, bytes] uint8` of pinned host memory."""
         ...
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
-        """Pins host memory for its lifetime. Where the system refuses, blocks are copied through
-        pinned buffers instead.
+        """Pins host memory for its lifetime; if that fails, blocks are copied through pinned
+        buffers.
         """
         ...
 
@@ -63,14 +63,14 @@ class Streams(Protocol):
         ...
 
     def drain(self) -> float:
-        """Waits for all copies. Returns the seconds they took since the last call, or 0 where these
-        are not measured.
+        """Waits for all copies; returns the seconds that they took since the last call, or 0 if not
+        measured.
         """
         ...
 
 
 class SerialStreams:
-    """Does all work at once, in the order of the calls."""
+    """Runs all work immediately, in call order."""
 
     def compute(self, work: Work) -> None:
         work()
@@ -79,10 +79,10 @@ class SerialStreams:
         work()
 
     def side_waits(self) -> None:
-        """Does nothing: work is done in order."""
+        """Does nothing: work runs in order."""
 
     def compute_waits(self) -> None:
-        """Does nothing: work is done in order."""
+        """Does nothing: work runs in order."""
 
     def staging(self, num_blocks: int, num_bytes: int, *, on_side: bool) -> Tensor:
         return torch.empty(num_blocks, num_bytes, dtype=torch.uint8)
@@ -104,8 +104,9 @@ class SerialStreams:
 
 
 class CudaStreams:
-    """Two CUDA streams: the current one computes, a second one copies. Events order them, and
-    memory that one uses is not reused before the other is done with it.
+    """Two CUDA streams: the current one computes, a second one copies.
+
+    Events order them, and memory used by one is not reused before the other is done with it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -144,8 +145,9 @@ class CudaStreams:
         return torch.empty(num_blocks, num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
-        """Pins memory until it is freed; it must be unpinned then, or other memory at its address
-        would pass for pinned.
+        """Pins memory until it is freed.
+
+        It must be unpinned then, or later memory at the same address would count as pinned.
         """
         if not memory.nbytes:
             return
@@ -175,7 +177,7 @@ class CudaStreams:
 
 
 def on_device(array: NDArray, device: torch.device) -> Tensor:
-    """Copies an array to the device, queued behind what computes there and not waited for."""
+    """Copies an array to the device asynchronously, after queued compute work."""
     if device.type != "cuda":
         return torch.from_numpy(array)
     return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)

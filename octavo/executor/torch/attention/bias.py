@@ -1,5 +1,4 @@
-"""Biases of attention scores by the distance of key and query: ALiBi's slopes, T5's buckets and
-windows to both sides.
+"""Attention score biases by distance: ALiBi slopes, T5 buckets and bidirectional windows.
 
 Formulas and sources: `ops.AlibiBias`, `ops.T5Bias`, `ops.NearBias`.
 """
@@ -15,7 +14,7 @@ from octavo.program import ops
 
 
 def bias_of(op: ops.Attention, step: Step) -> Bias | None:
-    """Returns an op's bias with its numbers on the device; None where the op has none."""
+    """Returns an op's bias with its tensors on the device, or None."""
     bias = op.bias
     if isinstance(bias, ops.T5Bias):
         return _t5_bias(bias, step)
@@ -66,7 +65,7 @@ def _distance(keys: Tensor, queries: Tensor) -> Tensor:
 
 
 def t5_buckets(distance: Tensor, bias: ops.T5Bias) -> Tensor:
-    """Returns the bucket of each distance, as `program.t5_buckets` does."""
+    """Returns the bucket of each distance, like `program.t5_buckets`."""
     num_buckets = bias.num_buckets // 2 if bias.bidirectional else bias.num_buckets
     right = (
         (distance > 0).long() * num_buckets if bias.bidirectional else torch.zeros_like(distance)

@@ -1,5 +1,5 @@
-"""Attention whose scores depend on places by the rows themselves (`ops.PlaceBuckets`), one request
-after another: all rows of a text are in the step.
+"""Disentangled attention (`ops.PlaceBuckets`), one request at a time; all rows of a text are in one
+step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.program.place_tables import place_buckets
 
 
 def attention_by_places(op: ops.Attention, bias: ops.PlaceBuckets, step: Step) -> Tensor:
-    """Returns what the rows read, `[T, H * v_width]`."""
+    """Computes `[T, H * v_width]`."""
     assert op.of_queries is not None and op.of_keys is not None
     at = step.program.group_index(op.group)
     stored, tables = step.kv[at], step.inputs["block_tables"][at]
@@ -47,7 +47,7 @@ def attention_by_places(op: ops.Attention, bias: ops.PlaceBuckets, step: Step) -
 
 
 def _buckets(bias: ops.PlaceBuckets, count: int, device: torch.device) -> Tensor:
-    """Returns the bucket of each query and key of a text, `[count, count]`."""
+    """Returns the bucket of each query-key pair, `[count, count]`."""
     places = np.arange(count)
     return torch.from_numpy(place_buckets(places[:, None] - places, bias)).to(device)
 

@@ -1,9 +1,9 @@
-"""What an attention call is made of, and what a set of attention kernels must offer.
+"""Attention calls and the interface of attention kernels.
 
-An `AttentionCall` carries everything that kernels read of one layer in one step; latent attention
-is the same call over keys and values made of latents. The kernels (`sdpa`, `flashinfer`,
-`triton.attention`) import this file; `choose` stands above them. Knows no formula: these stand in
-`ops.Attention` and `ops.MlaAttention`.
+An `AttentionCall` contains everything that kernels read of one layer in one step; latent attention
+is the same call over keys and values expanded from latents. The kernels (`sdpa`, `flashinfer`,
+`triton.attention`) import this file, `choose` imports them. Formulas: `ops.Attention` and
+`ops.MlaAttention`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from octavo.program import ops
 from octavo.program.program import Op, Program
 
 ExpandKv = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Makes keys and values out of gathered cache rows: `k [..., n, K, k_width]` and
-`v [..., n, K, v_width]` in, what queries attend to out."""
+"""Expands gathered cache rows `k [..., n, K, k_width]`, `v [..., n, K, v_width]` to the keys and
+values that queries attend to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bias:
-    """A bias added to scores, as a function and in the form that kernels can read."""
+    """A bias added to scores, as a function and in forms that kernels can read."""
 
     make: Callable[[Tensor, Tensor], Tensor]
-    """Makes the bias `[..., H, M, n] fp32` of key places `[..., n]` and query places
-    `[..., M]`."""
+    """Makes the bias `[..., H, M, n] fp32` from key places `[..., n]` and query places `[..., M]`.
+    """
     slopes: Tensor | None = None
-    """ALiBi's slopes `[H] fp32`; None for a bias by distance."""
+    """ALiBi slopes `[H] fp32`; None for other biases."""
     by_distance: Callable[[], Tensor] | None = None
-    """Makes the table `[H, 2 d + 1] fp32` of a bias that depends on key place - query place
-    alone, from -d to d; beyond d the bias is constant."""
+    """Makes the table `[H, 2 d + 1] fp32` of a bias that depends only on the distance, from -d to
+    d; constant beyond d."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,88 +48,92 @@ class AttentionCall:
 
     op: ops.Attention | ops.MlaAttention
     q: Tensor
-    """Queries `[T, H, Dk]`."""
+    """`[T, H, Dk]`"""
     k: KvTensor
     """Keys of this layer, as stored."""
     v: KvTensor
-    """Values of this layer, as stored; the absorbed form of latent attention has `k` here, the
-    first `v_width` columns of which are its values."""
+    """Values of this layer, as stored; absorbed latent attention passes `k` here, whose first
+    `v_width` columns are the values."""
     block_tables: Tensor
-    """Block tables of the cache group on the device, `[R, B] int32`."""
+    """`[R, B] int32`, on the device"""
     context_lens: Tensor
-    """Numbers of keys by request, on the device, `[R] int32`."""
+    """Keys per request, `[R] int32`, on the device."""
     places: Tensor
-    """Place of each row, which is its key index, on the device, `[T] int32`."""
+    """Key index of each row, `[T] int32`, on the device."""
     inputs: Mapping[str, Tensor]
-    """All arrays of the step on the device, by name."""
+    """All device arrays of the step, by name."""
     rows: QueryRows
-    """Rows by request, worked out on the host."""
+    """Rows by request, computed on the host."""
     batch: StepBatch
-    """The step on the host, with all of its cache groups."""
+    """The step on the host, with all cache groups."""
     group: int
     """Index of this layer's cache group."""
     once: Callable[[Any, Callable[[], Any]], Any]
-    """`Step.once`, which keeps what several layers share for the length of the step."""
+    """`Step.once`: caches what several layers share during the step."""
     scale: float
     v_width: int
     window: int | None = None
-    """Keys up to its own that a row sees, or with `chunks` the length of a chunk."""
+    """Keys that a row sees, including its own; with `chunks` the chunk length."""
     chunks: bool = False
-    """Whether a row sees the keys of its own chunk."""
+    """Whether a row sees only its own chunk."""
     full: bool = False
-    """Whether a row sees every key of its request, whatever the key's place."""
+    """Whether a row sees every key of its request."""
     limits: Tensor | None = None
-    """One past the last key that each row sees, on the device, `[T] int32`; None: its place + 1."""
+    """One past the last visible key of each row, `[T] int32`, on the device; None: its place + 1.
+    """
     softcap: float | None = None
     sinks: Tensor | None = None
-    """Attention sinks, one logit a query head, `[H] fp32`."""
+    """Attention sinks: one logit per query head, `[H] fp32`."""
     bias: Bias | None = None
     expand: ExpandKv | None = None
-    """Set where keys and values are made of the gathered cache rows (latent attention)."""
+    """Set if keys and values are expanded from gathered cache rows (latent attention)."""
 
 
 class StepArraysMaker(Protocol):
-    """Makes the arrays that a set of kernels reads of a step beside `step_arrays`."""
+    """Makes a kernel set's own step arrays, in addition to `step_arrays`."""
 
     def __call__(self, batch: StepBatch, *, fixed: bool) -> dict[str, NDArray]:
-        """Returns the arrays by name. `fixed` is set for a captured step: then shapes may depend
-        only on the number of its requests and the width of its block tables.
+        """Returns arrays by name.
+
+        `fixed`: the step is captured, so shapes may depend only on the number of requests and the
+        width of the block tables.
         """
         ...
 
 
 class AttentionKernels(Protocol):
-    """A set of kernels that compute attention."""
+    """Interface of attention kernels."""
 
     name: str
     for_graphs: bool
-    """Whether the kernels read context lengths on the device, so that a captured step costs no more
-    than its keys."""
+    """Whether kernels read context lengths on the device, so that a captured step is not slower
+    than its context requires."""
     is_invariant: bool
-    """Whether a row's result has the same bits whatever rows stand beside it."""
+    """Whether a row's bits are independent of other rows."""
 
     def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
-        """Says in words why the kernels cannot compute this op, or None where they can. Called when
-        a Program is prepared.
+        """Returns the reason why the kernels cannot compute this op, or None. Called when a Program
+        is prepared.
         """
         ...
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Computes `[T, H, v_width]` in q's dtype. Rows that belong to no request hold anything."""
+        """Computes `[T, H, v_width]` in q's dtype. Rows without a request are undefined."""
         ...
 
     def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
-        """Returns the bytes of scratch memory that captured steps of `num_requests` take."""
+        """Returns the scratch memory of captured steps of `num_requests`, in bytes."""
         ...
 
     def arrays_of(self, program: Program) -> StepArraysMaker:
-        """Returns what makes the kernels' own arrays of a step; they go to the device in the same
-        copy as `step_arrays`.
+        """Returns a function that makes the kernels' own step arrays, which are copied along with
+        `step_arrays`.
         """
         ...
 
     @property
     def rope_write(self) -> Callable[[RopeWriteCall], Tensor] | None:
-        """A kernel that writes keys and values and returns the rotated queries `[T, H, Dk]`; None
-        where these stay separate ops."""
+        """Kernel that writes keys and values and returns rotated queries `[T, H, Dk]`; None:
+        separate ops.
+        """
         ...

@@ -1,8 +1,7 @@
-"""Which kernels compute attention: by the option `attention_backend`, the device, and what the
-kernels refuse of a Program.
+"""Selects attention kernels by the option `attention_backend`, the device, and what the kernels
+support.
 
-The one place that knows all sets of kernels; Triton and FlashInfer are imported when they are
-chosen, and never before.
+The only module that knows all kernel sets; Triton and FlashInfer are imported only when selected.
 """
 
 from __future__ import annotations
@@ -45,13 +44,14 @@ MAKERS: dict[str, Callable[[BackendOptions, torch.device], AttentionKernels]] = 
     "sdpa": lambda options, device: Sdpa(),
     "flashinfer": lambda options, device: flashinfer_on(device),
 }
-"""Makers of kernels by the value of `attention_backend`; each raises BackendUnavailable where its
-kernels cannot run."""
+"""Constructors by the value of `attention_backend`; each raises BackendUnavailable if its kernels
+cannot run."""
 
 
 def choose_attention(options: BackendOptions, device: torch.device) -> tuple[AttentionKernels, ...]:
-    """Returns the kernels to try, in order. "auto" on CUDA is triton where it runs, then sdpa for
-    what triton refuses; elsewhere it is sdpa.
+    """Returns the kernels to try, in order.
+
+    "auto" on CUDA is triton if available, with sdpa as fallback; elsewhere sdpa.
     """
     if options.attention_backend != "auto":
         return (MAKERS[options.attention_backend](options, device),)
@@ -68,8 +68,10 @@ def choose_attention(options: BackendOptions, device: torch.device) -> tuple[Att
 def first_that_computes(
     choices: Sequence[AttentionKernels], program: Program, kv_dtype: torch.dtype
 ) -> AttentionKernels:
-    """Returns the first kernels that compute all of a Program's attention, and logs why earlier
-    ones do not. Raises BackendUnavailable with every reason where none does.
+    """Returns the first kernels that support all of a Program's attention, and logs why others do
+    not.
+
+    Raises BackendUnavailable with every reason if none does.
     """
     refused: list[str] = []
     for choice in choices:

@@ -1,11 +1,9 @@
-"""Attention by FlashInfer's kernels: paged decode, and paged prefill over ragged queries, planned
-once a step.
+"""Attention with FlashInfer: paged decode and ragged paged prefill, planned once per step.
 
-A step in which every request has one row goes to the decode wrapper, any other step to the prefill
-wrapper, all requests together. Layers with the same cache group, mask, heads, scale and soft cap
-share a plan. With a window, blocks before the first visible key are left out of the tables. Knows
-FlashInfer's interface and no op's formula. Source: docs.flashinfer.ai, `flashinfer.decode` and
-`flashinfer.prefill`.
+Steps with one row per request use the decode wrapper, others the prefill wrapper for all requests.
+Layers with the same cache group, mask, heads, scale and soft cap share a plan. With a window,
+blocks before the first visible key are omitted from the tables. Source: docs.flashinfer.ai,
+`flashinfer.decode` and `flashinfer.prefill`.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from octavo.program import ops
 from octavo.program.program import Op, Program
 
 WORKSPACE_BYTES = 128 << 20
-"""Size of the workspace in which FlashInfer keeps the splits of long contexts until it merges them,
-as it recommends. All plans share one workspace, because one runs at a time."""
+"""Workspace size that FlashInfer recommends for split states of long contexts. Plans run one at a
+time and share it."""
 
 HEAD_WIDTHS = (64, 128, 256)
-"""Head widths that FlashInfer's kernels are built for on every device."""
+"""Head sizes that FlashInfer supports on every device."""
 
 KV_DTYPES = (torch.float16, torch.bfloat16)
 LAYOUT = "NHD"
@@ -41,18 +39,18 @@ LAYOUT = "NHD"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """Blocks and rows of the n requests that have both rows and keys, as FlashInfer wants them."""
+    """Pages and rows of the n requests with both rows and keys, in FlashInfer's format."""
 
     query_starts: NDArray[np.int32]
     """First row of each request among `rows`, and the end, `[n + 1]`."""
     starts: NDArray[np.int32]
     """First entry of each request in `blocks`, and the end, `[n + 1]`."""
     blocks: NDArray[np.int32]
-    """Block ids of all requests, one request behind the other."""
+    """Block ids of all requests, concatenated."""
     last_lens: NDArray[np.int32]
-    """Number of keys in each request's last block, `[n]`."""
+    """Keys in each request's last block, `[n]`."""
     rows: NDArray[np.int64] | None
-    """Rows of the step that belong to these requests; None where all do."""
+    """Step rows of these requests; None: all rows."""
 
     @property
     def is_decode(self) -> bool:
@@ -61,10 +59,10 @@ class Pages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedWrapper:
-    """A FlashInfer wrapper that has planned this step."""
+    """A FlashInfer wrapper with a plan for this step."""
 
     wrapper: Any
-    """None where no request has pages."""
+    """None if no request has pages."""
     rows: Tensor | None
     """`Pages.rows` on the device."""
 
@@ -78,7 +76,7 @@ class FlashInfer:
     rope_write = None
 
     def __init__(self, kernels: Any, device: torch.device) -> None:
-        """Takes the package `flashinfer` as `kernels`, so that tests can pass a stand-in."""
+        """`kernels` is the package `flashinfer`; tests pass a substitute."""
         self._kernels = kernels
         self._device = device
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -158,7 +156,7 @@ class FlashInfer:
         )
 
     def _wrapper(self, is_decode: bool, kind: Hashable) -> Any:
-        """Returns the wrapper of a kind of layers; each has its own, as one holds one plan."""
+        """Returns the wrapper of a kind of layers; a wrapper holds a single plan."""
         key = (is_decode, kind)
         if key not in self._wrappers:
             kernels = self._kernels
@@ -173,9 +171,7 @@ class FlashInfer:
 
 
 def flashinfer_on(device: torch.device) -> FlashInfer:
-    """Returns the kernels. Raises BackendUnavailable on a device other than CUDA, or where the
-    package is missing.
-    """
+    """Returns the kernels; raises BackendUnavailable without CUDA or the package."""
     if device.type != "cuda":
         hint = "--attention-backend sdpa computes on any device"
         raise BackendUnavailable(
@@ -222,5 +218,5 @@ def _starts(counts: NDArray[Any]) -> NDArray[np.int32]:
 
 
 def _kind(call: AttentionCall) -> tuple[Hashable, ...]:
-    """Returns what layers must have in common to share a plan."""
+    """Returns the key by which layers share a plan."""
     return (call.group, call.full, call.window, call.q.shape[1], call.scale, call.softcap)

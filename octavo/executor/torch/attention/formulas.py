@@ -1,5 +1,5 @@
-"""The attention ops of a Program on the device: each makes an `AttentionCall`, or a
-`RopeWriteCall`, and hands it to the chosen kernels.
+"""The attention ops of a Program: each builds an `AttentionCall` or a `RopeWriteCall` for the
+chosen kernels.
 
 `ATTENTION_FORMULAS` is the dispatch table. Formulas and sources: `ops.Attention`,
 `ops.MlaAttention`.
@@ -47,8 +47,10 @@ def attention(op: ops.Attention, step: Step) -> Made:
 
 
 def mla_attention(op: ops.MlaAttention, step: Step) -> Made:
-    """Computes latent attention in either form. Absorbed: queries turn into latent space and share
-    one head of latents. Expanded: each head has keys and values of its own.
+    """Computes latent attention.
+
+    Absorbed: queries are projected to latent space and share one head of latents. Expanded: each
+    head has its own keys and values.
     """
     at = step.program.group_index(op.group)
     cache = step.kv[at]
@@ -105,8 +107,9 @@ def rope_write(op: RopeWrite, step: Step) -> Made:
 def _paging(
     step: Step, at: int, *, full: bool, window: int | None, chunks: bool = False
 ) -> dict[str, Any]:
-    """Returns the fields of an `AttentionCall` that say where cache group `at` keeps its keys and
-    which of them a row sees. Layers with the same mask share one `QueryRows`.
+    """Returns the paging and mask fields of an `AttentionCall`.
+
+    Layers with the same mask share one `QueryRows`.
     """
     return {
         "block_tables": step.inputs["block_tables"][at],

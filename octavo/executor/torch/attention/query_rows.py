@@ -1,8 +1,8 @@
-"""Rows of a step by request, and the keys they see: worked out on the host, once a step and kind of
+"""Groups a step's rows by request and computes their visible keys, on the host, once per step and
 mask.
 
-Requests of one row (decode) are computed together. Requests of several rows (prefill, drafts) are
-computed one by one, each from its first visible key to its last.
+Requests with one row (decode) are computed together, those with several (prefill, draft
+verification) one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo.executor.torch.streams import on_device
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows start .. stop - 1 of one request, and the keys first_key .. last_key - 1 they see."""
+    """Rows start..stop-1 of one request and their visible keys first_key..last_key-1."""
 
     request: int
     start: int
@@ -31,25 +31,25 @@ class Span:
 
     @property
     def blocks(self) -> slice:
-        """Entries of the request's block table that hold its visible keys."""
+        """Block table entries that contain the visible keys."""
         return slice(self.first_key // BLOCK_SIZE, -(-self.last_key // BLOCK_SIZE))
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """A step's rows, by requests of one row (`singles`) and of several (`spans`)."""
+    """A step's rows: requests with one row (`singles`) and with several (`spans`)."""
 
     spans: tuple[Span, ...]
     num_singles: int
     first_block: int = 0
-    """First entry of a block table that any single row reads."""
+    """First block table entry that any single row reads."""
     last_block: int = 0
-    """End of the entries of a block table that any single row reads."""
+    """End of the block table entries that single rows read."""
     singles: Tensor | None = None
-    """Requests that have one row, `[n] int64` on the device; None where every row of the step is
-    such a request, in order."""
+    """Requests with one row, `[n] int64` on the device; None if these are all rows of the step, in
+    order."""
     rows: Tensor | None = None
-    """Rows of `singles`, `[n] int64` on the device; None where `singles` is."""
+    """Rows of `singles`, `[n] int64` on the device; None if `singles` is."""
 
 
 def query_rows_of(
@@ -79,7 +79,7 @@ def query_rows_of(
 
 
 def first_keys(places: NDArray[np.int32], window: int | None, *, chunks: bool) -> NDArray[np.int32]:
-    """Returns the first key that each row sees, below 0 where all before it are seen."""
+    """Returns each row's first visible key; negative if all previous keys are visible."""
     if window is None:
         return np.zeros_like(places)
     firsts: NDArray[np.int32] = places - places % window if chunks else places + 1 - window

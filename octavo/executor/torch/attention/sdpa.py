@@ -1,8 +1,8 @@
-"""Attention in plain torch, on any device: keys are gathered through the block tables, then
-multiplied by PyTorch's scaled dot product attention.
+"""Attention in plain PyTorch on any device: gathers keys through the block tables and uses
+PyTorch's scaled dot product attention.
 
-Where a call has a soft cap, sinks or a bias, the formula is computed in fp32 instead. At most
-`MOST_SCORES` scores are in memory at a time. Computes every call, whatever its attributes.
+Calls with a soft cap, sinks or a bias are computed explicitly in fp32. At most `MOST_SCORES` scores
+are in memory at once. Supports every call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.executor.torch.attention.query_rows import Span
 from octavo.program.program import Op, Program
 
 MOST_SCORES = 1 << 26
-"""Upper bound on the scores computed at a time."""
+"""Most scores computed at once."""
 
 
 class Sdpa:
@@ -44,14 +44,14 @@ class Sdpa:
 
 
 class _Keys(NamedTuple):
-    """The keys of rows that are the only ones of their requests."""
+    """Keys of requests with a single row."""
 
     places: Tensor
-    """Places of the rows, `[R]`."""
+    """`[R]`"""
     tables: Tensor
     context_lens: Tensor
     limits: Tensor | None
-    """One past the last key that each row sees, `[R]`; None: its place + 1."""
+    """One past the last visible key of each row, `[R]`; None: its place + 1."""
 
 
 def _attend(call: AttentionCall) -> Tensor:
@@ -77,7 +77,7 @@ def _attend(call: AttentionCall) -> Tensor:
 
 
 def _decode(call: AttentionCall, q: Tensor, rows: _Keys) -> Tensor:
-    """Computes requests of one row, `q [R, H, Dk]`, all over as many blocks as the longest."""
+    """Computes requests with one row, `q [R, H, Dk]`, over as many blocks as the longest."""
     places, tables, context_lens, limits = rows
     first, last = call.rows.first_block, call.rows.last_block
     at_once = max(1, MOST_SCORES // max(1, (last - first) * BLOCK_SIZE * q.shape[1] * 4))
@@ -97,7 +97,7 @@ def _decode(call: AttentionCall, q: Tensor, rows: _Keys) -> Tensor:
 
 
 def _prefill(call: AttentionCall, span: Span) -> Tensor:
-    """Computes the rows of one request, `[t, H, v_width]`."""
+    """Computes one request's rows, `[t, H, v_width]`."""
     blocks = span.blocks
     keys = torch.arange(blocks.start * BLOCK_SIZE, blocks.stop * BLOCK_SIZE, device=call.q.device)
     within = ((keys >= span.first_key) & (keys < span.last_key))[None]
@@ -118,13 +118,15 @@ def _prefill(call: AttentionCall, span: Span) -> Tensor:
 
 
 def _first_keys(places: Tensor, window: int, *, chunks: bool) -> Tensor:
-    """Returns the first key that each row sees."""
+    """Returns each row's first visible key."""
     return places - places % window if chunks else places + 1 - window
 
 
 def _gather(call: AttentionCall, tables: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns keys and values `[N, n, K, width]` of `tables [N, B]`, with zeros where `seen [N, n]`
-    is False: unused slots may hold NaN, which a weight of 0 would not remove.
+    """Gathers keys and values `[N, n, K, width]` of `tables [N, B]`, zero where `seen [N, n]` is
+    False.
+
+    Unused slots may contain NaN, which a weight of 0 would not remove.
     """
     k, v = (
         stored.read(tables).masked_fill(~seen[:, :, None, None], 0) for stored in (call.k, call.v)
@@ -135,9 +137,10 @@ def _gather(call: AttentionCall, tables: Tensor, seen: Tensor) -> tuple[Tensor, 
 def _product(
     call: AttentionCall, q: Tensor, kv: tuple[Tensor, Tensor], seen: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Computes `[N, M, H, Dv]` in q's dtype from `q [N, M, H, Dk]`, keys and values
-    `kv [N, n, K, Dk]` and `[N, n, K, Dv]`, and `seen [N, M, n]`. The query heads of one KV head are
-    rows of one product.
+    """Computes `[N, M, H, Dv]` in q's dtype from `q [N, M, H, Dk]`, `kv` (`[N, n, K, Dk]`, `[N, n,
+    K, Dv]`) and `seen [N, M, n]`.
+
+    The query heads of a KV head are rows of one matmul.
     """
     num, rows, heads, _ = q.shape
     kv_heads = kv[0].shape[2]
@@ -163,7 +166,7 @@ def _product(
 def _weights(
     call: AttentionCall, q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Returns each key's weight `[N, K, H / K * M, n] fp32` for `q [N, K, H / K * M, Dk]`."""
+    """Returns attention weights `[N, K, H / K * M, n] fp32` for `q [N, K, H / K * M, Dk]`."""
     num, kv_heads, _, _ = q.shape
     scores = (q.float() * call.scale) @ k.float().transpose(-1, -2)
     if call.softcap is not None:

@@ -1,7 +1,7 @@
-"""Attention by Triton's kernels: which ops they compute, and how a call is launched.
+"""Triton attention kernels: supported ops and launches.
 
-Rows of requests of one row go to `decode.py` and `merge.py`, all others to `prefill.py`; both read
-the step's arrays on the device alone, so a captured launch serves any lengths. Tiles come from
+Requests with one row use `decode.py` and `merge.py`, others `prefill.py`; both read the step's
+arrays on the device only, so a captured launch works for any lengths. Tile sizes come from
 `attention_tiles.py`.
 """
 
@@ -41,13 +41,13 @@ from octavo.program.program import Op, Program
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 MOST_STATE_BYTES = 256 << 20
-"""Upper bound on the states of splits in memory at a time: 256 requests of 32 heads of 128 and
-contexts of 8,192 in one launch. Further requests go in launches of their own."""
+"""Most bytes of split states at once: 256 requests of 32 heads of 128 with contexts of 8,192 in one
+launch. Further requests use additional launches."""
 
 ENOUGH_PROGRAMS = 8192
-"""Number of programs beyond which a launch of decode is not cut further: some waves of what a large
-GPU runs at once. With more runs and heads each takes fewer programs, so that a captured launch for
-the longest context does not consist of programs without keys."""
+"""Programs beyond which a decode launch is not split further: a few waves on a large GPU. With more
+runs and heads each uses fewer programs, so that a captured launch for the longest context does not
+consist of idle programs."""
 
 
 class TritonAttention:
@@ -64,9 +64,7 @@ class TritonAttention:
         share_prefixes: bool = True,
         shared_bytes: int | None = None,
     ) -> None:
-        """`shared_bytes` is the shared memory that a program may have (`fit.shared_bytes`); None
-        where it has any.
-        """
+        """`shared_bytes` is the shared memory per program (`fit.shared_bytes`); None: unlimited."""
         self._device = device_name(device)
         self._tiles = AttentionTiles(device, fixed_tiles=fixed_tiles, shared_bytes=shared_bytes)
         self.is_invariant = fixed_tiles
@@ -94,7 +92,7 @@ class TritonAttention:
         return out
 
     def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
-        """Returns the bytes of the states of splits; all layers use the same memory."""
+        """Returns the bytes of split states; all layers share the memory."""
         shapes = {
             _state_shape(op, program)
             for op in program.ops
@@ -105,8 +103,8 @@ class TritonAttention:
         return min(MOST_STATE_BYTES, max(sizes, default=0))
 
     def arrays_of(self, program: Program) -> StepArraysMaker:
-        """Returns what finds the runs over shared prefixes, for each kind of mask that the
-        Program's attention has.
+        """Returns a function that finds shared-prefix runs for each mask in the Program's
+        attention.
         """
         masks: dict[str, PrefixMask] = {}
         for op in program.ops if self._share_prefixes else ():
@@ -216,21 +214,19 @@ def _launch_decode(
 
 
 def programs_a_tile(num_tiles: int, num_splits: int) -> int:
-    """Returns how many programs share a tile's splits: one for each split, unless fewer make enough
-    programs together.
+    """Returns how many programs share a tile's splits: one per split, unless fewer suffice to fill
+    the GPU.
     """
     return min(num_splits, -(-ENOUGH_PROGRAMS // num_tiles))
 
 
 def _own_runs(own_splits: Tensor | None) -> Runs:
-    """Returns the runs of one slot each, which leave the splits before `own_splits` to others."""
+    """Returns runs of one slot each, which start at split `own_splits`."""
     return Runs(slots=None, splits=None, own_splits=own_splits, ROWS=tl.constexpr(1))
 
 
 def _runs_of(call: AttentionCall) -> tuple[Runs, Runs | None]:
-    """Returns the runs of one slot each, and those over shared prefixes, which are None where no
-    requests share one.
-    """
+    """Returns the runs of one slot each, and those over shared prefixes, if any."""
     names = array_names(call.group, call.window, full=call.full)
     if names.slots not in call.inputs:
         return _own_runs(None), None
@@ -240,14 +236,14 @@ def _runs_of(call: AttentionCall) -> tuple[Runs, Runs | None]:
 
 
 def _widths_of(op: ops.Attention | ops.MlaAttention) -> tuple[int, int]:
-    """Returns the columns of a key and of a value; of latent attention in its absorbed form."""
+    """Returns the key and value widths; for latent attention those of the absorbed form."""
     if isinstance(op, ops.MlaAttention):
         return op.latent_width + op.rope_width, op.latent_width
     return op.q.width // op.num_heads, op.out.width // op.num_heads
 
 
 def _state_shape(op: ops.Attention | ops.MlaAttention, program: Program) -> tuple[int, int]:
-    """Returns the number of query heads, and the width of each head's sum of values."""
+    """Returns the number of query heads, and the accumulator width of each."""
     if isinstance(op, ops.MlaAttention):
         return op.num_heads, op.latent_width
     return op.num_heads, program.group(op.group).v_width

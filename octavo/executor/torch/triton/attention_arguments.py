@@ -1,8 +1,8 @@
-"""The arguments of the attention kernels, bundled: tensors and numbers of a launch, and the
-constants that it is compiled for (in capitals, `tl.constexpr`).
+"""Argument bundles of the attention kernels: tensors and numbers of a launch, and compile-time
+constants (in capitals, `tl.constexpr`).
 
-Kernels read a bundle's fields and never import this file, but for the bundles in `splits.py` that
-they make themselves. Knows calls and kernels' arguments, no arithmetic.
+Kernels read the bundles' fields without importing this file; bundles that kernels create are in
+`splits.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from octavo.executor.torch.triton.numbers import dot_dtype, dot_precision
 
 
 class Queries(NamedTuple):
-    """Queries `[T, H, K_WIDTH]`, rows and heads at any stride."""
+    """Queries `[T, H, K_WIDTH]`, with arbitrary row and head strides."""
 
     numbers: Tensor
     row_stride: int
     head_stride: int
     DTYPE: tl.constexpr
-    """Type in which tiles are multiplied."""
+    """Dtype of tile products."""
 
     @staticmethod
     def of(call: AttentionCall) -> Queries:
@@ -34,7 +34,7 @@ class Queries(NamedTuple):
 
 
 class PagedKv(NamedTuple):
-    """Keys and values of one layer as `KvTensor` has them, and the block tables `[R, B]`."""
+    """Keys and values of one layer as in `KvTensor`, and the block tables `[R, B]`."""
 
     k: Tensor
     v: Tensor
@@ -44,7 +44,7 @@ class PagedKv(NamedTuple):
     table_width: int
     HEADS: tl.constexpr
     K_STRIDE: tl.constexpr
-    """Numbers from one head's key to the next."""
+    """Elements from one head's key to the next."""
     V_STRIDE: tl.constexpr
 
     @staticmethod
@@ -64,20 +64,20 @@ class PagedKv(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How a product of query and key becomes a score in base 2."""
+    """Conversion of query-key products to scores in base 2."""
 
     scale: float
     cap: float
-    """Soft cap, times log2(e); 0.0 without one."""
+    """Soft cap times log2(e); 0.0 without one."""
     bias: Tensor | None
-    """ALiBi's slopes `[H]`, or a bias by distance `[H, 2 * BIAS_LIMIT + 1]`."""
+    """ALiBi slopes `[H]`, or a bias by distance `[H, 2 * BIAS_LIMIT + 1]`."""
     BIAS: tl.constexpr
     """`splits.NO_BIAS`, `SLOPES` or `BY_DISTANCE`."""
     BIAS_LIMIT: tl.constexpr
     """Distance beyond which a bias by distance is constant."""
     CAPPED: tl.constexpr
     PRECISION: tl.constexpr
-    """`input_precision` of the products."""
+    """`input_precision` of tile products."""
 
     @staticmethod
     def of(call: AttentionCall) -> Scoring:
@@ -95,14 +95,14 @@ class Scoring(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The keys of its request that a row sees."""
+    """Which keys of its request a row sees."""
 
     WINDOW: tl.constexpr
-    """Number of keys that a row sees, its own included; 0 without a window."""
+    """Keys that a row sees, including its own; 0 without a window."""
     CHUNK: tl.constexpr
-    """Number of keys of a chunk, of which a row sees its own chunk's; 0 without chunks."""
+    """Keys per chunk; a row sees only its own chunk. 0 without chunks."""
     FULL: tl.constexpr
-    """Whether a row sees every key, whatever the place of the key."""
+    """Whether a row sees every key."""
 
     @staticmethod
     def of(call: AttentionCall) -> Mask:
@@ -111,7 +111,7 @@ class Mask(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """Columns of a key and of a value, and of the tiles that hold them."""
+    """Widths of a key and a value, and of their tiles."""
 
     K: tl.constexpr
     V: tl.constexpr
@@ -134,13 +134,13 @@ class HeadTile(NamedTuple):
     HEADS: tl.constexpr
     """Query heads of the layer."""
     SHARE: tl.constexpr
-    """Query heads of a KV head."""
+    """Query heads per KV head."""
     PARTS: tl.constexpr
-    """Tiles that the query heads of one KV head take."""
+    """Tiles per KV head."""
     LANE_HEADS: tl.constexpr
-    """Query heads of a tile."""
+    """Query heads per tile."""
     ROWS: tl.constexpr
-    """Rows of a tile."""
+    """Rows per tile."""
 
     @staticmethod
     def of(call: AttentionCall, block_m: int) -> HeadTile:
@@ -152,56 +152,53 @@ class HeadTile(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The requests of one row of a launch; a slot is one of them."""
+    """Single-row requests of a launch; a slot is one of them."""
 
     places: Tensor
-    """Place (key index) of each row of the step, `[T]`."""
+    """Key index of each row of the step, `[T]`."""
     context_lens: Tensor
-    """Number of keys of each request of the step, `[R]`."""
+    """Keys of each request of the step, `[R]`."""
     row_of: Tensor | None
-    """Row of each slot; None where slot s is row s."""
+    """Row of each slot; None: slot s is row s."""
     request_of: Tensor | None
-    """Request of each slot; None where slot s is request s."""
+    """Request of each slot; None: slot s is request s."""
     first: int
     """First slot of the launch."""
 
 
 class SplitStates(NamedTuple):
-    """States of splits, written by `decode.py` and read by `merge.py`."""
+    """Split states, written by `decode.py` and read by `merge.py`."""
 
     sums: Tensor
-    """The m and l of each split, `[slots, H, splits, 2] fp32`."""
+    """m and l of each split, `[slots, H, splits, 2] fp32`."""
     accs: Tensor
-    """Weighted sums of values, `[slots, H, splits, V] fp32`."""
+    """Weighted value sums, `[slots, H, splits, V] fp32`."""
     num_splits: int
 
 
 class Runs(NamedTuple):
-    """The slots that a program of `decode.py` computes together, and the splits it reads of
-    them.
-    """
+    """Slots that a program of `decode.py` computes together, and the splits that it reads."""
 
     slots: Tensor | None
-    """Slots of each shared run, `[runs, ROWS]`, -1 where there is none; None where run r is the
-    slot r by itself."""
+    """Slots of each shared run, `[runs, ROWS]`, -1 for none; None: run r is slot r alone."""
     splits: Tensor | None
-    """Number of leading splits that each shared run reads, `[runs]`."""
+    """Leading splits that each shared run reads, `[runs]`."""
     own_splits: Tensor | None
     """First split that each slot's own run reads, `[slots]`."""
     ROWS: tl.constexpr
 
 
 class Requests(NamedTuple):
-    """The requests of a step, as `prefill.py` reads them."""
+    """Requests of a step, for `prefill.py`."""
 
     places: Tensor
-    """Place (key index) of each row, `[T]`."""
+    """Key index of each row, `[T]`."""
     context_lens: Tensor
-    """Number of keys of each request, `[R]`."""
+    """Keys of each request, `[R]`."""
     query_starts: Tensor
     """First row of each request, and the end, `[R + 1]`."""
     num: int
-    """R, the number of requests."""
+    """Number of requests, R."""
 
 
 def _dtypes(call: AttentionCall) -> tuple[Any, ...]:
@@ -220,14 +217,12 @@ def _bias(call: AttentionCall) -> tuple[Tensor | None, int, int]:
 
 
 def tile_width(width: int) -> int:
-    """Returns the columns of a tile for `width` of them: a power of two, at least the 16 that a
-    product's tile needs.
-    """
+    """Returns the tile width for `width` columns: a power of two, at least 16."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def two_widths(width: int) -> tuple[int, int]:
-    """Cuts a row's columns into one tile or two, whichever pads less: 128 is (128, 0), 80 is
+    """Splits a row's columns into one or two tiles, whichever pads less: 128 is (128, 0), 80 is
     (64, 16), 192 is (128, 64), 24 is (32, 0).
     """
     whole = tile_width(width)

@@ -1,8 +1,8 @@
-"""Which tiles the attention kernels of one device use: those of the table (`tuning.py`), made small
-enough for its shared memory where they were not measured on it (`fit.py`).
+"""Tile sizes of the attention kernels on one device: from the table (`tuning.py`), reduced to fit
+its shared memory if they were not measured on it (`fit.py`).
 
-With fixed tiles, prefill and shared prefixes have decode's tile, so that a row's bits do not depend
-on which kernel computes it. Knows widths and dtypes, no kernel.
+With fixed tiles, prefill and shared prefixes use decode's tile, so that a row's bits do not depend
+on the kernel.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from octavo.executor.torch.triton.tuning import is_measured, tuned
 
 
 class AttentionTiles:
-    """The tiles of one device."""
+    """Tile sizes of one device."""
 
     def __init__(
         self, device: torch.device, *, fixed_tiles: bool, shared_bytes: int | None
     ) -> None:
-        """`shared_bytes` is the shared memory that a program may have; None where it has any."""
+        """`shared_bytes` is the shared memory per program; None: unlimited."""
         self._device = device_name(device)
         self._shared_bytes = shared_bytes
         self._prefill = "decode_attention" if fixed_tiles else "prefill_attention"
         self._shared = "decode_attention" if fixed_tiles else "shared_attention"
 
     def refusal(self, k_width: int, v_width: int, kv_dtype: torch.dtype) -> str | None:
-        """Says in words why no tile of such heads fits into shared memory; None where one does."""
+        """Returns the reason why no tile of such heads fits into shared memory, or None."""
         if self._shared_bytes is None:
             return None
         itemsize = 4 if kv_dtype == torch.float32 else 2
@@ -49,9 +49,9 @@ class AttentionTiles:
         return self._tile(self._prefill, call)
 
     def rows_a_run(self, k_width: int, v_width: int, share: int) -> int:
-        """Returns the number of rows, each with `share` query heads a KV head, that a run over a
-        shared prefix has. It cannot depend on the cache's dtype, since runs are planned before any
-        call is made.
+        """Returns the rows of a shared-prefix run, each with `share` query heads per KV head.
+
+        Independent of the cache's dtype, because runs are planned before any call.
         """
         launch = tuned(self._shared, self._device, width=max(k_width, v_width), group=share)
         return self._fitted_rows(launch, _tile_widths(k_width, v_width))["BLOCK_M"] // share
@@ -81,5 +81,5 @@ class AttentionTiles:
 
 
 def _tile_widths(k_width: int, v_width: int) -> tuple[int, int]:
-    """Returns the columns of a tile of keys, and of a tile of values."""
+    """Returns the widths of a key tile and of a value tile."""
     return sum(two_widths(k_width)), tile_width(v_width)

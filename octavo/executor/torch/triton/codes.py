@@ -1,4 +1,4 @@
-"""Integer codes as floats, made of their bits.
+"""Converts integer codes to floats by bit manipulation.
 
 A GPU converts one integer in the time of eight other operations of a lane. But where a float's
 lowest bits are a code, and the bits above them those of a power of two, the float is that power
@@ -20,12 +20,12 @@ import triton.language as tl
 from octavo.executor.torch.triton.numbers import PTX, rounded
 
 NIBBLE_BASE = tl.constexpr(128.0)
-"""Number that `based_nibbles` adds to a code."""
+"""Offset that `based_nibbles` adds to a code."""
 
 
 @triton.jit
 def based_nibbles(packed):
-    """Returns NIBBLE_BASE plus the low and the high half of each byte, two tiles in fp32."""
+    """Returns NIBBLE_BASE plus the low and the high half of each byte, as two fp32 tiles."""
     if PTX:
         low, high = tl.inline_asm_elementwise(
             """{
@@ -56,7 +56,7 @@ def based_nibbles(packed):
 
 @triton.jit
 def bytes_in_fp32(codes):
-    """Returns codes of up to 8 bits in fp32."""
+    """Converts codes of up to 8 bits to fp32."""
     if PTX and codes.dtype == tl.int8:
         based = tl.inline_asm_elementwise(
             """{
@@ -96,8 +96,9 @@ def bytes_in_fp32(codes):
 
 @triton.jit
 def bytes_in(codes, dtype: tl.constexpr):
-    """Returns int8 codes in `dtype`, which holds them all. In bf16, with b the bit 7 of a code and
-    c its other bits, it is (128 + c) - (128 + 128 b).
+    """Converts int8 codes to `dtype` exactly.
+
+    In bf16, with b bit 7 of a code and c its other bits, it is (128 + c) - (128 + 128 b).
     """
     if PTX and codes.dtype == tl.int8 and dtype == tl.bfloat16:
         values = tl.inline_asm_elementwise(
@@ -126,7 +127,7 @@ def bytes_in(codes, dtype: tl.constexpr):
 
 @triton.jit
 def pairs_in(words, dtype: tl.constexpr):
-    """Returns the low and the high byte of int16 words, int8 codes, as two tiles in `dtype`."""
+    """Converts the low and high bytes of int16 words, int8 codes, to two tiles in `dtype`."""
     if PTX and dtype == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
             """{

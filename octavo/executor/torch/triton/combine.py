@@ -1,4 +1,4 @@
-"""Experts' rows summed by their weights, in the order of the choice.
+"""Sums expert rows by their weights, in the order of the choice.
 
     program (t, n)  out[t, n*BLOCK ...] = weights[t, 0] * x[t*k] + weights[t, 1] * x[t*k + 1] + ...
     in fp32, rounded once
@@ -23,7 +23,7 @@ def carries(x: Tensor, weights: Tensor) -> bool:
 
 
 def combine_rows(x: Tensor, weights: Tensor) -> Tensor:
-    """Sums `x [T*k, W]` by `weights [T, k] fp32`: `[T, W]`."""
+    """Sums `x [T*k, W]` weighted by `weights [T, k] fp32`: `[T, W]`."""
     num_rows, width = len(weights), x.shape[1]
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     if num_rows:

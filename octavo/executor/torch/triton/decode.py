@@ -1,5 +1,5 @@
-"""Attention of requests of one row each, split over their contexts: writes the states of splits,
-which `merge.py` turns into results.
+r"""Decode attention, split over contexts: writes split states, which `merge.py` combines into
+results.
 
     program (run, kv head and part of its query heads, z) takes the splits first + z, first + z + Z
     ... of its run, one by one
@@ -7,7 +7,7 @@ which `merge.py` turns into results.
     lanes of a tile, 3 query heads a KV head, BLOCK_M = 16:
         a run of one row      h0 h1 h2  .  .  .  .  .  .  .  .  .  .  .  .  .
         a shared run          h0 h1 h2 h0 h1 h2 h0 h1 h2 h0 h1 h2 h0 h1 h2  .
-                              \\ row 0 / \\ row 7 / \\ row 9 / ...
+                              \ row 0 / \ row 7 / \ row 9 / ...
 
     slot: one of the step's requests of one row
 
@@ -45,9 +45,8 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Writes `states` (`SplitStates`). The arguments are bundles of `attention_arguments.py`: in
-    their order `SplitStates`, `Queries`, `PagedKv`, `Scoring`, `Mask`, `Widths`, `HeadTile`,
-    `Slots`, `Runs`.
+    """Writes `states` (`SplitStates`). The arguments are bundles of `attention_arguments.py`:
+    `SplitStates`, `Queries`, `PagedKv`, `Scoring`, `Mask`, `Widths`, `HeadTile`, `Slots`, `Runs`.
     """
     run = tl.program_id(0)
     kv_head = tl.program_id(1) // heads.PARTS

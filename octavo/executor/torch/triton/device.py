@@ -1,8 +1,8 @@
-"""Whether Triton's kernels run on a device, and the device's name in the table of tiles. Imports no
-Triton.
+"""Whether Triton's kernels run on a device, and the device's name in the table of tiles. Does not
+import Triton.
 
-On a CPU they run in Triton's interpreter, which computes with NumPy: slow, for tests. It has to be
-chosen before Triton is imported.
+On a CPU they run in Triton's NumPy interpreter: slow, for tests. It must be selected before Triton
+is imported.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ HINT_ON_CPU = f"{PLAIN}; TRITON_INTERPRET=1 in the environment runs the kernels 
 
 
 def is_interpreted() -> bool:
-    """Returns whether the environment asks for Triton's interpreter, by Triton's own rule."""
+    """Returns whether the environment enables Triton's interpreter, by Triton's own rule."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def refusal(device: torch.device) -> tuple[str, str] | None:
-    """Says why the kernels cannot run on a device, with a hint; None where they can."""
+    """Returns the reason why the kernels cannot run on a device and a hint, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed", f"{INSTALL}; {PLAIN}"
     if is_interpreted():
@@ -42,7 +42,7 @@ def refusal(device: torch.device) -> tuple[str, str] | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns a device's name in the table: the GPU's own name, or the interpreter."""
+    """Returns the device's name in the table: the GPU's name, or the interpreter."""
     return (
         torch.cuda.get_device_name(device)
         if device.type == "cuda" and not is_interpreted()

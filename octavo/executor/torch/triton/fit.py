@@ -1,5 +1,4 @@
-"""Tiles of attention made small enough for a device's shared memory, where the table has none that
-were measured on it.
+"""Reduces attention tiles to a device's shared memory if the table has none measured on it.
 
 What a program keeps there while it computes, as compiled for capabilities 8.0 to 9.0 (Triton 3.9),
 in numbers of the product's type:
@@ -20,17 +19,17 @@ import torch
 from octavo.api.errors import BackendUnavailable
 
 LEAST = 16
-"""Least rows and columns of a product's tile."""
+"""Smallest number of rows and columns of a product tile."""
 
 WARPS_BYTES = 1 << 10
 
 LEAST_SHARED_BYTES = 99 << 10
-"""Shared memory of a program where PyTorch does not say: the least among current GPUs."""
+"""Shared memory per program if PyTorch does not report it: the smallest among current GPUs."""
 
 
 def shared_bytes(device: torch.device) -> int | None:
-    """Returns the shared memory that a program may have on a GPU, in bytes; None elsewhere, because
-    the interpreter has no limit.
+    """Returns a GPU's shared memory per program in bytes; None elsewhere: the interpreter has no
+    limit.
     """
     if device.type != "cuda":
         return None
@@ -43,8 +42,8 @@ def shared_bytes(device: torch.device) -> int | None:
 
 
 def attention_bytes(m: int, n: int, widths: tuple[int, int], itemsize: int) -> int:
-    """Returns an upper bound on the shared memory of a tile, in bytes. `widths` are the columns of
-    a tile of keys and of a tile of values.
+    """Returns an upper bound of a tile's shared memory in bytes; `widths` are those of a key tile
+    and a value tile.
     """
     return itemsize * ((m + n) * widths[0] + n * widths[1] + m * n) + WARPS_BYTES
 
@@ -57,8 +56,10 @@ def fitted(
     *,
     keep_rows: bool = False,
 ) -> dict[str, int]:
-    """Halves BLOCK_N or BLOCK_M, the larger one first, until the launch fits; with `keep_rows` only
-    BLOCK_N. Raises BackendUnavailable where the smallest tile is too large.
+    """Halves BLOCK_N or BLOCK_M, the larger first, until the launch fits; with `keep_rows` only
+    BLOCK_N.
+
+    Raises BackendUnavailable if the smallest tile does not fit.
     """
     m, n = launch["BLOCK_M"], launch["BLOCK_N"]
     while (needed := attention_bytes(m, n, widths, itemsize)) > most_bytes:
@@ -80,7 +81,7 @@ def too_large(widths: tuple[int, int], needed: int, most_bytes: int) -> str:
 
 
 def refusal(widths: tuple[int, int], itemsize: int, most_bytes: int) -> str | None:
-    """Says in words why no tile fits, or None where one does."""
+    """Returns the reason why no tile fits, or None."""
     needed = attention_bytes(LEAST, LEAST, widths, itemsize)
     return too_large(widths, needed, most_bytes) if needed > most_bytes else None
 
@@ -88,8 +89,8 @@ def refusal(widths: tuple[int, int], itemsize: int, most_bytes: int) -> str | No
 def fitted_rows(
     launch: Mapping[str, int], widths: tuple[int, int], most_bytes: int
 ) -> dict[str, int]:
-    """Halves the rows of a launch until some keys fit beside them in any type: shared runs are
-    planned before the type of the call is known.
+    """Halves the rows of a launch until some keys fit in any dtype, because shared runs are planned
+    before the dtype is known.
     """
     m = launch["BLOCK_M"]
     while m > LEAST and attention_bytes(m, LEAST, widths, torch.float32.itemsize) > most_bytes:

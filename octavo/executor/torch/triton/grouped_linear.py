@@ -1,4 +1,5 @@
-"""Products of expert rows, each with its expert's matrix: rows sorted by expert, one expert a tile.
+"""Matmuls of expert rows with their expert's matrix: rows are sorted by expert, with one expert per
+tile.
 
     x [R, in]   experts [R]   W [E, out, in], plain or packed
     order [R]: rows sorted by expert, those of one expert in their own order
@@ -32,12 +33,12 @@ from octavo.executor.torch.triton.tuning import tuned
 from octavo.executor.torch.weights.device_weight import DeviceWeight
 
 FEW_ROWS = 32
-"""Mean number of rows of an expert up to which tiles have 16 rows; beyond they have 64."""
+"""Mean rows per expert up to which tiles have 16 rows; beyond, 64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRows:
-    """Rows of a step sorted by expert, and cut into tiles of one expert each; int64, on the
+    """Rows of a step sorted by expert and divided into tiles of one expert each; int64, on the
     device.
     """
 
@@ -46,17 +47,17 @@ class ExpertRows:
     order: Tensor
     """Rows sorted by expert, `[R]`."""
     tile_experts: Tensor
-    """Expert of each tile, `[tiles]`; E where the tile is empty."""
+    """Expert of each tile, `[tiles]`; E for an empty tile."""
     tile_starts: Tensor
-    """First place in `order` of each tile, `[tiles]`."""
+    """First index in `order` of each tile, `[tiles]`."""
     tile_stops: Tensor
-    """End of each tile's places in `order`, `[tiles]`."""
+    """End index in `order` of each tile, `[tiles]`."""
     tile_rows: int
-    """Most rows of a tile."""
+    """Rows per tile."""
 
     @staticmethod
     def of(experts: Tensor, num_experts: int, tile_rows: int) -> ExpertRows:
-        """Sorts rows by `experts [R]`, each below `num_experts`; those below 0 are in no tile."""
+        """Sorts rows by `experts [R]`, each below `num_experts`; negative ones are in no tile."""
         experts = experts.long()
         # Rows of no expert stand behind all others.
         buckets = torch.where(experts < 0, num_experts, experts)
@@ -80,7 +81,7 @@ class ExpertRows:
 
 
 class ExpertTiles(NamedTuple):
-    """The fields of `ExpertRows` that the kernel reads."""
+    """Fields of `ExpertRows` that the kernel reads."""
 
     order: Tensor
     experts: Tensor

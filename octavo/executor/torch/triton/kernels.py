@@ -1,7 +1,7 @@
-"""Triton's kernels where they carry a computation, plain torch everywhere else; the one place that
-decides which.
+"""Triton kernels where they support a computation, plain PyTorch elsewhere; the only module that
+decides.
 
-Each kernel's file states its rule (`carries`); a kernel computes nothing that it does not carry.
+Each kernel module states its conditions in `carries`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from octavo.program import ops
 class TritonKernels:
     """Triton's kernels on one device. Implements `kernels.Kernels`.
 
-    With `fixed_tiles` a row's numbers have the same bits whatever rows stand beside it: tiles never
-    depend on the number of rows, and what the kernels do not carry is computed row by row.
+    With `fixed_tiles` a row's bits are independent of other rows: tiles never depend on the number
+    of rows, and unsupported computations run row by row.
     """
 
     name = "triton"

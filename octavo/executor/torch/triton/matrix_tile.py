@@ -1,5 +1,5 @@
-"""Tiles of a matrix, plain or packed, times columns of rows: the loop that the products with packed
-weights and with experts share.
+"""Tiles of a plain or packed matrix times columns of rows: the inner loop of packed and expert
+matmuls.
 
 A `DeviceWeight [.., out, in]` as its bytes lie. A tile is BLOCK_N outputs by BLOCK_B neighbouring
 bytes (elements, of plain floats):
@@ -14,10 +14,10 @@ bytes (elements, of plain floats):
                                     registers into the product
 
 value = (code - zero_point) * scale + min in fp32, rounded to x's dtype, as `DeviceWeight.floats`
-has it; where x has 16 bits in another order of the same sum (`offset_of`), up to 2^-17 scales
-off. Where a row has one scale and no min, codes are multiplied as they are, and the sums then by
-the scale. Sums are in fp32, tile by tile from the first to the last: a row's do not depend on the
-other rows.
+has it; where x has 16 bits in another order of the same sum (`offset_of`), up to 2^-17 scales off.
+Where a row has one scale and no min, codes are multiplied as they are, and the sums then by the
+scale. Sums are in fp32, tile by tile from the first to the last: a row's do not depend on the other
+rows.
 
 A tile of 1 or 2 warps is multiplied by instructions whose operands the codes' bytes become in
 registers, 4 neighbouring ones of a thread at a time. From 4 warps on Hopper's own product takes
@@ -48,8 +48,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def refusal(weight: DeviceWeight) -> str | None:
-    """Says in words why kernels cannot read this weight, or None where they can. Plain torch reads
-    every weight.
+    """Returns the reason why kernels cannot read this weight, or None. Plain PyTorch reads every
+    weight.
     """
     if weight.is_plain:
         return None if weight.codes.dtype in FLOATS else f"floats of {weight.codes.dtype}"
@@ -65,9 +65,7 @@ def refusal(weight: DeviceWeight) -> str | None:
 
 
 class MatrixBytes(NamedTuple):
-    """A weight as kernels read it: its arrays, their sizes, and the constants that a kernel is
-    compiled for.
-    """
+    """A weight as kernels read it: arrays, sizes, and compile-time constants."""
 
     codes: Tensor
     lookup: Tensor | None
@@ -80,16 +78,16 @@ class MatrixBytes(NamedTuple):
     row_bytes: int
     num_groups: int
     scale_supers_of: int
-    """Number of scales that share one super scale."""
+    """Scales per super-scale."""
     min_supers_of: int
-    """Number of mins that share one super scale."""
+    """Mins per super-scale."""
     IS_PLAIN: tl.constexpr
     NIBBLES: tl.constexpr
     HALF: tl.constexpr
     UNIT: tl.constexpr
     ZERO_POINT: tl.constexpr
     BY_ROW: tl.constexpr
-    """Whether a row has one scale and nothing else, which its sums can be multiplied by."""
+    """Whether a row has a single scale and nothing else, so that sums can be scaled."""
 
     @staticmethod
     def of(weight: DeviceWeight) -> MatrixBytes:
@@ -146,8 +144,9 @@ def tiles_times_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Multiplies tiles first_tile .. last_tile - 1 of `outputs [BLOCK_N] int64` (counted over all
-    experts) with the rows of x that begin at `x_offsets [BLOCK_M]`: `[BLOCK_N, BLOCK_M] fp32`.
+    """Multiplies tiles first_tile..last_tile-1 of `outputs [BLOCK_N] int64` (counted over all
+    experts) with the rows of x at `x_offsets [BLOCK_M]`: `[BLOCK_N, BLOCK_M] fp32`.
+
     `matrix` is a `MatrixBytes`.
     """
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -196,8 +195,8 @@ def halves_of_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Returns the values of the low and the high halves of `found [BLOCK_N, BLOCK_B]` in `dtype`;
-    codes less the zero point with `BY_ROW`.
+    """Returns the values of the low and high nibbles of `found [BLOCK_N, BLOCK_B]` in `dtype`;
+    codes minus the zero point if `BY_ROW`.
     """
     if matrix.BY_ROW:
         low, high = based_nibbles(found)
@@ -229,8 +228,8 @@ def bytes_of_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Returns the values of `found [BLOCK_N, BLOCK_B]`, one code a byte, in `dtype`; codes less the
-    zero point with `BY_ROW`.
+    """Returns the values of `found [BLOCK_N, BLOCK_B]`, one code per byte, in `dtype`; codes minus
+    the zero point if `BY_ROW`.
     """
     if matrix.BY_ROW:
         if matrix.ZERO_POINT == 0:
@@ -264,7 +263,7 @@ def offset_of(base, scale, least, matrix):
 
 @triton.jit
 def _dot(a, b, acc):
-    """Returns acc + a @ b with nothing rounded on the way."""
+    """Returns acc + a @ b without intermediate rounding."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -272,7 +271,7 @@ def _dot(a, b, acc):
 
 @triton.jit
 def values_of(codes, scale, least, matrix):
-    """Returns what codes stand for, in fp32; `least` are mins or zeros."""
+    """Dequantizes codes to fp32; `least` are mins or zeros."""
     if matrix.lookup is not None:
         values = tl.load(matrix.lookup + codes.to(tl.int32)) * scale
     elif matrix.zeros is not None:
@@ -288,8 +287,8 @@ def values_of(codes, scale, least, matrix):
 def scales_of_tile(
     matrix, outputs, outputs_mask, tile, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """Returns the scales of a tile's groups, and their mins or zeros, as `numbers_of_groups` does;
-    the scales twice where the matrix has neither.
+    """Returns the scales and the mins or zeros of a tile's groups; the scales twice if there are
+    neither.
     """
     scale = numbers_of_groups(
         values=matrix.scales,
@@ -370,9 +369,7 @@ def numbers_of_groups(
 
 @triton.jit
 def spread(numbers, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Returns the number of each byte of a tile, `[BLOCK_N, BLOCK_B]`, of those of its groups
-    `[BLOCK_N, groups]`.
-    """
+    """Repeats group values `[BLOCK_N, groups]` for each byte of a tile, `[BLOCK_N, BLOCK_B]`."""
     NUM: tl.constexpr = numbers.shape[1]
     return tl.reshape(
         tl.broadcast_to(numbers[:, :, None], (BLOCK_N, NUM, BLOCK_B // NUM)), (BLOCK_N, BLOCK_B)

@@ -1,8 +1,7 @@
-"""Merges the states that `decode.py` leaves of a row's splits, left to right, into the row's
-result.
+"""Merges a row's split states from `decode.py`, left to right, into the row's result.
 
-    program (slot, heads)   m, l [HEADS_A_TILE], acc [HEADS_A_TILE, v_width]  <-  split first,
-                            first + 1 ... last
+program (slot, heads)   m, l [HEADS_A_TILE], acc [HEADS_A_TILE, v_width]  <-  split first,
+                        first + 1 ... last
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def merge_kernel(
     HEADS_A_TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Writes `out [T, H, V]` from the `SplitStates` of the launch before; `slots`, `mask` and
+    """Writes `out [T, H, V]` from the `SplitStates` of the previous launch; `slots`, `mask` and
     `widths` are those of that launch.
     """
     slot = slots.first + tl.program_id(0)

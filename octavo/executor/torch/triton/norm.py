@@ -1,4 +1,4 @@
-"""Norms of rows, RMS and centered, with the sum before them in the same pass.
+"""RMS and layer norms of rows, fused with a preceding sum.
 
     program (t, g)  one group of one row:  x[t, g*W : (g+1)*W]
                     a, b  ->  total = a + b
@@ -19,7 +19,7 @@ from octavo.executor.torch.plain import Norm
 from octavo.executor.torch.triton.numbers import rounded
 
 WIDEST = 32768
-"""Most columns of a group, all of which one program holds in its registers."""
+"""Most columns of a group, all held in one program's registers."""
 
 
 def carries(x: Tensor, norm: Norm) -> bool:
@@ -28,7 +28,7 @@ def carries(x: Tensor, norm: Norm) -> bool:
 
 
 def norm_rows(x: Tensor, norm: Norm) -> Tensor:
-    """Norms `x [T, groups * width]`, rows at any stride."""
+    """Normalizes `x [T, groups * width]`, with arbitrary row strides."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, None, norm, None, out)
     return out

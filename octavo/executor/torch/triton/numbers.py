@@ -1,8 +1,7 @@
-"""Roundings that kernels share, so that what they write is what the torch formulas write, bit for
-bit.
+"""Rounding shared by kernels, bit for bit like the PyTorch formulas.
 
-Triton's interpreter truncates floats that become bf16, and multiplies bf16 tiles as the integers of
-their bytes. `rounded` and `dot_dtype` make up for that.
+Triton's interpreter truncates when converting to bf16 and multiplies bf16 tiles as integers;
+`rounded` and `dot_dtype` compensate.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from octavo.executor.torch.triton.device import is_interpreted
 
 INTERPRETED = tl.constexpr(is_interpreted())
 PTX = tl.constexpr(not is_interpreted() and torch.version.hip is None)
-"""Whether kernels may contain instructions of NVIDIA's GPUs."""
+"""Whether kernels may contain NVIDIA PTX."""
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def dot_dtype(*operands: torch.dtype) -> tl.dtype:
-    """Returns the type in which tiles of these dtypes are multiplied: one that holds the numbers of
-    all. int8 codes fit into any.
+    """Returns the dtype in which tiles of these dtypes are multiplied: one that represents all of
+    them. int8 codes fit any.
     """
     kinds = {kind for kind in operands if kind.is_floating_point}
     same = kinds.pop() if len(kinds) == 1 else torch.float32
@@ -30,15 +29,15 @@ def dot_dtype(*operands: torch.dtype) -> tl.dtype:
 
 
 def dot_precision(*operands: torch.dtype) -> str:
-    """Returns `input_precision` of a product in fp32: exact, unless fp32 stands for mixed halves,
-    whose numbers tf32 holds.
+    """Returns `input_precision` of an fp32 product: exact, unless fp32 stands in for mixed 16-bit
+    types, which tf32 represents.
     """
     return "ieee" if torch.float32 in operands else "tf32"
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """Rounds fp32 to `dtype`, to the nearest, ties to even."""
+    """Rounds fp32 to `dtype`, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -49,7 +48,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def nearest_integer(x):
-    """Rounds to the nearest integer, ties to even, for |x| < 2^22: the number added leaves no bit
-    behind the point.
+    """Rounds to the nearest integer, ties to even, for |x| < 2^22: adding the constant leaves no
+    fractional bits.
     """
     return (x + 12582912.0) - 12582912.0

@@ -1,5 +1,5 @@
-"""Products of few rows with packed weights, unpacked in registers: what is read of a weight is its
-bytes, once.
+"""Matmuls of few rows with packed weights, which are unpacked in registers, so a weight's bytes are
+read once.
 
     x [T, in]      W: DeviceWeight [out, in] of 4 to 8 bits, or plain floats
 
@@ -39,34 +39,34 @@ from octavo.executor.torch.weights.device_weight import DeviceWeight
 from octavo.executor.torch.weights.program_weights import Product
 
 FEWEST_ROWS = 8
-"""Least rows of a tile, which take half the room and half the instructions of 16."""
+"""Smallest row tile, with half the registers and instructions of 16 rows."""
 
 FEW_ROWS = 16
 MOST_ROWS = 64
-"""Most rows of a tile, which reads a weight once for all of them. With more rows the product itself
-takes the time, not reading the weight."""
+"""Largest row tile; it reads a weight once for all of them. With more rows compute dominates."""
 
 ENOUGH_PROGRAMS = 512
 """Number of programs that keep a large GPU busy."""
 
 MOST_ARRIVALS = 1 << 16
-"""Number of blocks of outputs and rows of one launch whose splits can be counted. Further rows go
-in launches of their own."""
+"""Output and row blocks per launch whose splits can be counted; further rows use additional
+launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
-    """How a weight is cut for a product."""
+    """Tiling of a weight for a matmul."""
 
     launch: Mapping[str, int]
-    """BLOCK_N outputs and BLOCK_B bytes of a tile, and Triton's own options."""
+    """BLOCK_N outputs and BLOCK_B bytes per tile, and Triton's own options."""
     splits: int = 1
-    """Number of splits of a row's tiles."""
+    """Splits of a row's tiles."""
 
     @staticmethod
     def of(weight: DeviceWeight, device: str) -> ProductTiles:
-        """Returns the tiles of the table. Where it names no splits, there are enough for the
-        programs to keep a large GPU busy, with at least two tiles each.
+        """Returns the tiles from the table.
+
+        If it lists no splits, uses enough to keep a large GPU busy, with at least two tiles each.
         """
         num_outputs, row_bytes = weight.codes.shape
         launch = tuned(
@@ -81,8 +81,8 @@ class ProductTiles:
 
 
 class PackedProducts:
-    """Packed products on one device, one after the other: they share the counts of arrivals, which
-    each launch leaves at zero.
+    """Packed matmuls on one device, run one after another: they share the arrival counters, which
+    each launch resets to zero.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,11 +94,11 @@ class PackedProducts:
 
     @cached_property
     def _arrivals(self) -> Tensor:
-        """The counts; made by the first launch, which no graph captures."""
+        """Arrival counters; created by the first launch, which no graph captures."""
         return torch.zeros(MOST_ARRIVALS, dtype=torch.int32, device=self._device)
 
     def product(self, x: Tensor, product: Product, tile_rows: int = FEW_ROWS) -> Tensor:
-        """Multiplies `x [T, in]`, rows at any stride: `[T, sum of out]`."""
+        """Multiplies `x [T, in]` with arbitrary row strides: `[T, sum of out]`."""
         widths = [part.codes.shape[0] for part in product.parts]
         out = torch.empty(len(x), sum(widths), dtype=x.dtype, device=x.device)
         start = 0
@@ -118,7 +118,7 @@ class PackedProducts:
         tiles: ProductTiles,
         tile_rows: int = FEW_ROWS,
     ) -> None:
-        """Multiplies `x [T, in]` with `weight [out, in]`, and writes `out [T, out]`."""
+        """Computes `out [T, out]` from `x [T, in]` and `weight [out, in]`."""
         blocks = triton.cdiv(out.shape[1], tiles.launch["BLOCK_N"])
         assert tiles.splits == 1 or blocks <= MOST_ARRIVALS, "splits are for weights of few outputs"
         most_rows = MOST_ARRIVALS // blocks * tile_rows if tiles.splits > 1 else len(x)
@@ -165,7 +165,7 @@ class PackedProducts:
 
 
 def carries(x: Tensor, product: Product) -> bool:
-    """Returns whether the kernel computes this product, however many rows there are."""
+    """Returns whether the kernel supports this matmul, for any number of rows."""
     if not len(x) or x.dtype not in FLOATS or x.stride(1) != 1:
         return False
     return all(
@@ -175,12 +175,12 @@ def carries(x: Tensor, product: Product) -> bool:
 
 
 def gains(x: Tensor, product: Product) -> bool:
-    """Returns whether the kernel reads less than PyTorch's product does."""
+    """Returns whether the kernel reads less memory than PyTorch's matmul."""
     return len(x) <= MOST_ROWS and not any(part.is_plain for part in product.parts)
 
 
 def tile_rows_of(num_rows: int) -> int:
-    """Returns the rows of a tile. With up to FEW_ROWS rows a row's bits do not depend on it."""
+    """Returns the rows per tile. Up to FEW_ROWS rows, results do not depend on it."""
     return next(rows for rows in (FEWEST_ROWS, FEW_ROWS, 32, MOST_ROWS) if num_rows <= rows)
 
 

@@ -1,5 +1,5 @@
-"""Draws a token of each row after cutting to top_k and top_p, without sorting: the value at which a
-row is cut is searched for.
+"""Samples a token of each row after top_k and top_p, without sorting: the cut-off value is found by
+search.
 
     program s  one row:  d, weights [V] fp64 (0 for tokens that may not be drawn)  ->  tokens[s]
 
@@ -41,16 +41,16 @@ TOP_P = tl.constexpr(word_of("top_p"))
 PURPOSE = tl.constexpr(DRAW_PURPOSE)
 
 LEAST_NOISE = tl.constexpr(-3.14)
-"""Lower bound on g, which is least at u = 2^-33; the token with d = 0 exceeds it."""
+"""Lower bound of g, at u = 2^-33; the token with d = 0 exceeds it."""
 LARGEST_NOISE = tl.constexpr(22.88)
-"""Upper bound on g, which is largest at u = 1 - 2^-33."""
+"""Upper bound of g, at u = 1 - 2^-33."""
 OCTAVE = tl.constexpr(float(1 << 23))
-"""A float's bits, read as an integer, rise by this from a power of two to the next."""
+"""Increase of a float's bits, read as an integer, from one power of two to the next."""
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 def pick(d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool, device: str) -> Tensor:
-    """Returns a token of each row `[S] int64`, as `kernels.Kernels.pick` says."""
+    """Returns a token of each row, `[S] int64`, as specified by `kernels.Kernels.pick`."""
     num_rows, vocab_size = d.shape
     tokens = torch.zeros(num_rows, dtype=torch.int64, device=d.device)
     if num_rows:
@@ -115,7 +115,7 @@ def _cut(
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Returns the least d that is kept, and how many tokens of just that d are."""
+    """Returns the smallest kept d, and how many tokens equal to it are kept."""
     cut = low
     if (top_k > 0) & (top_k < count):
         cut = _cut_at(d, weights, vocab_size, low, high, top_k.to(tl.float64), True, BLOCK, PIVOTS)
@@ -146,8 +146,8 @@ def _cut_at(
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Returns the largest d for which tokens at or above it weigh (or count) at least `target`, as
-    those at or above `low` are known to.
+    """Returns the largest d such that tokens at or above it weigh (or count) at least `target`,
+    given that those at or above `low` do.
     """
     lane, place = tl.arange(0, BLOCK), tl.arange(0, PIVOTS)
     while low < high:
@@ -177,7 +177,7 @@ def _cut_at(
 
 @triton.jit
 def _ends(d, weights, vocab_size, BLOCK: tl.constexpr):
-    """Returns the least and the largest d of tokens that may be drawn, and how many there are."""
+    """Returns the smallest and largest d among candidate tokens, and their number."""
     lane = tl.arange(0, BLOCK)
     lows, highs = (
         tl.full((BLOCK,), float("inf"), tl.float64),
@@ -196,8 +196,8 @@ def _ends(d, weights, vocab_size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _around(d, weights, vocab_size, cut, BLOCK: tl.constexpr):
-    """Returns the weight of the tokens above `cut` together and their number, the number of tokens
-    that equal it, and the weight of one of these.
+    """Returns the total weight and number of tokens above `cut`, the number equal to it, and the
+    weight of one of these.
     """
     lane = tl.arange(0, BLOCK)
     above, equal_weight = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
@@ -216,8 +216,8 @@ def _around(d, weights, vocab_size, cut, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lead(d, weights, records, vocab_size, cut, taken, BLOCK: tl.constexpr):
-    """Returns the token with the largest d + g among the kept ones: all above `cut`, and the first
-    `taken` of those that equal it.
+    """Returns the kept token with the largest d + g; kept are all above `cut` and the first `taken`
+    equal to it.
     """
     lane = tl.arange(0, BLOCK)
     best, drawn = tl.full([], LEAST_NOISE, tl.float64), tl.full([], 0, tl.int32)
@@ -243,7 +243,7 @@ def _lead(d, weights, records, vocab_size, cut, taken, BLOCK: tl.constexpr):
 
 @triton.jit
 def _words(records, start, BLOCK: tl.constexpr):
-    """Returns the random words of tokens start .. start + BLOCK - 1; both are multiples of 4."""
+    """Returns the random words of tokens start..start+BLOCK-1; both are multiples of 4."""
     low = tl.load(records + SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(records + SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     quads = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
@@ -256,10 +256,10 @@ def _words(records, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _may_lead(values, words, best):
-    """Returns where d + g may exceed `best`; false only where it does not.
+    """Returns whether d + g may exceed `best`; never false if it does.
 
-    g > x only where 1 - u < e^-x. A float's bits, read as a number, are its logarithm to base 2, at
-    most 0.09 too small: two conversions in place of two logarithms.
+    g > x only if 1 - u < e^-x. A float's bits, read as a number, approximate its log2 from below by
+    at most 0.09: two conversions replace two logarithms.
     """
     rest = ((words ^ 0xFFFFFFFF) >> 1).to(tl.int32).to(tl.float32)
     logarithm = rest.to(tl.int32, bitcast=True).to(tl.float32)
@@ -271,6 +271,6 @@ def _may_lead(values, words, best):
 
 @triton.jit
 def _gumbel(words):
-    """Returns g in fp64, which holds u exactly, so that no logarithm of 1 - u is needed."""
+    """Returns g in fp64, which represents u exactly, so no logarithm of 1 - u is needed."""
     u = (words.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
     return -tl.log(-tl.log(u))

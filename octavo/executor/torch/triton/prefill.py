@@ -1,5 +1,5 @@
-"""Attention of requests of several rows each, all in one launch: prompts, chunks at the end of
-longer contexts, drafts to verify.
+"""Attention of requests with several rows, all in one launch: prompts, chunks of longer contexts,
+draft verification.
 
     rows of the step       | request 0 (9 rows)    | request 1 | request 2 (6 rows) | padding
     tiles of ROWS = 4      | 0 1 2 3|4 5 6 7|8 . . | (1 row)   | 0 1 2 3|4 5 . .
@@ -7,9 +7,9 @@ longer contexts, drafts to verify.
     program (tile, kv head and part of its query heads) walks over the keys that its rows see; with
     fixed tiles split by split, merging them left to right
 
-A tile finds its request in `query_starts` by bisection: request r's tiles begin at
-query_starts[r] // ROWS + r, so that the host makes no list of them. Tiles that no request fills end
-at once, and requests of one row are `decode.py`'s.
+A tile finds its request in `query_starts` by bisection: request r's tiles begin at query_starts[r]
+// ROWS + r, so that the host makes no list of them. Tiles that no request fills end at once, and
+requests of one row are `decode.py`'s.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Writes `out [T, H, V]`. The arguments are bundles of `attention_arguments.py`: from `q` on
+    """Writes `out [T, H, V]`. The arguments from `q` on are bundles of `attention_arguments.py`:
     `Queries`, `PagedKv`, `Scoring`, `Mask`, `Widths`, `HeadTile`, `Requests`.
 
-    BY_SPLIT: each split has a state of its own, which keeps a row's bits the same in any company.
-    Otherwise one state takes in all keys, and keys that every row of the tile sees are not compared
-    with anything.
+    BY_SPLIT: each split has a separate state, so that a row's bits are independent of other rows.
+    Otherwise one state covers all keys, and keys visible to every row of the tile skip the mask.
     """
     # The last tiles see most keys, so they come first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

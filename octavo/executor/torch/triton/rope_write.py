@@ -1,4 +1,4 @@
-"""Rotates queries and keys and stores keys and values in one launch, in place of two ropes and a
+"""Rotates queries and keys and stores keys and values in one launch, instead of two ropes and a KV
 write.
 
     program (rows, y)    y < H:  q[t, y]      -> rotated -> q_out[t, y]
@@ -27,7 +27,7 @@ from octavo.executor.torch.triton.tuning import tuned
 
 
 class StridedRows(NamedTuple):
-    """Rows of heads side by side, at any stride."""
+    """Contiguous heads with an arbitrary row stride."""
 
     numbers: Tensor
     row_stride: int
@@ -38,7 +38,7 @@ class StridedRows(NamedTuple):
 
 
 class CacheSlots(NamedTuple):
-    """Keys and values of one layer as `KvTensor` has them, and each row's slot, `[T]`."""
+    """Keys and values of one layer as in `KvTensor`, and each row's slot, `[T]`."""
 
     k: Tensor
     v: Tensor
@@ -48,14 +48,14 @@ class CacheSlots(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of each row's angles, `[T, PAIRS] fp32`."""
+    """Cosines and sines of each row, `[T, PAIRS] fp32`."""
 
     cos: Tensor
     sin: Tensor
 
 
 class HeadWidths(NamedTuple):
-    """Numbers of heads, and columns of each."""
+    """Numbers of heads and their widths."""
 
     HEADS: tl.constexpr
     KV_HEADS: tl.constexpr
@@ -71,18 +71,18 @@ class HeadWidths(NamedTuple):
 
 
 class TurnedPairs(NamedTuple):
-    """The columns of a head that turn in pairs, and those that stay."""
+    """Columns of a head that rotate in pairs, and the others."""
 
     START: tl.constexpr
-    """First column that turns."""
+    """First rotated column."""
     PAIRS: tl.constexpr
     STEP: tl.constexpr
-    """Columns from one pair's first to the next one's: pair i begins at START + i * STEP."""
+    """Distance between pairs: pair i begins at START + i * STEP."""
     APART: tl.constexpr
-    """Columns from a pair's first to its second."""
+    """Distance between the two columns of a pair."""
     PAIR_TILE: tl.constexpr
     REST_TILE: tl.constexpr
-    """Columns of the tile of those that do not turn; 0 where all do."""
+    """Tile width of the columns that do not rotate; 0 if all do."""
 
     @staticmethod
     def of(call: RopeWriteCall) -> TurnedPairs:
@@ -96,8 +96,8 @@ class TurnedPairs(NamedTuple):
 
 @triton.jit
 def largest(x):
-    """Returns the largest |x| of each row, and whether all of its numbers are finite; `tl.max`
-    alone ignores a NaN.
+    """Returns the largest |x| of each row and whether all values are finite; `tl.max` alone ignores
+    NaN.
     """
     size = tl.abs(x)
     return tl.max(tl.where(size < float("inf"), size, 0.0), axis=1), tl.min(
@@ -107,7 +107,7 @@ def largest(x):
 
 @triton.jit
 def scale_of(top, finite):
-    """Returns the scale absmax / 127, rounded to bf16, in fp32; NaN where a row is not finite."""
+    """Returns absmax / 127 rounded to bf16, in fp32; NaN if a row is not finite."""
     return rounded(
         tl.where(finite > 0, tl.div_rn(top, top * 0 + 127.0), float("nan")), tl.bfloat16
     ).to(tl.float32)
@@ -115,9 +115,7 @@ def scale_of(top, finite):
 
 @triton.jit
 def put(numbers, at, x, scale, inside):
-    """Stores `x [ROWS, columns]` at addresses `at`: as it is, or as int8 codes with a `scale
-    [ROWS]`.
-    """
+    """Stores `x [ROWS, columns]` at addresses `at`, as int8 codes if there is a `scale [ROWS]`."""
     if scale is None:
         tl.store(numbers + at, rounded(x, numbers.dtype.element_ty), mask=inside)
     else:
@@ -140,7 +138,7 @@ def rope_write_kernel(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Rotates and stores `ROWS` rows of one head. The arguments are bundles: `q`, `k` and `v` are
+    """Rotates and stores `ROWS` rows of one head. Argument bundles: `q`, `k` and `v` are
     `StridedRows`, then `CacheSlots`, `Angles`, `HeadWidths` and `TurnedPairs`.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -220,7 +218,7 @@ def rope_write_kernel(
 
 
 def rope_write(call: RopeWriteCall, device: str) -> Tensor:
-    """Writes keys and values, and returns the rotated queries `[T, H, Dk]`."""
+    """Writes keys and values; returns the rotated queries `[T, H, Dk]`."""
     k_stored, v_stored = call.k_stored, call.v_stored
     out = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     (num_rows, num_heads, k_width), num_kv_heads = call.q.shape, call.v.shape[1]

@@ -1,10 +1,10 @@
-"""Which requests of one row share splits of their contexts in a step: those whose block tables
-begin with the same blocks.
+"""Finds single-row requests whose block tables begin with the same splits, so that these are read
+once.
 
-Only whole splits of 256 keys that every row sees are shared, so a shared run leaves the states that
-each row's own run would have left, and merging does not know of it
-(docs/decisions/0015-shared-prefix-by-partials.md). Knows NumPy, ops and no kernel. Source: Ye et
-al. 2024 (ChunkAttention's two phases).
+Only complete splits of 256 keys that every row sees are shared, so a shared run writes the same
+states as each row's own run, and merging is unchanged
+(docs/decisions/0015-shared-prefix-by-partials.md). Source: Ye et al. 2024 (ChunkAttention's two
+phases).
 """
 
 from __future__ import annotations
@@ -27,21 +27,19 @@ SPLIT_BLOCKS = SPLIT_KEYS // BLOCK_SIZE
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Runs of requests that read the first splits of their contexts together. A slot is one of the
-    step's requests of one row.
+    """Runs of requests that read the first splits of their contexts together. A slot is a
+    single-row request.
     """
 
     run_slots: NDArray[np.int32]
-    """Slots of each run, `[runs, rows]`, -1 where there is none."""
+    """Slots of each run, `[runs, rows]`, -1 for none."""
     run_splits: NDArray[np.int32]
-    """Number of leading splits that each run reads, `[runs]`."""
+    """Leading splits that each run reads, `[runs]`."""
     own_splits: NDArray[np.int32]
-    """First split that a slot reads by itself, `[slots]`; 0 where it shares nothing."""
+    """First split that a slot reads on its own, `[slots]`; 0 if it shares none."""
 
     def padded(self, num_runs: int) -> Sharing:
-        """Returns `num_runs` runs, the added ones empty, so that every step of as many rows has the
-        same shapes.
-        """
+        """Pads with empty runs to `num_runs`, so that shapes depend only on the number of rows."""
         more = num_runs - len(self.run_slots)
         slots = np.concatenate(
             [self.run_slots, np.full((more, self.run_slots.shape[1]), -1, np.int32)]
@@ -52,7 +50,7 @@ class Sharing:
 
 
 class ArrayNames(NamedTuple):
-    """Names under which the arrays of a `Sharing` travel with a step's inputs."""
+    """Names of the arrays of a `Sharing` among a step's inputs."""
 
     slots: str
     splits: str
@@ -66,13 +64,11 @@ def array_names(group: int, window: int | None, *, full: bool) -> ArrayNames:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMask:
-    """The properties by which attention ops share one `Sharing`: the keys that rows see, and the
-    rows of a run.
-    """
+    """Properties by which attention ops share one `Sharing`: visible keys and rows per run."""
 
     group: int
     window: int | None
-    """Number of the first keys, or of a chunk's: a row that sees the first key lies within it."""
+    """Window or chunk length: a row that sees the first key is within it."""
     full: bool
     rows_a_run: int
 
@@ -82,8 +78,9 @@ class PrefixMask:
         program: Program,
         rows_a_run: Callable[[int, int, int], int],
     ) -> PrefixMask:
-        """Returns an op's mask. `rows_a_run` maps the widths of keys and values and the query heads
-        of a KV head to the rows of a run.
+        """Returns an op's mask.
+
+        `rows_a_run` maps key width, value width and query heads per KV head to the rows of a run.
         """
         at = program.group_index(op.group)
         group = program.groups[at]
@@ -97,11 +94,11 @@ class PrefixMask:
 
     @property
     def name(self) -> str:
-        """A name that other masks do not have."""
+        """Unique name of this mask."""
         return array_names(self.group, self.window, full=self.full).slots
 
     def arrays(self, batch: StepBatch, *, fixed: bool) -> dict[str, NDArray[np.int32]]:
-        """Returns the arrays of a step's `Sharing` by name; none where no requests share a prefix,
+        """Returns the arrays of a step's `Sharing` by name; empty if no requests share a prefix,
         unless shapes are `fixed`.
         """
         most_runs = (len(batch.query_starts) - 1) // 2
@@ -124,23 +121,23 @@ class PrefixMask:
 
 @dataclass(frozen=True, slots=True)
 class _Sharer:
-    """A request of one row that may share its first splits."""
+    """A single-row request that may share its first splits."""
 
     slot: int
     splits: int
-    """Number of leading splits that its keys fill and its row sees whole."""
+    """Leading splits that are full and completely visible."""
     table: NDArray[np.int32]
 
     @property
     def order(self) -> bytes:
-        """Sort key by which tables that begin alike are neighbours."""
+        """Sort key that places tables with a common prefix next to each other."""
         return self.table[: self.splits * SPLIT_BLOCKS].tobytes()
 
 
 def sharing_of(
     batch: StepBatch, group: int, *, window: int | None, full: bool, rows_a_run: int
 ) -> Sharing:
-    """Finds the shared runs of a step. A run has at most `rows_a_run` rows: their query heads of
+    """Finds the shared runs of a step. A run has at most `rows_a_run` rows, whose query heads of
     one KV head fill a tile.
     """
     num_rows = np.diff(batch.query_starts)
@@ -164,8 +161,9 @@ def sharing_of(
 def _sharers(
     batch: StepBatch, group: int, singles: NDArray[np.int64], *, window: int | None, full: bool
 ) -> list[list[_Sharer]]:
-    """Returns the requests that begin with the same split, sorted, for each such split. With a
-    window, or in chunks, only rows that see the first key can share.
+    """Groups requests by their first split, sorted.
+
+    With a window or chunks, only rows that see the first key can share.
     """
     context = batch.context_lens[group, singles]
     place = batch.places[batch.query_starts[:-1][singles]]
@@ -183,9 +181,10 @@ def _sharers(
 
 
 def _divided(sharers: Sequence[_Sharer]) -> tuple[int, list[tuple[Sequence[_Sharer], int]]]:
-    """Divides requests into runs that save the most reads of splits: all together over what all
-    have in common, or in parts that have more in common each. Returns the number of reads saved and
-    the runs as (requests, splits).
+    """Divides requests into the runs that save the most split reads: all together, or in parts with
+    longer common prefixes.
+
+    Returns the reads saved and the runs as (requests, splits).
     """
     if len(sharers) < 2:
         return 0, []
@@ -205,7 +204,7 @@ def _divided(sharers: Sequence[_Sharer]) -> tuple[int, list[tuple[Sequence[_Shar
 
 
 def _common(a: _Sharer, b: _Sharer) -> int:
-    """Returns the number of whole leading splits that two tables have in common."""
+    """Returns the number of complete leading splits that two tables have in common."""
     end = min(a.splits, b.splits) * SPLIT_BLOCKS
     other = np.flatnonzero(a.table[:end] != b.table[:end])
     return (int(other[0]) if len(other) else end) // SPLIT_BLOCKS

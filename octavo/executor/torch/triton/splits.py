@@ -1,5 +1,5 @@
-"""Attention over one split of 256 keys, and how the states of splits become a result: what all
-attention kernels are made of.
+"""Attention over one split of 256 keys, and merging of split states: the building blocks of all
+attention kernels.
 
 A tile has M lanes, each one query row of one head; all heads of a tile share a KV head, so that a
 key is read once for all of them. A lane's state of a split is m (the largest score, in base 2), l
@@ -33,17 +33,17 @@ BY_DISTANCE = tl.constexpr(2)
 
 
 class Lanes(NamedTuple):
-    """The lanes of a tile: their queries, and the keys that each sees."""
+    """Lanes of a tile: queries and visible keys."""
 
     q_first: Any
-    """Queries' first columns, `[M, K_FIRST]`."""
+    """`[M, K_FIRST]`"""
     q_rest: Any
-    """Queries' other columns, `[M, K_REST]`; `q_first` again where there are none. Two parts save
-    padding 192 or 576 columns to the next power of two."""
+    """Remaining query columns, `[M, K_REST]`; `q_first` again without any. Two parts avoid padding
+    192 or 576 columns to the next power of two."""
     low: Any
-    """First key that each lane sees, `[M] int32`."""
+    """First visible key of each lane, `[M] int32`."""
     high: Any
-    """End of the keys that each lane sees, `[M] int32`."""
+    """End of each lane's visible keys, `[M] int32`."""
     place: Any
     """Key index of each lane's row, `[M] int32`."""
     head: Any
@@ -51,7 +51,7 @@ class Lanes(NamedTuple):
 
 
 class State(NamedTuple):
-    """Softmax over some keys so far: m `[M]`, l `[M]` and acc `[M, V_TILE]`, fp32."""
+    """Softmax state over some keys: m `[M]`, l `[M]` and acc `[M, V_TILE]`, fp32."""
 
     m: Any
     l: Any
@@ -59,14 +59,12 @@ class State(NamedTuple):
 
 
 class KeyRange(NamedTuple):
-    """Some keys of one request, as one KV head has them."""
+    """A range of one request's keys for one KV head."""
 
     table: Any
-    """Block table of the request, a pointer."""
+    """Pointer to the request's block table."""
     head: Any
-    """KV head."""
     first: Any
-    """Index of the first key."""
     end: Any
     """One past the last key."""
 
@@ -81,9 +79,7 @@ def no_keys(BLOCK_M: tl.constexpr, V_TILE: tl.constexpr):
 
 @triton.jit
 def visible(place, context, valid, mask):
-    """Returns the first key that each lane sees and the end of them, `[M] int32`; lanes that are
-    not valid see none.
-    """
+    """Returns each lane's first visible key and the end, `[M] int32`; invalid lanes see none."""
     low = tl.zeros_like(place)
     high = tl.minimum(place + 1, context)
     if mask.FULL:
@@ -97,7 +93,7 @@ def visible(place, context, valid, mask):
 
 @triton.jit
 def load_queries(q, row, head, valid, column, widths):
-    """Loads queries `[M, columns]`, with zeros in lanes that are not valid and beyond the width."""
+    """Loads queries `[M, columns]`, zero in invalid lanes and beyond the width."""
     inside = valid[:, None] & (column < widths.K)[None, :]
     at = row.to(tl.int64)[:, None] * q.row_stride + head[:, None] * q.head_stride + column[None, :]
     return tl.load(q.numbers + at, mask=inside, other=0.0).to(q.DTYPE)
@@ -140,10 +136,9 @@ def capped(x):
 def attend_keys(
     state, lanes, some, kv, scoring, widths, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Takes the keys of `some` (`KeyRange`) into a state, BLOCK_N at a time; no other key is read.
+    """Adds the keys of `some` (`KeyRange`) to a state, BLOCK_N at a time.
 
-    Without MASKED every lane must see all of these keys, and they must begin and end with a block
-    of BLOCK_N: then nothing is compared.
+    Without MASKED every lane must see all of these keys, and the range must be aligned to BLOCK_N.
     """
     m, l, acc = state
     column = tl.arange(0, widths.K_FIRST)
@@ -225,7 +220,7 @@ def attend_keys(
 
 @triton.jit
 def operand(numbers, dtype: tl.constexpr):
-    """Returns keys or values as an operand of a product, in the type of the other one."""
+    """Converts keys or values to the dtype of the other operand."""
     return bytes_in(numbers, dtype) if numbers.dtype == tl.int8 else numbers.to(dtype)
 
 
@@ -237,7 +232,7 @@ def weighted(weights, values, acc, kept, scoring):
 
 @triton.jit
 def merged(before, after):
-    """Merges the states of the keys so far and of the next split; a split without keys changes
+    """Merges the states of the keys so far and of the next split; an empty split changes
     nothing.
     """
     top = tl.maximum(before.m, after.m)
@@ -251,8 +246,8 @@ def merged(before, after):
 
 @triton.jit
 def finished(state, sinks, head, valid):
-    """Returns the weighted values `[M, V] fp32`, zeros where no key is seen. `sinks [H]` are logits
-    that join the sum of weights only; None: there are none.
+    """Returns the normalized values `[M, V] fp32`, zero if no key is visible. `sinks [H]` are
+    logits that only join the sum of weights.
     """
     m, l, acc = state
     if sinks is not None:

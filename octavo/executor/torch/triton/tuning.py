@@ -1,10 +1,9 @@
-"""How each Triton kernel is cut into tiles: read from `tuned.json`, which
-`benchmarks/tune_triton.py` writes. Nothing is tuned at run time.
+"""Tile sizes of each Triton kernel, read from `tuned.json`, which `benchmarks/tune_triton.py`
+writes. Nothing is tuned at run time.
 
-A row of the table names a kernel, a device ("*": any), the shape it holds for, and the launch. Of
-the rows that hold for a call the most specific one counts. Rows for any device are what this kind
-of kernel usually wants, not measurements. Rows of "interpreter" are large, because there each
-operation of a tile costs the same.
+A table row specifies a kernel, a device ("*": any), a shape and the launch; the most specific
+matching row applies. Rows for any device are typical values, not measurements. Tiles for
+"interpreter" are large, because there each tile operation costs the same.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ Shape = Mapping[str, int | str]
 
 @dataclass(frozen=True, slots=True)
 class TunedLaunch:
-    """A row of the table: how to launch a kernel for a shape on a device."""
+    """A table row: how to launch a kernel for a shape on a device."""
 
     kernel: str
     device: str
     shape: Shape
-    """Properties that a call must have, such as {"width": 128, "kv": "bfloat16"}."""
+    """Required properties of a call, such as {"width": 128, "kv": "bfloat16"}."""
     launch: Mapping[str, int]
     """Tile sizes, `num_warps` and `num_stages`."""
 
@@ -41,16 +40,14 @@ class TunedLaunch:
 
     @property
     def weight(self) -> tuple[bool, int]:
-        """Sort key by which the more specific of two rows is larger: one for the device itself
-        before one for any, then the one that names more of the shape.
+        """Sort key for specificity: first rows for the exact device, then the number of shape
+        properties.
         """
         return self.device != ANY, len(self.shape)
 
 
 def tuned(kernel: str, device: str, **shape: int | str) -> dict[str, int]:
-    """Returns the launch of a kernel for a shape on a device, whose name is
-    `device.device_name`'s.
-    """
+    """Returns the launch of a kernel for a shape on a device (named by `device.device_name`)."""
     return dict(best_row(kernel, device, tuple(sorted(shape.items()))).launch)
 
 
@@ -79,9 +76,7 @@ def read(path: Path) -> tuple[TunedLaunch, ...]:
 
 
 def write(path: Path, rows: Iterable[TunedLaunch]) -> None:
-    """Writes a table in order, a row a line. Of several rows for the same kernel, device and shape
-    the last one stays.
-    """
+    """Writes a sorted table, one row per line; the last of several rows for the same key wins."""
     last = {(row.kernel, row.device, tuple(sorted(row.shape.items()))): row for row in rows}
     lines = (json.dumps(asdict(last[key])) for key in sorted(last, key=str))
     path.write_text("[\n  " + ",\n  ".join(lines) + "\n]\n")

@@ -1,5 +1,5 @@
-"""Packed weights turned to floats in one pass, for products of more rows than `packed_linear.py`
-takes: reads a weight's bytes and writes the floats that PyTorch's product reads.
+"""Unpacks weights to floats in one pass, for matmuls with more rows than `packed_linear.py`
+handles.
 
     W: DeviceWeight [out, in] of 4 to 8 bits  ->  floats [out, in], bit for bit
                                                   `DeviceWeight.floats`
@@ -30,15 +30,15 @@ from octavo.executor.torch.weights.device_weight import DeviceWeight
 
 
 def carries(parts: Sequence[DeviceWeight], dtype: torch.dtype) -> bool:
-    """Returns whether the kernel unpacks all parts; plain floats have nothing to unpack."""
+    """Returns whether the kernel can unpack all parts; plain floats need no unpacking."""
     return dtype in FLOATS and all(
         not part.is_plain and len(part.codes.shape) == 2 and refusal(part) is None for part in parts
     )
 
 
 def unpacked(parts: Sequence[DeviceWeight], dtype: torch.dtype, device: str) -> Tensor:
-    """Returns the floats of all parts, one below the other: `[sum of out, in]`. `device` is the
-    device's name in the table of tiles.
+    """Returns the floats of all parts, stacked: `[sum of out, in]`. `device` is the device's name
+    in the table of tiles.
     """
     out = torch.empty(
         sum(part.codes.shape[0] for part in parts),

@@ -1,8 +1,7 @@
-"""One weight on a PyTorch device: packed as `quant.packed` has it, turned to floats where a product
-reads it.
+"""One weight on a PyTorch device: stored packed as in `quant.packed`, converted to floats when a
+matmul reads it.
 
-Knows the packed weight's arithmetic, in torch and bit for bit that of `PackedWeight.dequantize`;
-knows no op.
+Bit for bit equal to `PackedWeight.dequantize`.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ BITS_OF: dict[str, torch.dtype] = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-"""PyTorch's types for those that NumPy has from ml_dtypes; their bytes are the same."""
+"""PyTorch dtypes for NumPy's ml_dtypes; the bytes are the same."""
 
 
 def to_device(array: NDArray, device: torch.device) -> Tensor:
-    """Copies an array to the device; arrays are views of mapped files, and a device tensor must not
-    be one.
-    """
+    """Copies an array to the device. Always copies, because arrays may be views of mapped files."""
     kind = BITS_OF.get(array.dtype.name)
     if kind is None:
         return torch.from_numpy(np.array(array, order="C")).to(device)
@@ -64,7 +61,7 @@ class DeviceLevels:
 
     @staticmethod
     def joined(parts: Sequence[DeviceLevels | None]) -> DeviceLevels | None:
-        """Joins levels of one form, one below the other; None where there are none."""
+        """Stacks levels of the same form; None if there are none."""
         levels = [part for part in parts if part is not None]
         if not levels:
             return None
@@ -74,7 +71,7 @@ class DeviceLevels:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Everything but the numbers and the number of outputs."""
+        """Everything but the values and the number of outputs."""
         tensors = (self.values, self.super_scale)
         return tuple((t.dtype, t.shape[1:]) for t in tensors if t is not None)
 
@@ -90,7 +87,7 @@ class DeviceLevels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceWeight:
-    """A weight `[..., out, in]` on the device. Plain floats have no scales; the rest is as in
+    """A weight `[..., out, in]` on the device; plain floats have no scales, other fields are as in
     `PackedWeight`.
     """
 
@@ -106,11 +103,11 @@ class DeviceWeight:
     lookup: Tensor | None = None
     inverse_permutation: Tensor | None = None
     is_scaled: bool = False
-    """Whether products multiply with the codes as they are stored (`fp8.is_scaled`)."""
+    """Whether matmuls use the stored codes directly (`fp8.is_scaled`)."""
 
     @staticmethod
     def of(packed: PackedWeight, device: torch.device, dtype: torch.dtype) -> DeviceWeight:
-        """Copies a weight to the device: plain floats in `dtype`, everything else as packed."""
+        """Copies a weight to the device: plain floats as `dtype`, others packed."""
         codes = to_device(packed.codes, device)
         width = packed.shape[-1]
         if packed.is_float:
@@ -135,7 +132,7 @@ class DeviceWeight:
 
     @staticmethod
     def joined(parts: Sequence[DeviceWeight]) -> DeviceWeight:
-        """Joins weights that `joins` allows, one below the other."""
+        """Stacks weights that are compatible by `joins`."""
         codes = torch.cat([part._raw for part in parts]).view(parts[0].codes.dtype)
         zeros = [part.zeros for part in parts if part.zeros is not None]
         return replace(
@@ -147,7 +144,7 @@ class DeviceWeight:
         )
 
     def joins(self, other: DeviceWeight) -> bool:
-        """Returns whether both can be one weight, and so one product."""
+        """Returns whether two weights can be joined into one matmul."""
         if self.is_plain or other.is_plain:
             return self.is_plain and other.is_plain
         mixed = any(each.inverse_permutation is not None for each in (self, other))
@@ -155,7 +152,7 @@ class DeviceWeight:
 
     @property
     def _form(self) -> tuple[object, ...]:
-        """Everything but the numbers, and the number of outputs."""
+        """Everything but the values and the number of outputs."""
         levels = tuple(None if each is None else each.form for each in (self.scales, self.mins))
         zeros = None if self.zeros is None else self.zeros.dtype
         codes = (self.codes.dtype, self.codes.shape[1:])
@@ -172,7 +169,7 @@ class DeviceWeight:
         return self.codes.nbytes + sum(levels) + (0 if self.zeros is None else self.zeros.nbytes)
 
     def take(self, index: Tensor | int) -> DeviceWeight:
-        """Returns parts of the first axis: rows of a table, experts."""
+        """Selects along the first axis: rows of a table, or experts."""
         codes = self._raw[index].view(self.codes.dtype)
         if self.scales is None:
             return replace(self, codes=codes)
@@ -181,9 +178,7 @@ class DeviceWeight:
         return replace(self, codes=codes, scales=self.scales.take(index), mins=mins, zeros=zeros)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiplies `x [T, in]` with the weight `[out, in]` and adds `bias [out]`: `[T, out]` in
-        x's dtype.
-        """
+        """Computes x `[T, in]` @ weight^T + `bias [out]`: `[T, out]` in x's dtype."""
         if not self.is_scaled:
             return F.linear(x, self.floats(x.dtype), bias)
         assert self.scales is not None
@@ -191,8 +186,8 @@ class DeviceWeight:
         return (made if bias is None else made + bias).to(x.dtype)
 
     def floats(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weight as floats, `[..., out, in]`; packed numbers are computed in fp32, then
-        rounded.
+        """Returns the weight as floats, `[..., out, in]`; packed weights are dequantized in fp32,
+        then rounded.
         """
         if self.scales is None:
             return self.codes.to(dtype)
@@ -213,11 +208,13 @@ class DeviceWeight:
 
     @property
     def _raw(self) -> Tensor:
-        """The codes, those in e4m3 as bytes, because not every PyTorch indexes and joins e4m3."""
+        """The codes, with e4m3 viewed as bytes because not every PyTorch can index and concatenate
+        e4m3.
+        """
         return self.codes.view(torch.uint8) if self.codes.dtype == E4M3 else self.codes
 
     def _values(self) -> Tensor:
-        """Returns what the codes stand for before scales and mins, in a new tensor `[..., out, in]
+        """Returns the codes' values before scales and mins, as a new tensor `[..., out, in]
         fp32`.
         """
         codes = self._unpacked()
@@ -227,7 +224,7 @@ class DeviceWeight:
         return values.sub_(self.zero_point) if self.zero_point else values
 
     def _unpacked(self) -> Tensor:
-        """Returns one code an element."""
+        """Returns one code per element."""
         if self.bits != 4:
             return self.codes
         low, high = self.codes & 0x0F, self.codes >> 4

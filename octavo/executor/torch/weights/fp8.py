@@ -1,14 +1,13 @@
-"""fp8 (e4m3) numbers, and products with e4m3 weights through PyTorch's scaled matrix product.
+"""fp8 (e4m3) conversion, and matmuls with e4m3 weights through PyTorch's scaled matmul.
 
-The rule stands in one place (`is_scaled`): where a weight has one scale an output and its rows may
-be quantised, a Linear turns each row into e4m3 by a scale of its own and multiplies codes with
-codes. That takes a device with such a product (CUDA of capability 8.9 or more, the CPU) and widths
-in multiples of 16. Everything else (blocks of scales, experts, tables, latent attention, other
-devices) becomes floats of the step's dtype where it is read.
+If a weight has one scale per output and its activations may be quantized (`is_scaled`), a Linear
+quantizes each row to e4m3 and multiplies codes. This needs a device with scaled matmul (CUDA
+capability 8.9 or newer, CPU) and widths that are multiples of 16. Everything else (block scales,
+experts, tables, latent attention, other devices) is converted to the step's dtype when read.
 
-The product itself takes no scales: its sums come back in fp32 and are multiplied by both scales,
-which is the same on every device and in every PyTorch from 2.9 on. Source of the limits:
-torch._scaled_mm (aten/src/ATen/native/cuda/ScaledBlas.cpp).
+The matmul gets no scales: its fp32 sums are multiplied by both scales afterwards, which is the same
+on every device and PyTorch since 2.9. Source of the limits: torch._scaled_mm
+(aten/src/ATen/native/cuda/ScaledBlas.cpp).
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from octavo.quant.packed import PackedWeight
 
 E4M3 = torch.float8_e4m3fn
 TOP = 448.0
-"""Largest e4m3 number."""
+"""Largest e4m3 value."""
 
 WIDTHS = 16
-"""PyTorch's scaled product takes inputs and outputs in multiples of this."""
+"""Required alignment of inputs and outputs for PyTorch's scaled matmul."""
 
 LEAST_CAPABILITY = (8, 9)
 
 
 def is_scaled(packed: PackedWeight, device: torch.device) -> bool:
-    """Returns whether a Linear multiplies with this weight as it is stored."""
+    """Returns whether a Linear multiplies this weight's codes directly."""
     if (
         packed.code != "e4m3"
         or packed.activation != "per_token"
@@ -47,7 +46,7 @@ def has_scaled_product(device: torch.device) -> bool:
 
 
 def scaled_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """Multiplies `x [T, in]` with `codes [out, in] e4m3` of `scales [out, 1] fp32`: `[T, out]
+    """Multiplies `x [T, in]` by `codes [out, in] e4m3` with `scales [out, 1] fp32`: `[T, out]
     fp32`.
     """
     rows, row_scales = as_e4m3(x.float())
@@ -58,7 +57,7 @@ def scaled_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 def as_e4m3(rows: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Returns e4m3 codes of `rows [..., width] fp32` and scales `[..., 1]`: absmax / 448, rounded
-    to `scale_dtype`, or NaN where a row's absmax is not finite.
+    to `scale_dtype`; NaN if a row's absmax is not finite.
     """
     absmax = (
         rows.abs().amax(dim=-1, keepdim=True)

@@ -1,7 +1,6 @@
-"""The weights of a prepared Program on a PyTorch device, and the products that read them.
+"""Weights of a prepared Program on a PyTorch device, and the matmuls that read them.
 
-Each weight is loaded once and kept as the ops that read it want it. Knows which ops have which
-weights, and nothing of how a packed weight's numbers are made (`device_weight.py`).
+Each weight is loaded once and stored in the form that its readers need.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from octavo.quant.packed import PackedWeight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """The weights of one Linear; those that can be joined are one, so that they are one product."""
+    """Weights of one Linear, joined into one matmul if compatible."""
 
     parts: tuple[DeviceWeight, ...]
     bias: Tensor | None
     """Biases of all outputs, `[sum of out]`."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiplies `x [T, in]`: `[T, sum of out]`."""
+        """Multiplies `x [T, in]`; returns `[T, sum of out]`."""
         if len(self.parts) == 1:
             return self.parts[0].product(x, self.bias)
         made = torch.cat([part.product(x, None) for part in self.parts], dim=1)
@@ -42,18 +41,16 @@ class Product:
 
 
 class ProgramWeights:
-    """The weights of a Program, each loaded once and kept as its readers want it: matrices as they
-    are packed, vectors in fp32.
+    """Weights of a Program, loaded once: matrices as packed, vectors in fp32.
 
-    In a step weights are found by the identity of the Program's own objects: hashing a weight's
-    name and sources takes longer than a small product.
+    Looked up by object id during a step: hashing a Weight takes longer than a small matmul.
     """
 
     def __init__(
         self, load: LoadWeight, device: torch.device, dtype: torch.dtype, shared: Collection[Weight]
     ) -> None:
-        """`shared` are the weights that more than one op reads; others are dropped where a joined
-        product has a copy of them.
+        """`shared` are weights that several ops read; others are dropped once a joined matmul has a
+        copy.
         """
         self._load = load
         self._device = device
@@ -69,7 +66,7 @@ class ProgramWeights:
         self._kept[id(weight)] = self._matrix(weight)
 
     def add_vector(self, weight: Weight) -> None:
-        """Adds a weight as a vector in fp32, however it is stored."""
+        """Adds a weight as an fp32 vector, regardless of its format."""
         self._kept[id(weight)] = self._vector(weight)
 
     def add_product(self, linear: Linear) -> None:
@@ -85,11 +82,11 @@ class ProgramWeights:
         self._kept[id(linear)] = product
 
     def add_constant(self, owner: object, values: Sequence[float]) -> None:
-        """Adds numbers of an op, in fp64."""
+        """Adds constants of an op, in fp64."""
         self._kept[id(owner)] = torch.tensor(values, dtype=torch.float64, device=self._device)
 
     def add_place_table(self, op: family_ops.PlaceScores) -> None:
-        """Adds what an op's columns are multiplied with, `[H, R, D] fp32`."""
+        """Adds the position table of an op, `[H, R, D] fp32`."""
         table = place_table(op, lambda weight: self._packed(weight).dequantize())
         self._tables.append(to_device(table.astype(np.float32), self._device))
         self._kept[id(op)] = self._tables[-1]
@@ -134,7 +131,7 @@ class ProgramWeights:
         return self._vectors[weight]
 
     def _bias(self, linear: Linear) -> Tensor:
-        """Returns the biases of all slices, zeros where a slice has none."""
+        """Returns the biases of all slices, zero for slices without one."""
         pairs = zip(linear.weights_, linear.biases, strict=True)
         parts = [
             torch.zeros(w.shape[0]) if b is None else torch.from_numpy(self._packed(b).dequantize())
@@ -152,7 +149,7 @@ class ProgramWeights:
 def load_weights(
     program: Program, load: LoadWeight, device: torch.device, dtype: torch.dtype
 ) -> ProgramWeights:
-    """Loads all weights of a Program; plain floats of products get the type `dtype`."""
+    """Loads all weights of a Program; plain floats of matmuls become `dtype`."""
     reads = Counter(weight for op in program.ops for weight in op.weights)
     shared = {weight for weight, count in reads.items() if count > 1}
     weights = ProgramWeights(load, device, dtype, shared)
@@ -162,7 +159,7 @@ def load_weights(
 
 
 def _add_weights(op: Op, weights: ProgramWeights) -> None:
-    """Adds an op's weights: matrices as they are packed, everything else as vectors in fp32."""
+    """Adds an op's weights: matrices as packed, everything else as fp32 vectors."""
     matrices: tuple[Weight | None, ...] = ()
     if isinstance(op, ops.Linear):
         weights.add_product(op)
