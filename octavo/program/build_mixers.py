@@ -1,4 +1,4 @@
-"""Appends the ops of `mixers.py` to a Program, with the weights that checkpoints keep for them."""
+"""Builder functions for the ops of `mixers.py`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def short_conv(
     widths: tuple[int, ...] = (),
     factors: tuple[float, ...] = (),
 ) -> tuple[Value, ...]:
-    """Convolves the columns of x with those of the request's earlier rows, and cuts the result
-    into `widths`, by default one, whose weights `factors` multiply; the number of taps is the
-    window of the group, which keeps the rows.
+    """Adds a causal convolution of x over the request's earlier rows; returns the result cut into
+    `widths` (default: uncut).
+
+    `factors` scale the weights of each part. The cache group stores the rows; its window is the
+    number of taps.
     """
     taps = b.group(group).window
     assert taps is not None, "a group of kind conv has a window"
@@ -46,8 +48,8 @@ def short_conv(
 
 
 def earlier_rows(b: Builder, own: Value, taps: Weight, group: str, layer: int) -> Value:
-    """Sums rows of a group that another Program fills, and the request's `own`, each times its
-    tap.
+    """Sums the request's `own` row and earlier rows of a group that another Program fills, each
+    times its tap.
     """
     out = b.like("earlier", own)
     b.append(ShortConv(own, (out,), taps, None, group, layer))
@@ -66,10 +68,10 @@ def selective_scan(
     dt_bias: bool = False,
     limits: tuple[float, float] = (0.0, float("inf")),
 ) -> Value:
-    """Runs the recurrence over `rows`, which are x, dt, b and c, with the parameters A_log, D
-    and, with `dt_bias`, that of the module `name`.
+    """Adds a state-space recurrence over `rows` (x, dt, b, c) with the parameters A_log, D and
+    optionally dt_bias of the module `name`.
 
-    `by_state`: A_log has a number for each head and state number.
+    `by_state`: A_log has a value per head and state index.
     """
     x, dt, left, right = rows
     out = b.like("scanned", x)
@@ -103,8 +105,8 @@ def delta_scan(
     *,
     state_size: int,
 ) -> Value:
-    """Runs the recurrence of the gated delta rule over `rows`, which are x, dt, b, c and beta,
-    with the parameters A_log and dt_bias of the module `name`.
+    """Adds the recurrence of the gated delta rule over `rows` (x, dt, b, c, beta) with the
+    parameters A_log and dt_bias of the module `name`.
     """
     x, dt, left, right, beta = rows
     out = b.like("scanned", x)

@@ -1,7 +1,7 @@
 """Builds a Program op by op, so that a model family reads like its formula.
 
-Owns the names of Values (after the module that makes them) and the link from a module's name to its
-checkpoint tensors (`<module>.weight`, `<module>.bias`). Knows nothing of any family.
+Owns the names of Values (after the module that computes them) and of checkpoint tensors
+(`<module>.weight`, `<module>.bias`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ from octavo.program.program import Axis, CacheGroup, Op, Program, Value, Weight
 
 
 class Builder:
-    """Appends an op with each method call and returns the Value it makes. Widths are in columns,
-    names are those of modules.
+    """Each method appends an op and returns the Value that it computes.
+
+    Widths are in columns; names are module names.
     """
 
     def __init__(self, name: str, groups: tuple[CacheGroup, ...] = (), vocab_size: int = 0) -> None:
@@ -62,7 +63,7 @@ class Builder:
         self._used: Counter[str] = Counter()
 
     def finish(self, **outputs: Value) -> Program:
-        """Returns the Program, checked."""
+        """Validates and returns the Program."""
         program = Program(
             self._name,
             dict(self._inputs),
@@ -75,23 +76,22 @@ class Builder:
         return program
 
     def token_ids(self) -> Value:
-        """Adds the input "token_ids"."""
         value = Value(self._fresh("token_ids"), "tokens", 1, "int")
         self._inputs["token_ids"] = value
         return value
 
     def hidden(self, width: int) -> Value:
-        """Adds the input "hidden"."""
         value = self.value("hidden", "tokens", width)
         self._inputs["hidden"] = value
         return value
 
     def append(self, op: Op) -> None:
-        """Adds an op, for which there may be no method: a family's own, or one of `mixers.py`."""
+        """Appends an op without a builder method, such as one of a single family or of
+        `mixers.py`.
+        """
         self._ops.append(op)
 
     def group(self, name: str) -> CacheGroup:
-        """Returns the cache group of that name."""
         return next(group for group in self._groups if group.name == name)
 
     # -- rows in, rows out -------------------------------------------------------------------------
@@ -125,8 +125,10 @@ class Builder:
         group_width: int = 0,
         each_group: bool = False,
     ) -> Value:
-        """Norms rows or their groups; without `has_weight` the weight is 1, in no checkpoint, with
-        `each_group` it has a number for each column of every group.
+        """Normalizes rows or groups of columns.
+
+        Without `has_weight` the weight is 1 and not in the checkpoint; with `each_group` every
+        group has its own weights.
         """
         out = self.like(name, x)
         fill = None if has_weight else 1.0
@@ -146,8 +148,8 @@ class Builder:
         weight_offset: float = 0.0,
         group_width: int = 0,
     ) -> Value:
-        """Norms rows or their groups, all with the same numbers; without `has_weight` the weight is
-        1 and the checkpoint has no tensor.
+        """Normalizes rows or groups of columns with shared weights; without `has_weight` the weight
+        is 1 and not in the checkpoint.
         """
         out, width = self.like(name, x), group_width or x.width
         weight = Weight(f"{name}.weight", (width,), fill=None if has_weight else 1.0)
@@ -158,8 +160,8 @@ class Builder:
     def head_norm(
         self, x: Value, name: str, eps: float, *, head_dim: int, is_apart: bool = False
     ) -> Value:
-        """Norms each head with weights of its own, one tensor `[H, D]` or, where `is_apart`, a
-        module for each head.
+        """Normalizes each head with its own weights: one tensor `[H, D]`, or with `is_apart` one
+        module per head.
         """
         out, kernel = self.like(name, x), (head_dim,)
         heads = range(x.width // head_dim)
@@ -169,7 +171,7 @@ class Builder:
         return out
 
     def linear(self, x: Value, name: str, width: int, *, bias: bool = False) -> Value:
-        """Multiplies with `name.weight [width, in]`, and adds `name.bias` with `bias`."""
+        """Computes x @ `name.weight [width, in]`^T, plus `name.bias` if `bias`."""
         return self.linear_of(
             x,
             Weight(f"{name}.weight", (width, x.width)),
@@ -180,15 +182,15 @@ class Builder:
     def linear_of(
         self, x: Value, weight: Weight, bias: Weight | None = None, *, name: str
     ) -> Value:
-        """Multiplies with a weight whose tensors are not kept as `[out, in]` under the module's own
-        name.
+        """Computes a matmul with an explicit weight, e.g. one stored under another name or
+        layout.
         """
         out = self.value(name, x.axis, weight.shape[0])
         self.append(Linear(x, (out,), (weight,), () if bias is None else (bias,)))
         return out
 
     def linear_of_all(self, x: Value, weights: Sequence[Weight], *, name: str) -> Value:
-        """Multiplies with several weights, and lays the results side by side."""
+        """Computes matmuls with several weights and concatenates the results."""
         out = self.value(name, x.axis, sum(weight.shape[0] for weight in weights))
         self.append(Linear(x, (out,), tuple(weights)))
         return out
@@ -204,7 +206,7 @@ class Builder:
         return out
 
     def scale(self, x: Value, factor: float) -> Value:
-        """Multiplies with the factor; returns x itself where that is 1."""
+        """Multiplies by the factor; returns x itself if it is 1."""
         if factor == 1.0:
             return x
         out = self.like("scaled", x)
@@ -212,7 +214,7 @@ class Builder:
         return out
 
     def softcap(self, x: Value, cap: float | None) -> Value:
-        """Caps softly; returns x itself where there is no cap."""
+        """Applies a soft cap; returns x itself without one."""
         if cap is None:
             return x
         out = self.like("capped", x)
@@ -220,7 +222,7 @@ class Builder:
         return out
 
     def clip(self, x: Value, limit: float | None) -> Value:
-        """Bounds magnitudes; returns x itself where there is no limit."""
+        """Clips magnitudes; returns x itself without a limit."""
         if limit is None:
             return x
         out = self.like("clipped", x)
@@ -267,7 +269,7 @@ class Builder:
         rotary_start: int = 0,
         style: Literal["half", "interleaved"] = "half",
     ) -> Value:
-        """Rotates as many columns of each head as the table has frequencies for, twice."""
+        """Rotates two columns of each head per frequency in the table."""
         out = self.like("rotated", x)
         self.append(
             Rope(
@@ -301,8 +303,10 @@ class Builder:
         by_places: tuple[Value, Value] | None = None,
         sees_ahead: bool = False,
     ) -> Value:
-        """Attends to the keys of a layer; the window, where the mask has one, is the group's.
-        `by_places` are products of queries and of keys with tables of places, for PlaceBuckets.
+        """Attends to the keys of a layer; a window mask uses the group's window.
+
+        `by_places` are products of queries and of keys with relative position tables, for
+        PlaceBuckets.
         """
         of_queries, of_keys = by_places or (None, None)
         kv = self.group(group)
@@ -381,8 +385,9 @@ class Builder:
         scales_rows: bool = False,
         jitter: float = 0.0,
     ) -> tuple[Value, Value, Value]:
-        """Returns rows, ids and weights of the chosen experts; UnsupportedModel where a row cannot
-        choose `top_k`.
+        """Returns rows, ids and weights of the chosen experts.
+
+        Raises UnsupportedModel if a row cannot choose `top_k`.
         """
         check_choice(logits.width, top_k, num_groups=num_groups, top_groups=top_groups)
         outs = (
@@ -430,19 +435,19 @@ class Builder:
         return out
 
     def scatter_rows(self, base: Value) -> Value:
-        """Puts the step's given rows in the place of others."""
+        """Replaces rows by the step's given rows (e.g. image embeddings)."""
         out = self.like("scattered", base)
         self.append(ScatterRows(out, base))
         return out
 
     def given_rows(self, width: int) -> Value:
-        """Reads the step's given rows, one for each of its own."""
+        """Reads the step's given rows, one per token."""
         out = self.value("given", "tokens", width)
         self.append(ScatterRows(out))
         return out
 
     def pool_rows(self, x: Value, mode: Literal["last", "cls", "mean"]) -> Value:
-        """Makes one row of each request's rows."""
+        """Reduces each request's rows to one."""
         out = self.value("pooled", "requests", x.width)
         self.append(PoolRows(x, out, mode))
         return out
@@ -450,15 +455,15 @@ class Builder:
     # -- names -------------------------------------------------------------------------------------
 
     def value(self, name: str, axis: Axis, width: int) -> Value:
-        """Returns a new Value with a name that is free."""
+        """Returns a new Value with a unique name."""
         return Value(self._fresh(name), axis, width)
 
     def like(self, name: str, x: Value) -> Value:
-        """Returns a new Value with the rows and columns of another."""
+        """Returns a new Value with the axis and width of x."""
         return self.value(name, x.axis, x.width)
 
     def _fresh(self, name: str) -> str:
-        """Returns the name, with a number from its second use on."""
+        """Makes a name unique by appending a number."""
         self._used[name] += 1
         count = self._used[name]
         return name if count == 1 else f"{name}#{count}"

@@ -1,5 +1,6 @@
-"""The kinds of op of a mixture of experts: the choice of experts for each row, their products, and
-the sum of what they make. Shapes use the alphabet of `ops.py`.
+"""Ops of mixture-of-experts layers: routing, expert matmuls and the weighted sum.
+
+Shapes use the alphabet of `ops.py`.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ from octavo.program.ops import Activation, Gate
 from octavo.program.program import Op, Value, Weight
 
 Score = Literal["softmax", "sigmoid", "softmax_top_k", "sigmoid_top_k", "sparsemixer"]
-"""Formula that turns the logits of a row's experts into their weights."""
+"""Formula that turns router logits into expert weights."""
 
 
 GroupRank = Literal["two_best", "best"]
-"""Measure by which groups of experts rank: the sum of their two best scores, or their best."""
+"""Ranking of expert groups: by the sum of their two best scores, or by the best."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route(Op):
-    """Choice of `top_k` experts for each row, which lays the row out once for each of them.
+    """Chooses `top_k` experts for each row and repeats the row for each of them.
 
-    `x [T, W]`, `logits [T, E]`; makes (rows [T*k, W] of axis expert_rows in the order t*k + j, ids
-    [T, k] int, weights [T, k]). score = softmax or sigmoid over all experts, `softmax_top_k` or
-    `sigmoid_top_k`: that of the chosen logits only, the choice being by logits, or `sparsemixer`
-    (`jitter` below). The choice is by score plus `bias [E]` (DeepSeek-V3), among the best
-    `top_groups` of `num_groups` groups of experts, which rank by `group_rank`: the sum of their two
-    best, or their best. The weights are the scores without the bias, divided by their sum with
-    `normalize`, times `scale`. Ties: the lower id.
+    `x [T, W]`, `logits [T, E]`; returns (rows [T*k, W] on the axis expert_rows in the order t*k +
+    j, ids [T, k] int, weights [T, k]). `score`: softmax or sigmoid over all experts;
+    `softmax_top_k` or `sigmoid_top_k` over the chosen logits only, with experts chosen by logits;
+    or `sparsemixer` (see `jitter`). Experts are chosen by score plus `bias [E]` (DeepSeek-V3),
+    within the best `top_groups` of `num_groups` expert groups, ranked by `group_rank`. Weights are
+    the scores without the bias, divided by their sum if `normalize`, times `scale`. Ties go to the
+    lower id.
     """
 
     x: Value
@@ -45,18 +46,18 @@ class Route(Op):
     normalize: bool = False
     scale: float = 1.0
     scales_rows: bool = False
-    """Whether the rows are multiplied with their weights, which then are 1 (Llama 4)."""
+    """Whether rows are multiplied by their weights, which then become 1 (Llama 4)."""
     jitter: float = 0.0
-    """Margin of `sparsemixer`, where an expert's weight is the softmax over itself and the experts
-    after it that come near: z[best] - z[e] <= 2 * jitter * max(|z[e]|, z[best])."""
+    """Margin of `sparsemixer`: an expert's weight is its softmax over itself and the later experts
+    with z[best] - z[e] <= 2 * jitter * max(|z[e]|, z[best])."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedLinear(Op):
-    """Product of each expert row with its expert's matrix: out[r] = W[ids of r] x[r] + b[ids of r].
+    """Matmul of each expert row with its expert's matrix: out[r] = W[ids of r] x[r] + b[ids of r].
 
-    `x [T*k, in]` expert rows, `ids [T, k]`, `weight [E, out, in]`, `bias [E, out]`. With `gate` the
-    weight is that of the gate: out = ActMul(x @ weight^T + bias, x @ up^T + up_bias).
+    `x [T*k, in]` expert rows, `ids [T, k]`, `weight [E, out, in]`, `bias [E, out]`. With `gate`,
+    `weight` belongs to the gate: out = ActMul(x @ weight^T + bias, x @ up^T + up_bias).
     """
 
     x: Value
@@ -67,13 +68,12 @@ class GroupedLinear(Op):
     up: Weight | None = None
     up_bias: Weight | None = None
     gate: Gate | None = None
-    """Gate, made by the pass `fold_expert_gates`."""
+    """Gate, set by the pass `fold_expert_gates`."""
     activation: Activation | None = None
-    """Function of the sums where there is no gate, set by the pass `fold_expert_gates`."""
+    """Activation without a gate, set by the pass `fold_expert_gates`."""
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
-        """The experts' weight, or those of gate and up."""
         return (self.weight,) if self.up is None else (self.weight, self.up)
 
 
@@ -89,8 +89,8 @@ class Combine(Op):
 
 
 def check_choice(num_experts: int, top_k: int, *, num_groups: int, top_groups: int) -> None:
-    """Checks that a row can choose `top_k` of `num_experts` experts, in `top_groups` of
-    `num_groups` groups; UnsupportedModel where it cannot.
+    """Raises UnsupportedModel unless a row can choose `top_k` of `num_experts` experts within
+    `top_groups` of `num_groups` groups.
     """
     got = f"config.json: {num_experts} experts"
     if top_k > num_experts:

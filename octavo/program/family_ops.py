@@ -1,4 +1,4 @@
-"""The kinds of op that one family alone has so far, in the alphabet of `ops.py`."""
+"""Ops that only one family uses so far, in the alphabet of `ops.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from octavo.program.program import Op, Value, Weight
 
 @dataclass(frozen=True, slots=True)
 class MatchMagnitude(Op):
-    """Row as large as another one: out = x * sqrt(mean(like^2) / max(mean(x^2), least)) (Gemma 3n).
+    """Rescales x to the magnitude of another row: out = x * sqrt(mean(like^2) / max(mean(x^2),
+    least)) (Gemma 3n).
 
     `x [T, W]`, `like [T, W]`.
     """
@@ -23,8 +24,10 @@ class MatchMagnitude(Op):
 
 @dataclass(frozen=True, slots=True)
 class KeepLargest(Op):
-    """Excess over a cutoff by the row's own spread: out = max(x - mean - deviations * std, 0), with
-    the biased deviation. A fixed share of normally distributed numbers is kept (Gemma 3n).
+    """Sparsifies a row by its own statistics: out = max(x - mean - deviations * std, 0), with the
+    biased deviation.
+
+    For normally distributed values this keeps a fixed share (Gemma 3n).
     """
 
     x: Value
@@ -34,8 +37,10 @@ class KeepLargest(Op):
 
 @dataclass(frozen=True, slots=True)
 class Mix(Op):
-    """Sums weighted row by row: outs[i] = bases[i] + sum over k of (coefs[:, i * K + k] + offset) *
-    xs[k], with K of `xs`, all `[T, W]`, and `coefs [T, I * K]`. AltUp: Baykal et al. 2023.
+    """Per-row weighted sums: outs[i] = bases[i] + sum over k of (coefs[:, i * K + k] + offset) *
+    xs[k].
+
+    There are K `xs`, all `[T, W]`; `coefs [T, I * K]`. AltUp: Baykal et al. 2023.
     """
 
     xs: tuple[Value, ...]
@@ -47,8 +52,8 @@ class Mix(Op):
 
 @dataclass(frozen=True, slots=True)
 class PlaceScores(Op):
-    """Products of each head's columns with the rows of a table of places, which goes through a norm
-    and a linear first: out[t, h, r] = x[t, h] . (W[h] norm(table[r]) + b[h]).
+    """Product of each head with a projected relative position table: out[t, h, r] = x[t, h] . (W[h]
+    norm(table[r]) + b[h]).
 
     `x [T, H * D]`, `table [R, W]`, `weight [H * D, W]`, `bias [H * D]`, `out [T, H * R]`. He et al.
     2021, section 3.1.
@@ -61,4 +66,4 @@ class PlaceScores(Op):
     bias: Weight
     num_heads: int
     norm: PreNorm | None = None
-    """Layer norm of the table's rows; None: they are taken as they are."""
+    """Layer norm of the table's rows; None: no norm."""

@@ -1,7 +1,6 @@
-"""Which blocks of keys a sparse row reads: what an attention knows of the choice made in each step.
+"""Selection of the key blocks that a sparse row reads, as an attribute of Attention.
 
-The pass `select_keys` sets it, and backends choose by it; no model's file names it. Source:
-InfiniGen (Lee et al. 2024).
+Set by the pass `select_keys`; backends select at each step. Source: InfiniGen (Lee et al. 2024).
 """
 
 from __future__ import annotations
@@ -10,26 +9,26 @@ import math
 from dataclasses import dataclass
 
 LEAST_BLOCKS = 4
-"""Fewest blocks that are read."""
+"""Smallest number of blocks that are read."""
 LAST_BLOCKS = 2
-"""Last blocks, which are always read, as the first one is."""
+"""Last blocks that are always read, as is the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeySelection:
-    """Choice of the blocks of 16 keys that a sparse row reads: those to which most of its attention
-    would go by a part of the columns of queries and keys, summed over the heads.
+    """Selects the blocks of 16 keys with most of a sparse row's attention.
 
-    The first block and the last `LAST_BLOCKS` are always read, and `LEAST_BLOCKS` at least. The
-    attention's splits are counted over the keys that are read.
+    Attention is estimated from a part of the query and key columns, summed over heads. The first
+    block and the last `LAST_BLOCKS` are always read, and at least `LEAST_BLOCKS`. Attention splits
+    are counted over the selected keys.
     """
 
     group: str
-    """Cache group of the same columns of the keys, under the same places."""
+    """Cache group with the same key columns, in the same slots."""
     layer: int
     budget: float
     """Share of the blocks that are read."""
 
     def num_blocks(self, num_blocks: int) -> int:
-        """Returns the number of blocks that are read of those that a row sees."""
+        """Returns how many of a row's visible blocks are read."""
         return min(num_blocks, max(LEAST_BLOCKS, math.ceil(self.budget * num_blocks)))

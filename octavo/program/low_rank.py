@@ -1,7 +1,7 @@
-"""What an adapter changes about a Program: for each site, a low-rank update of one matrix.
+"""LoRA adapters of a Program: a low-rank update of one matrix per site.
 
-Knows no file and no device: `checkpoint/peft.py` reads adapters, backends keep their bytes. Source:
-Hu et al. 2021 (LoRA), Kalajdzievski 2023 (rsLoRA), Liu et al. 2024 (DoRA).
+`checkpoint/peft.py` reads adapters, backends store them. Source: Hu et al. 2021 (LoRA),
+Kalajdzievski 2023 (rsLoRA), Liu et al. 2024 (DoRA).
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ from numpy.typing import NDArray
 from octavo.program.program import Weight
 
 Site: TypeAlias = tuple[str, Weight]
-"""A module by its name, and the matrix or table of the Program that stands for it or for a part of
-its rows."""
+"""Module name, and the Program's matrix or table for it (or for some of its rows)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """Update of one matrix W: y = gain * (W x + B (scales * A x)) + bias.
+    """Update of a matrix W: y = gain * (W x + B (scales * A x)) + bias.
 
-    A table's row of token id is updated likewise: y = gain * (W[id] + B (scales * A[id])).
+    For an embedding table: y = gain * (W[id] + B (scales * A[id])).
     """
 
     a: NDArray
-    """A `[r, in]`; a table's `[V, r]`. float32, bfloat16 or int8, as B. r may be 0."""
+    """A `[r, in]`, for a table `[V, r]`; float32, bfloat16 or int8, like B. r may be 0."""
     b: NDArray
-    """B `[out, r]`."""
+    """B `[out, r]`"""
     scales: NDArray[np.float64]
-    """Scale of each rank `[r]`: the adapter's, times those of A's and B's int8 codes."""
+    """Scale per rank `[r]`: the adapter's scaling times the scales of int8 A and B."""
     gain: NDArray[np.float32] | None = None
-    """Gain of each output `[out]` (DoRA); None: 1."""
+    """Gain per output `[out]` (DoRA); None: 1."""
     bias: NDArray[np.float32] | None = None
-    """Numbers added to the outputs `[out]`, beside the base's own biases."""
+    """Bias `[out]`, added to the base model's bias."""
 
     @property
     def rank(self) -> int:
@@ -49,4 +48,3 @@ class LowRank:
 
 
 Updates: TypeAlias = Mapping[Site, LowRank]
-"""The updates of one adapter, by site."""

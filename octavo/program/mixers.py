@@ -1,7 +1,7 @@
-"""The kinds of op that mix a request's rows without attention: short convolutions and recurrences.
+"""Ops that mix a request's rows without attention: short convolutions and recurrences.
 
-Shapes use the alphabet of `ops.py`, and besides it `P` columns of a head and `N` numbers of state
-for each of them. What such an op reads of earlier tokens lies in a cache group of its own.
+Shapes use the alphabet of `ops.py`, plus `P` columns of a head and `N` state values per column.
+State of earlier tokens is kept in a cache group of its own.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from octavo.program.program import Op, Value, Weight
 
 @dataclass(frozen=True, slots=True)
 class ShortConv(Op):
-    """Causal convolution of each column over the rows of the row's request: out[t] = f(sum over j
-    of weight[:, 0, j] * row(place of t - n + 1 + j)), n taps, the oldest first, + bias before f.
+    """Causal convolution over the rows of each request, per column: out[t] = f(sum over j of
+    weight[:, 0, j] * row(place of t - n + 1 + j) + bias).
 
-    The row's own is `x [T, W]`, the earlier ones are read from the group of kind `conv`, which a
-    KvWrite before has filled; rows before the first are zeros. `weight [W, 1, n]`, `bias [W]`;
-    `outs` cut the result's columns in order. Numbers: at least fp32, in that order, so no row's
-    bits depend on how its request was cut.
+    n taps, oldest first. The current row is `x [T, W]`; earlier ones are read from a cache group of
+    kind `conv`, filled by a preceding KvWrite; rows before the first are zero. `weight [W, 1, n]`,
+    `bias [W]`; `outs` cut the result's columns in order. Numbers: at least fp32, in this order, so
+    results do not depend on how a request was chunked.
     """
 
     x: Value
@@ -30,7 +30,7 @@ class ShortConv(Op):
     group: str
     layer: int
     activation: Activation | None = None
-    """Function f; None: the identity."""
+    """Activation f; None: identity."""
     factors: tuple[float, ...] = ()
     """Factor on the weights of each of `outs`; empty: 1."""
 
@@ -75,5 +75,5 @@ class SelectiveScan(Op):
 
     @property
     def num_runs(self) -> int:
-        """Number of runs of `b` and `c`, each of which some heads share."""
+        """Number of `b` and `c` groups, each shared by several heads."""
         return self.b.width // self.state_size

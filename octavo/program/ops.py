@@ -25,9 +25,10 @@ MaskKind = Literal["causal", "full", "window", "chunk", "tree"]
 
 @dataclass(frozen=True, slots=True)
 class LongAngles:
-    """Angles of requests that are longer than the original context and that begin at `start`
-    (`octavo/engine/protocol/original_context.py`): a token at position p is rotated by the angle
-    of p - start.
+    """RoPE angles for requests longer than the original context, which start at `start`
+    (`octavo/engine/protocol/original_context.py`).
+
+    A token at position p is rotated by the angle of p - start.
     """
 
     start: int
@@ -37,28 +38,27 @@ class LongAngles:
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """Table of a rope: inverse frequencies, and the factor on cos and sin."""
+    """Inverse frequencies of a RoPE, and the factor on cos and sin."""
 
     inv_freq: tuple[float, ...]
-    """Inverse frequencies, radians a position; `rotary_dim / 2` of them."""
+    """Radians per position, `rotary_dim / 2` of them."""
     mscale: float = 1.0
-    """Factor on cos and sin (YaRN's)."""
+    """Factor on cos and sin (YaRN)."""
     axes: tuple[int, ...] = ()
-    """Axis of the positions that each frequency turns by (M-RoPE, Wang et al. 2024); (): the first
-    one for all."""
+    """Position axis of each frequency (M-RoPE, Wang et al. 2024); (): the first axis for all."""
     long: LongAngles | None = None
-    """Angles of the positions from `long.start` on (LongRoPE, Ding et al. 2024); None: these."""
+    """Angles of positions from `long.start` (LongRoPE, Ding et al. 2024); None: the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class T5Bias:
-    """T5's relative position bias: a table looked up by the bucket of key place - query place.
+    """T5's relative position bias: a table indexed by the bucket of key place - query place.
 
-    Raffel et al. 2020, section 2.1; the logarithmic buckets are those of its reference code.
+    Raffel et al. 2020, section 2.1; logarithmic buckets as in its reference code.
     """
 
     table: Weight
-    """Bias of each bucket and query head, `[num_buckets, H]`."""
+    """`[num_buckets, H]`"""
     num_buckets: int
     max_distance: int
     bidirectional: bool
@@ -73,8 +73,8 @@ class AlibiBias:
 
 @dataclass(frozen=True, slots=True)
 class NearBias:
-    """A window to both sides: score += FAR for keys more than `reach` places from the query, whose
-    share of the sum is then 0 to the last bit (ModernBERT's local layers).
+    """Bidirectional window: score += FAR for keys more than `reach` places from the query, which
+    makes their weight exactly 0 (ModernBERT's local layers).
     """
 
     reach: int
@@ -82,13 +82,13 @@ class NearBias:
 
 @dataclass(frozen=True, slots=True)
 class PlaceBuckets:
-    """Disentangled attention's scores by places: score += scale * (of_queries[t, h, b] +
-    of_keys[j, h, b]), where b is the bucket of the query's place t less the key's, j.
+    """Disentangled attention (DeBERTa): score += scale * (of_queries[t, h, b] + of_keys[j, h, b]),
+    with b the bucket of place t - place j.
 
-    `num_buckets` of them, half to each side: distances up to a quarter each have their own, those
-    beyond share them on a logarithmic scale up to `max_distance`; without `max_distance` each has
-    its own up to the last. Texts have at most `max_places` tokens, all in one step. He et al. 2021,
-    section 3.1; the logarithmic buckets are those of its reference code.
+    There are `num_buckets`, half for each side: distances up to a quarter of them have a bucket
+    each, larger ones share logarithmic buckets up to `max_distance`; without `max_distance` every
+    distance has its own. Texts have at most `max_places` tokens, all in one step. He et al. 2021,
+    section 3.1; logarithmic buckets as in its reference code.
     """
 
     num_buckets: int
@@ -97,8 +97,8 @@ class PlaceBuckets:
 
 
 FAR = -1e30
-"""Number added to the scores of keys that a query does not see. It is finite, since all keys of a
-split may be far, and the splits are merged by differences of their largest scores."""
+"""Score offset of invisible keys. Finite, because all keys of a split may be invisible and splits
+are merged by differences of their maxima."""
 
 
 # -- rows in, rows out -----------------------------------------------------------------------------
@@ -106,16 +106,16 @@ split may be far, and the splits are merged by differences of their largest scor
 
 @dataclass(frozen=True, slots=True)
 class Embedding(Op):
-    """Rows of a table: out[t] = table[ids[t]] * scale.
+    """Table lookup: out[t] = table[ids[t]] * scale.
 
-    With `by_position` the ids are the positions on the step's axis `axis` plus `offset` (GPT-2,
-    OPT; BERT's segments are its second axis). With `first_row` the table is one rank's part of the
-    vocabulary's, from that row on; an id outside of it gives zeros.
+    With `by_position` the ids are positions on the step's axis `axis` plus `offset` (GPT-2, OPT;
+    BERT's segments are its second axis). With `first_row` the table is one rank's part of the
+    vocabulary, starting at that row; ids outside of it give zeros.
     """
 
     out: Value
     table: Weight
-    """Table `[V, W]`."""
+    """`[V, W]`"""
     ids: Value | None = None
     scale: float = 1.0
     by_position: bool = False
@@ -125,16 +125,16 @@ class Embedding(Op):
     site: str = ""
     """Module that an adapter may update; empty: none. Set by the adapters pass."""
     others_first: bool = False
-    """Whether ids behind the table read its first row (Gemma 3n's tables by layer)."""
+    """Whether ids beyond the table read its first row (Gemma 3n's per-layer tables)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm(Op):
-    """Root mean square norm: y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), over groups
-    of `group_width` columns.
+    """RMS norm: y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), over groups of
+    `group_width` columns.
 
-    `x [T, W]`, `weight [group_width]`, the same for all groups, or `[W]`. Head norms (Qwen3, Gemma
-    3) have `group_width = D`. Zhang and Sennrich 2019.
+    `x [T, W]`; `weight [group_width]`, shared by all groups, or `[W]`. Head norms (Qwen3, Gemma 3)
+    have `group_width = D`. Zhang and Sennrich 2019.
     """
 
     x: Value
@@ -143,16 +143,16 @@ class RmsNorm(Op):
     eps: float
     weight_offset: float = 0.0
     group_width: int = 0
-    """Columns that are normed together; 0: the whole row."""
+    """Columns normalized together; 0: the entire row."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm(Op):
-    """Layer norm: y = (x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias, where `var`
-    is the biased variance, over groups of `group_width` columns.
+    """Layer norm: y = (x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias, with the
+    biased variance, over groups of `group_width` columns.
 
-    `weight [group_width]` and `bias` alike, the same for all groups, or `weight [W]` without a
-    bias. Ba et al. 2016.
+    `weight [group_width]` and `bias` are shared by all groups; or `weight [W]` without a bias. Ba
+    et al. 2016.
     """
 
     x: Value
@@ -162,13 +162,13 @@ class LayerNorm(Op):
     eps: float
     weight_offset: float = 0.0
     group_width: int = 0
-    """Columns that are normed together; 0: the whole row."""
+    """Columns normalized together; 0: the entire row."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreNorm:
-    """Norm that a Linear applies to its rows first: RmsNorm or, with `centered`, LayerNorm. Made by
-    the fuse pass.
+    """Norm that a Linear applies to x: RmsNorm, or LayerNorm if `centered`. Set by the fuse
+    pass.
     """
 
     weight: Weight
@@ -180,7 +180,7 @@ class PreNorm:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Gate that a Linear applies to its two products, with ActMul's attributes. Made by the fuse
+    """Gate that a Linear applies to its two outputs, with ActMul's attributes. Set by the fuse
     pass.
     """
 
@@ -193,42 +193,42 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Linear(Op):
-    """Product with one or several matrices: [outs...] = x @ concat(weights)^T + concat(biases),
-    then the activation where one is set.
+    """Matmul with one or several matrices: [outs...] = x @ concat(weights)^T + concat(biases), then
+    the activation, if any.
 
-    `x [T, in]`; `weights_` are stacked on their output axis, in order; `outs` cut the result's
-    columns in order. Their widths sum to the weights' rows, but need not match one to one, so a
-    merged q+k+v keeps its named slices.
+    `x [T, in]`; `weights_` are stacked along the output axis; `outs` cut the result's columns in
+    order. Their widths sum to the weights' rows but need not match one to one, so a merged q+k+v
+    keeps its named slices.
     """
 
     x: Value
     outs: tuple[Value, ...]
     weights_: tuple[Weight, ...]
     biases: tuple[Weight | None, ...] = ()
-    """Biases, empty or one for each weight; None for a weight without one."""
+    """Empty, or one bias (or None) per weight."""
     activation: Activation | None = None
     residual: Value | None = None
-    """Rows `[T, out]` added last; the Linear has one out."""
+    """Rows `[T, out]` added at the end; requires a single out."""
     norm: PreNorm | None = None
-    """Norm applied to x first; models leave it to the fuse pass."""
+    """Norm applied to x; set by the fuse pass only."""
     gate: Gate | None = None
-    """Gate of two weights (gate, up) of one shape, which makes the one out ActMul(x @ gate^T, x @
-    up^T); models leave it to the fuse pass."""
+    """Gate over two weights (gate, up) of the same shape: out = ActMul(x @ gate^T, x @ up^T). Set
+    by the fuse pass only."""
     sites: tuple[str, ...] = ()
-    """Modules of `weights_`, which an adapter may update; empty: none. Set by the adapters pass."""
+    """Modules of `weights_` that an adapter may update; empty: none. Set by the adapters pass."""
     skips_zeros: bool = False
-    """Whether most numbers of x are zeros, so that weights need not be read. Set by the passes
-    `skip_zeros` and `sparsify`; no result depends on it."""
+    """Whether x is mostly zeros, so that weights can be skipped; does not change results. Set by
+    the passes `skip_zeros` and `sparsify`."""
     threshold: float = 0.0
-    """Magnitude below which the products take a number of x, after the norm, for zero, in rows that
-    are sparse (`StepBatch.sparse_from`); adapters take it as it is. Set by the pass `sparsify`."""
+    """Magnitude below which sparse rows (`StepBatch.sparse_from`) treat a normed input as zero;
+    adapters see the original x. Set by the pass `sparsify`."""
     scores: Value | None = None
-    """Scores of a gated product's outs, as ActMul's; made by the fuse pass."""
+    """Scores of a gated matmul's outputs, as in ActMul; set by the fuse pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Add(Op):
-    """Sum of two Values of the same shape: out = a + b."""
+    """out = a + b, of the same shape."""
 
     a: Value
     b: Value
@@ -237,9 +237,7 @@ class Add(Op):
 
 @dataclass(frozen=True, slots=True)
 class Mul(Op):
-    """Product element by element: out = a * b; `b` has the width of `a`, or width 1 and is spread
-    over the row.
-    """
+    """out = a * b; `b` has the width of `a`, or width 1 and is broadcast."""
 
     a: Value
     b: Value
@@ -248,7 +246,7 @@ class Mul(Op):
 
 @dataclass(frozen=True, slots=True)
 class Scale(Op):
-    """Product with a number: out = x * factor."""
+    """out = x * factor"""
 
     x: Value
     out: Value
@@ -275,9 +273,9 @@ class Clip(Op):
 
 @dataclass(frozen=True, slots=True)
 class Act(Op):
-    """Activation, element by element: out = f(x).
+    """out = f(x) per element.
 
-    gelu is the exact (erf) form, gelu_tanh the tanh approximation, relu2 = relu squared.
+    gelu is the exact (erf) form, gelu_tanh the tanh approximation, relu2 is relu squared.
     """
 
     x: Value
@@ -290,7 +288,7 @@ class ActMul(Op):
     """Gated activation: out = f(gate) * (up + up_offset). Shazeer 2020.
 
     With `clamp` c: gate = min(gate, c), up = clip(up, -c, c) first. With `alpha`: f(g) = g *
-    sigmoid(alpha * g) in place of silu (gpt_oss: clamp 7, alpha 1.702, up_offset 1).
+    sigmoid(alpha * g) instead of silu (gpt_oss: clamp 7, alpha 1.702, up_offset 1).
     """
 
     gate: Value
@@ -301,11 +299,10 @@ class ActMul(Op):
     alpha: float = 1.0
     up_offset: float = 0.0
     threshold: float = 0.0
-    """Magnitude of f(gate) below which out is zero, in rows that are sparse. Set by the pass
-    `sparsify`."""
+    """In sparse rows, out is zero if |f(gate)| is below this. Set by the pass `sparsify`."""
     scores: Value | None = None
-    """Scores `[T, width]` of the columns, known before gate and up are: where one is negative, out
-    is zero in rows that are sparse, and neither need be computed. Set by the pass `predict`."""
+    """Predicted scores `[T, width]`: in sparse rows, columns with a negative score are zero and
+    need not be computed. Set by the pass `predict`."""
 
 
 # -- attention and its cache -----------------------------------------------------------------------
@@ -313,13 +310,13 @@ class ActMul(Op):
 
 @dataclass(frozen=True, slots=True)
 class Rope(Op):
-    """Rotary positions: turns `rotary_dim` columns of each head from `rotary_start` on by the row's
-    position on the first axis.
+    """Rotary position embedding: rotates `rotary_dim` columns of each head, starting at
+    `rotary_start`, by the row's position on the first axis.
 
-    `x [T, heads * head_width]`. half: pairs (i, i + rotary_dim/2), GPT-NeoX's and Hugging Face's
-    order; interleaved: pairs (2i, 2i+1), GPT-J's. angle = position * table.inv_freq[i]; cos and sin
-    are multiplied with table.mscale; positions from table.long.start on have the angles of
-    table.long. Su et al. 2021; YaRN: Peng et al. 2023.
+    `x [T, heads * head_width]`. half: pairs (i, i + rotary_dim/2), as in GPT-NeoX and Hugging Face;
+    interleaved: pairs (2i, 2i+1), as in GPT-J. angle = position * table.inv_freq[i]; cos and sin
+    are multiplied by table.mscale; positions from table.long.start use the angles of table.long. Su
+    et al. 2021; YaRN: Peng et al. 2023.
     """
 
     x: Value
@@ -334,11 +331,10 @@ class Rope(Op):
 
 @dataclass(frozen=True, slots=True)
 class KvWrite(Op):
-    """Write of this step's K and V of one layer to the rows' slots of the group; slot -1 stores
-    nothing.
+    """Writes this step's K and V of one layer to the rows' slots in the group; slot -1 discards.
 
-    `k_parts` are laid side by side for each head (MLA: latent, then the rotary part), `[T, K *
-    width]` each; `v [T, K * v_width]` or None.
+    `k_parts` are concatenated per head (MLA: latent, then rotary part), `[T, K * width]` each; `v
+    [T, K * v_width]` or None.
     """
 
     k_parts: tuple[Value, ...]
@@ -349,18 +345,17 @@ class KvWrite(Op):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Op):
-    """Attention over the keys of the row's request, read from the cache group: out[t, h] =
-    softmax(scale * q[t, h] . K + bias) . V.
+    """Attention over the request's keys in the cache group: out[t, h] = softmax(scale * q[t, h] . K
+    + bias) . V.
 
     `q [T, H * k_width]`, `out [T, H * v_width]`; query head h reads kv head h // (H / K). `layer`
-    is the layer within the group whose K and V are read (another layer's where layers share KV).
-    mask causal: key place <= query place, or below the row's limit where the step has `limits`;
-    window: and > query place - window; chunk: and in the query's own chunk of `window` places
-    (Llama 4); full: every key below the request's context length (encoders, cross attention).
-    `softcap` c: score = c * tanh(score / c), before the bias. `sinks [H]`: one logit a head that
-    joins the softmax's denominator only (gpt_oss). Numbers: splits of 256 keys at absolute places,
-    each with its own fp32 (m, l, acc), merged left to right (Dao et al. 2022; Milakov and
-    Gimelshein 2018).
+    is the layer within the group (another layer's if layers share KV). Masks: causal: key place <=
+    query place, or below the row's limit if the step has `limits`; window: also > query place -
+    window; chunk: also in the query's chunk of `window` places (Llama 4); full: all keys of the
+    request (encoders, cross attention). `softcap` c: score = c * tanh(score / c), before the bias.
+    `sinks [H]`: a logit per head that only joins the softmax's denominator (gpt_oss). Numbers:
+    splits of 256 keys at absolute places, each with its own fp32 (m, l, acc), merged left to right
+    (Dao et al. 2022; Milakov and Gimelshein 2018).
     """
 
     q: Value
@@ -375,27 +370,26 @@ class Attention(Op):
     sinks: Weight | None = None
     bias: T5Bias | AlibiBias | NearBias | PlaceBuckets | None = None
     of_queries: Value | None = None
-    """Products of queries with a table of places `[T, H * num_buckets]`, for PlaceBuckets."""
+    """Products of queries with a relative position table, `[T, H * num_buckets]`, for PlaceBuckets.
+    """
     of_keys: Value | None = None
-    """Products of keys with another such table `[T, H * num_buckets]`, for PlaceBuckets."""
+    """Products of keys with another such table, `[T, H * num_buckets]`, for PlaceBuckets."""
     sees_ahead: bool = False
-    """Whether rows may see keys beyond their own place, up to the step's `limits`: an image's see
-    one another."""
+    """Whether rows may attend to later keys, up to the step's `limits`, as rows of an image do."""
     latent_width: int = 0
-    """Columns of a latent group's K that are V too; 0: the group stores V."""
+    """Columns of a latent group's K that also serve as V; 0: the group stores V."""
     partial_q: Value | None = None
-    """Columns of queries `[T, H * part]` by which `selection` chooses keys, known before q is."""
+    """Query columns `[T, H * part]` for `selection`, available before q."""
     selection: KeySelection | None = None
-    """Choice of the keys that sparse rows read; None: all. Set by the pass `select_keys`."""
+    """Selection of the keys that sparse rows read; None: all. Set by the pass `select_keys`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLinear(Op):
-    """Product of each head's columns with a matrix of its own: out[t, h] = W[h] x[t, h], and behind
-    it the columns tail[t, h].
+    """Per-head matmul: out[t, h] = W[h] x[t, h], followed by the columns tail[t, h].
 
-    `weight` has the rows of all heads' matrices; with `transposed` these are W[h]^T. `x [T, H *
-    in]`, `tail [T, H * n]`, `out [T, H * (out + n)]`. Made by the pass `absorb_latents`.
+    `weight` stacks the rows of all heads' matrices, or of W[h]^T if `transposed`. `x [T, H * in]`,
+    `tail [T, H * n]`, `out [T, H * (out + n)]`. Added by the pass `absorb_latents`.
     """
 
     x: Value
@@ -407,20 +401,20 @@ class HeadLinear(Op):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Heads, outputs and inputs of a head."""
+        """Heads, and outputs and inputs per head."""
         rows, columns = self.weight.shape[0] // self.num_heads, self.weight.shape[1]
         return (self.num_heads, *((columns, rows) if self.transposed else (rows, columns)))
 
 
 @dataclass(frozen=True, slots=True)
 class MlaAttention(Op):
-    """Attention over a latent group (DeepSeek-V2, section 2.1), whose cache row is [c
-    (latent_width) | k_rope (rope_width)].
+    """Multi-head latent attention (DeepSeek-V2, section 2.1) with cache rows [c (latent_width) |
+    k_rope (rope_width)].
 
     `q_nope [T, H * nope_width]`, `q_rope [T, H * rope_width]`, `kv_b [H * (nope_width + v_width),
-    latent_width]`, whose rows for each head are W_UK then W_UV; `out [T, H * v_width]`. score =
-    scale * (q_nope . (W_UK c) + q_rope . k_rope); value = W_UV c. `form` says how it is computed:
-    absorbed (W_UK folded into q, W_UV applied after) or expanded; the model decides, never T.
+    latent_width]` with rows W_UK then W_UV per head; `out [T, H * v_width]`. score = scale *
+    (q_nope . (W_UK c) + q_rope . k_rope); value = W_UV c. `form`: absorbed (W_UK folded into q,
+    W_UV applied afterwards) or expanded; the model determines it, independently of T.
     """
 
     q_nope: Value
@@ -443,7 +437,7 @@ class MlaAttention(Op):
 
 @dataclass(frozen=True, slots=True)
 class GatherRows(Op):
-    """Choice of the sampled rows, from the axis tokens to samples: out[s] = x[sample_rows[s]]."""
+    """Selects the sampled rows: out[s] = x[sample_rows[s]]."""
 
     x: Value
     out: Value
@@ -451,7 +445,7 @@ class GatherRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class PoolRows(Op):
-    """One row for each request, made of its rows: the last, the first, or their mean."""
+    """Reduces each request's rows to one: the last, the first, or the mean."""
 
     x: Value
     out: Value
@@ -460,9 +454,8 @@ class PoolRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class ScatterRows(Op):
-    """Rows from outside (`StepBatch.given`) in the place of others, as an image's stand in for its
-    tokens': out[t] = given[given_rows[t]] where that index is not negative, else base[t]; zeros
-    where there is no base.
+    """Replaces rows by external ones (`StepBatch.given`), e.g. of an image: out[t] =
+    given[given_rows[t]] if that index is not negative, else base[t], or zero without base.
     """
 
     out: Value
@@ -471,14 +464,15 @@ class ScatterRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class Foresee(Op):
-    """Guess of the neurons that a feed-forward layer further on will use, those whose scores `[T,
-    width]` are not negative, so that their weights may be read early. Makes nothing. Set by the
-    pass `predict`.
+    """Prefetches the weights of a later feed-forward layer's neurons with non-negative scores `[T,
+    width]`.
+
+    No outputs. Added by the pass `predict`.
     """
 
     scores: Value
     gate: str
-    """Name of the first matrix that makes that layer's gate."""
+    """First matrix that computes that layer's gate."""
 
 
 def num_position_axes(program: Program) -> int:
@@ -493,6 +487,6 @@ def num_position_axes(program: Program) -> int:
 
 
 def original_context(program: Program) -> OriginalContext:
-    """Returns the context up to which a Program's angles are its original ones."""
+    """Returns the context length up to which RoPE angles are the original ones."""
     starts = [op.table.long.start for op in program.ops if isinstance(op, Rope) and op.table.long]
     return OriginalContext(min(starts)) if starts else ONE_CONTEXT

@@ -1,8 +1,8 @@
-"""The numbers of disentangled attention that no text changes: buckets of distances, and tables of
-places as the heads read them.
+"""Constant parts of disentangled attention (DeBERTa): distance buckets and projected position
+tables.
 
-He et al. 2021, section 3.1, with the logarithmic buckets of its reference code, which computes them
-in 32 bits.
+He et al. 2021, section 3.1; logarithmic buckets as in its reference code, which computes them in
+fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 
 def place_buckets(distance: NDArray[np.int64], bias: PlaceBuckets) -> NDArray[np.int64]:
-    """Returns the bucket of each distance, query place - key place; of 0 the middle one."""
+    """Returns the bucket of each distance, query place - key place; 0 maps to the middle one."""
     half = bias.num_buckets // 2
     signed = distance if bias.max_distance is None else _logarithmic(distance, half, bias)
     buckets: NDArray[np.int64] = np.clip(signed + half, 0, bias.num_buckets - 1)
@@ -42,7 +42,7 @@ def _logarithmic(distance: NDArray[np.int64], half: int, bias: PlaceBuckets) -> 
 
 
 def place_table(op: PlaceScores, floats: Callable[[Weight], NDArray[Any]]) -> Floats:
-    """Returns the table that each head's columns are multiplied with, `[H, R, D]`."""
+    """Returns the projected position table of each head, `[H, R, D]`."""
     rows, weight, bias = (
         np.asarray(floats(each), np.float64) for each in (op.table, op.weight, op.bias)
     )

@@ -1,8 +1,7 @@
 """A model as data: Values with row axes, KV cache groups, weights, and a flat list of ops.
 
-Knows nothing of devices, files or requests. `models/` builds Programs, `passes/` rewrite them,
-`executor/` run them. The kinds of op stand in `ops.py`. Source: the project's own design; the
-closest relatives are the graph of ggml and TVM's Relax.
+`models/` builds Programs, `passes/` rewrite them, `executor/` runs them. `ops.py` lists the ops.
+The closest relatives are ggml's graph and TVM's Relax.
 """
 
 from __future__ import annotations
@@ -14,17 +13,16 @@ from functools import cache
 from typing import Any, Literal, Self, get_args
 
 Axis = Literal["tokens", "samples", "requests", "expert_rows"]
-"""Row axis of a Value; the number of rows is free until the step.
+"""Row axis of a Value; the number of rows varies per step.
 
-A Program's `tokens` are its own business: a decoder's text, an encoder's input, pieces of an image.
-"""
+`tokens` may be a decoder's text, an encoder's input or image patches."""
 
 GroupKind = Literal["full", "window", "latent", "conv", "cross", "state"]
 
 KVCacheKind = Literal["growing", "window", "fixed", "state", "step"]
-"""How long a request keeps a group's blocks: `growing` to its end; `window` until no later token
-sees them; `fixed` to its end, as many as at its start; `state` to its end, one state of a fixed
-size; `step` to the end of the step that writes them."""
+"""Lifetime of a group's blocks: `growing`: until the request ends; `window`: until no later token
+sees them; `fixed`: until the request ends, constant in number; `state`: likewise, one state of
+fixed size; `step`: until the end of the step that writes them."""
 
 LIVES: dict[GroupKind, KVCacheKind] = {
     "full": "growing",
@@ -38,13 +36,14 @@ LIVES: dict[GroupKind, KVCacheKind] = {
 PLAIN_TYPES = {"int", "float", "str", "bool", "None", "tuple", "Activation", "MaskKind"}
 
 MADE = ("out", "outs")
-"""Names of the fields that hold the Values an op makes."""
+"""Names of the fields that hold an op's outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An array `[rows of axis, width]` that one op makes and others read. Names are unique in a
-    Program.
+    """An array `[rows of axis, width]` that one op computes and others read.
+
+    Names are unique in a Program.
     """
 
     name: str
@@ -54,15 +53,15 @@ class Value:
 
 
 Span = tuple[int, int]
-"""First index, and one past the last."""
+"""Half-open range (first, end)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a weight that one rank has."""
+    """The part of a weight on one rank."""
 
     shape: tuple[int, ...]
-    """Shape of the whole weight."""
+    """Shape of the complete weight."""
     rows: Span | None = None
     """Rows of the output axis; None: all."""
     inputs: Span | None = None
@@ -73,20 +72,22 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Sinusoids:
-    """Table of positions that is computed: row r has sin(r * f_i) for each frequency, then cos(r *
-    f_i), where f_i = 10000^(-i / denominator) (Vaswani et al. 2017, section 3.5).
+    """Sinusoidal position table: row r is sin(r * f_i) for each frequency, then cos(r * f_i), with
+    f_i = 10000^(-i / denominator) (Vaswani et al. 2017, section 3.5).
     """
 
     denominator: float
     in_single: bool = False
-    """Whether frequencies, angles and functions are of 32 bits each, not rounded once at the
-    end."""
+    """Whether frequencies, angles and functions are computed in fp32, instead of rounding once at
+    the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Table of factors that grow with the position p: 1 + slope * log(1 + floor((p + shift) /
-    floor)), one a row. Nakanishi 2025, as Llama 4 and Ministral 3 scale queries.
+    """Table of scaling factors that grow with position p: 1 + slope * log(1 + floor((p + shift) /
+    floor)).
+
+    Nakanishi 2025, as Llama 4 and Ministral 3 scale queries.
     """
 
     floor: int
@@ -98,26 +99,25 @@ TAPS = 3
 """Taps of a convolution over time."""
 
 StoredAs = Literal["", "row", "heads", "tap", "run"]
-"""How a checkpoint keeps a weight whose shape is another one there: `row` as `[1, n]`; `tap` as a
-convolution's `[out, in, TAPS]`, of which it is one; `run` as that and a bias, which act on one of
-TAPS runs of rows and a 1, end to end `[out, TAPS * (TAPS * in + 1)]`."""
+"""Checkpoint layout of a weight with a different shape: `row`: `[1, n]`; `tap`: one tap of a
+convolution `[out, in, TAPS]`; `run`: such a convolution with a bias, applied to one of TAPS runs of
+rows and a 1, `[out, TAPS * (TAPS * in + 1)]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter, named as the family's safetensors checkpoint names it, and how its tensors
-    become it.
+    """A parameter, named as in the family's safetensors checkpoint, and how it is built from stored
+    tensors.
 
-    `shape` is what the op wants: `[out, in]` for a linear, `[E, out, in]` for experts, `[n]` for
-    norms and biases, `[E, out]` for the experts' biases (`rows_last`). `sources` are checkpoint
-    tensors (several are stacked on a new first axis); `name` alone where empty. `transposed`: the
-    checkpoint keeps the last two axes the other way round (GPT-2's Conv1D, gpt_oss's experts).
-    Where `source_rows` is set, the checkpoint's tensor has that number of rows on its output axis
-    (after transposing), and this weight is some of them: its row r is row_start + (r // row_run) *
-    row_step + r % row_run of the tensor. `cut` is set on a rank's part of a weight, whose `shape`
-    is then the part's. Where `fill` is set, all of it is that number, its last axis is those
-    numbers, or it is computed, and the checkpoint has no tensor (a norm without a weight, taps
-    that choose a row, a table of sinusoids).
+    `shape` is what the op needs: `[out, in]` for a linear, `[E, out, in]` for experts, `[n]` for
+    norms and biases, `[E, out]` for experts' biases (`rows_last`). `sources` are checkpoint tensors
+    (several are stacked on a new first axis); empty: `name` alone. `transposed`: the checkpoint
+    stores the last two axes swapped (GPT-2's Conv1D, gpt_oss's experts). If `source_rows` is set,
+    the checkpoint's tensor has that many rows on its output axis (after transposing) and row r of
+    this weight is its row row_start + (r // row_run) * row_step + r % row_run. `cut` is set on a
+    rank's part of a weight; `shape` is then the part's. If `fill` is set, the checkpoint has no
+    tensor: all values equal that number, the last axis is those numbers, or they are computed (a
+    norm without weight, taps that select a row, sinusoids).
     """
 
     name: str
@@ -132,11 +132,11 @@ class Weight:
     cut: Cut | None = None
     fill: float | tuple[float, ...] | Sinusoids | Growth | None = None
     kernel: tuple[int, ...] = ()
-    """Shape of the axis of inputs in the checkpoint's tensor, such as colours, rows and columns of
-    a patch, or of one head's part of a vector; (): one axis."""
+    """Shape of the input axis in the checkpoint's tensor, such as channels, rows and columns of a
+    patch, or one head's part of a vector; (): one axis."""
     stored_as: StoredAs = ""
     tap: int = 0
-    """Number of the tap or of the run, where `stored_as` names one."""
+    """Index of the tap or run, if `stored_as` is one of these."""
 
     @property
     def row_axis(self) -> int:
@@ -145,7 +145,7 @@ class Weight:
 
     @property
     def row_indices(self) -> tuple[int, ...] | None:
-        """Rows of the checkpoint's tensor that make this weight, in order; None: all of them."""
+        """Rows of the checkpoint's tensor that form this weight, in order; None: all."""
         if not self.source_rows and (self.cut is None or self.cut.rows is None):
             return None
         first = 0 if self.cut is None or self.cut.rows is None else self.cut.rows[0]
@@ -156,12 +156,12 @@ class Weight:
 
     @property
     def tensor_rows(self) -> int:
-        """Number of rows that the checkpoint's tensor has on its output axis."""
+        """Rows of the checkpoint's tensor on its output axis."""
         return self.source_rows or self.whole.shape[self.row_axis]
 
     @property
     def whole(self) -> Weight:
-        """The whole weight that this is a rank's part of; itself where it is no part."""
+        """The complete weight, if this is a rank's part."""
         return self if self.cut is None else replace(self, shape=self.cut.shape, cut=None)
 
     def part(
@@ -171,9 +171,7 @@ class Weight:
         inputs: Span | None = None,
         experts: Span | None = None,
     ) -> Weight:
-        """Returns these rows, inputs and experts of a weight that is whole on these axes; itself
-        where that is all of it.
-        """
+        """Returns the given rows, inputs and experts; itself if that is all of it."""
         shape = list(self.shape)
         if inputs is not None:
             shape[-1] = inputs[1] - inputs[0]
@@ -189,8 +187,8 @@ class Weight:
 
     @property
     def stored_parts(self) -> tuple[Weight, ...]:
-        """The tensors of the checkpoint that it is made of, as weights of their own shapes; itself
-        where it is stored in its own.
+        """The checkpoint tensors as weights of their stored shapes; itself if it is stored in its
+        own shape.
         """
         if not self.stored_as:
             return (self,)
@@ -212,7 +210,7 @@ class Weight:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Tensors of the checkpoint that make this weight; () for one that is filled."""
+        """Checkpoint tensors of this weight; () if it is filled."""
         if self.fill is not None:
             return ()
         names = self.sources or (self.name,)
@@ -223,14 +221,14 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that keep the same kind of KV, under one set of block tables.
+    """Layers with the same kind of KV under one set of block tables.
 
-    A layer and token have `num_kv_heads * k_width` numbers of K and `num_kv_heads * v_width` of V
-    (`latent`: one head, `k_width` = latent + rotary part, `v_width` = 0). `cross` groups are
-    written by the encoder Program and read by the decoder. `conv`: the rows that a causal
-    convolution reads, one head without V, in at least fp32; `window` is the number of its taps.
-    `state`: a recurrence's heads of `k_width` columns with `v_width` numbers each, in at least
-    fp32; a request's one block has two states, each beside its number of tokens.
+    Per layer and token there are `num_kv_heads * k_width` values of K and `num_kv_heads * v_width`
+    of V (`latent`: one head, `k_width` = latent + rotary part, `v_width` = 0). `cross` groups are
+    written by the encoder Program and read by the decoder. `conv`: input rows of a causal
+    convolution, one head without V, at least fp32; `window` is the number of taps. `state`: a
+    recurrence's heads of `k_width` columns with `v_width` values each, at least fp32; a request has
+    one block with two states, each beside its number of tokens.
     """
 
     name: str
@@ -240,24 +238,24 @@ class CacheGroup:
     k_width: int
     v_width: int
     window: int | None = None
-    """Number of keys that a query sees, its own included; None: all before it."""
+    """Number of keys that a query sees, including its own; None: all previous ones."""
     one_step: bool = False
-    """Whether only the step that writes the keys reads them, as in an encoder's own attention."""
+    """Whether only the step that writes the keys reads them, as in encoder self-attention."""
     of_input: bool = False
-    """Whether its keys are of the encoder's input, and the request's tokens are a decoder's."""
+    """Whether the keys belong to the encoder's input while the request's tokens are the decoder's.
+    """
 
     @property
     def kv_kind(self) -> KVCacheKind:
-        """How long a request keeps the group's blocks."""
+        """Lifetime of the group's blocks."""
         return "step" if self.one_step else LIVES[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Base of every op. A field's annotation says its role: Values read or made, Weights, or an
-    attribute.
+    """Base class of ops; field annotations tell inputs, outputs, weights and attributes apart.
 
-    Fields named `out` or `outs` are made; every other Value is read.
+    Fields named `out` or `outs` are outputs; every other Value is an input.
     """
 
     @property
@@ -291,7 +289,7 @@ class Op:
         )
 
     def on(self, values: Mapping[Value, Value]) -> Self:
-        """Returns the same op on other Values, where `values` maps them."""
+        """Returns the op with Values replaced according to `values`."""
 
         def new(item: Any) -> Any:
             return tuple(map(new, item)) if isinstance(item, tuple) else values.get(item, item)
@@ -304,8 +302,8 @@ class Op:
 
 @cache
 def _holders(owner: Any, kind: type[Any]) -> tuple[str, ...]:
-    """Returns the fields of a dataclass that may hold a `kind`, Value or Weight: those whose
-    annotation names more than the other one, numbers and words.
+    """Returns the dataclass fields whose annotation mentions `kind`, Value or Weight (besides plain
+    types and the other one).
     """
     others = PLAIN_TYPES | {"Value", "Weight"} - {kind.__name__}
     return tuple(
@@ -314,9 +312,7 @@ def _holders(owner: Any, kind: type[Any]) -> tuple[str, ...]:
 
 
 def _flat(item: object, kind: type[Any]) -> Iterator[Any]:
-    """Yields every `kind` in an attribute: itself, in tuples, in the fields of a dataclass such as
-    a bias.
-    """
+    """Yields every `kind` in an attribute, recursing into tuples and dataclasses."""
     if isinstance(item, kind):
         yield item
     elif isinstance(item, tuple):
@@ -329,11 +325,11 @@ def _flat(item: object, kind: type[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One runnable piece of a model (decoder, encoder, draft ...).
+    """One runnable part of a model (decoder, encoder, draft ...).
 
     `inputs` and `outputs` are named Values ("token_ids" or "hidden" in; "logits", "hidden" or
-    "pooled" out). `groups` may be shared with the model's other Programs by name. Ops stand in an
-    order in which every Value is made before it is read.
+    "pooled" out). `groups` may be shared by name with the model's other Programs. Every Value is
+    computed before it is read.
     """
 
     name: str
@@ -352,7 +348,7 @@ class Program:
 
     @property
     def input_groups(self) -> tuple[int, ...]:
-        """Indices of the groups whose keys are of the encoder's input before a decoder."""
+        """Indices of groups with keys of the encoder's input."""
         return tuple(
             at for at, group in enumerate(self.groups) if group.of_input or group.kind == "cross"
         )
@@ -363,7 +359,7 @@ class Program:
         return tuple(dict.fromkeys(w for op in self.ops for w in op.weights))
 
     def check(self) -> None:
-        """Raises ValueError where an op reads a Value that is not made yet, makes one twice, or
+        """Raises ValueError if an op reads a Value before it is computed, computes one twice, or
         names an unknown axis or group.
         """
         made: dict[str, Value] = {}

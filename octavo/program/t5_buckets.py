@@ -1,5 +1,5 @@
-"""The buckets of T5's relative position bias. Raffel et al. 2020, section 2.1, with the logarithmic
-buckets of its reference code.
+"""Buckets of T5's relative position bias. Raffel et al. 2020, section 2.1; logarithmic buckets as
+in its reference code.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from octavo.program.ops import T5Bias
 def t5_buckets(distance: NDArray[np.int64], bias: T5Bias) -> NDArray[np.int64]:
     """Returns the bucket of each distance, key place - query place.
 
-    Buckets are exact while near, then logarithmic up to max_distance. Keys to the right have the
-    upper half of the buckets where the bias looks both ways, and bucket 0 where it does not.
+    Near distances have a bucket each, then buckets are logarithmic up to max_distance. Later keys
+    use the upper half of the buckets if bidirectional, otherwise bucket 0.
     """
     num_buckets = bias.num_buckets // 2 if bias.bidirectional else bias.num_buckets
     right = np.where(distance > 0, num_buckets, 0) if bias.bidirectional else 0

@@ -1,8 +1,6 @@
-"""Counts what a step of a Program computes: multiplications by token, by sampled row, and by pair
-of query and key.
+"""Counts the multiplications of a step: per token, per sampled row, and per query-key pair.
 
-Counts products of matrices and attention, which is all that matters; knows no weight's bytes and no
-machine.
+Covers matmuls and attention.
 """
 
 from __future__ import annotations
@@ -17,22 +15,19 @@ from octavo.program.program import Program, Weight
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Multiplications of a step, each with its addition."""
+    """Multiply-adds of a step."""
 
     per_token: int
     per_sample: int
     per_pair: dict[int | None, int]
-    """Multiplications by window (None: all keys before the query) for each query token and each key
-    that it sees, in all layers of that window."""
+    """Multiplications per query-key pair, over all layers of each window (None: no window)."""
     read_by_all: tuple[Weight, ...]
     """Weights that every step reads."""
     read_by_some: tuple[tuple[Weight, float], ...]
-    """Experts' weights, and the share of them that one token reads."""
+    """Expert weights, and the share of them that one token reads."""
 
     def pairs(self, first: int, end: int) -> int:
-        """Counts the multiplications of attention for the tokens `first` to `end - 1` of one
-        request.
-        """
+        """Counts the attention multiplications for tokens `first` to `end - 1` of one request."""
         return sum(
             count * _num_pairs(first, end, window) for window, count in self.per_pair.items()
         )
@@ -68,7 +63,7 @@ def work_of(program: Program) -> Work:
 
 
 def _num_pairs(first: int, end: int, window: int | None) -> int:
-    """Counts pairs of the queries `first` to `end - 1` and the keys they see, their own too."""
+    """Counts pairs of queries `first` to `end - 1` and their visible keys, including their own."""
 
     def up_to(num_tokens: int) -> int:
         inside = num_tokens if window is None else min(num_tokens, window)

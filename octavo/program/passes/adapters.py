@@ -1,8 +1,7 @@
-"""The adapters pass: names the module of each matrix, so that adapters find their places.
+"""Adapters pass: records the module name of each matrix, so that adapters can find their targets.
 
-Sets an attribute (`Linear.sites`, `Embedding.site`) and adds no op, so that gates, norms and
-residuals still fold; the fuse pass keeps the sites of the matrices that it merges. Runs before it
-and after the shard pass.
+Sets `Linear.sites` and `Embedding.site` without adding ops, so fusion is unchanged; the fuse pass
+merges sites along with matrices. Runs before fuse and after shard.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from octavo.program.ops import Embedding, Linear
 from octavo.program.program import Op, Program, Weight
 
 TIED_HEAD = "lm_head"
-"""Module of an output layer that has no matrix of its own but the table of the embedding."""
+"""Module of an output layer tied to the embedding table."""
 
 
 def with_sites(program: Program, whole: Program | None = None) -> Program:
-    """Returns the Program whose linears and table of tokens have sites; `whole` is the model's,
-    where this is one rank's part of it.
+    """Returns the Program with adapter sites; `whole` is the complete Program if this is one rank's
+    part.
     """
     tables = {op.table.name for op in (whole or program).ops if isinstance(op, Embedding)}
 
@@ -37,7 +36,7 @@ def with_sites(program: Program, whole: Program | None = None) -> Program:
 
 
 def sites_of(program: Program) -> Iterator[Site]:
-    """Yields every site of a Program, with its matrix."""
+    """Yields every site of a Program."""
     for op in program.ops:
         if isinstance(op, Linear):
             yield from zip(op.sites, op.weights_, strict=bool(op.sites))
@@ -46,10 +45,10 @@ def sites_of(program: Program) -> Iterator[Site]:
 
 
 def tables_of(program: Program) -> set[Site]:
-    """Returns the sites that are tables, whose rows are looked up."""
+    """Returns the sites that are embedding tables."""
     return {(op.site, op.table) for op in program.ops if isinstance(op, Embedding) and op.site}
 
 
 def _module(weight: Weight, tables: set[str]) -> str:
-    """Returns the module of a matrix, of which a rank may have a part."""
+    """Returns the module of a matrix or of a rank's part of it."""
     return TIED_HEAD if weight.name in tables else weight.name.removesuffix(".weight")

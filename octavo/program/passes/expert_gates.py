@@ -1,8 +1,7 @@
-"""The pass that gives experts their gate: two products and an ActMul become one op, and so do one
-product and an Act.
+"""Folds expert gates: two expert matmuls and an ActMul become one op, as do one matmul and an Act.
 
-For backends whose kernels multiply gate and up together; runs behind fuse, which does the same for
-dense layers, and leaves alone what it cannot fold.
+For backends that compute gate and up together; runs after fuse, which does the same for dense
+layers.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from octavo.program.program import Op, Program, Value
 
 
 def fold_expert_gates(program: Program) -> Program:
-    """Turns each ActMul over two experts' products of the same rows into the gate of one, and each
-    Act over one into its activation.
-    """
+    """Folds each ActMul over two expert matmuls of the same rows, and each Act over one."""
     reads = Counter(value for op in program.ops for value in op.inputs)
     makers: dict[Value, GroupedLinear] = {
         op.out: op for op in program.ops if isinstance(op, GroupedLinear) and reads[op.out] == 1

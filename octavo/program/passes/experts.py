@@ -1,10 +1,9 @@
-"""The experts pass: each of several ranks gets whole experts (expert parallelism).
+"""Experts pass (expert parallelism): distributes complete experts over ranks.
 
-Everything else stands on every rank, and so do the rows: a rank computes those that its experts
-were chosen for, and Collect brings the others' rows back before Combine, whose order is that of one
-process. Where engines with rows of their own share their experts, Dispatch brings each rank the
-rows of all of them. No number changes. Runs behind stages and before shard, which splits the
-experts of each rank once more. Source: Lepikhin et al. 2020 (GShard), section 3.2.
+All other ops and rows are replicated: a rank computes the rows routed to its experts, and Collect
+gathers the other ranks' rows before Combine, which sums in the order of one process. With several
+engines, Dispatch sends every rank the rows of all engines. Results do not change. Runs after stages
+and before shard. Source: Lepikhin et al. 2020 (GShard), section 3.2.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ HINTS = {
     "expert_parallel_size": "leave expert_parallel_size at 1",
     "enable_expert_parallel": "leave enable_expert_parallel out",
 }
-"""Hint for each option that shares out experts."""
 
 
 def share_experts(program: Program, rank: int, num_ranks: int, num_engines: int = 1) -> Program:
-    """Returns the part that rank `rank` of `num_ranks` computes; the Program itself where it, as a
-    stage may, has no experts. `num_engines` of the ranks' groups, neighbours, have rows of their
-    own.
+    """Returns the part that rank `rank` of `num_ranks` computes; the Program itself if it has no
+    experts.
+
+    `num_engines` engines, each a group of neighbouring ranks, have tokens of their own.
     """
     if num_ranks == 1 or not _routes(program):
         return program
@@ -36,9 +35,7 @@ def share_experts(program: Program, rank: int, num_ranks: int, num_engines: int 
 
 
 def check_experts(program: Program, num_ranks: int, option: str = "expert_parallel_size") -> None:
-    """Raises ConfigError, which names the `option`, where a whole Program has no experts to share
-    out, or fewer than ranks.
-    """
+    """Raises ConfigError naming `option` if a Program has no experts, or fewer than ranks."""
     if num_ranks == 1:
         return
     routes = _routes(program)
@@ -60,9 +57,9 @@ def _routes(program: Program) -> list[expert_ops.Route]:
 def _ops_of(program: Program, rank: int, num_ranks: int, num_engines: int) -> tuple[Op, ...]:
     made: list[Op] = []
     chosen: dict[Value, tuple[Value, Spans]] = {}
-    """Ids of a choice and the experts of each rank, by the ids and the weights of the choice."""
+    """By a route's ids and weights: the local ids and the experts of each rank."""
     dispatched: dict[Value, Value] = {}
-    """Rows of all engines' tokens, by those of this engine's own."""
+    """Rows of all engines' tokens, by this engine's rows."""
     for op in program.ops:
         if isinstance(op, expert_ops.Route):
             rows, ids, weights = op.outs
@@ -89,7 +86,7 @@ def _ops_of(program: Program, rank: int, num_ranks: int, num_engines: int) -> tu
 
 
 def _own(ids: Value) -> Value:
-    """Returns the Value of a choice's ids among this rank's experts."""
+    """Returns the Value of ids relative to this rank's experts."""
     return replace(ids, name=f"{ids.name}.own")
 
 

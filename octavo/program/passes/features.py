@@ -1,10 +1,9 @@
-"""The features pass: a model writes what a draft head reads of it, a row of numbers for each token,
-to a cache group.
+"""Features pass: the target model writes the hidden states that a draft head reads, one row per
+token, to a cache group.
 
-Rows in blocks are found by prefix hits, swapped and forked as K and V are. The head reads the row
-of the token before and writes one of its own where it guesses on; what the model computes later
-takes its place. Knows Values and ops; runs before all passes that fold. Source: Li et al. 2025
-(EAGLE-3), DeepSeek-AI 2024 (multi-token prediction).
+Feature rows are cached, swapped and forked like KV. The head reads the previous token's row and
+writes its own rows while drafting; the target overwrites them later. Runs before all fusing passes.
+Source: Li et al. 2025 (EAGLE-3), DeepSeek-AI 2024 (multi-token prediction).
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ from octavo.program.passes.stages import layer_inputs
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 
 FEATURES = "features"
-"""Name of the group among a head's own."""
+"""Name of the cache group."""
 WINDOW = 2
-"""Rows that a head reads at a token: its own, and that of the token before."""
+"""Rows that a head reads per token: its own and the previous one."""
 PREVIOUS = (1.0, 0.0)
-"""Taps that take the row before and nothing of a token's own."""
+"""Taps that select the previous row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Rows that a head reads of a model: sums of products with those that enter some layers, or
-    those behind the last norm.
+    """Hidden states that a draft head reads: sums of projected layer inputs, or the output of the
+    last norm.
     """
 
     layers: tuple[int, ...] = ()
-    """Numbers of the layers; (): the rows behind the last norm."""
+    """Layer indices; (): the output of the last norm."""
     weights: tuple[Weight, ...] = ()
     """Matrix of each of `layers`, `[out, in]`."""
 
 
 def feature_group(width: int) -> CacheGroup:
-    """Returns the group of one row of `width` numbers for each token."""
+    """Returns the cache group of one row of `width` values per token."""
     return CacheGroup(FEATURES, "conv", 1, 1, width, 0, window=WINDOW)
 
 
 def with_features(program: Program, features: Features, group: str) -> Program:
-    """Returns the Program that also writes each token's row to a cache group that it has."""
+    """Returns the Program that also writes each token's feature row to a cache group."""
     ops, row = _of_layers(program, features) if features.layers else _behind_last_norm(program)
     found = replace(program, ops=(*program.ops, *ops, KvWrite((row,), None, group, 0)))
     found.check()
@@ -51,7 +50,7 @@ def with_features(program: Program, features: Features, group: str) -> Program:
 
 
 def feature_width(program: Program, features: Features) -> int:
-    """Returns the numbers of a token's row."""
+    """Returns the width of a feature row."""
     if features.layers:
         return features.weights[0].shape[0]
     return _gather(program).x.width
@@ -81,7 +80,7 @@ def _of_layers(program: Program, features: Features) -> tuple[Sequence[Op], Valu
 
 
 def _behind_last_norm(program: Program) -> tuple[Sequence[Op], Value]:
-    """Returns the last norm over all tokens; a model norms the sampled rows alone."""
+    """Returns the last norm applied to all tokens instead of only sampled rows."""
     gather = _gather(program)
     norms = [
         op

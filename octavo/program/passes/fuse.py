@@ -1,9 +1,7 @@
-"""The fuse pass: fewer, larger ops with the same meaning.
+"""Fuse pass: fewer, larger ops with the same results up to rounding.
 
-Merges Linears that read the same rows (q + k + v, gate + up), and folds into a Linear the norm
-before it, the activation or gate after it and the residual sum behind it. Each rewrite looks only
-at the makers and readers of Values, and knows no family. It leaves alone what it cannot fold; the
-result equals the input op for op within rounding.
+Merges Linears that read the same rows (q + k + v, gate + up), and folds into a Linear the preceding
+norm, the following activation or gate, and the residual sum.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from octavo.program.program import Op, Program, Value
 
 
 def fuse(program: Program) -> Program:
-    """Folds all that can be folded."""
+    """Applies all rewrites."""
     ops: list[Op] = list(program.ops)
     for rewrite in (_merge_linears, _fold_activations, _fold_gates, _fold_norms, _fold_residuals):
         ops = rewrite(ops, _Uses(ops, program))
@@ -26,7 +24,7 @@ def fuse(program: Program) -> Program:
 
 
 class _Uses:
-    """Makers and readers of each Value, by index in the list of ops."""
+    """Producers and readers of each Value, by op index."""
 
     def __init__(self, ops: list[Op], program: Program) -> None:
         self.maker = {value: at for at, op in enumerate(ops) for value in op.outputs}
@@ -50,7 +48,7 @@ def _is_plain(op: Op) -> bool:
 
 
 def _merge_linears(ops: list[Op], uses: _Uses) -> list[Op]:
-    """Merges plain Linears that read the same x alike into one, where the first of them stands."""
+    """Merges plain Linears with the same x and threshold into the first of them."""
     merged: dict[tuple[Value, float], Linear] = {}
     for op in ops:
         if isinstance(op, Linear) and _is_plain(op):
@@ -78,7 +76,7 @@ def _concatenated(a: Linear, b: Linear) -> Linear:
 
 
 def _fold_activations(ops: list[Op], uses: _Uses) -> list[Op]:
-    """Turns Act over a Linear's only out into the Linear's activation."""
+    """Folds Act into the Linear whose only output it reads."""
     result = list(ops)
     gone: set[int] = set()
     for at, op in enumerate(ops):
@@ -100,7 +98,7 @@ def _fold_activations(ops: list[Op], uses: _Uses) -> list[Op]:
 
 
 def _fold_gates(ops: list[Op], uses: _Uses) -> list[Op]:
-    """Turns ActMul over the two outs of one Linear into the Linear's gate."""
+    """Folds ActMul into the Linear whose two outputs it reads."""
     result = list(ops)
     gone: set[int] = set()
     for at, op in enumerate(ops):
@@ -124,7 +122,7 @@ def _fold_gates(ops: list[Op], uses: _Uses) -> list[Op]:
 
 
 def _fold_norms(ops: list[Op], uses: _Uses) -> list[Op]:
-    """Gives a norm of whole rows to the Linear that alone reads it."""
+    """Folds a full-row norm into the only Linear that reads it."""
     result = list(ops)
     gone: set[int] = set()
     for at, op in enumerate(ops):
@@ -144,8 +142,8 @@ def _fold_norms(ops: list[Op], uses: _Uses) -> list[Op]:
 
 
 def _fold_residuals(ops: list[Op], uses: _Uses) -> list[Op]:
-    """Turns a sum into a Linear's residual where one side is the Linear's only out and the other is
-    made before it.
+    """Folds a sum into a Linear's residual if one side is the Linear's only output and the other is
+    computed earlier.
     """
     result = list(ops)
     gone: set[int] = set()

@@ -1,10 +1,9 @@
-"""The gather pass: rows that are not sampled end at the last attention.
+"""Gather pass: computes only sampled rows after the last attention.
 
-A model gathers the sampled rows before its head, yet all ops between the last attention and that
-gather work row by row. Gathered right behind the attention instead, a prompt's other rows are
-spared the last layer's output projection and its gate, up and down projections: five sixths of a
-layer of SmolLM2's shape. Where all rows are sampled, nothing is spared. llama.cpp's graphs do the
-same (`inp_out_ids`).
+A model gathers the sampled rows before its head, but the ops between the last attention and that
+gather are row-wise. Gathering right after the attention skips the last layer's output projection
+and MLP for other rows: five sixths of a layer of SmolLM2's shape. Nothing is skipped if all rows
+are sampled. llama.cpp does the same (`inp_out_ids`).
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ ROW_BY_ROW = (
     *(MatchMagnitude, KeepLargest, Mix),
     *(AllReduce, AllGather),
 )
-"""Ops whose row r is made of row r of their inputs alone, whatever rows there are."""
+"""Row-wise ops."""
 
 
 MIXING = (Attention, MlaAttention, ShortConv, SelectiveScan)
-"""Ops that read other rows than their own."""
+"""Ops that read other rows."""
 
 
 def gather_early(program: Program) -> Program:
-    """Moves the Program's one GatherRows behind the last attention, where nothing but that gather
-    reads the rows in between; returns the Program as it is elsewhere.
+    """Moves the single GatherRows behind the last attention if only that gather reads the rows in
+    between; otherwise returns the Program unchanged.
     """
     gathers = [op for op in program.ops if isinstance(op, GatherRows)]
     if len(gathers) != 1:
@@ -60,8 +59,8 @@ def gather_early(program: Program) -> Program:
 
 
 def gathered_before(program: Program, gather: GatherRows, late: list[Op]) -> Program:
-    """Returns the Program with the `late` ops on sampled rows: their inputs are gathered, instead
-    of their outputs.
+    """Returns the Program with the `late` ops on sampled rows: gathers their inputs instead of
+    their outputs.
     """
     made = {value for op in late for value in op.outputs}
     read = dict.fromkeys(
@@ -82,8 +81,8 @@ def gathered_before(program: Program, gather: GatherRows, late: list[Op]) -> Pro
 
 
 def wanted_by(gather: GatherRows, program: Program) -> list[Op]:
-    """Returns the ops before the gather, in order, that work row by row and whose Values only this
-    gather and one another read.
+    """Returns the row-wise ops before the gather whose Values only the gather or one
+    another read.
     """
     readers: dict[Value, list[Op]] = {}
     for op in program.ops:

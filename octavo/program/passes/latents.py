@@ -1,9 +1,9 @@
-"""The pass that absorbs the latents' projections: MlaAttention becomes products of heads around an
-attention whose keys hold its values.
+"""Absorb_latents pass: MlaAttention becomes per-head matmuls around an attention whose keys contain
+its values.
 
-For backends that have no kernel for the whole of it. Queries are turned into latent space, and
-their rotary parts put behind them; all heads attend to the latents as to one kv head; each head's
-result is turned into its values. DeepSeek-V2, section 2.1.2.
+For backends without an MLA kernel. Queries are projected to latent space, followed by their rotary
+part; all heads attend to the latents as a single kv head; outputs are projected to values.
+DeepSeek-V2, section 2.1.2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.program.program import Op, Program, Value, Weight
 
 
 def absorb_latents(program: Program) -> Program:
-    """Rewrites each absorbed MlaAttention but one of which other ranks compute a part."""
+    """Rewrites each absorbed MlaAttention that is not split over ranks."""
     ops: list[Op] = []
     for op in program.ops:
         if isinstance(op, MlaAttention) and op.form == "absorbed" and op.kv_b.cut is None:

@@ -1,9 +1,8 @@
-"""The offload pass: which weights stay in memory, which are read from a file for each step, and
-where each lies.
+"""Offload pass: chooses which weights stay in memory and which are streamed from a file at each
+step, and their offsets.
 
-Works on a Program's products in the order in which a step reads them and on their bytes; knows
-nothing of files or tiles. Source of the idea: FlexGen (arXiv 2303.06865); with the schedule
-`layers`, ZeRO-Inference (arXiv 2206.01861).
+Works on matmuls in step order and on their sizes. Source: FlexGen (arXiv 2303.06865); schedule
+`layers`: ZeRO-Inference (arXiv 2206.01861).
 """
 
 from __future__ import annotations
@@ -18,22 +17,20 @@ from octavo.api.errors import ConfigError
 from octavo.config.sizes import format_bytes
 
 ALIGN = 4096
-"""Bytes of which offsets and lengths in the file and in memory are multiples: what reads that pass
-by the system's cache ask for.
-"""
+"""Alignment of offsets and lengths in the file and in memory, required by direct I/O."""
 
 Schedule = Literal["pinned", "layers"]
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The weights of one product."""
+    """Weights of one matmul."""
 
     name: str
     num_bytes: int
     """Bytes in the file, a multiple of ALIGN."""
     range: int
-    """Index of the range of stages in which the product stands; ranges are waited for as one."""
+    """Index of the matmul's range of stages; a range is waited for as a unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +39,23 @@ class Chunk:
 
     units: range
     offset: int
-    """Place in memory."""
+    """Offset in memory."""
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """Places of all units in memory."""
+    """Memory layout of all units."""
 
     resident: tuple[Chunk, ...]
-    """Units that are read once; behind the ring."""
+    """Units that are read once; placed after the ring buffer."""
     streamed: tuple[Chunk, ...]
-    """Units that are read for each step, in its order."""
+    """Units that each step reads, in order."""
     ring_bytes: int
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the ring and of the units behind it."""
+        """Bytes of the ring buffer and the resident units."""
         return self.ring_bytes + sum(chunk.num_bytes for chunk in self.resident)
 
     @property
@@ -70,10 +67,10 @@ class OffloadPlan:
 def plan_offload(
     units: Sequence[Unit], *, allowed_bytes: int, other_bytes: int, schedule: Schedule
 ) -> OffloadPlan:
-    """Decides which units stay and where each lies.
+    """Decides which units stay resident and where each is placed.
 
-    `other_bytes` of the allowance are for weights that are no product's own. Raises ConfigError,
-    with the least that works, where two layers do not fit beside them.
+    `other_bytes` of the allowance are for weights outside the units. Raises ConfigError, with the
+    smallest allowed size, if two layers do not fit.
     """
     total = sum(unit.num_bytes for unit in units)
     budget = allowed_bytes - other_bytes
@@ -97,9 +94,10 @@ def plan_offload(
 
 
 def _pinned_plan(units: Sequence[Unit], budget: int, first: int | None) -> OffloadPlan | None:
-    """Plans a ring that is as small as can be, and keeps what fits beside it; None where not even
-    the unit `first`, which is kept before all others, fits. An output layer is often so large that
-    the ring without it is much smaller.
+    """Plans the smallest ring buffer and keeps resident what fits beside it; None if the unit
+    `first`, which has priority, does not fit.
+
+    An output layer is often so large that the ring is much smaller without it.
     """
     streamed = [unit for index, unit in enumerate(units) if index != first]
     left = budget - (0 if first is None else units[first].num_bytes)
@@ -113,8 +111,9 @@ def _pinned_plan(units: Sequence[Unit], budget: int, first: int | None) -> Offlo
 
 
 def least_ring(units: Sequence[Unit]) -> int:
-    """Returns the bytes of two of the largest ranges: while one is multiplied, the next is read.
-    The last one, with the output layer, needs no second beside it.
+    """Returns twice the bytes of the largest range, so that one is computed while the next is read.
+
+    The last range, with the output layer, is not doubled.
     """
     sizes: defaultdict[int, int] = defaultdict(int)
     for unit in units:
@@ -124,8 +123,8 @@ def least_ring(units: Sequence[Unit]) -> int:
 
 
 def _pinned(units: Sequence[Unit], budget: int, first: int | None) -> set[int]:
-    """Returns the units that stay: `first`, and for the budget others, spread evenly over the step,
-    so that reading never pauses.
+    """Returns the resident units: `first`, then others spread evenly over the step within the
+    budget, so that reading never pauses.
     """
     pinned = set[int]() if first is None else {first}
     total = sum(unit.num_bytes for index, unit in enumerate(units) if index not in pinned)
@@ -153,7 +152,7 @@ def _by_range(units: Sequence[Unit]) -> Iterator[range]:
 
 
 def _chunks(parts: Sequence[range], units: Sequence[Unit], *, start: int = 0) -> Iterator[Chunk]:
-    """Lays parts side by side."""
+    """Places parts one after another."""
     for part in parts:
         size = sum(units[i].num_bytes for i in part)
         yield Chunk(part, start, size)
@@ -161,8 +160,8 @@ def _chunks(parts: Sequence[range], units: Sequence[Unit], *, start: int = 0) ->
 
 
 def _in_ring(parts: Sequence[range], units: Sequence[Unit], ring_bytes: int) -> tuple[Chunk, ...]:
-    """Lays parts side by side, from the beginning again where those of a range do not fit any more:
-    no two of a range share a place.
+    """Places parts in the ring buffer, wrapping around before a range that does not fit, so that a
+    range's parts never overlap.
     """
     found: list[Chunk] = []
     offset = 0

@@ -1,9 +1,7 @@
-"""The plan pass: the place of each Value in one arena for each row axis, where dead buffers are
-used again.
+"""Plan pass: assigns each Value an offset in an arena per row axis, reusing dead buffers.
 
-Knows ops and Values. The executor says which ops run together (a stage): within a stage rows are at
-different ops at the same time, so no memory may change its owner. A Place is in floats: a row of an
-axis holds all its Values, each at its `offset`.
+The executor determines which ops run together (a stage): within a stage, rows may be at different
+ops, so no memory is reused. Offsets are in floats within a row.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from octavo.program.program import Op, Program, Value
 from octavo.program.rank_ops import Collect, Dispatch
 
 ALIGN_FLOATS = 16
-"""Alignment of a buffer in floats: rows start on cache lines."""
+"""Alignment of a buffer in floats: one cache line."""
 
 IN_PLACE = (RmsNorm, Rope, Act, Scale, SoftCap, Clip, KeepLargest)
-"""Row-local ops that may write over the row they read."""
+"""Row-local ops that may overwrite their input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +39,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Places of all Values but int inputs."""
+    """Offsets of all Values except int inputs."""
 
     places: dict[str, Place]
     row_floats: dict[str, int]
-    """Floats that a row of each axis needs in all."""
+    """Floats per row of each axis."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,12 +57,11 @@ class _Buffer:
 
 
 def plan(program: Program, stages: list[int], ranges: list[int]) -> Plan:
-    """Places all Values of a Program; its outputs live to the end.
+    """Assigns offsets to all Values of a Program; its outputs live to the end.
 
-    `stages[i]` and `ranges[i]` are the stage and the range of op i, not decreasing. A range is
-    stages that an executor may take a few rows through at a time. A Value that is only read in the
-    range that makes it lies on an axis of its own, `block`, which needs no more rows than are on
-    their way at once.
+    `stages[i]` and `ranges[i]` are the stage and range of op i, not decreasing. A range is a
+    sequence of stages that an executor may run on a few rows at a time. Values used only within
+    their range are on the axis `block`, which needs only as many rows as are in flight.
     """
     buffers = _make_buffers(program, stages)
     range_of = dict(zip(stages, ranges, strict=True))
@@ -143,8 +140,9 @@ def _in_body(value: Value) -> bool:
 
 
 def _placed(op: Op) -> list[Value]:
-    """Returns the outs that have a place. Rows that a Route lays out or a Dispatch brings have
-    none: they are those of its x, or lie in memory of all ranks, and products read them there.
+    """Returns the outputs that need memory.
+
+    Rows of a Route or a Dispatch need none: they alias x or memory shared by all ranks.
     """
     if isinstance(op, Dispatch):
         return []
@@ -153,7 +151,7 @@ def _placed(op: Op) -> list[Value]:
 
 
 def _new_buffer(outs: list[Value], stage: int) -> _Buffer:
-    """Makes one buffer for all outs of an op, side by side."""
+    """Makes one buffer for all outputs of an op."""
     width = sum(value.width for value in outs)
     buffer = _Buffer(outs[0].axis, -(-width // ALIGN_FLOATS) * ALIGN_FLOATS, stage, stage)
     column = 0
@@ -164,8 +162,8 @@ def _new_buffer(outs: list[Value], stage: int) -> _Buffer:
 
 
 def _overwritable(op: Op) -> Value | None:
-    """Returns the input whose place the op's single out may take once no later op reads it; the two
-    are equal element by element.
+    """Returns the input that the op's single output may overwrite element by element once no later
+    op reads it.
     """
     if isinstance(op, (*IN_PLACE, Collect)):
         return op.x
@@ -175,8 +173,8 @@ def _overwritable(op: Op) -> Value | None:
 
 
 def _place_all(buffers: list[_Buffer]) -> int:
-    """Gives each buffer the lowest free offset, in order of birth; returns the floats that a row
-    needs.
+    """Assigns each buffer the lowest free offset, in order of creation; returns the floats
+    per row.
     """
     placed: list[_Buffer] = []
     end = 0

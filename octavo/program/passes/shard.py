@@ -1,10 +1,9 @@
-"""The shard pass: the part of a Program that one of several ranks computes (tensor parallelism).
+"""Shard pass (tensor parallelism): the part of a Program that one rank computes.
 
-Products before heads and activations are split along their outputs, those behind them along their
-inputs, which leaves every rank with a part of a sum; AllReduce adds the parts where an op needs
-whole rows. Heads and their KV, the vocabulary and the width of every expert are split; norms,
-routers and latents are on every rank. Runs before fuse. An op that cannot be split is refused by
-name. Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
+Matmuls before heads and activations are split by outputs, those after them by inputs, which yields
+partial sums that AllReduce adds when an op needs complete rows. Heads and their KV, the vocabulary
+and expert widths are split; norms, routers and latents are replicated. Runs before fuse.
+Unsupported ops raise ConfigError. Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ UNPACK = "use fewer ranks, or --dtype bfloat16, which unpacks the weights"
 
 
 def uncut(weight: Weight) -> int:
-    """Allows any cut of a weight: the `UnitOf` of plain floats."""
+    """`UnitOf` of plain floats: any split is allowed."""
     return 1
 
 
 def shard(program: Program, rank: int, num_ranks: int, unit_of: UnitOf = uncut) -> Program:
-    """Returns the part that rank `rank` of `num_ranks` computes. ConfigError names what cannot be
-    split, and why.
+    """Returns the part that rank `rank` of `num_ranks` computes; raises ConfigError if an op cannot
+    be split.
     """
     return program if num_ranks == 1 else _Sharder(program, rank, num_ranks, unit_of).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One rank's share of a Value: all of it, the columns `spans[rank]`, or one summand of it
+    """One rank's share of a Value: all of it, the columns `spans[rank]`, or a partial sum
     (`partial`).
     """
 
@@ -84,15 +83,13 @@ class _Sharder:
     # -- Values ------------------------------------------------------------------------------------
 
     def _make(self, value: Value, spans: Spans | None = None, *, partial: bool = False) -> Value:
-        """Notes this rank's share of a Value that the next op makes, and returns its Value."""
+        """Records this rank's share of a Value that the next op computes, and returns its Value."""
         own = value if spans is None else replace(value, width=_width(spans[self._rank]))
         self._held[value] = _Held(own, spans, partial)
         return own
 
     def _whole(self, value: Value) -> Value:
-        """Returns the Value with all columns; the first reader that wants them adds the sum or the
-        gather.
-        """
+        """Returns the Value with all columns, adding an AllReduce or AllGather on first use."""
         held = self._held[value]
         if not held.partial and held.spans is None:
             return held.value
@@ -105,7 +102,7 @@ class _Sharder:
         return whole
 
     def _columns(self, value: Value, spans: Spans, op: Op) -> Value:
-        """Returns this rank's columns; ConfigError where the op needs other ones."""
+        """Returns this rank's columns; raises ConfigError if the op needs other ones."""
         held = self._held[value]
         if held.spans != spans:
             what = f"{op.kind} reads {value.name}, which cannot be made in parts of whole heads"
@@ -120,7 +117,7 @@ class _Sharder:
         return list(map(self._whole, values)), None
 
     def _spans(self, out: Value) -> Spans | None:
-        """Returns how a product's out is split; None: whole."""
+        """Returns how a matmul's output is split; None: not split."""
         wish = self._wishes.get(out)
         if wish is None or not is_split(wish):
             return None
@@ -164,8 +161,9 @@ class _Sharder:
         self._ops.append(replace(op, x=x, outs=outs, weights_=weights, biases=biases))
 
     def _along_inputs(self, op: ops.Linear, spans: Spans) -> None:
-        """Makes a summand on each rank. The first rank alone adds biases; the activation follows
-        the sum.
+        """Splits a matmul by inputs, which yields partial sums.
+
+        Only the first rank adds biases; activations follow the sum.
         """
         outs = tuple(self._make(out, partial=True) for out in op.outs)
         weights = tuple(self._inputs(weight, spans) for weight in op.weights_)
@@ -219,9 +217,7 @@ class _Sharder:
         return weight.part(inputs=spans[self._rank])
 
     def _shard_Embedding(self, op: ops.Embedding) -> None:
-        """Splits a table of tokens by rows, so that each rank finds some of them; a table of
-        positions is small and stays whole.
-        """
+        """Splits a token table by rows; a position table is small and replicated."""
         if op.ids is None:
             self._ops.append(replace(op, out=self._make(op.out)))
             return
@@ -308,7 +304,7 @@ class _Sharder:
         )
 
     def _shard_mixer(self, op: ShortConv | SelectiveScan) -> None:
-        """Leaves the op whole on every rank, as it does the rows or the states of its group."""
+        """Replicates the op, like the rows or states of its group."""
         values = {value: self._whole(value) for value in op.inputs}
         values |= {value: self._make(value) for value in op.outputs}
         self._ops.append(op.on(values))
@@ -332,7 +328,6 @@ class _Sharder:
         self._ops.append(replace(op, x=self._whole(op.x), out=self._make(op.out)))
 
     def _shard_linear_op(self, op: ops.Scale | ops.GatherRows | ops.PoolRows) -> None:
-        """Keeps whatever share a rank has of x: all, columns, a summand."""
         held = self._held[op.x]
         self._ops.append(
             replace(op, x=held.value, out=self._make(op.out, held.spans, partial=held.partial))
@@ -349,7 +344,7 @@ class _Sharder:
     def _shard_whole_row_op(
         self, op: family_ops.MatchMagnitude | family_ops.KeepLargest | family_ops.Mix
     ) -> None:
-        """Computes an op that reads whole rows on every rank."""
+        """Replicates an op that reads complete rows."""
         whole = op.on({value: self._whole(value) for value in op.inputs})
         for out in op.outputs:
             self._make(out)
@@ -362,7 +357,7 @@ class _Sharder:
         self._ops.append(replace(op, gate=gate, up=up, out=self._make(op.out, spans)))
 
     def _shard_Add(self, op: ops.Add) -> None:
-        """Adds; the sum of two summands is a summand."""
+        """The sum of two partial sums is a partial sum."""
         a, b = self._held[op.a], self._held[op.b]
         if a.partial and b.partial:
             self._ops.append(ops.Add(a.value, b.value, self._make(op.out, partial=True)))
@@ -371,7 +366,7 @@ class _Sharder:
         self._ops.append(ops.Add(x, y, self._make(op.out, spans)))
 
     def _shard_Mul(self, op: ops.Mul) -> None:
-        """Multiplies; a summand times what all ranks have is a summand."""
+        """A partial sum times a replicated Value is a partial sum."""
         a = self._held[op.a]
         if a.partial or op.b.width != op.a.width:
             self._ops.append(
@@ -395,8 +390,8 @@ class _Sharder:
         self._ops.append(replace(op, ids=ids, out=self._make(op.out), rows=rows, outs=outs))
 
     def _shard_Collect(self, op: rank_ops.Collect) -> None:
-        """Collects whatever share of the rows a rank has: the ranks that have the other experts
-        have the same one.
+        """Collects whichever share of the rows a rank has; ranks with the other experts have the
+        same share.
         """
         held, ids = self._held[op.x], self._whole(op.ids)
         out = self._make(op.out, held.spans, partial=held.partial)

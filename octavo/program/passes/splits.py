@@ -1,8 +1,8 @@
-"""The columns of a Program's Values that each rank has, as their readers want them.
+"""Determines how each Value of a Program is split over ranks, from its readers' requirements.
 
-Readers are asked last to first: attention wants whole heads, a product of rows takes any columns on
-the borders of its weight's groups and then makes a part of a sum, a norm of whole rows wants all.
-Knows ops and widths; `shard.py` rewrites them.
+Processes readers last to first: attention needs complete heads, a matmul accepts any columns at
+borders of its weight's groups and yields partial sums, a full-row norm needs all columns.
+`shard.py` rewrites the ops.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.program import CacheGroup, Op, Program, Span, Value, Weight
 
 Spans = tuple[Span, ...]
-"""Columns of each rank, in rank order; those of KV heads that are fewer than the ranks overlap."""
+"""Columns of each rank; spans of KV heads overlap if there are fewer heads than ranks."""
 
 UnitOf = Callable[[Weight], int]
-"""Tells how many neighbouring inputs of a weight can only be cut together: 1, or the group of its
-scales."""
+"""Returns how many neighbouring inputs of a weight must stay together: 1, or the size of its scale
+groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Even:
-    """Wish for any columns with borders at multiples of `unit`."""
+    """Accepts any columns with borders at multiples of `unit`."""
 
     unit: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Wish for all columns on every rank."""
+    """Requires all columns on every rank."""
 
 
 Wish = Even | Whole | Spans
-"""Columns of a Value that its readers want."""
+"""Columns of a Value that its readers require."""
 
 EACH_COLUMN = (ops.Scale, ops.SoftCap, ops.Clip, ops.Act, ops.GatherRows, ops.PoolRows)
-"""Ops of one input, each column of which is made of the same column."""
+"""Ops that compute each column from the same column of one input."""
 
 MIXERS = (ShortConv, SelectiveScan)
-"""Ops that mix rows without attention, which every rank computes whole."""
+"""Replicated ops that mix rows without attention."""
 
 WHOLE_ROWS = (
     *(ops.Embedding, ops.LayerNorm, expert_ops.Route, rank_ops.Dispatch, ops.ScatterRows),
     *MIXERS,
 )
-"""Ops that need all columns of all their inputs."""
+"""Ops that need all columns of all inputs."""
 
 
 def refused(what: str, *, hint: str) -> ConfigError:
@@ -58,8 +58,8 @@ def refused(what: str, *, hint: str) -> ConfigError:
 
 
 def shares(width: int, num_ranks: int, unit: int = 1) -> Spans:
-    """Cuts the columns 0 to `width` into neighbouring runs of whole units, as even as can be, the
-    first ranks' the longest; every rank has some.
+    """Splits columns 0 to `width` into contiguous runs of complete units, as evenly as possible,
+    longer ones first.
     """
     units = -(-width // unit)
     assert units >= num_ranks, "the caller asks first"
@@ -68,17 +68,17 @@ def shares(width: int, num_ranks: int, unit: int = 1) -> Spans:
 
 
 def times(spans: Spans, width: int) -> Spans:
-    """Turns spans of heads into spans of columns, `width` for each head."""
+    """Converts spans of heads to spans of columns, `width` per head."""
     return tuple((first * width, last * width) for first, last in spans)
 
 
 def kv_spans(group: CacheGroup, num_ranks: int) -> Spans:
-    """Shares out a group's KV heads: some for each rank, or each head for several ranks."""
+    """Splits a group's KV heads over ranks; several ranks share a head if there are fewer heads."""
     return spans_of_kv_heads(group.num_kv_heads, num_ranks)
 
 
 def spans_of_kv_heads(heads: int, num_ranks: int) -> Spans:
-    """Shares out a number of KV heads: some for each rank, or each head for several ranks."""
+    """Splits `heads` KV heads over ranks; several ranks share a head if there are fewer heads."""
     if heads >= num_ranks:
         return shares(heads, num_ranks)
     if num_ranks % heads:
@@ -93,8 +93,8 @@ def spans_of_kv_heads(heads: int, num_ranks: int) -> Spans:
 
 
 def query_spans(num_heads: int, group: CacheGroup, num_ranks: int) -> Spans:
-    """Shares out query heads by the KV heads they read; ranks that share a KV head have a part of
-    its query heads each.
+    """Splits query heads along with their KV heads; ranks that share a KV head split its query
+    heads.
     """
     per_kv_head = num_heads // group.num_kv_heads
     copies = max(1, num_ranks // group.num_kv_heads)
@@ -114,7 +114,7 @@ def query_spans(num_heads: int, group: CacheGroup, num_ranks: int) -> Spans:
 
 
 def head_spans(num_heads: int, num_ranks: int) -> Spans:
-    """Shares out heads that all read the same latents."""
+    """Splits heads that read the same latents."""
     if num_heads < num_ranks:
         raise refused(
             f"got {num_ranks}, but the model has only {num_heads} attention heads",
@@ -124,8 +124,9 @@ def head_spans(num_heads: int, num_ranks: int) -> Spans:
 
 
 def wishes(program: Program, num_ranks: int, unit_of: UnitOf) -> dict[Value, Wish]:
-    """Finds how each Value is wanted. The logits may come in parts; a Value without readers has no
-    entry.
+    """Returns each Value's required split.
+
+    Logits may be split; a Value without readers has no entry.
     """
     found: dict[Value, Wish] = {
         value: Even() if name == "logits" else Whole() for name, value in program.outputs.items()
@@ -137,7 +138,7 @@ def wishes(program: Program, num_ranks: int, unit_of: UnitOf) -> dict[Value, Wis
 
 
 def met(a: Wish, b: Wish) -> Wish:
-    """Returns the wish that serves both."""
+    """Returns a split that satisfies both."""
     if a == b:
         return a
     if isinstance(a, Even) and isinstance(b, Even):
@@ -148,7 +149,7 @@ def met(a: Wish, b: Wish) -> Wish:
 
 
 def is_by_heads(norm: ops.RmsNorm) -> bool:
-    """Tells whether a norm treats all groups of columns alike, so that any of them may be apart."""
+    """Returns whether a norm treats all column groups alike, so that they can be split."""
     return norm.group_width not in (0, norm.x.width) and norm.weight.shape == (norm.group_width,)
 
 
@@ -159,7 +160,7 @@ def is_split(wish: Wish | None) -> bool:
 def _asked(
     op: Op, program: Program, num_ranks: int, found: dict[Value, Wish], unit_of: UnitOf
 ) -> Iterator[tuple[Value, Wish]]:
-    """Yields an op's wishes for its inputs, given the wishes for its outputs."""
+    """Yields an op's requirements on its inputs, given those on its outputs."""
     if isinstance(op, ops.Linear | expert_ops.GroupedLinear):
         makes_columns = any(is_split(found.get(out)) for out in op.outputs)
         units = [unit_of(weight) for weight in matrices_of(op)]
@@ -190,7 +191,7 @@ def _asked(
 
 
 def _asked_by_rows(op: Op, found: dict[Value, Wish]) -> Iterator[tuple[Value, Wish]]:
-    """Yields the wishes of ops that make a column of the same column, or of its head."""
+    """Yields the requirements of ops that compute a column from the same column or head."""
     if isinstance(op, EACH_COLUMN):
         yield op.x, found.get(op.out, Whole())
     elif isinstance(op, ops.Add):

@@ -1,9 +1,9 @@
-"""The stages pass: a Program is cut at layers into parts that run one behind another, each in a
-process of its own (pipeline parallelism).
+"""Stages pass (pipeline parallelism): splits a Program at layers into consecutive parts, one per
+process.
 
-A stage takes the hidden states that the stage before makes, and the step's token ids and positions;
-KV groups follow their layers. No number changes: what is computed, and in which order, is that of
-the whole. Knows Values and ops; runs before shard and fuse. Source: Huang et al. 2019 (GPipe).
+A stage reads the previous stage's hidden states and the step's token ids and positions; KV groups
+follow their layers. Results do not change. Runs before shard and fuse. Source: Huang et al. 2019
+(GPipe).
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ HINT = "take fewer stages, or leave pipeline_parallel_size at 1"
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
-    """A place at which a Program may be cut: before the op `at`, with only `value` on its way."""
+    """A possible cut before the op `at`, where only `value` is live."""
 
     at: int
     value: Value
 
 
 def stages(program: Program, num_stages: int) -> tuple[Program, ...]:
-    """Returns the Program of each stage, the first one first; ConfigError where there are fewer
-    layers than stages, or none of the places between two layers can be cut.
+    """Returns the Program of each stage, in order.
+
+    Raises ConfigError if there are fewer layers than stages or no possible cut.
     """
     if num_stages == 1:
         return (program,)
@@ -56,8 +57,8 @@ def stages(program: Program, num_stages: int) -> tuple[Program, ...]:
 
 
 def layer_inputs(program: Program) -> dict[int, Value]:
-    """Returns the rows that enter each layer but the first, by its number, of those before which
-    nothing else is on its way.
+    """Returns the input rows of each layer but the first, by layer index, if no other Value is live
+    there.
     """
     mixers = [at for at, op in enumerate(program.ops) if _is_layer(op)]
     cuts = iter(_cuts(program))
@@ -93,8 +94,8 @@ def _check_kind(program: Program) -> None:
 
 
 def _cuts(program: Program) -> list[StageCut]:
-    """Returns at most one cut between each two layers: the last place at which a single Value on
-    tokens is on its way, and no layer behind it reads what one before it has written.
+    """Returns at most one cut between adjacent layers: the last position at which a single token
+    Value is live and no later layer reads KV of an earlier one.
     """
     mixers = [at for at, op in enumerate(program.ops) if _is_layer(op)]
     last_reader = _last_readers(program)
@@ -122,7 +123,7 @@ def _last_readers(program: Program) -> dict[Value, int]:
 
 
 def _keeps_layers(program: Program, at: int) -> bool:
-    """Returns whether each layer's keys are read only on the side on which they are written."""
+    """Returns whether each layer's keys are read only on the side that writes them."""
     before, behind = _layers(program.ops[:at]), _layers(program.ops[at:])
     return before.isdisjoint(behind)
 
@@ -132,14 +133,12 @@ def _layers(some: Sequence[Op]) -> set[tuple[str, int]]:
 
 
 def _layer_of(op: Any) -> tuple[str, int]:
-    """Returns the cache group of an op's layer and the layer's number in it."""
+    """Returns the cache group of an op's layer and the layer's index in it."""
     return op.group, op.layer
 
 
 def _balanced(program: Program, cuts: Sequence[StageCut], num_stages: int) -> list[StageCut]:
-    """Returns the cuts with which the stage of the most weights has the fewest; the first ones
-    among equals.
-    """
+    """Returns the cuts that minimize the largest stage's weights; the first ones among equals."""
     before = [0, *accumulate(map(_num_weights, program.ops))]
     costs = [before[cut.at] for cut in cuts]
     best: dict[int, tuple[int, list[int]]] = {
@@ -162,7 +161,7 @@ def _balanced(program: Program, cuts: Sequence[StageCut], num_stages: int) -> li
 
 
 def _num_weights(op: Op) -> int:
-    """Returns the numbers that an op reads for a row: its matrices, but one row of a table."""
+    """Returns the weights that an op reads per row: its matrices, or one row of a table."""
     if isinstance(op, ops.Embedding):
         return op.out.width
     return sum(math.prod(weight.shape) for weight in op.weights)
@@ -171,7 +170,7 @@ def _num_weights(op: Op) -> int:
 def _part(
     program: Program, span: tuple[int, int], values: tuple[Value | None, Value | None]
 ) -> Program:
-    """Returns the ops of a span as a Program that takes one Value and makes another."""
+    """Returns a span of ops as a Program with one input and one output Value."""
     taken, handed_on = values
     inputs = dict(program.inputs)
     if taken is not None:
@@ -186,7 +185,7 @@ def part_of(
     inputs: Mapping[str, Value],
     outputs: Mapping[str, Value],
 ) -> Program:
-    """Returns some ops as a Program of their own, whose cache groups have their layers alone."""
+    """Returns some ops as a separate Program whose cache groups contain only their layers."""
     own = {
         group.name: sorted(layer for name, layer in _layers(some) if name == group.name)
         for group in program.groups
@@ -206,13 +205,13 @@ def part_of(
 
 
 def _has_layer(op: Op) -> bool:
-    """Returns whether an op reads or writes the blocks of a layer."""
+    """Returns whether an op reads or writes KV blocks of a layer."""
     return hasattr(op, "group") and hasattr(op, "layer")
 
 
 def _is_layer(op: Op) -> bool:
-    """Returns whether an op reads other rows than its own, by the blocks of a layer: there is one
-    for each layer.
+    """Returns whether an op reads other rows through KV blocks; each layer has exactly one
+    such op.
     """
     return _has_layer(op) and not isinstance(op, ops.KvWrite)
 
@@ -226,7 +225,7 @@ def _renumbered(op: Op, numbers: dict[tuple[str, int], int]) -> Op:
 
 
 def _check_groups(program: Program, part: Program, place: tuple[int, int]) -> None:
-    """Refuses a stage without a layer of some group, whose blocks would have no bytes."""
+    """Rejects a stage without a layer of some cache group, whose blocks would be empty."""
     empty: list[CacheGroup] = [group for group in part.groups if not group.num_layers]
     if empty:
         index, num_stages = place
