@@ -1,4 +1,4 @@
-"""Slopes of ALiBi by head, as the families compute them. Press et al. 2022."""
+"""ALiBi slopes per head. Press et al. 2022."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from octavo.program.ops import AlibiBias
 
 
 def alibi(num_heads: int, *, most: float = 8.0, factor: float = 1.0) -> AlibiBias:
-    """Returns the bias whose slopes fall as powers of two from 2^(-most / heads) to 2^-most; where
-    the heads are no power of two, those left over take the odd steps of twice as many.
+    """Returns slopes that fall geometrically from 2^(-most / heads) to 2^-most.
+
+    If the number of heads is no power of two, the remaining heads use the odd steps of the next
+    power of two.
     """
     whole = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-most * (i + 1) / whole) for i in range(whole)]
@@ -18,7 +20,7 @@ def alibi(num_heads: int, *, most: float = 8.0, factor: float = 1.0) -> AlibiBia
 
 
 def interleaved_alibi(num_heads: int, *, most: float = 8.0) -> AlibiBias:
-    """Returns MPT's order: of the next power of two's slopes the odd steps, then the even ones."""
+    """Returns slopes in MPT's order: the odd steps of the next power of two, then the even ones."""
     whole = 2 ** math.ceil(math.log2(num_heads))
     slopes = [2.0 ** (-most * (i + 1) / whole) for i in range(whole)]
     if whole != num_heads:

@@ -1,5 +1,6 @@
-"""Bamba: Mamba-2's mixers with attention in some layers, and a gated MLP in each. IBM and others
-2024."""
+"""Bamba: Mamba-2 mixers with attention in some layers, and a gated MLP in each. IBM and others
+2024.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ FRAME = Frame(
 )
 
 TURNED_SHARE = 0.5
-"""Share of a head's columns that turn, in every published model."""
+"""Share of a head's columns with RoPE, in every published model."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:

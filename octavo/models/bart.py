@@ -1,4 +1,4 @@
-"""BART: norms behind each sum and behind the embeddings, learned positions. Lewis et al. 2020."""
+"""BART: post-norm, normed embeddings, learned positions. Lewis et al. 2020."""
 
 from __future__ import annotations
 

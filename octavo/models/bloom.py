@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi in place of positions, a norm of the embeddings. BigScience 2022."""
+"""BLOOM: ALiBi instead of position embeddings, normed embeddings. BigScience 2022."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""ChatGLM2 and ChatGLM3, as their own checkpoints are written: multi-query attention, half of each
-head turned in neighbouring pairs, all modules under transformer.encoder. Du et al. 2022; Zeng et
-al. 2023. The first ChatGLM, with two-dimensional positions, is refused.
+"""ChatGLM2 and ChatGLM3 in their original checkpoint format: multi-query attention, interleaved
+RoPE on half of each head, modules under transformer.encoder. Du et al. 2022; Zeng et al. 2023.
+
+The first ChatGLM, with two-dimensional positions, is not supported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Command R: attention and MLP side by side behind one LayerNorm without bias, heads turned in
-neighbouring pairs, scaled logits. Cohere 2024.
+"""Command R: parallel attention and MLP after one LayerNorm without bias, interleaved RoPE, scaled
+logits. Cohere 2024.
 """
 
 from __future__ import annotations

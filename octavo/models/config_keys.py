@@ -1,8 +1,8 @@
-"""Which keys of config.json were read, and which may stay unread.
+"""Tracks which config.json keys are read and which may be ignored.
 
-A key that no reader asks for could change the model's numbers without notice, so a value
-under an unknown name refuses the model. What may stay unread is listed here, by why it changes no
-number of a forward pass. Source: the configuration classes of transformers 4 and 5.
+An unknown key could change the model's results, so a value under a key that nothing reads raises
+UnsupportedModel. Keys that do not affect the forward pass are listed here by reason. Source: the
+configuration classes of transformers 4 and 5.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ORIGIN = _names("""
     transformers.js_config transformers_version transformers_weights unsloth_fixed
     unsloth_version
 """)
-"""Keys that say where a model comes from and who wrote the file."""
+"""Origin and authorship of the model."""
 
 TRAINING = _names("""
     activation_dropout alpha_dropout attention_dropout attention_dropout_prob
@@ -40,9 +40,7 @@ TRAINING = _names("""
     summary_activation summary_first_dropout summary_hidden_size summary_proj_to_labels
     summary_type summary_use_proj upcast_attn use_aux_loss
 """)
-"""Keys of training: dropout, initial values, losses, precision of single products and heads of
-other tasks.
-"""
+"""Training: dropout, initialization, losses, precision of single matmuls, heads of other tasks."""
 
 GENERATION = _names("""
     bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample
@@ -52,7 +50,7 @@ GENERATION = _names("""
     num_return_sequences output_scores remove_invalid_values repetition_penalty
     return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
 """)
-"""Defaults of generation that transformers 4 kept here; generation_config.json counts."""
+"""Generation defaults that transformers 4 stored here; generation_config.json takes precedence."""
 
 RUNTIME = _names("""
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
@@ -66,9 +64,7 @@ RUNTIME = _names("""
     tie_encoder_decoder tokenizer_class torchscript unk_token_id use_bfloat16 use_cache
     use_flash_attention_2 use_flash_attn use_fused_kernels use_return_dict use_sdpa
 """)
-"""Keys that choose another program's kernels and outputs, or name tokens, which the tokenizer
-knows.
-"""
+"""Kernel and output choices of other programs, and token ids that the tokenizer defines."""
 
 READ_ELSEWHERE = _names("""
     compression_config dtype has_own_head is_encoder_decoder is_matryoshka matryoshka_dimensions
@@ -76,8 +72,8 @@ READ_ELSEWHERE = _names("""
     n_positions padded_vocab_size pooling quantization_config sbert_ce_default_activation_function
     sentence_transformers seq_length torch_dtype vocab_size
 """)
-"""Keys that are read beside the family: the context, the vocabulary, the type and the format of the
-weights, the pooling and what is made of its rows."""
+"""Keys read outside of the families: context, vocabulary, dtype and weight format, pooling and its
+activation."""
 
 INERT = ORIGIN | TRAINING | GENERATION | RUNTIME | READ_ELSEWHERE
 
@@ -88,16 +84,16 @@ ROPE = _names("""
     original_max_position_embeddings partial_rotary_factor rope_theta rope_type short_factor
     short_mscale truncate type
 """)
-"""Keys of a set of rope parameters: each is read for some type, and without effect for others."""
+"""RoPE parameters; each is read for some rope type and irrelevant for others."""
 
 
 class RecordedKeys(dict[str, Any]):
-    """A config that notes the keys that were asked for."""
+    """A config that records which keys were accessed."""
 
     asked: set[str]
 
     def __init__(self, values: Mapping[str, Any], asked: set[str] | None = None) -> None:
-        """Takes over the keys and, where it is given, a set of those asked for, to extend."""
+        """`asked` is a set of accessed keys to extend."""
         super().__init__(values)
         if asked is None:
             asked = values.asked if isinstance(values, RecordedKeys) else set()
@@ -117,8 +113,9 @@ class RecordedKeys(dict[str, Any]):
 
 
 def unread(config: Mapping[str, Any], asked: Set[str]) -> Iterator[str]:
-    """Yields the keys that were not asked for and might change numbers. What is null or false is
-    taken for a feature that is off.
+    """Yields the keys that were not accessed and might change results.
+
+    Null and false count as a disabled feature.
     """
     for key, value in config.items():
         if key not in asked and key not in INERT and value is not None and value is not False:
@@ -126,7 +123,7 @@ def unread(config: Mapping[str, Any], asked: Set[str]) -> Iterator[str]:
 
 
 def refuse_unread(config: Mapping[str, Any], asked: Set[str]) -> None:
-    """Raises UnsupportedModel where a key was not asked for and might change numbers."""
+    """Raises UnsupportedModel if a key was not accessed and might change results."""
     names = list(unread(config, asked))
     if not names:
         return

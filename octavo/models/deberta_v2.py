@@ -1,7 +1,7 @@
-"""DeBERTa v2 and v3: an encoder in BERT's line whose scores also depend on how far tokens are from
-each other, by products of queries and keys with a table of distances. He et al. 2021.
+"""DeBERTa v2 and v3: BERT with disentangled attention: scores also depend on relative positions
+through projected position tables. He et al. 2021.
 
-v2's convolution beside the first layer is refused by name.
+v2's convolution is not supported.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 def _by_places(
     config: HfConfig, shape: EncoderShape, prefix: str, max_places: int
 ) -> DisentangledScores | None:
-    """Returns how scores depend on distances; None where they do not."""
+    """Reads the relative position scores; None if the config has none."""
     kinds = config.values.get("pos_att_type") or []
     listed = kinds.lower().split("|") if isinstance(kinds, str) else kinds
     named = {str(kind).strip() for kind in listed} if isinstance(listed, list) else {"?"}
@@ -94,8 +94,8 @@ def _by_places(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DisentangledScores:
-    """The scores of places: queries and keys times the table of distances, which each layer puts
-    through projections of its own, or those of its keys and queries where they are shared.
+    """Relative position scores: queries and keys times the position table, projected per layer or
+    by the shared key and query projections.
     """
 
     shape: EncoderShape
@@ -106,7 +106,7 @@ class DisentangledScores:
 
     @property
     def num_kinds(self) -> int:
-        """Number of products that a score is the sum of."""
+        """Number of products that a score sums."""
         return 1 + len(BOTH)
 
     def __call__(self, b: Builder, q: Value, k: Value, layer: str) -> tuple[Value, Value]:
@@ -127,7 +127,7 @@ class DisentangledScores:
 
 
 def _classifier(b: Builder, x: Value, num: int, config: HfConfig) -> Value:
-    """Appends the pooler of the first row and the layer of labels."""
+    """Appends the pooler of the first row and the classifier."""
     config.refuse_unless("pooler_hidden_size", x.width)
     dense = b.linear(b.pool_rows(x, "cls"), "pooler.dense", x.width, bias=True)
     pooled = b.act(dense, config.activation("pooler_hidden_act", "gelu"))
@@ -137,9 +137,7 @@ def _classifier(b: Builder, x: Value, num: int, config: HfConfig) -> Value:
 def place_scores(
     b: Builder, x: Value, table: Weight, module: str, *, num_heads: int, norm: PreNorm | None
 ) -> Value:
-    """Appends the products of each head's columns with a table of places, which goes through a norm
-    and a module.
-    """
+    """Appends products of each head with a projected position table."""
     out = b.value(f"{module}.places", x.axis, num_heads * table.shape[0])
     weight = Weight(f"{module}.weight", (x.width, table.shape[1]))
     bias = Weight(f"{module}.bias", (x.width,))

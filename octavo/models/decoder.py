@@ -1,9 +1,8 @@
-"""The frame that pre-norm decoders share: their shape, cache groups and the block. The usual
-attention is in `self_attention.py`, MLPs are in `mlps.py`.
+"""The pre-norm decoder block that most families share, its shape and cache groups.
 
-A family's file builds its own parts and hands them to `build_decoder`. Weight names are those of
-Hugging Face's checkpoints of the Llama line (`model.layers.N.self_attn.q_proj.weight`). Knows no
-device and no file. Block: Touvron et al. 2023; GQA: Ainslie et al. 2023.
+A family builds its parts and calls `build_decoder`; common attention is in `self_attention.py`,
+MLPs in `mlps.py`. Weight names are those of Hugging Face's Llama checkpoints
+(`model.layers.N.self_attn.q_proj.weight`). Block: Touvron et al. 2023; GQA: Ainslie et al. 2023.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from octavo.program.ops import MaskKind
 from octavo.program.program import CacheGroup, Growth, Program, Value, Weight
 
 Sublayer = Callable[[Builder, Value, int], Value]
-"""Appends the attention or the MLP of layer i: takes normed rows and returns what is added to the
+"""Appends the attention or MLP of layer i; takes normed rows and returns what is added to the
 residual stream."""
 
 
@@ -37,7 +36,7 @@ class DecoderShape:
     tied: bool
     """Whether the output layer is the token embedding."""
     pooled: PooledHead | None = None
-    """Head that makes one row of each text; None where the model generates."""
+    """Pooling head; None for a generating model."""
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
@@ -55,9 +54,10 @@ class DecoderShape:
         eps_name: str = "rms_norm_eps",
         tied: bool = False,
     ) -> DecoderShape:
-        """Reads the shape from a config; the keyword arguments are the family's defaults. A null
-        head_dim is hidden_size / num_attention_heads and null num_key_value_heads are all heads,
-        which are the defaults of families that have None here.
+        """Reads the shape from a config; keyword arguments are the family's defaults.
+
+        A null head_dim means hidden_size / num_attention_heads, null num_key_value_heads means all
+        heads; these are also the defaults of families with None here.
         """
         hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
         kv_heads = config.where_missing("num_key_value_heads", num_kv_heads) or num_heads
@@ -85,7 +85,7 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Cache group and layer in it of each layer's K and V, and the mask of its queries."""
+    """Cache group, layer index and mask of each layer's attention."""
 
     group: str
     layer: int
@@ -99,9 +99,7 @@ class CachePlan:
 
 
 def query_growth(max_positions: int, growth: Growth) -> Weight | None:
-    """Returns the table of factors by which queries grow with their position; None where none of
-    the positions grows.
-    """
+    """Returns the query scaling table by position; None if no position is scaled."""
     if not growth.slope or max_positions - 1 + growth.shift < growth.floor:
         return None
     return Weight("query_growth", (max_positions, 1), fill=growth)
@@ -110,8 +108,9 @@ def query_growth(max_positions: int, growth: Growth) -> Weight | None:
 def plan_cache(
     shape: DecoderShape, windows: Sequence[int | None], *, chunks: bool = False
 ) -> CachePlan:
-    """Puts full and sliding-window layers into groups of their own; `windows` has one entry for
-    each layer. With `chunks` these are the lengths of chunks, which begin at their multiples.
+    """Assigns full and sliding-window layers to separate groups; `windows` has an entry per layer.
+
+    With `chunks` the entries are chunk lengths.
     """
     full = [i for i, window in enumerate(windows) if window is None]
     sliding = [i for i, window in enumerate(windows) if window is not None]
@@ -128,18 +127,16 @@ def plan_cache(
 
 
 Norm = Callable[[Builder, Value, str], Value]
-"""Appends a norm of the named module."""
+"""Appends a norm with the given module name."""
 
 
 def rms_norm(eps: float, *, offset: float = 0.0) -> Norm:
-    """Returns the norm by the root mean square; `offset` is added to its weight (Gemma)."""
+    """Returns an RMS norm; `offset` is added to its weight (Gemma)."""
     return lambda b, x, name: b.rms_norm(x, name, eps, weight_offset=offset)
 
 
 def layer_norm(eps: float, *, bias: bool = True, weight: bool = True, offset: float = 0.0) -> Norm:
-    """Returns the centered norm; without `weight` it multiplies with 1, and `offset` is added to
-    the weight (Nemotron).
-    """
+    """Returns a LayerNorm; without `weight` the weight is 1; `offset` is added to it (Nemotron)."""
     return lambda b, x, name: b.layer_norm(
         x, name, eps, bias=bias, has_weight=weight, weight_offset=offset
     )
@@ -147,48 +144,47 @@ def layer_norm(eps: float, *, bias: bool = True, weight: bool = True, offset: fl
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """Module names of a layer's norms, None for one that the family does not have."""
+    """Module names of a layer's norms; None for absent ones."""
 
     before_attention: str | None = "input_layernorm"
     before_mlp: str | None = "post_attention_layernorm"
-    """Norm before the MLP; None where it reads what the attention reads, in a parallel frame."""
+    """Norm before the MLP; None if it reads the attention's input (parallel block)."""
     after_attention: str | None = None
     after_mlp: str | None = None
 
 
 AFTER_ONLY = NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
-"""Norms behind each sublayer and none before it (OLMo 2, EXAONE 4)."""
+"""Post-norm only (OLMo 2, EXAONE 4)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """The surroundings of attention and MLP: names of modules, norms, sums and factors."""
+    """Everything around attention and MLP: module names, norms, residuals and scaling factors."""
 
     norms: NormNames = NormNames()
     norm: Norm | None = None
-    """Norm of every place; None: by the root mean square."""
+    """Norm constructor; None: RMS norm."""
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
     final_norm: str | None = "model.norm"
     head: str = "lm_head"
     head_bias: bool = False
     positions: Callable[[Builder], Value] | None = None
-    """Appends learned embeddings of positions, which are added to the tokens'."""
+    """Appends learned position embeddings, which are added to token embeddings."""
     embedding_norm: str | None = None
     projected_width: int | None = None
-    """Columns of the embeddings where `projections` make the layers' columns of them, and then the
-    head's of the layers' (OPT-350m)."""
+    """Embedding width if `projections` map embeddings to the hidden size and back (OPT-350m)."""
     projections: tuple[str, str] = ("project_in", "project_out")
     norms_sums: bool = False
-    """Whether a layer's norms are behind its sums, x = norm(x + sublayer(x)), by the names of those
-    before its sublayers (OPT-350m)."""
+    """Whether norms are applied after residual sums, x = norm(x + sublayer(x)), under the names of
+    the pre-norms (OPT-350m)."""
     parallel: bool = False
     """Whether attention and MLP both read the layer's input: x += attention(..) + mlp(..)."""
     embedding_scale: float = 1.0
     takes_rows: bool = False
-    """Whether rows from outside may stand in for embeddings (images)."""
+    """Whether external rows (images) may replace embeddings."""
     residual_scale: float = 1.0
-    """Factor on what a sublayer adds (Granite)."""
+    """Factor on sublayer outputs (Granite)."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
 
@@ -199,12 +195,12 @@ PLAIN = Frame()
 
 @dataclass(frozen=True, slots=True)
 class PredictionLayer:
-    """The layer behind a family's last one, which predicts one token more."""
+    """A multi-token-prediction layer after a family's last one."""
 
     shape: DecoderShape
-    """Shape of the model, whose number of layers is the layer's own number."""
+    """Shape of the model; its number of layers is this layer's index."""
     group: CacheGroup
-    """Group of its K and V, of one layer."""
+    """Cache group of this layer."""
     attention: Sublayer
     mlp: Sublayer
 
@@ -216,9 +212,10 @@ def build_decoder(
     mlp: Sublayer | None,
     frame: Frame = PLAIN,
 ) -> dict[str, Program]:
-    """Builds the decoder: x = embedding; in each layer x += attention(norm(x)), x += mlp(norm(x));
-    logits = head(norm(sampled rows of x)). Without `mlp` a layer has one sublayer. A model that
-    pools ends with a row of each request instead.
+    """Builds the decoder: x = embedding; per layer x += attention(norm(x)), x += mlp(norm(x));
+    logits = head(norm(sampled rows of x)).
+
+    Without `mlp` a layer has one sublayer. A pooling model returns one row per request instead.
     """
     b = Builder("decoder", groups, shape.vocab_size)
     make_norm = frame.norm or rms_norm(shape.norm_eps)
@@ -247,7 +244,7 @@ def build_decoder(
 
 
 def finish_decoder(b: Builder, x: Value, shape: DecoderShape, frame: Frame) -> dict[str, Program]:
-    """Ends a decoder with the logits of sampled rows, or with a row of each request."""
+    """Ends a decoder with logits of sampled rows, or one row per request."""
     make_norm = frame.norm or rms_norm(shape.norm_eps)
     matrix = frame.embedding if shape.tied else frame.head
 
@@ -279,7 +276,7 @@ def finish_decoder(b: Builder, x: Value, shape: DecoderShape, frame: Frame) -> d
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """The layers of a decoder, each appended by a call."""
+    """Appends the layers of a decoder."""
 
     attention: Sublayer
     mlp: Sublayer | None
@@ -287,7 +284,7 @@ class _Layers:
     norm: Callable[[Value, str | None], Value]
 
     def __call__(self, b: Builder, x: Value, i: int) -> Value:
-        """Appends layer i and returns the residual stream behind it."""
+        """Appends layer i and returns the residual stream after it."""
         frame, names = self.frame, self.frame.norms
 
         def norm(rows: Value, module: str | None) -> Value:

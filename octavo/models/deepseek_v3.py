@@ -1,7 +1,7 @@
-"""DeepSeek-V3 and R1: attention over a small latent cache (MLA), sigmoid routing in groups, shared
-experts. DeepSeek-AI 2024.
+"""DeepSeek-V3 and R1: multi-head latent attention (MLA), grouped sigmoid routing, shared experts.
+DeepSeek-AI 2024.
 
-The multi-token-prediction layer behind the last one drafts (`models/draft_heads.py`).
+The multi-token-prediction layer is used as a draft head (`models/draft_heads.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.program.ops import RopeTable
 from octavo.program.program import CacheGroup, Program, Value, Weight
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the latents' norm: transformers uses its default here, whatever rms_norm_eps says."""
+"""Epsilon of the latent norm: transformers uses its default here, regardless of rms_norm_eps."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -29,7 +29,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def build_deepseek(config: HfConfig, mlp: DeepseekMlp) -> dict[str, Program]:
-    """Builds a decoder of latent attention with DeepSeek's experts."""
+    """Builds a decoder with latent attention and DeepSeek's experts."""
     config.refuse_unless("moe_layer_freq", 1)
     config.without_effect("ep_size", "num_nextn_predict_layers", "qk_head_dim")
     shape = DecoderShape.read(config)
@@ -38,7 +38,7 @@ def build_deepseek(config: HfConfig, mlp: DeepseekMlp) -> dict[str, Program]:
 
 
 def prediction_layer(config: HfConfig) -> PredictionLayer:
-    """Returns the layer behind the last one."""
+    """Returns the multi-token-prediction layer."""
     shape = DecoderShape.read(config)
     attention = LatentAttention.read(config, shape.num_heads)
     return PredictionLayer(shape, attention.group(1), attention, DeepseekMlp.read(config))
@@ -77,7 +77,6 @@ class LatentAttention:
         )
 
     def group(self, num_layers: int) -> CacheGroup:
-        """Returns the cache group of `num_layers` layers."""
         return CacheGroup("latent", "latent", num_layers, 1, self.latent_width + self.rope_width, 0)
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
@@ -105,8 +104,8 @@ class LatentAttention:
         return b.linear(out, f"{name}.o_proj", x.width, bias=self.bias)
 
     def _queries(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
-        """Returns all heads' plain parts and all heads' rotary parts; the checkpoint keeps them
-        head by head.
+        """Returns the non-rotary and rotary parts of all heads' queries, which the checkpoint
+        interleaves by head.
         """
         module = f"{name}.q_proj"
         if self.q_latent_width is not None:
@@ -131,9 +130,7 @@ class LatentAttention:
         return b.linear_of(x, nope, name=module), b.linear_of(x, rope, name=module)
 
     def _part(self, b: Builder, x: Value, module: str, start: int, width: int) -> Value:
-        """Returns the rows start .. start + width - 1 of the joint projection of latent and rotary
-        key.
-        """
+        """Returns rows start..start+width-1 of the joint projection of latent and rotary key."""
         total = self.latent_width + self.rope_width
         weight = Weight(f"{module}.weight", (width, x.width), source_rows=total, row_start=start)
         bias = (
@@ -145,7 +142,7 @@ class LatentAttention:
 
 
 def _q_latent_width(config: HfConfig) -> int | None:
-    """Reads the width of the queries' latents; null where the queries are made in one product."""
+    """Reads the latent width of queries; null if queries are a single projection."""
     if config.values.get("q_lora_rank") is None:
         return config.where_missing("q_lora_rank", 1536)
     return config.size("q_lora_rank")
@@ -153,8 +150,9 @@ def _q_latent_width(config: HfConfig) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekMlp:
-    """MLPs of DeepSeek's line: dense in the first layers, then routed and shared experts. Under
-    "sigmoid" a correction is added to the scores by which experts are chosen.
+    """DeepSeek's MLPs: dense in the first layers, then routed and shared experts.
+
+    With "sigmoid", a correction bias is added to the scores for choosing experts.
     """
 
     config: HfConfig
@@ -180,7 +178,7 @@ class DeepseekMlp:
         groups: tuple[int, int] = (8, 4),
         group_rank: GroupRank = "two_best",
     ) -> DeepseekMlp:
-        """Reads the sizes; the numbers are the family's own defaults."""
+        """Reads the sizes; keyword defaults are the family's."""
         config.without_effect("norm_topk_prob")  # without a routed layer
         return DeepseekMlp(
             config=config,

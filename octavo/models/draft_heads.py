@@ -1,9 +1,9 @@
-"""Draft heads: one more layer that guesses a model's next tokens from its hidden states.
+"""Draft heads: one extra layer that predicts further tokens from a model's hidden states.
 
-A head's row at place i has token i and the row of features of place i - 1, which the model wrote
-(`program/passes/features.py`), or the head itself where it guesses on. Its own row of features is
-what leaves its layer. Knows the Programs and names of tensors, no file. Sources: Li et al. 2025
-(EAGLE-3); DeepSeek-AI 2024, section 2.2 (multi-token prediction).
+A head's row at place i combines token i with the feature row of place i - 1, written by the model
+(`program/passes/features.py`) or by the head itself while drafting. The output of its layer is its
+own feature row. Sources: Li et al. 2025 (EAGLE-3); DeepSeek-AI 2024, section 2.2 (multi-token
+prediction).
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ from octavo.program.passes.stages import layer_inputs
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 
 MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
-"""Families whose modules have `prediction_layer`."""
+"""Families that define `prediction_layer`."""
 KV = "full"
-"""Name of the group of an EAGLE-3 head's K and V."""
+"""Name of an EAGLE-3 head's KV group."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """A head for one model."""
+    """A draft head for one model."""
 
     program: Program
-    """Program "draft", over the group of features and one of its own."""
+    """Program "draft", over the feature group and a KV group of its own."""
     features: Features
-    """Rows that the model is to write for it."""
+    """Hidden states that the model has to write for the head."""
     shared: frozenset[Weight] = frozenset()
-    """Weights of `program` that are the model's own."""
+    """Weights of `program` that are shared with the model."""
     id_offsets: str = ""
-    """Tensor with what is added to each of the head's ids to make it the model's; "" where they are
-    the same."""
+    """Tensor of offsets that map the head's token ids to the model's; "" if they are the same."""
 
 
 def embedding_of(program: Program) -> Embedding:
-    """Returns the op that looks a model's tokens up."""
+    """Returns the token embedding op of a model."""
     found = (op for op in program.ops if isinstance(op, Embedding) and op.ids is not None)
     return next(found)
 
@@ -58,7 +57,7 @@ def embedding_of(program: Program) -> Embedding:
 
 
 def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str]) -> DraftHead:
-    """Builds the head that a checkpoint has behind its last layer; `names` are its tensors."""
+    """Builds the MTP head of a checkpoint; `names` are its tensors."""
     hf = HfConfig(config)
     num_heads = hf.integer("num_nextn_predict_layers", 0)
     if hf.model_type not in MTP_FAMILIES or num_heads < 1:
@@ -101,7 +100,7 @@ def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str])
 
 
 def _matrix_of(target: Program) -> Weight:
-    """Returns a model's output layer."""
+    """Returns a model's output matrix."""
     logits = target.outputs["logits"]
     made: dict[Value, Op] = {out: op for op in target.ops for out in op.outputs}
     op = made[logits]
@@ -114,9 +113,7 @@ def _matrix_of(target: Program) -> Weight:
 
 
 def eagle3_head(config: Mapping[str, Any], target: Program, names: Collection[str]) -> DraftHead:
-    """Builds a head of a checkpoint of its own, of whose tensors `names` are the names, for a
-    model.
-    """
+    """Builds an EAGLE-3 head from its own checkpoint; `names` are its tensors."""
     hf = HfConfig(config)
     _check_eagle3(hf)
     shape = replace(DecoderShape.read(hf), num_layers=1)
@@ -155,7 +152,7 @@ def eagle3_head(config: Mapping[str, Any], target: Program, names: Collection[st
 
 
 def _check_eagle3(config: HfConfig) -> None:
-    """Refuses what is no EAGLE-3 head of one layer."""
+    """Rejects anything but a one-layer EAGLE-3 head."""
     if "eagle3" not in config.architecture.lower():
         raise UnsupportedModel(
             f"spec_model: got a checkpoint of {config.architecture or config.model_type}, allowed"
@@ -172,8 +169,8 @@ def _check_eagle3(config: HfConfig) -> None:
 
 
 def _aux_layers(config: HfConfig, target: Program) -> tuple[int, ...]:
-    """Returns the layers whose inputs the head reads: those that it names, else one near the
-    model's beginning, its middle and its end.
+    """Returns the layers whose inputs the head reads: from the config, or one near the start,
+    middle and end.
     """
     named = HfConfig(config.table("eagle_config")).integers("eagle_aux_hidden_state_layer_ids")
     if len(set(named)) < len(named):
@@ -190,7 +187,7 @@ def _aux_layers(config: HfConfig, target: Program) -> tuple[int, ...]:
 def _attention(
     b: Builder, config: HfConfig, shape: DecoderShape, inputs: tuple[Value, Value]
 ) -> Value:
-    """Appends the attention over tokens and features side by side, each normed."""
+    """Appends the attention over concatenated tokens and features, each normed."""
     embedded, before = inputs
     rows = b.rms_norm(embedded, "midlayer.input_layernorm", shape.norm_eps)
     normed = b.rms_norm(before, "midlayer.hidden_norm", shape.norm_eps)
@@ -216,20 +213,21 @@ def _attention(
 
 
 class _HeadBuilder:
-    """Builds a head's Program, with what is the same in each."""
+    """Builds a draft head's Program; the part common to all heads."""
 
     def __init__(self, group: CacheGroup, width: int, vocab_size: int) -> None:
         self._width = width
         self.builder = Builder("draft", (feature_group(width), group), vocab_size)
 
     def previous(self, own: Value) -> Value:
-        """Appends the reading of the features of the token before."""
+        """Appends reading the previous token's features."""
         taps = Weight("features.taps", (self._width, 1, len(PREVIOUS)), fill=PREVIOUS)
         return earlier_rows(self.builder, own, taps, FEATURES, 0)
 
     def finish(self, row: Value, logits: Value, numbers: Mapping[int, int]) -> Program:
-        """Returns the Program, which writes `row` to the features; `numbers` are those of layers in
-        the group of K and V, where they are others than in the names of tensors.
+        """Returns the Program, which writes `row` to the features.
+
+        `numbers` maps layer numbers in tensor names to indices in the KV group, if they differ.
         """
         self.builder.kv_write(FEATURES, 0, (row,), None)
         program = self.builder.finish(logits=logits)
@@ -247,7 +245,7 @@ def _renumbered(op: Op, numbers: Mapping[int, int]) -> Op:
 
 
 def _of_both(b: Builder, inputs: tuple[Value, Value], module: str, width: int) -> Value:
-    """Appends the product with two rows side by side."""
+    """Appends a matmul with two concatenated inputs."""
     parts = _parts_of(module, inputs[0].width, len(inputs), width)
     first, second = (
         b.linear_of(x, part, name=module) for x, part in zip(inputs, parts, strict=True)
@@ -256,6 +254,6 @@ def _of_both(b: Builder, inputs: tuple[Value, Value], module: str, width: int) -
 
 
 def _parts_of(module: str, inputs: int, count: int, width: int | None = None) -> tuple[Weight, ...]:
-    """Returns a module's matrix of `count` runs of inputs as one weight for each run."""
+    """Splits a module's matrix by input into `count` weights."""
     whole = Weight(f"{module}.weight", (width or inputs, count * inputs))
     return tuple(whole.part(inputs=(run * inputs, (run + 1) * inputs)) for run in range(count))

@@ -1,9 +1,8 @@
-"""The parts that encoders in BERT's line share: post-norm layers under a full mask, and the head
-that makes one row of each request.
+"""Common parts of BERT-like encoders: post-norm layers with full attention, and the pooling head.
 
-A family's file names its modules and hands them to `build_encoder`. What the head makes is never
-guessed: an embedding as the checkpoint's `1_Pooling` says, which the loader passes on as `pooling`,
-or the scores of a sequence classifier. Devlin et al. 2019; Reimers and Gurevych 2019.
+A family names its modules and calls `build_encoder`. The head follows the checkpoint: an embedding
+as configured in `1_Pooling` (passed by the loader as `pooling`), or a sequence classifier's scores.
+Devlin et al. 2019; Reimers and Gurevych 2019.
 """
 
 from __future__ import annotations
@@ -22,23 +21,22 @@ from octavo.program.program import CacheGroup, Program, Value
 
 Classifier = Callable[[Builder, Value, int], Value]
 """Appends a classifier: takes the last layer's rows and the number of labels, returns a row of
-scores for each request.
-"""
+scores per request."""
 
 
 class ByPlaces(Protocol):
-    """Scores that depend on places: appends the products of a layer's queries and keys with tables
-    of places.
+    """Relative position scores: appends products of a layer's queries and keys with position
+    tables.
     """
 
     @property
     def buckets(self) -> PlaceBuckets:
-        """Rows of the tables by distance."""
+        """Buckets of the position tables."""
         ...
 
     @property
     def num_kinds(self) -> int:
-        """Number of products that a score is the sum of, by which it is scaled."""
+        """Number of products that a score sums, by which it is scaled."""
         ...
 
     def __call__(self, b: Builder, q: Value, k: Value, layer: str) -> tuple[Value, Value]: ...
@@ -85,16 +83,16 @@ class EncoderShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderNames:
-    """Names of an encoder's modules; those of a layer's parts are below `layers.N`."""
+    """Module names of an encoder; layer modules are relative to `layers.N`."""
 
     prefix: str
-    """Prefix of all modules but the head's: "", or the base model's name and a dot."""
+    """Prefix of all modules except the head: "", or the base model's name and a dot."""
     layers: str = "encoder.layer"
     query: str = "attention.self.query"
     key: str = "attention.self.key"
     value: str = "attention.self.value"
     stacked: str | None = None
-    """Module whose rows are all of q, then k, then v, in place of three."""
+    """Single module with the rows of q, k and v, instead of three."""
     attention_out: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
     mlp_norm: str = "output.LayerNorm"
@@ -103,20 +101,20 @@ class EncoderNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
-    """The ways in which an encoder knows of positions and segments."""
+    """How an encoder encodes positions and segments."""
 
     offset: int | None = 0
-    """Row of the table for position 0; None: there is no table."""
+    """Table row of position 0; None: no table."""
     num_rows: int = 0
     num_segments: int = 0
-    """Rows of the table of segments, read by the step's second axis of positions; 0: none."""
+    """Rows of the segment table, indexed by the second position axis; 0: none."""
     rope: RopeTable | None = None
     bias: T5Bias | None = None
     by_places: ByPlaces | None = None
 
 
 def base_prefix(config: HfConfig, name: str) -> str:
-    """Returns the prefix of the base model's tensors: none where it was saved by itself."""
+    """Returns the tensor prefix of the base model; "" if it was saved alone."""
     return "" if config.architecture.endswith("Model") else f"{name}."
 
 
@@ -130,8 +128,10 @@ def build_encoder(
     classifier: Classifier,
     bias: bool = True,
 ) -> dict[str, Program]:
-    """Builds the encoder: x = norm(embeddings); in each layer x = norm(x + attention(x)), x =
-    norm(x + mlp(x)); then the head. `bias`: whether the attention's modules have one.
+    """Builds the encoder: x = norm(embeddings); per layer x = norm(x + attention(x)), x = norm(x +
+    mlp(x)); then the head.
+
+    `bias`: whether attention modules have biases.
     """
     heads = (shape.num_heads, shape.head_dim, shape.head_dim)
     by_places = positions.by_places
@@ -170,7 +170,7 @@ def build_encoder(
 
 
 def embeddings(b: Builder, shape: EncoderShape, module: str, positions: Positions) -> Value:
-    """Appends the sum of the embeddings of tokens, segments and positions."""
+    """Appends the sum of token, segment and position embeddings."""
     x = b.embedding(b.token_ids(), f"{module}.word_embeddings", shape.vocab_size, shape.hidden_size)
     if positions.num_segments:
         name, num = f"{module}.token_type_embeddings", positions.num_segments
@@ -209,6 +209,6 @@ def bert_mlp(config: HfConfig, *, name: str = "hidden_act") -> Mlp:
 
 
 def roberta_classifier(b: Builder, x: Value, num: int) -> Value:
-    """Appends RoBERTa's classifier: dense, tanh and out_proj over the first row."""
+    """Appends RoBERTa's classifier: dense, tanh and out_proj on the first row."""
     dense = b.linear(b.pool_rows(x, "cls"), "classifier.dense", x.width, bias=True)
     return b.linear(b.act(dense, "tanh"), "classifier.out_proj", num, bias=True)

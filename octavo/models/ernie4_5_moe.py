@@ -1,4 +1,4 @@
-"""ERNIE 4.5 MoE: interleaved rope, experts chosen by a corrected softmax, shared experts. Baidu
+"""ERNIE 4.5 MoE: interleaved RoPE, softmax routing with correction bias, shared experts. Baidu
 2025.
 """
 
@@ -13,7 +13,7 @@ from octavo.program.program import Program, Value, Weight
 
 DEFAULT_THETA = 500_000.0
 LEAST_SUM = 1e-9
-"""Sum of the chosen experts' shares below which moe_norm_min would count; none is so small."""
+"""Smallest plausible sum of routing weights; a moe_norm_min below it has no effect."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -60,7 +60,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def routed_layers(config: HfConfig, num_layers: int) -> range:
-    """Returns the layers with experts: every `moe_layer_interval`-th of a span."""
+    """Returns the layers with experts: every `moe_layer_interval`-th in a range."""
     interval = config.integer("moe_layer_interval", 1, low=1)
     first = config.integer("moe_layer_start_index", 1)
     last = config.values.get("moe_layer_end_index", -1)

@@ -1,5 +1,5 @@
-"""EXAONE 4: norms behind each sublayer only, normed heads, windows with rope and full layers
-without. LG AI Research 2025.
+"""EXAONE 4: post-norm only, head norms, sliding-window layers with RoPE and full layers without. LG
+AI Research 2025.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def pattern_of(config: HfConfig) -> Callable[[int], bool]:
-    """Returns which layers have a window, by `sliding_window_pattern`: a period, or a text such as
-    LLLG with a letter a layer.
+    """Returns which layers have a window, by `sliding_window_pattern`: a period, or a string such
+    as LLLG with a letter per layer.
     """
     pattern = config.values.get("sliding_window_pattern", 4)
     if isinstance(pattern, str) and pattern:

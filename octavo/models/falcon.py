@@ -1,8 +1,8 @@
-"""Falcon: multi-query or grouped attention beside the MLP, with rope or ALiBi. Almazrouei et al.
-2023.
+"""Falcon: multi-query or grouped attention parallel to the MLP, with RoPE or ALiBi. Almazrouei et
+al. 2023.
 
-Scores and ALiBi are both divided by sqrt(head_dim), as in its own code, whose rounding of ALiBi to
-bfloat16 is not repeated.
+Scores and ALiBi are both divided by sqrt(head_dim), as in its own code, without rounding ALiBi to
+bfloat16.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_shape(config: HfConfig) -> DecoderShape:
 
 
 def norms_of(config: HfConfig, new: bool) -> NormNames:
-    """Returns the norms' names: one or two side by side, or one before each sublayer."""
+    """Returns the norm names: one or two parallel norms, or one before each sublayer."""
     if new and config.integer("num_ln_in_parallel_attn", 2) == 2:
         return NormNames("ln_attn", "ln_mlp")
     if new or config.flag("parallel_attn", True):

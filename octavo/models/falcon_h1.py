@@ -1,4 +1,6 @@
-"""Falcon-H1: each layer attends and recurs side by side, with factors on products. TII 2025."""
+"""Falcon-H1: attention and Mamba-2 in parallel in each layer, with scaling factors on matmuls. TII
+2025.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def _mlp(config: HfConfig) -> Sublayer:
 
 
 def _numbers(config: HfConfig, name: str, count: int) -> list[float]:
-    """Reads a list of `count` factors; all 1 where the config has none."""
+    """Reads a list of `count` factors; all 1 if missing."""
     given = config.values.get(name)
     if given is None:
         return [1.0] * count

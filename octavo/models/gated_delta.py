@@ -1,7 +1,6 @@
-"""The mixer of Gated DeltaNet: a convolution, and a state that each token corrects by what it lacks
-of reading the token's value at its key.
+"""Gated DeltaNet mixer: a convolution and a delta-rule recurrence.
 
-Knows no device and no file. Source: Yang et al. 2024; transformers' Qwen3-Next.
+Source: Yang et al. 2024; transformers' Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from octavo.program.ops import Activation
 from octavo.program.program import CacheGroup, Value, Weight
 
 L2_EPS = 1e-6
-"""Number added to the sum of a key's squares, which is divided by its root."""
+"""Epsilon of the keys' L2 norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +37,10 @@ class GatedDelta:
     activation: Activation
     norm_eps: float
     stacked: bool
-    """Whether one module holds the rows of q, k, v and gate, by key head (Qwen3-Next); else there
-    are two.
+    """Whether one module holds q, k, v and gate, by key head (Qwen3-Next); otherwise there are two.
     """
     stacked_steps: bool
-    """Whether one module holds the betas and step widths, by key head; else there are two."""
+    """Whether one module holds beta and dt, by key head; otherwise there are two."""
     index: Sequence[int]
     """Index of each layer within the cache groups."""
 
@@ -53,7 +51,6 @@ class GatedDelta:
         return keys, keys, self.num_v_heads * self.v_dim
 
     def groups(self, num_layers: int) -> tuple[CacheGroup, CacheGroup]:
-        """Returns the cache groups of `num_layers` mixers."""
         return (
             CacheGroup(CONV, "conv", num_layers, 1, sum(self.widths), 0, window=self.taps),
             CacheGroup(STATE, "state", num_layers, self.num_v_heads, self.v_dim, self.k_dim),
@@ -75,18 +72,18 @@ class GatedDelta:
         return b.linear(b.act_mul(gate, normed, "silu"), f"{name}.out_proj", x.width)
 
     def _unit(self, b: Builder, x: Value, name: str) -> Value:
-        """Appends the division of each head by its root mean square."""
+        """Appends L2 normalization per head (as an RMS norm)."""
         eps = L2_EPS / self.k_dim
         return b.rms_norm(x, name, eps, has_weight=False, group_width=self.k_dim)
 
     def _apart(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
-        """Appends the products that make the convolution's rows and the gate."""
+        """Appends the projections for the convolution's input and the gate."""
         qkv = b.linear(x, f"{name}.in_proj_qkv", sum(self.widths))
         return qkv, b.linear(x, f"{name}.in_proj_z", self.widths[2])
 
     def _stacked(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
-        """Appends the same products where a module has the rows of each key head one after the
-        other: its q, k, values and gates.
+        """Appends the same projections for a module that interleaves q, k, v and gate by
+        key head.
         """
         lanes = self.num_v_heads // self.num_k_heads
         runs = (self.k_dim, self.k_dim, lanes * self.v_dim, lanes * self.v_dim)
@@ -108,7 +105,7 @@ class GatedDelta:
         return b.linear_of_all(x, picked, name=module), linear_part(b, x, module, parts[3])
 
     def _steps(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
-        """Appends the products that make beta and dt."""
+        """Appends the projections for beta and dt."""
         if not self.stacked_steps:
             beta, dt = (b.linear(x, f"{name}.in_proj_{part}", self.num_v_heads) for part in "ba")
             return beta, dt
@@ -128,9 +125,7 @@ class GatedDelta:
 def read_mixer(
     config: HfConfig, shape: DecoderShape, plan: LayerPlan, *, stacked: bool
 ) -> GatedDelta:
-    """Reads the sizes of the mixer; GGUF (`separate_gates`) has the gates of stacked products in a
-    tensor of their own.
-    """
+    """Reads the mixer's sizes; in GGUF (`separate_gates`) the gates are separate tensors."""
     num_k, num_v = (
         config.size(f"linear_num_{part}_heads", default)
         for part, default in (("key", 16), ("value", 32))
@@ -155,7 +150,7 @@ def read_mixer(
 
 
 def read_plan(config: HfConfig, num_layers: int) -> LayerPlan:
-    """Reads which layers attend: by name, else every fourth."""
+    """Reads which layers use attention: from the config, or every fourth."""
     interval = config.integer("full_attention_interval", 4, low=1)
     found = layers_by_type(config, num_layers)
     if found is not None:
@@ -165,7 +160,6 @@ def read_plan(config: HfConfig, num_layers: int) -> LayerPlan:
 
 
 def groups_of(shape: DecoderShape, plan: LayerPlan, mixer: GatedDelta) -> tuple[CacheGroup, ...]:
-    """Returns the cache groups that the layers need."""
     num_attention, num_mixers = sum(plan.attends), sum(plan.recurs)
     heads = (shape.num_kv_heads, shape.head_dim, shape.head_dim)
     full = (CacheGroup("full", "full", num_attention, *heads),) if num_attention else ()
@@ -175,7 +169,7 @@ def groups_of(shape: DecoderShape, plan: LayerPlan, mixer: GatedDelta) -> tuple[
 def gated_attention(
     config: HfConfig, shape: DecoderShape, caches: Sequence[LayerCache]
 ) -> SelfAttention:
-    """Returns attention whose heads are normed, turned in part, and multiplied with gates."""
+    """Returns attention with head norms, partial RoPE and output gates."""
     bias = config.flag("attention_bias", False)
     given = config.table("rope_parameters")
     # A text's positions are the same on all axes that the sections would take them from.

@@ -1,4 +1,4 @@
-"""Gemma: norms with weight + 1, embeddings times sqrt(width), a gelu gate. Gemma team 2024."""
+"""Gemma: norms with weight + 1, embeddings scaled by sqrt(width), gelu gate. Gemma team 2024."""
 
 from __future__ import annotations
 

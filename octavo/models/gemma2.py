@@ -1,5 +1,5 @@
-"""Gemma 2: norms before and after each sublayer, soft caps on scores and logits, a window in every
-other layer. Gemma team 2024.
+"""Gemma 2: norms before and after each sublayer, soft caps on scores and logits, a sliding window
+in every other layer. Gemma team 2024.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Gemma 3 with images: a SigLIP tower, the mean of each cell's patches, and the decoder, in which
-an image's tokens see one another.
+"""Gemma 3 with images: SigLIP tower, average pooling per cell, and a decoder in which an image's
+tokens attend to one another.
 
-Gemma team 2025; Zhai et al. 2023 (SigLIP). Pan and scan, which crops an image several times, is not
-done; transformers has it off unless it is asked for.
+Gemma team 2025; Zhai et al. 2023 (SigLIP). Pan and scan (cropping an image several times) is not
+supported; it is off by default in transformers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def image_layout(config: HfConfig) -> ImageLayout:
-    """Returns how an image becomes rows: all have one size, and equal square cells."""
+    """Returns the image layout: fixed size, equal square cells."""
     vision = vision_config(config)
     side, patch_size = vision.size("image_size", 224), vision.size("patch_size", 16)
     tokens = config.integer("mm_tokens_per_image", 256, low=1)
@@ -109,7 +109,7 @@ def _tower(vision: HfConfig) -> Program:
 
 
 def _projector(vision: HfConfig, layout: ImageLayout, hidden_size: int) -> Program:
-    """Returns what makes one row of each cell's: their mean, a norm and a product."""
+    """Returns the projector: cell mean, norm and matmul."""
     width = vision.size("hidden_size", 768)
     b = Builder("projector")
     x = b.pool_rows(b.given_rows(width), "mean")

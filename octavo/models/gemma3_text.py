@@ -1,8 +1,7 @@
-"""Gemma 3's decoder: norms before and after each sublayer, normed heads, windows with a rope table
-of their own.
+"""Gemma 3's decoder: norms before and after each sublayer, head norms, sliding-window layers with
+their own RoPE table.
 
-Gemma team 2025. `attn_logit_softcapping` is refused: transformers keeps the option but computes
-without it.
+Gemma team 2025. `attn_logit_softcapping` is rejected: transformers has the option but ignores it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def build_gemma3(config: HfConfig, *, has_images: bool = False) -> dict[str, Program]:
-    """Builds the decoder; with `has_images` it takes the rows of images, which see one another."""
+    """Builds the decoder; with `has_images` it accepts image rows, which attend to one another."""
     config.refuse_unless("attn_logit_softcapping")
     config.without_effect("hidden_act")  # hidden_activation counts
     config.refuse_unless("use_bidirectional_attention", False)

@@ -1,6 +1,5 @@
-"""Gemma 3n's decoder: several residual streams of which each layer computes one and corrects all
-(AltUp), a low-rank path beside attention (Laurel), embeddings of each layer's own, gates that keep
-their largest values, and last layers that read the keys and values of earlier ones.
+"""Gemma 3n's decoder: multiple residual streams (AltUp), a low-rank branch parallel to attention
+(Laurel), per-layer embeddings, sparse gates, and last layers that share earlier layers' KV.
 
 Gemma team 2025; AltUp: Baykal et al. 2023.
 """
@@ -29,10 +28,10 @@ from octavo.program.ops import Activation, Embedding, RopeTable
 from octavo.program.program import Program, Span, Value, Weight
 
 LEAST_SQUARE = 1e-5
-"""Least mean square of a stream that is made as large as another."""
+"""Smallest mean square of a stream that is rescaled."""
 MOST_STREAMS = 8
 SPARSE_LAYERS, SPARSITY = 10, 0.95
-"""First layers whose gates are sparse where the config does not say, and the share of zeros."""
+"""Default number of first layers with sparse gates, and their share of zeros."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -62,8 +61,8 @@ def build(config: HfConfig) -> dict[str, Program]:
 def _plan_cache(
     config: HfConfig, shape: DecoderShape, windows: Sequence[int | None]
 ) -> tuple[CachePlan, int]:
-    """Returns where each layer's keys are, and the number of layers that write their own: the last
-    ones read those of the last layer before them with the same window.
+    """Returns the cache plan and the number of layers that write KV; the last layers read KV of the
+    last earlier layer with the same window.
     """
     num_own = shape.num_layers - config.integer("num_kv_shared_layers", 15)
     own = windows[: max(num_own, 0)]
@@ -80,25 +79,25 @@ def _plan_cache(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3nLayers:
-    """The layers, each appended by a call that takes and returns all streams."""
+    """Appends layers; each call takes and returns all streams."""
 
     shape: DecoderShape
     cache: CachePlan
     num_own: int
-    """Layers that write keys."""
+    """Number of layers that write KV."""
     ropes: Sequence[RopeTable]
     num_streams: int
     active: int
     """Stream that the layers compute."""
     scales_active: bool
     own_width: int
-    """Columns of a layer's own embeddings."""
+    """Width of per-layer embeddings."""
     own_vocab_size: int
     laurel_rank: int
     widths: Sequence[int]
-    """Columns of each layer's MLP."""
+    """MLP width of each layer."""
     deviations: Sequence[float | None]
-    """Standard deviations above the mean that a layer's gate keeps; None: all of it is kept."""
+    """Gate threshold per layer, in standard deviations above the mean; None: not sparse."""
     activation: Activation
     bias: bool
 
@@ -130,7 +129,7 @@ class Gemma3nLayers:
         )
 
     def own_input(self, b: Builder, ids: Value, embedded: Value, i: int) -> Value:
-        """Appends layer i's own embeddings of the tokens, and what is made of the common ones."""
+        """Appends layer i's per-layer embeddings plus the projection of the common ones."""
         width, total = self.own_width, self.shape.num_layers * self.own_width
         table = Weight("model.embed_tokens_per_layer.weight", (self.own_vocab_size, total))
         span = (i * width, (i + 1) * width)
@@ -165,7 +164,7 @@ class Gemma3nLayers:
         return b.rms_norm(x, name, self.shape.norm_eps)
 
     def _coefs(self, b: Builder, x: Value, layer: str, name: str, count: int) -> Value:
-        """Appends a row's coefficients, which depend on the row."""
+        """Appends a row's mixing coefficients."""
         rows = self._norm(b, x, f"{layer}.altup.router_norm")
         rows = b.scale(rows, 1 / self.shape.hidden_size)
         router = b.linear(rows, f"{layer}.altup.modality_router", self.num_streams)
@@ -202,7 +201,7 @@ class Gemma3nLayers:
         return b.linear(b.act_mul(gate, up, self.activation), f"{name}.down_proj", x.width)
 
     def _of_own_input(self, b: Builder, x: Value, own: Value, name: str) -> Value:
-        """Appends what the layer's own embeddings add to all streams but the first."""
+        """Appends the contribution of per-layer embeddings to all streams but the first."""
         if self.scales_active:
             x = scale_columns(b, x, f"{name}.altup.correct_output_scale")
         gate = b.linear(x, f"{name}.per_layer_input_gate", self.own_width)
@@ -212,7 +211,7 @@ class Gemma3nLayers:
 
 
 def _by_layer(config: HfConfig, name: str, num_layers: int) -> list[int]:
-    """Reads a width for each layer, or one for all."""
+    """Reads a width per layer, or one for all."""
     value = config.values.get(name)
     if not isinstance(value, list):
         return [config.size(name, 16_384)] * num_layers
@@ -225,7 +224,7 @@ def _by_layer(config: HfConfig, name: str, num_layers: int) -> list[int]:
 
 
 def _deviations(config: HfConfig, num_layers: int) -> list[float | None]:
-    """Returns how far above the mean, in standard deviations, each layer's gate begins to count."""
+    """Reads the gate threshold of each layer, in standard deviations above the mean."""
     value = config.values.get("activation_sparsity_pattern")
     num_sparse = SPARSE_LAYERS if num_layers > SPARSE_LAYERS else 0
     if value is None:
@@ -244,14 +243,12 @@ def _is_share(value: object) -> bool:
 
 
 def match_magnitude(b: Builder, x: Value, like: Value, *, least: float) -> Value:
-    """Appends the scaling of each row to the magnitude of another one."""
     out = b.like("matched", x)
     b.append(MatchMagnitude(x, like, out, least))
     return out
 
 
 def keep_largest(b: Builder, x: Value, deviations: float) -> Value:
-    """Appends the cut of each row at a number of standard deviations above its mean."""
     out = b.like("largest", x)
     b.append(KeepLargest(x, out, deviations))
     return out
@@ -265,14 +262,14 @@ def mix(
     *,
     offset: float = 0.0,
 ) -> tuple[Value, ...]:
-    """Appends the sum of each base and its weighted sum of `xs`."""
+    """Appends each base plus its weighted sum of `xs`."""
     outs = tuple(b.like("mixed", base) for base in bases)
     b.append(Mix(tuple(xs), tuple(bases), coefs, outs, offset))
     return outs
 
 
 def table_part(b: Builder, ids: Value, table: Weight, columns: Span, *, scale: float) -> Value:
-    """Reads some columns of a table's rows; ids behind the table read its first row."""
+    """Looks up some columns of a table; ids beyond the table read its first row."""
     part = table.part(inputs=columns)
     out = b.value(table.name.removesuffix(".weight"), ids.axis, part.shape[1])
     b.append(Embedding(out, part, ids, scale, others_first=True))
@@ -280,7 +277,7 @@ def table_part(b: Builder, ids: Value, table: Weight, columns: Span, *, scale: f
 
 
 def scale_columns(b: Builder, x: Value, name: str) -> Value:
-    """Multiplies each column with its number in the tensor of that name."""
+    """Multiplies each column by its value in the named tensor."""
     factors = b.like(name, x)
     table = Weight(name, (1, x.width), (name,))
     b.append(Embedding(factors, table, by_position=True, others_first=True))

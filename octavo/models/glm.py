@@ -1,5 +1,5 @@
-"""GLM-4-9B and GLM-Edge: half of each head turned in neighbouring pairs, gate and up in one module.
-GLM team 2024.
+"""GLM-4-9B and GLM-Edge: interleaved RoPE on half of each head, gate and up in one module. GLM team
+2024.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def build_glm(config: HfConfig, norms: NormNames) -> dict[str, Program]:
-    """Builds the decoder of GLM, or of GLM-4-0414 with its further norms."""
+    """Builds the decoder of GLM, or of GLM-4-0414 with additional norms."""
     shape = DecoderShape.read(config, num_kv_heads=2, head_dim=128, norm_eps=1.5625e-07)
     cache = plan_cache(shape, (None,) * shape.num_layers)
     rope = rope_parameters(config, partial=0.5).table(shape.head_dim)

@@ -1,4 +1,4 @@
-"""GLM-4-0414: GLM with norms behind each sublayer too. GLM team 2025."""
+"""GLM-4-0414: GLM with norms after each sublayer too. GLM team 2025."""
 
 from __future__ import annotations
 

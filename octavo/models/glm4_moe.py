@@ -1,4 +1,4 @@
-"""GLM-4.5: Llama's attention with a partial rope, DeepSeek-V3's experts. GLM team 2025."""
+"""GLM-4.5: Llama's attention with partial RoPE, DeepSeek-V3's experts. GLM team 2025."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def prediction_layer(config: HfConfig) -> PredictionLayer:
-    """Returns the layer behind the last one."""
+    """Returns the multi-token-prediction layer."""
     shape = DecoderShape.read(config, num_kv_heads=8, norm_eps=1e-5)
     cache = plan_cache(replace(shape, num_layers=1), [None])
     number = shape.num_layers

@@ -1,6 +1,6 @@
-"""GPT-2: learned positions, LayerNorms, one plain MLP. Radford et al. 2019.
+"""GPT-2: learned positions, LayerNorms, plain MLP. Radford et al. 2019.
 
-Its checkpoints keep matrices as `[in, out]` and q, k, v side by side in one tensor.
+Checkpoints store matrices as `[in, out]` and concatenate q, k, v in one tensor.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 def conv1d(
     b: Builder, x: Value, name: str, width: int, *, part: int = 0, num_parts: int = 1
 ) -> Value:
-    """Appends a linear that is kept as `[in, out]`, one of `num_parts` side by side."""
+    """Appends a linear stored as `[in, out]`, one of `num_parts` concatenated ones."""
     total, start = (num_parts * width, part * width) if num_parts > 1 else (0, 0)
     weight = Weight(
         f"{name}.weight", (width, x.width), transposed=True, source_rows=total, row_start=start

@@ -1,5 +1,5 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side, each behind a norm of its own, a quarter of
-each head turned. Black et al. 2022; Biderman et al. 2023.
+"""GPT-NeoX and Pythia: parallel attention and MLP with separate norms, RoPE on a quarter of each
+head. Black et al. 2022; Biderman et al. 2023.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """gpt-oss: alternating windows, attention sinks, biased experts with a clamped gate. OpenAI 2025.
 
-Its checkpoints keep all experts in one tensor, `[E, in, out]`, gate and up in alternating columns.
+Checkpoints store all experts in one tensor, `[E, in, out]`, with interleaved gate and up columns.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Biased experts, whose gates and inputs are clamped."""
+    """Biased experts with clamped gates and inputs."""
 
     num_experts: int
     width: int
     limit: float
     alpha: float
     separate: bool
-    """Whether gate and up are tensors of their own, with rows of outputs (GGUF)."""
+    """Whether gate and up are separate tensors (GGUF)."""
 
     @staticmethod
     def read(config: HfConfig) -> Experts:
@@ -81,7 +81,7 @@ class Experts:
         return b.combine(b.grouped_linear(h, ids, *self._closing(name, rows.width)), weights)
 
     def _opening(self, name: str, in_width: int, part: int) -> tuple[Weight, Weight]:
-        """Returns the gates' weight and bias, or with `part` 1 those of the inputs."""
+        """Returns weight and bias of gate (`part` 0) or up (1)."""
         if not self.separate:
             gate_up = f"{name}.gate_up_proj"
             return interleaved(gate_up, self.num_experts, self.width, in_width, part=part)
@@ -117,7 +117,7 @@ def rope(config: HfConfig) -> RopeParameters:
 def interleaved(
     name: str, num_experts: int, width: int, in_width: int, *, part: int
 ) -> tuple[Weight, Weight]:
-    """Returns weight and bias of every second output, from `part` on."""
+    """Returns weight and bias of every second output, starting at `part`."""
     shape = (num_experts, width, in_width)
     return (
         Weight(name, shape, transposed=True, source_rows=2 * width, row_start=part, row_step=2),

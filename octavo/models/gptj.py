@@ -1,5 +1,5 @@
-"""GPT-J: attention and MLP side by side behind one LayerNorm, a part of each head turned in
-neighbouring pairs. Wang and Komatsuzaki 2021.
+"""GPT-J: parallel attention and MLP after one LayerNorm, interleaved partial RoPE. Wang and
+Komatsuzaki 2021.
 """
 
 from __future__ import annotations

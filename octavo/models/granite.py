@@ -1,4 +1,4 @@
-"""Granite: Llama with factors on embeddings, residuals, scores and logits. IBM 2024."""
+"""Granite: Llama with scaling factors on embeddings, residuals, scores and logits. IBM 2024."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def frame_of(config: HfConfig) -> Frame:
-    """Returns the decoder's frame with Granite's factors."""
+    """Returns the frame with Granite's factors."""
     return Frame(
         embedding_scale=config.number("embedding_multiplier", 1.0),
         residual_scale=config.number("residual_multiplier", 1.0),

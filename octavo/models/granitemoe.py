@@ -1,6 +1,6 @@
-"""Granite 3 MoE: Granite with routed experts, whose gate and up lie in one tensor. IBM 2024.
+"""Granite 3 MoE: Granite with routed experts, gate and up in one tensor. IBM 2024.
 
-In GGUF (`separate_experts`) gate and up are tensors of their own.
+In GGUF (`separate_experts`) gate and up are separate tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def routed_experts(config: HfConfig, shape: DecoderShape) -> Sublayer:
-    """Returns the MLP of each layer's routed experts."""
+    """Returns the routed experts of each layer."""
     num_experts, top_k = config.count("num_local_experts"), config.count("num_experts_per_tok")
     width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
     stacked = (num_experts, width, shape.hidden_size)

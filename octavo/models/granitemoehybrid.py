@@ -1,5 +1,6 @@
-"""Granite 4: Mamba-2's mixers with attention in some layers, routed experts and one that every row
-goes through, and Granite's factors. IBM 2025."""
+"""Granite 4: Mamba-2 mixers with attention in some layers, routed and shared experts, and Granite's
+factors. IBM 2025.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Reads config.json: typed access with clear errors, and the few facts of a model that the engine
-needs.
+"""Reads config.json: typed access with clear errors, and basic facts of a model.
 
-Old and new spellings mean the same (`torch_dtype` and `dtype`, GPT-2's `n_embd`). A setting that no
-op can honour is refused here by name. Knows no family; source of names and defaults: the
-configuration classes of transformers 5.
+Old and new spellings are equivalent (`torch_dtype` and `dtype`, GPT-2's `n_embd`). Unsupported
+settings raise errors. Source of names and defaults: the configuration classes of transformers 5.
 """
 
 from __future__ import annotations
@@ -34,16 +32,16 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 DEFAULT_CONTEXT_TOKENS = 512
-"""Context of models with relative positions only, whose config names no length (T5 was trained with
+"""Context of models with relative positions only and no length in the config (T5 was trained with
 512)."""
 
 RECURRENT_CONTEXT_TOKENS = 1 << 17
-"""Context of models whose layers all recur, in tokens. No length is too long for their numbers; the
-bound is on the token ids that each row of the engine keeps."""
+"""Context of models with recurrent layers only, in tokens; bounded only by the token ids that the
+engine keeps per request."""
 
 # No model comes near these bounds; a damaged file would build Programs for hours.
 MAX_WHOLE = (1 << 31) - 1
-"""Upper bound of whole numbers of any kind."""
+"""Upper bound of any integer."""
 MAX_SIZE = 1 << 20
 """Upper bound of widths and numbers of heads."""
 MAX_COUNT = 10_000
@@ -51,8 +49,10 @@ MAX_COUNT = 10_000
 
 
 class HfConfig:
-    """config.json with types. A getter without a default demands the key; `null` counts as
-    missing."""
+    """config.json with types.
+
+    A getter without a default requires the key; `null` counts as missing.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = RecordedKeys(values)
@@ -63,32 +63,32 @@ class HfConfig:
 
     @property
     def architecture(self) -> str:
-        """Name of the transformers class that saved the model; "" where the config has none."""
+        """The transformers class that saved the model; "" if missing."""
         given = self._get("architectures", [""])
         if not isinstance(given, list) or not given or not isinstance(given[0], str):
             raise self._wrong("architectures", given, "a list of names")
         return given[0]
 
     def renamed(self, **names: str) -> HfConfig:
-        """Returns the config with the family's own names also under the usual ones, as
-        `renamed(hidden_size="n_embd")`; a usual name that is given already wins.
+        """Returns the config with the family's own key names mapped to the usual ones, e.g.
+        `renamed(hidden_size="n_embd")`; a usual name that is present takes precedence.
         """
         own = {usual: self.values[name] for usual, name in names.items() if name in self.values}
         given = {k: v for k, v in self.values.items() if v is not None or k not in own}
         return HfConfig(RecordedKeys({**own, **given}, self.values.asked))
 
     def having(self, **values: Any) -> HfConfig:
-        """Returns the config with other values of these names."""
+        """Returns the config with some values replaced."""
         return HfConfig(RecordedKeys({**self.values, **values}, self.values.asked))
 
     def where_missing(self, name: str, default: ValueT) -> ValueT | None:
-        """Returns a family's default of a key that the config does not have; None where it is null,
-        which families with a default of their own take for something else.
+        """Returns the default if the key is missing, and None if it is null, which some families
+        interpret differently.
         """
         return None if name in self.values else default
 
     def without_effect(self, *names: str) -> None:
-        """Names keys that the family knows, and that change nothing in this config."""
+        """Marks keys as known but without effect for this config."""
         self.values.asked.update(names)
 
     def integer(
@@ -130,8 +130,9 @@ class HfConfig:
         return value
 
     def ties_head(self, default: bool) -> bool:
-        """Returns whether the output layer is the token embedding; the checkpoint adds
-        `has_own_head` where the files' output layer has other numbers.
+        """Returns whether the output layer is the token embedding.
+
+        The checkpoint sets `has_own_head` if the files contain a different output layer.
         """
         has_own = self.flag("has_own_head", False)
         return self.flag("tie_word_embeddings", default) and not has_own
@@ -143,14 +144,14 @@ class HfConfig:
         return value
 
     def table(self, name: str) -> dict[str, Any]:
-        """Reads an object; {} where it is missing."""
+        """Reads an object; {} if missing."""
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self._wrong(name, value, "an object")
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Reads one whole number or several, such as token ids; () where there are none."""
+        """Reads one integer or a list, such as token ids; () if missing."""
         value = self._get(name, [])
         numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
         if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
@@ -167,14 +168,12 @@ class HfConfig:
         return None if self.values.get(name) is None else self.positive(name)
 
     def cap(self, name: str, default: float) -> float | None:
-        """Reads a soft cap, whose default counts where the config does not have the key; null
-        stands for none.
-        """
+        """Reads a soft cap; the default applies if the key is missing, null means none."""
         given = self.optional_positive(name)
         return self.where_missing(name, default) if given is None else given
 
     def activation(self, name: str, default: str) -> Activation:
-        """Reads the transformers name of an activation."""
+        """Reads an activation by its transformers name."""
         value = self.text(name, default)
         if value not in ACTIVATIONS:
             raise UnsupportedModel(
@@ -183,7 +182,9 @@ class HfConfig:
         return ACTIVATIONS[value]
 
     def refuse_unless(self, name: str, *allowed: Any) -> None:
-        """Refuses an option that changes numbers as no op can yet; a missing key is fine."""
+        """Raises UnsupportedModel unless an option has one of the allowed values; a missing key is
+        fine.
+        """
         value = self.values.get(name)
         if value is not None and value not in allowed:
             shown = " or ".join(repr(item) for item in allowed) or "null"
@@ -192,9 +193,7 @@ class HfConfig:
             )
 
     def window(self, default: int) -> int | None:
-        """Reads the window of sliding layers, whose default counts where the config does not have
-        the key; null stands for none.
-        """
+        """Reads the sliding window; the default applies if the key is missing, null means none."""
         return self.optional_integer("sliding_window") or self.where_missing(
             "sliding_window", default
         )
@@ -202,8 +201,8 @@ class HfConfig:
     def layer_windows(
         self, num_layers: int, window: int | None, is_sliding: Callable[[int], bool]
     ) -> tuple[int | None, ...]:
-        """Returns the number of keys that each layer's queries see (None: all), by `layer_types`
-        or, where the config has none, the family's own rule.
+        """Returns each layer's window (None: full attention), from `layer_types` or the family's
+        rule.
         """
         types = self.values.get("layer_types")
         if types is None:
@@ -245,7 +244,7 @@ class HfConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Facts of a model that the engine needs before it runs."""
+    """Basic facts of a model that the engine needs."""
 
     model_type: str
     max_context_tokens: int
@@ -253,21 +252,24 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str
-    """Type of the arithmetic that the model was made for: float32, bfloat16 or float16."""
+    """Compute dtype that the model was made for: float32, bfloat16 or float16."""
     is_encoder_decoder: bool
     decoder_prompt: tuple[int, ...] = ()
-    """Tokens that a decoder behind an encoder begins with: its start, and a forced first token."""
+    """Initial tokens of an encoder-decoder model's decoder: its start token and a forced first
+    token."""
     max_encoder_tokens: int = 0
-    """Longest input of the encoder before the decoder; 0 without one."""
+    """Longest encoder input; 0 without an encoder."""
     banned_token_ids: tuple[int, ...] = ()
-    """Tokens that are never drawn."""
+    """Tokens that are never sampled."""
 
 
 def model_info(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
 ) -> ModelInfo:
-    """Collects a model's facts; token ids come from generation_config.json where it has them, as
-    transformers' generate takes them, and end tokens from both files.
+    """Collects a model's facts.
+
+    Token ids come from generation_config.json if present, as in transformers' generate; end tokens
+    from both files.
     """
     hf = HfConfig(config)
     ids = {
@@ -292,7 +294,7 @@ def model_info(
 
 
 def _decoder_prompt(ids: HfConfig) -> tuple[int, ...]:
-    """Returns the tokens that transformers' `generate` gives a decoder before it draws."""
+    """Returns the decoder's initial tokens, as in transformers' `generate`."""
     start = ids.integers("decoder_start_token_id") or ids.integers("bos_token_id")
     return start + ids.integers("forced_bos_token_id")
 
@@ -302,7 +304,7 @@ def _encoder_context(config: HfConfig) -> int:
 
 
 def _banned(ids: HfConfig) -> tuple[int, ...]:
-    """Returns the single tokens that the model's makers ban."""
+    """Returns the single tokens that the config bans."""
     words = ids.values.get("bad_words_ids") or []
     alone = [word[0] for word in words if isinstance(word, list) and len(word) == 1]
     suppressed = [token for token in ids.integers("suppress_tokens") if token >= 0]
@@ -310,7 +312,7 @@ def _banned(ids: HfConfig) -> tuple[int, ...]:
 
 
 def exact_context(config: HfConfig) -> int:
-    """Returns the longest context whose numbers are the model's own, in tokens."""
+    """Returns the longest context that the model supports exactly, in tokens."""
     names = (
         *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
         "max_target_positions",
@@ -321,7 +323,7 @@ def exact_context(config: HfConfig) -> int:
 
 
 def _first_integer(config: HfConfig, names: tuple[str, ...], default: int | None) -> int:
-    """Reads the first of several names that the config has; without a default one is needed."""
+    """Reads the first of several keys that the config has."""
     given = [name for name in names if config.values.get(name) is not None]
     return config.integer(given[0] if given else names[-1], default, low=1)
 

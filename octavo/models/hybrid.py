@@ -1,7 +1,7 @@
-"""The parts that families share whose layers attend or recur: cache groups, attention and Mamba-2's
-mixer as their configs name its sizes.
+"""Common parts of hybrid families (attention and recurrence): cache groups, attention, and
+Mamba-2's mixer.
 
-Knows no device and no file. Source: transformers' Bamba, whose configuration the others follow.
+Source: transformers' Bamba, whose configuration the others follow.
 """
 
 from __future__ import annotations
@@ -21,32 +21,31 @@ from octavo.program.program import CacheGroup, Value
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """The layers that attend and those that recur; a layer may do both, or neither."""
+    """Which layers have attention and which have a recurrence; a layer may have both or neither."""
 
     attends: Sequence[bool]
     recurs: Sequence[bool]
 
     @property
     def caches(self) -> list[LayerCache]:
-        """Cache group and index of each layer's attention; without meaning for other layers."""
+        """Cache group and index of each layer's attention; meaningless for other layers."""
         return [LayerCache("full", index, mask="causal") for index in _indices(self.attends)]
 
     @property
     def index(self) -> list[int]:
-        """Index of each layer's mixer within its groups; without meaning for other layers."""
+        """Index of each layer's mixer within its groups; meaningless for other layers."""
         return _indices(self.recurs)
 
     def groups(
         self, shape: DecoderShape, sizes: StateSpace, conv_width: int
     ) -> tuple[CacheGroup, ...]:
-        """Returns the cache groups that the layers need."""
         num_attention, num_mixers = sum(self.attends), sum(self.recurs)
         heads = (shape.num_kv_heads, shape.head_dim, shape.head_dim)
         full = (CacheGroup("full", "full", num_attention, *heads),) if num_attention else ()
         return full + (sizes.groups(num_mixers, conv_width) if num_mixers else ())
 
     def mix(self, attention: Sublayer, mixer: Sublayer) -> Sublayer:
-        """Returns what a layer does before its MLP where it attends or recurs."""
+        """Returns a sublayer that dispatches to attention or mixer by layer."""
 
         def append(b: Builder, x: Value, layer: int) -> Value:
             return (attention if self.attends[layer] else mixer)(b, x, layer)
@@ -61,8 +60,8 @@ def _indices(chosen: Sequence[bool]) -> list[int]:
 def layers_by_type(
     config: HfConfig, num_layers: int, name: str = "layer_types"
 ) -> LayerPlan | None:
-    """Reads which layers attend from a list of types, in the words of transformers 4 or 5; None
-    where the config has no such list.
+    """Reads which layers have attention from a list of types (transformers 4 or 5 names), or None
+    without a list.
     """
     types = config.values.get(name)
     if types is None:
@@ -87,7 +86,7 @@ def self_attention(
     layers: str = "model.layers",
     module: str = "self_attn",
 ) -> SelfAttention:
-    """Returns the attention of the layers that attend."""
+    """Returns the attention of the layers that have it."""
     bias = config.flag("attention_bias", False)
     return SelfAttention(
         shape=shape,
@@ -102,7 +101,7 @@ def self_attention(
 
 
 def mamba2_sizes(config: HfConfig, hidden_size: int, inner: int | None = None) -> StateSpace:
-    """Reads the sizes of Mamba-2's mixer; `inner` is mamba_expand * hidden_size by default."""
+    """Reads the sizes of Mamba-2's mixer; `inner` defaults to mamba_expand * hidden_size."""
     inner = inner or int(config.positive("mamba_expand", 2) * hidden_size)
     num_heads, num_runs = config.size("mamba_n_heads", 128), config.size("mamba_n_groups", 1)
     width = inner // num_heads
@@ -129,7 +128,7 @@ def mamba2_sizes(config: HfConfig, hidden_size: int, inner: int | None = None) -
 def mamba2_mixer(
     config: HfConfig, shape: DecoderShape, plan: LayerPlan, sizes: StateSpace
 ) -> Mamba2:
-    """Returns the mixer of the layers that recur, normed behind its gate."""
+    """Returns the Mamba-2 mixer with a norm after its gate."""
     return Mamba2(
         sizes,
         "model.layers.{}.mamba",

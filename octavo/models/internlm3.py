@@ -1,6 +1,4 @@
-"""InternLM3: Llama with one key for biases of attention and one for those of the MLP. Shanghai AI
-Lab 2025.
-"""
+"""InternLM3: Llama with separate bias options for attention and MLP. Shanghai AI Lab 2025."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Jamba: Mamba's mixers, with attention in every eighth layer and routed experts in every second.
-AI21 2024."""
+"""Jamba: Mamba mixers, attention in every eighth layer and routed experts in every second. AI21
+2024.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def _mlp(config: HfConfig, num_layers: int) -> Sublayer:
 def _chosen(
     config: HfConfig, num_layers: int, name: str, *, period: int, offset: int
 ) -> list[bool]:
-    """Tells for each layer whether it is one of every `period`, from `offset` on."""
+    """Returns for each layer whether it is one of every `period`, starting at `offset`."""
     step = config.integer(f"{name}_period", period, low=1)
     first = config.integer(f"{name}_offset", offset, low=0, most=step - 1)
     return [layer % step == first for layer in range(num_layers)]

@@ -1,6 +1,6 @@
 """LFM2: gated short convolutions, with grouped-query attention in some layers. Liquid AI 2025.
 
-A convolution sees a few rows, which a cache group of kind `conv` keeps as a window keeps keys
+A convolution's previous rows are stored in a `conv` cache group, which works like a window of keys
 (docs/decisions/0023-convolutions-are-windows.md).
 """
 
@@ -25,7 +25,7 @@ from octavo.program.builder import Builder
 from octavo.program.program import CacheGroup, Program, Value
 
 MAX_TAPS = 64
-"""Most taps of a convolution; the published models have 3."""
+"""Most taps of a convolution; published models have 3."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -66,7 +66,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """The gated short convolution: out(c * conv(b * x)), where (b, c, x) = in(rows)."""
+    """Gated short convolution: out(c * conv(b * x)), with (b, c, x) = in(rows)."""
 
     caches: list[LayerCache]
     bias: bool
@@ -87,8 +87,8 @@ class Convolution:
 
 
 def feed_forward_width(config: HfConfig) -> int:
-    """Returns the width inside the MLP: two thirds of the config's, times a factor, rounded up, as
-    transformers computes it.
+    """Returns the MLP width: two thirds of the config's, times a factor, rounded up, as in
+    transformers.
     """
     width = config.size("block_ff_dim", config.size("intermediate_size", 12288))
     multiple = config.size("block_multiple_of", 256)
@@ -99,7 +99,7 @@ def feed_forward_width(config: HfConfig) -> int:
 
 
 def layers_with_attention(config: HfConfig, num_layers: int) -> list[bool]:
-    """Tells for each layer whether it attends, by `layer_types` or else `full_attn_idxs`."""
+    """Returns for each layer whether it has attention, from `layer_types` or `full_attn_idxs`."""
     indices = config.integers("full_attn_idxs")
     types = config.values.get("layer_types")
     if types is None:
@@ -123,7 +123,7 @@ def layers_with_attention(config: HfConfig, num_layers: int) -> list[bool]:
 def _plan_cache(
     config: HfConfig, shape: DecoderShape, is_attention: list[bool]
 ) -> tuple[list[LayerCache], tuple[CacheGroup, ...]]:
-    """Puts attention and convolutions into groups of their own."""
+    """Assigns attention and convolutions to separate groups."""
     taps = config.integer("conv_L_cache", 3, low=1, most=MAX_TAPS)
     caches = [
         LayerCache(
@@ -140,9 +140,7 @@ def _plan_cache(
 
 
 def _refuse_other_blocks(config: HfConfig, hidden_size: int) -> None:
-    """Refuses what the first configs could say and no published model does; what they repeat is
-    without effect.
-    """
+    """Rejects options of early configs that no published model uses, and ignores redundant ones."""
     for name in ("block_dim", "conv_dim", "conv_dim_out"):
         config.refuse_unless(name, hidden_size)
     config.refuse_unless("block_use_swiglu", True)

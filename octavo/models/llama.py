@@ -48,9 +48,10 @@ def build_llama(
     mlp: Sublayer | None = None,
     frame: Frame = PLAIN,
 ) -> dict[str, Program]:
-    """Builds Llama's decoder with the changes of its relatives; None stands for Llama's own: its
-    shape, no window, one rope table from the config with base `theta`, scale 1 / sqrt(head_dim), a
-    gated MLP.
+    """Builds Llama's decoder with variations.
+
+    None means Llama's own: its shape, no window, one RoPE table with base `theta`, scale 1 /
+    sqrt(head_dim), a gated MLP.
     """
     shape = shape or DecoderShape.read(config)
     cache = plan_cache(shape, windows or (None,) * shape.num_layers)

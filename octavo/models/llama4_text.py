@@ -1,8 +1,8 @@
-"""Llama 4's decoder: layers without rope among those with it, and experts that read rows times the
-sigmoid of their scores. Meta 2025.
+"""Llama 4's decoder: RoPE in most layers, and experts whose inputs are scaled by the sigmoid of
+their scores. Meta 2025.
 
-Layers with rope attend in chunks of `attention_chunk_size`, and queries of the others grow with
-their position where `attn_temperature_tuning` says so.
+Layers with RoPE use chunked attention (`attention_chunk_size`); queries of the others are scaled by
+position if `attn_temperature_tuning` is set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.program.program import Growth, Program, Value, Weight
 
 DEFAULT_THETA = 500_000.0
 DEFAULT_CHUNK = 8192
-"""Positions of a chunk, from which on queries grow, too."""
+"""Chunk length; also the position from which queries are scaled."""
 LAYER_TYPES = frozenset({"chunked_attention", "full_attention"})
 
 
@@ -49,8 +49,8 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def _chunks(config: HfConfig, turned: Sequence[bool]) -> tuple[int | None, ...]:
-    """Returns the length of each layer's chunks; None for a layer that sees everything, as all do
-    in a context of one chunk.
+    """Returns each layer's chunk length; None for full attention, which includes every layer if the
+    context fits one chunk.
     """
     length = config.integer("attention_chunk_size", DEFAULT_CHUNK, low=1)
     types = config.values.get("layer_types") or [
@@ -70,7 +70,7 @@ def _chunks(config: HfConfig, turned: Sequence[bool]) -> tuple[int | None, ...]:
 
 
 def _growth(config: HfConfig) -> Weight | None:
-    """Returns the table of factors on the queries of layers without rope."""
+    """Returns the query scaling table of layers without RoPE."""
     floor = config.integer("floor_scale", DEFAULT_CHUNK, low=1)
     slope = config.number("attn_scale", 0.1)
     if not config.values.get("attn_temperature_tuning", True):  # a number in older configs
@@ -81,7 +81,7 @@ def _growth(config: HfConfig) -> Weight | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama4Mlp:
-    """MLPs of Llama 4: dense ones, and one shared beside routed experts in `moe_layers`."""
+    """Llama 4's MLPs: dense, or one shared and routed experts in `moe_layers`."""
 
     num_experts: int
     top_k: int
@@ -90,7 +90,7 @@ class Llama4Mlp:
     activation: Activation
     moe_layers: frozenset[int]
     separate: bool
-    """Whether each expert's matrices are tensors of their own, as in GGUF."""
+    """Whether each expert's matrices are separate tensors, as in GGUF."""
 
     @staticmethod
     def read(config: HfConfig, num_layers: int) -> Llama4Mlp:

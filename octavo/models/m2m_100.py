@@ -1,5 +1,5 @@
-"""M2M-100 and NLLB-200: norms before each part and at the end of each stack, positions as sines and
-cosines. Fan et al. 2020.
+"""M2M-100 and NLLB-200: pre-norm with a final norm per stack, sinusoidal positions. Fan et al.
+2020.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mamba: a selective state space in every layer and no attention. Gu and Dao 2023."""
+"""Mamba: a selective state space in every layer, no attention. Gu and Dao 2023."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mamba 2: a selective state space with one decay a head in every layer. Dao and Gu 2024."""
+"""Mamba 2: a selective state space with one decay per head in every layer. Dao and Gu 2024."""
 
 from __future__ import annotations
 

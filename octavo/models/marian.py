@@ -1,4 +1,4 @@
-"""Marian: norms behind each sum, positions as sines and cosines. Junczys-Dowmunt et al. 2018."""
+"""Marian: post-norm, sinusoidal positions. Junczys-Dowmunt et al. 2018."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mBART: BART with norms before each part and at the end of each stack. Liu et al. 2020."""
+"""mBART: BART with pre-norm and a final norm per stack. Liu et al. 2020."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral with YaRN, whose queries grow with their position. Mistral AI 2025."""
+"""Ministral 3: Mistral with YaRN and query scaling by position. Mistral AI 2025."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral 7B and its line: Llama with one sliding window in every layer, or none. Jiang et al.
+"""Mistral 7B and relatives: Llama with one sliding window in every layer, or none. Jiang et al.
 2023.
 """
 

@@ -1,4 +1,4 @@
-"""The MLPs that decoders share: plain, gated, and those of chosen experts."""
+"""Common MLPs: plain, gated, and routed experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def plain_mlp(
     names: tuple[str, str] = ("fc1", "fc2"),
     bias: bool = True,
 ) -> Value:
-    """Appends second(f(first(x))), with `width` columns inside."""
+    """Appends second(f(first(x))) with inner size `width`."""
     inner = b.act(b.linear(x, f"{name}.{names[0]}", width, bias=bias), activation)
     return b.linear(inner, f"{name}.{names[1]}", x.width, bias=bias)
 
@@ -33,7 +33,7 @@ def stacked_gated_mlp(
     names: tuple[str, str] = ("gate_up_proj", "down_proj"),
     bias: bool = False,
 ) -> Value:
-    """Appends a gated MLP whose gate and up projection are one module, the gate's rows first."""
+    """Appends a gated MLP with gate and up projection in one module, gate first."""
     gate, up = (
         linear_part(b, x, f"{name}.{names[0]}", Rows(width, 2 * width, start), bias=bias)
         for start in (0, width)
@@ -44,7 +44,7 @@ def stacked_gated_mlp(
 def gated_mlp(
     b: Builder, x: Value, name: str, width: int, activation: Activation, *, bias: bool = False
 ) -> Value:
-    """Appends down(f(gate(x)) * up(x)), with `width` columns inside."""
+    """Appends down(f(gate(x)) * up(x)) with inner size `width`."""
     gate = b.linear(x, f"{name}.gate_proj", width, bias=bias)
     up = b.linear(x, f"{name}.up_proj", width, bias=bias)
     return b.linear(b.act_mul(gate, up, activation), f"{name}.down_proj", x.width, bias=bias)
@@ -60,8 +60,9 @@ def gated_experts(
     activation: Activation,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Value:
-    """Appends the chosen experts' gated MLPs, weighted and summed. Checkpoints keep one tensor for
-    each expert and projection; `names` are those of gate, up and down.
+    """Appends the chosen experts' gated MLPs, weighted and summed.
+
+    Checkpoints have a tensor per expert and projection; `names` are those of gate, up and down.
     """
     rows, ids, weights = routed
     hidden_size = rows.width

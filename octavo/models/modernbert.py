@@ -1,5 +1,6 @@
-"""ModernBERT: an encoder with norms before its sublayers, rope, gated MLPs, and windows to both
-sides in two of three layers. Warner et al. 2024."""
+"""ModernBERT: a pre-norm encoder with RoPE, gated MLPs, and bidirectional windows in two of three
+layers. Warner et al. 2024.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MPNet: BERT with T5's relative positions beside the absolute ones. Song et al. 2020."""
+"""MPNet: BERT with T5's relative positions in addition to absolute ones. Song et al. 2020."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from octavo.program.ops import T5Bias
 from octavo.program.program import Program, Weight
 
 MAX_DISTANCE = 128
-"""Distance from which on all share a bucket, which the config does not say."""
+"""Distance from which all positions share a bucket; not in the config."""
 
 FIRST_POSITION = 2
-"""Row of position 0: the padding id is 1, whatever the config says."""
+"""Table row of position 0: the padding id is always 1."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:

@@ -1,4 +1,4 @@
-"""MPT: ALiBi in place of positions, LayerNorms without bias. MosaicML 2023."""
+"""MPT: ALiBi instead of position embeddings, LayerNorms without bias. MosaicML 2023."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""mT5: T5 1.1, whose published files have an output layer of their own, and whose rows are never
-scaled. Xue et al. 2021.
-"""
+"""mT5: T5 1.1 with an untied output layer and unscaled outputs. Xue et al. 2021."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nemotron and Minitron: LayerNorms with weight + 1, a squared relu, half of each head turned.
+"""Nemotron and Minitron: LayerNorms with weight + 1, squared relu, RoPE on half of each head.
 Parmar et al. 2024.
 """
 

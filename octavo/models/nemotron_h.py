@@ -1,5 +1,4 @@
-"""Nemotron-H: each layer is one of Mamba-2's mixers, an attention, an MLP or routed experts. NVIDIA
-2025."""
+"""Nemotron-H: each layer is a Mamba-2 mixer, attention, an MLP or routed experts. NVIDIA 2025."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ FRAME = Frame(
     final_norm="backbone.norm_f",
 )
 KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-"""Kind of a layer by its letter in hybrid_override_pattern."""
+"""Layer kind by letter in hybrid_override_pattern."""
 OTHER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
-"""Kind of a layer by its name in newer configs."""
+"""Layer kind by name in newer configs."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -145,7 +144,7 @@ class _Mlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Experts:
-    """Routed experts without gates, beside one that every row goes through."""
+    """Routed experts without gates, and a shared expert."""
 
     shared: _Mlp
     num_experts: int

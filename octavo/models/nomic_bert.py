@@ -1,5 +1,5 @@
-"""Nomic BERT: BERT with rope and a gated MLP, without biases, under its own checkpoints' names.
-Nussbaum et al. 2024.
+"""Nomic BERT: BERT with RoPE, gated MLP and no biases, under its own weight names. Nussbaum et al.
+2024.
 """
 
 from __future__ import annotations

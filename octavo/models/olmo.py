@@ -1,4 +1,4 @@
-"""OLMo: Llama with norms that have no weights. Groeneveld et al. 2024."""
+"""OLMo: Llama with norms without weights. Groeneveld et al. 2024."""
 
 from __future__ import annotations
 

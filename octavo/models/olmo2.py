@@ -1,6 +1,4 @@
-"""OLMo 2: norms behind each sublayer only, q and k normed over all heads together. OLMo team
-2024.
-"""
+"""OLMo 2: post-norm only, q and k normed over all heads. OLMo team 2024."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""OLMo 3: OLMo 2 with a window in three of four layers, whose rope is never scaled. OLMo team
-2025.
+"""OLMo 3: OLMo 2 with sliding windows in three of four layers, whose RoPE is never scaled. OLMo
+team 2025.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""OLMoE: routed experts in every layer, q and k normed over all heads together. Muennighoff et al.
-2024.
-"""
+"""OLMoE: routed experts in every layer, q and k normed over all heads. Muennighoff et al. 2024."""
 
 from __future__ import annotations
 

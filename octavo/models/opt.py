@@ -16,13 +16,13 @@ from octavo.models.self_attention import SelfAttention
 from octavo.program.program import Program
 
 EPS = 1e-5
-"""Epsilon of every LayerNorm; the config has none."""
+"""Epsilon of every LayerNorm; not in the config."""
 
 
 LAYERS = "model.decoder.layers"
 
 POSITION_OFFSET = 2
-"""Rows of the position table before the one of position 0."""
+"""Table rows before that of position 0."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:

@@ -1,5 +1,5 @@
-"""Phi-1, 1.5 and 2: attention and MLP side by side behind one LayerNorm, a part of each head
-turned. Li et al. 2023.
+"""Phi-1, 1.5 and 2: parallel attention and MLP after one LayerNorm, partial RoPE. Li et al.
+2023.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4: Llama with q, k, v in one module and gate and up in another; the long ones with
-longrope. Abdin et al. 2024.
+"""Phi-3 and Phi-4: Llama with q, k, v in one module and gate and up in another; long-context
+variants use longrope. Abdin et al. 2024.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def _with_longrope(config: HfConfig) -> HfConfig:
-    """Returns the config with longrope under that name, which early files call su or yarn, and the
-    context before it, whose default every file has.
+    """Normalizes longrope, which early files call su or yarn, and sets the original context, whose
+    default all files share.
     """
     given = config.table("rope_scaling") or config.table("rope_parameters")
     if (given.get("rope_type") or given.get("type")) in ("su", "yarn"):

@@ -1,9 +1,9 @@
-"""Phi-3.5-MoE: LayerNorms with biases, and two experts a token, weighted by SparseMixer. Abdin et
-al. 2024; Liu et al. 2023.
+"""Phi-3.5-MoE: LayerNorms with biases, two experts per token with SparseMixer weights. Abdin et al.
+2024; Liu et al. 2023.
 
-Longrope has a factor on cosines and sines beside each of its lists of factors. transformers 5 takes
-the short list for any length, which transformers 4 and the model's own code do not; here it ends
-with the original context.
+longrope has a scale on cos and sin with each list of factors. transformers 5 uses the short list
+for any length, unlike transformers 4 and the model's own code; here it applies up to the original
+context.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo.program.program import Program, Value
 
 DEFAULT_THETA = 1e6
 EXPERTS_A_TOKEN = 2
-"""Experts that SparseMixer chooses for a row, whatever the config says."""
+"""SparseMixer always chooses this many experts."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -42,9 +42,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def _angles(config: HfConfig, head_dim: int) -> RopeTable:
-    """Returns the table of angles; short_mscale and long_mscale take the place of the attention
-    factor.
-    """
+    """Returns the RoPE table; short_mscale and long_mscale replace the attention factor."""
     rope = rope_parameters(config, default_theta=DEFAULT_THETA)
     table = rope.table(head_dim)
     if rope.kind == "default":

@@ -1,7 +1,6 @@
-"""The end of a decoder that pools: one row of each request, an embedding or a classifier's scores.
+"""The end of a pooling decoder: one row per request, an embedding or a classifier's scores.
 
-A classifier has weights of its own (`score`, as transformers saves it), or compares the logits of
-tokens.
+A classifier has its own weights (`score`, as saved by transformers) or compares token logits.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ def pooled_row(
     norm: Callable[[Value], Value],
     logit: Callable[[Value, int], Value],
 ) -> Value:
-    """Appends the norm, the pooling and a classifier's products; `logit` appends the logit of a
-    token.
-    """
+    """Appends norm, pooling and classifier; `logit` appends the logit of a token."""
     one = head.mode != "mean"  # a single token's row is normed alone
     row = norm(b.pool_rows(x, head.mode)) if one else b.pool_rows(norm(x), head.mode)
     if head.tokens:

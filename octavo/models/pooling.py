@@ -1,8 +1,8 @@
-"""What a checkpoint says of the row that its model pools of a text: how it is pooled, the labels of
-a classifier, and the function that turns its scores into probabilities.
+"""Pooling settings of a checkpoint: pooling mode, labels, and the activation of a classifier's
+scores.
 
-Nothing is guessed: `pooling` is what the loader found beside config.json. Sources:
-`PretrainedConfig` and the losses of transformers, `CrossEncoder` of sentence-transformers.
+`pooling` is what the loader found beside config.json; nothing is guessed. Sources:
+`PretrainedConfig` and losses of transformers, `CrossEncoder` of sentence-transformers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ BY_PROBLEM: dict[str, PoolingActivation] = {
     "single_label_classification": "softmax",
     "multi_label_classification": "sigmoid",
 }
-"""Activations by transformers' `problem_type`."""
+"""Activation by transformers' `problem_type`."""
 
 BY_MODULE: dict[str, PoolingActivation] = {
     "Identity": "none",
     "Sigmoid": "sigmoid",
     "Softmax": "softmax",
 }
-"""Activations by the class of `torch.nn` that sentence-transformers saves."""
+"""Activation by `torch.nn` class, as saved by sentence-transformers."""
 
 
 PAIR_TEMPLATES = {
@@ -41,27 +41,25 @@ PAIR_TEMPLATES = {
         "{{ '<think>\\n\\n</think>\\n\\n' }}"
     ),
 }
-"""Jinja templates of a query and a document, by model type, for checkpoints whose own template has
-no such roles. Source: the model card of Qwen3-Reranker.
-"""
+"""Jinja templates of a query and a document, by model type, for checkpoints without such a
+template. Source: the model card of Qwen3-Reranker."""
 
 
 @dataclass(frozen=True, slots=True)
 class PooledHead:
-    """The head of a decoder that makes one row of each text."""
+    """The head of a pooling decoder."""
 
     mode: PoolingMode
     num_labels: int = 0
-    """Number of a classifier's labels; 0: the row is an embedding."""
+    """Number of labels of a classifier; 0: embedding."""
     tokens: tuple[int, ...] = ()
-    """Ids of the tokens whose logits make the score: the first one's, less the second one's; ()
-    where a classifier has weights of its own.
-    """
+    """Tokens whose logits form the score: the first minus the second; () for a classifier with
+    weights."""
 
 
 def pooled_head(config: HfConfig) -> PooledHead | None:
-    """Returns the head of a decoder that pools, which classifies by the last token; None for one
-    that generates.
+    """Returns the head of a pooling decoder (classifiers use the last token); None if it
+    generates.
     """
     if is_classifier(config):
         return PooledHead("last", num_labels(config), score_tokens(config))
@@ -75,7 +73,6 @@ def is_classifier(config: HfConfig) -> bool:
 
 
 def score_tokens(config: HfConfig) -> tuple[int, ...]:
-    """Returns the ids of the tokens whose logits make a score; () where none do."""
     ids = HfConfig(config.table("pooling")).integers("score_tokens")
     for token_id in ids:
         if token_id >= config.integer("vocab_size", low=1):
@@ -87,14 +84,14 @@ def score_tokens(config: HfConfig) -> tuple[int, ...]:
 
 
 def pair_template_of(config: HfConfig) -> str | None:
-    """Returns the template of a pair of texts for a model that answers by a token: "" where its
-    family is not known to have been trained with one; None for other classifiers.
+    """Returns the pair template of a token-scoring reranker: "" if its family has no known one;
+    None for other models.
     """
     return PAIR_TEMPLATES.get(config.model_type, "") if score_tokens(config) else None
 
 
 def num_labels(config: HfConfig) -> int:
-    """Returns the number of labels, by `id2label` or, where the config has none, `num_labels`."""
+    """Returns the number of labels, from `id2label` or `num_labels`."""
     if score_tokens(config):
         return 1
     labels = config.table("id2label")
@@ -102,7 +99,7 @@ def num_labels(config: HfConfig) -> int:
 
 
 def pooling_mode(config: HfConfig) -> PoolingMode:
-    """Returns how the checkpoint pools; UnsupportedModel where nothing says so."""
+    """Returns the pooling mode; raises UnsupportedModel if the checkpoint does not specify it."""
     mode: Any = config.table("pooling").get("mode")
     if mode not in get_args(PoolingMode):
         raise UnsupportedModel(
@@ -116,16 +113,14 @@ def pooling_mode(config: HfConfig) -> PoolingMode:
 
 
 def labels_of(config: HfConfig, num_labels: int) -> tuple[str, ...]:
-    """Returns a name for each label; one that the config does not name is called as transformers
-    does.
-    """
+    """Returns the label names; missing ones are named as in transformers."""
     named = config.table("id2label")
     return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(num_labels))
 
 
 def activation_of(config: HfConfig, num_labels: int) -> PoolingActivation:
-    """Returns what a classifier's scores go through: what sentence-transformers saved, else what
-    the problem's type asks for, else a sigmoid of a single score and the softmax of several.
+    """Returns the activation of a classifier's scores: from sentence-transformers, from the problem
+    type, or sigmoid for one score and softmax for several.
     """
     saved = _saved_activation(config)
     if saved is not None:
@@ -139,9 +134,7 @@ def activation_of(config: HfConfig, num_labels: int) -> PoolingActivation:
 
 
 def _saved_activation(config: HfConfig) -> PoolingActivation | None:
-    """Returns the activation that sentence-transformers saved with a cross-encoder; None without
-    one.
-    """
+    """Returns the activation that sentence-transformers saved with a cross-encoder, if any."""
     for table, key in (
         ("pooling", "activation_fn"),
         ("sentence_transformers", "activation_fn"),

@@ -16,7 +16,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def upper_windows(config: HfConfig) -> tuple[int | None, ...]:
-    """Returns windows from layer max_window_layers on, where use_sliding_window says so."""
+    """Returns windows for layers from max_window_layers on, if use_sliding_window is set."""
     window = config.window(4096) if config.flag("use_sliding_window", False) else None
     config.without_effect("sliding_window")
     first = config.integer("max_window_layers", 28)

@@ -1,5 +1,5 @@
-"""Qwen2.5-VL: Qwen2-VL whose tower has root mean square norms, gated MLPs, and attention within
-windows in all but a few layers. Bai et al. 2025.
+"""Qwen2.5-VL: Qwen2-VL with RMS norms, gated MLPs and mostly windowed attention in the tower. Bai
+et al. 2025.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def image_layout(config: HfConfig) -> ImageLayout:
-    """Returns Qwen2-VL's layout, in windows."""
+    """Returns Qwen2-VL's layout with windows."""
     layout, vision = unwindowed_layout(config), vision_config(config)
     pixels = vision.integer("window_size", 112, low=1)
     if pixels % layout.multiple:

@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, routed experts beside one shared expert with a
-gate. Qwen team 2024.
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, routed experts and one gated shared expert. Qwen
+team 2024.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def shared_experts(config: HfConfig, *, normalize: bool = False) -> Sublayer:
-    """Returns routed experts beside one with a gate, and a plain MLP in some layers; `normalize` is
-    the family's default of norm_topk_prob.
+    """Returns routed experts with a gated shared expert, and a plain MLP in some layers.
+
+    `normalize` is the family's default of norm_topk_prob.
     """
     experts = SoftmaxExperts(
         num_experts=config.count("num_experts"),
@@ -62,8 +63,8 @@ def shared_experts(config: HfConfig, *, normalize: bool = False) -> Sublayer:
 
 
 def alternating_windows(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Returns windows for every other layer below max_window_layers, where use_sliding_window says
-    so.
+    """Returns windows for every other layer below max_window_layers, if use_sliding_window
+    is set.
     """
     window = config.window(4096) if config.flag("use_sliding_window", False) else None
     config.without_effect("sliding_window")

@@ -1,7 +1,7 @@
-"""Qwen2-VL: a tower whose patches turn by row and column, a merger of four patches, and Qwen2,
-whose image tokens turn by time, row and column.
+"""Qwen2-VL: a tower with 2D RoPE, a merger of four patches, and Qwen2 with M-RoPE (time, row,
+column).
 
-Wang et al. 2024. Videos are not read.
+Wang et al. 2024. Videos are not supported.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from octavo.program.ops import RopeTable
 from octavo.program.program import Program, Value
 
 EPS = 1e-6
-"""Epsilon of the tower's norms, which no config names."""
+"""Epsilon of the tower's norms; not in the config."""
 
 QUICK_GELU = 1.702
-"""Factor of x in the sigmoid of GELU's quick approximation, x * sigmoid(1.702 x)."""
+"""Factor of quick GELU, x * sigmoid(1.702 x)."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -45,7 +45,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def image_layout(config: HfConfig) -> ImageLayout:
-    """Returns how an image becomes rows: in cells of patches, which keep its shape."""
+    """Returns the image layout: cells of patches, aspect ratio preserved."""
     vision = vision_config(config)
     return ImageLayout(
         patch_size=vision.size("patch_size", 14),
@@ -57,7 +57,7 @@ def image_layout(config: HfConfig) -> ImageLayout:
 
 
 def build_text(config: HfConfig) -> dict[str, Program]:
-    """Builds Qwen2's decoder, which takes the rows of images and turns by three axes."""
+    """Builds Qwen2's decoder with image rows and M-RoPE."""
     config.without_effect("vision_config", "image_token_id", "video_token_id")
     config.without_effect("vision_start_token_id", "vision_end_token_id", "vision_token_id")
     shape = DecoderShape.read(config, num_kv_heads=8)
@@ -73,7 +73,7 @@ def build_text(config: HfConfig) -> dict[str, Program]:
 
 
 def _by_axes(config: HfConfig, head_dim: int) -> RopeTable:
-    """Returns the table whose frequencies turn by the axes that mrope_section names."""
+    """Returns the RoPE table with axes from mrope_section."""
     given = config.table("rope_scaling") or config.table("rope_parameters")
     named = given.get("mrope_section") or [16, 24, 24]
     plain = {name: value for name, value in given.items() if name != "mrope_section"}
@@ -98,7 +98,7 @@ def _by_axes(config: HfConfig, head_dim: int) -> RopeTable:
 
 
 def read_shape(vision: HfConfig, *, width: str) -> VisionShape:
-    """Reads a tower's sizes; `width` is the name of its hidden size."""
+    """Reads a tower's sizes; `width` is the key of its hidden size."""
     shape = VisionShape(
         hidden_size=vision.size(width, 1280),
         num_layers=vision.count("depth", 32),
@@ -109,7 +109,7 @@ def read_shape(vision: HfConfig, *, width: str) -> VisionShape:
 
 
 def kernel_of(vision: HfConfig) -> tuple[int, ...]:
-    """Returns the shape of a patch's pixels: colours, frames, rows, columns."""
+    """Returns the shape of a patch's pixels: channels, frames, rows, columns."""
     vision.without_effect("in_chans")
     patch_size = vision.size("patch_size", 14)
     frames = vision.size("temporal_patch_size", 2)
@@ -119,7 +119,7 @@ def kernel_of(vision: HfConfig) -> tuple[int, ...]:
 def turned_qkv(
     b: Builder, x: Value, layer: str, shape: VisionShape, rope: RopeTable
 ) -> tuple[Value, Value, Value]:
-    """Appends one product's q, k and v, of which q and k turn."""
+    """Appends q, k and v of one matmul, with RoPE on q and k."""
     width = shape.hidden_size
     q, k, v = (
         linear_part(b, x, f"{layer}.attn.qkv", Rows(width, 3 * width, start), bias=True)
@@ -129,7 +129,7 @@ def turned_qkv(
 
 
 def theta_of(vision: HfConfig) -> float:
-    """Returns the base of the tower's angles."""
+    """Returns the RoPE base of the tower."""
     given = vision.table("rope_parameters")
     if given.get("rope_type", "axial") != "axial":
         raise UnsupportedModel(
@@ -161,7 +161,7 @@ def _tower(vision: HfConfig) -> Program:
 
 
 def merger(vision: HfConfig, layout: ImageLayout, hidden_size: int, *, centered: bool) -> Program:
-    """Returns what makes one row of a cell's patches, which stand side by side."""
+    """Returns the projector, which maps a cell's concatenated patches to one row."""
     width = vision.size("embed_dim" if centered else "hidden_size", 1280) * layout.cell**2
     b = Builder("projector")
     inner = b.linear(b.given_rows(width), "visual.merger.mlp.0", width, bias=True)

@@ -1,4 +1,4 @@
-"""Qwen3, dense: Llama with normed q and k heads. Qwen team 2025."""
+"""Qwen3, dense: Llama with q and k head norms. Qwen team 2025."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Qwen3.5's language model: gated delta rules with gated attention in every fourth layer. Qwen team
-2026."""
+"""Qwen3.5's language model: Gated DeltaNet with gated attention in every fourth layer. Qwen team
+2026.
+"""
 
 from __future__ import annotations
 

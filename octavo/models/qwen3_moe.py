@@ -1,4 +1,4 @@
-"""Qwen3 with experts: Qwen3's attention, routed experts without a shared one. Qwen team 2025."""
+"""Qwen3 MoE: Qwen3's attention, routed experts without a shared one. Qwen team 2025."""
 
 from __future__ import annotations
 

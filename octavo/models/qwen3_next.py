@@ -1,5 +1,6 @@
-"""Qwen3-Next: gated delta rules with gated attention in every fourth layer, routed experts beside
-one with a gate. Qwen team 2025."""
+"""Qwen3-Next: Gated DeltaNet with gated attention in every fourth layer, routed experts and a gated
+shared expert. Qwen team 2025.
+"""
 
 from __future__ import annotations
 

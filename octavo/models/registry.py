@@ -1,4 +1,4 @@
-"""Builds the Programs of a config, by the module of its model_type, which is imported on demand."""
+"""Builds the Programs of a config; the module of its model_type is imported on demand."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Kind = Literal["decoder", "experts", "encoder", "encoder-decoder"]
 
 
 class ModelFamily(NamedTuple):
-    """A supported model_type, as `octavo models` and the documents show it."""
+    """A supported model_type, as shown by `octavo models` and the docs."""
 
     models: str
-    """Models of the family, by the names that people know."""
+    """Well-known models of the family."""
     kind: Kind = "decoder"
     """Kind of its Programs; "experts" is a decoder with routed experts."""
     native: bool = True
-    """Whether the native backend runs it; torch and reference run every family."""
+    """Whether the native backend supports it; torch and reference support every family."""
     gguf_as: str | None = None
-    """GGUF architecture under which llama.cpp stores it, where that is another family's."""
+    """GGUF architecture under which llama.cpp stores it, if it is another family's."""
 
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -106,11 +106,11 @@ FAMILIES: dict[str, ModelFamily] = {
     "whisper": ModelFamily("Whisper", "encoder-decoder"),
     "xlm-roberta": ModelFamily("XLM-R, multilingual E5, BGE-M3", "encoder", gguf_as="bert"),
 }
-"""Families by Hugging Face's model_type, each with a module here of that name with _ for -."""
+"""Families by Hugging Face model_type; each has a module here (with _ for -)."""
 
 
 def check_family(config: Mapping[str, Any]) -> None:
-    """Refuses an unknown model_type, whose config would be misread whatever else it says."""
+    """Raises UnsupportedModel for an unknown model_type."""
     model_type = HfConfig(config).model_type
     if model_type not in FAMILIES:
         raise UnsupportedModel(
@@ -123,7 +123,7 @@ def _module(model_type: str) -> Any:
 
 
 def image_layout(config: Mapping[str, Any]) -> ImageLayout | None:
-    """Returns how images become rows of a model; None where it reads none."""
+    """Returns a model's image layout; None if it reads no images."""
     if not isinstance(config.get("vision_config"), dict):
         return None
     hf = HfConfig(config)
@@ -132,11 +132,11 @@ def image_layout(config: Mapping[str, Any]) -> ImageLayout | None:
 
 
 def build_programs(config: Mapping[str, Any], *, every_key: bool = False) -> dict[str, Program]:
-    """Builds the Programs of a model by name: "decoder" and, where the family has them, "encoder",
-    or "vision" and "projector".
+    """Builds the Programs of a model by name: "decoder" and, depending on the family, "encoder", or
+    "vision" and "projector".
 
-    `config` is config.json as it stands. With `every_key` one that holds a value that nothing
-    reads is refused. Programs that keep K and V declare the same cache groups in the same order.
+    With `every_key`, a config with a value that nothing reads is rejected. Programs that store KV
+    declare the same cache groups in the same order.
     """
     check_family(config)
     hf = HfConfig(config)

@@ -1,4 +1,4 @@
-"""RoBERTa: BERT whose positions begin behind the padding id. Liu et al. 2019."""
+"""RoBERTa: BERT with positions offset by the padding id. Liu et al. 2019."""
 
 from __future__ import annotations
 

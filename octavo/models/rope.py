@@ -1,9 +1,9 @@
-"""Rotary tables of a config: the rope types default, linear, dynamic, llama3, yarn and longrope.
+"""RoPE tables of a config: types default, linear, dynamic, llama3, yarn and longrope.
 
-Old keys (`rope_theta` beside a `rope_scaling` dict with `type`) and new ones (`rope_parameters`
-with `rope_type`) are read alike. Sources: Su et al. 2021; linear: position interpolation, Chen et
-al. 2023; llama3: Meta's Llama 3.1 release; yarn: Peng et al. 2023, with the attention factor as
-transformers computes it; longrope: Ding et al. 2024.
+Reads old keys (`rope_theta` and a `rope_scaling` dict with `type`) and new ones (`rope_parameters`
+with `rope_type`). Sources: Su et al. 2021; linear: position interpolation, Chen et al. 2023;
+llama3: Meta's Llama 3.1 release; yarn: Peng et al. 2023, with the attention factor as in
+transformers; longrope: Ding et al. 2024.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULT_THETA = 10_000.0
 
 
 class RopeParameters:
-    """One set of rope parameters, whatever keys it was written with."""
+    """One set of RoPE parameters, from old or new keys."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class RopeParameters:
         original_positions: int | None = None,
         partial: float | None = None,
     ) -> None:
-        """Takes the keys as written and what the config says beside them; `partial` is the
-        family's own share of a head's columns that turn, None where all must.
+        """`partial` is the family's default share of rotary columns; None: all columns must
+        rotate.
         """
         nested = [name for name, value in given.items() if isinstance(value, dict)]
         if nested:
@@ -106,7 +106,7 @@ class RopeParameters:
         return default if value is None else bool(value)
 
     def table(self, head_dim: int) -> RopeTable:
-        """Returns the table of heads of `head_dim` columns, of which the family's share turns."""
+        """Returns the table for heads of `head_dim` columns."""
         rotary_dim = int(head_dim * self.share)
         # An odd number turns one column more, as it does in transformers.
         if rotary_dim < 2 or rotary_dim + rotary_dim % 2 > head_dim:
@@ -124,8 +124,10 @@ class RopeParameters:
 def rope_parameters(
     config: HfConfig, *, default_theta: float = DEFAULT_THETA, partial: float | None = None
 ) -> RopeParameters:
-    """Reads the parameters of a model that has one set. Where both spellings stand, `rope_scaling`
-    wins, as in transformers. `partial` as in RopeParameters.
+    """Reads the parameters of a model with one set.
+
+    If both spellings are present, `rope_scaling` wins, as in transformers. `partial` as in
+    RopeParameters.
     """
     scaling, parameters = config.table("rope_scaling"), config.table("rope_parameters")
     given = dict(scaling or parameters)
@@ -148,9 +150,10 @@ def tables_by_layer_type(
     full_theta: float,
     scales_both: bool = False,
 ) -> tuple[RopeTable, RopeTable]:
-    """Returns the tables of sliding and of full layers. New configs keep one set of parameters for
-    each; old ones scale the full layers' only, or with `scales_both` all. The bases are those where
-    the config has none.
+    """Returns the tables of sliding and full layers.
+
+    New configs have a set of parameters for each; old ones scale only the full layers, or all with
+    `scales_both`. The bases are defaults.
     """
     by_type, scaling = config.table("rope_parameters"), config.table("rope_scaling")
     others = sorted(by_type.keys() - {"sliding_attention", "full_attention"})
@@ -187,15 +190,15 @@ def _linear(p: RopeParameters, dim: int) -> RopeTable:
 
 
 def _dynamic(p: RopeParameters, dim: int) -> RopeTable:
-    """Returns the frequencies as they are: they would be stretched only for contexts longer than
-    max_position_embeddings, which are refused.
+    """Returns unscaled frequencies: scaling would only apply beyond max_position_embeddings, which
+    is rejected.
     """
     p.positive("factor")
     return _default(p, dim)
 
 
 def _llama3(p: RopeParameters, dim: int) -> RopeTable:
-    """Stretches long wavelengths by `factor`, keeps short ones, and blends those between."""
+    """Scales long wavelengths by `factor`, keeps short ones, and interpolates in between."""
     factor = p.positive("factor")
     low = p.number("low_freq_factor")
     high = p.number("high_freq_factor")
@@ -213,8 +216,8 @@ def _llama3(p: RopeParameters, dim: int) -> RopeTable:
 
 
 def _yarn(p: RopeParameters, dim: int) -> RopeTable:
-    """Interpolates frequencies below `low` and keeps those above `high`, the columns that make
-    beta_fast and beta_slow turns over the original context.
+    """Interpolates frequencies below `low` and keeps those above `high`: the columns that make
+    beta_fast and beta_slow rotations over the original context.
     """
     factor = p.positive("factor")
 
@@ -242,7 +245,7 @@ def _yarn(p: RopeParameters, dim: int) -> RopeTable:
 
 
 def _yarn_attention_factor(p: RopeParameters, factor: float) -> float:
-    """Returns the given factor, or the quotient of mscale and mscale_all_dim (DeepSeek), or the
+    """Returns the given factor, the quotient of mscale and mscale_all_dim (DeepSeek), or the
     paper's.
     """
     given = p.optional("attention_factor")
@@ -255,8 +258,8 @@ def _yarn_attention_factor(p: RopeParameters, factor: float) -> float:
 
 
 def _longrope(p: RopeParameters, dim: int) -> RopeTable:
-    """Divides each frequency by a factor of its own: a short one up to the original context, and a
-    long one in requests of more tokens.
+    """Divides each frequency by its own factor: short ones up to the original context, long ones
+    for longer requests.
     """
     short, long = p.numbers("short_factor", dim // 2), p.numbers("long_factor", dim // 2)
     given = p.optional("attention_factor")

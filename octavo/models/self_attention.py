@@ -1,5 +1,4 @@
-"""The attention that pre-norm decoders share, and the products that make its queries, keys and
-values.
+"""Common attention of pre-norm decoders, and projections of q, k and v.
 
 GQA: Ainslie et al. 2023.
 """
@@ -17,7 +16,7 @@ from octavo.program.ops import AlibiBias, RopeTable
 from octavo.program.program import Value, Weight
 
 Projection = Callable[[Builder, Value, str], tuple[Value, Value, Value]]
-"""Appends the products that make q, k and v of normed rows; takes the attention's module name."""
+"""Appends the projections of q, k and v; takes the attention's module name."""
 
 
 def separate_qkv(
@@ -26,7 +25,7 @@ def separate_qkv(
     bias: bool = False,
     names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
 ) -> Projection:
-    """Returns the projection with a module for each of q, k and v."""
+    """Returns a projection with separate modules for q, k and v."""
     widths = shape.qkv_widths
 
     def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
@@ -40,7 +39,7 @@ def separate_qkv(
 
 
 def stacked_qkv(shape: DecoderShape, name: str, *, bias: bool = False) -> Projection:
-    """Returns the projection of one module whose rows are all of q, then k, then v."""
+    """Returns a projection from one module with rows of q, then k, then v."""
     widths = shape.qkv_widths
 
     def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
@@ -54,8 +53,8 @@ def stacked_qkv(shape: DecoderShape, name: str, *, bias: bool = False) -> Projec
 
 
 def grouped_qkv(shape: DecoderShape, name: str, *, bias: bool = False) -> Projection:
-    """Returns the projection of one module whose rows are, for each kv head, its query heads', its
-    key and its value (GPT-NeoX, BLOOM, Falcon).
+    """Returns a projection from one module with rows grouped by kv head: its queries, key and value
+    (GPT-NeoX, BLOOM, Falcon).
     """
     dim, lanes = shape.head_dim, shape.num_heads // shape.num_kv_heads
     step = (lanes + 2) * dim
@@ -75,20 +74,20 @@ def grouped_qkv(shape: DecoderShape, name: str, *, bias: bool = False) -> Projec
 
 
 OwnNorms = Literal["", "shared", "one tensor", "modules"]
-"""Centered norms of the heads of q and k: none, one with a bias for all (Phi), or weights for each
-head, in one tensor (Command R+) or a module a head (StableLM 12B)."""
+"""LayerNorms of q and k heads: none, shared with a bias (Phi), or weights per head, in one tensor
+(Command R+) or a module per head (StableLM 12B)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfAttention:
-    """Grouped-query attention. `ropes` has one table for each layer, None for one without rope."""
+    """Grouped-query attention. `ropes` has a table per layer, None for layers without RoPE."""
 
     shape: DecoderShape
     caches: Sequence[LayerCache]
     ropes: Sequence[RopeTable | None]
     scale: float
     project: Projection | None = None
-    """Products that make q, k and v; None: three modules, with biases where `qkv_bias` is set."""
+    """Projections of q, k and v; None: three modules, with biases if `qkv_bias`."""
     module: str = "self_attn"
     out: str = "o_proj"
     layers: str = "model.layers"
@@ -96,35 +95,35 @@ class SelfAttention:
     qkv_bias: bool = False
     out_bias: bool = False
     head_norms: bool = False
-    """Whether q and k are normed head by head (Qwen3, Gemma 3)."""
+    """Whether q and k are normed per head (Qwen3, Gemma 3)."""
     row_norms: bool = False
-    """Whether q and k are normed over all heads together (OLMo 2)."""
+    """Whether q and k are normed over all heads (OLMo 2)."""
     own_norms: OwnNorms = ""
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
-    """Modules of those norms."""
+    """Module names of those norms."""
     norm_offset: float = 0.0
     clip: float | None = None
-    """Bound on the magnitudes of q, k and v, behind their norms (OLMo)."""
+    """Clips q, k and v after their norms (OLMo)."""
     k_factor: float = 1.0
-    """Factor on k before it turns (Falcon-H1)."""
+    """Factor on k before RoPE (Falcon-H1)."""
     turned_norms: bool = False
-    """Whether q and k are normed without weights, head by head, once they are turned (Llama 4)."""
+    """Whether q and k get weightless head norms after RoPE (Llama 4)."""
     sinks: bool = False
     sees_ahead: bool = False
-    """Whether the step may let rows see later ones (Gemma 3's images)."""
+    """Whether rows may attend to later ones (Gemma 3's images)."""
     growths: Sequence[Weight | None] = ()
-    """Table of factors on each layer's queries, by position, of `query_growth`; (): none."""
+    """Query scaling table per layer, from `query_growth`; (): none."""
     softcap: float | None = None
     bias: AlibiBias | None = None
     gated: bool = False
-    """Whether what a head reads is multiplied with the sigmoid of a gate, whose rows lie behind the
-    head's in the module of q (Qwen3-Next)."""
+    """Whether head outputs are multiplied by the sigmoid of a gate, stored after each head's rows
+    in the q module (Qwen3-Next)."""
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
         return self.of_module(b, x, f"{self.layers}.{layer}.{self.module}", layer)
 
     def of_module(self, b: Builder, x: Value, name: str, layer: int) -> Value:
-        """Appends the attention of a layer whose module has that name."""
+        """Appends the attention of a layer with the given module name."""
         shape = self.shape
         cache = self.caches[layer]
         rope = self.ropes[layer]
@@ -166,7 +165,7 @@ class SelfAttention:
         return b.linear(out, f"{name}.{self.out}", shape.hidden_size, bias=self.out_bias)
 
     def _with_gate(self, b: Builder, x: Value, name: str) -> list[Value]:
-        """Appends the products that make q and its gate."""
+        """Appends the projections of q and its gate."""
         dim, width = self.shape.head_dim, self.shape.qkv_widths[0]
         return [
             linear_part(
@@ -180,7 +179,7 @@ class SelfAttention:
         ]
 
     def _keys(self, b: Builder, x: Value, name: str) -> list[Value]:
-        """Appends the products that make k and v."""
+        """Appends the projections of k and v."""
         return [
             b.linear(x, f"{name}.{part}", self.shape.qkv_widths[1], bias=self.qkv_bias)
             for part in ("k_proj", "v_proj")

@@ -1,8 +1,7 @@
-"""Encoders and decoders in BART's line, which differ in where they norm and in how they know
-positions.
+"""BART-like encoder-decoders, which differ in norms and positions.
 
-The encoder runs over the whole input at once and leaves each decoder layer's cross K and V in the
-group "cross". A family's file names its style. Lewis et al. 2020; Vaswani et al. 2017.
+The encoder processes the complete input at once and stores each decoder layer's cross K and V in
+the group "cross". Lewis et al. 2020; Vaswani et al. 2017.
 """
 
 from __future__ import annotations
@@ -17,16 +16,14 @@ from octavo.program.ops import Activation, MaskKind
 from octavo.program.program import CacheGroup, Program, Sinusoids, Value, Weight
 
 EPS = 1e-5
-"""Epsilon of every LayerNorm; the configs have none."""
+"""Epsilon of every LayerNorm; not in the configs."""
 
 Positions = Callable[[Builder, str], Value]
-"""Adds the embedding of positions of a stack, by its module."""
+"""Adds the position embedding of a stack, by module name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Sizes of the encoder or of the decoder."""
-
     num_layers: int
     num_heads: int
     hidden_width: int
@@ -34,8 +31,6 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seq2SeqShape:
-    """Sizes of an encoder and a decoder."""
-
     vocab_size: int
     width: int
     encoder: Stack
@@ -44,9 +39,9 @@ class Seq2SeqShape:
     embedding_scale: float
     num_positions: int
     ties_tables: bool
-    """Whether both stacks have one table of embeddings."""
+    """Whether both stacks share one embedding table."""
     ties_head: bool
-    """Whether the output layer is the decoder's table of embeddings."""
+    """Whether the output layer is the decoder's embedding table."""
 
     @staticmethod
     def read(config: HfConfig) -> Seq2SeqShape:
@@ -86,7 +81,9 @@ class Seq2SeqShape:
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """Cache groups of both Programs, alike so that slots and tables have one axis of groups."""
+        """Cache groups of both Programs, identical so that slots and tables share one group
+        axis.
+        """
 
         def heads(stack: Stack) -> tuple[int, int, int, int]:
             head = self.width // stack.num_heads
@@ -101,21 +98,19 @@ class Seq2SeqShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seq2SeqStyle:
-    """The ways in which a family differs from the others."""
+    """Differences between families."""
 
     positions: Positions
     norms_first: bool = False
-    """Whether parts norm their input, and each stack its end; else the sum behind each part is
-    normed.
-    """
+    """Whether sublayers use pre-norm with a final norm per stack; otherwise post-norm."""
     norms_embeddings: bool = False
     table: str = "model.shared"
-    """Module of the embedding table of both stacks."""
+    """Module of the shared embedding table."""
     head: str = "lm_head"
-    """Module of an output layer of its own."""
+    """Module of an untied output layer."""
     k_bias: bool = True
     logits_bias: bool = True
-    """Whether the checkpoint has a bias of the logits."""
+    """Whether the checkpoint has a logits bias."""
 
 
 def build_seq2seq(shape: Seq2SeqShape, style: Seq2SeqStyle) -> dict[str, Program]:
@@ -132,7 +127,7 @@ def _build_encoder(shape: Seq2SeqShape, style: Seq2SeqStyle) -> Program:
 
 
 def finish_encoder(b: Builder, x: Value, shape: Seq2SeqShape, style: Seq2SeqStyle) -> Program:
-    """Appends the encoder's layers to its embedded rows, and writes the keys of its last ones."""
+    """Appends the encoder's layers and writes the decoder's cross K and V."""
     for i in range(shape.encoder.num_layers):
         layer = f"model.encoder.layers.{i}"
         x = _attend_self(b, x, layer, shape, style, group="encoder", index=i, mask="full")
@@ -182,7 +177,7 @@ def _embedding(b: Builder, shape: Seq2SeqShape, style: Seq2SeqStyle, stack: str)
 def _part(
     b: Builder, x: Value, norm: str, style: Seq2SeqStyle, compute: Callable[[Value], Value]
 ) -> Value:
-    """Appends a part and the sum with its input, normed where the style says."""
+    """Appends a sublayer and its residual sum, normed according to the style."""
     if style.norms_first:
         return b.add(x, compute(b.layer_norm(x, norm, EPS)))
     return b.layer_norm(b.add(x, compute(x)), norm, EPS)
@@ -246,7 +241,7 @@ def _feed_forward(
 
 
 def sinusoids(shape: Seq2SeqShape, frequencies: Sinusoids, *, offset: int = 0) -> Positions:
-    """Returns positions that are computed, not read, from row `offset` on."""
+    """Returns sinusoidal positions, starting at row `offset`."""
     if shape.width % 2 or shape.width < 4:
         raise UnsupportedModel(
             f"config.json: d_model is {shape.width}, allowed are even numbers from 4 on"
@@ -256,7 +251,7 @@ def sinusoids(shape: Seq2SeqShape, frequencies: Sinusoids, *, offset: int = 0) -
 
 
 def learned_positions(shape: Seq2SeqShape, *, offset: int = 2) -> Positions:
-    """Returns learned positions, whose table has `offset` rows before the first."""
+    """Returns learned positions; the table has `offset` rows before the first."""
     return lambda b, name: b.position_embedding(
         name, shape.num_positions + offset, shape.width, offset=offset
     )

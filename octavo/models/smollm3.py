@@ -1,4 +1,4 @@
-"""SmolLM3: Llama without rope in every fourth layer. Hugging Face 2025."""
+"""SmolLM3: Llama without RoPE in every fourth layer. Hugging Face 2025."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def layers_with_rope(config: HfConfig, num_layers: int) -> list[bool]:
-    """Tells for each layer whether it turns q and k; `no_rope_layers` has 1 where it does."""
+    """Returns for each layer whether it has RoPE; `no_rope_layers` has 1 if so."""
     given = config.integers("no_rope_layers")
     if given and len(given) != num_layers:
         raise UnsupportedModel(
@@ -38,7 +38,7 @@ def layers_with_rope(config: HfConfig, num_layers: int) -> list[bool]:
 
 
 def windows_of(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Returns the layers' windows; the layers without rope see everything."""
+    """Returns the layers' windows; layers without RoPE use full attention."""
     config.without_effect("layer_types", "max_window_layers", "sliding_window")
     if not config.flag("use_sliding_window", False):
         return (None,) * num_layers

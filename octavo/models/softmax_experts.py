@@ -1,7 +1,6 @@
-"""Routed experts that a softmax over all of them chooses: the MLP of Mixtral and its line.
+"""Softmax-routed experts: the MLP of Mixtral and relatives.
 
-Owns the names and sizes of one such MLP. Knows no layer, and nothing of experts that every row
-goes through. Shazeer et al. 2017; Jiang et al. 2024.
+Shazeer et al. 2017; Jiang et al. 2024.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ class SoftmaxExperts:
     num_experts: int
     top_k: int
     width: int
-    """Columns inside an expert."""
+    """Inner size of an expert."""
     activation: Activation
     normalize: bool
-    """Whether the weights of a row's experts are divided by their sum."""
+    """Whether a row's expert weights are normalized to sum to 1."""
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Module names of an expert's products."""
+    """Module names of an expert's projections."""
 
     def __call__(self, b: Builder, x: Value, name: str) -> Value:
-        """Appends the MLP of the named module to the Program."""
+        """Appends the MLP of the named module."""
         logits = b.linear(x, f"{name}.gate", self.num_experts)
         return gated_experts(
             b,

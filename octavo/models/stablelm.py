@@ -1,4 +1,4 @@
-"""StableLM: Llama with LayerNorms and a part of each head turned. Bellagente et al. 2024."""
+"""StableLM: Llama with LayerNorms and partial RoPE. Bellagente et al. 2024."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StarCoder2: LayerNorms, a plain MLP, biases, a window. Lozhkov et al. 2024."""
+"""StarCoder2: LayerNorms, a plain MLP, biases, a sliding window. Lozhkov et al. 2024."""
 
 from __future__ import annotations
 

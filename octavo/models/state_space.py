@@ -1,8 +1,7 @@
-"""The parts that families with selective state spaces share: the mixers of Mamba and Mamba-2, and
-the cache groups of layers that recur, attend or both.
+"""Common parts of state-space families: Mamba and Mamba-2 mixers and their cache groups.
 
-A mixer keeps the rows of its convolution as a window of rows, and its recurrence as a state. Knows
-no device and no file. Source: Gu and Dao 2023 (Mamba), Dao and Gu 2024 (Mamba-2).
+A mixer stores its convolution's previous rows and its recurrent state. Source: Gu and Dao 2023
+(Mamba), Dao and Gu 2024 (Mamba-2).
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from octavo.program.ops import Activation
 from octavo.program.program import CacheGroup, Value
 
 MAX_TAPS = 64
-"""Most taps of a convolution; the published models have 4."""
+"""Most taps of a convolution; published models have 4."""
 
 CONV, STATE = "conv", "state"
-"""Names of the cache groups of convolutions and of recurrences."""
+"""Names of the cache groups of convolutions and recurrences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpace:
-    """Sizes and options that both kinds of mixer have."""
+    """Sizes and options of both kinds of mixer."""
 
     inner: int
-    """Columns inside the mixer."""
+    """Inner size."""
     num_heads: int
     state_size: int
     taps: int
@@ -38,7 +37,7 @@ class StateSpace:
     bias: bool
     conv_bias: bool
     num_runs: int = 1
-    """Runs of b and c, each of which some heads share."""
+    """Groups of b and c, each shared by several heads."""
 
     @property
     def conv_width(self) -> int:
@@ -46,7 +45,6 @@ class StateSpace:
         return self.inner + 2 * self.num_runs * self.state_size
 
     def groups(self, num_layers: int, conv_width: int) -> tuple[CacheGroup, CacheGroup]:
-        """Returns the cache groups of `num_layers` mixers."""
         columns = self.inner // self.num_heads
         return (
             CacheGroup(CONV, "conv", num_layers, 1, conv_width, 0, window=self.taps),
@@ -56,19 +54,19 @@ class StateSpace:
 
 @dataclass(frozen=True, slots=True)
 class Mamba1:
-    """Mamba's mixer, each column of which is a head: x, gate = in(rows); x = f(conv(x)); dt, b, c =
+    """Mamba's mixer; each column is a head: x, gate = in(rows); x = f(conv(x)); dt, b, c =
     x_proj(x); out(scan(x, dt_proj(dt), b, c) * f(gate)).
     """
 
     sizes: StateSpace
     rank: int
-    """Columns from which the step widths of all heads are made."""
+    """Low-rank size of dt."""
     module: str
-    """Module of layer i, as a format: `backbone.layers.{}.mixer`."""
+    """Module name template of layer i: `backbone.layers.{}.mixer`."""
     index: Sequence[int]
     """Index of each layer within the cache groups."""
     norm_eps: float | None = None
-    """Epsilon of the norms of dt, b and c (Jamba); None: they are not normed."""
+    """Epsilon of the norms of dt, b and c (Jamba); None: no norms."""
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
         sizes = self.sizes
@@ -99,7 +97,7 @@ class Mamba1:
         return b.linear(gated, f"{name}.out_proj", x.width, bias=sizes.bias)
 
     def _selected(self, b: Builder, x: Value, name: str) -> tuple[Value, Value, Value]:
-        """Appends what makes dt, b and c of the convolved rows."""
+        """Appends dt, b and c from the convolved rows."""
         state, total = self.sizes.state_size, self.rank + 2 * self.sizes.state_size
         starts = (0, self.rank, self.rank + state)
         dt, left, right = (
@@ -118,12 +116,12 @@ class Mamba1:
 
 @dataclass(frozen=True, slots=True)
 class MixerFactors:
-    """Factors on what Mamba-2's mixer reads and makes of it (Falcon-H1)."""
+    """Scaling factors of a Mamba-2 mixer's inputs and projections (Falcon-H1)."""
 
     rows: float = 1.0
     gate: float = 1.0
     convolved: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """Factors on x, b and c before their convolution."""
+    """Factors on x, b and c before the convolution."""
     dt: float = 1.0
 
 
@@ -135,20 +133,20 @@ class Mamba2:
 
     sizes: StateSpace
     module: str
-    """Module of layer i, as a format: `backbone.layers.{}.mixer`."""
+    """Module name template of layer i: `backbone.layers.{}.mixer`."""
     index: Sequence[int]
     """Index of each layer within the cache groups."""
     limits: tuple[float, float] = (0.0, float("inf"))
-    """Least and greatest step width."""
+    """Bounds of the step size."""
     norm_eps: float | None = 1e-5
-    """Epsilon of the norm behind the scan; None: there is none."""
+    """Epsilon of the norm after the scan; None: no norm."""
     norm_width: int = 0
-    """Columns that are normed together; 0: all."""
+    """Columns normalized together; 0: all."""
     norms_first: bool = False
-    """Whether the norm is before the gate."""
+    """Whether the norm precedes the gate."""
     factors: MixerFactors = MixerFactors()
     out_bias: bool | None = None
-    """Whether the last product has a bias; None: as the first one."""
+    """Whether the output projection has a bias; None: as the input projection."""
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
         sizes = self.sizes
@@ -189,7 +187,7 @@ class Mamba2:
         return b.linear(opened, f"{name}.out_proj", x.width, bias=bias)
 
     def _opened(self, b: Builder, gate: Value, x: Value, name: str) -> Value:
-        """Appends the gate and the norm around it."""
+        """Appends the gate and its norm."""
 
         def norm(rows: Value) -> Value:
             if self.norm_eps is None:
@@ -204,7 +202,7 @@ class Mamba2:
 
 
 def step_limits(config: HfConfig, name: str = "time_step_limit") -> tuple[float, float]:
-    """Reads the least and the greatest step width; none where the config has none."""
+    """Reads the bounds of the step size; unbounded if missing."""
     given = config.values.get(name)
     if given is None:
         return 0.0, float("inf")
@@ -219,7 +217,7 @@ def step_limits(config: HfConfig, name: str = "time_step_limit") -> tuple[float,
 
 
 def _number(entry: object) -> float | None:
-    """Returns a number of JSON; transformers 5 spells infinity as an object."""
+    """Parses a JSON number; transformers 5 writes infinity as an object."""
     if isinstance(entry, dict):
         entry = entry.get("__float__")
     if isinstance(entry, str) and entry.lower() in ("infinity", "inf"):

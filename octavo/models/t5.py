@@ -1,9 +1,9 @@
-"""T5: an encoder and a decoder with relative position biases, no rope, unscaled attention. Raffel
-et al. 2020.
+"""T5: encoder-decoder with relative position biases, no RoPE, unscaled attention. Raffel et al.
+2020.
 
-Version 1.0 (relu, tied and scaled output) and 1.1 (gated gelu, an unscaled output layer of its
-own), also Flan-T5. The encoder runs over the whole input at once, for its attention is full. At its
-end it leaves each decoder layer's cross K and V in the group "cross".
+Versions 1.0 (relu, tied and scaled output) and 1.1 (gated gelu, untied output), also Flan-T5. The
+encoder processes the complete input at once and stores each decoder layer's cross K and V in the
+group "cross".
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ class T5Shape:
     gated: bool
     tied: bool
     scaled: bool
-    """Whether the last rows are divided by sqrt(width) before the output layer."""
+    """Whether outputs are divided by sqrt(width) before the output layer."""
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """Cache groups of both Programs, alike so that slots and tables have one axis of groups."""
+        """Cache groups of both Programs, identical so that slots and tables share one group
+        axis.
+        """
         heads = (self.num_heads, self.head_dim, self.head_dim)
         return (
             CacheGroup(
@@ -57,8 +59,10 @@ def build_t5(shape: T5Shape) -> dict[str, Program]:
 
 
 def read_shape(config: HfConfig, *, scaled: bool | None = None) -> T5Shape:
-    """Reads the sizes; `scaled` says whether the last rows are divided by sqrt(width), where the
-    config does not. What newer files say of the activation wins over feed_forward_proj.
+    """Reads the sizes.
+
+    `scaled`: default for dividing outputs by sqrt(width). Activation keys of newer files take
+    precedence over feed_forward_proj.
     """
     projection = config.text("feed_forward_proj", "relu")
     gated, name = projection.startswith("gated-"), projection.split("-")[-1]

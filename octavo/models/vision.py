@@ -1,9 +1,8 @@
-"""The parts that towers for images share: how an image becomes a Program's rows, the attention
-among its patches, and the Programs that follow one another.
+"""Common parts of vision towers: image layout, attention among patches, and the Programs "vision"
+and "projector".
 
-An image is cut into square patches, each a row; `cell` times `cell` neighbouring patches make one
-row of the decoder. The Program "vision" makes a row of each patch, "projector" one of each cell.
-Knows no file and no pixel.
+An image is divided into square patches, one row each; `cell` x `cell` patches form one row of the
+decoder. "vision" computes a row per patch, "projector" one per cell.
 """
 
 from __future__ import annotations
@@ -18,47 +17,45 @@ from octavo.program.ops import RopeTable
 from octavo.program.program import CacheGroup, Program, Value, Weight
 
 IMAGE, WINDOW = "image", "window"
-"""Cache groups of keys of the whole image, and of one window of it."""
+"""Cache groups for keys of the entire image and of one window."""
 
 TOWER = ("vision", "projector")
-"""Programs of an image's rows, in the order in which they run."""
+"""Programs of an image's rows, in execution order."""
 
 KEPT_LAYERS = 2
-"""Layers of keys that are kept: a step reads those of one layer and then never again. With two in
-turn no layer overwrites keys that slower threads still read."""
+"""Layers of keys that are stored: each layer's keys are read once, so two alternate; a layer never
+overwrites keys that slower threads still read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
-    """The order in which an image's pixels become a tower's rows, and the tokens that stand for
-    them.
-    """
+    """Mapping from an image's pixels to a tower's rows, and its placeholder tokens."""
 
     patch_size: int
-    """Pixels of a patch's side."""
+    """Side of a patch in pixels."""
     cell: int
-    """Patches of a cell's side; a cell becomes one row of the decoder."""
+    """Side of a cell in patches; a cell becomes one row of the decoder."""
     token_id: int
-    """Token that stands for a row of an image."""
+    """Placeholder token of an image row."""
     named_by: int | None = None
-    """Token by which a prompt's text names an image; None: the token of its rows."""
+    """Token that refers to an image in a prompt; None: the row token."""
     written: tuple[int | str, ...] = ()
-    """Tokens and texts that stand in that one's place, the token of its rows once among them; ():
-    the token itself."""
+    """Tokens and texts that replace that token, including the row token once; (): only the row
+    token."""
     num_frames: int = 1
-    """Times that a patch's pixels stand in its row: towers for videos take several frames."""
+    """Repetitions of a patch's pixels in its row: video towers expect several frames."""
     window: int | None = None
-    """Cells of a window's side, where some layers attend within windows; None: none does."""
+    """Side of a window in cells, if some layers use windowed attention."""
     has_grid_positions: bool = False
-    """Whether a patch's positions are its row and column; else its one position is its index."""
+    """Whether a patch's positions are its row and column instead of its index."""
     is_whole: bool = False
-    """Whether the decoder's rows of an image see one another."""
+    """Whether an image's decoder rows attend to one another."""
     side: int | None = None
-    """Pixels of the side of every image; None: images keep their shape."""
+    """Fixed side of every image in pixels; None: the aspect ratio is kept."""
 
     @property
     def multiple(self) -> int:
-        """Number of pixels that an image's height and width are multiples of."""
+        """Image heights and widths are multiples of this many pixels."""
         return self.patch_size * self.cell
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
@@ -79,7 +76,7 @@ class VisionShape:
         return self.hidden_size // self.num_heads
 
     def check(self) -> None:
-        """Refuses heads that do not fill a row."""
+        """Raises UnsupportedModel if the heads do not divide the hidden size."""
         if self.hidden_size % self.num_heads:
             raise UnsupportedModel(
                 f"config.json: vision_config's hidden size {self.hidden_size} is no multiple of its"
@@ -87,12 +84,11 @@ class VisionShape:
             )
 
     def groups(self, *names: str) -> tuple[CacheGroup, ...]:
-        """Returns the cache groups of a tower's keys."""
         heads = (self.num_heads, self.head_dim, self.head_dim)
         return tuple(CacheGroup(name, "full", KEPT_LAYERS, *heads, one_step=True) for name in names)
 
     def axial_rope(self, theta: float) -> RopeTable:
-        """Returns the table by which half of a head turns with the row and half with the column."""
+        """Returns a RoPE table with half of a head rotated by row and half by column."""
         dim = self.head_dim // 2
         frequencies = tuple(theta ** -(i / dim) for i in range(0, dim, 2))
         count = len(frequencies)
@@ -100,18 +96,17 @@ class VisionShape:
 
 
 def vision_config(config: HfConfig) -> HfConfig:
-    """Returns the tower's part of a config."""
     return HfConfig(config.table("vision_config"))
 
 
 def refuse_unread_vision(vision: HfConfig) -> None:
-    """Refuses a tower's config with a key that nothing read."""
+    """Raises UnsupportedModel if a key of the tower's config was not read."""
     vision.without_effect("model_type", "initializer_range", "attention_dropout", "dtype")
     refuse_unread({"model_type": "vision_config", **vision.values}, vision.values.asked)
 
 
 def patches(b: Builder, name: str, width: int, kernel: tuple[int, ...], *, bias: bool) -> Value:
-    """Appends the embedding of the step's patches: a convolution whose kernel covers one."""
+    """Appends the patch embedding: a convolution with one patch per kernel."""
     num_pixels = 1
     for size in kernel:
         num_pixels *= size
@@ -138,5 +133,5 @@ def attend(
 
 
 def finish_vision(b: Builder, x: Value) -> Program:
-    """Ends the Program "vision", whose rows are those of the patches."""
+    """Ends the Program "vision", with one row per patch."""
     return b.finish(rows=b.gather_rows(x))

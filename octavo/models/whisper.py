@@ -1,9 +1,9 @@
-"""Whisper: an encoder of log-mel frames behind two convolutions, and a decoder of text. Radford et
-al. 2022.
+"""Whisper: an encoder of log-mel frames after two convolutions, and a text decoder. Radford et al.
+2022.
 
-The encoder's rows are every second frame's. The step gives for each of them the frames that its
-convolutions see: three runs of three frames, each with a 1 behind it where the run's middle is
-a frame of the sound, and zeros throughout where it is none.
+The encoder has a row per second frame. Its input row contains the frames that the convolutions
+cover: three runs of three frames, each followed by a 1 (bias) if the run's middle is a frame of the
+audio, and all zeros otherwise.
 """
 
 from __future__ import annotations

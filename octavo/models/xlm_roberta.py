@@ -1,4 +1,4 @@
-"""XLM-RoBERTa: RoBERTa over a hundred languages. Conneau et al. 2020."""
+"""XLM-RoBERTa: multilingual RoBERTa. Conneau et al. 2020."""
 
 from __future__ import annotations
 
