@@ -1,6 +1,6 @@
-"""Marks of a model's own format of answers, as the detokenizer must know them.
+"""Markers of a model's output format that the detokenizer needs.
 
-The server makes them of the model's formats; what stands between the marks is read elsewhere.
+The server derives them from the model's formats; parsers read the text between them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import msgspec
 
 
 class AnswerMarks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Marks within the answers of one request."""
+    """Output markers of one request."""
 
     shown_token_ids: list[int] = []
-    """Special tokens whose text is shown where others are left out."""
+    """Special tokens to show although others are skipped."""
     reasoning_opening: str = ""
-    """Text with which an answer's reasoning begins; "" where the model does not reason."""
+    """Text that starts the reasoning; "" if the model does not reason."""
     reasoning_closing: str = ""
     begins_in_reasoning: bool = False
-    """Whether the prompt has opened the reasoning already."""
+    """Whether the prompt already contains the opening marker."""

@@ -1,8 +1,8 @@
-"""Renders chat templates: Jinja in a sandbox with bounds, and the few functions that templates
-written for Hugging Face expect.
+"""Renders chat templates: sandboxed Jinja with limits and the functions that Hugging Face templates
+expect.
 
-Knows nothing of tokens. jinja2 is imported at the first conversation, for it costs 40 ms. Source of
-the functions and the two `blocks` settings: transformers' documentation of chat templates.
+jinja2 (40 ms) is imported when the first conversation is rendered. Source of the functions and the
+two `blocks` settings: transformers' documentation of chat templates.
 """
 
 from __future__ import annotations
@@ -25,29 +25,27 @@ if TYPE_CHECKING:
 
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning."""
+"""Message keys that may contain reasoning."""
 
 
 class ChatTemplate:
-    """One model's chat template; where it has none (`source` is None), rendering says so."""
+    """A chat template of a model; rendering raises an error if `source` is None."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         self.source = source
-        """Jinja text; None where the model has no template."""
         self.special_tokens = dict(special_tokens)
-        """Texts of the tokenizer's tokens, by the names that templates have for them."""
+        """The tokenizer's special tokens, by their template variable names."""
 
     @property
     def exists(self) -> bool:
         return self.source is not None
 
     def replaced(self, source: str) -> ChatTemplate:
-        """Returns another template for the same model."""
         return ChatTemplate(source, self.special_tokens)
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names that the template reads from outside; none without a template."""
+        """Undeclared variables of the template; empty without a template."""
         from jinja2 import meta
 
         return (
@@ -59,8 +57,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Any], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Returns the conversation as one text; InvalidRequest carries what the template says when
-        it fails. A developer's messages are the system's where the template knows no developer.
+        """Renders a conversation.
+
+        Raises InvalidRequest with the template's message if it fails. Developer messages become
+        system messages if the template does not support them.
         """
         if self.source is None:
             raise InvalidRequest(
@@ -84,7 +84,7 @@ class ChatTemplate:
 
     @cached_property
     def role_rules(self) -> RoleRules:
-        """Sequences of roles that the template takes."""
+        """Role sequences that the template supports."""
         return RoleRules() if self.source is None else find_role_rules(self.render)
 
     @cached_property
@@ -111,13 +111,13 @@ class ChatTemplates:
 
     default: ChatTemplate
     with_tools: ChatTemplate
-    """The template of conversations with tools."""
+    """Template for conversations with tools."""
     named: Mapping[str, ChatTemplate]
     """The model's own templates by name."""
 
     def choose(self, wanted: str | None = None, *, has_tools: bool = False) -> ChatTemplate:
-        """Returns the template that a request wants, by its name or as a Jinja text, else the
-        model's choice.
+        """Returns the template for a request, by name or as Jinja text; by default the model's
+        choice.
         """
         if wanted is None:
             return self.with_tools if has_tools else self.default
@@ -125,15 +125,15 @@ class ChatTemplates:
 
 
 def _with_reasoning(message: Any) -> Any:
-    """Returns a message with its reasoning under the names that templates read: `thinking` in
-    gpt-oss's, `reasoning_content` in all others.
+    """Adds the key names for reasoning that templates read: `thinking` (gpt-oss) and
+    `reasoning_content`.
     """
     found = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _as_system(messages: Sequence[Any]) -> list[Any]:
-    """Returns messages in which the developer's are the system's."""
+    """Converts developer messages to system messages."""
     return [
         {**message, "role": "system"} if message["role"] == "developer" else message
         for message in messages
@@ -145,8 +145,8 @@ def _environment() -> jinja2.Environment:
     from jinja2.ext import Extension
 
     class GenerationTag(Extension):
-        """Tag `{% generation %} ... {% endgeneration %}`, which marks an assistant's words for
-        training; here it leaves its contents as they are. It is a scope of its own.
+        """Tag `{% generation %} ... {% endgeneration %}`, which marks training text; renders its
+        contents in a scope of its own.
         """
 
         tags = {"generation"}  # noqa: RUF012

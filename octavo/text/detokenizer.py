@@ -1,8 +1,8 @@
-"""Turns token ids into text as they come, and finds stop strings in it.
+"""Incremental detokenization with stop strings.
 
-Owns one answer's text so far. Never shows half a character: bytes wait until UTF-8 is whole.
-Constant work per token. The text continues the prompt: the space that SentencePiece tokenizers
-drop at the front of a text stays, and a character that the prompt begins is completed.
+Never emits partial UTF-8 characters. Constant work per token. The text continues the prompt: a
+leading space that SentencePiece would drop is kept, and a character split between prompt and
+completion is completed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from octavo.text.reasoning_watch import ReasoningWatch
 from octavo.text.stop_search import StopSearch
 
 MAX_UNFINISHED_BYTES = 3
-"""Most bytes of a UTF-8 character that lacks its last one."""
+"""Largest incomplete UTF-8 sequence in bytes."""
 
 
 class SpelledText:
-    """The end of a text with the special tokens in it that the text leaves out."""
+    """The end of a text, including special tokens that are skipped in the output."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -31,31 +31,31 @@ class SpelledText:
         self._shown += [is_shown] * len(piece)
 
     def keep(self, length: int) -> None:
-        """Forgets all but the last characters."""
+        """Keeps only the last characters."""
         start = max(0, len(self.text) - length)
         self.text, self._shown = self.text[start:], self._shown[start:]
 
     def num_shown_after(self, start: int) -> int:
-        """Returns how many characters from `start` on are part of the text."""
+        """Returns how many characters from `start` on are shown."""
         return sum(self._shown[start:])
 
 
 class Detokenizer:
-    """One answer's text: ids go in by `push`, text comes out by `text` (all of it) or `delta` (what
-    is new).
+    """The text of one completion: `push` adds token ids; `text` returns all text, `delta`
+    new text.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> None:
-        """Begins the text that continues a prompt, or the first tokens of another answer."""
+        """Starts the text after a prompt or a given prefix of output tokens."""
         self._tokenizer = tokenizer
         marks = params.answer_marks
         self._skipped = skipped_ids(tokenizer, params)
         self._watch = ReasoningWatch(marks) if marks and marks.reasoning_opening else None
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._begun = get_unfinished_bytes(tokenizer, prompt_token_ids)
-        """Bytes of a character that the prompt begins, until the first bytes of the text."""
+        """Bytes of the prompt's incomplete last character, until the first output bytes."""
         self._stops = StopSearch(params)
         self._keeps_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -64,20 +64,18 @@ class Detokenizer:
         self._num_tokens = 0
         self._recent = ""
         self._spelled: SpelledText | None = None
-        """Last characters with the special tokens that the text leaves out, once a stop string has
-        such a token in it.
-        """
+        """Last characters including skipped special tokens, once a stop string contains such a
+        token."""
         self._given = 0
         self.num_reasoning_tokens = 0
-        """Number of tokens up to the end of the reasoning, its marks included."""
+        """Number of tokens up to the end of reasoning, including its markers."""
         self.stop: str | None = None
-        """The stop string, or the pattern, that ended the text."""
+        """The stop string or pattern that ended the text."""
 
     def push(self, token_ids: Iterable[int]) -> str | None:
-        """Takes in ids; returns the stop string that ends the text, if one now does. Ids after it
-        are dropped.
+        """Adds token ids; returns the stop string if one matched. Later ids are dropped.
 
-        The first `min_tokens` tokens cannot complete a stop string.
+        A stop string cannot match within the first `min_tokens` tokens.
         """
         for token_id in token_ids:
             if self.stop is not None:
@@ -95,15 +93,13 @@ class Detokenizer:
         return self.stop
 
     def _begun_with(self, first: bytes) -> bytes:
-        """Returns the text's first bytes, after those of the prompt whose character they complete;
-        others begin a character of their own.
-        """
+        """Prepends the prompt's incomplete character if the first bytes complete it."""
         begun, self._begun = self._begun, b""
         is_continuation = first[0] & 0xC0 == 0x80
         return begun + first if is_continuation else first
 
     def change_stops(self, params: SamplingParams) -> None:
-        """Looks for other stop strings in what comes next; one may have begun before."""
+        """Replaces the stop strings; a match may begin in earlier text."""
         self._stops = StopSearch(params)
         num_kept = self._stops.num_kept
         self._recent = self._tail(max(0, self._length - num_kept)) if num_kept else ""
@@ -111,14 +107,13 @@ class Detokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens taken in; the last of them completes the stop string, where one ended
-        the text.
-        """
+        """Number of tokens added; the last one completed the stop string, if any."""
         return self._num_tokens
 
     def text(self, *, finished: bool = True) -> str:
-        """Returns all of the text so far. While unfinished, what may yet become a stop string is
-        held back: its longest length less one.
+        """Returns the text so far.
+
+        While unfinished, holds back the longest stop string's length minus one.
         """
         whole = self._whole()
         if finished:
@@ -126,14 +121,14 @@ class Detokenizer:
         return whole[: self._shown()]
 
     def delta(self, *, finished: bool = False) -> str:
-        """Returns what `text` has gained since the last call; the work is proportional to that."""
+        """Returns the text added since the last call, in proportional time."""
         end = self._length if finished else self._shown()
         new = self._tail(self._given)[: max(0, end - self._given)]
         self._given = max(self._given, end)
         return new + self._broken_bytes() if finished else new
 
     def _add(self, piece: str) -> None:
-        """Adds one token's characters and looks for a stop string that ends in them."""
+        """Adds a token's characters and searches for stop strings that end in them."""
         if not piece:
             return
         self._parts.append(piece)
@@ -153,7 +148,7 @@ class Detokenizer:
         self._recent = window[-self._stops.num_kept :] if self._stops.num_kept else ""
 
     def _skip(self, token: str) -> None:
-        """Looks for a stop string that spells a special token, which is no part of the text."""
+        """Searches for stop strings that contain a special token, which is not part of the text."""
         is_inside = self._watch is not None and self._watch.is_inside
         if is_inside or not self._stops.holds(token):
             return
@@ -175,7 +170,9 @@ class Detokenizer:
         spelled.keep(self._stops.reach)
 
     def _answer_in(self, watch: ReasoningWatch, piece: str) -> str:
-        """Returns the part of a token's characters in which stop strings count."""
+        """Returns the part of a token's characters outside of reasoning, in which stop strings
+        count.
+        """
         found = watch.add(piece)
         if watch.has_reasoned and watch.is_over:
             self.num_reasoning_tokens = self._num_tokens
@@ -188,12 +185,12 @@ class Detokenizer:
         self._length = len(self._parts[0])
 
     def _shown(self) -> int:
-        """Returns how many characters may be shown before the end is known."""
+        """Returns how many characters may be shown so far."""
         holding = bool(self._stops) and not self._keeps_stop and self.stop is None
         return max(0, self._length - (self._stops.reach if holding else 0))
 
     def _broken_bytes(self) -> str:
-        """Returns what is left of a character never finished; nothing after a stop string."""
+        """Decodes the remaining incomplete character; empty after a stop string."""
         return "" if self.stop is not None else self._decoder.getstate()[0].decode(errors="replace")
 
     def _whole(self) -> str:
@@ -201,7 +198,7 @@ class Detokenizer:
         return self._parts[0]
 
     def _tail(self, start: int) -> str:
-        """Returns the characters from `start` on, gathered from the last parts only."""
+        """Returns the characters from `start` on, using only the last parts."""
         pieces, missing = [], self._length - start
         for part in reversed(self._parts):
             if missing <= 0:
@@ -212,7 +209,7 @@ class Detokenizer:
 
 
 def get_unfinished_bytes(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bytes:
-    """Returns the bytes of the character that a text's last tokens begin and do not end."""
+    """Returns the bytes of an incomplete character at the end of a text."""
     tail = b""
     for token_id in reversed(token_ids):
         if token_id in tokenizer.special_token_ids or len(tail) >= MAX_UNFINISHED_BYTES:
@@ -226,14 +223,14 @@ def get_unfinished_bytes(tokenizer: Tokenizer, token_ids: Sequence[int]) -> byte
 def decode_whole_characters(
     tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = True
 ) -> str:
-    """Decodes the first tokens of a text without a character that later tokens complete."""
+    """Decodes the first tokens of a text without a trailing incomplete character."""
     text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
     is_cut = bool(get_unfinished_bytes(tokenizer, token_ids))
     return text.removesuffix("\ufffd") if is_cut else text
 
 
 def skipped_ids(tokenizer: Tokenizer, params: SamplingParams) -> frozenset[int]:
-    """Returns the tokens that a request's texts leave out."""
+    """Returns the tokens that are skipped in a request's text."""
     if not params.skip_special_tokens:
         return frozenset()
     marks = params.answer_marks

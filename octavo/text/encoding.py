@@ -1,7 +1,7 @@
-"""Encoding with the `tokenizers` package so that no caller holds up the others: threads may encode
-at the same time, and a long text is encoded without holding Python's interpreter lock.
+"""Encodes with the `tokenizers` package without blocking other threads: long texts are encoded
+without the GIL.
 
-Knows ids and offsets; what a special token means is `octavo/text/special_text.py`'s business.
+`special_text.py` handles special tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.text.unicode import is_long
 
 
 def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
-    """Encodes one text, with offsets in characters where it is short."""
+    """Encodes a text; has character offsets only if it is short."""
     if not is_long(text):
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     # Only the package's batch calls give up the interpreter lock while they work.
@@ -24,14 +24,14 @@ def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = F
 
 
 def encode_with_offsets(tokenizer: Tokenizer, text: str) -> Encoding:
-    """Encodes one text without special tokens of its own, with offsets in characters."""
+    """Encodes a text without special tokens, with character offsets."""
     if not is_long(text):
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def make_special(tokenizer: Tokenizer, token_ids: Iterable[int]) -> None:
-    """Marks those of the added tokens as special that a tokenizer.json has as plain ones."""
+    """Marks added tokens as special if tokenizer.json has them as normal ones."""
     added = tokenizer.get_added_tokens_decoder()
     plain = [added[i] for i in token_ids if i in added and not added[i].special]
     for token in plain:
@@ -40,21 +40,21 @@ def make_special(tokenizer: Tokenizer, token_ids: Iterable[int]) -> None:
 
 
 def added_runs(added: Mapping[int, AddedToken]) -> list[tuple[bool, list[AddedToken]]]:
-    """Groups added tokens into runs of special and of plain ones, in the order of their ids, which
-    is the order in which `tokenizers` numbers them.
+    """Groups added tokens into runs of special and normal ones, by id, which is how `tokenizers`
+    numbers them.
 
-    `tokenizers` rebuilds its search for all added tokens in every call that adds some, and Gemma
-    has 6,400 of them.
+    `tokenizers` rebuilds its search for all added tokens on every call that adds some; Gemma has
+    6,400.
     """
     in_order = [added[token_id] for token_id in sorted(added)]
     return [(special, list(run)) for special, run in groupby(in_order, attrgetter("special"))]
 
 
 def without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Returns a tokenizer of the same ids to which text that spells a special token is text.
+    """Returns a tokenizer with the same ids that treats special token text as plain text.
 
-    It shares the vocabulary. The package has this as a state of its objects, which no thread may
-    change while another encodes.
+    Shares the vocabulary. The package has this as mutable state, which is not safe while other
+    threads encode.
     """
     plain = Tokenizer(tokenizer.model)
     plain.normalizer = tokenizer.normalizer

@@ -1,8 +1,8 @@
-"""Decides which tokens control a model and which end a text: those that the files name, and those
-with well-known texts.
+"""Determines a model's control tokens and end tokens: those that the files specify and those with
+well-known texts.
 
-The files name the ids of eos, eot and eom tokens, often not all of them. Texts, and the rules for
-vocabularies in which such a text means something else, are those of llama.cpp's `llama-vocab.cpp`.
+Files often list the eos, eot and eom ids incompletely. Texts, and rules for vocabularies in which
+they mean something else, follow llama.cpp's `llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ END_TEXTS = (
     "<｜end▁of▁sentence｜>",
     "[e~[",
 )
-"""Texts of tokens that end a turn, a tool call or a document."""
+"""Tokens that end a turn, a tool call or a document."""
 
 INFILL_END_TEXTS = (
     "<|fim_pad|>",
@@ -51,7 +51,7 @@ INFILL_END_TEXTS = (
     "<reponame>",
     "<|file_sep|>",
 )
-"""Texts of tokens behind which a model that fills in the middle begins another file."""
+"""Tokens after which an infill model starts another file."""
 
 INFILL_TEXTS = (
     *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -62,7 +62,7 @@ INFILL_TEXTS = (
     *("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     *("<|prefix|>", "<|suffix|>", "<|middle|>"),
 )
-"""Texts of tokens around the parts of a fill-in-the-middle prompt."""
+"""Tokens around the parts of a fill-in-the-middle prompt."""
 
 MEDIA_TEXTS = (
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
@@ -71,8 +71,8 @@ MEDIA_TEXTS = (
     *("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"),
     *("<|image_start|>", "<|image_end|>", "<|image|>", "<|audio|>"),
 )
-"""Texts of tokens around images and sounds, and in their place. A model writes them where its
-training text had a picture; an answer's text never shows them, as in transformers."""
+"""Tokens around and in place of images and audio. Models may generate them; they are not shown, as
+in transformers."""
 
 CONTROL_TEXTS = frozenset(
     text.encode() for text in (*END_TEXTS, *INFILL_END_TEXTS, *INFILL_TEXTS, *MEDIA_TEXTS)
@@ -80,9 +80,9 @@ CONTROL_TEXTS = frozenset(
 
 
 def find_end_tokens(tokens: Mapping[str, int], named: Iterable[int]) -> tuple[int, ...]:
-    """Returns the ids of the tokens that end a text, those that the files name first.
+    """Returns the end token ids, those specified by the files first.
 
-    `tokens` maps the texts of the tokens that are no plain text to their ids.
+    `tokens` maps non-plain token texts to ids.
     """
     listed = tuple(named)
     found = [*listed, *(tokens[text] for text in END_TEXTS + INFILL_END_TEXTS if text in tokens)]
@@ -92,7 +92,7 @@ def find_end_tokens(tokens: Mapping[str, int], named: Iterable[int]) -> tuple[in
 
 
 def _other_meanings(tokens: Collection[str]) -> set[str]:
-    """Returns the texts among END_TEXTS that end nothing in a vocabulary with these tokens."""
+    """Returns texts of END_TEXTS with a different meaning in this vocabulary."""
     found = set()
     has_calls = "<|call|>" in tokens or "<|calls|>" in tokens
     if has_calls and ("<|return|>" in tokens or "<|flush|>" in tokens):
@@ -103,10 +103,10 @@ def _other_meanings(tokens: Collection[str]) -> set[str]:
 
 
 def find_control_tokens(vocabulary: Vocabulary) -> dict[str, int]:
-    """Returns the control tokens of a GGUF vocabulary that are known by their texts, also those to
-    which the file gives another type.
+    """Returns a GGUF vocabulary's control tokens that are recognized by text, even if the file
+    assigns another type.
 
-    A token that the merges spell is plain text: Qwen2's `</s>` is a tag of HTML.
+    A token that merges produce is plain text: Qwen2's `</s>` is an HTML tag.
     """
     found = {
         text.decode(): vocabulary.tokens.index(text)
@@ -123,8 +123,8 @@ def find_control_tokens(vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def correct_token_types(vocabulary: Vocabulary) -> list[int]:
-    """Returns the token types of a GGUF vocabulary, with CONTROL for the tokens that are known to
-    control a model; NORMAL if the file has no types.
+    """Returns the token types of a GGUF vocabulary, with CONTROL for known control tokens; all
+    NORMAL if the file has no types.
     """
     types = list(vocabulary.types) or [NORMAL] * len(vocabulary.tokens)
     for i in find_control_tokens(vocabulary).values():

@@ -1,7 +1,7 @@
-"""Formats of fill-in-the-middle prompts, told by the tokens that a vocabulary has.
+"""Fill-in-the-middle prompt formats, detected by vocabulary tokens.
 
-Knows names of tokens and their order only. Source: the models' own cards (Qwen2.5-Coder, StarCoder,
-CodeLlama, DeepSeek-Coder, CodeGemma, Codestral, GLM).
+Source: model cards (Qwen2.5-Coder, StarCoder, CodeLlama, DeepSeek-Coder, CodeGemma, Codestral,
+GLM).
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TokenOf = Callable[[str], int | None]
-"""Function from a token's text to its id; None where the vocabulary has no such token."""
+"""Maps a token's text to its id, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class InfillFormat:
-    """One format: what stands before the texts and between them, as token ids."""
+    """A fill-in-the-middle format, as token ids."""
 
     name: str
     before_prefix: int
     before_suffix: int
     end: int | None
-    """Token after both texts, behind which the model writes; None where it continues the prefix."""
+    """Token after both texts; None if the model continues the prefix."""
 
     def arrange(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
         """Returns the prompt's ids; without an end token the prefix comes last."""
@@ -39,7 +39,7 @@ FORMATS: tuple[tuple[str, str, str, str | None], ...] = (
     ("glm", "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ("mistral", "[PREFIX]", "[SUFFIX]", None),
 )
-"""Rows of (name, token before the prefix, token before the suffix, token after both)."""
+"""Rows of (name, prefix token, suffix token, middle token)."""
 
 
 def infill_format_of(token_of: TokenOf) -> InfillFormat | None:

@@ -1,8 +1,7 @@
-"""A tokenizer.json as the vocabulary of a GGUF header: the inverse of `vocabulary.py`.
+"""Converts a tokenizer.json to a GGUF header's vocabulary: the inverse of `vocabulary.py`.
 
-A header names how texts are cut before they are merged, and a tokenizer.json spells it out; so each
-known way is tried, and the one is taken whose ids are those of the file over a text of many
-scripts, as llama.cpp's converter knows them by the ids of a text, too.
+A header names the pre-tokenization that a tokenizer.json defines; each known one is tried until its
+ids match the file's on a multilingual text, similar to llama.cpp's converter.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ CHECKED_TEXTS = (
 
 
 def json_vocabulary(path: Path) -> Vocabulary:
-    """Returns the vocabulary of a tokenizer.json; UnsupportedModel where no way to cut texts that a
-    header can name gives its ids.
+    """Returns the vocabulary of a tokenizer.json; raises UnsupportedModel if no pre-tokenization
+    reproduces its ids.
     """
     try:
         described = json.loads(path.read_bytes())
@@ -64,7 +63,7 @@ def _unknown(path: Path, why: str) -> UnsupportedModel:
 
 
 def _candidates(described: Mapping[str, Any]) -> Iterator[Vocabulary]:
-    """Yields the vocabularies that the file may be."""
+    """Yields candidate vocabularies."""
     model = described["model"]
     if model.get("type", "BPE") != "BPE":
         raise ValueError(f"a model of type {model.get('type')!r}, supported is 'BPE'")
@@ -110,7 +109,7 @@ def _candidates(described: Mapping[str, Any]) -> Iterator[Vocabulary]:
 
 
 def _is_alike(vocabulary: Vocabulary, oracle: tokenizers.Tokenizer, path: Path) -> bool:
-    """Whether a vocabulary gives the file's ids of every text."""
+    """Whether a vocabulary reproduces the file's ids for all check texts."""
     try:
         built = build_tokenizer(vocabulary, path)
     except OctavoError:

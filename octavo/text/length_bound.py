@@ -1,8 +1,7 @@
-"""How few tokens a text can have, known without tokenizing it: what is far too long for the context
-is refused at once.
+"""Lower bound of a text's token count without tokenizing, to reject prompts that are far too long.
 
-Holds only for tokenizers in which every byte of a text ends in some token: byte-level BPE, and BPE
-with byte fallback. For all others no bound is known.
+Valid only for tokenizers in which every byte belongs to a token: byte-level BPE, and BPE with byte
+fallback. Others have no bound.
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ from octavo.text.token_bytes import byte_level_table
 
 NEVER_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 NFC_SHRINKS = 4
-"""Most bytes that NFC makes one byte of: 3.5, seven bytes of U+0390 taken apart make two."""
+"""Most bytes that NFC combines into one: 3.5 (seven bytes of decomposed U+0390 become two)."""
 
 
 class LengthBound:
-    """A lower bound on a text's number of tokens, of one tokenizer."""
+    """Lower bound of token counts for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Looks at every token once, which takes 0.1 s for each 50,000."""
+        """Examines every token once, which takes 0.1 s per 50,000."""
         steps = _parts(_state(tokenizer.pre_tokenizer), "pretokenizers")
         is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
         shrinks = _normalizer_shrinks(_state(tokenizer.normalizer))
         self._lost = _lost_bytes(tokenizer, is_byte_level=is_byte_level)
-        """Bytes that become no token, so that they must not be counted."""
+        """Bytes without a token, which must not be counted."""
         self._bytes_per_token = 0
-        """Most bytes of a text that one token stands for; 0 where that has no bound."""
+        """Most bytes per token; 0 if unbounded."""
         may_lose = shrinks is None or self._lost is None or (shrinks > 1 and self._lost)
         if shrinks is not None and not may_lose and all(map(_keeps_text, steps)):
             self._bytes_per_token = shrinks * _longest_token(tokenizer, is_byte_level=is_byte_level)
         added = tokenizer.get_added_tokens_decoder().values()
         self._drops_spaces = any(token.lstrip or token.rstrip for token in added)
-        """Whether a special token may swallow the blanks around it, however many."""
+        """Whether a special token may absorb any amount of surrounding whitespace."""
 
     def fewest_tokens(self, text: str) -> int:
-        """Returns a number of tokens that the text has at least; 0 where no bound is known."""
+        """Returns a lower bound of the token count; 0 if unknown."""
         if not self._bytes_per_token:
             return 0
         counted = "".join(text.split()) if self._drops_spaces else text
@@ -48,8 +47,8 @@ class LengthBound:
 
 
 def _lost_bytes(tokenizer: Tokenizer, *, is_byte_level: bool) -> bytes | None:
-    """Returns the bytes of texts that have no token of their own and would be left out; None where
-    the tokenizer does not go by bytes.
+    """Returns the bytes without tokens, which would be dropped; None if the tokenizer is not
+    byte-based.
     """
     model = tokenizer.model
     if not isinstance(model, models.BPE):
@@ -67,7 +66,7 @@ def _lost_bytes(tokenizer: Tokenizer, *, is_byte_level: bool) -> bytes | None:
 
 
 def _longest_token(tokenizer: Tokenizer, *, is_byte_level: bool) -> int:
-    """Returns the most bytes that one token has."""
+    """Returns the longest token in bytes."""
     added = tokenizer.get_added_tokens_decoder()
     longest = max((len(token.content.encode()) for token in added.values()), default=1)
     for token_id in range(tokenizer.get_vocab_size(with_added_tokens=False)):
@@ -78,14 +77,14 @@ def _longest_token(tokenizer: Tokenizer, *, is_byte_level: bool) -> int:
 
 
 def _keeps_text(cut: dict[str, Any]) -> bool:
-    """Tells whether a pre-tokenizer leaves every character in the text."""
+    """Returns whether a pre-tokenizer keeps every character."""
     if cut["type"] in ("ByteLevel", "Digits", "Metaspace"):
         return True
     return cut["type"] in ("Split", "Punctuation") and cut.get("behavior") != "Removed"
 
 
 def _normalizer_shrinks(state: dict[str, Any] | None) -> int | None:
-    """Returns how many bytes a normalizer makes one byte of at most; None where it drops text."""
+    """Returns how many bytes a normalizer combines into one at most; None if it drops text."""
     factor = 1
     for part in _parts(state, "normalizers"):
         if part["type"] == "NFC":
@@ -100,7 +99,7 @@ def _normalizer_shrinks(state: dict[str, Any] | None) -> int | None:
 
 
 def _parts(state: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Returns the single steps of a normalizer or a pre-tokenizer, in order."""
+    """Returns the steps of a normalizer or pre-tokenizer."""
     if state is None:
         return []
     if state["type"] != "Sequence":
@@ -109,7 +108,7 @@ def _parts(state: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def _state(component: Any) -> dict[str, Any] | None:
-    """Returns what a component of a tokenizer is made of."""
+    """Returns the serialized state of a tokenizer component."""
     if component is None:
         return None
     state: dict[str, Any] = json.loads(component.__getstate__())

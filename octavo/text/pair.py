@@ -1,7 +1,5 @@
-"""Two texts as one row of tokens: arranged by the tokenizer's special tokens and cut as
-transformers' `longest_first` cuts, or written by a chat template as a query and a document.
-
-Knows the `tokenizers` package's encodings; what reads the pair is not its business.
+"""Encodes two texts as one sequence: with the tokenizer's special tokens, truncated like
+transformers' `longest_first`, or through a chat template with query and document roles.
 """
 
 from __future__ import annotations
@@ -19,16 +17,16 @@ from octavo.text.encoding import encode_with_offsets
 from octavo.text.unicode import is_long
 
 ROLES = [re.compile(f"""["']{role}["']""") for role in ("query", "document")]
-"""Patterns of the roles in a template that reads pairs."""
+"""Patterns of the roles in a pair template."""
 
 
 def reads_pairs(template: str | None) -> bool:
-    """Tells whether a chat template reads messages of a query and a document."""
+    """Returns whether a chat template supports query and document messages."""
     return template is not None and all(role.search(template) for role in ROLES)
 
 
 def pair_messages(pair: TextPair) -> list[dict[str, Any]]:
-    """Returns a pair as the messages of a template that reads pairs."""
+    """Returns a pair as messages for a pair template."""
     return [
         {"role": "query", "content": pair.first},
         {"role": "document", "content": pair.second},
@@ -36,7 +34,7 @@ def pair_messages(pair: TextPair) -> list[dict[str, Any]]:
 
 
 def cut_second(tokenizer: Tokenizer, pair: TextPair) -> TextPair:
-    """Returns a pair whose second text ends behind its `max_second_tokens`."""
+    """Truncates the second text to `max_second_tokens`."""
     most = pair.max_second_tokens
     if most is None:
         return pair
@@ -47,16 +45,14 @@ def cut_second(tokenizer: Tokenizer, pair: TextPair) -> TextPair:
 
 
 def encode_texts(tokenizer: Tokenizer, first: str, second: str) -> Encoding:
-    """Encodes two texts with the special tokens around them; long ones do not hold the interpreter
-    lock.
-    """
+    """Encodes two texts with special tokens; long ones without the GIL."""
     if not is_long(first) and not is_long(second):
         return tokenizer.encode(first, second)
     return tokenizer.encode_batch_fast([(first, second)])[0]
 
 
 def cut_pair(encoding: Encoding, max_tokens: int | None, max_second_tokens: int | None) -> PairIds:
-    """Returns an encoded pair without the ends that are too long; special tokens all stay."""
+    """Truncates an encoded pair; keeps all special tokens."""
     texts: list[int | None] = encoding.sequence_ids
     counts = Counter(texts)
     kept = (counts[0], counts[1])
@@ -72,8 +68,8 @@ def cut_pair(encoding: Encoding, max_tokens: int | None, max_second_tokens: int 
 
 
 def longest_first(num_first: int, num_second: int, *, room: int) -> tuple[int, int]:
-    """Returns how many tokens of two texts are kept where `room` is for both: the shorter text
-    stays whole as long as half of the room is enough for it.
+    """Returns how many tokens of two texts to keep within `room`: the shorter text is kept
+    completely up to half of the room.
     """
     if num_first + num_second <= room:
         return num_first, num_second
@@ -82,9 +78,7 @@ def longest_first(num_first: int, num_second: int, *, room: int) -> tuple[int, i
 
 
 def _kept(texts: list[int | None], keeps: Callable[[int | None, int], bool]) -> list[int]:
-    """Returns the places of the tokens that `keeps` says; it is told a token's text and its number
-    in that text.
-    """
+    """Returns the indices of tokens for which `keeps(text, index in text)` is true."""
     seen: Counter[int | None] = Counter()
     places = []
     for place, text in enumerate(texts):

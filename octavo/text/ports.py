@@ -1,4 +1,4 @@
-"""The protocols of what reads prompts and writes answers: tokenizers, grammars, images."""
+"""Interfaces of tokenizers, grammars and image readers."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from octavo.engine.protocol.step import MediaPixels
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """How a chat template turns a conversation into a prompt."""
+    """Options for rendering a conversation with a chat template."""
 
     add_generation_prompt: bool = True
-    """Whether the prompt ends with the beginning of an assistant's message."""
+    """Whether the prompt ends with the start of an assistant message."""
     continue_final_message: bool = False
-    """Whether the prompt ends within the last message, which the model then continues."""
+    """Whether the prompt ends within the last message, which the model continues."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the template beside what it always gets."""
+    """Additional template variables."""
     template: str | None = None
-    """Jinja text in place of the model's template, or the name of one of the model's."""
+    """Jinja text that replaces the model's template, or the name of one of them."""
     is_foreign: bool = False
-    """Whether it is a text that comes from a client, and is rendered in a process of its own."""
+    """Whether the template comes from a client and is rendered in a separate process."""
     add_special_tokens: bool = False
-    """Whether the tokenizer's own first and last tokens are added to what the template writes."""
+    """Whether to add the tokenizer's BOS and EOS tokens to the rendered text."""
     replacements: Mapping[str, str] = field(default_factory=dict)
-    """Texts that the template writes, and those that take their places (an image's)."""
+    """Replacements in the rendered text, for images."""
 
 
 DEFAULT_RENDERING = Rendering()
@@ -36,198 +36,190 @@ DEFAULT_RENDERING = Rendering()
 
 @dataclass(frozen=True, slots=True)
 class RoleRules:
-    """Sequences of roles that a chat template renders without leaving any text out, and the form in
-    which it takes calls.
-    """
+    """Role sequences that a chat template renders without losing text, and its form of calls."""
 
     system: bool = True
-    """A system message at the beginning."""
+    """A system message at the start."""
     developer: bool = True
-    """A developer's message at the beginning; otherwise it is a system message."""
+    """A developer message at the start; otherwise it becomes a system message."""
     system_alone: bool = True
-    """A system message without any other."""
+    """A system message alone."""
     late_system: bool = True
     """A system message after others."""
     repeats: bool = True
-    """Several messages of the user or of the assistant in a row."""
+    """Consecutive user or assistant messages."""
     assistant_first: bool = True
-    """An assistant's message at the beginning."""
+    """An assistant message at the start."""
     user_after_tool: bool = True
-    """A user's message right after a tool's result."""
+    """A user message directly after a tool result."""
     calls_have_content: bool = True
-    """A message with calls has a text, be it empty; otherwise its content is null."""
+    """Messages with calls have text content, possibly empty; otherwise null."""
     arguments_are_objects: bool = True
-    """Arguments of calls are objects; otherwise JSON text."""
+    """Call arguments are objects; otherwise JSON text."""
 
 
 class Matcher(Protocol):
-    """One answer's way through a grammar, token by token."""
+    """The state of one output in a grammar."""
 
     def copy(self) -> Matcher:
-        """Returns a matcher at the same place, which goes on by itself."""
+        """Returns an independent copy."""
         ...
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Goes on by tokens; raises where one is not legal."""
+        """Advances by tokens; raises an error if one is not legal."""
         ...
 
-    def allows(self, token_id: int) -> bool:
-        """Returns whether a token may come next."""
-        ...
+    def allows(self, token_id: int) -> bool: ...
 
     def take_legal(self, token_id: int) -> bool:
-        """Goes on by a token where it may come next; returns whether it may."""
+        """Advances by a token if it is legal; returns whether it was."""
         ...
 
     def take_back(self) -> None:
-        """Goes back by the last token that `take_legal` took."""
+        """Reverts the last token of `take_legal`."""
         ...
 
     def mask(self) -> bytes:
-        """Returns a bit for each token of the vocabulary, the lowest first: whether it may come
-        next. End tokens may where the text is a whole one.
+        """Returns a bit per token, lowest first: whether it may come next. End tokens may if the
+        text is complete.
         """
         ...
 
     def only_token(self) -> int | None:
-        """Returns the one token that may come next; None where several may, or where that would
-        take a mask to tell.
+        """Returns the only legal next token; None if there are several or finding out would need a
+        mask.
         """
         ...
 
     def closing(self, most: int) -> list[int] | None:
-        """Returns at most `most` tokens, an end token the last, that complete the text by a short
-        way; None where none is found.
-        """
+        """Returns a short completion of at most `most` tokens including an end token, or None."""
         ...
 
     def likely_tokens(self) -> list[int]:
-        """Returns tokens that spell the text that alone may come next, as a tokenizer would; other
-        tokens may spell it too. None where several texts may come.
+        """Returns the tokens of the forced next text as a tokenizer would split it; other splits
+        may be legal too. Empty if several texts may follow.
         """
         ...
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but an end token may come next."""
+        """Whether only an end token may come next."""
         ...
 
 
 class Grammars(Protocol):
-    """Compiles grammars over the model's vocabulary. `text/grammar` implements it."""
+    """Compiles grammars for the model's vocabulary. Implemented by `text/grammar`."""
 
     def compile(self, spec: GrammarSpec) -> Matcher:
-        """Returns a matcher at the beginning of the grammar's text; any thread may call it."""
+        """Returns a matcher at the start of the grammar. Thread-safe."""
         ...
 
     def num_bytes(self, spec: GrammarSpec) -> int:
-        """Returns about how much memory a compiled grammar takes."""
+        """Returns the estimated memory of a compiled grammar."""
         ...
 
     def masks(self, matchers: Sequence[Matcher]) -> list[bytes | None]:
-        """Returns the masks of several of its matchers, made on threads that leave the interpreter
-        to others; None for one whose own `mask` tells the fault.
+        """Returns the masks of several matchers, computed without the GIL; None for one whose own
+        `mask` raises the error.
         """
         ...
 
 
 class Tokenizer(Protocol):
-    """Turns text to ids and back. `text/tokenizer.py` implements it."""
+    """Converts text to token ids and back. Implemented by `text/tokenizer.py`."""
 
     eos_token_ids: tuple[int, ...]
     special_token_ids: frozenset[int]
-    """Ids that `skip_special_tokens` leaves out of texts."""
+    """Ids that `skip_special_tokens` skips."""
     vocab_size: int
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it renders conversations."""
+        """Whether conversations can be rendered."""
         ...
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, allow_special_text: bool = False
     ) -> list[int]:
-        """Returns the ids of a text. Where `allow_special_text` is False, text that spells a
-        special token stays text. Threads may encode at the same time; a long text does not keep
-        others from running.
+        """Encodes a text.
+
+        Special token text is plain text unless `allow_special_text`. Thread-safe; long texts do not
+        block other threads.
         """
         ...
 
     def encode_pair(
         self, pair: TextPair, *, max_tokens: int | None = None, template: str | None = None
     ) -> PairIds:
-        """Returns the ids of two texts: as the chat template writes a query and a document, where
-        it knows these roles, else as `template` does, else with the tokenizer's special tokens
-        around them. Text that spells a special token stays text.
+        """Encodes two texts.
 
-        Beyond `max_tokens` a template's document is cut, else the longer text first.
+        Uses the chat template if it has query and document roles, else `template`, else the
+        tokenizer's special tokens. Special token text is plain text. Beyond `max_tokens`, a
+        template's document is truncated, otherwise the longer text first.
         """
         ...
 
     def fewest_tokens(self, text: str) -> int:
-        """Returns a number of tokens that the text has at least, found without tokenizing it; 0
-        where none is known.
-        """
+        """Returns a lower bound of the token count without tokenizing; 0 if unknown."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def token_text(self, token_id: int) -> str:
-        """Returns one token for a person to read, as in logprobs."""
+        """Returns a readable form of a token, as in logprobs."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of a token, empty for ids without one. A text is the bytes of its
-        tokens end to end, in UTF-8.
+        """Returns a token's bytes; empty for ids without a token.
+
+        A text is the concatenation of its tokens' bytes in UTF-8.
         """
         ...
 
     @property
     def named_special_tokens(self) -> Mapping[str, str]:
-        """Texts of special tokens by the names that chat templates know: bos_token, eos_token."""
+        """Special token texts by template variable name: bos_token, eos_token."""
         ...
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template, a Jinja text; None without one."""
+        """The model's Jinja chat template, or None."""
         ...
 
     def get_role_rules(self, rendering: Rendering) -> RoleRules:
-        """Returns the sequences of roles that the template of a rendering takes."""
+        """Returns the role sequences that a rendering's template supports."""
         ...
 
     @property
     def tool_chat_template(self) -> str | None:
-        """The chat template of conversations with tools; None without one."""
+        """Chat template for conversations with tools, or None."""
         ...
 
     @property
     def chat_template_names(self) -> tuple[str, ...]:
-        """Names of the model's chat templates that a request may choose."""
+        """Names of the chat templates that a request may choose."""
         ...
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names of the variables that the model's chat template reads; none without a template."""
+        """Variables that the model's chat template reads."""
         ...
 
     @property
     def infill_format(self) -> str | None:
-        """Name of the fill-in-the-middle format that the vocabulary has tokens for; None without
-        one.
-        """
+        """Name of the fill-in-the-middle format, or None."""
         ...
 
     def infill(self, prefix: str, suffix: str) -> list[int]:
-        """Returns the ids that ask for the text between two texts; InvalidRequest where the
-        vocabulary has no tokens for that.
+        """Returns a fill-in-the-middle prompt; raises InvalidRequest if the vocabulary does not
+        support it.
         """
         ...
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = DEFAULT_RENDERING
     ) -> str:
-        """Returns a conversation as the chat template writes it."""
+        """Renders a conversation as text."""
         ...
 
     def apply_chat_template(
@@ -237,41 +229,40 @@ class Tokenizer(Protocol):
         *,
         check: Callable[[str], None] | None = None,
     ) -> list[int]:
-        """Returns the ids of a conversation; text in a message that spells a special token stays
-        text. `check` is called with the rendered text before it is tokenized, to refuse it.
+        """Renders and encodes a conversation; special token text in messages is plain text.
+
+        `check` is called with the rendered text before tokenizing and may raise an error.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReadImage:
-    """An image as the model reads it, and the tokens that stand for it."""
+    """A preprocessed image and its placeholder tokens."""
 
     pixels: MediaPixels
     num_tokens: int
     grid: tuple[int, int]
-    """Rows and columns in which the tokens lie on the image."""
+    """Rows and columns of the tokens."""
     is_whole: bool
-    """Whether the tokens see one another."""
+    """Whether the tokens attend to one another."""
 
 
 class ImageReader(Protocol):
-    """Reads the images that users send. `media/reader.py` implements it."""
+    """Reads images of requests. Implemented by `media/reader.py`."""
 
     @property
     def token_id(self) -> int:
-        """Token that stands for each row of an image."""
+        """Placeholder token of each image row."""
         ...
 
     @property
     def replacements(self) -> Mapping[str, str]:
-        """Texts that stand for an image in a prompt, and what is written in their places, which
-        holds the token once.
+        """Placeholder texts of an image in a prompt, and their replacements, each of which contains
+        the token once.
         """
         ...
 
     def read(self, sources: Sequence[Any]) -> list[ReadImage]:
-        """Returns the images that a user names by path, URL or bytes; InvalidRequest says what is
-        wrong with one.
-        """
+        """Reads images from paths, URLs or bytes; raises InvalidRequest for a bad one."""
         ...

@@ -1,10 +1,10 @@
-"""Pre-tokenizations of byte-pair encodings by the name that `tokenizer.ggml.pre` has for them.
+"""Pre-tokenizations of BPE vocabularies by `tokenizer.ggml.pre` name.
 
-A tokenizer of this kind normalises a text, splits it by each expression in turn, and merges bytes
-within the pieces. GGUF stores only a name for the first two steps. The table has every name that
-llama.cpp knows. Sources: `llama-vocab.cpp` and `unicode.cpp` of llama.cpp (names, expressions,
-defaults), the models' own tokenizer.json (normalizers, and expressions that llama.cpp
-approximates because `std::regex` has no Unicode categories).
+The tokenizer normalizes a text, splits it by each expression in turn, and merges bytes within the
+pieces. GGUF stores only a name for the first two steps; the table has every name that llama.cpp
+knows. Sources: `llama-vocab.cpp` and `unicode.cpp` of llama.cpp (names, expressions, defaults), and
+the models' tokenizer.json (normalizers, and expressions that llama.cpp approximates because
+`std::regex` lacks Unicode categories).
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from octavo.api.errors import UnsupportedModel
 logger = logging.getLogger(__name__)
 
 SPACE = "\u2581"
-"""Character that SentencePiece writes for a space."""
+"""Character that SentencePiece uses for a space."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenization:
-    """How a text is prepared before its bytes are merged."""
+    """How a text is prepared before merging bytes."""
 
     expressions: tuple[str, ...]
-    """Regular expressions in Oniguruma's syntax. Each match is a piece of its own, as is the text
-    between two matches; a later expression sees the pieces of the earlier ones."""
+    """Regular expressions in Oniguruma syntax. Each match is a piece, as is the text between
+    matches; later expressions apply to the pieces of earlier ones."""
     normalizer: Callable[[], Normalizer] | None = None
     ignore_merges: bool = False
-    """Whether a piece that is a token is not merged from its bytes."""
+    """Whether a piece that is a token is used without merging."""
     adds_bos: bool = False
-    """Whether the bos token goes first, if the header does not say."""
+    """Default for adding a BOS token if the header does not specify it."""
     space: str | None = None
-    """Character that stands for a space in the vocabulary, whose tokens are then text in UTF-8 with
-    byte tokens such as <0x0A>; None for a byte-level vocabulary."""
+    """Character for spaces in a vocabulary of UTF-8 text with byte tokens such as <0x0A>; None for
+    a byte-level vocabulary."""
     starts_words: bool = False
     """Whether each `space` starts a piece, and each line starts with one."""
     joins_newlines: bool = False
-    """Whether a run of newlines that is a token is one token, whatever the merges say."""
+    """Whether a run of newlines that is a token stays one token regardless of merges."""
     drops_spaces: bool = False
-    """Whether white space separates pieces and is not encoded."""
+    """Whether whitespace separates pieces and is not encoded."""
 
     @property
     def is_byte_level(self) -> bool:
@@ -71,9 +71,9 @@ _THREE_DIGITS_FROM_THE_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 
 
 def _cased(letters: str, ending: str) -> str:
-    """Returns the words of GPT-4o: capitals before small letters, with an ending such as 's.
+    """Returns GPT-4o's word pattern: capitals before lower case, with an ending such as 's.
 
-    `letters` is what a class of letters ends with, such as an intersection.
+    `letters` extends each letter class, e.g. with an intersection.
     """
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]"
@@ -100,7 +100,7 @@ _CASED_LETTERS = (
     "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2"
     "\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-"""Letters with case of an older Unicode, as DeepSeek-LLM's tokenizer.json lists them."""
+"""Cased letters of an older Unicode version, from DeepSeek-LLM's tokenizer.json."""
 _ASIAN_SCRIPTS = (
     "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
     "\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af"
@@ -128,7 +128,7 @@ _OF_GEMMA4 = PreTokenization((_LINES,), adds_bos=True, space=SPACE, joins_newlin
 
 
 def _composed(pre: PreTokenization) -> PreTokenization:
-    """Returns the same for a model whose tokenizer.json composes characters first (NFC)."""
+    """Adds NFC normalization."""
     return replace(pre, normalizer=normalizers.NFC)
 
 
@@ -256,12 +256,12 @@ PRE_TOKENIZATIONS: dict[str, PreTokenization] = {
     "mmbert": replace(_OF_GEMMA4, adds_bos=False, starts_words=True),
     "whitespace": PreTokenization((), drops_spaces=True),
 }
-"""Pre-tokenizations by the name that `tokenizer.ggml.pre` has for them."""
 
 
 def find_pre_tokenization(name: str, origin: Path, *, strict: bool = False) -> PreTokenization:
-    """Returns the pre-tokenization of a name; for an unknown one, or none, the default with a
-    warning, or UnsupportedModel when `strict`.
+    """Returns the pre-tokenization of a name.
+
+    An unknown or missing name gives the default with a warning, or UnsupportedModel if `strict`.
     """
     found = PRE_TOKENIZATIONS.get(name)
     if found is not None:
@@ -292,9 +292,7 @@ def find_pre_tokenization(name: str, origin: Path, *, strict: bool = False) -> P
 
 
 def build_pre_tokenizer(pre: PreTokenization) -> PreTokenizer:
-    """Makes the pre-tokenizer; the two commonest have a built-in form that is faster and gives the
-    same pieces.
-    """
+    """Makes the pre-tokenizer; the two most common have a faster built-in equivalent."""
     if pre.expressions == (_GPT2,):
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre.expressions == _DIGITS_ALONE.expressions:

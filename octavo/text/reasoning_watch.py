@@ -1,7 +1,4 @@
-"""Finds where an answer's reasoning ends, so that stop strings are looked for behind it alone.
-
-Sees each token's text once and keeps the last few characters.
-"""
+"""Detects the end of reasoning, so that stop strings are only searched after it."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from octavo.text.answer_marks import AnswerMarks
 
 
 class ReasoningWatch:
-    """The state of one answer: at its front, in its reasoning, or behind it."""
+    """The state of one output: before, within or after its reasoning."""
 
     def __init__(self, marks: AnswerMarks) -> None:
         self._opening = marks.reasoning_opening
@@ -21,7 +18,7 @@ class ReasoningWatch:
         self.has_reasoned = marks.begins_in_reasoning
 
     def add(self, text: str) -> str:
-        """Takes in new text; returns what of the text is no reasoning, once that is known."""
+        """Adds text; returns the part that is known to be outside of reasoning."""
         if self.is_over:
             return text
         if not self.is_inside:

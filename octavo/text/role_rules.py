@@ -1,7 +1,7 @@
-"""Finds out which sequences of roles a chat template takes, by rendering small conversations.
+"""Determines which role sequences a chat template supports, by rendering short conversations.
 
-A template may raise an exception for a system message in the middle, or leave its text out without
-a word; both count as not taken. `server/roles.py` changes conversations accordingly.
+A template may raise an error for a late system message, or silently drop its text; both count as
+unsupported. `server/roles.py` adapts conversations accordingly.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from octavo.api.errors import InvalidRequest
 from octavo.text.ports import RoleRules
 
 CALL_ID = "a1b2c3d4e"
-"""Id of a call, in the only form that Mistral's templates take."""
+"""A call id in the format that Mistral's templates require."""
 ARGUMENT = "Fir"
-"""Text of the argument of a call, which must reach the rendered text too."""
+"""Argument text of a call, which must appear in the rendered text."""
 CALL_FORMS = tuple(
     (has_content, is_object) for has_content in (True, False) for is_object in (True, False)
 )
@@ -27,9 +27,9 @@ TOOL = {
     "function": {"name": "find", "description": "Finds it.", "parameters": PARAMETERS},
 }
 VARIABLES: tuple[dict[str, Any], ...] = ({}, {"tools": [TOOL]})
-"""Variables to try: a template for conversations with tools may need some."""
+"""Variables to try: a template for tools may need some."""
 WORDS = ("Amber", "Birch", "Cedar", "Dahlia", "Elder")
-"""Contents of the probe messages; each must reach the rendered text."""
+"""Contents of the probe messages; each must appear in the rendered text."""
 LATE_SYSTEM = (
     ("user", "assistant", "system", "user"),
     ("system", "user", "system"),
@@ -37,11 +37,13 @@ LATE_SYSTEM = (
 LATE_DEVELOPER = ("user", "assistant", "developer", "user")
 
 Render = Callable[[Sequence[Any], bool, Mapping[str, Any]], str]
-"""Renders messages with add_generation_prompt and further variables, as ChatTemplate.render."""
+"""Renders messages with add_generation_prompt and variables, like ChatTemplate.render."""
 
 
 def find_role_rules(render: Render) -> RoleRules:
-    """Returns what a template takes; all of it if it does not even render one user's message."""
+    """Returns what a template supports; everything if it cannot render even a single user
+    message.
+    """
     for variables in VARIABLES:
         probe = RoleProbe(render, variables)
         if probe.takes("user"):
@@ -50,7 +52,7 @@ def find_role_rules(render: Render) -> RoleRules:
 
 
 class RoleProbe:
-    """One template, rendered with the same variables each time."""
+    """Probes one template with fixed variables."""
 
     def __init__(self, render: Render, variables: Mapping[str, Any]) -> None:
         self._render = render
@@ -74,7 +76,7 @@ class RoleProbe:
         )
 
     def takes(self, *roles: str) -> bool:
-        """Returns whether messages of these roles render."""
+        """Returns whether messages with these roles render."""
         return self._renders(
             [{"role": role, "content": word} for role, word in zip(roles, WORDS, strict=False)]
         )
@@ -84,13 +86,15 @@ class RoleProbe:
         return self._renders(messages) and ARGUMENT in self._render(messages, True, self._variables)
 
     def _takes_user_after_tool(self, has_content: bool, is_object: bool) -> bool:
-        """Returns whether a user may speak right after a tool's result; True without tools."""
+        """Returns whether a user message may directly follow a tool result; True without tool
+        support.
+        """
         messages = _call_messages(has_content, is_object)
         after = [*messages, {"role": "user", "content": WORDS[2]}]
         return not self._renders(messages) or self._renders(after)
 
     def _renders(self, messages: Sequence[dict[str, Any]]) -> bool:
-        """Returns whether a conversation renders, with all of its texts."""
+        """Returns whether a conversation renders with all of its texts."""
         try:
             text = self._render(messages, True, self._variables)
         except InvalidRequest:

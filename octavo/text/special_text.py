@@ -1,10 +1,10 @@
-"""Keeps text that spells a special token apart from the special token itself, through a chat
+"""Keeps special token text in user messages distinct from real special tokens when rendering a chat
 template.
 
-A user's strings go into the template with every such spelling replaced by an unguessable word of
-digits, which survives trimming, case changes and JSON. In the rendered text all spellings are then
-the template's own; the words become text again piece by piece. Strings without such a spelling pass
-untouched, so templates that look into them see what the user wrote.
+User strings are passed to the template with special token text replaced by an unguessable number,
+which survives trimming, case changes and JSON. In the rendered text all special tokens are then the
+template's own, and the numbers are replaced back. Strings without special token text are unchanged,
+so templates can inspect them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.text.unicode import check_unicode
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """A special token where a text spells it: characters `start` to `stop`."""
+    """Special token text at characters `start` to `stop`."""
 
     token_id: int
     start: int
@@ -31,17 +31,15 @@ class Spelled:
 
 
 class SpecialText:
-    """The special tokens of one tokenizer, by id. They are found by a tokenizer that knows nothing
-    else, so that matching is the package's own.
+    """Finds special tokens of one tokenizer, using a tokenizer that contains only these, so that
+    matching is identical.
     """
 
     def __init__(self, tokens: Mapping[int, AddedToken]) -> None:
         texts = [token.content for token in tokens.values()]
         self._ids = list(tokens)
         self._contents = re.compile("|".join(map(re.escape, texts)) or "(?!)")
-        """Pattern of all spellings: it sees a hundred times faster than the package that there is
-        nothing to find.
-        """
+        """Pattern of all special tokens: a quick check that is 100x faster than the package."""
         self._finder = Tokenizer(models.BPE())
         self._finder.add_special_tokens(list(tokens.values()))
         self._beginnings = {text[:end] for text in texts for end in range(1, len(text))}
@@ -49,7 +47,7 @@ class SpecialText:
         self._longest = max(map(len, texts), default=0)
 
     def find(self, text: str) -> list[Spelled]:
-        """Returns every special token that the text spells, in order."""
+        """Returns all special tokens in the text, in order."""
         check_unicode(text)
         if self._contents.search(text) is None:
             return []
@@ -60,7 +58,7 @@ class SpecialText:
         ]
 
     def leading(self, text: str) -> int:
-        """Returns where the special tokens at the text's very front end."""
+        """Returns the end of the special tokens at the start of the text."""
         end = 0
         for spelled in self.find(text):
             if spelled.start != end:
@@ -69,29 +67,25 @@ class SpecialText:
         return end
 
     def guard(self) -> Guard:
-        """Makes the protection of one rendering."""
+        """Makes the guard of one rendering."""
         return Guard(self)
 
     def may_continue(self, text: str) -> bool:
-        """Tells whether the text's end could be the beginning of a special token that the next text
-        completes.
-        """
+        """Returns whether the end of the text could be the start of a special token."""
         return any(
             text[-length:] in self._beginnings
             for length in range(1, min(self._longest, len(text) + 1))
         )
 
     def may_complete(self, text: str) -> bool:
-        """Tells whether the text's front could be the end of a special token that the text before
-        began.
-        """
+        """Returns whether the start of the text could be the end of a special token."""
         return any(
             text[:length] in self._endings for length in range(1, min(self._longest, len(text) + 1))
         )
 
 
 class Guard:
-    """Protection of the users' strings in one rendering."""
+    """Protects user strings in one rendering."""
 
     def __init__(self, special: SpecialText) -> None:
         self._special = special
@@ -100,18 +94,16 @@ class Guard:
 
     @property
     def used(self) -> bool:
-        """Whether some string needed protection."""
+        """Whether any string needed protection."""
         return bool(self._hidden)
 
     @property
     def end_mark(self) -> str:
-        """A word that marks a place in a text through the template; it stands for no text."""
+        """Marker that survives the template; stands for no text."""
         return f"{self._key}end"
 
     def protect(self, value: Any) -> Any:
-        """Returns a value with every string in it protected: lists, dicts (keys too) and all else
-        that JSON has.
-        """
+        """Protects all strings in a JSON-like value, including dict keys."""
         if isinstance(value, str):
             return self._protect_text(value)
         if isinstance(value, Mapping):
@@ -121,9 +113,7 @@ class Guard:
         return value
 
     def split(self, rendered: str) -> Iterator[str | int]:
-        """Yields the ids of the template's special tokens, and the texts between them as their
-        writers wrote them.
-        """
+        """Splits rendered text into special token ids of the template and restored texts."""
         end = 0
         for spelled in self._special.find(rendered):
             if spelled.start > end:
@@ -142,8 +132,8 @@ class Guard:
         return self._protect_edges("".join(pieces))
 
     def _protect_edges(self, text: str) -> str:
-        """Puts empty words where a front or an end could become a special token together with its
-        neighbour, even after trimming.
+        """Inserts empty markers if the start or end could form a special token with adjacent text,
+        even after trimming.
         """
         body = text.strip()
         if not body:
@@ -156,10 +146,10 @@ class Guard:
         return text
 
     def _hide(self, text: str) -> str:
-        """Returns the word of digits that stands for a text."""
+        """Returns the number that stands for a text."""
         self._hidden.append(text)
         return f"{self._key}{len(self._hidden) - 1:06d}"
 
     def reveal(self, text: str) -> str:
-        """Returns a rendered text as its writers wrote it."""
+        """Restores the original strings in rendered text."""
         return re.sub(rf"{self._key}(\d{{6}})", lambda match: self._hidden[int(match[1])], text)

@@ -1,6 +1,6 @@
-"""Looks for what ends an answer by its text: stop strings, and patterns (`stop_regex`).
+"""Searches for stop strings and patterns (`stop_regex`).
 
-Knows what is sought and how far back a hit may begin; the text so far is the Detokenizer's.
+Knows how far back a match may begin; the Detokenizer holds the text.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from octavo.api.stop_patterns import StopPattern
 
 @dataclass(frozen=True, slots=True)
 class FoundStop:
-    """A hit, by places in the text that was searched."""
+    """A match, with positions in the searched text."""
 
     stop: str
-    """The stop string, or the text of the pattern."""
+    """The stop string or pattern."""
     start: int
     end: int
 
 
 class StopSearch:
-    """The stop strings and patterns of one request."""
+    """Stop strings and patterns of one request."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._strings = params.stop_strings
@@ -31,27 +31,24 @@ class StopSearch:
         widths = [len(stop) for stop in self._strings]
         widths += [pattern.width for pattern in self._patterns]
         self.reach = max(widths, default=1) - 1
-        """Number of characters before a new piece in which a hit that ends in the piece may begin.
-        """
+        """Characters before a new piece in which a match that ends in the piece may begin."""
         # `\b` and `^` look at one more.
         self.num_kept = self.reach + 1 if self._patterns else self.reach
-        """Number of last characters of the text that the next search needs."""
+        """Number of last characters that the next search needs."""
 
     def __bool__(self) -> bool:
         return bool(self._strings or self._patterns)
 
     def first(self, text: str, num_old: int) -> FoundStop | None:
-        """Returns the hit with the earliest start among those that end behind the first `num_old`
-        characters.
-        """
+        """Returns the earliest match that ends after the first `num_old` characters."""
         return min(self._hits(text, num_old), key=lambda hit: hit.start, default=None)
 
     def holds(self, text: str) -> bool:
-        """Returns whether a text is part of a stop string."""
+        """Returns whether a text is contained in a stop string."""
         return any(text in stop for stop in self._strings)
 
     def first_string(self, text: str, num_old: int) -> FoundStop | None:
-        """Returns what `first` does, of the stop strings alone."""
+        """Like `first`, for stop strings only."""
         return min(self._strings_in(text, num_old), key=lambda hit: hit.start, default=None)
 
     def _strings_in(self, text: str, num_old: int) -> Iterator[FoundStop]:

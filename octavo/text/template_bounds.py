@@ -1,9 +1,9 @@
-"""Bounds on what rendering a chat template may take: steps, seconds, characters.
+"""Limits of chat template rendering: steps, seconds, characters.
 
-A template comes with a checkpoint or, where the server allows it, with a request; a loop of 10^9
-rounds or a text that doubles 40 times must end with an error, not with the process. Loops, calls
-and sums of texts are rewritten in the parsed template so that each counts. jinja2 is imported when
-an environment is made.
+Templates come from checkpoints or, if allowed, from requests; a loop of 10^9 iterations or a text
+that doubles 40 times must raise an error instead of killing the process. Loops, calls and text
+concatenations are rewritten in the parsed template to count. jinja2 is imported when an environment
+is made.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
     import jinja2
 
 MAX_STEPS = 5_000_000
-"""Most rounds of loops and calls of one rendering."""
+"""Loop iterations and calls per rendering."""
 
 MAX_SECONDS = 10.0
-"""Longest time of one rendering, in seconds; looked at every few hundred steps."""
+"""Time limit of a rendering in seconds, checked every few hundred steps."""
 
 MAX_CHARACTERS = 64 << 20
-"""Longest text that a template may make, in characters."""
+"""Longest text that a template may produce, in characters."""
 
 STEPS_A_LOOK = 256
 
 SCOPES = ("_loop_vars", "_block_vars")
-"""Arguments that jinja2 adds to a call within a loop or a block, and takes out before it calls."""
+"""Arguments that jinja2 adds to calls in loops and blocks, and removes before calling."""
 
 
 class Effort:
-    """The steps and seconds of one rendering so far."""
+    """Steps and time of one rendering."""
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._ends = time.monotonic() + MAX_SECONDS
 
     def step(self) -> None:
-        """Counts a round of a loop or a call; raises ValueError beyond the bounds."""
+        """Counts a loop iteration or call; raises ValueError beyond the limits."""
         self._num_steps += 1
         if self._num_steps > MAX_STEPS:
             raise ValueError(f"it takes more than {MAX_STEPS:,} steps")
@@ -52,13 +52,15 @@ class Effort:
 
 
 def check_length(num_characters: int) -> None:
-    """Raises ValueError for a text that is too long."""
+    """Raises ValueError if a text is too long."""
     if num_characters > MAX_CHARACTERS:
         raise ValueError(f"it makes a text of more than {MAX_CHARACTERS:,} characters")
 
 
 def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """Renders a template of `bounded_environment` within the bounds; ValueError beyond them."""
+    """Renders a template of `bounded_environment` within the limits; raises ValueError
+    beyond them.
+    """
     running = template.environment.running  # type: ignore[attr-defined]
     running.effort = Effort()
     parts, length = [], 0
@@ -70,13 +72,13 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def bounded_environment(**options: Any) -> jinja2.Environment:
-    """Returns a sandbox whose templates count their loops, calls and sums of texts."""
+    """Returns a sandbox whose templates count loops, calls and concatenations."""
     from jinja2 import nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.visitor import NodeTransformer
 
     class Counting(NodeTransformer):
-        """Rewrites loops and sums of texts as calls of the environment's methods."""
+        """Rewrites loops and concatenations as calls of the environment's methods."""
 
         def visit_For(self, node: nodes.For) -> nodes.Node:
             self.generic_visit(node)
@@ -102,13 +104,13 @@ def bounded_environment(**options: Any) -> jinja2.Environment:
             return tree.set_environment(self)  # type: ignore[return-value]
 
         def each(self, items: Iterable[Any]) -> Iterator[Any]:
-            """Yields the items, each a step."""
+            """Yields the items, counting steps."""
             for item in items:
                 self.running.effort.step()
                 yield item
 
         def joined(self, *parts: Any) -> str:
-            """Returns the parts as one text."""
+            """Concatenates the parts."""
             texts = [str(part) for part in parts]
             check_length(sum(map(len, texts)))
             return "".join(texts)
@@ -127,15 +129,16 @@ def bounded_environment(**options: Any) -> jinja2.Environment:
 
 
 def bound_filters(environment: jinja2.Environment) -> None:
-    """Replaces an environment's filters by ones that refuse to make a text that is too long."""
+    """Wraps an environment's filters to reject results that are too long."""
     for name, length in text_growth.FILTERS.items():
         environment.filters[name] = _bounded_filter(environment.filters[name], length)
 
 
 def check_call(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Raises ValueError for a call that would make a text that is too long: a text's method, or a
-    function or a number's method that is given a number larger than a text may be long. Macros,
-    and methods of lists and objects, may have any number.
+    """Raises ValueError for a call that would produce a text that is too long.
+
+    Checks methods of texts, and functions and methods of numbers with a large number as argument;
+    not macros or methods of lists and objects.
     """
     function = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
     owner = getattr(function, "__self__", None)
@@ -148,7 +151,7 @@ def check_call(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]
 
 
 def check_operands(operator: str, left: Any, right: Any) -> None:
-    """Raises ValueError where an operation would make a text, a list or a number too long."""
+    """Raises ValueError if an operation would produce a text, list or number that is too long."""
     sizes = [len(item) if isinstance(item, str | list | tuple) else None for item in (left, right)]
     if operator == "+" and None not in sizes:
         check_length(sum(size or 0 for size in sizes))
@@ -163,7 +166,7 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
 
 
 def _bounded_filter(function: Any, length: Callable[..., int]) -> Any:
-    """Returns a filter that refuses outcomes beyond the longest text."""
+    """Returns a filter that rejects results that are too long."""
     # A mark on the function has jinja2 pass its context before the value.
     num_before_value = 1 if hasattr(function, "jinja_pass_arg") else 0
 

@@ -1,7 +1,7 @@
-"""Renders a template that comes with a request, in a process of its own.
+"""Renders a request's own template in a separate process.
 
-`template_bounds.py` counts what a template does step by step, and not what one call of a filter
-makes of its text; so the system bounds the memory and time of one that anyone may have written.
+`template_bounds.py` counts steps but not the memory of a single filter call, so the operating
+system limits memory and time of untrusted templates.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from octavo.text.template_bounds import MAX_SECONDS
 from octavo.utils.child_process import start_python
 
 MAX_BYTES = 512 << 20
-"""Most memory of a rendering, its interpreter's included, in bytes."""
+"""Memory limit of a rendering process in bytes."""
 PATIENCE_S = 3 * MAX_SECONDS
-"""Time after which a rendering is ended on a machine that gives it no processor, in seconds."""
+"""Timeout of a rendering on an overloaded machine, in seconds."""
 
 
 class RenderingJob(msgspec.Struct):
@@ -36,7 +36,7 @@ class RenderingJob(msgspec.Struct):
 
 
 class Rendered(msgspec.Struct):
-    """The outcome of one rendering: a text, or what is wrong."""
+    """Result of a rendering: a text or an error."""
 
     text: str = ""
     error: str | None = None
@@ -48,7 +48,7 @@ def render_apart(
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
 ) -> str:
-    """Returns a conversation as `ChatTemplate.render` does, and raises its errors."""
+    """Renders like `ChatTemplate.render`, with the same errors."""
     asked = RenderingJob(
         template.source or "", template.special_tokens, messages, add_generation_prompt, variables
     )
@@ -81,7 +81,7 @@ def _failure(reason: str) -> Rendered:
 
 
 def main() -> None:
-    """Renders what standard input asks for, within the bounds of this process."""
+    """Renders the job on standard input within the process limits."""
     asked = msgspec.json.decode(sys.stdin.buffer.read(), type=RenderingJob)
     seconds = int(MAX_SECONDS) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

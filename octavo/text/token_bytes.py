@@ -1,8 +1,8 @@
-"""Spells token ids in bytes, whatever the tokenizer's way of writing them.
+"""Maps token ids to bytes, for any tokenizer.
 
-A text is the tokens' bytes end to end, read as UTF-8. So decoding is a join, streaming is an
-incremental UTF-8 decoder, and no token has to be decoded twice. Sources: GPT-2's `bytes_to_unicode`
-table (byte-level tokens); sentencepiece's byte fallback (`<0xE2>`) and space mark.
+A text is the concatenation of its tokens' bytes, decoded as UTF-8; streaming uses an incremental
+decoder. Sources: GPT-2's `bytes_to_unicode` table (byte-level tokens); sentencepiece's byte
+fallback (`<0xE2>`) and space mark.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Spelling = Literal["byte_level", "sentencepiece"]
 
 
 def byte_level_table() -> dict[str, int]:
-    """Returns the byte that each character of a byte-level token stands for: printable Latin-1
-    characters stand for themselves, those from U+0100 on for the other bytes in order.
+    """Returns the byte of each character in byte-level tokens: printable Latin-1 stands for itself,
+    characters from U+0100 for the other bytes in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -31,7 +31,7 @@ def byte_level_table() -> dict[str, int]:
 
 
 def format_token(content: bytes) -> str:
-    """Returns a token's bytes as text, each byte of a part of a character as `<0xE2>`."""
+    """Returns a token's bytes as text, with incomplete characters as `<0xE2>`."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -41,9 +41,7 @@ def format_token(content: bytes) -> str:
 
 
 class TokenBytes:
-    """The bytes of each token id, remembered. `strips_space` says that the tokenizer's own decoding
-    drops a text's first space.
-    """
+    """Cached token bytes. `strips_space`: the tokenizer's decoder drops a text's first space."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -55,7 +53,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Returns a token's bytes; none for an id without a token (vocabularies are padded)."""
+        """Returns a token's bytes; empty for ids without a token (vocabularies are padded)."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._spell(token_id)
@@ -79,9 +77,7 @@ class TokenBytes:
 
 
 def _spelling(tokenizer: Tokenizer) -> tuple[Spelling, bool]:
-    """Reads off the tokenizer's decoder how tokens are spelled, and whether it strips a first
-    space.
-    """
+    """Determines the token encoding and leading-space stripping from the tokenizer's decoder."""
     decoder: dict[str, Any] = (
         {"type": "none"}
         if tokenizer.decoder is None

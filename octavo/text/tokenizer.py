@@ -1,8 +1,7 @@
-"""Turns text into token ids and back, over the `tokenizers` package; one class for tokenizer.json
-files and GGUF vocabularies.
+"""Tokenizer and chat templates of a model, over the `tokenizers` package; one class for
+tokenizer.json files and GGUF vocabularies.
 
-Owns what the package leaves open: special-token text in a user's words, the first token, end ids,
-chat templates. Knows nothing of checkpoints beyond a `TokenizerSource`.
+Adds special token handling in user text, BOS rules, end ids and chat templates.
 """
 
 from __future__ import annotations
@@ -35,9 +34,10 @@ from octavo.text.vocabulary import build_tokenizer
 def load_tokenizer(
     source: TokenizerSource, *, chat_template: str | None = None, strict: bool = False
 ) -> TextTokenizer:
-    """Reads a model's tokenizer; `chat_template` is a Jinja text, the path of one, or the name of
-    one of the model's, in place of the model's choice. With `strict` an unknown pre-tokenizer
-    raises UnsupportedModel.
+    """Reads a model's tokenizer.
+
+    `chat_template` replaces the model's template: Jinja text, a file path, or the name of one of
+    the model's templates. With `strict` an unknown pre-tokenizer raises UnsupportedModel.
     """
     templates = _templates(source, chat_template)
     if source.vocabulary is not None:
@@ -57,10 +57,7 @@ def load_tokenizer(
 
 
 class TextTokenizer:
-    """A model's tokenizer and chat template; any thread may call it at any time.
-
-    Implements `prompt_ports.Tokenizer`.
-    """
+    """A model's tokenizer and chat templates. Thread-safe. Implements `Tokenizer`."""
 
     def __init__(
         self,
@@ -71,9 +68,8 @@ class TextTokenizer:
         space_prefix: bool = False,
         adds_bos: bool | None = None,
     ) -> None:
-        """Takes a loaded tokenizer. Where `space_prefix`, a space goes before each text
-        (SentencePiece's dummy prefix). `adds_bos` says whether the first token is the bos token;
-        None leaves it to the tokenizer's own post-processor.
+        """`space_prefix` adds a space before each text (SentencePiece's dummy prefix). `adds_bos`
+        controls the BOS token; None leaves it to the post-processor.
         """
         # A tokenizer.json may ask for texts to be cut or filled up, which no prompt may be.
         tokenizer.no_truncation()
@@ -98,9 +94,6 @@ class TextTokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, allow_special_text: bool = False
     ) -> list[int]:
-        """Returns the ids of a text; one that spells a special token stays text unless
-        `allow_special_text`.
-        """
         check_unicode(text)
         if self._space_prefix:
             text = self._with_space(text, after_special=allow_special_text)
@@ -121,10 +114,6 @@ class TextTokenizer:
     def encode_pair(
         self, pair: TextPair, *, max_tokens: int | None = None, template: str | None = None
     ) -> PairIds:
-        """Returns the ids of two texts: as the chat template writes a query and a document, where
-        it knows these roles, else as `template` does, else as tokenizer.json's post-processor
-        arranges them. Text that spells a special token stays text.
-        """
         check_unicode(pair.first)
         check_unicode(pair.second)
         if reads_pairs(self.chat_template):
@@ -146,7 +135,7 @@ class TextTokenizer:
         return ids if self._has_type_ids else ids._replace(type_ids=[0] * len(ids.type_ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Decodes token ids; invalid UTF-8 becomes U+FFFD."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         text = b"".join(self._bytes[i] for i in token_ids if i not in skipped).decode(
             errors="replace"
@@ -155,62 +144,52 @@ class TextTokenizer:
         return text.removeprefix(" ") if strips else text
 
     def fewest_tokens(self, text: str) -> int:
-        """Returns a number of tokens that the text has at least, without tokenizing it."""
         return self._length_bound.fewest_tokens(text)
 
     def token_text(self, token_id: int) -> str:
-        """Returns one token for a person to read; a part of a character is spelled in bytes."""
+        """Returns a readable form of a token; incomplete characters as byte values."""
         return format_token(self._bytes[token_id])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that a token adds to a text; none for an id without a token."""
         return self._bytes[token_id]
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it renders conversations."""
         return self._templates.default.exists
 
     @property
     def named_special_tokens(self) -> Mapping[str, str]:
-        """Texts of special tokens by the names that chat templates know: bos_token, eos_token."""
         return dict(self._special_tokens)
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template, a Jinja text; None without one."""
         return self._templates.default.source
 
     @property
     def tool_chat_template(self) -> str | None:
-        """The chat template of conversations with tools."""
         return self._templates.with_tools.source
 
     @property
     def chat_template_names(self) -> tuple[str, ...]:
-        """Names of the model's chat templates that a request may choose."""
         return tuple(self._templates.named)
 
     def get_role_rules(self, rendering: Rendering) -> RoleRules:
-        """Returns the sequences of roles that the template of a rendering takes; all of them for a
-        client's own template, which is rendered as it is.
+        """Returns the role sequences that a rendering's template supports; all of them for a
+        client's own template.
         """
         return RoleRules() if rendering.is_foreign else self._template_of(rendering).role_rules
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names of the variables that the model's chat template reads; none without a template."""
+        """Variables that the model's chat templates read."""
         return self._templates.default.variables | self._templates.with_tools.variables
 
     @cached_property
     def infill_format(self) -> str | None:
-        """Name of the fill-in-the-middle format that the vocabulary has tokens for."""
         return None if self._infill is None else self._infill.name
 
     def infill(self, prefix: str, suffix: str) -> list[int]:
-        """Returns the ids that ask for the text between two texts; text in them that spells a
-        special token stays text.
-        """
+        """Returns a fill-in-the-middle prompt; special token text is plain text."""
         if self._infill is None:
             raise InvalidRequest(
                 "suffix: the model's vocabulary has no tokens for filling in the middle",
@@ -229,7 +208,6 @@ class TextTokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = DEFAULT_RENDERING
     ) -> str:
-        """Returns a conversation as the chat template writes it."""
         guard = self._special_text.guard()
         return guard.reveal(self._render(messages, rendering, guard))
 
@@ -240,10 +218,11 @@ class TextTokenizer:
         *,
         check: Callable[[str], None] | None = None,
     ) -> list[int]:
-        """Returns the ids of a conversation; special-token text in messages or variables stays
-        text. Without any, the ids are those of the rendered text as a whole.
+        """Renders and encodes a conversation; special token text in messages or variables is plain
+        text.
 
-        `check` is called with the rendered text before it is tokenized, to refuse it.
+        Without any, the ids are those of the rendered text as a whole. `check` is called with the
+        rendered text before tokenizing.
         """
         guard = self._special_text.guard()
         rendered = self._render(messages, rendering, guard)
@@ -257,7 +236,7 @@ class TextTokenizer:
     def _render(
         self, messages: Sequence[Mapping[str, Any]], rendering: Rendering, guard: Guard
     ) -> str:
-        """Returns the conversation as one text in which the users' strings are protected."""
+        """Renders the conversation with user strings protected."""
         template = self._template_of(rendering)
         render = partial(render_apart, template) if rendering.is_foreign else template.render
         protected = guard.protect(list(messages))
@@ -279,9 +258,7 @@ class TextTokenizer:
         return self._templates.choose(rendering.template, has_tools=has_tools)
 
     def _templated_pair(self, pair: TextPair, template: str, max_tokens: int | None) -> PairIds:
-        """Returns the ids of a pair as a template writes it, without the document's end where it is
-        too long.
-        """
+        """Encodes a pair through a template, truncating the document if necessary."""
         rendering = Rendering(template=template)
         pair = cut_second(self._plain_tokenizer, pair)
         ids = self.apply_chat_template(pair_messages(pair), rendering)
@@ -314,7 +291,7 @@ class TextTokenizer:
 
     @cached_property
     def _special_ends(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer puts before and after every text."""
+        """Ids that the tokenizer adds before and after every text."""
         plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
         num_more = len(whole) - len(plain)
         for start in range(num_more + 1):
@@ -336,7 +313,7 @@ class TextTokenizer:
 
     @cached_property
     def _plain_tokenizer(self) -> tokenizers.Tokenizer:
-        """Tokenizer to which text that spells a special token is text."""
+        """Tokenizer that treats special token text as plain text."""
         return without_special_tokens(self._tokenizer)
 
     @cached_property
@@ -347,13 +324,13 @@ class TextTokenizer:
     def _encode(
         self, text: str, *, add_special_tokens: bool, allow_special_text: bool
     ) -> list[int]:
-        """Returns the ids that the package itself gives a text."""
+        """Encodes with the package, without BOS or space rules."""
         tokenizer = self._tokenizer if allow_special_text else self._plain_tokenizer
         ids: list[int] = encode_text(tokenizer, text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def _with_space(self, text: str, *, after_special: bool) -> str:
-        """Puts a space before the text's first word; special tokens at its front stay in front."""
+        """Adds a space before the text's first word, after leading special tokens."""
         start = self._special_text.leading(text) if after_special else 0
         return f"{text[:start]} {text[start:]}" if len(text) > start else text
 
@@ -366,9 +343,7 @@ class TextTokenizer:
 
 
 def _templates(source: TokenizerSource, option: str | None) -> ChatTemplates:
-    """Returns a model's chat templates, of which the option `chat_template` may choose one, or add
-    one of its own.
-    """
+    """Returns a model's chat templates, including or selected by the option `chat_template`."""
 
     def template(text: str | None) -> ChatTemplate:
         return ChatTemplate(text, source.special_tokens)
@@ -384,7 +359,7 @@ def _templates(source: TokenizerSource, option: str | None) -> ChatTemplates:
 
 
 def _read_template(option: str, names: Collection[str]) -> str:
-    """Returns the option itself where it is a template, else the text of the file it names."""
+    """Returns the option if it is a template, otherwise the contents of the file."""
     if "{" in option or "\n" in option:
         return option
     path = user_path(option)

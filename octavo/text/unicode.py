@@ -1,21 +1,21 @@
-"""What is known of a text before it is tokenized: whether it is Unicode, and whether it is long."""
+"""Checks on text before tokenization: valid Unicode, and length."""
 
 from __future__ import annotations
 
 from octavo.api.errors import InvalidRequest
 
 LONG_TEXT_CHARACTERS = 20_000
-"""Length from which a text is long: at 1 to 2 MB/s, shorter ones are tokenized in some 10 ms."""
+"""Length of a long text: at 1 to 2 MB/s, shorter ones take about 10 ms to tokenize."""
 
 
 def is_long(text: str) -> bool:
-    """Tells whether a text takes so long to tokenize that others should not wait for it."""
+    """Returns whether tokenizing a text would delay others."""
     return len(text) > LONG_TEXT_CHARACTERS
 
 
 def check_unicode(text: str, name: str = "prompt") -> None:
-    """Raises InvalidRequest where a character has no code in UTF-8: bytes that were no UTF-8 arrive
-    as halves of surrogate pairs.
+    """Raises InvalidRequest for characters that UTF-8 cannot encode (lone surrogates, from invalid
+    bytes).
     """
     try:
         text.encode()

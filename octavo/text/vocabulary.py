@@ -1,8 +1,7 @@
-"""Builds a `tokenizers` object from a GGUF vocabulary, so that its ids are those of the tokenizer
-the vocabulary came from.
+"""Builds a `tokenizers` object from a GGUF vocabulary that gives the original tokenizer's ids.
 
-Four kinds: BPE by merges ("gpt2", "gemma4", "whitespace"), whose text is first split as `pre` names
-(`pre_tokenization.py`), SentencePiece's BPE by scores ("llama"), its unigram model ("t5"), and
+Four kinds: BPE with merges ("gpt2", "gemma4", "whitespace") with a named pre-tokenization
+(`pre_tokenization.py`), SentencePiece BPE by scores ("llama"), its unigram model ("t5"), and
 WordPiece ("bert"). Sources: llama.cpp's `llama-vocab.cpp`, sentencepiece's `bpe_model.cc` (merge
 the neighbours whose concatenation has the highest score, leftmost first).
 """
@@ -38,28 +37,28 @@ from octavo.text.pre_tokenization import (
 )
 
 CONTINUES, UNKNOWN_WORD = "##", "[UNK]"
-"""Prefix of a piece within a word, and the token of words that are unknown, in BERT's files."""
+"""Prefix of continuation pieces and the unknown token in BERT's files."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltTokenizer:
-    """A tokenizer, and what it leaves to its user: whether a space is put before a text
-    (SentencePiece's dummy prefix), and whether the bos token goes first where the header does not
-    say.
+    """A tokenizer and what its user has to add: a space before each text (SentencePiece's dummy
+    prefix), and a BOS token if the header does not specify it.
     """
 
     tokenizer: Tokenizer
     space_prefix: bool
     adds_bos: bool | None
-    """None leaves it to the tokenizer's own post-processor."""
+    """None leaves it to the tokenizer's post-processor."""
 
 
 def build_tokenizer(
     vocabulary: Vocabulary, origin: Path, *, strict: bool = False
 ) -> BuiltTokenizer:
-    """Builds a tokenizer. UnsupportedModel names a kind that is not known, WeightMismatch a
-    vocabulary that contradicts itself. An unknown `pre` is the default one with a warning, or
-    UnsupportedModel when `strict`.
+    """Builds a tokenizer.
+
+    Raises UnsupportedModel for an unknown kind and WeightMismatch for an inconsistent vocabulary.
+    An unknown `pre` gives the default with a warning, or UnsupportedModel if `strict`.
     """
     by_merges = partial(_by_merges, strict=strict)
     builders: dict[str, Callable[[Vocabulary, list[str], Path], BuiltTokenizer]] = {
@@ -93,8 +92,8 @@ def build_tokenizer(
 
 
 def _with_affixes(built: BuiltTokenizer, vocabulary: Vocabulary) -> BuiltTokenizer:
-    """Lets the tokenizer put special tokens before and behind every text, and two between texts of
-    a pair, of which only BERT's second has segments of its own.
+    """Makes the tokenizer add special tokens around texts and between the texts of a pair; only
+    BERT's second text has its own segment.
     """
     prefix, suffix = vocabulary.prefix, vocabulary.suffix
     if not prefix and not suffix:
@@ -145,19 +144,19 @@ def _by_merges(
 
 
 def _unknown_token(vocabulary: Vocabulary, tokens: list[str]) -> str | None:
-    """Returns the token of unknown characters; None without one."""
+    """Returns the unknown token, or None."""
     kinds = zip(tokens, vocabulary.types, strict=False)
     return next((token for token, kind in kinds if kind == UNKNOWN), None)
 
 
 def _space_decoder(*, strips_first: bool = False) -> Decoder:
-    """Returns the decoder of pieces with a character for spaces, and with byte tokens."""
+    """Returns a decoder for space characters and byte tokens."""
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strips_first else steps)
 
 
 def _pairs(merges: Sequence[bytes]) -> list[tuple[str, str]]:
-    """Splits each merge, "left right", into its sides; ValueError where one is anything else."""
+    """Splits each merge "left right"; raises ValueError if one is malformed."""
     sides = b"\0".join(merges).replace(b" ", b"\0").decode().split("\0") if merges else []
     if len(sides) != 2 * len(merges):
         raise ValueError("a merge is not two pieces with a space between them")
@@ -206,8 +205,8 @@ def _unigram(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTo
 
 
 def _cuts_of_inert_tokens(vocabulary: Vocabulary, tokens: list[str]) -> list[PreTokenizer]:
-    """Returns steps that split text that spells a control token behind its longest other piece: a
-    unigram model would match the token, since it matches every piece of its vocabulary.
+    """Returns steps that split control token text, which a unigram model would otherwise match as a
+    vocabulary piece.
     """
     kinds = dict(zip(tokens, vocabulary.types, strict=False))
     endings: dict[str, list[str]] = {}
@@ -224,9 +223,10 @@ def _cuts_of_inert_tokens(vocabulary: Vocabulary, tokens: list[str]) -> list[Pre
 
 
 def _wordpiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
-    """Builds BERT's tokenizer. Without the header's word it writes texts in lower case without
-    accents, as llama.cpp does. A header's words begin with a space; what begins with none goes on
-    with a word.
+    """Builds BERT's tokenizer.
+
+    By default lower-cases and strips accents, like llama.cpp. Words in the header start with a
+    space; others are continuations.
     """
     words = [
         token
@@ -249,11 +249,10 @@ def _wordpiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> Built
 
 
 def _merges_by_score(vocabulary: Vocabulary, tokens: list[str]) -> list[tuple[str, str]]:
-    """Returns every way to put a normal piece together from two others, best score first.
+    """Returns every merge that produces a normal piece, best score first.
 
-    SentencePiece merges any neighbours whose concatenation is a piece, the piece of the highest
-    score first; all ways to the same piece stand side by side here, so the order of the merges is
-    that of the scores.
+    SentencePiece merges any neighbours whose concatenation is a piece, highest score first; all
+    merges of one piece are adjacent here, so merge order is score order.
     """
     pieces = {
         token: score
@@ -270,8 +269,8 @@ def _merges_by_score(vocabulary: Vocabulary, tokens: list[str]) -> list[tuple[st
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, tokens: list[str]) -> None:
-    """Adds control tokens as special ones, and user-defined ones to be cut out of every text, as
-    SentencePiece does.
+    """Adds control tokens as special tokens, and user-defined ones to be split off from every text,
+    like SentencePiece.
     """
     sides = vocabulary.stripped_sides
 
@@ -297,8 +296,8 @@ def _ids(tokens: list[str]) -> dict[str, int]:
 
 
 def _decode(texts: Sequence[bytes]) -> list[str]:
-    """Decodes all texts in one go, which is several times faster; one by one where a text holds the
-    separator itself.
+    """Decodes all texts at once, which is several times faster; one by one if a text contains the
+    separator.
     """
     decoded = b"\0".join(texts).decode().split("\0")
     return decoded if len(decoded) == len(texts) else [text.decode() for text in texts]

@@ -1,8 +1,7 @@
-"""Admits forms: turns StructuredOutputs into a GrammarSpec that compiles, or says what is wrong
-with them.
+"""Converts StructuredOutputs to a GrammarSpec that compiles, or raises an error.
 
-Runs in the front process, on the threads that check requests. Bounded by the size of what is given
-and by the compiler's limits on its work.
+Runs in the frontend process on request validation threads; bounded by input size and the compiler's
+limits.
 """
 
 from __future__ import annotations
@@ -40,21 +39,19 @@ from octavo.text.grammar.strings import escape_options, rewrite_patterns
 from octavo.text.unicode import check_unicode
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,8}"
-"""Any whitespace between the parts of JSON, bounded so that an answer does not consist of it."""
+"""Optional whitespace between JSON tokens, bounded so that output cannot consist of it."""
 MAX_TAGS = 256
-"""Structures of one structural tag."""
+"""Structures per structural tag."""
 MAX_RULE_DEPTH = 200
-"""Rules of a grammar that refer to one another in a row; llguidance's messages about the last of
-them grow with the cube.
-"""
+"""Longest chain of rule references; llguidance's error messages grow with its cube."""
 
 Grammar = dict[str, Any]
-"""One grammar as llguidance reads it: a name, and a JSON schema or a text in Lark's notation."""
+"""A grammar in llguidance's format: a name and a JSON schema or Lark text."""
 
 
 def admit(form: StructuredOutputs, compiler: GrammarCompiler) -> GrammarSpec:
-    """Returns the grammar of a form over the compiler's vocabulary; InvalidRequest says why it
-    cannot be met.
+    """Returns the grammar of a structured output request; raises InvalidRequest if it cannot be
+    compiled.
     """
     check_unicode(form.starts_after, form.given_as)
     check_unicode(form.begins_with, form.given_as)
@@ -103,8 +100,10 @@ def _own_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Gr
 
 
 def _json(form: StructuredOutputs, given: Any, name: str, *, spaced: bool = False) -> Grammar:
-    """Returns the grammar of a schema's JSON; `spaced` is that of `json.dumps`, on one line with a
-    space after each comma and colon. Small models lose their way in free whitespace.
+    """Returns the grammar of a schema's JSON.
+
+    `spaced` formats like `json.dumps`: one line, with a space after commas and colons. Small models
+    fail with free whitespace.
     """
     schema = prepared(read(given))
     if form.disable_additional_properties is not False:
@@ -116,9 +115,9 @@ def _json(form: StructuredOutputs, given: Any, name: str, *, spaced: bool = Fals
 
 
 def json_options(form: StructuredOutputs, *, spaced: bool = False) -> dict[str, Any]:
-    """Returns how llguidance reads a schema: whitespace, and no keyword passed over.
+    """Returns llguidance's options for a schema.
 
-    By default JSON is on one line; arguments of calls may leave out the spaces that `spaced` has.
+    By default JSON is on one line; tool-call arguments may omit the spaces that `spaced` requires.
     """
     pattern = form.whitespace_pattern
     if form.disable_any_whitespace is False:
@@ -168,7 +167,7 @@ def _check_length(form: StructuredOutputs, num_chars: int) -> None:
 
 
 def fault_of(grammar: Grammar) -> SchemaError | None:
-    """Returns the place at fault in a schema that does not compile; None where it compiles."""
+    """Returns the location of a compile error in a schema, or None."""
     options = grammar["json_schema"][OPTIONS]
 
     def check(schema: dict[str, Any]) -> str:
@@ -183,7 +182,9 @@ def fault_of(grammar: Grammar) -> SchemaError | None:
 
 
 def _tag_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
-    """Returns the grammar of free text with tags in it, then those of what the tags hold."""
+    """Returns the grammar of free text with tags, followed by the grammars of the tags'
+    contents.
+    """
     structures = _structures(form)
     bodies = [_body(form, structure, f"body_{index}") for index, structure in enumerate(structures)]
     names = [body["name"] for body in bodies]
@@ -238,7 +239,7 @@ def _structure(form: StructuredOutputs, given: Mapping[str, Any], triggers: Any)
 
 
 def _body(form: StructuredOutputs, structure: Mapping[str, Any], name: str) -> Grammar:
-    """Returns the grammar of what stands between a structure's begin and its end."""
+    """Returns the grammar between a structure's begin and end."""
     kinds = [kind for kind in ("schema", "grammar", "regex") if kind in structure]
     if len(kinds) != 1:
         raise _bad_tag(form, "a structure has exactly one of schema, grammar, regex")

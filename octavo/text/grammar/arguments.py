@@ -1,9 +1,9 @@
-"""Grammars of a call's arguments in formats that do not write them as one JSON object: pairs of
-keys and values between tags, and Python's keyword arguments.
+"""Grammars of tool-call arguments in formats other than a JSON object: tagged key-value pairs and
+Python keyword arguments.
 
-Compiled from the normal form of the function's schema; a format only says how names and values are
-written (`PairLayout`, `PythonKeywords`). Named properties come in the schema's order, unnamed ones
-behind them.
+Compiled from the normalized schema of a function; a format only defines how names and values are
+written (`PairLayout`, `PythonKeywords`). Named properties appear in schema order, others after
+them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from octavo.text.grammar.string_patterns import whole_pattern
 from octavo.text.grammar.strings import escape_options, rewrite_patterns
 
 INLINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""Options of a JSON value: on one line, as the templates write it."""
+"""JSON options: on one line, as templates write it."""
 EMPTY = literal("")
 TEXT_ONLY = frozenset({"string"})
 PLAIN_NAME = r'/[^"\\\x00-\x1f\x7f]*/'
-"""Names that stand in quotes without escapes."""
+"""Names that can be quoted without escapes."""
 QUOTED_FRONT, QUOTED_BACK = literal('**{"'), literal('": ')
 WORDS = {"None": None, "True": True, "False": False}
-"""Python's words, which models write in place of JSON's."""
+"""Python constants that models write instead of JSON's."""
 
 
 class ArgumentTypes:
-    """The JSON types that each property of a function's arguments may have."""
+    """Allowed JSON types of each property of a function's arguments."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.shapes = object_shapes(root)
@@ -53,7 +53,7 @@ class ArgumentTypes:
         self._others = frozenset().union(*others)
 
     def of(self, name: str) -> frozenset[str]:
-        """Returns a property's types; strings alone for one that the schema does not allow."""
+        """Returns a property's types; only strings if the schema does not allow the property."""
         if name not in self._named:
             found = [
                 types_of(self._root, shape.properties[name])
@@ -66,13 +66,13 @@ class ArgumentTypes:
 
     @property
     def others(self) -> frozenset[str]:
-        """Types of the properties that the schema does not name."""
+        """Types of properties that the schema does not name."""
         return self._others
 
 
 @lru_cache(maxsize=1024)
 def types_of_text(schema: str) -> ArgumentTypes:
-    """Returns the types of arguments whose schema is given as JSON."""
+    """Returns the argument types of a schema given as JSON."""
     return ArgumentTypes(json.loads(schema))
 
 
@@ -89,7 +89,7 @@ class Notation(Hashable, Protocol):
         ...
 
     def unnamed(self, rule: str, names: str, value: ArgumentValue) -> list[str]:
-        """Returns the rules of a property whose name has a terminal's pattern."""
+        """Returns the rules of a property with a name pattern."""
         ...
 
 
@@ -100,11 +100,13 @@ class ArgumentValue:
     root: Schema
     schema: Schema
     types: frozenset[str]
-    """Types that the parser knows of the property."""
+    """Types that the parser assumes for the property."""
 
 
 def arguments_grammar(root: Mapping[str, Any], notation: Notation) -> str:
-    """Returns the grammar of a function's arguments; SchemaError if its schema has no object."""
+    """Returns the grammar of a function's arguments; raises SchemaError if its schema allows no
+    object.
+    """
     return _grammar(json.dumps(root), notation)
 
 
@@ -143,7 +145,7 @@ def _shape_lines(
 def _sequence(
     rule: str, pairs: Sequence[tuple[str, bool]], free: ObjectShape | None, separator: str
 ) -> list[str]:
-    """Returns the rules of pairs in a row: `first` before the first of them, `rest` behind it."""
+    """Returns the rules of a sequence of pairs: `first` before the first pair, `rest` after it."""
     least, most = (0, 0) if free is None else (free.least, free.most)
     bounds = f"{{{least},{'' if most is None else most}}}"
     if not separator:
@@ -168,8 +170,8 @@ def _sequence(
 
 
 def _free_names(shape: ObjectShape) -> list[tuple[str, Schema]]:
-    """Returns the terminals of the names that a shape leaves free, with their schemas; a name that
-    two patterns have is none of them.
+    """Returns the terminals of names that a shape does not list, with their schemas; excludes names
+    that match two patterns.
     """
     whole = {pattern: f"/{whole_pattern(pattern)}/" for pattern, _ in shape.patterns}
     found = []
@@ -195,15 +197,15 @@ def _json(value: ArgumentValue, options: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PairLayout:
-    """Texts around the keys and values of a format that writes pairs between tags."""
+    """Delimiters of a format that writes tagged key-value pairs."""
 
     key_open: str
     key_end: str
     value_end: str
     value_open: str = ""
-    """Text between the end of a key and its value; models leave out the space before it."""
+    """Text between key and value; models omit its leading space."""
     line: str = ""
-    """Text around a value, which is no part of it."""
+    """Text around a value that is not part of it."""
 
     @property
     def separator(self) -> str:
@@ -255,7 +257,7 @@ class PairLayout:
 
 @dataclass(frozen=True, slots=True)
 class PythonKeywords:
-    """Keyword arguments with values in JSON; a name that is no identifier is in `**{...}`."""
+    """Keyword arguments with JSON values; names that are no identifiers use `**{...}`."""
 
     separator: str = ", "
 

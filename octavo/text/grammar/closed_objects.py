@@ -1,8 +1,8 @@
-"""Closes the objects of a JSON schema that do not say whether other properties are allowed.
+"""Closes objects of a JSON schema that do not specify additional properties.
 
-JSON Schema leaves them open, and a small model then adds properties until its length ends.
-llama.cpp and xgrammar (strict mode) close them too. Objects that name no property stay open, and so
-does whatever sets `additionalProperties` or `unevaluatedProperties` itself.
+JSON Schema allows them by default, and small models then add properties until the length limit.
+llama.cpp and xgrammar (strict mode) do the same. Objects without named properties, and those that
+set `additionalProperties` or `unevaluatedProperties`, are unchanged.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from octavo.text.grammar.schema import SubSchema, children, places, resolved
 
 UNIONS = ("anyOf", "oneOf")
 CONDITIONS = ("not", "if", "contains", "propertyNames")
-"""Keywords whose schemas decide something; closing them would change the decision."""
+"""Keywords whose subschemas are conditions; closing them would change the result."""
 APPLICATORS = ("allOf", *UNIONS, "if", "then", "else", "not", "dependentSchemas", "$ref")
-"""Keywords whose schemas apply to the same value as the schema that they stand in."""
+"""Keywords whose subschemas apply to the same value."""
 OBJECT_KEYWORDS = (
     "properties",
     "patternProperties",
@@ -26,15 +26,15 @@ OBJECT_KEYWORDS = (
     "dependentRequired",
 )
 SPOKEN = ("additionalProperties", "unevaluatedProperties", "const", "enum")
-"""Keywords with which a schema says itself which properties an object has."""
+"""Keywords with which a schema specifies its properties completely."""
 
 
 def close_objects(root: dict[str, Any]) -> None:
-    """Sets `additionalProperties` to false, in place, wherever a schema names an object's
-    properties and is silent about others.
+    """Sets `additionalProperties` to false, in place, for objects that list properties but do not
+    specify others.
 
-    Schemas that apply to one value together (`allOf`, a `$ref` beside `properties`) are closed as
-    one: each of them alone knows only some of the properties.
+    Schemas that apply to one value together (`allOf`, `$ref` beside `properties`) are closed
+    jointly, because each knows only some of the properties.
     """
     found = [place.schema for place in places(root) if isinstance(place.schema, dict)]
     parts = {id(part) for schema in found for part in _parts_of_a_whole(root, schema)}
@@ -44,7 +44,7 @@ def close_objects(root: dict[str, Any]) -> None:
 
 
 def _parts_of_a_whole(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
-    """Yields the schemas that must stay open because of what they stand in."""
+    """Yields subschemas that must stay open because of their context."""
     for key in CONDITIONS:
         yield from _within(root, schema.get(key))
     if not _is_transparent(schema):
@@ -53,7 +53,7 @@ def _parts_of_a_whole(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[
 
 
 def _within(root: dict[str, Any], schema: Any) -> list[dict[str, Any]]:
-    """Returns a schema and all that apply to the same value."""
+    """Returns a schema and all schemas that apply to the same value."""
     found: dict[int, dict[str, Any]] = {}
     waiting = [schema]
     while waiting:
@@ -65,7 +65,7 @@ def _within(root: dict[str, Any], schema: Any) -> list[dict[str, Any]]:
 
 
 def _applied(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
-    """Yields the schemas that apply to the same value as a schema, one level down."""
+    """Yields the direct subschemas that apply to the same value."""
     target = resolved(root, schema.get("$ref"))
     if target is not None:
         yield target.schema
@@ -75,7 +75,7 @@ def _applied(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def _is_transparent(schema: Mapping[str, Any]) -> bool:
-    """Returns whether a schema says nothing of a value but that one other schema holds."""
+    """Returns whether a schema only refers to a single other schema."""
     used = [key for key in APPLICATORS if key in schema]
     if len(used) != 1 or any(key in schema for key in (*OBJECT_KEYWORDS, *SPOKEN)):
         return False
@@ -85,7 +85,7 @@ def _is_transparent(schema: Mapping[str, Any]) -> bool:
 
 
 def _close(root: dict[str, Any], schema: dict[str, Any]) -> None:
-    """Closes a schema to the properties that it and those that apply with it name."""
+    """Closes a schema to the properties listed by it and the schemas that apply with it."""
     whole = _within(root, schema)
     if not any(isinstance(one.get("properties"), dict) for one in whole):
         return

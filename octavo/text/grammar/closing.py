@@ -1,9 +1,8 @@
-"""The short way to the end of a grammar's text, for an answer whose length runs out.
+"""Finds a short completion of a grammar, for output that reaches its length limit.
 
-A fixed rule chooses each next byte by where the matcher is, so that a way's rest is the way from
-any place on it; then the bytes are cut into the fewest tokens. The rule knows JSON's brackets; of
-other grammars it finds the end where its orders of bytes lead there. Source: the greedy completion
-of partial JSON, and Viterbi's segmentation.
+A fixed rule picks each next byte from the matcher's state, then the bytes are split into the fewest
+tokens. The rule knows JSON brackets; for other grammars it succeeds if its byte orders lead to an
+end. Source: greedy completion of partial JSON, and Viterbi segmentation.
 """
 
 from __future__ import annotations
@@ -15,34 +14,32 @@ from llguidance import LLMatcher
 from octavo.text.grammar.vocabulary import SPECIAL, VocabularyTexts
 
 MAX_BYTES = 256
-"""Longest way that is followed, in bytes."""
+"""Longest completion in bytes."""
 MAX_TRIED = 32
-"""Bytes that are tried for one that completes the text, where no more are legal."""
+"""Most legal bytes that are tried for one that completes the text."""
 QUOTE = b'"'
 INSIDE_A_STRING = 64
-"""Number of legal bytes above which a text is inside a string, where brackets close nothing."""
+"""More legal bytes than this indicate a string, in which brackets close nothing."""
 CLOSERS = b'}])",:0123456789ntf-[{'
-"""Bytes in the order in which JSON is closed: what ends a part, then the shortest values."""
+"""Byte order that closes JSON: terminators first, then the shortest values."""
 
 JSON_ORDER = bytes([*CLOSERS, *(byte for byte in range(256) if byte not in CLOSERS)])
 LAST_ORDER = bytes(reversed(range(256)))
-"""Order that leads out of repetitions whose first bytes go on for ever."""
+"""Byte order that leaves repetitions whose first bytes continue forever."""
 
 
 def closing(
     matcher: LLMatcher, texts: VocabularyTexts, orders: Sequence[bytes], most: int
 ) -> list[int] | None:
-    """Returns the fewest tokens found, at most `most`, after which a text may end; None where there
-    are none.
-    """
+    """Returns the shortest completion found, at most `most` tokens, or None."""
     ways = [_way(matcher.deep_copy(), texts, order) for order in orders]
     found = [_cut(way, texts) for way in ways if way is not None]
     return min((tokens for tokens in found if len(tokens) <= most), key=len, default=None)
 
 
 def _way(matcher: LLMatcher, texts: VocabularyTexts, order: bytes) -> bytes | None:
-    """Returns the bytes that end a text, special tokens as llguidance writes them; None where the
-    order of bytes leads nowhere.
+    """Returns the bytes that complete a text (special tokens in llguidance's notation), or None if
+    the byte order does not lead to an end.
     """
     way = bytearray()
     while len(way) <= MAX_BYTES:
@@ -60,7 +57,9 @@ def _way(matcher: LLMatcher, texts: VocabularyTexts, order: bytes) -> bytes | No
 
 
 def _next_byte(matcher: LLMatcher, texts: VocabularyTexts, order: bytes) -> bytes:
-    """Returns the byte that the text goes on with: one that completes it, else the first."""
+    """Returns the next byte: one that completes the text if possible, otherwise the first legal
+    one.
+    """
     mask = matcher.compute_bitmask()
     legal = [
         (bytes([byte]), token_id)
@@ -79,12 +78,12 @@ def _next_byte(matcher: LLMatcher, texts: VocabularyTexts, order: bytes) -> byte
 
 
 def _cut(way: bytes, texts: VocabularyTexts) -> list[int]:
-    """Returns the fewest tokens whose texts are a way."""
+    """Splits completion bytes into the fewest tokens."""
     return [token_id for part in _parts(way) for token_id in texts.fewest_tokens(part)]
 
 
 def _parts(way: bytes) -> Iterator[bytes]:
-    """Yields the texts of a way, and the special tokens between them."""
+    """Yields the text segments and special tokens of a completion."""
     text, *others = way.split(SPECIAL)
     yield text
     for other in others:

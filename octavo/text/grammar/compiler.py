@@ -1,8 +1,7 @@
-"""Compiles grammars over a tokenizer's vocabulary, and follows an answer through them token by
-token.
+"""Compiles grammars with llguidance and advances them token by token.
 
-All that is asked of llguidance is asked here. Its limits are counts of work, not seconds: what
-compiles in the front compiles in the worker.
+The only module that calls llguidance. Limits count work, not seconds, so a grammar that compiles in
+the frontend also compiles in the worker.
 """
 
 from __future__ import annotations
@@ -25,34 +24,33 @@ from octavo.text.grammar.vocabulary import VocabularyTexts
 from octavo.text.ports import Matcher, Tokenizer
 
 MAX_LEXER_STATES = 20_000
-"""States of the regular expressions of one grammar; each takes about 1.5 KB."""
+"""Regex states per grammar, about 1.5 KB each."""
 STEP_LEXER_FUEL = 200_000
-"""Work on regular expressions that one mask may take, about 14 ms."""
+"""Regex work per mask, about 14 ms."""
 STEP_MAX_ITEMS = 50_000
-"""Work on rules that one mask may take, about 3 ms."""
+"""Parser work per mask, about 3 ms."""
 PROBE_TOKENS = 8
-"""Tokens that are tried at admission: many a grammar that is too large shows it there."""
+"""Tokens tried at validation, which detects many grammars that are too large."""
 BYTES_OF_TEXT, LEAST_BYTES = 100, 64 << 10
-"""Memory that a compiled grammar takes for each byte of its text, and in all at least; measured
-with enumerations and objects of thousands of names.
-"""
+"""Estimated memory of a compiled grammar per byte of text, and its minimum; measured with
+enumerations and objects of thousands of names."""
 
 
 MOST_MASK_THREADS = 8
-"""Threads that make the masks of one step; a mask takes about 50 us."""
+"""Threads that compute the masks of one step; a mask takes about 50 us."""
 
 PANIC = "panic"
-"""Word before what llguidance says of its own faults."""
+"""Prefix of llguidance's internal errors."""
 JSON_KINDS = ("json", "json_object", "structural_tag")
-"""Forms whose texts are closed as JSON is."""
+"""Kinds of structured output that are completed like JSON."""
 
 
 class GrammarError(Exception):
-    """A grammar that llguidance refuses, or that comes to a state that it cannot go on from."""
+    """Raised for a grammar that llguidance rejects or that reaches a dead end."""
 
 
 class VocabularyAdapter:
-    """A tokenizer as llguidance wants to see one."""
+    """Adapts a tokenizer to llguidance's interface."""
 
     bos_token_id = None
 
@@ -69,7 +67,7 @@ class VocabularyAdapter:
 
 
 class TokenMatcher:
-    """One answer's way through a grammar. Implements `prompt_ports.Matcher`."""
+    """The state of one output in a grammar. Implements `Matcher`."""
 
     def __init__(
         self,
@@ -80,9 +78,7 @@ class TokenMatcher:
         texts: VocabularyTexts,
         orders: Sequence[bytes],
     ) -> None:
-        """Takes the tokens that end a text, the main one first, and the orders of bytes in which
-        the text is closed.
-        """
+        """`end_token_ids` has the main end token first; `orders` are byte orders for completion."""
         self._matcher = matcher
         self._end_token_ids = end_token_ids
         self._mask_bytes = mask_bytes
@@ -92,7 +88,7 @@ class TokenMatcher:
 
     @property
     def parser(self) -> LLMatcher:
-        """The state of llguidance's parser."""
+        """llguidance's parser state."""
         return self._matcher
 
     def copy(self) -> TokenMatcher:
@@ -170,7 +166,7 @@ class TokenMatcher:
 
 
 class GrammarCompiler:
-    """Compiles over one vocabulary. Threads may compile at the same time."""
+    """Compiles grammars for one vocabulary. Thread-safe."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, vocab_size: int, end_token_ids: Sequence[int]
@@ -189,16 +185,16 @@ class GrammarCompiler:
         )
         self._own_mask_words = max(-(-self._tokenizer.vocab_size // 32), self._mask_bytes // 4)
         self._executor: LLExecutor | None = None
-        """Threads that make masks, once several are wanted at a time."""
+        """Threads that compute masks, created when several are needed at once."""
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of the special tokens by their texts: a grammar names them, no text is one."""
+        """Special token ids by text; grammars refer to them by id."""
         return self._special
 
     def compile(self, spec: GrammarSpec) -> TokenMatcher:
-        """Returns a matcher at the beginning of the grammar's text; GrammarError where llguidance
-        refuses the grammar.
+        """Returns a matcher at the start of the grammar; raises GrammarError if llguidance rejects
+        it.
         """
         text = self._whole(spec)
         matcher = with_deep_stack(
@@ -215,7 +211,9 @@ class GrammarCompiler:
         )
 
     def masks(self, matchers: Sequence[Matcher]) -> list[bytes | None]:
-        """Returns the masks of matchers of this vocabulary; None where one has met a bound."""
+        """Returns the masks of matchers of this vocabulary; None for those that exceeded a
+        limit.
+        """
         if self._executor is None:
             self._executor = LLExecutor(min(MOST_MASK_THREADS, num_cores()))
         parsers = [one.parser for one in matchers if isinstance(one, TokenMatcher)]
@@ -228,7 +226,7 @@ class GrammarCompiler:
         ]
 
     def num_bytes(self, spec: GrammarSpec) -> int:
-        """Returns about how much memory the compiled grammar takes."""
+        """Returns the estimated memory of the compiled grammar."""
         return LEAST_BYTES + BYTES_OF_TEXT * len(spec.text)
 
     def _whole(self, spec: GrammarSpec) -> str:
@@ -240,14 +238,14 @@ class GrammarCompiler:
 
 
 def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
+    """Returns the number of cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def limits() -> LLParserLimits:
-    """Returns the bounds of the work on one grammar."""
+    """Returns the work limits of one grammar."""
     return LLParserLimits(
         max_lexer_states=MAX_LEXER_STATES,
         step_lexer_fuel=STEP_LEXER_FUEL,
@@ -257,7 +255,9 @@ def limits() -> LLParserLimits:
 
 
 def probe(matcher: TokenMatcher) -> None:
-    """Walks some tokens into a grammar; GrammarError where no token is legal, or a bound is met."""
+    """Advances a few tokens into a grammar; raises GrammarError if no token is legal or a limit is
+    exceeded.
+    """
     for _ in range(PROBE_TOKENS):
         mask = matcher.mask()
         first = next((i for i, byte in enumerate(mask) if byte), None)
@@ -270,7 +270,7 @@ def probe(matcher: TokenMatcher) -> None:
 
 
 def fault_in(whole: str) -> str:
-    """Returns why llguidance refuses grammars, given as it reads them; "" where it does not."""
+    """Returns llguidance's error for grammars in its own format; "" if they compile."""
     validate = partial(LLMatcher.validate_grammar, whole, limits=limits())
     try:
         return first_line(with_deep_stack(validate, len(whole)))
@@ -281,12 +281,12 @@ def fault_in(whole: str) -> str:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Returns whether llguidance met a fault of its own, which is no Exception."""
+    """Returns whether an error is an llguidance panic, which is not an Exception."""
     return type(error).__name__ == "PanicException"
 
 
 def first_line(error: str) -> str:
-    """Returns what llguidance says of an error, without its dumps of the parser's state."""
+    """Shortens llguidance's error message to its description, without parser state dumps."""
     if error.startswith(PANIC):
         what = error.removeprefix(f"{PANIC}: ").partition("<backtrace>")[0].strip()
         return f"too large, or not readable: {what}"[:500]
@@ -295,5 +295,5 @@ def first_line(error: str) -> str:
 
 
 def refuse(given_as: str, message: str, hint: str | None = None) -> InvalidRequest:
-    """Returns the error of a form that cannot be met."""
+    """Returns the error of a structured output request that cannot be compiled."""
     return InvalidRequest(f"{given_as}: {message}", param=given_as, hint=hint)

@@ -1,8 +1,7 @@
-"""Room for llguidance to compile in: it recurses as deep as rules and schemas refer to one another,
-and a stack that overflows ends the process.
+"""Runs llguidance with enough stack: it recurses as deep as rules and schemas refer to one another,
+and a stack overflow kills the process.
 
-A text refers the deeper the longer it is, so its length bounds the stack that it may take. Masks
-are made without recursion.
+The recursion depth is bounded by the text's length. Computing masks does not recurse.
 """
 
 from __future__ import annotations
@@ -14,25 +13,24 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 SHALLOW_BYTES = 2 << 10
-"""Length of the texts that the stack of any thread has room for."""
+"""Texts up to this length compile on any thread's stack."""
 LARGE_BYTES = 64 << 10
-"""Length of the texts of which one at a time is compiled, since their stacks may take much memory.
-"""
+"""Larger texts compile one at a time, because their stacks may take much memory."""
 LEAST_STACK_BYTES = 8 << 20
 STACK_BYTES_PER_BYTE = 1024
-"""Stack for each byte of a text: chains of rules, terminals and references take 120 to 550."""
+"""Stack per byte of text: chains of rules, terminals and references need 120 to 550."""
 
 STARTS = threading.Lock()
-"""Held while a thread of another stack size starts: the size is the process's."""
+"""Held while starting a thread with another stack size, which is a process-wide setting."""
 LARGE = threading.Lock()
-"""Held while a large text is compiled."""
+"""Held while a large text compiles."""
 
 Returned = TypeVar("Returned")
 
 
 def with_deep_stack(run: Callable[[], Returned], num_bytes: int) -> Returned:
-    """Calls a function that compiles a text of `num_bytes` bytes, a long one in a thread of its own
-    whose stack goes back to the system; returns what it returns.
+    """Calls `run`, which compiles a text of `num_bytes` bytes; long texts run on a thread with a
+    larger stack.
     """
     if num_bytes <= SHALLOW_BYTES:
         return run()

@@ -1,8 +1,8 @@
-"""The part of a function's schema that a grammar enforces.
+"""The enforceable part of a function's schema.
 
-A tool schema that is not strict never fails a request: a keyword that no grammar enforces is
-dropped and its JSON pointer returned, so that the grammar admits more than the schema. A strict one
-raises SchemaError. Results are cached: clients send the same functions with every request.
+A non-strict tool schema never fails a request: keywords that no grammar enforces are dropped and
+their JSON pointers returned. A strict one raises SchemaError. Results are cached, because clients
+repeat their functions in every request.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ from octavo.text.grammar.string_patterns import FORMATS, whole_pattern
 from octavo.text.grammar.strings import escape_options, rewrite_patterns
 
 MAX_REPAIRS = 64
-"""Faults that are dropped one by one, before the whole schema is."""
+"""Errors that are dropped one by one before the entire schema is."""
 REPAIR_S = 1.0
-"""Time in seconds after which no further fault is looked for."""
+"""Time limit of the search for errors, in seconds."""
 NOT_ENFORCED = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
     *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
     *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef", OPTIONS),
 )
-"""Keywords that llguidance does not compile, or that are not the user's to set."""
+"""Keywords that llguidance does not support, or that users may not set."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class Enforceable:
-    """A schema without what no grammar enforces."""
+    """A schema without unenforceable parts."""
 
     schema: Mapping[str, Any]
     dropped: tuple[str, ...] = ()
-    """JSON pointers of what the schema does not enforce any more."""
+    """JSON pointers of dropped parts."""
 
 
 def enforceable(schema: Mapping[str, Any], *, is_strict: bool) -> Enforceable:
-    """Returns what of the schema of a function's arguments can be enforced. A strict schema is
-    enforced whole: raises SchemaError for what cannot be.
+    """Returns the enforceable part of a function's schema.
+
+    Raises SchemaError if `is_strict` and anything cannot be enforced.
     """
     try:
         text = json.dumps(read(schema))
@@ -67,10 +68,9 @@ def enforceable(schema: Mapping[str, Any], *, is_strict: bool) -> Enforceable:
 
 
 def without_unenforced(schema: Mapping[str, Any]) -> Enforceable:
-    """Returns a schema of any type without the keywords and the look-around in patterns that no
-    grammar enforces.
+    """Returns a schema of any type without unenforceable keywords and look-around patterns.
 
-    Unlike `enforceable` it leaves other faults in, which are refused when the schema is compiled.
+    Unlike `enforceable`, keeps other errors, which are reported when the schema is compiled.
     """
     try:
         root = json.loads(json.dumps(read(schema)))
@@ -80,7 +80,9 @@ def without_unenforced(schema: Mapping[str, Any]) -> Enforceable:
 
 
 def _drop_lookaround(root: dict[str, Any]) -> list[str]:
-    """Removes valid patterns that no grammar enforces (look-ahead, look-behind); returns where."""
+    """Removes valid patterns that no grammar enforces (look-ahead, look-behind); returns their
+    pointers.
+    """
     dropped = []
     for place in list(places(root)):
         pattern = place.schema.get("pattern") if isinstance(place.schema, dict) else None
@@ -117,7 +119,9 @@ def _enforceable(text: str, is_strict: bool) -> Enforceable:
 
 
 def _compiled(root: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema as the compiler may see it; SchemaError with the place of a fault."""
+    """Returns the schema prepared for the compiler; raises SchemaError with the location of an
+    error.
+    """
     made = prepared(root)
     check_cycles(made)
     close_objects(made)
@@ -136,7 +140,7 @@ def _compiled(root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_patterns(root: dict[str, Any]) -> None:
-    """Refuses a pattern that cannot be written as a terminal, as strings without quotes are."""
+    """Rejects patterns that cannot be terminals, which unquoted strings need."""
     for place in places(root):
         if not isinstance(place.schema, Mapping):
             continue
@@ -164,7 +168,7 @@ def _fault_in(grammar: dict[str, Any]) -> str:
 
 
 def _drop_known(root: dict[str, Any]) -> list[str]:
-    """Drops the keywords that are never enforced; returns their pointers."""
+    """Drops keywords that are never enforced; returns their pointers."""
     dropped = []
     for place in list(places(root)):
         if not isinstance(place.schema, dict):
@@ -185,7 +189,7 @@ def _is_never_enforced(place: SubSchema, key: str) -> bool:
 
 
 def _restrict_to_objects(root: dict[str, Any], *, is_strict: bool) -> list[str]:
-    """Makes the root a schema of objects; returns the pointer of a type that it cannot have."""
+    """Restricts the root schema to objects; returns the pointer of an incompatible type."""
     types = root.get("type", "object")
     is_object = types == "object" or (isinstance(types, list) and "object" in types)
     if not is_object and is_strict:
@@ -195,8 +199,8 @@ def _restrict_to_objects(root: dict[str, Any], *, is_strict: bool) -> list[str]:
 
 
 def _drop(root: dict[str, Any], pointer: str) -> bool:
-    """Drops what a pointer names: a keyword, or all that a schema within the root says; returns
-    whether it could. `oneOf` becomes `anyOf`, which admits more.
+    """Drops the keyword or subschema at a pointer; returns whether that was possible. `oneOf`
+    becomes the weaker `anyOf`.
     """
     *keys, last = pointer_keys(pointer) or [""]
     if not last:

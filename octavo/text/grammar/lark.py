@@ -1,4 +1,4 @@
-"""Spells texts, choices and structural tags in Lark's notation, as llguidance reads it."""
+"""Formats texts, choices and structural tags as Lark grammars for llguidance."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from octavo.api.structured_outputs import GrammarSpec, MessageFrame
 
 BETWEEN = r"BETWEEN: /[ \t\r\n]{0,8}/"
-"""Rule of the whitespace that models write between the parts of an answer."""
+"""Whitespace rule between the parts of an output."""
 
 DEFINED = re.compile(r"([^\W\d]\w*)\s*(?:\.\s*-?\d+\s*)?(?:\[[^\]]*\]\s*)?:")
-"""Name of a rule or terminal, where it is defined."""
+"""Name of a rule or terminal in its definition."""
 NAME = re.compile(r"[^\W\d]\w*")
 
 
 def depth(grammar: str) -> int:
-    """Returns how many rules and terminals of a grammar refer to one another in a row, as they are
-    met from the first; one that has been met before counts once.
+    """Returns the length of the longest chain of references among a grammar's rules and
+    terminals.
     """
     found = list(DEFINED.finditer(grammar))
     ends = [*(match.start() for match in found[1:]), len(grammar)]
@@ -39,7 +39,7 @@ def depth(grammar: str) -> int:
 
 
 def literal(text: str, special: Mapping[str, int] | None = None) -> str:
-    """Returns a text as a rule that matches it, each special token in it by its id."""
+    """Returns a rule that matches a text, with special tokens by id."""
     if not special:
         return _quoted(text)
     names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
@@ -48,20 +48,20 @@ def literal(text: str, special: Mapping[str, int] | None = None) -> str:
 
 
 def choice(texts: Sequence[str]) -> str:
-    """Returns the grammar of an answer that is one of some texts."""
+    """Returns the grammar of a choice between texts."""
     return "start: CHOICE\nCHOICE: " + " | ".join(map(literal, dict.fromkeys(texts))) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class TagLayout:
-    """Number and place of the structures in an answer."""
+    """Number and position of the structures in an output."""
 
     at_least_one: bool = False
-    """Whether the answer is structures alone, with no text around them."""
+    """Whether the output consists only of structures."""
     stop_after_first: bool = False
-    """Whether the answer ends with its first structure."""
+    """Whether the output ends after the first structure."""
     begins_unlike: str = ""
-    """Text with which the answer does not begin."""
+    """Text that the output may not begin with."""
 
 
 ANY_NUMBER = TagLayout()
@@ -73,10 +73,10 @@ def tags(
     special: Mapping[str, int],
     layout: TagLayout = ANY_NUMBER,
 ) -> str:
-    """Returns the grammar of free text with structures in it, or of structures alone.
+    """Returns the grammar of free text with structures, or of structures only.
 
-    Each structure has its `trigger`, its `begin` (which starts with the trigger) and its `end`;
-    what lies between is the grammar of that place in `names`.
+    Each structure has a `trigger`, a `begin` (starting with the trigger) and an `end`; its content
+    is the grammar at the same index in `names`.
     """
     rules = [f"tag_{index}" for index in range(len(structures))]
     one = " | ".join(rules)
@@ -108,8 +108,9 @@ def framed(
     frame: MessageFrame,
     layout: TagLayout,
 ) -> str:
-    """Returns the grammar of messages, some of which are structures, or of structures alone;
-    reasoning may come before them. A header holds no text that belongs to the structures' own.
+    """Returns the grammar of messages, some or all of them structures, optionally after reasoning.
+
+    Message headers cannot contain texts of the structures' headers.
     """
     own = " | ".join(f"tag_{index}" for index in range(len(structures)))
     opening, text, between = (
@@ -136,7 +137,7 @@ def framed(
 
 
 def _thoughts(frame: MessageFrame, between: str) -> str:
-    """Returns what stands before the first message."""
+    """Returns the rule before the first message."""
     if frame.has_begun:
         return f"think {between}"
     if not frame.thought:
@@ -145,7 +146,7 @@ def _thoughts(frame: MessageFrame, between: str) -> str:
 
 
 def _messages(own: str, between: str, layout: TagLayout) -> str:
-    """Returns an answer's messages: structures alone, or any of which some are structures."""
+    """Returns the rule of an output's messages."""
     if layout.at_least_one:
         more = "" if layout.stop_after_first else f" ({between} ({own}))*"
         return f"({own}){more}"
@@ -155,19 +156,19 @@ def _messages(own: str, between: str, layout: TagLayout) -> str:
 
 
 def has_marks(frame: MessageFrame, special: Mapping[str, int]) -> bool:
-    """Returns whether special tokens, which no text holds, begin and end all parts of messages."""
+    """Returns whether special tokens delimit all parts of messages."""
     between = any(frame.between.startswith(mark) for mark in special)
     return frame.opening in special and frame.text in special and between
 
 
 def _without(texts: Iterable[str]) -> str:
-    """Returns the pattern of texts in which none of some others stands."""
+    """Returns the pattern of texts that contain none of some others."""
     banned = "|".join(re.escape(text).replace("/", "\\/") for text in texts)
     return f"/(.|\\n)*/ & ~/(.|\\n)*({banned})(.|\\n)*/"
 
 
 def any_text(rule: str, begins_unlike: str) -> str:
-    """Returns a terminal of any text, which does not begin with the other one where it is given."""
+    """Returns a terminal for any text that does not begin with `begins_unlike`."""
     if not begins_unlike:
         return f"{rule}: /(.|\\n)*/"
     unlike = re.escape(begins_unlike).replace("/", "\\/")
@@ -177,7 +178,7 @@ def any_text(rule: str, begins_unlike: str) -> str:
 def _tag_rules(
     rule: str, free: str, structure: Mapping[str, Any], name: str, special: Mapping[str, int]
 ) -> list[str]:
-    """Returns the rules of one structure behind free text."""
+    """Returns the rules of one structure after free text."""
     trigger, begin = structure["trigger"], structure["begin"]
     rest, end = begin[len(trigger) :], structure["end"]
     parts = [literal(rest, special)] if rest else []
@@ -191,11 +192,11 @@ def _tag_rules(
 
 
 def after(spec: GrammarSpec, name: str, special: Mapping[str, int]) -> str:
-    """Returns the grammar of a free text up to a spec's `starts_after`, followed by the grammar
-    called `name`; with `may_end_before` the answer may end inside the free text.
+    """Returns the grammar of free text up to `starts_after`, followed by grammar `name`; with
+    `may_end_before` the output may end within the free text.
 
-    Some whitespace may stand between the two; models write it. Where the free text has a bound,
-    `cut` comes first: at the bound llguidance completes the first of the rules that met it.
+    Whitespace between the two is allowed, as models write it. If the free text is bounded, `cut`
+    comes first: at the bound llguidance completes the first rule that reached it.
     """
     closing = literal(spec.starts_after, special)
     most = spec.most_tokens_before
@@ -218,6 +219,6 @@ def after(spec: GrammarSpec, name: str, special: Mapping[str, int]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns a text in quotes; llguidance reads no control characters, but their escapes."""
+    """Quotes a text; llguidance accepts control characters only as escapes."""
     quoted = json.dumps(text, ensure_ascii=False)
     return re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", quoted)

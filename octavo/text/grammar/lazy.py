@@ -1,5 +1,5 @@
-"""The grammars of one engine, made ready when the first is asked for: reading the vocabulary takes
-some tenths of a second, and llguidance is not loaded before. Implements `prompt_ports.Grammars`.
+"""Grammars of one engine, initialized on first use: reading the vocabulary takes some tenths of a
+second. Implements `Grammars`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSetup:
-    """The parts of a model that its grammars are compiled over."""
+    """What grammars are compiled for: tokenizer, vocabulary size, end tokens."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -31,11 +31,11 @@ class GrammarSetup:
 
 
 MAX_ADMITTED_BYTES = 4 << 20
-"""Text of the grammars of forms that are known to be good."""
+"""Size limit of cached grammar texts."""
 
 
 class AdmittedForms:
-    """Grammars of the forms that were admitted last, for requests that have the same."""
+    """LRU cache of validated grammars."""
 
     def __init__(self, max_bytes: int = MAX_ADMITTED_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -44,14 +44,14 @@ class AdmittedForms:
         self._lock = threading.Lock()
 
     def find(self, digest: bytes) -> GrammarSpec | None:
-        """Returns the grammar of a form; None where it is not known."""
+        """Returns the grammar of a request's digest, if cached."""
         with self._lock:
             if digest in self._specs:
                 self._specs.move_to_end(digest)
             return self._specs.get(digest)
 
     def add(self, digest: bytes, spec: GrammarSpec) -> None:
-        """Keeps a form's grammar; those used least recently go."""
+        """Adds a grammar and evicts the least recently used ones."""
         with self._lock:
             if digest not in self._specs:
                 self._num_bytes += len(spec.text)
@@ -62,7 +62,7 @@ class AdmittedForms:
 
 
 def digest_of(form: StructuredOutputs) -> bytes | None:
-    """Returns the name of a form by its content; None where it is no JSON, which is refused."""
+    """Returns a content digest; None if the request is not valid JSON."""
     fields = {name: getattr(form, name) for name in form.__struct_fields__}
     try:
         text = json.dumps(fields, default=msgspec.to_builtins, allow_nan=False)
@@ -72,10 +72,10 @@ def digest_of(form: StructuredOutputs) -> bytes | None:
 
 
 class LazyGrammars:
-    """Compiles and admits grammars; any thread may."""
+    """Compiles and validates grammars. Thread-safe."""
 
     def __init__(self, read: Callable[[], GrammarSetup], *, opens_objects: bool = False) -> None:
-        """Takes whether objects whose schema is silent about `additionalProperties` are open."""
+        """`opens_objects`: objects without `additionalProperties` allow other properties."""
         self._read = read
         self._opens_objects = opens_objects
         self._admitted = AdmittedForms()
@@ -89,7 +89,7 @@ class LazyGrammars:
         return self.compiler.num_bytes(spec)
 
     def knows(self, form: StructuredOutputs) -> bool:
-        """Returns whether a form was admitted before, so that to admit it again is quick."""
+        """Returns whether a request is cached, so that `admit` is fast."""
         digest = digest_of(self._configured(form))
         return digest is not None and self._admitted.find(digest) is not None
 
@@ -97,7 +97,7 @@ class LazyGrammars:
         return self.compiler.masks(matchers)
 
     def admit(self, form: StructuredOutputs) -> GrammarSpec:
-        """Returns the grammar of a form; InvalidRequest says why it cannot be met."""
+        """Returns the grammar of a request; raises InvalidRequest if it cannot be compiled."""
         from octavo.text.grammar.admission import admit
 
         form = self._configured(form)
@@ -110,14 +110,14 @@ class LazyGrammars:
         return found
 
     def _configured(self, form: StructuredOutputs) -> StructuredOutputs:
-        """Returns a form with the engine's own value where the request gives none."""
+        """Fills in the engine's default of `disable_additional_properties`."""
         if form.disable_additional_properties is not None:
             return form
         closes = not self._opens_objects
         return msgspec.structs.replace(form, disable_additional_properties=closes)
 
     def continues(self, spec: GrammarSpec, token_ids: Sequence[int]) -> bool:
-        """Returns whether tokens are the beginning of a grammar's text."""
+        """Returns whether tokens are a valid prefix of a grammar's text."""
         from octavo.text.grammar.compiler import GrammarError
 
         try:
@@ -128,7 +128,7 @@ class LazyGrammars:
 
     @property
     def compiler(self) -> GrammarCompiler:
-        """The compiler, made for the first who asks."""
+        """The compiler, created on first use."""
         from octavo.text.grammar.compiler import GrammarCompiler
 
         with self._lock:

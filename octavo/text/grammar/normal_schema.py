@@ -1,10 +1,9 @@
-"""The normal form of a JSON schema: unions of plain alternatives, each without references, `allOf`,
-`anyOf` and `oneOf` of its own.
+"""Normal form of a JSON schema: a union of alternatives without references, `allOf`, `anyOf` and
+`oneOf`.
 
-Tool-call formats that do not write arguments as one JSON object are compiled from it: an object's
-properties (`object_shapes`) and the scalars that a property may be (`leaves`). Values inside lists
-and objects stay JSON schemas, which llguidance compiles (`standalone`). Knows no format.
-Source of the semantics: JSON Schema 2020-12.
+Tool-call formats other than JSON objects are compiled from it: object properties (`object_shapes`)
+and scalar values (`leaves`). Nested lists and objects remain JSON schemas, which llguidance
+compiles (`standalone`). Source of the semantics: JSON Schema 2020-12.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from octavo.text.grammar.schema_faults import UNMET
 from octavo.text.grammar.strings import rewrite_patterns
 
 MAX_ALTERNATIVES = 64
-"""Alternatives of one schema; allOf of unions multiplies them."""
+"""Alternatives per schema; allOf of unions multiplies them."""
 NUMBERS = frozenset({"integer", "number"})
-"""A schema of numbers admits integers too, so that intersections are those of sets."""
+"""A number schema also allows integers, so that intersections work as on sets."""
 TYPES = NUMBERS | {"null", "boolean", "string", "array", "object"}
 LIMITS = (
     *("minLength", "maxLength", "pattern", "format"),
@@ -36,15 +35,15 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Values of some types, listed or limited."""
+    """Values of some types, enumerated or limited."""
 
     types: frozenset[str]
     values: tuple[Any, ...] | None = None
-    """The only values; None if the types and limits are all that is known."""
+    """All possible values; None if only types and limits are known."""
     limits: tuple[tuple[str, Any], ...] = ()
 
     def having(self, types: Iterable[str]) -> Leaf | None:
-        """Returns the leaf with only some of its types; None if it then has no value."""
+        """Restricts the leaf to some types; None if no value remains."""
         kept = self.types & frozenset(types)
         values = self.values
         if values is not None:
@@ -57,12 +56,12 @@ class Leaf:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether limits of strings may contradict each other."""
+        """Whether string limits may contradict each other."""
         keys = [key for key, _ in self.limits]
         return len(keys) > 1 and ("pattern" in keys or "format" in keys)
 
     def admits(self, constant: bool | None) -> bool:
-        """Returns whether a constant, which no limit holds for, is one of the values."""
+        """Returns whether a constant, to which no limit applies, is allowed."""
         is_listed = self.values is None or any(value is constant for value in self.values)
         return is_listed and type_of(constant) in self.types
 
@@ -77,15 +76,15 @@ class ObjectShape:
     properties: dict[str, Schema] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
     patterns: tuple[tuple[str, Schema], ...] = ()
-    """Schemas of other properties by a pattern of their names."""
+    """Schemas of other properties by name pattern."""
     additional: Schema = True
-    """Schema of properties that neither a name nor a pattern has."""
+    """Schema of properties that match neither a name nor a pattern."""
     least: int = 0
-    """Least number of properties."""
+    """Smallest number of properties."""
     most: int | None = None
 
     def schema_of(self, name: str) -> Schema:
-        """Returns the schema of the property of a name."""
+        """Returns the schema of a property."""
         if name in self.properties:
             return self.properties[name]
         found = [schema for pattern, schema in self.patterns if matches(pattern, name)]
@@ -93,7 +92,7 @@ class ObjectShape:
 
 
 def type_of(value: Any) -> str:
-    """Returns the JSON type of a value; of a number without a fraction "integer"."""
+    """Returns the JSON type of a value; "integer" for numbers without a fraction."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -105,7 +104,7 @@ def type_of(value: Any) -> str:
 
 
 def is_within(value: Any, limits: Iterable[tuple[str, Any]]) -> bool:
-    """Returns whether a scalar is within limits; multiples and formats are not compared."""
+    """Returns whether a scalar is within limits; ignores multiples and formats."""
     if isinstance(value, str):
         return all(
             (key != "minLength" or len(value) >= limit)
@@ -125,7 +124,7 @@ def is_within(value: Any, limits: Iterable[tuple[str, Any]]) -> bool:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Returns whether a name has a pattern; True if Python cannot read the pattern."""
+    """Returns whether a name matches a pattern; True if Python cannot parse it."""
     try:
         return re.search(pattern, name) is not None
     except re.error:
@@ -133,7 +132,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def all_of(*schemas: Schema) -> Schema:
-    """Returns the schema of what meets all schemas."""
+    """Returns the intersection of schemas."""
     if any(schema is False for schema in schemas):
         return False
     kept: list[Schema] = []
@@ -155,8 +154,9 @@ def _alternatives(
     meet: Callable[[Part, Part], Part | None],
     following: frozenset[int] = frozenset(),
 ) -> list[Part]:
-    """Returns the alternatives of a schema: `own` gives those of its own keywords, `meet` the
-    intersection of two. A reference that leads back to itself adds none.
+    """Returns the alternatives of a schema.
+
+    `own` returns those of its own keywords, `meet` intersects two. A recursive reference adds none.
     """
     if not isinstance(schema, Mapping):
         return [] if schema is False else own({})
@@ -181,7 +181,7 @@ def _alternatives(
 
 
 def _unique(parts: Iterable[Part]) -> list[Part]:
-    """Returns parts without repetitions; leaves of the same types that list values are one."""
+    """Removes duplicates and merges enumerated leaves of the same types."""
     kept: list[Part] = []
     for part in parts:
         if isinstance(part, Leaf) and part.values is not None and not part.limits:
@@ -212,7 +212,7 @@ def _is_in(value: Any, values: Iterable[Any]) -> bool:
 
 
 def leaves(root: Schema, schema: Schema) -> list[Leaf]:
-    """Returns the alternatives of a value: its types, and what limits strings and numbers."""
+    """Returns the alternatives of a scalar: its types and limits."""
     return _alternatives(root, schema, _own_leaves, _meet_leaves)
 
 
@@ -250,8 +250,10 @@ def _meet_leaves(one: Leaf, other: Leaf) -> Leaf | None:
 
 
 def object_shapes(root: Schema) -> list[ObjectShape]:
-    """Returns the alternatives of a schema's objects, in which each number of properties is met by
-    the properties that are neither named nor optional. Raises SchemaError if there is no object.
+    """Returns the alternatives of a schema's objects; each property count can be met by unnamed
+    required properties.
+
+    Raises SchemaError if no object is allowed.
     """
     shapes = _alternatives(root, root, _own_shapes, _meet_shapes)
     found = [counted for shape in shapes for counted in _counted(_satisfiable(root, shape))]
@@ -285,7 +287,6 @@ def _own_shapes(schema: Mapping[str, Any]) -> list[ObjectShape]:
 
 
 def _shape_of(value: Mapping[str, Any]) -> ObjectShape:
-    """Returns the shape of one object."""
     properties = {name: {"const": part} for name, part in value.items()}
     return ObjectShape(properties, frozenset(properties), additional=False)
 
@@ -309,8 +310,8 @@ def _meet_shapes(one: ObjectShape, other: ObjectShape) -> ObjectShape | None:
 
 
 def _satisfiable(root: Schema, shape: ObjectShape) -> ObjectShape | None:
-    """Returns a shape that names all required properties, False for those that cannot be; None if
-    one of the required cannot be.
+    """Lists all required properties, with False for impossible ones; None if a required one is
+    impossible.
     """
     required = [name for name in sorted(shape.required) if name not in shape.properties]
     named = shape.properties | {name: shape.schema_of(name) for name in required}
@@ -325,7 +326,7 @@ def _satisfiable(root: Schema, shape: ObjectShape) -> ObjectShape | None:
 
 
 def can_be(root: Schema, schema: Schema) -> bool:
-    """Returns whether a schema has a value, as far as its types and limits of strings tell."""
+    """Returns whether a schema allows any value, judging by types and string limits."""
     found = leaves(root, schema)
     if not any(leaf.may_be_empty for leaf in found):
         return bool(found)
@@ -337,7 +338,7 @@ def can_be(root: Schema, schema: Schema) -> bool:
 
 
 def _counted(shape: ObjectShape | None) -> list[ObjectShape]:
-    """Returns shapes whose `least` and `most` count only the properties that are not named."""
+    """Returns shapes whose `least` and `most` count only unnamed properties."""
     if shape is None:
         return []
     num_required = len(shape.required)
@@ -363,7 +364,7 @@ def _counted(shape: ObjectShape | None) -> list[ObjectShape]:
 
 
 def _without(shape: ObjectShape, names: set[str], *, is_closed: bool) -> ObjectShape:
-    """Returns a shape without some of its optional properties."""
+    """Removes some optional properties from a shape."""
     properties = shape.properties | dict.fromkeys(names, False)
     if not is_closed:
         return replace(shape, properties=properties)
@@ -374,7 +375,7 @@ def _without(shape: ObjectShape, names: set[str], *, is_closed: bool) -> ObjectS
 
 
 def standalone(root: Schema, schema: Schema) -> dict[str, Any]:
-    """Returns a part of a schema on its own, with the definitions that it refers to."""
+    """Returns a subschema on its own, with the definitions that it refers to."""
     names: dict[str, str] = {}
     definitions: dict[str, Schema] = {}
     made = _with_names(root, schema, names)
@@ -388,7 +389,7 @@ def standalone(root: Schema, schema: Schema) -> dict[str, Any]:
 
 
 def _with_names(root: Schema, schema: Schema, names: dict[str, str]) -> Schema:
-    """Returns a copy of a schema whose references are definitions, which are added to `names`."""
+    """Copies a schema with references to definitions, which are added to `names`."""
     if not isinstance(schema, Mapping):
         return schema
     copied = {key: part for key, part in schema.items() if key not in ("$defs", "definitions")}

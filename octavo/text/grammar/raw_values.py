@@ -1,4 +1,5 @@
-"""Values in tool-call formats that write strings without quotes, up to a closing text.
+r"""Values in tool-call formats that write strings unquoted, up to a closing text. Defines the rules
+for both grammar and parser:
 
 The one place of the rule, for the grammar and the parser:
 
@@ -7,7 +8,7 @@ The one place of the rule, for the grammar and the parser:
   of them is that value: `null` is null, `12` a number, and what begins with `{` or `[` an object or
   a list. Any other text is the string itself.
 - A string that cannot be written so, because it holds the closing text or would be read as another
-  type, is written as a JSON string, in which the closing text is escaped: `"\\u003c/parameter>"`.
+  type, is written as a JSON string, in which the closing text is escaped: `"\u003c/parameter>"`.
   Only the spelling that `quote` returns is read so; `"a phrase"` is a string with its quotes.
 - A closing text inside a string of a list or an object does not end the value.
 """
@@ -23,7 +24,7 @@ from octavo.text.grammar.normal_schema import NUMBERS, Leaf
 from octavo.text.grammar.string_patterns import FORMATS, whole_pattern
 
 MAX_QUOTED = 1024
-"""Most characters of a JSON string that stands for a text; a longer one is the text itself."""
+"""Longest JSON string that is interpreted as a quoted text; longer ones are taken literally."""
 INTEGER = r"-?(0|[1-9][0-9]*)"
 NUMBER = rf"{INTEGER}(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 BEGUN_NUMBER = re.compile(r"-?([0-9]+(\.[0-9]*)?([eE][+\-]?[0-9]*)?)?")
@@ -35,7 +36,7 @@ ANYTHING = r"/(.|\n)*/"
 
 
 def quote(text: str, closing: str) -> str:
-    """Returns the JSON string of a text, the first character of each closing text escaped."""
+    """Returns a text as a JSON string with each closing text escaped."""
     parts = (json.dumps(part, ensure_ascii=False)[1:-1] for part in text.split(closing))
     return f'"{_escaped(closing).join(parts)}"'
 
@@ -45,19 +46,19 @@ def _escaped(closing: str) -> str:
 
 
 def needs_quotes(text: str, closing: str, types: Collection[str]) -> bool:
-    """Returns whether a string cannot be written as it is."""
+    """Returns whether a string cannot be written unquoted."""
     return closing in text or is_other_type(text, types)
 
 
 def is_other_type(text: str, types: Collection[str]) -> bool:
-    """Returns whether a text is a value of one of the types beside strings."""
+    """Returns whether a text is a value of a non-string type."""
     if any(name in types and text.startswith(char) for name, char in BRACKETS.items()):
         return True
     return re.fullmatch(_scalars(types), text) is not None
 
 
 def _scalars(types: Collection[str]) -> str:
-    """Returns the pattern of the JSON scalars of some types beside strings."""
+    """Returns the pattern of JSON scalars of some non-string types."""
     found = [*(["null"] if "null" in types else []), *_booleans(types)]
     if not NUMBERS.isdisjoint(types):
         found.append(NUMBER if "number" in types else INTEGER)
@@ -72,7 +73,7 @@ def _booleans(types: Collection[str]) -> list[str]:
 
 
 def may_be_json(text: str, types: Collection[str]) -> bool:
-    """Returns whether a text that has begun so may still be read as JSON, not as a string."""
+    """Returns whether a partial text may still be JSON instead of a string."""
     if not text:
         return True
     if any(name in types and text[0] == char for name, char in BRACKETS.items()):
@@ -87,7 +88,7 @@ def may_be_json(text: str, types: Collection[str]) -> bool:
 
 
 def is_inside_string(text: str, types: Collection[str]) -> bool:
-    """Returns whether a value that has begun so is a list or an object with an open string."""
+    """Returns whether a partial value is a list or object with an open string."""
     kinds = [name for name, char in BRACKETS.items() if text.lstrip().startswith(char)]
     if not kinds or ("string" in types and kinds[0] not in types):
         return False
@@ -95,7 +96,7 @@ def is_inside_string(text: str, types: Collection[str]) -> bool:
 
 
 def read_raw(text: str, closing: str, types: Collection[str]) -> str:
-    """Returns the JSON of a value of a parameter that admits strings."""
+    """Returns the JSON of a value whose parameter allows strings."""
     if text[:1] == '"' and len(text) <= MAX_QUOTED and is_json(text):
         unquoted = json.loads(text)
         if needs_quotes(unquoted, closing, types) and quote(unquoted, closing) == text:
@@ -106,7 +107,7 @@ def read_raw(text: str, closing: str, types: Collection[str]) -> str:
 
 
 def is_json(text: str) -> bool:
-    """Returns whether a text is JSON, of which NaN and Infinity are no part."""
+    """Returns whether a text is JSON without NaN and Infinity."""
     try:
         json.loads(text, parse_constant=_reject)
     except (ValueError, RecursionError):
@@ -122,8 +123,8 @@ def _reject(constant: str) -> None:
 
 
 def json_types(leaves: Sequence[Leaf]) -> frozenset[str]:
-    """Returns the types of a parameter with strings whose values are written as JSON, because no
-    regular expression describes them: lists, objects, numbers within bounds.
+    """Returns the types of a string parameter that are written as JSON, because no regex describes
+    them: lists, objects, bounded numbers.
     """
     found: set[str] = set()
     for leaf in leaves:
@@ -140,9 +141,9 @@ def _has_bounds(leaf: Leaf) -> bool:
 
 
 def raw_terminal(leaves: Sequence[Leaf], closing: str, types: Collection[str]) -> str:
-    """Returns the terminal of a value's texts, but for what `json_types` names; "" for none.
+    """Returns the terminal of a value's texts except `json_types`; "" if there is none.
 
-    `types` are those that the parser knows of the parameter.
+    `types` are those that the parser assumes for the parameter.
     """
     by_json = json_types(leaves)
     plain = plain_terminal(closing, types, by_json)
@@ -160,7 +161,7 @@ def raw_terminal(leaves: Sequence[Leaf], closing: str, types: Collection[str]) -
 
 
 def plain_terminal(closing: str, types: Collection[str], by_json: Collection[str] = ()) -> str:
-    """Returns the terminal of the strings that are written as they are."""
+    """Returns the terminal of unquoted strings."""
     banned = [rf"(.|\n)*{_regex(closing)}(.|\n)*", rf'"(.|\n)*{_regex(_escaped(closing))}(.|\n)*"']
     if others := frozenset(types) - STRING:
         banned += [rf'"?({_scalars(others)})"?'] if others - set(BRACKETS) else []
@@ -171,11 +172,11 @@ def plain_terminal(closing: str, types: Collection[str], by_json: Collection[str
 
 
 def _beginnings(chars: str, digits: str) -> str:
-    """Returns the terminal of texts that begin with none of some characters, nor with one of
-    `chars` behind a quote.
+    """Returns the terminal of texts that do not begin with some characters, nor with a quote
+    followed by one of `chars`.
 
-    Says which texts there are: said as what they are not, one mask takes 20 times the work on
-    regular expressions, and with a pattern more than `STEP_LEXER_FUEL`.
+    A positive pattern: as a negation, one mask takes 20x the regex work, and with a further pattern
+    more than `STEP_LEXER_FUEL`.
     """
     quoted = rf"[^{chars}](.|\n)*" if chars else r"(.|\n)*"
     return rf'/([^"{chars}{digits}](.|\n)*|"({quoted})?)?/'
@@ -195,7 +196,7 @@ def _strings(leaf: Leaf, closing: str, types: Collection[str], plain: str) -> li
 
 
 def _spelled(text: str, closing: str, types: Collection[str]) -> str | None:
-    """Returns how a string is written; None if no text stands for it."""
+    """Returns how a string is written; None if it cannot be."""
     written = quote(text, closing) if needs_quotes(text, closing, types) else text
     is_read = json.loads(read_raw(written, closing, types)) == text
     return written if is_read and closing not in written else None

@@ -1,9 +1,8 @@
-"""Checks a JSON schema before it is compiled: its size and depth, and what the compiler would take
-without a word (cycles without an end, options of its own).
+"""Validates a JSON schema before compilation: size, depth, endless cycles, and compiler options
+that users may not set.
 
-A refusal names the place by its JSON pointer. `oneOf` becomes `anyOf` where a constant tells the
-branches apart. Which keywords are known is llguidance's business; `schema_faults.py` finds the
-place of what it refuses.
+Errors contain the JSON pointer. `oneOf` becomes `anyOf` if a constant distinguishes the branches.
+llguidance determines the supported keywords; `schema_faults.py` locates its errors.
 """
 
 from __future__ import annotations
@@ -18,23 +17,22 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 MAX_BYTES = 1 << 20
-"""Bytes of one schema or grammar."""
+"""Bytes of a schema or grammar."""
 MAX_DEPTH = 64
-"""Objects and arrays of a schema within each other."""
+"""Nesting depth of objects and arrays."""
 MAX_NODES = 20_000
-"""Objects and arrays in a schema."""
+"""Number of objects and arrays."""
 MAX_PROPERTIES = 2_000
-"""Properties of one object; the time to compile them grows with the square."""
+"""Properties per object; compile time grows with the square."""
 MAX_REFERENCES = 200
-"""References to follow one after another until any part of a schema is reached; the compiler goes
-through all of them at once, 4,000 in more than a second.
+"""Longest chain of references to any part of a schema; the compiler takes over a second for 4,000.
 """
 
 OPTIONS = "x-guidance"
-"""Key of the compiler's own options in a schema, which are not the user's to set."""
+"""Key of compiler options in a schema, which users may not set."""
 
 DEFINITIONS = ("$defs", "definitions")
-"""Keywords whose schemas count only where a reference names them."""
+"""Keywords whose subschemas apply only through references."""
 MAPS = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
 LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")
 SINGLES = (
@@ -50,14 +48,14 @@ SINGLES = (
     "unevaluatedItems",
     "unevaluatedProperties",
 )
-"""Keywords whose values are schemas: by name, in a list, alone."""
+"""Keywords whose values are schemas: by name, in a list, or single."""
 
 Schema = Any
 """A JSON schema: an object or a boolean."""
 
 
 class SchemaError(Exception):
-    """A schema that is refused, with the pointer of the place at fault."""
+    """Raised for an invalid schema, with the pointer of the error."""
 
     def __init__(self, pointer: str, message: str) -> None:
         super().__init__(f"{pointer}: {message}")
@@ -66,14 +64,12 @@ class SchemaError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SubSchema:
-    """A schema within a schema."""
-
     pointer: str
     schema: Schema
 
 
 def read(given: Mapping[str, Any] | str | bool) -> dict[str, Any]:
-    """Returns a schema as an object, from an object, its JSON text or a boolean."""
+    """Returns a schema as an object, from an object, JSON text or boolean."""
     if isinstance(given, str):
         given = _parsed(given)
     if given is False:
@@ -98,7 +94,7 @@ def _parsed(text: str) -> Any:
 
 
 def _check_size(schema: Any) -> None:
-    """Refuses what is deep or large, or is no JSON, without a recursion of its own."""
+    """Rejects values that are too deep, too large or not JSON, without recursion."""
     stack = [("#", schema, 1)]
     num_nodes = num_bytes = 0
     while stack:
@@ -116,7 +112,7 @@ def _check_size(schema: Any) -> None:
 
 
 def _own_bytes(pointer: str, value: Any) -> int:
-    """Returns about how many bytes a value takes beside its parts; refuses what is no JSON."""
+    """Returns the approximate size of a value without its children; rejects non-JSON."""
     if isinstance(value, str):
         _check_text(pointer, value)
         return len(value) + 2
@@ -164,7 +160,7 @@ def _cut(pointer: str) -> str:
 
 
 def children(place: SubSchema) -> Iterator[SubSchema]:
-    """Yields the schemas directly within a schema."""
+    """Yields the direct subschemas."""
     schema = place.schema
     if not isinstance(schema, Mapping):
         return
@@ -181,8 +177,8 @@ def children(place: SubSchema) -> Iterator[SubSchema]:
 
 
 def places(root: Schema) -> Iterator[SubSchema]:
-    """Yields a schema and all schemas within it, in the order of the document; then those that
-    only a reference reaches, such as `#/components/schemas/Pet`.
+    """Yields a schema and all subschemas in document order, then those only reachable by reference,
+    such as `#/components/schemas/Pet`.
     """
     stack = [SubSchema("#", root)]
     references: list[Any] = []
@@ -208,7 +204,7 @@ def pointer_keys(pointer: str) -> list[str]:
 
 
 def resolved(root: Schema, reference: object) -> SubSchema | None:
-    """Returns what a local `$ref` names; None for other references."""
+    """Returns the target of a local `$ref`; None for other references."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     if reference != "#" and not reference.startswith("#/"):
@@ -228,7 +224,7 @@ def resolved(root: Schema, reference: object) -> SubSchema | None:
 
 
 def prepared(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a schema that the compiler may see; refuses long chains of references."""
+    """Returns a copy of a schema for the compiler; rejects long chains of references."""
     schema = json.loads(json.dumps(schema), parse_float=_number)
     _point_references(schema)
     check_chains(schema)
@@ -245,7 +241,7 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _point_references(root: dict[str, Any]) -> None:
-    """Makes pointers of the references that name an `$anchor` or an `$id` of the schema itself."""
+    """Converts references to an `$anchor` or `$id` of the schema itself to pointers."""
     given = root.get("$id")
     base = given if isinstance(given, str) else ""
     named: dict[str, str] = {}
@@ -268,14 +264,14 @@ def _point_references(root: dict[str, Any]) -> None:
 
 
 def _number(text: str) -> int | float:
-    """Returns a number with a fraction or an exponent, as an integer where it is a small one."""
+    """Parses a number with fraction or exponent; small integral ones become integers."""
     number = float(text)
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
 def _open_one_of(root: Schema, schema: dict[str, Any]) -> None:
-    """Makes `oneOf` an `anyOf` where at most one branch can hold; else leaves it to the compiler,
-    which knows types.
+    """Converts `oneOf` to `anyOf` if its branches are disjoint; otherwise leaves it to the
+    compiler.
     """
     branches = schema["oneOf"]
     if not isinstance(branches, list) or not branches:
@@ -293,7 +289,7 @@ def _are_disjoint(sets: list[set[str] | None]) -> bool:
 
 
 def _target(root: Schema, schema: Schema) -> Mapping[str, Any]:
-    """Returns what a schema that only refers stands for."""
+    """Follows references to a schema."""
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             break
@@ -303,9 +299,7 @@ def _target(root: Schema, schema: Schema) -> Mapping[str, Any]:
 
 
 def _constants(root: Schema, schema: Schema) -> set[str] | None:
-    """Returns the values that a schema allows, spelled alike where they are equal; None where it
-    does not list them.
-    """
+    """Returns the normalized values that a schema enumerates, or None."""
     schema = _target(root, schema)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return {_spelled(value) for value in values} if isinstance(values, list) else None
@@ -324,7 +318,7 @@ def _required(root: Schema, schema: Schema) -> list[str]:
 
 
 def _constants_of(root: Schema, schema: Schema, name: str) -> set[str] | None:
-    """Returns the values that a schema allows for a property which it requires."""
+    """Returns the values that a schema enumerates for a required property, or None."""
     if name not in _required(root, schema):
         return None
     properties = _target(root, schema).get("properties")
@@ -337,7 +331,7 @@ def _constants_of(root: Schema, schema: Schema, name: str) -> set[str] | None:
 
 
 def check_chains(root: Schema) -> None:
-    """Refuses a schema with a part that is reached only through too many references."""
+    """Rejects a schema with a part reachable only through too many references."""
     reached: set[int] = set()
     waiting = deque([(0, SubSchema("#", root))])
     while waiting:
@@ -359,7 +353,7 @@ def check_chains(root: Schema) -> None:
 
 
 def schemas_in(grammar: str) -> Iterator[Schema]:
-    """Yields the JSON schemas that stand in a grammar in Lark's notation."""
+    """Yields the JSON schemas embedded in a Lark grammar."""
     decoder = json.JSONDecoder()
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
         with suppress(ValueError, RecursionError):
@@ -370,7 +364,7 @@ def schemas_in(grammar: str) -> Iterator[Schema]:
 
 
 def check_cycles(root: Schema) -> None:
-    """Refuses a schema whose every instance is endless: it requires itself."""
+    """Rejects a schema without finite instances, because it requires itself."""
     found = [place for place in places(root) if isinstance(place.schema, dict)]
     endless = {id(place.schema): place for place in found}
     needed_by: dict[int, list[SubSchema]] = {}
@@ -396,7 +390,7 @@ def check_cycles(root: Schema) -> None:
 
 
 def _has_end(root: Schema, schema: Schema, endless: Container[int]) -> bool:
-    """Returns whether some instance of a schema is finite, as far as `endless` tells."""
+    """Returns whether a schema has a finite instance, given the `endless` ones."""
 
     def ends(part: Any) -> bool:
         return id(part) not in endless
@@ -422,7 +416,7 @@ def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _needed(schema: Mapping[str, Any]) -> list[Any]:
-    """Returns the schemas of the parts that each instance has."""
+    """Returns the subschemas of parts that every instance has."""
     if schema["type"] == "object":
         properties = schema.get("properties")
         named = properties if isinstance(properties, Mapping) else {}

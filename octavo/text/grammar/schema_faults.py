@@ -1,6 +1,5 @@
-"""Finds the place in a JSON schema that llguidance refuses, and the keyword at fault.
-
-Asks by compiling parts of the schema on their own; bounded by time.
+"""Locates the subschema and keyword that llguidance rejects, by compiling parts of a schema within
+a time limit.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from octavo.text.grammar.schema import (
 )
 
 UNMET = "Unsatisfiable schema"
-"""First words of llguidance's refusals of schemas that nothing meets."""
+"""Prefix of llguidance's errors for unsatisfiable schemas."""
 BLAME_S = 0.5
-"""Upper bound on the search for the place of a fault, in seconds."""
+"""Time limit of the search, in seconds."""
 
 
 def blame(root: dict[str, Any], check: Callable[[dict[str, Any]], str]) -> SchemaError:
-    """Returns where the fault lies for which `check` refuses a schema: the innermost schema that it
-    refuses for the same reason by itself.
+    """Returns the location of the error: the innermost subschema that `check` rejects for the same
+    reason.
     """
     reason = check(root)
     shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
@@ -55,7 +54,9 @@ def blame(root: dict[str, Any], check: Callable[[dict[str, Any]], str]) -> Schem
 
 
 def _is_same_fault(found: str, reason: str) -> bool:
-    """Returns whether two refusals have one cause; what nothing meets is told in several ways."""
+    """Returns whether two errors have the same cause; unsatisfiable schemas have several
+    messages.
+    """
     return found == reason or (found.startswith(UNMET) and reason.startswith(UNMET))
 
 
@@ -68,7 +69,7 @@ def _inner(root: Schema, place: SubSchema) -> Iterator[SubSchema]:
 
 
 def _keyword(schema: Mapping[str, Any], reason: str) -> str:
-    """Returns the last part of the pointer, where the reason names a keyword of the schema."""
+    """Returns the last part of the pointer if the message names a keyword of the schema."""
     if reason.startswith("min/maxProperties"):
         named = [key for key in ("minProperties", "maxProperties") if key in schema]
     else:

@@ -1,7 +1,7 @@
-"""A JSON schema's `pattern` and `format` as regular expressions of whole strings, for terminals.
+"""Converts a JSON schema's `pattern` and `format` to regular expressions of complete strings, for
+terminals.
 
-Knows alternatives and their anchors; what else a pattern says is left as it is, for the compiler to
-read or to refuse.
+Handles alternatives and anchors; other syntax is left to the compiler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from octavo.text.grammar.strings import rewrite_pattern
 
 ANYTHING = r"(.|\n)*"
 ASCII_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
-"""ECMA-262's classes, which are Unicode's in the compiler's syntax."""
+"""ECMA-262's classes; the compiler's are Unicode."""
 DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
 TIME = rf"{CLOCK}:([0-5][0-9]|60)(\.[0-9]+)?([zZ]|[+\-]{CLOCK})"
@@ -34,11 +34,11 @@ FORMATS = {
     "uuid": "[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
     "uri": r"[A-Za-z][0-9A-Za-z+.\-]*:[^\s<>\x22\\^`{|}]*",
 }
-"""Formats that the compiler enforces, as strings without quotes are written in them."""
+"""Formats that the compiler enforces, as regexes for unquoted strings."""
 
 
 def whole_pattern(pattern: str) -> str:
-    """Returns the regular expression of the texts that match a pattern, for a Lark terminal."""
+    """Returns the regex of texts that match a pattern, for a Lark terminal."""
     pattern = re.sub(r"\\(.)", _ascii, rewrite_pattern(pattern), flags=re.DOTALL)
     whole = "|".join(_whole(branch) for branch in _branches(pattern))
     return whole.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
@@ -49,7 +49,7 @@ def _ascii(found: re.Match[str]) -> str:
 
 
 def _whole(branch: str) -> str:
-    """Returns one alternative with anything before and behind it, where it has no anchor there."""
+    """Extends one alternative with any text on sides without an anchor."""
     begins, ends = branch.startswith("^"), _ends_with_anchor(branch)
     inner = branch[1:] if begins else branch
     inner = inner[:-1] if ends else inner
@@ -63,7 +63,7 @@ def _ends_with_anchor(branch: str) -> bool:
 
 
 def _branches(pattern: str) -> Iterator[str]:
-    """Yields the alternatives of a pattern, slashes escaped."""
+    """Yields the alternatives of a pattern with slashes escaped."""
     branch = ""
     depth = 0
     in_class = False

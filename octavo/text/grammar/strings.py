@@ -1,8 +1,8 @@
-"""Prepares the strings of a JSON schema for llguidance: patterns, and which escapes may spell them.
+r"""Prepares the strings of a JSON schema for llguidance: patterns, and which escapes may be used.
 
 A `pattern` is ECMA-262's and applies to the decoded string; llguidance reads Rust's syntax.
 
-llguidance 1.9 lets a character class that holds every control character match `\\"` and `\\\\` as
+llguidance 1.9 lets a character class that holds every control character match `\"` and `\\` as
 well: `[^"]` admits a quote. Without U+0000 a class is read exactly, so that character is taken out
 of each class. Source of the syntaxes: ECMA-262 (Patterns), the documentation of Rust's regex.
 """
@@ -17,16 +17,16 @@ from typing import Any
 from octavo.text.grammar.schema import places
 
 SHORT_ESCAPES = 'nrbtf\\"'
-"""Characters that JSON writes as a backslash and one character, as the compiler lists them."""
+"""Characters that JSON escapes with a backslash and one character, in the compiler's order."""
 WITHOUT_SHORT_ESCAPE = re.compile(r"\\u00[01]|\x7f")
-"""Control characters that only `\\u` spells, as `json.dumps` writes them."""
+r"""Control characters that JSON only writes as `\\u`, as `json.dumps` does."""
 
 TOKEN = re.compile(r"\\c[A-Za-z]|\\.|\[|[^\\\[]+", re.DOTALL)
-"""An escape, the start of a class, or text without either."""
+"""An escape, the start of a class, or other text."""
 CLASS = re.compile(r"\[(\^?)(\]?(?:\\.|\[:\^?[a-z]+:\]|[^\]\\])*)\]", re.DOTALL)
 CLASS_TOKEN = re.compile(r"\\c[A-Za-z]|\\.|\[:\^?[a-z]+:\]|\[|&&|~~|--|[^\\\[&~-]+|.", re.DOTALL)
 OUTSIDE = {r"\Z": r"\z", r"\0": r"\x00", r"\/": "/"}
-"""Spellings of ECMA-262 and Python in Rust's syntax, outside of classes."""
+"""ECMA-262 and Python syntax mapped to Rust's, outside of classes."""
 INSIDE = {
     r"\b": r"\x08",
     r"\0": r"\x00",
@@ -35,11 +35,11 @@ INSIDE = {
     "~~": r"~\~",
     "--": r"-\-",
 }
-"""The same within a class, in which Rust's syntax has operators (`&&`, `--`, `~~`, `[`)."""
+"""The same within a class, in which Rust has operators (`&&`, `--`, `~~`, `[`)."""
 
 
 def rewrite_pattern(pattern: str) -> str:
-    """Returns a pattern of the same strings, but for those that hold U+0000."""
+    """Returns a Rust pattern of the same strings, except those that contain U+0000."""
     made: list[str] = []
     at = 0
     while at < len(pattern):
@@ -66,12 +66,12 @@ def _rewrite_class(negation: str, inside: str) -> str:
 
 
 def _control(token: str) -> str:
-    """Returns `\\cA` as the number of its character; other tokens unchanged."""
+    r"""Converts `\\cA` to a character code; other tokens are unchanged."""
     return rf"\x{ord(token[2]) % 32:02x}" if token.startswith(r"\c") and len(token) == 3 else token
 
 
 def rewrite_patterns(schema: dict[str, Any]) -> None:
-    """Writes the patterns of a schema in the compiler's syntax, in place."""
+    """Converts a schema's patterns to the compiler's syntax, in place."""
     for place in places(schema):
         part = place.schema
         if not isinstance(part, dict):
@@ -84,10 +84,10 @@ def rewrite_patterns(schema: dict[str, Any]) -> None:
 
 
 def escape_options(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the compiler's options for escapes: `\\u` is either possible or never begun.
+    r"""Returns the compiler's escape options: `\\u` is either allowed or never used.
 
-    The compiler applies no pattern to what `\\u` spells, so a schema that compares strings with a
-    pattern, or names with each other, is written without it.
+    The compiler does not apply patterns to `\\u` escapes, so schemas that compare strings with
+    patterns or names exclude them.
     """
     found = [place.schema for place in places(schema) if isinstance(place.schema, dict)]
     if not any(_compares_spellings(one) for one in found):
@@ -99,7 +99,7 @@ def escape_options(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compares_spellings(schema: Mapping[str, Any]) -> bool:
-    """Returns whether a string of a schema is compared with a pattern or with names."""
+    """Returns whether a schema compares strings with a pattern or names."""
     if "pattern" in schema or "patternProperties" in schema:
         return True
     names = schema.get("properties") or schema.get("required")

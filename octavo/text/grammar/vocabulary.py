@@ -1,7 +1,6 @@
-"""The texts of a vocabulary's tokens, looked up by their bytes: which tokens begin a text, and
-which go on behind it.
+"""Looks up tokens by bytes: which tokens start a text, and which extend it.
 
-Knows no grammar. Special tokens are no text; llguidance writes them into forced text by their ids.
+Special tokens have no text; llguidance writes them into forced text by id.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 
 SPECIAL = b"\xff["
-"""Mark before the id of a special token in forced text; no text has the byte."""
+"""Marker before a special token id in forced text; no text contains this byte."""
 MOST_EXTENSIONS = 16
-"""Tokens behind a forced text that are tried, before more than one is taken to be legal."""
+"""Tokens beyond a forced text that are tried before assuming that several are legal."""
 
 
 class VocabularyTexts:
-    """The texts of one vocabulary's tokens."""
+    """Token texts of one vocabulary."""
 
     def __init__(self, tokens: Sequence[bytes], special_token_ids: Collection[int]) -> None:
         self._ids: dict[bytes, list[int]] = {}
@@ -28,8 +27,10 @@ class VocabularyTexts:
         self._longest = max(map(len, self._ids), default=0)
 
     def only_token(self, forced: bytes, allows: Callable[[int], bool]) -> int | None:
-        """Returns the one token that a text may go on with whose next bytes are forced; None where
-        several may. `allows` tells for a token beyond these bytes.
+        """Returns the only token that can continue a text whose next bytes are forced; None if
+        several can.
+
+        `allows` checks tokens that extend beyond these bytes.
         """
         if forced.startswith(SPECIAL):
             return int(forced[len(SPECIAL) : forced.index(b"]")])
@@ -46,13 +47,13 @@ class VocabularyTexts:
         return legal[0] if len(legal) == 1 else None
 
     def byte_token(self, byte: int) -> int | None:
-        """Returns the token whose text is one byte; None where there is none."""
+        """Returns the token of a single byte, or None."""
         found = self._ids.get(bytes([byte]))
         return None if found is None else found[0]
 
     def fewest_tokens(self, text: bytes) -> list[int]:
-        """Returns the fewest tokens that make up a text, or the special token that it stands for;
-        [] where no tokens do.
+        """Splits a text into the fewest tokens; a special token marker gives that token. Returns []
+        if impossible.
         """
         if text.startswith(SPECIAL):
             return [int(text[len(SPECIAL) : -1])]
@@ -73,6 +74,6 @@ class VocabularyTexts:
         return tokens
 
     def _longer(self, text: bytes) -> list[bytes]:
-        """Returns the texts of tokens that begin with a text and go on."""
+        """Returns the token texts that extend a text."""
         first = bisect_right(self._sorted, text)
         return self._sorted[first : bisect_left(self._sorted, text + b"\xff")]

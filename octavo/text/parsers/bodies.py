@@ -1,7 +1,6 @@
-"""The bodies of calls: JSON objects, a name before JSON, pairs of keys and values.
+"""Tool-call bodies: JSON objects, a name before JSON, key-value pairs.
 
-A format (`formats.py`) is one of these with the texts that stand around its parts. Python's
-notation is in `pythonic.py`.
+A format (`formats.py`) combines a body with its delimiters. Python notation is in `pythonic.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class JsonCalls:
                 return
 
     def _behind_call(self, source: TextSource, *, in_list: bool) -> Steps[bool]:
-        """Reads what separates two calls; returns whether another call follows."""
+        """Reads the separator between calls; returns whether another call follows."""
         char = yield from source.peek_past_space()
         if in_list and char == "]":
             yield from source.skip_space()
@@ -66,7 +65,7 @@ class JsonCalls:
 
 
 def _json_call(source: TextSource, call: CallWriter) -> Steps[None]:
-    """Reads one object; arguments that come before the name wait for it."""
+    """Reads one object; arguments that precede the name are buffered."""
     yield from source.expect("{")
     waiting: list[str] = []
     call_id = ""
@@ -107,18 +106,18 @@ def _copy_arguments(source: TextSource, emit: Emit) -> Steps[None]:
 
 
 def _drop(text: str) -> None:
-    """Emits nothing."""
+    """Discards text."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedJson:
-    """A function's name, a separator, and its arguments in JSON."""
+    """A function name, a separator, and JSON arguments."""
 
     before: str = ""
     separators: Sequence[str] = ()
-    """Texts behind the name; () where the arguments follow at once."""
+    """Texts after the name; () if the arguments follow directly."""
     id_mark: str = ""
-    """Text between the name and an id of the call, where the model gives one."""
+    """Text between the name and a call id, if the model gives one."""
     openings: Sequence[str] = ()
 
     @property
@@ -138,7 +137,7 @@ class NamedJson:
         call.end()
 
     def _head(self, source: TextSource) -> Steps[tuple[str, str]]:
-        """Returns the function's name and the call's id."""
+        """Reads the function name and the call id."""
         yield from source.skip_space()
         name: list[str] = []
         yield from source.run(NAME, name.append)
@@ -155,18 +154,18 @@ class NamedJson:
 
 
 def _plain_name(name: str) -> str:
-    """Returns a name without the namespace and the number that some models put around it."""
+    """Strips the namespace and index that some models add to a name."""
     return name.removeprefix("functions.").partition(":")[0]
 
 
 def _given_id(name: str) -> str:
-    """Returns a name that is a call's id too, such as functions.look_up:0."""
+    """Returns a name that doubles as a call id, such as functions.look_up:0."""
     return name if ":" in name else ""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonOr:
-    """JSON objects, or another body where the text begins with no bracket."""
+    """JSON objects, or another body if the text does not start with a bracket."""
 
     other: CallBody
     json: JsonCalls = JsonCalls()
@@ -188,7 +187,7 @@ class JsonOr:
 
 @dataclass(frozen=True, slots=True)
 class KeyValues:
-    """A function's name and pairs of keys and values, between tags."""
+    """A function name and tagged key-value pairs."""
 
     name_open: str
     name_end: str
@@ -251,8 +250,8 @@ class KeyValues:
 
 
 class RawValue:
-    """Emits a value as JSON, from its text as it comes: a string at once, as soon as nothing but a
-    string can have begun so, and any other value at its end.
+    """Converts a streamed value to JSON: strings are emitted as soon as the value can only be a
+    string, other values at the end.
     """
 
     def __init__(self, emit: Emit, layout: PairLayout, types: frozenset[str]) -> None:
@@ -278,7 +277,7 @@ class RawValue:
 
     @property
     def is_inside_string(self) -> bool:
-        """Whether the value is a list or an object that has an open string."""
+        """Whether the value is a list or object with an open string."""
         text = self._waiting.removeprefix(self._layout.line)
         return not self._is_string and is_inside_string(text, self._types)
 
@@ -294,7 +293,7 @@ class RawValue:
             self._emit(_json_value(text.strip()))
 
     def _emit_string(self) -> None:
-        """Emits what has come, but for a line's end that the value may end with."""
+        """Emits the received text except a trailing newline that may belong to the delimiter."""
         line = self._layout.line
         kept = line if line and self._waiting.endswith(line) else ""
         self._emit(json_piece(self._waiting.removesuffix(kept) if kept else self._waiting))
@@ -302,7 +301,7 @@ class RawValue:
 
 
 def _json_value(text: str) -> str:
-    """Returns a value that is no text as JSON; what is none becomes a string."""
+    """Returns a non-string value as JSON; invalid JSON becomes a string."""
     if is_json(text):
         return text
     constants = {"True": "true", "False": "false", "None": "null"}

@@ -1,7 +1,7 @@
-"""The grammar of calls: what a format's row says of how a call is written, for given functions.
+"""Grammar of tool calls in a format, for given functions.
 
-A call that must be made is the whole answer; one that may be made begins with the format's own
-opening, and is valid from there on.
+A required call is the entire output; an optional one is constrained from the format's opening
+marker on.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from octavo.text.parsers.formats import NAME_HERE, ChannelFormat, ToolFormat
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Functions that an answer may call, and how."""
+    """Functions that an output may call, and constraints."""
 
     functions: Mapping[str, Mapping[str, Any]]
     """JSON schema of each function's arguments, by name."""
     must_call: bool = False
     may_call_several: bool = True
     given_as: str = "tools"
-    """Name of the request's field that holds the functions."""
+    """Request field of the functions, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """The part of an answer before its form begins."""
+    """The reasoning part of an output before the constrained part."""
 
     opening: str = ""
-    """Text with which it begins; "" where the prompt has opened it already."""
+    """Opening text; "" if it is in the prompt."""
     closing: str = ""
-    """Text with which it ends; "" where there is none."""
+    """Closing text; "" if there is none."""
     most_tokens: int | None = None
-    """Number of tokens after which it is closed; None: no limit."""
+    """Token limit of the reasoning; None: unlimited."""
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields of StructuredOutputs that say where the form begins."""
+        """Fields of StructuredOutputs that specify where the constrained part starts."""
         return {
             "starts_after": self.closing,
             "begins_with": self.opening,
@@ -55,7 +55,7 @@ class ReasoningSpan:
 
 NO_REASONING = ReasoningSpan()
 OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
-"""Options of a form that hold for all JSON in it."""
+"""Options that apply to all JSON in an output."""
 
 
 def form_of_answer(
@@ -64,8 +64,8 @@ def form_of_answer(
     rules: CallRules,
     before: ReasoningSpan,
 ) -> StructuredOutputs:
-    """Returns the form of an answer that calls functions, or has the form `own` where it calls
-    none.
+    """Returns the structured output of a response with tool calls, or with `own` if it
+    calls none.
     """
     if isinstance(tools, ChannelFormat) and not rules.must_call:
         return _framed_form(own, tools, rules, before)
@@ -89,7 +89,7 @@ def form_of_answer(
 def _framed_form(
     own: StructuredOutputs | None, tools: ChannelFormat, rules: CallRules, before: ReasoningSpan
 ) -> StructuredOutputs:
-    """Returns the form of messages among which calls may stand, or of calls or the form `own`."""
+    """Returns the structured output of messages with optional calls, or of calls or `own`."""
     tag = _calls_tag(tools, replace(rules, must_call=own is not None))
     if own is not None:
         if own.structural_tag is not None:
@@ -114,7 +114,7 @@ def _framed_form(
 
 
 def _frame(frame: MessageFrame, before: ReasoningSpan, *, may_end: bool) -> MessageFrame:
-    """Returns a frame with the reasoning that its messages come after."""
+    """Adds the reasoning to a message frame."""
     thought = before.opening.removeprefix(frame.opening).removesuffix(frame.text)
     return msgspec.structs.replace(
         frame,
@@ -126,7 +126,7 @@ def _frame(frame: MessageFrame, before: ReasoningSpan, *, may_end: bool) -> Mess
 
 
 def _part(own: StructuredOutputs) -> dict[str, Any]:
-    """Returns a form as what a structure holds."""
+    """Returns a structured output as the content of a structure."""
     if own.choice is not None:
         return {"grammar": lark.choice(own.choice)}
     found = {"schema": own.json, "regex": own.regex, "grammar": own.grammar}
@@ -135,12 +135,12 @@ def _part(own: StructuredOutputs) -> dict[str, Any]:
 
 
 def behind(own: StructuredOutputs, before: ReasoningSpan, **changed: Any) -> StructuredOutputs:
-    """Returns a form that begins behind the reasoning, with other values of some fields."""
+    """Returns a structured output that starts after the reasoning, with some fields changed."""
     return msgspec.structs.replace(own, **before.fields, **changed)
 
 
 def _calls_tag(tools: ToolFormat | ChannelFormat, rules: CallRules) -> dict[str, Any]:
-    """Returns the structural tag of calls: within free text, or where they must come alone."""
+    """Returns the structural tag of calls: within free text, or alone if required."""
     structures = [
         _structure(tools, name, _checked(name, schema, rules.given_as))
         for name, schema in rules.functions.items()
@@ -154,7 +154,7 @@ def _calls_tag(tools: ToolFormat | ChannelFormat, rules: CallRules) -> dict[str,
 
 
 def any_text(before: ReasoningSpan, given_as: str) -> StructuredOutputs:
-    """Returns the form of an answer whose reasoning alone is bounded."""
+    """Returns a structured output that only bounds the reasoning."""
     text = lark.any_text("TEXT", before.opening)
     return StructuredOutputs(grammar=f"start: TEXT\n{text}\n", given_as=given_as, **before.fields)
 
@@ -168,8 +168,8 @@ def _structure(
 
 
 def _checked(name: str, schema: Mapping[str, Any], given_as: str) -> Mapping[str, Any]:
-    """Returns the schema of a function's arguments as the compiler may see it; InvalidRequest if it
-    cannot be enforced.
+    """Returns the function's schema for the compiler; raises InvalidRequest if it cannot be
+    enforced.
     """
     try:
         return enforceable(schema, is_strict=True).schema
@@ -178,5 +178,5 @@ def _checked(name: str, schema: Mapping[str, Any], given_as: str) -> Mapping[str
 
 
 def _trigger(tools: ToolFormat | ChannelFormat, begin: str) -> str:
-    """Returns the front of a call's text that no other text has."""
+    """Returns the prefix of a call that no other text has."""
     return next((mark for mark in tools.triggers if begin.startswith(mark)), begin)

@@ -1,4 +1,4 @@
-"""What the bodies of calls have in common: a call begins once its name is known, and always has
+"""Common parts of tool-call bodies: a call begins once its name is known, and always has
 arguments.
 """
 
@@ -15,17 +15,17 @@ from octavo.text.parsers.parts import PartList
 from octavo.text.parsers.source import MalformedText, Steps, TextSource
 
 MAX_NAME = 256
-"""Most characters of a function's name in a model's text."""
+"""Longest function name in characters."""
 NAME = re.compile(r"[\w.:/\-]+")
-"""Characters of a name that stands without quotes."""
+"""Characters of an unquoted name."""
 QUOTED_NAME = re.compile(r"[\w.:/ \-]+")
 
 
 class FunctionTypes:
-    """The functions that a request offers, and the JSON types of their parameters."""
+    """Offered functions and the JSON types of their parameters."""
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes the JSON schema of each function's arguments, by name."""
+        """`functions` maps names to the JSON schemas of their arguments."""
         self._functions = functions
         self._types: dict[str, ArgumentTypes | None] = {}
 
@@ -34,7 +34,7 @@ class FunctionTypes:
         return self._functions.keys()
 
     def types_of(self, function: str, parameter: str) -> frozenset[str]:
-        """Returns the JSON types of a parameter; strings alone for one that is not known."""
+        """Returns a parameter's JSON types; only strings if it is unknown."""
         if function not in self._types:
             self._types[function] = self._read(function)
         types = self._types[function]
@@ -51,10 +51,10 @@ class FunctionTypes:
 
 
 class CallWriter:
-    """The call that is being read; it shows nothing before its name is known."""
+    """Writes the current call; emits nothing before its name is known."""
 
     def __init__(self, parts: PartList, known: Collection[str] | None = None) -> None:
-        """`known` are the only names that make a call; None takes every name."""
+        """`known` restricts the names that make a call; None allows all."""
         self._parts = parts
         self._known = known
         self._has_arguments = False
@@ -62,7 +62,7 @@ class CallWriter:
         self.name = ""
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """Begins the call; raises MalformedText for what is no function's name."""
+        """Begins the call; raises MalformedText for an invalid name."""
         if len(name) > MAX_NAME or QUOTED_NAME.fullmatch(name) is None:
             raise MalformedText
         if self._known is not None and name not in self._known:
@@ -76,35 +76,35 @@ class CallWriter:
         self._parts.argue(text)
 
     def end(self) -> None:
-        """Ends the call; without arguments they are an empty object."""
+        """Ends the call; missing arguments become an empty object."""
         if not self._has_arguments:
             self._parts.argue("{}")
 
 
 class CallBody(Protocol):
-    """The form in which a format writes one or more calls, between its marks."""
+    """How a format writes calls between its markers."""
 
     @property
     def openings(self) -> Sequence[str]:
-        """Characters with which a body may begin where no mark announces it; () where it cannot."""
+        """Characters that may start a body without a marker; () if a marker is required."""
         ...
 
     @property
     def marks(self) -> Sequence[str]:
-        """Texts within a body for which a vocabulary may have special tokens."""
+        """Texts within a body that may be special tokens."""
         ...
 
     def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the form of arguments of a JSON schema, as a structure of a structural tag."""
+        """Returns the constraint of arguments with a JSON schema, as fields of a structure."""
         ...
 
     def read(self, source: TextSource, section: CallSection) -> Steps[None]:
-        """Reads the calls; raises MalformedText where the text has another form."""
+        """Reads the calls; raises MalformedText if the text does not match."""
         ...
 
 
 class CallSection:
-    """The calls between two marks, each written by a writer of its own."""
+    """Calls between two markers."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class CallSection:
         self.writer = CallWriter(parts, known)
 
     def next_call(self) -> CallWriter:
-        """Returns the writer of the next call; what comes before it is given back no more."""
+        """Returns the writer of the next call and commits the text before it."""
         if self.writer.has_begun:
             self._source.hold()
         self.writer = CallWriter(self._parts, self._known)
@@ -128,5 +128,5 @@ class CallSection:
 
 
 def json_piece(text: str) -> str:
-    """Returns a text as it stands within the quotes of a JSON string."""
+    """Escapes a text for use within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,7 +1,8 @@
-"""gpt-oss's messages: each has a header with a channel and perhaps a recipient, and a text.
+"""Parser of gpt-oss messages: each has a header with a channel and an optional recipient, and a
+text.
 
-What is told on the channel of analysis is reasoning, a text to a function is a call's arguments,
-and the rest is content. Source: OpenAI's description of the harmony response format.
+The analysis channel is reasoning, messages to a function are call arguments, others are content.
+Source: OpenAI's description of the harmony response format.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ANALYSIS = re.compile(r"(?:<\|channel\|>|^)\s*analysis")
 
 
 def read_channels(source: TextSource, parts: PartList) -> Steps[None]:
-    """Reads a whole answer, message by message; text outside any message is content."""
+    """Reads an output message by message; text outside of messages is content."""
     num_thoughts = 0
     while (yield from source.until(OPENINGS, _say(parts, PartKind.CONTENT))):
         header: list[str] = []

@@ -1,4 +1,4 @@
-"""The formats of one model: named by its options, else found in its chat template."""
+"""Selects a model's output formats: by option, or by its chat template."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """Formats of calls and of reasoning in a model's answers."""
+    """Tool-call and reasoning formats of a model."""
 
     tools: ToolFormat | ChannelFormat | None
-    """None where neither the options nor the template name one."""
+    """None if neither option nor template specifies one."""
     reasoning: ReasoningFormat | ChannelFormat | None
 
 
@@ -35,8 +35,8 @@ def formats_of(
     reasoning_parser: str | None,
     tool_template: str | None = None,
 ) -> AnswerFormats:
-    """Returns a model's formats; raises ConfigError for a name that there is not. `tool_template`
-    is the template of conversations with tools where it is another one.
+    """Returns a model's formats; raises ConfigError for an unknown name. `tool_template` is the
+    template for conversations with tools, if different.
     """
     tools = tool_format_of(template if tool_template is None else tool_template)
     if tool_call_parser is not None:

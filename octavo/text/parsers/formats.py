@@ -1,7 +1,6 @@
-"""The forms in which models write calls and reasoning, one row each, and how a chat template tells
-which one a model has learned.
+"""Tool-call and reasoning formats, one row each, and their detection by chat template.
 
-Names are vLLM's where it has the format. Sources: the models' chat templates and cards.
+Names follow vLLM. Sources: models' chat templates and cards.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from octavo.text.parsers.calls import CallBody
 from octavo.text.parsers.pythonic import PythonCalls
 
 NAME_HERE = "{name}"
-"""Place of the function's name in the text of a call."""
+"""Placeholder of the function name in a call's text."""
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def _deepseek(words: str) -> str:
-    """Returns one of DeepSeek's marks, whose bars and spaces are signs of their own."""
+    """Returns one of DeepSeek's markers, which use special bar and space characters."""
     return f"<{BAR}{words.replace(' ', SPACE)}{BAR}>"
 
 
@@ -34,51 +33,51 @@ SEPARATOR = _deepseek("tool sep")
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls: marks around sections and calls, and the body of a call."""
+    """How a model writes calls: markers of sections and calls, and the call body."""
 
     name: str
     models: str
-    """Models that write it, for the documents."""
+    """Models that use it, for the docs."""
     body: CallBody
     written: tuple[str, str]
-    """Texts before and behind the arguments of a call that stands alone."""
+    """Texts before and after the arguments of a single call."""
     begin: Sequence[str] = ()
-    """Marks that open a section; () where calls stand at the front of the answer, unmarked."""
+    """Section opening markers; () if calls start the output without a marker."""
     end: Sequence[str] = ()
-    """Marks that close a section, where there are any."""
+    """Section closing markers, if any."""
     call_begin: str = ""
     call_end: str = ""
     found_by: Sequence[Sequence[str]] = ()
-    """Sets of texts; a chat template with all of one set is of a model that writes the format."""
+    """Sets of texts; a chat template with all texts of one set belongs to this format."""
     id_length: int = 0
-    """Length of a call's id in letters and digits, where the template checks it; 0 for any."""
+    """Length of call ids in letters and digits if the template checks it; 0: any."""
 
     @property
     def triggers(self) -> Sequence[str]:
-        """Texts that begin nothing but a call."""
+        """Texts that only begin calls."""
         return self.begin
 
     def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the form of a call's arguments, as a structure of a structural tag."""
+        """Returns the constraint of a call's arguments, as fields of a structure."""
         return self.body.arguments_form(schema)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that must be seen, though the vocabulary may have special tokens for them."""
+        """Texts that must be visible even if they are special tokens."""
         found = (*self.begin, *self.end, self.call_begin, self.call_end, *self.body.marks)
         return tuple(mark for mark in dict.fromkeys(found) if mark)
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Tags around what a model thinks before it answers."""
+    """Tags around a model's reasoning."""
 
     name: str
     models: str
     opening: str
     closing: str
     dropped: Sequence[str] = ()
-    """Marks around the answer itself, which are no part of it."""
+    """Markers around the answer that are not part of it."""
     found_by: Sequence[Sequence[str]] = ()
     aliases: Sequence[str] = ()
 
@@ -97,7 +96,7 @@ CHANNELS = MessageFrame(
 
 @dataclass(frozen=True, slots=True)
 class ChannelFormat:
-    """Messages with headers, gpt-oss's: thoughts, answers and calls are channels of one form."""
+    """Messages with channel headers (gpt-oss): reasoning, content and calls."""
 
     name: str
     models: str
@@ -125,7 +124,7 @@ class ChannelFormat:
     )
     triggers: Sequence[str] = ()
     answer: tuple[str, str] = ("<|channel|>final<|message|>", "")
-    """Texts before and behind an answer that is no call."""
+    """Texts before and after an answer without calls."""
     frame: MessageFrame = CHANNELS
 
     def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -362,26 +361,24 @@ REASONING_FORMATS: Sequence[ReasoningFormat | ChannelFormat] = (
 )
 
 DEFAULT_TOOL_FORMAT = "hermes"
-"""Format of calls that a model is taught in its prompt, where its template knows no tools."""
+"""Tool-call format that the prompt teaches models without tool support in their template."""
 
 
 def tool_format_of(template: str | None) -> ToolFormat | ChannelFormat | None:
-    """Returns the first format that a chat template shows; None where it shows none."""
+    """Returns the first tool format that a chat template matches, or None."""
     return next((row for row in TOOL_FORMATS if _shows(template, row.found_by)), None)
 
 
 def reasoning_format_of(template: str | None) -> ReasoningFormat | ChannelFormat | None:
-    """Returns the tags that a chat template shows; None where it shows none."""
+    """Returns the first reasoning format that a chat template matches, or None."""
     return next((row for row in REASONING_FORMATS if _shows(template, row.found_by)), None)
 
 
 def named_tool_format(name: str) -> ToolFormat | ChannelFormat | None:
-    """Returns the format of a name; None where there is none."""
     return next((row for row in TOOL_FORMATS if row.name == name), None)
 
 
 def named_reasoning_format(name: str) -> ReasoningFormat | ChannelFormat | None:
-    """Returns the tags of a name; None where there are none."""
     return next((row for row in REASONING_FORMATS if name in (row.name, *row.aliases)), None)
 
 

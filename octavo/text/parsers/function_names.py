@@ -1,7 +1,7 @@
-"""Names of functions as a format can write them.
+"""Function names that a format can represent.
 
-Clients name functions as they like (`server/tool`, `My Tool`). A name that a format cannot write
-and read back has an alias in the prompt and in the model's text; the client sees its own name.
+Clients use arbitrary names (`server/tool`, `My Tool`). A name that a format cannot represent gets
+an alias in the prompt and in the output; the client sees its own name.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from octavo.text.parsers.formats import NAME_HERE, ChannelFormat, ToolFormat, na
 from octavo.text.parsers.reader import MessageForm, read_message
 
 PLAIN = re.compile(r"[\w./:-]+( [\w./:-]+)*")
-"""Names that contain no character with a meaning in JSON, in tags or in a chat template."""
+"""Names without characters that are special in JSON, tags or chat templates."""
 MAX_ALIAS = 64
-"""Most characters of an alias."""
+"""Longest alias in characters."""
 
 
 def get_aliases(tools: ToolFormat | ChannelFormat, names: Sequence[str]) -> dict[str, str]:
-    """Returns the aliases of the names that a format cannot write, by name; no two are alike."""
+    """Returns unique aliases for names that a format cannot represent."""
     taken = set(names)
     aliases: dict[str, str] = {}
     for name in names:
@@ -32,7 +32,7 @@ def get_aliases(tools: ToolFormat | ChannelFormat, names: Sequence[str]) -> dict
 
 @functools.lru_cache(maxsize=4096)
 def _is_writable(format_name: str, name: str) -> bool:
-    """Returns whether a format reads a call of this name as it writes it."""
+    """Returns whether a format reads back a call with this name."""
     tools = named_tool_format(format_name)
     assert tools is not None, "formats come from the table"
     if PLAIN.fullmatch(name) is None:
@@ -46,7 +46,7 @@ def _is_writable(format_name: str, name: str) -> bool:
 
 
 def _build_alias(name: str, taken: set[str]) -> str:
-    """Returns an identifier that resembles a name and is not taken."""
+    """Returns a unique identifier that resembles a name."""
     alias = re.sub(r"\W+", "_", name).strip("_")[:MAX_ALIAS] or "function"
     number = 1
     found = alias

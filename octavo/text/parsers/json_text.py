@@ -1,7 +1,6 @@
-"""JSON in a text that comes in pieces: values are copied as they are written, never built.
+"""Incremental JSON parsing that copies values as written.
 
-Brackets and strings are followed, nothing else is checked: what the model wrote is what a client
-gets. Knows nothing of calls.
+Only brackets and strings are tracked; clients get what the model wrote.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ import re
 from octavo.text.parsers.source import CutText, Emit, MalformedText, Steps, TextSource
 
 PLAIN = re.compile(r'[^"\\]+')
-"""Characters of a string that stand for themselves."""
+"""Unescaped characters of a string."""
 BETWEEN = re.compile(r'[^"\[\]{}]+')
-"""Characters inside an object or a list that open and close nothing."""
+"""Characters in an object or list other than quotes and brackets."""
 SCALAR = re.compile(r"[^\s,;\]}]+")
 ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
 def copy_value(source: TextSource, emit: Emit) -> Steps[None]:
-    """Emits one JSON value as it is written; raises CutText where the text ends inside it."""
+    """Emits one JSON value as written; raises CutText if the text ends inside it."""
     first = yield from source.next()
     if first == '"':
         yield from _copy_string(source, emit)
@@ -30,7 +29,7 @@ def copy_value(source: TextSource, emit: Emit) -> Steps[None]:
 
 
 def at_key(source: TextSource) -> Steps[bool]:
-    """Reads up to an object's next key; returns False where the object has ended instead."""
+    """Reads up to an object's next key; returns False if the object ends instead."""
     while True:
         yield from source.skip_space()
         char = yield from source.next()
@@ -44,14 +43,14 @@ def at_key(source: TextSource) -> Steps[bool]:
 
 
 def read_string(source: TextSource) -> Steps[str]:
-    """Returns what a JSON string spells; raises MalformedText where there is none."""
+    """Returns a decoded JSON string; raises MalformedText if there is none."""
     pieces: list[str] = []
     yield from unescape_string(source, pieces.append)
     return "".join(pieces)
 
 
 def unescape_string(source: TextSource, emit: Emit) -> Steps[None]:
-    """Emits what a JSON string spells, as it comes."""
+    """Emits a decoded JSON string as it arrives."""
     yield from source.expect('"')
     while True:
         yield from source.run(PLAIN, emit)
@@ -63,7 +62,7 @@ def unescape_string(source: TextSource, emit: Emit) -> Steps[None]:
 
 
 def _escaped(source: TextSource) -> Steps[str]:
-    """Returns the character that an escape stands for, behind its backslash."""
+    """Decodes an escape after its backslash."""
     char = yield from source.next()
     source.take()
     if char != "u":
@@ -85,7 +84,7 @@ def _escaped(source: TextSource) -> Steps[str]:
 
 
 def _code(source: TextSource) -> Steps[int]:
-    """Returns the number that four hexadecimal digits spell."""
+    """Parses four hexadecimal digits."""
     digits = yield from source.peek(4)
     if len(digits) < 4:
         raise CutText
@@ -97,7 +96,7 @@ def _code(source: TextSource) -> Steps[int]:
 
 
 def _character(code: int) -> str:
-    """Returns a character; half of a surrogate pair is none."""
+    """Returns the character of a code; U+FFFD for half a surrogate pair."""
     return "\ufffd" if 0xD800 <= code < 0xE000 else chr(code)
 
 

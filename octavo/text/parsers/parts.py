@@ -1,7 +1,7 @@
-"""Parts of a model's message: what it thinks, what it says, which functions it calls.
+"""Parts of a model's message: reasoning, content and function calls.
 
-A parser gives parts in the order of the text; parts of one kind that follow one another are one
-part cut in pieces. `MessageText` joins them.
+A parser emits parts in text order; consecutive parts of one kind are pieces of one part.
+`MessageText` joins them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 
 class PartKind(Enum):
-    """Kinds of parts; a call begins with its name, and its arguments follow."""
+    """Kinds of parts; a call starts with CALL (its name), followed by ARGUMENTS."""
 
     REASONING = "reasoning"
     CONTENT = "content"
@@ -25,29 +25,27 @@ class PartKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a message."""
-
     kind: PartKind
     text: str
-    """New text; the function's name where a call begins."""
+    """New text; for CALL the function name."""
     call: int = -1
-    """Index of the call that it belongs to, from 0; -1 outside calls."""
+    """Index of its call; -1 outside of calls."""
     call_id: str = ""
-    """Id that the model itself gave a call; "" where it gave none."""
+    """Call id from the model; "" if none."""
 
 
 @dataclass(slots=True)
 class FunctionText:
-    """A call as far as it has been written."""
+    """A call, as far as it was written."""
 
     name: str
     arguments: str = ""
-    """JSON text; incomplete where the call was cut."""
+    """JSON text, incomplete if the call was cut off."""
     call_id: str = ""
 
 
 def arguments_of(call: FunctionText) -> dict[str, Any]:
-    """Returns a call's arguments as an object: as much as there is, where they were cut."""
+    """Parses a call's arguments, as far as they were written."""
     try:
         found = from_json(call.arguments, allow_partial="trailing-strings")
     except ValueError:
@@ -57,14 +55,13 @@ def arguments_of(call: FunctionText) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class MessageText:
-    """A message as far as it has been written."""
+    """A message, as far as it was written."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[FunctionText] = field(default_factory=list)
 
     def add(self, parts: Iterable[Part]) -> None:
-        """Appends parts in the order in which a reader gives them."""
         for part in parts:
             match part.kind:
                 case PartKind.REASONING:
@@ -78,30 +75,28 @@ class MessageText:
 
 
 class PartList:
-    """The parts that a parser has found since they were last taken; neighbours are joined."""
+    """Parts found by a parser since the last `taken`; adjacent pieces are joined."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
-        """`names` are the client's names of the functions that have an alias, by alias."""
+        """`names` maps aliases to the client's function names."""
         self._names = names
         self._parts: list[Part] = []
         self.num_calls = 0
 
     def say(self, kind: PartKind, text: str) -> None:
-        """Adds reasoning or content."""
         self._add(kind, text, -1)
 
     def begin_call(self, name: str, call_id: str = "") -> None:
-        """Begins the next call."""
         name = self._names.get(name, name)
         self._parts.append(Part(PartKind.CALL, name, self.num_calls, call_id))
         self.num_calls += 1
 
     def argue(self, text: str) -> None:
-        """Adds to the arguments of the call that was begun last."""
+        """Adds to the arguments of the current call."""
         self._add(PartKind.ARGUMENTS, text, self.num_calls - 1)
 
     def taken(self) -> list[Part]:
-        """Returns the parts and forgets them."""
+        """Returns and clears the parts."""
         parts, self._parts = self._parts, []
         return parts
 

@@ -1,8 +1,8 @@
-"""Calls in Python's notation: `[look_up(city="Oslo", days=3), now()]`. A name that is no identifier
-is in a dictionary: `f(**{"a-b": 1})`.
+"""Calls in Python notation: `[look_up(city="Oslo", days=3), now()]`; names that are no identifiers
+use a dictionary: `f(**{"a-b": 1})`.
 
-A call begins at its first keyword, or at the parenthesis that closes an empty one; each argument is
-given as JSON once it is complete.
+A call begins at its first keyword, or at the closing parenthesis if it has none; each argument is
+emitted as JSON once it is complete.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    """Calls in a list, or with `in_list` False one behind the other."""
+    """Calls in a list, or consecutive ones if not `in_list`."""
 
     in_list: bool = True
     suffix: str = ""
-    """Method of a function's name that stands for calling it, such as ".call"."""
+    """Method suffix of a function name, such as ".call"."""
     openings: Sequence[str] = ("[",)
     marks: Sequence[str] = ()
 
@@ -77,7 +77,7 @@ class PythonCalls:
 
 
 def _pairs(source: TextSource) -> Steps[str]:
-    """Returns a keyword and its value as a JSON object's pair, or the pairs of `**{...}`."""
+    """Returns a keyword argument as JSON object pairs, also for `**{...}`."""
     if not (yield from source.at(["**"])):
         keyword = json.dumps((yield from _keyword(source)), ensure_ascii=False)
         return f"{keyword}: {_as_json((yield from _literal(source)))}"
@@ -99,7 +99,7 @@ def _keyword(source: TextSource) -> Steps[str]:
 
 
 def _literal(source: TextSource) -> Steps[str]:
-    """Returns the text of one value, and reads the comma behind it."""
+    """Returns the text of one value and consumes the following comma."""
     pieces: list[str] = []
     closing: list[str] = []
     while True:
@@ -119,7 +119,7 @@ def _literal(source: TextSource) -> Steps[str]:
 
 
 def _quoted(source: TextSource, pieces: list[str]) -> Steps[None]:
-    """Copies a string with its quotes, one or three at each end."""
+    """Copies a string including its single or triple quotes."""
     quote = yield from source.next()
     end = quote * 3 if (yield from source.peek(3)) == quote * 3 else quote
     for _ in end:
@@ -133,7 +133,7 @@ def _quoted(source: TextSource, pieces: list[str]) -> Steps[None]:
 
 
 def _as_json(text: str) -> str:
-    """Returns a Python literal as JSON; what is none is given as a text."""
+    """Converts a Python literal to JSON; anything else becomes a string."""
     if is_json(text):
         return text
     try:

@@ -1,7 +1,6 @@
-"""Reads a model's answer as it comes into reasoning, content and calls.
+"""Parses a model's output into reasoning, content and calls as it streams.
 
-Knows text only: the parts of an answer are the same however it was cut. What turns out not to be a
-call is content, as it was written.
+The result does not depend on how the text is split. A malformed call becomes content, as written.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ ANYTHING = re.compile(r"[\s\S]+")
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """Parts that an answer may have, and where it begins."""
+    """What an output may contain."""
 
     tools: ToolFormat | ChannelFormat | None = None
-    """Format of calls; None where the request offers no functions."""
+    """Tool-call format; None if the request offers no functions."""
     reasoning: ReasoningFormat | ChannelFormat | None = None
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """JSON schema of each function's arguments, by name."""
     begins_in_reasoning: bool = False
-    """Whether the prompt has opened the reasoning already."""
+    """Whether the prompt already opened the reasoning."""
     may_reason: bool = True
-    """Whether reasoning may begin; the prompt may have closed it already."""
+    """Whether reasoning is possible; the prompt may have closed it."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names that the client has for functions with an alias, by alias."""
+    """Client names of functions with an alias, by alias."""
 
 
 class MessageReader:
-    """The parts of one answer."""
+    """Parser of one output."""
 
     def __init__(self, form: MessageForm) -> None:
         self._form = form
@@ -47,12 +46,12 @@ class MessageReader:
         self._source = TextSource()
         self._types = FunctionTypes(form.functions)
         self._space = ""
-        """Space at the end of what has been told, which is shown where more of its kind follows."""
+        """Trailing whitespace, emitted if more text of its kind follows."""
         self._steps = self._message()
         self._has_ended = False
 
     def read(self, text: str, *, finished: bool = False) -> list[Part]:
-        """Returns the parts that more text makes sure of; at the end all the rest."""
+        """Returns the parts that are certain after more text; everything if finished."""
         self._source.add(text)
         if finished:
             self._source.end()
@@ -78,14 +77,14 @@ class MessageReader:
         yield from self._rest()
 
     def _rest(self) -> Steps[None]:
-        """Tells all text as content."""
+        """Emits the remaining text as content."""
         self._say(self._space)
         yield from self._source.run(ANYTHING, self._say)
 
     # -- reasoning ---------------------------------------------------------------------------------
 
     def _reasoning(self, tags: ReasoningFormat) -> Steps[None]:
-        """Reads what stands between the tags, without the space around it."""
+        """Reads the text between the reasoning tags, stripped."""
         if not self._form.may_reason:
             return
         self._source.hold()
@@ -106,7 +105,7 @@ class MessageReader:
     # -- content and calls -------------------------------------------------------------------------
 
     def _content_and_calls(self, tools: ToolFormat, dropped: Sequence[str]) -> Steps[None]:
-        """Reads content up to the next call, and the call; the space between them is dropped."""
+        """Reads content and calls; whitespace between them is dropped."""
         if tools.body.openings:
             yield from self._unmarked(tools)
         marks = [*tools.begin, *dropped]
@@ -116,12 +115,12 @@ class MessageReader:
         yield from self._rest()
 
     def _at_front(self, tools: ToolFormat) -> Steps[bool]:
-        """Tells whether the text goes on with anything but a call without a mark."""
+        """Returns whether the text continues with anything but an unmarked call."""
         char = yield from self._source.peek_past_space()
         return char not in tools.body.openings if char else True
 
     def _unmarked(self, tools: ToolFormat) -> Steps[None]:
-        """Reads calls that begin without a mark: functions of the request alone."""
+        """Reads calls without a marker; only functions of the request count."""
         while not (yield from self._at_front(tools)):
             section = CallSection(self._source, self._parts, self._types, self._types.names)
             self._source.hold()
@@ -130,7 +129,7 @@ class MessageReader:
                 return
 
     def _section(self, tools: ToolFormat, mark: str) -> Steps[None]:
-        """Reads the calls behind a mark, up to the end of their section."""
+        """Reads the calls of a section after its marker."""
         section = CallSection(self._source, self._parts, self._types)
         self._source.hold(mark)
         while (yield from self._at_call(tools, section)):
@@ -144,14 +143,14 @@ class MessageReader:
         yield from self._source.at_or_cut(tools.end)
 
     def _at_call(self, tools: ToolFormat, section: CallSection) -> Steps[bool]:
-        """Reads the mark of the section's next call; returns whether there is one."""
+        """Reads the marker of the section's next call; returns whether there is one."""
         if not tools.call_begin:
             return not section.writer.has_begun
         yield from self._source.skip_space()
         return bool((yield from self._source.at([tools.call_begin])))
 
     def _calls(self, tools: ToolFormat, section: CallSection) -> Steps[bool]:
-        """Reads calls; returns whether they were calls, and tells what was none as content."""
+        """Reads calls; returns whether they were valid. Invalid text is emitted as content."""
         try:
             yield from tools.body.read(self._source, section)
             if tools.call_end:
@@ -175,7 +174,7 @@ class MessageReader:
         self._parts.say(PartKind.CONTENT, text)
 
     def _tell(self, kind: PartKind, text: str) -> None:
-        """Tells a text, but keeps the space at its end until more follows."""
+        """Emits text but holds back trailing whitespace."""
         text = self._space + text
         body = text.rstrip()
         self._space = text[len(body) :]
@@ -183,8 +182,9 @@ class MessageReader:
 
 
 class ContinuedReader:
-    """The parts of an answer that goes on from another one's text. Of that text they hold nothing
-    but a call whose arguments it leaves open, which is told whole.
+    """Parser of an output that continues an earlier text.
+
+    Of that text, only a call with incomplete arguments is emitted, completely.
     """
 
     def __init__(self, form: MessageForm, given: str) -> None:
@@ -198,7 +198,7 @@ class ContinuedReader:
             self._open = _parts_of(before.calls[-1])
 
     def read(self, text: str, *, finished: bool = False) -> list[Part]:
-        """Returns the parts that more text makes sure of; calls count from 0."""
+        """Returns the parts that are certain after more text; calls are numbered from 0."""
         parts, self._open = self._open, []
         for part in self._reader.read(text, finished=finished):
             is_of_call = part.kind in (PartKind.CALL, PartKind.ARGUMENTS)
@@ -215,13 +215,13 @@ def _is_whole(arguments: str) -> bool:
 
 
 def _parts_of(call: FunctionText) -> list[Part]:
-    """Returns the first call of a message as parts, as far as it has been written."""
+    """Returns a call as parts, as far as it was written."""
     begun = [Part(PartKind.CALL, call.name, 0, call.call_id)]
     return [*begun, Part(PartKind.ARGUMENTS, call.arguments, 0)] if call.arguments else begun
 
 
 class PlainReader:
-    """The parts of an answer that is all content."""
+    """Parser of an output that is only content."""
 
     def read(self, text: str, *, finished: bool = False) -> list[Part]:
         return [Part(PartKind.CONTENT, text)] if text else []
@@ -231,16 +231,14 @@ PartReader = MessageReader | ContinuedReader | PlainReader
 
 
 def make_reader(form: MessageForm | None, given: str) -> PartReader:
-    """Returns the reader of one answer: with a form, of one that continues the text `given`, if it
-    is not empty.
-    """
+    """Returns a parser; with `given`, one for an output that continues that text."""
     if form is None:
         return PlainReader()
     return ContinuedReader(form, given) if given else MessageReader(form)
 
 
 def read_message(form: MessageForm, text: str, given: str = "") -> MessageText:
-    """Returns the message of a whole answer, which goes on from a text where one is given."""
+    """Parses a complete output, which may continue the text `given`."""
     message = MessageText()
     message.add(make_reader(form, given).read(text, finished=True))
     return message

@@ -1,7 +1,7 @@
-"""A text that comes in pieces, read by parsers that are written as if it were all there.
+"""Text source for incremental parsers.
 
-A parser is a generator that yields when it needs more text. No step depends on where the pieces
-were cut: each reads exactly the characters that it decides by.
+A parser is a generator that yields when it needs more text, so it reads as if the text were
+complete; results do not depend on how the text is split.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import TypeAlias, TypeVar
 
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[None, None, Result]
-"""A parser: yields where it needs more text, and returns its result."""
+"""A parser: yields when it needs more text and returns its result."""
 
 Emit: TypeAlias = Callable[[str], None]
 
 
 class MalformedText(Exception):
-    """The text is not of the form that its opening announced."""
+    """Raised if the text does not match the format that its opening announced."""
 
 
 class CutText(MalformedText):
-    """The text ended inside the form."""
+    """Raised if the text ends inside the format."""
 
 
 class TextSource:
-    """The text so far, and the place up to which it has been read."""
+    """The text so far and the read position."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -35,24 +35,22 @@ class TextSource:
         self._has_ended = False
 
     def add(self, text: str) -> None:
-        """Appends a piece of the text."""
         kept = self._place if self._held is None else self._held
         self._text = self._text[kept:] + text
         self._place -= kept
         self._held = None if self._held is None else 0
 
     def end(self) -> None:
-        """Says that no more text comes."""
         self._has_ended = True
 
     # -- holding: text that may have to be given back ----------------------------------------------
 
     def hold(self, already_read: str = "") -> None:
-        """Keeps the text from here on, and what was read just before."""
+        """Retains the text from here on, plus `already_read`."""
         self._held = self._place - len(already_read)
 
     def held(self) -> str:
-        """Returns the text read since `hold`, and keeps it no more; "" where none is held."""
+        """Returns the text read since `hold` and releases it; "" if none is held."""
         start = self._place if self._held is None else self._held
         self._held = None
         return self._text[start : self._place]
@@ -60,20 +58,20 @@ class TextSource:
     # -- steps -------------------------------------------------------------------------------------
 
     def peek(self, count: int = 1) -> Steps[str]:
-        """Returns the next characters without reading them; fewer, or none, at the end."""
+        """Returns the next characters without consuming them; fewer at the end."""
         while len(self._text) - self._place < count and not self._has_ended:
             yield
         return self._text[self._place : self._place + count]
 
     def next(self) -> Steps[str]:
-        """Returns the next character without reading it; raises CutText at the end."""
+        """Returns the next character without consuming it; raises CutText at the end."""
         char = yield from self.peek()
         if not char:
             raise CutText
         return char
 
     def take(self) -> str:
-        """Reads the character that was peeked at."""
+        """Consumes the peeked character."""
         self._place += 1
         return self._text[self._place - 1]
 
@@ -82,7 +80,7 @@ class TextSource:
             self._place += 1
 
     def peek_past_space(self) -> Steps[str]:
-        """Returns the next character that is no space, and reads nothing; "" at the end."""
+        """Returns the next non-space character without consuming anything; "" at the end."""
         count = 1
         while True:
             text = yield from self.peek(count)
@@ -93,7 +91,7 @@ class TextSource:
             count += 1
 
     def at(self, marks: Sequence[str]) -> Steps[str]:
-        """Reads the longest of the marks that the text goes on with; returns it, "" for none."""
+        """Consumes the longest marker that follows; returns it, or ""."""
         while True:
             found, could_grow = self._mark_at(self._place, marks)
             if not could_grow or self._has_ended:
@@ -102,7 +100,7 @@ class TextSource:
             yield
 
     def at_or_cut(self, marks: Sequence[str]) -> Steps[str]:
-        """Reads the longest of the marks, or at the text's end the beginning of one."""
+        """Consumes the longest marker, or at the end of the text a partial one."""
         found = yield from self.at(marks)
         rest = self._text[self._place :]
         if not found and any(mark.startswith(rest) for mark in marks):
@@ -110,14 +108,14 @@ class TextSource:
         return found
 
     def expect(self, mark: str) -> Steps[None]:
-        """Reads a mark; raises MalformedText where the text goes on otherwise."""
+        """Consumes a marker; raises MalformedText if it does not follow."""
         for wanted in mark:
             if (yield from self.next()) != wanted:
                 raise MalformedText
             self._place += 1
 
     def run(self, pattern: re.Pattern[str], emit: Emit) -> Steps[None]:
-        """Reads the characters that a pattern of one character's class repeats, as they come."""
+        """Consumes and emits characters that match a one-character-class pattern."""
         while True:
             found = pattern.match(self._text, self._place)
             end = self._place if found is None else found.end()
@@ -129,10 +127,10 @@ class TextSource:
             yield
 
     def until(self, marks: Sequence[str], emit: Emit, *, keeps_end: bool = True) -> Steps[str]:
-        """Reads up to and with the first mark, the longest where several begin at one place, and
-        emits the text before it as it comes; returns the mark, "" where the text ends before one.
+        """Consumes text up to and including the first marker (the longest at its position),
+        emitting the text before it; returns the marker, or "" at the end.
 
-        Without `keeps_end`, the beginning of a mark at the text's very end is not emitted.
+        Without `keeps_end`, a partial marker at the end of the text is not emitted.
         """
         beginnings = re.compile(f"[{re.escape(''.join({mark[0] for mark in marks}))}]")
         while True:
@@ -157,7 +155,7 @@ class TextSource:
             yield
 
     def _mark_at(self, place: int, marks: Sequence[str]) -> tuple[str, bool]:
-        """Returns the longest mark at a place, and whether more text could make it a longer one."""
+        """Returns the longest marker at a position, and whether more text could make it longer."""
         rest = self._text[place : place + max(map(len, marks), default=0)]
         found = max((mark for mark in marks if rest.startswith(mark)), key=len, default="")
         could_grow = any(len(mark) > len(rest) and mark.startswith(rest) for mark in marks)
