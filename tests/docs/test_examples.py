@@ -56,6 +56,9 @@ NOT_RUN = {
     ("docs/guides/running-requests.md", "curl http://127.0.0.1:8000/v1/requests/"): (
         "needs a running request"
     ),
+    ("docs/guides/production.md", "octavo serve smollm2 --host"): "keys; see tests/server",
+    ("docs/guides/production.md", "octavo bench serve"): "minutes; see tests/cli",
+    ("docs/guides/tuning.md", "octavo bench serve"): "minutes; see tests/cli",
     ("docs/guides/serving.md", "octavo serve smollm2 --host 0.0.0.0"): "certificates; see test_tls",
     ("docs/guides/serving.md", "octavo serve smollm2 --uds"): "a directory of the system",
     ("docs/guides/serving.md", "octavo bench serve"): "minutes; see tests/cli",
