@@ -1,7 +1,6 @@
 """The `octavo` command and its subcommands.
 
-Each subcommand has a file, which is imported when it is wanted and imports the engine only when it
-runs.
+The module of a subcommand is imported when it is used, and imports the engine only when it runs.
 """
 
 from __future__ import annotations
@@ -42,27 +41,27 @@ OWN_COMMANDS = (
 COMMANDS = {name: f"octavo.cli.{name}" for name in OWN_COMMANDS} | {
     name: module for each in get_extensions() for name, module in each.commands.items()
 }
-"""Modules of the subcommands, by name, with those of extensions last. Each has a function of that
-name, or a `build_app` that makes a Typer app of several.
+"""Modules of the subcommands, those of extensions last. Each has a function of the command's name,
+or a `build_app` that returns a Typer app.
 """
 
 COLLECT_AFTER = 200_000
-"""Number of new objects before Python looks for garbage among them, instead of 700.
+"""Garbage collection threshold: number of new objects, instead of Python's 700.
 
-Hardly any object made while a model loads is garbage, and looking for it takes a sixteenth of the
-time to the first token.
+Few objects made while a model loads are garbage; with the default, collections take a sixteenth of
+the time to the first token.
 """
 
 
 COMPLETION_VARIABLE = "_OCTAVO_COMPLETE"
-"""Environment variable in which a shell's completion script says what it asks for."""
+"""Environment variable with a shell completion script's request."""
 COMPLETED_LINES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
-"""Environment variables in which such a script passes the line so far: bash's, and the others'."""
+"""Environment variables with the command line to complete: bash's, and the other shells'."""
 
 
 def build_app(names: Iterable[str] = COMMANDS, *, add_completion: bool = False) -> typer.Typer:
-    """Imports the named subcommands and puts them together; `add_completion` gives the command the
-    options that install shell completion.
+    """Builds the Typer app from the named subcommands; `add_completion` adds the options that
+    install shell completion.
     """
     app = typer.Typer(
         name="octavo",
@@ -82,7 +81,7 @@ def build_app(names: Iterable[str] = COMMANDS, *, add_completion: bool = False) 
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Runs the command that a shell was given; returns its exit code."""
+    """Runs a command line; returns its exit code."""
     if arguments and arguments[0] == "help":
         arguments = [*arguments[1:], "--help"]
     elif list(arguments) == ["version"]:
@@ -105,15 +104,15 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _completed_words() -> list[str]:
-    """Returns the words of the line that a shell wants completed."""
+    """Returns the words of the command line to complete."""
     return next((os.environ[name].split() for name in COMPLETED_LINES if name in os.environ), [])
 
 
 def _tolerate_bytes() -> None:
-    """Keeps bytes that are no text from ending the command where they are read or printed.
+    """Prevents undecodable bytes from raising errors when they are read or printed.
 
-    In the input they become lone surrogates, which are refused wherever a text is checked; in the
-    output a character that the terminal cannot show becomes a question mark.
+    In the input they become lone surrogates, which are rejected wherever text is checked; in the
+    output, characters that the terminal cannot show become question marks.
     """
     streams = ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace"))
     for stream, errors in streams:

@@ -1,8 +1,8 @@
-"""`octavo bench throughput|latency`: how fast a model generates here, on random token ids.
+"""`octavo bench throughput|latency`: measures generation speed on random token ids.
 
-Ends of sequence are ignored and the tokens counted, so that every run does exactly the given work.
-Each round draws new prompts, so that nothing is found in the prefix cache. One short request before
-the first round warms up. `serve`, `startup` and `quant` have files of their own.
+Requests ignore end tokens, so that each run does the same work. Each round has new prompts, so that
+nothing is found in the prefix cache. A short request warms up before the first round. `serve`,
+`startup` and `quant` are in other files.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Prompts = list[list[int]]
 
 
 def build_app() -> typer.Typer:
-    """Puts the subcommands of `octavo bench` together."""
+    """Builds the Typer app of `octavo bench`."""
     app = typer.Typer(
         cls=Group, help="Measure the speed of a model on this machine.", rich_markup_mode=None
     )
@@ -134,7 +134,7 @@ def latency(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The work of a benchmark: its kind, "throughput" or "latency", and the sizes of its rounds."""
+    """Kind ("throughput" or "latency") and sizes of a benchmark."""
 
     bench: str
     num_prompts: int
@@ -146,14 +146,14 @@ class Workload:
     shared_prefix_len: int = 0
 
     def draw_len(self, draw: random.Random, mean: int) -> int:
-        """Draws a length within `range_ratio` of the mean."""
+        """Samples a length within `range_ratio` of the mean."""
         low = max(1, round(mean * (1 - self.range_ratio)))
         return draw.randint(low, round(mean * (1 + self.range_ratio)))
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The figures of one round; times named _ms are percentiles ("p50") in milliseconds."""
+    """Results of one round. Times (`_ms`) are percentiles ("p50") in milliseconds."""
 
     elapsed_s: float
     num_steps: int
@@ -207,7 +207,7 @@ def _warm_up(llm: LLM, work: Workload, draw: random.Random) -> None:
 
 
 def _single_steps(work: Workload, options: dict[str, Any]) -> list[Round]:
-    """Runs the same rounds on an engine that computes one decode step a call."""
+    """Repeats the rounds on an engine with one decode step per call."""
     from octavo.api.llm import LLM
 
     print("the same with one decode step a call", file=sys.stderr)
@@ -218,7 +218,7 @@ def _single_steps(work: Workload, options: dict[str, Any]) -> list[Round]:
 
 
 def _profile(llm: LLM, work: Workload, draw: random.Random) -> Profile:
-    """Profiles a round of its own, since reading the clock after each op costs time too."""
+    """Profiles a separate round, since reading the clock after each op takes time."""
     llm.start_profile()
     _round(llm, work, draw, work.rounds + 1)
     return llm.stop_profile()
@@ -260,7 +260,7 @@ def _prompt(draw: random.Random, llm: LLM, num_tokens: int) -> list[int]:
 def _run(
     llm: LLM, work: Workload, prompts: Prompts, output_lens: Sequence[int]
 ) -> list[RequestOutput]:
-    """Returns the outputs; raises WorkerFailed if one has not exactly the given length."""
+    """Returns the outputs; raises WorkerFailed if the length of one is not as given."""
     from octavo.api.sampling_params import SamplingParams
 
     params = [
@@ -362,7 +362,7 @@ def _print(
 def _median(
     rounds: Sequence[dict[str, Any]], pick: Callable[[list[float]], float] = statistics.median
 ) -> dict[str, Any]:
-    """Returns the median of each field over the rounds, also of each percentile."""
+    """Returns the median of each field and each percentile over the rounds."""
     return {
         name: (
             _median([one[name] for one in rounds])

@@ -1,8 +1,8 @@
-"""`octavo bench quant MODEL`: what each way to store a model's weights costs and brings: bytes,
-tokens/s and perplexity, each against FP16.
+"""`octavo bench quant MODEL`: compares weight formats by size, tokens/s and perplexity, against
+FP16.
 
-Formats that are made beforehand are quantised into a directory, where a later run finds them, and
-so are the figures. Every row runs the same requests and the same text, in turns of whole rows.
+Formats that need conversion are quantized into a directory, and results are stored there too, so
+that later runs reuse both. Every row runs the same requests and the same text.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from octavo.tools.quantize import CalibrationText
 
 FIGURES = "figures.jsonl"
-"""File of a directory of quantised models that has the rows measured, one a line."""
+"""File with measured rows, one a line, in the directory of quantized models."""
 MADE = "made.json"
-"""File of such a directory that has a digest of what each model was made of."""
+"""File in this directory with a digest of each model's sources."""
 INT_FORMATS = {"output_format": "compressed-tensors", "sym": False}
 
 
 class Variant(NamedTuple):
-    """A way to store the weights: options of the engine, or of `octavo quantize`."""
+    """A weight format: options of the engine, or of `octavo quantize`."""
 
     options: Mapping[str, Any]
     made: Mapping[str, Any] | None = None
@@ -63,7 +63,7 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclass(frozen=True, slots=True)
 class QuantRow:
-    """The figures of one way to store the weights."""
+    """Results for one weight format."""
 
     name: str
     weight_bytes: int
@@ -73,7 +73,7 @@ class QuantRow:
 
 @dataclass(frozen=True, slots=True)
 class QuantWork:
-    """The work that every row does."""
+    """Workload of every row."""
 
     text: str
     window: int
@@ -162,13 +162,13 @@ def quant(
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """The rows that a directory has, each with a digest of the work it was measured with."""
+    """The results file; each row has a digest of its workload."""
 
     path: Path
     digest: str
 
     def read(self) -> dict[str, QuantRow]:
-        """Returns the rows of this work, the latest of each name; a line cut short is no row."""
+        """Returns the latest rows of this workload, by name; skips truncated lines."""
         if not self.path.exists():
             return {}
         found = {}
@@ -182,19 +182,19 @@ class _Figures:
         return found
 
     def add(self, row: QuantRow) -> None:
-        """Writes a row on a line of its own, also behind a line that was cut short."""
+        """Appends a row; starts a new line in case the last one is truncated."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write("\n" + json_format.dumps([self.digest, asdict(row)]) + "\n")
 
 
 def _digest(*work: object) -> str:
-    """Returns what tells one work from another."""
+    """Returns a digest that identifies a workload."""
     return hashlib.blake2b(repr(work).encode(), digest_size=16).hexdigest()
 
 
 def _chosen(only: str, path: str, *, has_calibration: bool) -> list[str]:
-    """Returns the rows that are wanted; FP16 is the first. GGUF's are those of a GGUF file, and of
-    another model where they are named.
+    """Returns the rows to measure, FP16 first. GGUF rows are measured for a GGUF file, or if they
+    are named.
     """
     wanted = [name.strip() for name in only.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in VARIANTS]
@@ -222,7 +222,7 @@ def _read(text: Path) -> str:
 
 @contextmanager
 def _folder(made: Path | None) -> Iterator[Path]:
-    """Gives the directory of what is quantised, one for this run where none is named."""
+    """Yields the directory for quantized models; a temporary one if none is given."""
     if made is not None:
         try:
             made.mkdir(parents=True, exist_ok=True)
@@ -251,7 +251,7 @@ def _make(
     target: Path,
     texts: CalibrationText | None,
 ) -> None:
-    """Quantises the model unless an earlier run has done so."""
+    """Quantizes the model, unless an earlier run already has."""
     from octavo.tools.quantize import quantize_model
 
     read = None if texts is None else replace(texts, text=texts.text.resolve())
@@ -271,7 +271,9 @@ def _make(
 
 
 def _note(target: Path, digest: str) -> None:
-    """Notes beside a quantised model what it is made of; ConfigError where that was another."""
+    """Stores a digest of a quantized model's sources beside it; raises ConfigError if it was made
+    from others.
+    """
     from octavo.checkpoint.json_file import read_json_if_there
 
     file = target.with_name(MADE)
@@ -296,7 +298,7 @@ def _measured(name: str, options: dict[str, Any], work: QuantWork) -> QuantRow:
 
 
 def _rate(llm: LLM, work: QuantWork) -> float:
-    """Returns the tokens/s, prompts' and answers', of one round."""
+    """Returns the tokens/s (prompt and output) of one round."""
     import random
     import time
 

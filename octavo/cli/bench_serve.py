@@ -1,7 +1,7 @@
-"""`octavo bench serve`: measures a server under traffic, over HTTP with streaming.
+"""`octavo bench serve`: measures a server under load, over streaming HTTP.
 
-The requests are a trace's or synthetic ones; each is sent at its time, whatever became of the
-others. The server is one that runs already (--url), or one that is started for the benchmark.
+Requests come from a trace or are synthetic; each is sent at its time, independent of the others.
+The server is running (--url) or started for the benchmark.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def serve(
 
 @dataclass(frozen=True, slots=True)
 class TrafficOptions:
-    """The options that say which requests are sent, and when."""
+    """Options that select the requests and their times."""
 
     trace: Path | None
     scale: str
@@ -181,7 +181,7 @@ class TrafficOptions:
     seed: int
 
     def requests(self) -> list[TrafficRequest]:
-        """Returns the requests; raises ConfigError for an option that is wrong."""
+        """Builds the requests; raises ConfigError for invalid options."""
         from octavo.tools.bench.traffic import (
             at_rate,
             mixed,
@@ -209,7 +209,7 @@ class TrafficOptions:
         return [replace(request, at_s=request.at_s * factor) for request in requests]
 
     def _check(self) -> None:
-        """Raises ConfigError for options that are out of range or at odds with each other."""
+        """Raises ConfigError for options that are out of range or in conflict."""
         for name in ("request_rate", "time_scale"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -245,7 +245,7 @@ class TrafficOptions:
 
 
 def _check_plot(plot: str | None, *, json: bool) -> None:
-    """Raises ConfigError, before anything is measured, for a picture that cannot be drawn."""
+    """Raises ConfigError for an invalid --plot before anything is measured."""
     if plot is None:
         return
     if plot == "-":

@@ -1,10 +1,9 @@
-"""`octavo bench startup`: measures the time that `octavo run` and `octavo serve` take from their
-start to the first token, and their memory.
+"""`octavo bench startup`: measures time to first token and memory of `octavo run` and `octavo
+serve`, from process start.
 
-Each is started as a user starts it, in processes of its own. One run that is not counted brings
-files into the page cache. Memory is the proportional share (Pss) of the whole process tree when the
-first token is there; beyond packed weights it holds Python, buffers, and the KV blocks that this
-one prompt fills. The machine should do no other work at the time.
+The first run is not counted and fills the page cache. Memory is the proportional set size (Pss) of
+the process tree at the first token; beyond the weights it contains Python, buffers and the KV
+blocks of the prompt. The machine should be idle.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
 
 @dataclass(frozen=True, slots=True)
 class StartupSample:
-    """One start: time to the first token, and the memory of the process tree at that moment."""
+    """One start: time to first token, and the memory of the process tree at that time."""
 
     first_token_s: float
     memory_bytes: int
@@ -42,7 +41,7 @@ class StartupSample:
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """Statistics of all starts of one command; memory and `first_token_s` are medians."""
+    """Statistics of one command's starts; memory and `first_token_s` are medians."""
 
     command: str
     first_token_s: float
@@ -110,7 +109,6 @@ def startup(
 
 
 def _weight_bytes(options: dict[str, Any]) -> int:
-    """Returns the size of the packed weights, computed from the model's header."""
     from octavo.config.engine_config import EngineConfig
     from octavo.wiring.plan import plan_model
     from octavo.worker.machine import Machine
@@ -124,7 +122,7 @@ def _weight_bytes(options: dict[str, Any]) -> int:
 def _run(options: dict[str, Any], prompt: str) -> StartupSample:
     """Measures one `octavo run`.
 
-    The process is stopped when its first text comes, so that its memory is that of this moment.
+    The process is stopped at its first text, so that its memory is measured at that time.
     """
     from octavo.tools.bench.own_server import shell_flags, start_command
 
@@ -145,7 +143,7 @@ def _run(options: dict[str, Any], prompt: str) -> StartupSample:
 
 
 def _serve(options: dict[str, Any], prompt: str) -> StartupSample:
-    """Measures one `octavo serve`, which is sent a request as soon as it says that it serves."""
+    """Measures one `octavo serve`; the request is sent as soon as the server is ready."""
     import asyncio
 
     import msgspec
@@ -176,7 +174,7 @@ def tree_bytes(pid: int) -> int:
 
 
 def _own_bytes(pid: int) -> int:
-    """Returns a process' proportional share of memory; 0 if it has ended."""
+    """Returns the Pss of a process; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -185,6 +183,6 @@ def _own_bytes(pid: int) -> int:
 
 
 def _children(pid: int) -> Iterator[int]:
-    """Yields the ids of the processes that any thread of a process has started."""
+    """Yields the ids of child processes started by any thread of a process."""
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         yield from map(int, task.read_text().split())

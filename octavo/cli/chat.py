@@ -1,4 +1,4 @@
-"""`octavo chat`: a conversation in the terminal, with a model here or on a server."""
+"""`octavo chat`: a conversation in the terminal, with a local model or a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from octavo.cli.common.model import fetched
 from octavo.config.paths import state_home
 
 FLAGS = ("temperature", "top_p", "max_tokens", "seed")
-"""Sampling values that have a flag."""
+"""Sampling parameters with a flag."""
 GREETING = "/help lists the commands; Ctrl-C stops an answer, /bye or Ctrl-D ends"
 KEY_VARIABLE = "OCTAVO_API_KEY"
 
@@ -64,7 +64,7 @@ def chat(
     repetition_detection: RepetitionFlag = True,
     options: dict[str, Any],
 ) -> None:
-    """Talk with a model. /help lists what can be said besides questions."""
+    """Chat with a model. /help lists the commands of the conversation."""
     sampling: dict[str, Any] = {
         "temperature": temperature,
         "top_p": top_p,
@@ -85,7 +85,7 @@ def chat(
 
 
 def _named(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the model that is named without a flag, where one is."""
+    """Returns the model given as an argument as options; {} without one."""
     if name is None:
         return {}
     if "model" in options:
@@ -96,7 +96,7 @@ def _named(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def chat_with_engine(sampling: dict[str, Any], system: str | None, options: dict[str, Any]) -> None:
-    """Loads a model and talks with it until the user ends the conversation."""
+    """Loads a model and chats until the user ends the conversation."""
     from octavo.api.llm import LLM
     from octavo.cli.conversation.chat_models import LocalModel
 

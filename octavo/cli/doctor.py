@@ -1,5 +1,5 @@
-"""`octavo doctor`: reports what this machine can compute with and what is missing, each with the
-command that installs it.
+"""`octavo doctor`: reports what this machine supports and what is missing, with install
+commands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.config.sizes import format_bytes
 from octavo.utils.version import __version__
 
 WIDTH = 12
-"""Columns of the names."""
+"""Width of the column of names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,6 @@ class Finding:
     ok: bool = True
     """Whether nothing is missing."""
     hint: str | None = None
-    """Advice on what to do about it."""
 
     def lines(self) -> Iterator[str]:
         yield f"{self.name:<{WIDTH}}{self.text}"
@@ -54,7 +53,6 @@ def doctor(
 
 
 def findings() -> Iterator[Finding]:
-    """Looks at everything, one finding after another."""
     from octavo.executor.devices import default_backend
 
     yield Finding(
@@ -95,7 +93,7 @@ def _native() -> Finding:
 
 
 def _torch() -> Iterator[Finding]:
-    """Looks for PyTorch and what belongs to it: Triton, FlashInfer, the driver, the devices."""
+    """Checks PyTorch, Triton, FlashInfer, the driver and the devices."""
     from octavo.executor import devices
 
     try:
@@ -161,7 +159,7 @@ def _ray() -> Finding:
 
 
 def _absent(name: str, need: str, extra: str) -> Finding:
-    """Says that a package is not there which only some options need."""
+    """Reports an optional package that is not installed."""
     return Finding(name, f"not installed; {need}", hint=f"pip install 'octavo[{extra}]'")
 
 

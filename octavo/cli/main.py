@@ -1,7 +1,7 @@
-"""The entry point of the `octavo` command.
+"""Entry point of the `octavo` command.
 
-Imports next to nothing before `main` runs, so that Ctrl-C ends the command quietly even while the
-rest is being imported. What the command does is in `app.py`.
+Imports almost nothing before `main` runs, so that Ctrl-C exits quietly even while modules are
+imported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from octavo.cli.common.exit_codes import INTERRUPTED
 
 
 def main() -> None:
-    """Runs the command that the shell was given, and ends the process with its exit code."""
     try:
         from octavo.cli.app import run_command
 
@@ -28,7 +27,9 @@ def main() -> None:
 
 
 def _came_of_an_interrupt(error: BaseException | None) -> bool:
-    """Says whether Ctrl-C caused an error: Python 3.11 wraps what interrupts a `__set_name__`."""
+    """Returns whether Ctrl-C caused an error: Python 3.11 wraps exceptions raised in
+    `__set_name__`.
+    """
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__
     return error is not None

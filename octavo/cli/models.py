@@ -1,4 +1,4 @@
-"""`octavo models`: lists what can be run. With a model it is `octavo show`."""
+"""`octavo models`: lists supported and cached models; with a model, as `octavo show`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import typer
 from octavo.config.sizes import format_bytes
 
 WIDTH = 14
-"""Columns of the names."""
+"""Width of the column of names."""
 
 SHORT_NAME_WIDTH = 17
-"""Columns of a short name in the list; the longest has 15."""
+"""Width of the column of short names; the longest has 15 characters."""
 
 FAMILY_WIDTH = 18
-"""Columns of a family's name in the list; the longest has 16."""
+"""Width of the column of families; the longest has 16 characters."""
 
 
 def models(

@@ -1,9 +1,8 @@
-"""`octavo plan MODEL`: the memory that a model needs, how many requests then fit, and how fast it
-could be.
+"""`octavo plan MODEL`: estimates a model's memory, concurrency and speed.
 
-It reads config.json or a GGUF header and no weight. Speeds are rooflines: upper bounds that real
-engines stay below. The exception is one request that decodes: unless --bandwidth is given, its rate
-is an estimate from products that are measured on this machine.
+Reads only config.json or a GGUF header. Speeds are rooflines, which are upper bounds, except for
+single-stream decoding: unless --bandwidth is given, its rate is estimated from matmuls measured on
+this machine.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 CONTEXTS = (512, 2048, 8192, 32768, 131072)
 
 SIMULATION = "Simulation of several machines"
-"""Group of the options of --trace."""
+"""Help group of the options of --trace."""
 
 MEASURED_BYTES = 256 << 20
-"""Bytes that are read to measure the bandwidth: more than any cache holds."""
+"""Bytes read to measure the bandwidth: more than any cache holds."""
 
 
 @with_engine_flags(without=("model", "served_model_name", "record"))
@@ -150,11 +149,11 @@ class ContextEstimate:
 
     context: int
     requests: int
-    """Number of requests that fit at once."""
+    """Number of requests that fit in the KV cache."""
     request_kv_bytes: int
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
-    """Rate of one request alone: an estimate where products were measured."""
+    """Single-stream rate: an estimate if matmuls were measured."""
     batch: int
     """Number of requests that run at once."""
     batch_tokens_per_s: float
@@ -162,14 +161,14 @@ class ContextEstimate:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """All that `octavo plan` prints."""
+    """The report that `octavo plan` prints."""
 
     model: str
     model_type: str
     num_parameters: int
     max_model_len: int
     generates: bool
-    """Whether it makes text; an encoder makes a row of each text, in one step."""
+    """Whether the model generates text; an encoder pools it in one step."""
     code: str
     memory_bytes: int
     weight_bytes: int
@@ -181,31 +180,32 @@ class PlanReport:
     state_bytes: int
     """Bytes of a request's recurrent states, and of a checkpoint of them."""
     checkpoint_tokens: int
-    """Tokens from one checkpoint of the states to the next; 0 where none is kept."""
+    """Tokens between two checkpoints of the states; 0 without checkpoints."""
     kv_bytes: int
     least_kv_bytes: int
     kv_tokens: int
-    """Tokens whose K and V there is room for."""
+    """Number of tokens that fit in the KV cache."""
     shortfall_bytes: int
     bandwidth: float
     flops: float
     estimates_decode: bool
-    """Whether `decode_tokens_per_s` is an estimate from measured products, not an upper bound."""
+    """Whether `decode_tokens_per_s` is an estimate from measured matmuls, not an upper bound."""
     streamed_bytes: int
     """Bytes of weights that each step reads from weights_dir."""
     neuron_bytes: int
-    """Bytes of weights of which a step reads those of the neurons that it uses."""
+    """Bytes of weights that are read only for the neurons that a step uses."""
     disk_rate: float | None
-    """Bytes per second that the disk of weights_dir gives in order; None where none are read."""
+    """Sequential read rate of weights_dir's disk in bytes per second; None if nothing is read."""
     random_disk_rates: dict[int, float]
-    """Bytes per second at random places, by the bytes of a block; {} where not measured."""
+    """Random read rates in bytes per second, by block size in bytes; {} if not measured."""
     split: MemorySplit | None
-    """Other shares of the memory, with which many requests get more tokens per second together;
-    None where there are none, or no weights are streamed."""
+    """A different division of memory with higher throughput for many requests; None if there is
+    none, or if no weights are streamed.
+    """
     rows: list[ContextEstimate]
     flags: list[str]
-    """Flags for `octavo serve`: with which the model fits, and what was given; [] if none make it
-    fit.
+    """Suggested flags for `octavo serve`, including those given; [] if the model does not fit with
+    any.
     """
 
     @staticmethod
@@ -353,7 +353,7 @@ def _line(name: str, num_bytes: float, text: str) -> str:
 
 
 def _memory(text: str | None, num_ranks: int) -> int:
-    """Returns the memory of each rank: as given, or an equal share of what is free."""
+    """Returns the memory of each rank: as given, or an equal share of the free memory."""
     from octavo.worker.machine import Machine
 
     if text is not None:
@@ -368,8 +368,8 @@ def _memory(text: str | None, num_ranks: int) -> int:
 
 
 def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Ceilings:
-    """Returns the machine's limits: as given, else measured. Rates of products of one row are this
-    machine's, so they are left out if the bandwidth was given.
+    """Returns the machine's peak rates: as given, else measured. If the bandwidth is given, rates
+    of single-row matmuls are left out, since they are this machine's.
     """
     from octavo.executor.base import Ceilings
     from octavo.wiring.backend import build_backend
@@ -392,8 +392,8 @@ def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Cei
 
 
 def _disk(found: ModelPlan, given: str | None) -> DiskRates | None:
-    """Returns the rates of the disk that weights are streamed from: as given, else measured; None
-    where none are streamed, or the disk cannot be measured.
+    """Returns the rates of the disk with streamed weights: as given, else measured; None if nothing
+    is streamed or the disk cannot be measured.
     """
     from octavo.config.paths import user_path
     from octavo.executor.native.disk import DiskRates, measure_disk

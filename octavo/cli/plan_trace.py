@@ -1,7 +1,6 @@
-"""`octavo plan --trace`: which layout of several machines serves recorded traffic best.
+"""`octavo plan --trace`: finds the layout of several machines that serves recorded traffic best.
 
-Simulates the real schedulers and router; what steps cost comes from recordings of one machine's
-engine. Loads no model.
+Simulates schedulers and router; step costs come from recordings of an engine. Loads no model.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class TracePlan:
-    """The options of `octavo plan --trace`."""
+    """Options of `octavo plan --trace`."""
 
     trace: Path
     recordings: Sequence[Path]
@@ -36,7 +35,7 @@ class TracePlan:
     num_requests: int
 
     def run(self, *, json: bool) -> None:
-        """Prints the layouts, the best first."""
+        """Prints the layouts, best first."""
         from octavo.tools.bench.traffic import parse_scale, prompt_of, read_trace, set_apart
         from octavo.tools.layout_search import Objective, engine_of, rate_layouts
         from octavo.tools.simulated_fleet import FleetOptionsSimulated, SimulatedRequest
@@ -96,8 +95,8 @@ class TracePlan:
     def _check_lengths(
         self, rows: Sequence[TrafficRequest], engines: Mapping[str, SimulatedEngine]
     ) -> None:
-        """Says how many requests an engine does not take at all, which count as bad ones; refuses
-        a trace with which no rate could be found for that reason.
+        """Reports how many requests exceed an engine's context, which count as bad; raises
+        ConfigError if too few are left for any rate to be good.
         """
         from octavo.tools.layout_search import GOOD_SHARE
 

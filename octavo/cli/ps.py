@@ -12,7 +12,7 @@ from octavo.cli.top import DEFAULT_URL, KEY_VARIABLES
 from octavo.config.sizes import format_bytes
 
 FOREVER_YEAR = 9999
-"""Year in which Ollama's API has a model expire that stays."""
+"""Expiry year in Ollama's API of models that stay loaded."""
 
 
 def ps(
@@ -62,7 +62,7 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _until(expires_at: str) -> str:
-    """Returns when a model is unloaded if no request comes."""
+    """Formats the time until a model is unloaded if it gets no request."""
     expiry = datetime.fromisoformat(expires_at)
     if expiry.year >= FOREVER_YEAR:
         return "forever"

@@ -1,4 +1,4 @@
-"""`octavo pull NAME`: fetches a model and prints its path as the last line on stdout."""
+"""`octavo pull NAME`: downloads a model and prints its path."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`octavo quantize MODEL -o DIR`: rounds a model's matrices to few bits and writes them in a format
-that Octavo and other engines read.
-"""
+"""`octavo quantize MODEL -o DIR`: quantizes a model's weights to files."""
 
 from __future__ import annotations
 
@@ -139,7 +137,7 @@ def recipe_of(
     keep_sensitive: bool,
     gptaq: bool = False,
 ) -> Recipe:
-    """Makes a recipe of the options; ConfigError where they name or mean what there is not."""
+    """Builds a recipe from the options; raises ConfigError for invalid ones."""
     from octavo.quant.making.recipe import METHODS, OUTPUT_FORMATS, SCHEMES, Recipe
 
     for name, value, allowed in (

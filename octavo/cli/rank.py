@@ -1,4 +1,4 @@
-"""`octavo rank HOST:PORT --rank N`: a rank of an engine whose first rank is on another machine."""
+"""`octavo rank HOST:PORT --rank N`: runs a rank of an engine on another machine."""
 
 from __future__ import annotations
 

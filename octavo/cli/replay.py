@@ -1,7 +1,7 @@
-"""`octavo replay FILE`: repeats the steps of a recording and reports whether they are the same.
+"""`octavo replay FILE`: repeats the steps of a recording and reports differences.
 
-The scheduler is a new one; times and results are the recorded ones. With --execute the model
-computes the plans too, with --serve the page shows the steps in a browser.
+The scheduler is new; times and results are the recorded ones. --execute also runs the model,
+--serve shows the steps in a browser.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def replay(
 
 
 def _show(file: Path, model: str | None, host: str, port: int, max_steps: int) -> None:
-    """Serves the page with a recording until Ctrl-C."""
+    """Serves the recording's page until Ctrl-C."""
     from octavo.engine.recording.frames import RecordedFrames
     from octavo.engine.recording.recorder import read_log
     from octavo.server.recording_app import serve_recording

@@ -1,4 +1,4 @@
-"""`octavo rm MODEL...`: deletes models from the caches of this machine."""
+"""`octavo rm MODEL...`: deletes cached models."""
 
 from __future__ import annotations
 

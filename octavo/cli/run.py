@@ -1,4 +1,4 @@
-"""`octavo run [MODEL] PROMPT`: streams one answer to stdout and prints statistics to stderr."""
+"""`octavo run [MODEL] PROMPT`: streams a response to stdout and prints statistics to stderr."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 PATIENCE_S = 2.0
-"""Time that a pipe may give nothing before stderr says what is waited for."""
+"""Seconds without input from a pipe before a message on stderr says that it is awaited."""
 
 
 @with_engine_flags(without=("seed",))
@@ -122,8 +122,8 @@ def run(
 
 
 def _read_prompt(argument: str, *, raw: bool) -> str:
-    """Returns the prompt, from standard input for "-", or with the text of a pipe or file that
-    standard input is put before it; refuses one that is empty or not text.
+    """Returns the prompt, read from standard input for "-". Text from a pipe or file is put before
+    the prompt. Raises InvalidRequest if it is empty or not valid text.
     """
     from octavo.api.errors import InvalidRequest
     from octavo.text.unicode import check_unicode
@@ -140,12 +140,12 @@ def _read_prompt(argument: str, *, raw: bool) -> str:
 
 
 def _without_last_newline(text: str) -> str:
-    """Returns a text without the newline that ends its last line, which is no part of a prompt."""
+    """Removes the final newline, which is not part of a prompt."""
     return text.removesuffix("\n").removesuffix("\r")
 
 
 def _read_piped() -> str:
-    """Returns what a pipe or a file gives as standard input; "" for a terminal or /dev/null."""
+    """Reads standard input if it is a pipe or a file; returns "" for a terminal or /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):  # closed, or not the process's own
@@ -159,9 +159,8 @@ def _read_piped() -> str:
 
 
 def _prompt(llm: LLM, text: str, system: str | None, *, raw: bool) -> Any:
-    """Returns what the model continues: the text, or the text as a question in a conversation.
-
-    A model without a chat template completes the text, and stderr says so.
+    """Returns the prompt: the text itself, or rendered with the chat template. Without a template
+    the text is completed, and a note is printed to stderr.
     """
     from octavo.api.errors import ConfigError
 
@@ -177,7 +176,7 @@ def _prompt(llm: LLM, text: str, system: str | None, *, raw: bool) -> Any:
 
 
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, *, quiet: bool) -> RequestOutput:
-    """Returns the final output; prints its text to stdout as it grows, unless `quiet`."""
+    """Returns the final output; prints its text to stdout as it is generated, unless `quiet`."""
     num_shown, output = 0, None
     for output in llm.stream(prompt, params):
         text = output.outputs[0].text

@@ -1,4 +1,4 @@
-"""`octavo serve [MODEL ...]`: the server of OpenAI's API, with an engine for each model."""
+"""`octavo serve [MODEL ...]`: an OpenAI-compatible server with an engine for each model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def serve(
 
 
 def _settings(given: dict[str, Any]) -> ServerSettings:
-    """Returns the settings; keys also come from the environment, which other users cannot see."""
+    """Returns the settings; keys also come from environment variables, which other users cannot
+    read.
+    """
     keys = (*given.get("api_key", ()), *filter(None, [os.environ.get(KEY_VARIABLE)]))
     operator_key = given.get("operator_key") or os.environ.get(OPERATOR_VARIABLE) or None
     return ServerSettings(**{**given, "api_key": keys, "operator_key": operator_key})

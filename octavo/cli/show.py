@@ -1,4 +1,4 @@
-"""`octavo show MODEL`: what a checkpoint's headers say of it, and which backend runs it."""
+"""`octavo show MODEL`: describes a checkpoint from its headers, and the backends that run it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.wiring.survey import ModelReport
 
 WIDTH = 15
-"""Columns of the names."""
+"""Width of the column of names."""
 
 
 def show(
@@ -75,7 +75,7 @@ def _lines(name: str, report: ModelReport) -> Iterator[str]:
 
 
 def _shown(report: ModelReport) -> dict[str, Any]:
-    """Returns a report in JSON's types."""
+    """Returns a report as JSON types."""
     sampling = report.sampling
     return {
         "path": str(report.path),

@@ -44,7 +44,7 @@ def top(
 
 
 def _print_once(reader: ServerReader, interval: float) -> None:
-    """Prints one view; rates need two readings."""
+    """Prints the view once; rates need two readings."""
     from rich.console import Console
 
     from octavo.cli.top_view import view_of
@@ -55,7 +55,7 @@ def _print_once(reader: ServerReader, interval: float) -> None:
 
 
 def _show_live(reader: ServerReader, interval: float) -> None:
-    """Shows the view until Ctrl-C; a server that has gone is waited for."""
+    """Updates the view until Ctrl-C; waits for a server that is not reachable."""
     from rich.live import Live
 
     from octavo.api.errors import Unavailable

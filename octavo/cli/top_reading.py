@@ -12,7 +12,7 @@ from octavo.utils.http_client import HttpClient, describe_refusal, parse_json
 
 PREFIX = "octavo:"
 SHARES = {"kv_cache_usage_perc", "kv_cache_utilisation"}
-"""Gauges that are a share, of which the engines of a model have no sum."""
+"""Gauges that are ratios: averaged over the engines of a model, not added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Reading:
     time_s: float
     url: str
     series: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Values of the series by model and by name, without prefix."""
+    """Values by model and by series name without prefix."""
     states: dict[str, str] = field(default_factory=dict)
     """State of each model, such as "ready"."""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -31,13 +31,11 @@ class Reading:
 
 
 class ServerReader:
-    """Reads one server."""
-
     def __init__(self, client: HttpClient) -> None:
         self._client = client
 
     def read(self) -> Reading:
-        """Reads all; raises ConfigError where the server is none of Octavo's or refuses."""
+        """Reads everything; raises ConfigError if the server is not Octavo or rejects the key."""
         series = self._series()
         cards = self._client.get("/v1/models")
         states = {
@@ -74,8 +72,8 @@ class ServerReader:
 
 
 def series_of(text: str) -> dict[str, dict[str, float]]:
-    """Returns the values of Octavo's gauges and counters by model and by name: the sum of its
-    engines', or the mean where it is a share.
+    """Parses Octavo's gauges and counters by model and name, summed over engines (ratios are
+    averaged).
     """
     from prometheus_client.parser import text_string_to_metric_families
 

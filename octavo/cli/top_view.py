@@ -1,4 +1,4 @@
-"""Draws what `octavo top` shows: a row for each model, and one for each request."""
+"""Tables of `octavo top`: models and requests."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ LEFT_OUT = {
     "model": ("held", "drafted", "cached", "swap", "in t/s", "blocks", "wait"),
     "request": ("blocks", "key", "model", "waited", "prompt"),
 }
-"""Columns that a terminal does without that is too narrow for all, the first of them first."""
+"""Columns to omit on a narrow terminal, in this order."""
 GAP = 2
-"""Spaces between two columns."""
+"""Spaces between columns."""
 NUM_TEXT_COLUMNS = {"model": 2, "request": 4}
-"""Columns of text at the left of each table; the rest are numbers."""
+"""Number of text columns at the left of each table; the others are numbers."""
 MIN_TEXT_WIDTH = 7
-"""Least width of these in a narrow terminal, where they take several lines."""
+"""Minimum width of a text column; narrower text wraps."""
 
 
 def view_of(before: Reading, now: Reading) -> RenderableType:
-    """Returns the view of a reading; rates are those since the one before."""
+    """Renders a reading; rates are since the previous one."""
     models = FittedTable(MODEL_COLUMNS, [_model_row(name, before, now) for name in now.states])
     requests = FittedTable(REQUEST_COLUMNS, list(map(_request_row, now.requests)))
     listed = requests if now.requests else Text(now.note or "no request waits or runs")
@@ -48,7 +48,7 @@ def view_of(before: Reading, now: Reading) -> RenderableType:
 
 
 class FittedTable:
-    """A table that leaves columns out where the terminal is too narrow for all of them."""
+    """A table that omits columns if the terminal is too narrow."""
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self._columns = columns
@@ -61,7 +61,7 @@ class FittedTable:
         yield self._without(left_out[: next(fitting, len(left_out))])
 
     def _least_width(self, left_out: Sequence[str]) -> int:
-        """Returns the width below which something would be cut off."""
+        """Returns the minimum width without truncation."""
         kept = [index for index, name in enumerate(self._columns) if name not in left_out]
         return sum(self._least_width_of(index) + GAP for index in kept) - GAP
 

@@ -1,6 +1,4 @@
-"""What `octavo run` and `octavo chat` share: sampling params of an answer, its statistics, and why
-it ended.
-"""
+"""Sampling params, statistics and early ends of responses, for `octavo run` and `octavo chat`."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ if TYPE_CHECKING:
     from octavo.api.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 1024
-"""Upper bound on an answer that has no --max-tokens: a small model may never come to an end."""
+"""Limit of a response without --max-tokens: small models may never stop."""
 
 SHOWN_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Sampling values that a line on stderr shows unless they are neutral."""
+"""Sampling parameters printed to stderr unless they are neutral."""
 
 RepetitionFlag = Annotated[
     bool,
@@ -33,7 +31,7 @@ RepetitionFlag = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """An answer's token counts and times."""
+    """Token counts and times of a response."""
 
     model: str
     finish_reason: str | None
@@ -41,7 +39,7 @@ class Statistics:
     completion_tokens: int
     time_to_first_token_s: float | None
     tokens_per_second: float | None
-    """Rate of the tokens after the first."""
+    """Excludes the first token."""
     total_s: float
 
     @staticmethod
@@ -75,7 +73,7 @@ class Statistics:
 
 
 def check_sampling(given: dict[str, Any]) -> None:
-    """Refuses bad values before a model is loaded."""
+    """Rejects invalid values before a model is loaded."""
     from octavo.api.sampling_params import SamplingParams
 
     SamplingParams(
@@ -87,7 +85,7 @@ def check_sampling(given: dict[str, Any]) -> None:
 
 
 def check_answers(llm: LLM) -> None:
-    """Raises InvalidRequest for a model that answers no text: one of embeddings, or of speech."""
+    """Raises InvalidRequest for embedding and speech models."""
     from octavo.api.errors import InvalidRequest
 
     llm.front.check_generates()
@@ -100,12 +98,12 @@ def check_answers(llm: LLM) -> None:
 
 
 def new_seed() -> int:
-    """Returns a random seed, for answers that differ from one command to the next."""
+    """Returns a random seed, so that repeated commands differ."""
     return secrets.randbits(31)
 
 
 def describe_sampling(params: SamplingParams) -> str:
-    """Returns the line that tells the values of an answer for which flags set some."""
+    """Formats the sampling params of a response as one line."""
     shown = [f"temperature {params.temperature:g}"]
     for name, neutral in SHOWN_SAMPLING.items():
         value = getattr(params, name)
@@ -116,8 +114,8 @@ def describe_sampling(params: SamplingParams) -> str:
 
 
 def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
-    """Returns the params that were given over those recommended for the model; without either, an
-    answer has at most DEFAULT_MAX_TOKENS.
+    """Returns the given params over the model's recommended ones; max_tokens defaults to
+    DEFAULT_MAX_TOKENS.
     """
     from octavo.frontend.sampling_defaults import params_over
 
@@ -128,9 +126,9 @@ def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
 
 
 def explain_end(statistics: Statistics, default_limit: int | None, change: str) -> str | None:
-    """Returns why an answer ended early that its user did not limit; None if it did not.
+    """Returns why a response ended early without a limit of the user; None if it did not.
 
-    `default_limit` is the max_tokens that the user did not give, and `change` says how to.
+    `default_limit` is max_tokens if the user did not set it; `change` is the way to set it.
     """
     if statistics.finish_reason == "repetition":
         return "the answer was stopped because it repeats itself: ask in other words"

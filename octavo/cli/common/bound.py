@@ -1,4 +1,4 @@
-"""The `octavo` command as the child of another process of Octavo's, with which it ends."""
+"""Runs the `octavo` command as a child process that ends with its parent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.utils.child_process import bind_to_parent
 
 
 def main() -> None:
-    """Runs the command that the arguments say, until it is told to stop or its parent ends."""
+    """Runs the command of the arguments, until it is stopped or its parent ends."""
     bind_to_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from octavo.cli.app import run_command

@@ -1,8 +1,8 @@
-"""The classes of Octavo's commands: Typer's, with help by group, and validators as needed.
+"""Command classes based on Typer's: help by group, and validators built on demand.
 
-Typer has pydantic build a validator for every option of a command, which takes longer than parsing
-all of them (`run` has 60). Text, and an option that was not given, needs none; the rest stays
-Typer's business. Knows the one attribute in which Typer keeps the validator.
+Typer builds a pydantic validator for every option, which takes longer than parsing them (`run` has
+60). Texts and missing options need none. Relies on the private attribute in which Typer keeps the
+validator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUP_HELP = {
     "show_completion": "Print completion for the current shell",
     "help": "Show this help",
 }
-"""Help texts that take the place of Typer's own."""
+"""Help texts that replace Typer's."""
 
 
 OTHER_NAMES = {
@@ -41,11 +41,11 @@ OTHER_NAMES = {
     "stop": "serve (Ctrl-C stops it)",
     "transcribe": "serve whisper-tiny.en, with POST /v1/audio/transcriptions",
 }
-"""Names that other programs give commands."""
+"""Names of commands in other programs, and Octavo's command."""
 
 
 class Command(TyperCommand):
-    """A command whose options are validated as needed; `--help-all` shows all of them."""
+    """A command with validators built on demand; `--help-all` shows all options."""
 
     _help_all: TyperOption | None = None
 
@@ -68,7 +68,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands whose options are validated as needed."""
+    """A group of commands with validators built on demand."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         parameters: list[Any] = super().get_params(ctx)
@@ -86,7 +86,7 @@ class Group(TyperGroup):
 
 
 def _help_all_option(help_option: Any) -> TyperOption:
-    """Makes the option beside `--help`, which is the last that Typer adds."""
+    """Builds the `--help-all` option; `--help` is the last one that Typer adds."""
     help_option.help = "Show the most used options"
 
     def show(ctx: Any, param: Any, value: bool) -> None:
@@ -113,7 +113,7 @@ def _validated_as_needed(parameters: list[Any]) -> list[Any]:
 
 
 class _AsNeeded:
-    """A stand-in for Typer's `RuntimeParam`, which is built once a value needs it."""
+    """Replaces Typer's `RuntimeParam`, which is built when a value needs it."""
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
         if value is None or value == () or param.type_descriptor.annotation in TEXT:

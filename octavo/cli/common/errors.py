@@ -1,7 +1,7 @@
-"""The one place where a command's error becomes a message on stderr and an exit code.
+"""Turns a command's error into a message on stderr and an exit code.
 
-The code is 2 for the caller's fault (an option, a file, a request), 1 for the engine's, and what a
-shell shows for a process that a signal ended: 130 for Ctrl-C, 141 if the output's reader has gone.
+The code is 2 for user errors (an option, a file, a request), 1 for engine errors, and for signals
+the shell's convention: 130 for Ctrl-C, 141 for a closed output pipe.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from octavo.api.errors import ClientError, OctavoError, SetupError
 from octavo.cli.common.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
 
 INVALID = re.compile(r"Input should be ([^,]+)")
-"""What an option's type allows, in a message of the flag parser."""
+"""Allowed values in the flag parser's messages."""
 
 LEAST_LIKENESS = 0.75
-"""Least likeness of a flag that is suggested for a wrong one, from 0 to 1."""
+"""Minimum similarity of a suggested flag, from 0 to 1."""
 
 WORDS = {
     "a valid integer": "a whole number",
@@ -32,11 +32,11 @@ WORDS = {
     "greater than": "a number above",
     "less than": "a number below",
 }
-"""The flag parser's words for what is allowed, and those of all other messages."""
+"""The flag parser's wording and ours."""
 
 
 def exit_code_of(command: Callable[[], None]) -> int:
-    """Runs a command and prints its error; an error that is not one of ours keeps its traceback."""
+    """Runs a command and prints its error; unexpected exceptions keep their traceback."""
     try:
         command()
         sys.stdout.flush()
@@ -53,7 +53,7 @@ def exit_code_of(command: Callable[[], None]) -> int:
 
 
 def _report(error: typer.TyperException | OctavoError | MemoryError) -> int:
-    """Prints an error; returns the exit code that says whose fault it is."""
+    """Prints an error; returns the exit code."""
     if isinstance(error, OctavoError):
         _say(error.message, error.hint)
         is_callers = isinstance(error, ClientError | SetupError)
@@ -67,14 +67,14 @@ def _report(error: typer.TyperException | OctavoError | MemoryError) -> int:
 
 
 def _discard_output() -> None:
-    """Sends the rest of the output nowhere, so that Python's last flush does not fail."""
+    """Redirects stdout to /dev/null, so that the final flush does not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def _describe(error: typer.TyperException) -> tuple[str, str | None]:
-    """Returns message and hint for what the flag parser found wrong."""
+    """Returns message and hint for an error of the flag parser."""
     possible = getattr(error, "possibilities", None)
     wrong = getattr(error, "option_name", None)
     if possible and wrong is not None:
@@ -103,7 +103,7 @@ def _in_our_words(allowed: str) -> str:
 
 
 def _given(param: Any) -> str | None:
-    """Returns a parameter's value on the command line, which not every parser error names."""
+    """Returns a parameter's value on the command line, which some parser errors lack."""
     names = tuple(getattr(param, "opts", ()))
     for at, argument in enumerate(sys.argv):
         name, equals, value = argument.partition("=")

@@ -1,8 +1,6 @@
-"""Command-line flags made of config fields: a field's name with dashes is the flag, its text the
-help.
+"""Command-line flags generated from config fields.
 
-A command decorated with `with_flags` gets the flags that were given, and no others, as a dict of
-checked values.
+A command decorated with `with_flags` receives the given flags as a dict of checked values.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ Command = Callable[..., None]
 
 
 def with_engine_flags(*, without: Iterable[str] = ()) -> Callable[[Command], Command]:
-    """Adds a flag for every engine option; the command's parameter `options` gets those given."""
+    """Adds a flag for every engine option; the parameter `options` receives the given ones."""
     left_out = set(without)
     return with_flags(
         "options", {name: spec for name, spec in option_fields().items() if name not in left_out}
@@ -30,7 +28,7 @@ def with_engine_flags(*, without: Iterable[str] = ()) -> Callable[[Command], Com
 
 
 def with_flags(parameter: str, specs: Mapping[str, OptionField]) -> Callable[[Command], Command]:
-    """Adds a flag for each of `specs`; `parameter` names the command's parameter for the dict."""
+    """Adds a flag for each of `specs`; the command's parameter `parameter` receives the dict."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
@@ -59,7 +57,7 @@ def with_flags(parameter: str, specs: Mapping[str, OptionField]) -> Callable[[Co
 
 
 def _completer(choices: Iterable[str]) -> Callable[[str], list[str]] | None:
-    """Returns what a shell asks for the rest of a value; None where any text is allowed."""
+    """Returns a shell completion function for the choices; None if any text is allowed."""
     if not choices:
         return None
 
@@ -70,7 +68,7 @@ def _completer(choices: Iterable[str]) -> Callable[[str], list[str]] | None:
 
 
 def format_flags(options: Mapping[str, Any]) -> list[str]:
-    """Returns the flags that give these engine options, e.g. ["--threads=2", "--enable-lora"]."""
+    """Formats engine options as flags, such as ["--threads=2", "--enable-lora"]."""
     specs, flags = option_fields(), []
     for name, value in options.items():
         spec, flag = specs[name], name.replace("_", "-")
@@ -85,7 +83,6 @@ def format_flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def flag_help(spec: OptionField) -> str:
-    """Returns the help text of an option's flag."""
     notes = ["repeatable"] if spec.is_list else []
     if spec.default_text:
         notes.append(f"default: {spec.default_text}")
@@ -93,10 +90,10 @@ def flag_help(spec: OptionField) -> str:
 
 
 def _parameter(name: str, spec: OptionField) -> inspect.Parameter:
-    """Returns an option's flag as Typer reads it from a signature.
+    """Builds the parameter of an option's flag, as Typer reads it from a signature.
 
-    The parser takes its value as text and the config reads it, so that a bad value gets the same
-    message from the shell as from Python.
+    The value is parsed by the config and not by Typer, so that errors have the same message in the
+    shell and in Python.
     """
     flag, text = "--" + name.replace("_", "-"), flag_help(spec)
     annotation: Any

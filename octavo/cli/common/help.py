@@ -1,8 +1,7 @@
-"""The help of a command: options by group, each on one line.
+"""Help of a command: options by group, one line each.
 
-`--help` shows the options of the group Common, `--help-all` those of every group. Colours are those
-of Typer's rich help, without the time that importing rich takes; there are none if the output is no
-terminal or NO_COLOR is set. Knows no option by name.
+`--help` shows the group Common, `--help-all` all groups. Colours are those of Typer's rich help
+without importing rich, which is slow; none if the output is not a terminal or NO_COLOR is set.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import typer
 from octavo.config.option import COMMON, Group
 
 MAX_WIDTH = 100
-"""Columns of the help in a wider terminal, and if the output is no terminal."""
+"""Maximum width of the help in columns, and the width if the output is not a terminal."""
 MAX_NAMES_WIDTH = 36
-"""Columns of the flags' names; the text of a longer one starts behind it."""
+"""Width of the column of flags; longer flags push their text to the right."""
 MAX_SUMMARY_LENGTH = 85
-"""Most characters of a command's line in the list of commands."""
+"""Maximum length of a command's line in the list of commands."""
 PLACEHOLDERS = {
     "int": "N",
     "float": "N",
@@ -35,7 +34,7 @@ PLACEHOLDERS = {
     "file": "FILE",
     "directory": "DIR",
 }
-"""Placeholders of values, by their type."""
+"""Placeholders of values, by type."""
 
 Paint = Callable[[str, str], str]
 COLOURS = {"heading": "yellow", "name": "cyan", "short": "green", "metavar": "yellow"}
@@ -43,7 +42,7 @@ COLOURS = {"heading": "yellow", "name": "cyan", "short": "green", "metavar": "ye
 
 @dataclass(frozen=True, slots=True)
 class HelpLine:
-    """One line of the help: a flag, an argument or a command."""
+    """A line of the help: a flag, an argument or a command."""
 
     names: tuple[str, ...]
     metavar: str
@@ -63,7 +62,7 @@ class HelpLine:
 
 
 def format_help(command: Any, context: Any, *, shows_all: bool) -> str:
-    """Returns the help of a command, or of a group of commands."""
+    """Formats the help of a command or a group of commands."""
     paint = _painter()
     width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
     parameters = [param for param in command.get_params(context) if not param.hidden]
@@ -96,8 +95,8 @@ def format_help(command: Any, context: Any, *, shows_all: bool) -> str:
 
 
 def options_by_group(parameters: Iterable[Any], context: Any) -> dict[str, list[HelpLine]]:
-    """Returns the options in the order of the groups; Common is the first, and that of an option
-    that names none.
+    """Returns the options by group, in the order of the groups; options without a group are
+    Common.
     """
     groups: dict[str, list[HelpLine]] = {COMMON: []} | {name: [] for name in get_args(Group)}
     for param in parameters:
@@ -128,7 +127,7 @@ def _argument_name(param: Any) -> str:
 
 
 def option_text(param: Any) -> str:
-    """Returns the help text and the default."""
+    """Returns the help text with the default."""
     text = " ".join(str(param.help or "").split()).removesuffix(".")
     default: object = param.show_default if isinstance(param.show_default, str) else param.default
     has_default = bool(param.show_default) and default not in (None, False, True, (), [])

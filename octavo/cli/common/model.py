@@ -1,4 +1,4 @@
-"""Finds the model that a command works with, with progress bars where it has to be fetched."""
+"""Locates the model of a command, with progress bars for downloads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.config.paths import is_there, public_name, user_path
 
 
 def fetched(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options with `model` as a local path, served under the name that was given."""
+    """Returns the options with `model` as a local path, served under the given name."""
     from octavo.checkpoint.catalogue import resolve
 
     name = options.get("model", DEFAULT_MODEL)
@@ -19,8 +19,8 @@ def fetched(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def names_model(text: str) -> bool:
-    """Returns whether a word on the command line names a model: a short name, an existing
-    directory of one, a .gguf file, or a repository of a hub.
+    """Returns whether a command-line word is a model: a short name, an existing directory or .gguf
+    file, or a hub repository.
     """
     from octavo.checkpoint.catalogue import short_name
     from octavo.config.model_reference import parse_hub_reference
@@ -36,10 +36,10 @@ def names_model(text: str) -> bool:
 
 
 def split_words(words: Sequence[str], model: str | None) -> tuple[str | None, str | None]:
-    """Returns the model and the prompt of `octavo run [MODEL] [PROMPT]`; None for what is missing.
+    """Splits the arguments of `octavo run [MODEL] [PROMPT]`; None for a missing one.
 
-    With --model all words are the prompt. Of several words the first is the model, and a word
-    alone is the model if it names one, else the prompt.
+    With --model all words are the prompt. Otherwise the first of several words is the model; a
+    single word is the model if it names one, else the prompt.
     """
     if model is not None or not words:
         return model, " ".join(words) or None

@@ -9,7 +9,7 @@
         max-model-len: 4k
 
 Options outside `models` apply to every engine, those of an entry to its own; the command line wins
-over both. Source of the format: PyYAML's safe subset of YAML 1.1, without repeated keys.
+over both.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ MODELS = "models"
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Checked contents of a configuration file; all empty without one."""
+    """Checked contents of a configuration file; empty without one."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    """Engine options of every model."""
+    """Engine options of all models."""
     models: tuple[dict[str, Any], ...] = ()
-    """Engine options of each model, `model` and perhaps `served_model_name` among them."""
+    """Engine options of each model, including `model` and possibly `served_model_name`."""
 
     def engine_defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the engine options of every model; `given` are the command line's."""
+        """Returns the engine options of all models; `given` are those of the command line."""
         options = self.options | dict(given)
         options.pop("served_model_name", None)
         return options
 
     def specs(self, texts: Sequence[str], given: Mapping[str, Any]) -> list[ModelSpec]:
-        """Returns what to serve: the models of the command line, else the file's, else the default.
+        """Returns the models to serve: from the command line, else the file, else the default.
 
-        A text that is the name of an entry of the file picks this entry.
+        A text that names an entry of the file selects that entry.
         """
         entries = [self._entry(text) for text in texts] or [*self.models] or [_default_entry()]
         if len(entries) > 1 and "served_model_name" in {**self.options, **given}:
@@ -73,7 +73,7 @@ class ServeConfig:
 
 
 def read_config(path: Path) -> ServeConfig:
-    """Reads and checks a file; ConfigError names what is wrong in it."""
+    """Reads and checks a file; raises ConfigError if it is invalid."""
     file = read_data_file(path, name="config", max_bytes=MAX_FILE_BYTES, kind="YAML")
     document = {} if file.content is None else file.content
     if not isinstance(document, dict):
@@ -128,8 +128,8 @@ def _values(
     file: DataFile,
     *above: str | int,
 ) -> dict[str, Any]:
-    """Returns checked values by their options' flat names; `names` are all that a hint may name,
-    `above` the keys that lead to `given` in the file.
+    """Returns checked values by flat option names. `names` are those allowed in hints, `above` the
+    keys in the file that lead to `given`.
     """
     values = {}
     for key, value in given.items():
@@ -146,7 +146,7 @@ def _values(
 
 
 def _as_given(spec: OptionField, value: Any) -> Any:
-    """Returns a value as the command line would give it: one text stands for a list of one."""
+    """Converts a single text to a list for a repeatable option."""
     return [value] if spec.is_list and isinstance(value, str) else value
 
 

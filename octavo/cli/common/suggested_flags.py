@@ -1,7 +1,6 @@
-"""The flags that `octavo plan` suggests: those with which a model fits, at the least cost.
+"""Flags suggested by `octavo plan`, with which a model fits at the least cost.
 
-Tries shorter contexts, smaller steps and weights packed at load, each as a plan of its own. Knows
-no speed and prints nothing.
+Plans shorter contexts, smaller steps and quantization at load.
 """
 
 from __future__ import annotations
@@ -18,21 +17,20 @@ if TYPE_CHECKING:
     from octavo.worker.capacity import Capacity
 
 TYPICAL_CONTEXT = 2048
-"""Tokens of the requests by which the suggested --max-num-seqs is counted, and memory split."""
+"""Request length in tokens for suggesting --max-num-seqs and for the memory split."""
 
 LEAST_CONTEXT = 64
-"""Shortest context, in tokens, that is suggested."""
+"""Shortest suggested context, in tokens."""
 
 SMALL_STEPS = (512, 128)
-"""Tokens of a step that are suggested if the activations of the default are too large."""
+"""Suggested step sizes in tokens, if activations are too large with the default."""
 
 
 def suggested_flags(found: ModelPlan, memory_bytes: int, given: Mapping[str, Any]) -> list[str]:
-    """Returns flags with which the model fits, and those of the options `given`; [] if none make it
-    fit.
+    """Returns flags with which the model fits, including the options `given`; [] if none do.
 
-    A suggested value takes the place of a given one. Tries what costs least first: a shorter
-    context, smaller steps, weights packed at load.
+    A suggested value replaces a given one. The cheapest changes are tried first: a shorter context,
+    smaller steps, quantization at load.
     """
     suggested = suggested_options(found, memory_bytes)
     if not suggested:
@@ -45,7 +43,7 @@ def suggested_flags(found: ModelPlan, memory_bytes: int, given: Mapping[str, Any
 
 
 def suggested_options(found: ModelPlan, memory_bytes: int) -> dict[str, Any]:
-    """Returns the options that are suggested; {} if none make the model fit."""
+    """Returns the suggested options; {} if none make the model fit."""
     tries = list(_tries(found, memory_bytes))
     wanted = min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len)
     contexts = [_context_of(tried.capacity) for tried in tries]
@@ -72,9 +70,8 @@ def _context_of(capacity: Capacity) -> int:
 
 
 def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
-    """Yields plans to choose from: as given, with smaller steps, and the same with packed weights.
-
-    Weights that are packed already are left as they are.
+    """Yields plans to try: as given, with smaller steps, and both with quantized weights, unless
+    the weights are already quantized.
     """
     from octavo.api.errors import UnsupportedModel
     from octavo.wiring.plan import plan_model
@@ -101,7 +98,7 @@ def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
 
 
 def _memory_options(found: ModelPlan, context: int) -> dict[str, Any]:
-    """Returns the options of a context, of the KV cache and of the number of requests."""
+    """Returns the options for a context: its length, the KV cache and the number of requests."""
     capacity = found.capacity
     options: dict[str, Any] = {}
     if context != found.info.max_context_tokens:

@@ -1,8 +1,7 @@
-"""Reads what a person says in `octavo chat`: a line, or several, and keeps a history between runs.
+"""Reads messages of `octavo chat` and keeps a history between runs.
 
-Lines are edited with readline, which costs nothing to import; prompt_toolkit would take longer than
-all the rest of the command. A message in triple quotes, or of lines that end in a backslash, has
-several lines.
+Lines are edited with readline, which is fast to import, unlike prompt_toolkit. Messages in triple
+quotes, or with lines that end in a backslash, have several lines.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ QUOTES = '"""'
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A message or a command, as it was typed."""
+    """A message or a command."""
 
     text: str
     is_command: bool = False
 
 
 class ChatInput:
-    """The prompt of a conversation, and its history."""
+    """The input prompt and its history."""
 
     def __init__(self, history: Path) -> None:
         self.is_terminal = sys.stdin.isatty()
@@ -35,7 +34,7 @@ class ChatInput:
         self._readline = self._with_history() if self.is_terminal else None
 
     def read(self) -> Entry:
-        """Returns what is said next; raises EOFError at the end, KeyboardInterrupt at Ctrl-C."""
+        """Returns the next entry; raises EOFError at the end, KeyboardInterrupt at Ctrl-C."""
         line = self._line("> ")
         if line.lstrip().startswith(QUOTES):
             return Entry(self._quoted(line.lstrip().removeprefix(QUOTES)))
@@ -65,7 +64,7 @@ class ChatInput:
         return line
 
     def _with_history(self) -> ModuleType | None:
-        """Reads the history of earlier runs, in a file that only its owner may read."""
+        """Loads the history of earlier runs, from a file that only its owner can read."""
         try:
             import readline
         except ImportError:  # a Python built without it

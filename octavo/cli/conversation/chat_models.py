@@ -1,6 +1,6 @@
-"""Who answers in `octavo chat`: an engine in this process, or a server that speaks OpenAI's API.
+"""Models of `octavo chat`: an engine in this process, or a server with an OpenAI-compatible API.
 
-Both stop an answer at Ctrl-C and return it as far as it came.
+Both stop a response at Ctrl-C and return the partial text.
 """
 
 from __future__ import annotations
@@ -21,36 +21,32 @@ if TYPE_CHECKING:
     from octavo.api.llm import LLM
 
 Show = Callable[[str], None]
-"""A function that is given each new piece of an answer."""
+"""Receives each new piece of a response."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """An answer as far as it came."""
+    """A response, possibly partial."""
 
     text: str
     statistics: Statistics | None = None
     error: str | None = None
-    """Reason why it came to an early end, other than Ctrl-C."""
+    """Reason for an early end other than Ctrl-C."""
     default_limit: int | None = None
-    """Limit of its tokens that the user did not give."""
+    """Token limit that applied because the user set none."""
 
 
 class Answering(Protocol):
-    """A model that answers conversations."""
-
     def reply(
         self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show
     ) -> ChatReply:
-        """Answers the last message, and shows the answer as it comes."""
+        """Generates a response to the last message, showing it as it is generated."""
 
     def describe(self) -> str:
-        """Returns what is known of the model, in lines."""
+        """Describes the model in lines."""
 
 
 class LocalModel:
-    """An engine in this process."""
-
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 
@@ -87,7 +83,7 @@ class LocalModel:
 
 @contextlib.contextmanager
 def _ctrl_c() -> Iterator[list[int]]:
-    """Collects Ctrl-C instead of raising, since an answer can only be stopped between two steps."""
+    """Collects Ctrl-C instead of raising, since a response can only be stopped between steps."""
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
@@ -97,8 +93,6 @@ def _ctrl_c() -> Iterator[list[int]]:
 
 
 class RemoteModel:
-    """A model of a server."""
-
     def __init__(self, client: HttpClient, name: str | None = None) -> None:
         self._client = client
         self.name = name or self._first_name()
@@ -150,7 +144,7 @@ class RemoteModel:
 
 
 class _RemoteAnswer:
-    """An answer of a server, and when its pieces came."""
+    """A streamed response of a server and the times of its chunks."""
 
     def __init__(self, model: str, show: Show) -> None:
         self.text = ""
@@ -162,7 +156,7 @@ class _RemoteAnswer:
         self._finish_reason: str | None = None
 
     def take(self, event: dict[str, Any]) -> None:
-        """Takes an event; raises WorkerFailed for one that tells of an error."""
+        """Adds an event; raises WorkerFailed if it is an error."""
         if event.get("error"):
             raise WorkerFailed(str(event["error"].get("message", event["error"])))
         self._usage = event.get("usage") or self._usage
@@ -175,7 +169,7 @@ class _RemoteAnswer:
                 self._show(new)
 
     def statistics(self) -> Statistics:
-        """Returns counts and times; without the server's counts a piece is taken for a token."""
+        """Returns counts and times; without usage from the server, each chunk counts as a token."""
         num_tokens = self._usage.get("completion_tokens", len(self._times))
         spent_s = self._times[-1] - self._times[0] if self._times else 0.0
         return Statistics(

@@ -1,7 +1,7 @@
-"""Shows an answer while it comes: as markdown on a terminal, as plain text anywhere else.
+"""Prints a response as it is generated: markdown on a terminal, plain text otherwise.
 
-What is complete (up to a blank line outside code) is printed for good; only the block that still
-grows is drawn again, so that a long answer scrolls as any text does.
+Complete blocks (up to a blank line outside code) are printed once; only the growing block is
+redrawn, so that long responses scroll normally.
 """
 
 from __future__ import annotations
@@ -11,23 +11,19 @@ import time
 from typing import Protocol
 
 DRAW_EVERY_S = 0.08
-"""Least time between two drawings of the growing block, in seconds; each parses its markdown."""
+"""Minimum time between redraws, in seconds; each parses the block's markdown."""
 FENCES = ("```", "~~~")
 
 
 class AnswerScreen(Protocol):
-    """A place where one answer is shown."""
+    """Prints one response."""
 
-    def add(self, text: str) -> None:
-        """Shows more of the answer."""
+    def add(self, text: str) -> None: ...
 
-    def close(self) -> None:
-        """Ends the answer."""
+    def close(self) -> None: ...
 
 
 class PlainScreen:
-    """Standard output as it is."""
-
     def add(self, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -37,8 +33,6 @@ class PlainScreen:
 
 
 class MarkdownScreen:
-    """A terminal on which markdown is rendered."""
-
     def __init__(self) -> None:
         from rich.console import Console
         from rich.live import Live
@@ -61,7 +55,7 @@ class MarkdownScreen:
         self._block = ""
 
     def _finish(self, text: str) -> None:
-        """Draws a block for the last time, and leaves it to the terminal's scrolling."""
+        """Draws a block for the last time and leaves it to scroll."""
         from rich.live import Live
 
         self._draw(text)
@@ -79,9 +73,7 @@ class MarkdownScreen:
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """Splits markdown after its last blank line outside fenced code: what is complete, and the
-    rest.
-    """
+    """Splits markdown after its last blank line outside fenced code."""
     at = end = 0
     fence = ""
     for line in text.splitlines(keepends=True):
@@ -97,5 +89,4 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 def answer_screen() -> AnswerScreen:
-    """Returns a place for one answer on standard output."""
     return MarkdownScreen() if sys.stdout.isatty() else PlainScreen()

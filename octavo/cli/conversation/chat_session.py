@@ -1,4 +1,4 @@
-"""A conversation in the terminal: what was said so far, and the commands that change it."""
+"""A conversation in the terminal: its messages and slash commands."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ SETTABLE = (
     "presence_penalty",
     "frequency_penalty",
 )
-"""Sampling values that /set takes."""
+"""Sampling parameters that /set accepts."""
 ENDS = ("/bye", "/exit")
-"""Commands that end the conversation."""
 HELP = """\
 /help                 shows this
 /clear, /reset        starts over
@@ -52,7 +51,7 @@ backslash at the end of each line but the last."""
 
 
 class ChatSession:
-    """The messages so far, and the loop that adds to them."""
+    """The messages and the input loop."""
 
     def __init__(
         self, model: Answering, said: ChatInput, sampling: dict[str, Any], system: str | None
@@ -78,7 +77,7 @@ class ChatSession:
         }
 
     def talk(self) -> None:
-        """Reads what is said and answers it until the user ends the conversation."""
+        """Reads and answers messages until the user ends the conversation."""
         while True:
             try:
                 entry = self._input.read()
@@ -94,7 +93,7 @@ class ChatSession:
             self._take(entry)
 
     def _take(self, entry: Entry) -> None:
-        """Does what is said; an error is told, and leaves the conversation as it was."""
+        """Handles an entry; an error is printed and leaves the conversation unchanged."""
         try:
             if entry.is_command:
                 self._do(entry.text)
@@ -117,9 +116,8 @@ class ChatSession:
     # -- answers -----------------------------------------------------------------------------------
 
     def _ask(self, question: str) -> None:
-        """Answers a question and keeps both, an answer that was stopped as far as it came.
-
-        A question without any answer is taken back.
+        """Answers a question and stores both; a stopped response is stored as far as it came, a
+        question without any response is dropped.
         """
         from octavo.text.unicode import check_unicode
 
@@ -216,7 +214,7 @@ def _path(text: str, command: str) -> Path:
 
 
 def _value(name: str, text: str) -> Any:
-    """Returns a sampling value from its text; what is no number is left to the check of values."""
+    """Parses the value of a sampling parameter; other texts are rejected by its check."""
     if name == "stop":
         return text
     for kind in (int, float):

@@ -1,4 +1,4 @@
-"""A conversation in a file: its messages, its system message and its sampling values."""
+"""A saved conversation: messages, system message and sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,26 +12,22 @@ from octavo.api.errors import ConfigError
 from octavo.config.data_file import read_data_file
 
 MAX_BYTES = 64 << 20
-"""Largest file that is read, in bytes."""
+"""Maximum size of a file in bytes."""
 
 
 class SavedMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A question or an answer."""
-
     role: Literal["user", "assistant"]
     content: str
 
 
 class SavedChat(msgspec.Struct, forbid_unknown_fields=True):
-    """A conversation: questions and answers in turns."""
-
     messages: list[SavedMessage]
     system: str | None = None
     sampling: dict[str, Any] = {}
 
 
 def read_chat(path: Path) -> SavedChat:
-    """Reads a conversation; raises ConfigError where the file holds none."""
+    """Reads a conversation; raises ConfigError if the file is not one."""
     file = read_data_file(path, name="chat", max_bytes=MAX_BYTES, kind="JSON")
     chat = file.convert(SavedChat, hint="give a file that /save has written")
     if [one.role for one in chat.messages] != ["user", "assistant"] * (len(chat.messages) // 2):
@@ -40,7 +36,7 @@ def read_chat(path: Path) -> SavedChat:
 
 
 def write_chat(path: Path, chat: SavedChat) -> None:
-    """Writes a conversation for its owner alone to read; replaces no file but another one's."""
+    """Writes a conversation, readable only by its owner; overwrites only another conversation."""
     if path.exists():
         read_chat(path)
     text = msgspec.json.format(msgspec.json.encode(chat), indent=2)

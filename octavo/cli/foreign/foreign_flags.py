@@ -1,8 +1,8 @@
-"""What a flag of another engine is in Octavo: the form of a row, and what makes rows.
+"""Rows that map flags of other engines to Octavo's.
 
-A row renames a flag (with its value converted), ignores it for a reason, or refuses it with the
-option that does the same. The rows are in `llama_flags.py` and `vllm_flags.py`;
-`translate_flags.py` applies them.
+A row renames a flag (and converts its value), ignores it with a reason, or rejects it with the
+equivalent option. Rows are in `llama_flags.py` and `vllm_flags.py`; `translate_flags.py` applies
+them.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from dataclasses import dataclass
 from typing import Literal
 
 Takes = Literal["nothing", "value", "perhaps"]
-"""Whether a value follows the flag; "perhaps" takes one that is on, off or auto."""
+"""Whether a value follows the flag; "perhaps": only on, off or auto."""
 MODEL = "MODEL"
-"""Target of flags that name the model: --model, or the argument of a command without it."""
+"""Target of flags that name the model: --model, or the command's argument."""
 
 PROMPT = "PROMPT"
-"""Target of flags that give a prompt: the argument of a command that takes one."""
+"""Target of flags that give a prompt: the command's argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignFlag:
-    """What some flags of other engines are in Octavo."""
+    """A mapping of flags of another engine."""
 
     names: tuple[str, ...]
     engine: str
     takes: Takes
     text: str
-    """Why the flag is ignored or refused, or a note on a renamed one."""
+    """Reason to ignore or reject the flag, or a note on a renamed one."""
     target: str | None = None
-    """Flag that takes the place of it."""
+    """Flag that replaces it."""
     convert: Callable[[str], str | None] | None = None
-    """Makes the target's value; None drops the flag with `text`, ValueError refuses it."""
+    """Converts the value. None drops the flag with `text`, ValueError rejects it."""
     extra: tuple[str, ...] = ()
-    """Flags that are given too."""
+    """Additional flags."""
     is_refused: bool = False
     is_sampling: bool = False
-    """Whether the target is a sampling value, which a server takes as a default."""
+    """Whether the target is a sampling parameter, for which a server sets the default."""
 
 
 LLAMA, VLLM, OLLAMA = "llama.cpp", "vLLM", "Ollama"
 
 
 def positive(text: str) -> str | None:
-    """Drops the 0 or -1 by which llama.cpp leaves a number to itself."""
+    """Drops 0 and -1, which select the default in llama.cpp."""
     return None if text in ("0", "-1", "auto", "default", "") else text
 
 
@@ -56,7 +56,7 @@ def device_name(text: str) -> str | None:
 
 
 def one_origin(text: str) -> str | None:
-    """Returns one origin of a list in JSON or with commas."""
+    """Parses a list of a single origin, in JSON or separated by commas."""
     origins = json.loads(text) if text.startswith("[") else text.split(",")
     if not isinstance(origins, list) or len(origins) != 1:
         raise ValueError("give --allow-origin once for each origin")

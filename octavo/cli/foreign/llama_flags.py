@@ -1,6 +1,6 @@
-"""Flags of llama.cpp's server and tools, and what each is in Octavo.
+"""Flags of llama.cpp's server and tools.
 
-Source: the list in llama-server's README.
+Source: llama-server's README.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Translates flags of llama.cpp, vLLM and Ollama on a command line into Octavo's own.
+"""Translates flags of llama.cpp, vLLM and Ollama on a command line into Octavo's.
 
-Leaves the command's own flags and their values alone, but for values that other engines write in
-another way. What is ignored is said in one line on stderr; what has no counterpart is refused with
-the option that does the same. Knows no command by name.
+The command's own flags are unchanged, except for values that other engines write differently.
+Ignored flags are reported on stderr; flags without counterpart are rejected with the equivalent
+option.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ROWS = (*LLAMA_ROWS, *VLLM_ROWS, *OLLAMA_ROWS)
 FOREIGN_FLAGS: Mapping[str, ForeignFlag] = {
     name: row for row in reversed(ROWS) for name in row.names
 }
-"""Rows by name; llama.cpp's where both engines have a short flag."""
+"""Rows by name; llama.cpp's if both engines have a short flag."""
 OVERRIDES = "--override-generation-config"
 OVERRIDE_NAMES = {"max_tokens": "max_new_tokens"}
-"""Names that sampling values have in a generation_config, where they differ."""
+"""Sampling parameters with another name in generation_config."""
 SWITCHES = ("on", "off", "auto", "true", "false", "0", "1")
 
 CHECKPOINT_METHODS = (
     *("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "bitsandbytes", "gguf"),
     *("mxfp4", "modelopt", "quark", "auto"),
 )
-"""Ways to quantize that vLLM's flag names and Octavo reads from the checkpoint."""
+"""Quantization methods of vLLM's flag that Octavo detects from the checkpoint."""
 FILE_FORMATS = ("safetensors", "pt", "npcache", "gguf", "bitsandbytes", "hf", "mistral")
 
 
@@ -61,21 +61,21 @@ VALUES: Mapping[str, Callable[[str], str | None]] = {
     "--swap-space": _gibibytes,
     "--kv-offloading-size": _gibibytes,
 }
-"""Own flags whose values vLLM or llama.cpp write in another way; None drops the flag."""
+"""Own flags with values that vLLM or llama.cpp write differently; None drops the flag."""
 
 
 @dataclass(slots=True)
 class Translation:
-    """One command line on its way; `translate` is what others call."""
+    """The translation of one command line; called by `translate`."""
 
     command: str
     params: Mapping[str, Any]
-    """The command's own parameters, by their flags."""
+    """The command's own parameters, by flag."""
     left: list[str]
     takes_words: bool = False
-    """Whether the command has an argument that a prompt may be."""
+    """Whether the command has an argument for a prompt."""
     given: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Name and value of the foreign flag that each of our flags was made of."""
+    """Name and value of the foreign flag, by the resulting flag."""
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> Iterator[str]:
@@ -100,7 +100,7 @@ class Translation:
         return name in self.params or name in FOREIGN_FLAGS
 
     def _own(self, name: str, value: str | None) -> Iterator[str]:
-        """Yields a flag of the command and its value, which may have another form here."""
+        """Yields an own flag and its converted value."""
         param = self.params[name]
         if param.is_flag or param.count:
             is_off = (value or "").lower() in ("false", "0", "off")
@@ -190,7 +190,7 @@ class Translation:
 
 
 def translate(command: str, params: Sequence[Any], arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with Octavo's flags in place of other engines'.
+    """Replaces flags of other engines by Octavo's.
 
     `params` are the command's parameters. Raises ConfigError for a flag without a counterpart.
     """

@@ -1,4 +1,4 @@
-"""Flags of `vllm serve` and of Ollama that Octavo does not have, and what each is in Octavo.
+"""Flags of `vllm serve` and Ollama.
 
 Sources: vLLM's argument parsers; `ollama run --help`.
 """
