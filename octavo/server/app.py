@@ -1,6 +1,6 @@
-"""The web application: routes, errors and keys put together around an engine.
+"""The web application: routes, middleware and error handlers around engines.
 
-Knows no socket and loads no model; `run.py` does.
+`run.py` opens the socket and loads models.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ ROUTES = (
     engine_events,
     page,
 )
-"""Modules of all routes; the first that matches a path answers."""
+"""Modules of all routes; the first one that matches a path is used."""
 
 
 def create_app(
@@ -103,9 +103,9 @@ def create_app(
     lifespan: Lifespan[FastAPI] | None = None,
     store: Store | None = None,
 ) -> FastAPI:
-    """Returns the application around an engine that is ready, or around slots of some to come.
+    """Builds the application around a loaded engine, or around slots to be loaded.
 
-    Without a store it keeps no responses, files and batches.
+    Without a store, responses, files and batches are not kept.
     """
     settings = settings or ServerSettings()
     directory = ModelDirectory.of(engine)
@@ -157,7 +157,7 @@ def create_app(
 
 
 def _readers(settings: ServerSettings, tracer: Tracer | None) -> list[Reader]:
-    """Returns what is told of each request's end."""
+    """Returns the observers of finished requests."""
     readers: list[Reader] = []
     if settings.access_log:
         readers.append(log_access)

@@ -1,9 +1,9 @@
-"""How many lines of batches run at once on each model: many on an idle engine, few beside other
-requests.
+"""Limits how many batch requests run at once on each model: many on an idle engine, few beside
+other requests.
 
-Lines stand behind all other requests in the engine itself. What the engine cannot give back, the
-places and KV blocks of lines that run already, is bounded here: new lines start slowly after
-other requests have run, and while one of those waits, the line that started last is put back.
+Batch requests have the lowest priority in the engine. This gate limits the KV blocks and batch
+slots that running ones hold: new ones start slowly after other requests have run, and while another
+request waits, the youngest batch request is aborted and requeued.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from octavo.api.errors import OctavoError
 from octavo.server.state.service import Service
 
 SHARE_BESIDE_OTHERS = 8
-"""Lines of batches run beside other requests in one of this many of their places."""
+"""Beside other requests, batches get 1/N of their slots."""
 
 ResultT = TypeVar("ResultT")
 
 
 class PutBack(Exception):
-    """A line was stopped so that another request can run; it is to be run again."""
+    """A batch request was aborted in favour of another request and must be run again."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatePace:
-    """The gate's speed."""
+    """Timing of the gate."""
 
     look_every_s: float = 0.05
-    """Time between two looks at an engine, in seconds."""
+    """Interval of checks of an engine, in seconds."""
     double_every_s: float = 1.0
-    """Time in which the lines allowed at once double on an engine without other requests."""
+    """Time in which the number of allowed requests doubles on an engine without other requests."""
 
 
 class BatchGate:
-    """The places of all batches' lines, each model's entered in turn."""
+    """Admits the requests of all batches, in FIFO order for each model."""
 
     def __init__(self, service: Service, pace: GatePace | None = None) -> None:
         self._service = service
         self._pace = pace or GatePace()
         self._lanes: dict[str, _Lane] = {}
-        """Lanes of the models that have lines, by public name."""
+        """By public model name."""
 
     async def run(self, work: Coroutine[Any, Any, ResultT], model: str | None) -> ResultT:
-        """Runs a line when there is a place for it; raises PutBack where it had to give way."""
+        """Runs a batch request when it is admitted; raises PutBack if it was preempted."""
         try:
             name = self._service.models.find(model).name
         except OctavoError:
@@ -64,17 +64,17 @@ class BatchGate:
 
 
 class _Lane:
-    """The lines of one model, those that wait and those that run."""
+    """Waiting and running batch requests of one model."""
 
     def __init__(self, service: Service, model: str, pace: GatePace) -> None:
         self.num_inside = 0
-        """Number of lines that wait or run."""
+        """Number of waiting and running requests."""
         self._service = service
         self._model = model
         self._pace = pace
         self._turn = asyncio.Lock()
         self._running: list[asyncio.Task[Any]] = []
-        """Lines that run, oldest first."""
+        """Running requests, oldest first."""
         self._allowed = 1
         self._doubled_at = 0.0
         self._watcher: asyncio.Task[None] | None = None
@@ -117,7 +117,7 @@ class _Lane:
         return len(self._running) < self._allowed
 
     def _num_others(self, llm: AsyncLLM) -> int:
-        """Returns how many requests of the engine are no lines."""
+        """Returns the number of the engine's other requests."""
         return llm.num_unfinished - len(self._running)
 
     def _watch(self) -> None:
@@ -125,7 +125,7 @@ class _Lane:
             self._watcher = asyncio.create_task(self._give_way())
 
     async def _give_way(self) -> None:
-        """Stops the youngest line while another request waits; ends with the last line."""
+        """Aborts the youngest request while another request waits; ends with the last one."""
         while self._running:
             await asyncio.sleep(self._pace.look_every_s)
             llm = self._llm()
@@ -135,7 +135,7 @@ class _Lane:
                 self._running[-1].cancel()
 
     def _llm(self) -> AsyncLLM | None:
-        """Returns the engine of the model; None while it cannot take requests."""
+        """Returns the model's engine; None if it is not available."""
         try:
             return self._service.loaded_model(self._model).llm
         except OctavoError:

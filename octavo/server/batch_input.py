@@ -1,6 +1,6 @@
-"""The input file of a batch: one request a line, checked before the first of them runs.
+"""Reads and validates a batch's input file, which has one request a line.
 
-Reads files, a piece at a time, in a thread. Source of the form: OpenAI's batch API.
+Source: OpenAI's batch API.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import msgspec
 
 MAX_ERRORS = 100
-"""Most faults of a file that are reported."""
+"""Maximum number of reported errors of a file."""
 MAX_ID = 512
-"""Longest custom_id, in characters."""
+"""Maximum length of a custom_id in characters."""
 LINES_AT_ONCE = 64
 OWN_FIELDS = ("stream", "priority", "background")
-"""Fields that a line's body may not set: a batch is answered later, behind all other requests."""
+"""Fields that a batch request may not set: it is not streamed and has the lowest priority."""
 
 
 class LineForm(msgspec.Struct, forbid_unknown_fields=True):
-    """One line as clients write it."""
+    """A line of the input file."""
 
     custom_id: str
     method: str
@@ -36,14 +36,14 @@ class LineForm(msgspec.Struct, forbid_unknown_fields=True):
 @dataclass(frozen=True, slots=True)
 class BatchLine:
     number: int
-    """Number of the line in its file, from 1."""
+    """Line number, starting at 1."""
     custom_id: str
     body: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """A fault of an input file, as the batch reports it."""
+    """An error in an input file, as reported by the batch."""
 
     code: str
     message: str
@@ -60,8 +60,6 @@ class LineError:
 
 
 class BadLine(Exception):
-    """A fault of an input file."""
-
     def __init__(
         self, code: str, message: str, line: int | None = None, param: str | None = None
     ) -> None:
@@ -71,14 +69,14 @@ class BadLine(Exception):
 
 @dataclass(slots=True)
 class CheckedInput:
-    """The findings of a whole input file."""
+    """Result of validating an input file."""
 
     num_lines: int = 0
     model: str | None = None
     errors: list[LineError] = field(default_factory=list)
 
     def take(self, raw: bytes, number: int, limits: InputLimits, seen: set[str]) -> None:
-        """Takes in a line; raises BadLine for one that cannot run beside those `seen`."""
+        """Adds a line; raises BadLine if it is invalid or repeats an id in `seen`."""
         if self.num_lines == limits.max_lines:
             message = f"the file has more than {limits.max_lines} requests"
             raise BadLine("too_many_requests", message)
@@ -97,13 +95,13 @@ class CheckedInput:
 @dataclass(frozen=True, slots=True)
 class InputLimits:
     endpoint: str
-    """Route that every line asks."""
+    """Route of all requests."""
     max_lines: int
     max_line_bytes: int
 
 
 def check_input(path: Path, limits: InputLimits) -> CheckedInput:
-    """Reads a whole file; a file with errors, or one that is gone, does not run at all."""
+    """Validates a whole file; a batch with any error does not run."""
     found = CheckedInput()
     if not path.is_file():
         found.errors.append(LineError("missing_file", "the file is no longer on the disk"))
@@ -122,7 +120,7 @@ def check_input(path: Path, limits: InputLimits) -> CheckedInput:
 
 
 async def lines_of(path: Path, max_line_bytes: int) -> AsyncIterator[BatchLine]:
-    """Yields the lines of a file that has been checked."""
+    """Yields the lines of a validated file."""
     numbered = _numbered(path, max_line_bytes)
     while some := await asyncio.to_thread(lambda: list(islice(numbered, LINES_AT_ONCE))):
         for number, raw in some:
@@ -131,7 +129,7 @@ async def lines_of(path: Path, max_line_bytes: int) -> AsyncIterator[BatchLine]:
 
 
 def _numbered(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yields (number, text) of the lines that are not blank; one that is too long is cut."""
+    """Yields (number, text) of non-blank lines; too long lines are truncated."""
     with open(path, "rb") as file:
         number = 0
         while raw := file.readline(max_line_bytes + 1):
@@ -169,7 +167,7 @@ def _checked(raw: bytes, number: int, limits: InputLimits) -> tuple[str, str | N
 
 
 def _model_of(body: Any, number: int) -> str | None:
-    """Returns the model that a line's body names; raises BadLine for a body that no line has."""
+    """Returns the model in a request body; raises BadLine for an invalid body."""
     if not isinstance(body, dict):
         raise BadLine("invalid_body", "body: not a JSON object", number, "body")
     for name in OWN_FIELDS:

@@ -1,7 +1,7 @@
-"""Batches: their lines are run behind all other requests, each line's outcome is stored once.
+"""Runs batches with the lowest priority and stores each request's result once.
 
-A batch's state and outcomes are on the disk, so a server that ends, however it ends, leaves
-nothing to be run twice: the next one that opens the folder goes on with the lines that have none.
+State and results are on disk, so that a batch resumes after a restart without repeating finished
+requests.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from octavo.server.state.store import LineResult, Record, Store, path_of
 logger = logging.getLogger(__name__)
 
 MAX_AHEAD = 256
-"""Most lines of one batch that wait for a place."""
+"""Maximum number of requests of one batch that wait for admission."""
 TRIES = 3
-"""Times that a line is run whose answer is an error of the server."""
+"""Attempts for a request that fails with a server error."""
 RETRY_S = 1.0
-"""Pause before a line that found no engine, or a full queue, is run again, in seconds."""
+"""Delay before a retry after an unavailable engine or a full queue, in seconds."""
 LONGEST_RETRY_S = 60.0
-"""Longest pause before a line is run again whose key has used up its tokens, in seconds."""
+"""Maximum delay before a retry after a key's token limit, in seconds."""
 PAUSES_S = (1.0, 300.0)
-"""Shortest and longest pause before a batch goes on whose store has failed, in seconds."""
+"""Minimum and maximum delay before a batch continues after its store failed, in seconds."""
 RESULTS_AT_ONCE = 64
 NOT_YET = (429, 499, 503)
-"""Statuses that say nothing of the line itself."""
+"""Statuses that are independent of the request, so that it is retried."""
 
 
 @dataclass(slots=True)
 class BatchRun:
-    """A batch that has not ended."""
+    """An unfinished batch."""
 
     record: Record
     counts: dict[str, int] = field(
@@ -61,7 +61,7 @@ class BatchRun:
 
     @property
     def batch(self) -> dict[str, Any]:
-        """The batch as its clients know it."""
+        """The batch object of the API."""
         found: dict[str, Any] = self.record.body["batch"]
         return {**found, "request_counts": dict(self.counts)}
 
@@ -70,7 +70,7 @@ class BatchRun:
 
 
 class BatchRunner:
-    """The batches of a server that have not ended, by id."""
+    """Unfinished batches, by id."""
 
     def __init__(self, service: Service, store: Store, inner: InnerRequests) -> None:
         self._service = service
@@ -80,20 +80,20 @@ class BatchRunner:
         self._runs: dict[str, BatchRun] = {}
 
     async def resume(self) -> None:
-        """Goes on with what an earlier server has left unfinished."""
+        """Resumes the batches that an earlier server did not finish."""
         for record in await self._store.unfinished("batch"):
             if record.id not in self._runs:
                 self._begin(record)
 
     async def stop(self) -> None:
-        """Ends the tasks; what they have not finished stays to be resumed."""
+        """Cancels the tasks; unfinished batches can be resumed."""
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def start(self, record: Record) -> BatchRun:
-        """Stores a new batch and begins with it; raises Overloaded where too many run."""
+        """Stores and starts a new batch; raises Overloaded if too many are unfinished."""
         most = self._service.settings.max_jobs
         if len(self._runs) >= most:
             raise Overloaded(
@@ -104,11 +104,11 @@ class BatchRunner:
         return self._begin(record)
 
     def find(self, batch_id: str) -> BatchRun | None:
-        """Returns a batch that has not ended; its owner has been checked."""
+        """Returns an unfinished batch; the caller has checked its owner."""
         return self._runs.get(batch_id)
 
     async def cancel(self, run: BatchRun) -> None:
-        """Has a batch end with what it has; returns when that will hold after a restart too."""
+        """Cancels a batch; returns when the cancellation is stored."""
         if not run.is_cancelled.is_set() and run.record.body["batch"]["failed_at"] is None:
             await self._change(run, status="cancelling", cancelling_at=int(time.time()))
             run.is_cancelled.set()
@@ -129,7 +129,7 @@ class BatchRunner:
     # -- a batch's task ----------------------------------------------------------------------------
 
     async def _follow(self, run: BatchRun) -> None:
-        """Takes a batch to its end, after failures of the store too."""
+        """Runs a batch to its end, retrying after failures of the store."""
         pause_s, longest_s = PAUSES_S
         while True:
             try:
@@ -160,14 +160,14 @@ class BatchRunner:
         await self._end(run, ending)
 
     async def _recount(self, run: BatchRun) -> set[int]:
-        """Counts the outcomes that are stored; returns the numbers of their lines."""
+        """Counts stored results; returns their line numbers."""
         done = await self._store.lines_done(run.record.id)
         failed = sum(done.values())
         run.counts.update(completed=len(done) - failed, failed=failed)
         return set(done)
 
     async def _run_lines(self, run: BatchRun, checked: CheckedInput, done: set[int]) -> str:
-        """Runs what has no outcome; returns how the batch ended: its status."""
+        """Runs requests without a result; returns the batch's final status."""
         batch = run.record.body["batch"]
         if batch["expired_at"] is not None:
             return "expired"
@@ -197,7 +197,7 @@ class BatchRunner:
                     task.add_done_callback(lambda _: ahead.release())
 
     async def _one_line(self, run: BatchRun, line: BatchLine, model: str | None) -> None:
-        """Runs a line until it has an outcome, and stores that."""
+        """Runs a request until it has a result, and stores it."""
         endpoint = run.record.body["batch"]["endpoint"]
         answer = None
         tries = 0
@@ -217,7 +217,7 @@ class BatchRunner:
         run.count(failed=result.failed)
 
     async def _ask(self, endpoint: str, body: bytes, owner: str) -> InnerAnswer:
-        """Returns the answer of a route; an error that it does not know is a 500."""
+        """Returns a route's response; unexpected exceptions become a 500."""
         try:
             return await self._inner.post(endpoint, body, owner)
         except Exception:
@@ -225,7 +225,7 @@ class BatchRunner:
             return InnerAnswer(500, b'{"error": {"message": "Internal server error"}}')
 
     def _is_outcome(self, answer: InnerAnswer, model: str | None, tries: int) -> bool:
-        """Returns whether an answer tells of the line, not of an engine that is not there."""
+        """Returns whether a response is final, rather than caused by an unavailable engine."""
         if answer.status < 500:
             return answer.status not in NOT_YET
         try:
@@ -237,13 +237,13 @@ class BatchRunner:
     # -- its end -----------------------------------------------------------------------------------
 
     async def _fail(self, run: BatchRun, errors: list[LineError]) -> None:
-        """Ends a batch whose input cannot run."""
+        """Fails a batch with an invalid input file."""
         listed = {"object": "list", "data": [error.public() for error in errors]}
         run.record = replace(run.record, expires_at=self._store.expires_at)
         await self._change(run, status="failed", failed_at=int(time.time()), errors=listed)
 
     async def _expire_lines(self, run: BatchRun) -> None:
-        """Gives each line without an outcome that of its time being over."""
+        """Stores an expiry result for each request without a result."""
         await self._change(run, expired_at=int(time.time()))
         done = await self._store.lines_done(run.record.id)
         path = path_of(self._store.folder, run.record.body["batch"]["input_file_id"])
@@ -254,7 +254,7 @@ class BatchRunner:
                 run.count(failed=True)
 
     async def _end(self, run: BatchRun, status: str) -> None:
-        """Writes the files of a batch and ends it, all at once."""
+        """Writes the output files and ends the batch, in one transaction."""
         await self._recount(run)
         if status == "completed":
             await self._change(run, status="finalizing", finalizing_at=int(time.time()))
@@ -275,7 +275,7 @@ class BatchRunner:
     async def _write(
         self, run: BatchRun, kind: str, wanted: Callable[[LineResult], bool]
     ) -> Record | None:
-        """Writes a file of outcomes in the order of the lines; None where there is none."""
+        """Writes a file of results in line order; returns None if there are none."""
         file_id = f"file-{secrets.token_hex(12)}"
         with FileWriter(self._store.folder, file_id) as writer:
             last = 0
@@ -304,7 +304,7 @@ class BatchRunner:
 
 
 def _outcome(line: BatchLine, answer: InnerAnswer) -> bytes:
-    """Returns an answered line as output and error files have it."""
+    """Formats a response as a line of an output or error file."""
     response = {
         "status_code": answer.status,
         "request_id": f"req_{secrets.token_hex(12)}",

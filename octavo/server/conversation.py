@@ -1,6 +1,4 @@
-"""The messages of a chat request, in no API's form: rendered to a prompt, with the parser of its
-answer.
-"""
+"""A chat request in a common form for all APIs."""
 
 from __future__ import annotations
 
@@ -22,20 +20,20 @@ from octavo.text.ports import DEFAULT_RENDERING, Rendering
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of a chat request and how the model's template is to render them."""
+    """The messages of a chat request, and how the chat template renders them."""
 
     messages: list[dict[str, Any]]
-    """Messages with at least `role` and a `content` of plain text."""
+    """Messages with at least `role` and plain-text `content`."""
     cache_salt: str | None = None
     rendering: Rendering = DEFAULT_RENDERING
     truncation: Truncation | None = None
     tools: ToolUse | None = None
-    """Functions that the model may call; None for none."""
+    """Tools that the model may call; None without any."""
     thinking_budget: int | None = None
-    """Most tokens of reasoning; None for no limit."""
+    """Maximum number of reasoning tokens; None: no limit."""
 
     async def prompt(self, model: ServedModel) -> dict[str, Any]:
-        """Returns the prompt's token ids, as the engine takes them."""
+        """Returns the prompt as token ids."""
         if self.tools is not None:
             await asyncio.to_thread(self.tools.enforced)  # compiles; `parser` finds it cached
         messages, rendering = self._with_tools(model)
@@ -48,7 +46,7 @@ class Conversation:
         )
 
     def parser(self, model: ServedModel, prompt: Mapping[str, Any]) -> OutputParser:
-        """Returns the parser of the answers to the conversation's prompt."""
+        """Returns the parser of responses to the prompt."""
         if self.thinking_budget is not None and model.formats.reasoning is None:
             raise InvalidRequest(
                 f"thinking_token_budget: `{model.name}` does not reason",
@@ -64,8 +62,8 @@ class Conversation:
         )
 
     def _with_tools(self, model: ServedModel) -> tuple[list[dict[str, Any]], Rendering]:
-        """Returns the messages and how they are rendered, with the functions that there are: in the
-        template's own way, or taught in plain text where it has none.
+        """Returns messages and rendering options that include the tools: in the template's own
+        format, or described in plain text.
         """
         reads_images = "image" in model.llm.media
         messages = move_tool_images(self.messages, reads_images=reads_images)

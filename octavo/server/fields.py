@@ -1,9 +1,8 @@
-"""The table of request fields: what each one takes, means and goes with, declared once beside its
-type.
+"""Declarations of request fields: type, allowed values, meaning and interactions, in one place.
 
-`field` makes a row in the class of a body. pydantic checks its type and range and
-`check_interactions` what goes with what; the reference and GET /v1/capabilities are written from
-the same rows. Ranges of sampling fields are those that SamplingParams checks.
+`field` declares a field of a body. pydantic checks type and range, `check_interactions` the
+combinations. The reference and GET /v1/capabilities are generated from the same declarations.
+Ranges of sampling fields are those of SamplingParams.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from octavo.api.sampling_params import OPTIONS
 from octavo.server.ignored import IgnoredFields
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""A whole number of at most 64 bits."""
+"""An integer of at most 64 bits."""
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -37,15 +36,20 @@ def field(
     rules: Mapping[str, Any] | None = None,
     **bounds: Any,
 ) -> Any:
-    """Returns a row of the table; `bounds` are pydantic's (ge, le, max_length ...).
+    """Declares a field; `bounds` are pydantic's (ge, le, max_length ...).
 
-    `takes` says what is allowed, and is what a refusal says; with `by_path` a refusal names the
-    faulty part of the value instead. `rules` may hold `needs` ({field: values of which it must have
-    one, [] for any}), `excludes` ({field: reason}), `same_as` (a field of the same meaning),
-    `inert` (true if a value that is not allowed is ignored, since the answer is the same), `blanks`
-    (true if empty texts are ignored), `idle` (true if the field is ignored without what it needs),
-    `neutral` (a value that needs nothing),
-    `types` (the known types of an object; one of another type is ignored) and words of JSON schema.
+    `takes` describes the allowed values and is used in error messages, unless `by_path`: then
+    errors name the invalid part of the value. `rules` may contain:
+
+    - `needs`: {field: allowed values, [] for any}, fields without which this one is rejected
+    - `excludes`: {field: reason}
+    - `same_as`: a field of the same meaning
+    - `inert`: ignore values that are not allowed, since they would have no effect
+    - `blanks`: ignore empty texts
+    - `idle`: ignore the field without the fields that it needs
+    - `neutral`: a value that needs no other field
+    - `types`: known types of an object; others are ignored
+    - keywords of JSON schema
     """
     return Field(
         default,
@@ -56,12 +60,12 @@ def field(
 
 
 def needed(takes: str, meaning: str = "", *, by_path: bool = False) -> Any:
-    """Returns the row of a field that a body cannot do without."""
+    """Declares a required field."""
     return field(takes, meaning, default=..., by_path=by_path)
 
 
 def sampling(name: str, **rules: Any) -> Any:
-    """Returns the row of a field of SamplingParams, as it is declared there."""
+    """Declares a field of SamplingParams."""
     option = OPTIONS[name]
     if isinstance(option, Number):
         low = "exclusiveMinimum" if option.above_low else "minimum"
@@ -72,7 +76,7 @@ def sampling(name: str, **rules: Any) -> Any:
 
 
 def add_sampling_fields(kind: type[BodyT]) -> type[BodyT]:
-    """Decorates a body with the extensions of SamplingParams, which every dialect accepts."""
+    """Adds the extension fields of SamplingParams to a body."""
     rows: dict[str, Any] = {
         name: (_body_type(option), sampling(name))
         for name, option in OPTIONS.items()
@@ -83,27 +87,27 @@ def add_sampling_fields(kind: type[BodyT]) -> type[BodyT]:
 
 
 def _body_type(option: Option) -> Any:
-    """Returns the type of a body's field: None stands for a field that is not given."""
+    """Returns the type of a body's field; None means that it is not given."""
     return (Whole if option.type is int else option.type) | None
 
 
 def _in_json(takes: str) -> str:
-    """Returns words for allowed values as a client of JSON writes these."""
+    """Rewrites Python's constants as JSON's."""
     return takes.replace("None", "null").replace("True or False", "true or false")
 
 
 def taken(takes: str, **bounds: Any) -> Any:
-    """Returns the row of a field that clients send and that changes nothing here."""
+    """Declares a field that is accepted without effect."""
     return field(takes, "taken; changes nothing here", rules={"inert": True}, **bounds)
 
 
 def stop_texts(takes: str, **bounds: Any) -> Any:
-    """Returns the row of `stop` in a dialect with other limits."""
+    """Declares `stop` with other limits."""
     return field(takes, OPTIONS["stop"].help, rules={"blanks": True}, **bounds)
 
 
 def user_name() -> Any:
-    """Returns the row of the user that asks."""
+    """Declares the field that identifies the user."""
     return field(
         "a text of at most 200 characters; a fair policy shares among them",
         "user that asks",
@@ -118,8 +122,8 @@ def is_set(value: Any) -> bool:
 
 
 def check_interactions(body: BaseModel, ignored: IgnoredFields) -> None:
-    """Raises InvalidRequest where a body's fields do not go together; those that change nothing
-    without another one are ignored.
+    """Raises InvalidRequest for conflicting fields; fields without effect in this combination are
+    reported as ignored.
     """
     for name, rules in _interactions(type(body)):
         value = getattr(body, name)
@@ -147,9 +151,9 @@ def check_interactions(body: BaseModel, ignored: IgnoredFields) -> None:
 
 
 def described(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    """Returns the rows of a body in plain data, by field; words are those of JSON schema.
+    """Returns the declarations of a body as plain data, by field, in terms of JSON schema.
 
-    `type` is one of JSON's types or a list of them; `help` says what the field is for.
+    `type` is a JSON type or a list of them; `help` is the field's meaning.
     """
     schema = kind.model_json_schema()
     required = schema.get("required", ())
@@ -196,7 +200,7 @@ def _interactions(kind: type[BaseModel]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _spelled(values: Sequence[Any]) -> str:
-    """Returns values as JSON spells them."""
+    """Formats values as JSON."""
 
     def plain(part: Any) -> Any:
         return part.model_dump(exclude_unset=True)

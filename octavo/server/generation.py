@@ -1,6 +1,7 @@
-"""The engine's work behind one HTTP request: a stream for each prompt, awaited or aborted together.
+"""The engine requests behind one HTTP request: one stream for each prompt, awaited and aborted
+together.
 
-Owns the streams and reports each finished one to the metrics. Knows no wire format.
+Reports each finished request to the metrics.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from octavo.text.unicode import LONG_TEXT_CHARACTERS
 Prompt = str | list[int]
 
 PLAIN_MESSAGE = {"role", "content"}
-"""Fields of a message that is a text alone."""
+"""Fields of a message that contains only text."""
 MARKS_CHARACTERS = 200
-"""Characters whose tokenizing takes as long as a template does around one message."""
+"""Number of characters that take as long to tokenize as the template takes for a message."""
 
 
 class Generation:
-    """The streams of one HTTP request; making it starts them, or raises the client's fault."""
+    """The streams of one HTTP request. The constructor submits the requests and raises ClientError
+    if they are invalid.
+    """
 
     def __init__(
         self,
@@ -45,8 +48,8 @@ class Generation:
         deltas: bool = False,
         is_part: bool = False,
     ) -> None:
-        """Submits all prompts; with `deltas`, `outputs` yields only what is new. The work that
-        `is_part` of a longer one has been counted with it as running.
+        """Submits all prompts; with `deltas`, `outputs` yields only what is new. With `is_part`,
+        the request is already counted as running.
         """
         self._params = params
         self._metrics = model.metrics
@@ -77,7 +80,7 @@ class Generation:
 
     @classmethod
     def of_request(cls, model: ServedModel, request: ParentRequest, *, deltas: bool) -> Generation:
-        """Submits a request that is prepared."""
+        """Submits a prepared request."""
         name, params = request.request_id, request.sampling_params
         return cls.of_requests(model, [request], params, name, deltas=deltas)
 
@@ -92,7 +95,7 @@ class Generation:
         deltas: bool = False,
         is_part: bool = False,
     ) -> Generation:
-        """Submits requests that are prepared, all with these params."""
+        """Submits prepared requests that have the same params."""
         generation = cls(model, [], params, name, is_part=is_part)
         try:
             for request in requests:
@@ -104,16 +107,15 @@ class Generation:
         return generation
 
     async def results(self) -> list[RequestOutput]:
-        """Returns the final outputs in the order of the prompts; cancelling it aborts them."""
+        """Returns the final outputs in the order of the prompts; cancellation aborts them."""
         try:
             return [self._checked(await stream.final()) for stream in self._streams]
         finally:
             self._give_up()
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yields (prompt's index, its answer so far) on each change; closing it aborts the rest.
-
-        With `deltas` an output holds what is new since the one before.
+        """Yields (prompt index, output) on each change; closing it aborts the rest. With `deltas`
+        an output holds only what is new.
         """
         try:
             if len(self._streams) == 1:
@@ -134,12 +136,12 @@ class Generation:
         return output
 
     def _admit(self, request: ParentRequest) -> None:
-        """Charges a prompt before it runs; raises where the key has not enough tokens left."""
+        """Charges a prompt before it runs; raises an error if the key's token limit is exceeded."""
         self._record.charge_prompt(len(request.prompt_token_ids))
 
     def _give_up(self) -> None:
-        """Aborts the streams that have not finished, and charges what they have generated; the
-        request no longer counts as running.
+        """Aborts unfinished streams and charges their generated tokens; the request is no longer
+        counted as running.
         """
         if self._has_ended:
             return
@@ -154,12 +156,12 @@ class Generation:
 
 
 def member_name(name: str, index: int) -> str:
-    """Returns the engine's id of the prompt at `index` of an HTTP request."""
+    """Returns the engine's request id of a prompt of an HTTP request."""
     return f"{name}-{index}"
 
 
 def split_member(request_id: str) -> tuple[str, int]:
-    """Returns the HTTP request, and the prompt's index in it, of an id that `member_name` made."""
+    """Splits an id made by `member_name` into the HTTP request and the prompt's index."""
     name, _, index = request_id.rpartition("-")
     return (name, int(index)) if index.isdecimal() else (request_id, 0)
 
@@ -172,7 +174,7 @@ async def prompt_of(
     cache_salt: str | None = None,
     truncation: Truncation | None = None,
 ) -> EnginePrompt:
-    """Returns a prompt as the engine takes it; long texts are tokenized in a thread."""
+    """Builds an engine prompt; long texts are tokenized in a thread."""
     if not isinstance(prompt, str):
         ids = {"prompt_token_ids": prompt, "cache_salt": cache_salt}
         return ids if truncation is None else await llm.tokenize(ids, truncation=truncation)
@@ -191,7 +193,7 @@ async def chat_prompt_of(
     rendering: Rendering = DEFAULT_RENDERING,
     truncation: Truncation | None = None,
 ) -> dict[str, Any]:
-    """Renders a conversation with the model's template, in a thread where that may take long."""
+    """Renders a conversation with the chat template, in a thread if that may take long."""
     messages = fit_messages(llm, messages, rendering)
     if _is_quick(messages, rendering):
         prompt = llm.chat_prompt(messages, rendering, truncation)
@@ -203,15 +205,15 @@ async def chat_prompt_of(
 def fit_messages(
     llm: AsyncLLM, messages: list[dict[str, Any]], rendering: Rendering
 ) -> list[dict[str, Any]]:
-    """Returns a conversation in the sequence of roles that the template of a rendering takes."""
+    """Adapts a conversation to the role sequence that the template accepts."""
     if llm.config.model.skip_tokenizer_init:
         return messages
     return fit_roles(messages, llm.get_tokenizer().get_role_rules(rendering))
 
 
 def _is_quick(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> bool:
-    """Returns whether a conversation is a few plain texts, which the model's template writes in
-    less time than a thread would take to start.
+    """Returns whether a conversation is short and plain, so that rendering it is faster than
+    starting a thread.
     """
     if rendering.template is not None or rendering.variables or has_images(messages):
         return False
@@ -222,7 +224,7 @@ def _is_quick(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> bo
 
 
 def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-    """Returns the prompts of a completions body, whose field may hold one or several."""
+    """Returns the prompts of a completions body, which holds one or several."""
     if isinstance(value, str):
         return [value]
     if not value:
@@ -237,9 +239,9 @@ def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Pro
 async def _merged(
     streams: Sequence[RequestStream],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yields the outputs of several streams as they come.
+    """Yields the outputs of several streams as they arrive.
 
-    A stream's next output is awaited only after the last one was taken.
+    The next output of a stream is awaited only after the last one was consumed.
     """
     pending = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
     try:

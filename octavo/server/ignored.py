@@ -1,8 +1,7 @@
-"""Request fields that are not honoured: collected while a request is read, named in one response
-header, logged once each.
+"""Ignored request fields: collected per request, returned in a response header, logged once each.
 
-With `--strict` the first one is a 400 instead. Knows no dialect: the code that reads a part of a
-request adds the fields that it does not honour, by path.
+With `--strict` the first one is rejected with a 400. The code that parses a part of a request adds
+its ignored fields by path.
 """
 
 from __future__ import annotations
@@ -21,15 +20,17 @@ from octavo.text.grammar.schema import pointer_keys
 
 HEADER = "X-Octavo-Ignored"
 SCOPE_KEY = "octavo_ignored_fields"
-"""Key of the ASGI scope that holds a request's IgnoredFields."""
+"""Key of the ASGI scope for a request's IgnoredFields."""
 UNSUPPORTED = "this server does not support it"
 
 MAX_HEADER = 2048
-"""Most characters of the header's value; proxies allow about 8 KiB for all headers together."""
+"""Maximum length of the header in characters; proxies allow about 8 KiB for all headers
+together.
+"""
 MAX_NAME = 80
-"""Most characters of a client's field name in a path."""
+"""Maximum length of a client's field name in a path."""
 MAX_LOGGED = 1024
-"""Most paths that one server remembers to have logged; further ones are not logged."""
+"""Maximum number of different paths that one server logs."""
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_$@*/-]+")
 QUOTED_OR_INDEX = re.compile(r'("(?:[^"\\]|\\.)*")|\[\d+\]')
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def join_path(path: str, name: str) -> str:
-    """Returns the path of a member: a.b, or a["b c"] for a name that is not a plain word."""
+    """Returns the path of a member: a.b, or a["b c"] if the name is not a plain word."""
     if len(name) > MAX_NAME:
         name = name[: MAX_NAME - 3] + "..."
     elif PLAIN_NAME.fullmatch(name):
@@ -47,13 +48,13 @@ def join_path(path: str, name: str) -> str:
 
 
 def label_of(name: str) -> str:
-    """Returns a client's name of a list's entry as a path shows it in brackets."""
+    """Returns a client's name for a list entry, quoted if necessary, for a path."""
     is_plain = PLAIN_NAME.fullmatch(name) is not None and len(name) <= MAX_NAME
     return name if is_plain else json.dumps(name[:MAX_NAME])
 
 
 class IgnoredFields:
-    """Paths of the fields of one request that are ignored."""
+    """Ignored fields of one request."""
 
     def __init__(self, *, is_strict: bool = False) -> None:
         self.is_strict = is_strict
@@ -67,8 +68,8 @@ class IgnoredFields:
         shown_as: str | None = None,
         hint: str | None = None,
     ) -> None:
-        """Adds a field, by a path such as `messages[0].content[1].x`; indices are left out of what
-        is shown. Raises InvalidRequest with the reason in strict mode.
+        """Adds a field by path, such as `messages[0].content[1].x`; the reported path omits
+        indices. Raises InvalidRequest in strict mode.
         """
         if self.is_strict:
             raise InvalidRequest(f"{path}: {reason}", hint=hint, param=path)
@@ -78,9 +79,9 @@ class IgnoredFields:
     def add_keywords(
         self, pointers: Iterable[str], schema: str, shown_as: str | None = None
     ) -> None:
-        """Adds keywords of a JSON schema that no grammar enforces, by their JSON pointers.
+        """Adds keywords of a JSON schema that grammars do not enforce, by their JSON pointers.
 
-        `schema` is the path of the schema, `shown_as` the one that is shown.
+        `schema` is the path of the schema, `shown_as` the reported one.
         """
         for pointer in pointers:
             keys = pointer_keys(pointer)
@@ -92,16 +93,16 @@ class IgnoredFields:
 
     @property
     def paths(self) -> list[str]:
-        """Paths in the order in which they were added, each once."""
+        """Distinct paths, in order."""
         return list(self._paths)
 
     def drops_entries_of(self, name: str) -> bool:
-        """Returns whether the list `name` has entries of unknown types, which are ignored."""
+        """Returns whether entries of unknown types in the list `name` were ignored."""
         return any(path.startswith(f"{name}[type=") for path in self._paths)
 
     @property
     def header(self) -> str:
-        """Value of the response header; ends with a count where it would be too long."""
+        """Value of the response header; if too long, it ends with a count."""
         paths, length = self.paths, 0
         for index, path in enumerate(paths):
             length += len(path) + len(", ")
@@ -111,9 +112,7 @@ class IgnoredFields:
 
 
 class IgnoredHeader:
-    """ASGI middleware: adds the header to answers, errors and streams too, and logs each field once
-    in the life of the server.
-    """
+    """ASGI middleware: adds the header to responses, and logs each field once."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,7 +1,6 @@
-"""Images in the messages of all dialects, in the plain form that the engine's front reads.
+"""Converts images in messages of all APIs to plain parts.
 
-Knows where dialects put an image. Whether the model reads any, and what is wrong with one, the
-engine's front says.
+The frontend checks whether the model supports images, and validates them.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from typing import Any
 from octavo.api.errors import InvalidRequest, shown
 
 Content = str | list[dict[str, Any]]
-"""Content of a plain message: a text, or parts where there are images among the texts."""
+"""Content of a plain message: a text, or parts if it contains images."""
 
 
 def image_part(source: str) -> dict[str, Any]:
-    """Returns the plain part of an image: a data URL, an address or a file's name."""
+    """Returns the plain part of an image, given by data URL, URL or file name."""
     return {"type": "image", "image": source}
 
 
@@ -25,26 +24,24 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def base64_source(data: str, media_type: str = "image/png") -> str:
-    """Returns the data URL of an image in base64."""
+    """Returns the data URL of a base64 image."""
     return f"data:{media_type};base64,{data}"
 
 
 def content_of(parts: Sequence[dict[str, Any]]) -> Content:
-    """Returns parts as they are where there is an image among them, else their texts, each on lines
-    of its own.
-    """
+    """Returns the parts unchanged if there is an image among them, else their joined texts."""
     if any(part["type"] == "image" for part in parts):
         return list(parts)
     return "\n".join(part["text"] for part in parts)
 
 
 def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether any plain message holds an image."""
+    """Returns whether any plain message contains an image."""
     return any(isinstance(message.get("content"), list) for message in messages)
 
 
 def url_source(given: object, where: str) -> str:
-    """Returns the source that OpenAI's form of an image names."""
+    """Returns the source of an OpenAI image part."""
     if isinstance(given, Mapping):
         given = given.get("url")
     if not isinstance(given, str):
@@ -57,7 +54,7 @@ def url_source(given: object, where: str) -> str:
 
 
 def block_source(given: object, where: str) -> str:
-    """Returns the source that Anthropic's form of an image names."""
+    """Returns the source of an Anthropic image block."""
     source = given if isinstance(given, Mapping) else {}
     kind = source.get("type")
     if kind == "base64" and isinstance(source.get("data"), str):

@@ -1,7 +1,6 @@
-"""Requests that the server makes of itself: the same routes, without a socket or a key.
+"""Internal requests: calls of the server's own routes, without a socket or a key.
 
-The answer is what a client would have got. They are marked as background work, so that their
-tokens stand behind all others.
+Responses are those that a client would get. Internal requests have background priority.
 """
 
 from __future__ import annotations
@@ -22,21 +21,19 @@ from octavo.server.state.service import Service
 
 @dataclass(frozen=True, slots=True)
 class InnerAnswer:
-    """The answer of a route."""
-
     status: int
     body: bytes
     retry_after_s: float = 0.0
-    """Seconds after which the route wants to be asked again; 0 where it does not say."""
+    """From the Retry-After header; 0 without one."""
 
 
 class InnerRequests:
-    """The routes that may be asked from within."""
+    """Calls routes internally."""
 
     def __init__(
         self, service: Service, routers: Iterable[APIRouter], *, stored_work: object
     ) -> None:
-        """Takes what the routes find in their application's state."""
+        """The arguments become the application state that the routes use."""
         self._service = service
         self._app = FastAPI(openapi_url=None)
         self._app.state.service = service
@@ -46,7 +43,7 @@ class InnerRequests:
         add_error_handlers(self._app)
 
     async def post(self, path: str, body: bytes, owner: str) -> InnerAnswer:
-        """Returns a route's answer to an owner's body; cancelling it aborts the request."""
+        """Returns the response to an owner's request; cancellation aborts it."""
         record = self._service.background_record(owner)
         scope = {
             "type": "http",
@@ -74,7 +71,7 @@ class InnerRequests:
 
 
 class _Exchange:
-    """The two ends of one request: its body goes in once, its answer is gathered."""
+    """ASGI receive and send of one request: provides the body once and collects the response."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body

@@ -1,6 +1,6 @@
-"""The models that requests may name: makes pulled and cached ones known, copies names, deletes.
+"""Models that requests may name: registers pulled and cached models, copies names, deletes models.
 
-Files are deleted from this machine's caches only, and only with the last name that means them.
+Only files in this machine's caches are deleted, and only with their last name.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from octavo.server.state.pulled_models import PulledModels
 from octavo.server.state.slot import EngineSlot
 
 DRAIN_S = 30.0
-"""Seconds that running requests get to finish when their model is deleted."""
+"""Seconds that running requests have to finish when their model is deleted."""
 
 
 class KnownModels:
-    """The slots of models that came by HTTP, and the caches that they lie in."""
+    """Slots of models added over HTTP, and the caches with their files."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class KnownModels:
         self._restore()
 
     def _restore(self) -> None:
-        """Makes known what an earlier server has pulled and copied."""
+        """Restores the models that an earlier server pulled and copied."""
         if self.are_loadable:
             for name, path in self._pulled.models.items():
                 if not self._models.answers_to(name):
@@ -64,17 +64,15 @@ class KnownModels:
 
     @property
     def are_loadable(self) -> bool:
-        """Whether requests may load the models that are made known here."""
+        """Whether requests may load these models."""
         return self._settings.load_on_demand != "none"
 
     async def local(self) -> Sequence[CachedModel]:
-        """Returns the complete models of this machine's caches."""
+        """Returns the complete models in this machine's caches."""
         return await self._local.list()
 
     async def describe(self, slots: Iterable[EngineSlot]) -> None:
-        """Has models that have not been loaded described by the headers of their files, if these
-        are on this machine.
-        """
+        """Reads descriptions of models that are not loaded from the headers of local files."""
         for slot in slots:
             if slot.outline is None and (path := await self._path(slot)) is not None:
                 slot.describe(await self._files.outline(path, slot.spec.options))
@@ -85,7 +83,7 @@ class KnownModels:
         return "" if path is None else await self._files.digest(path)
 
     async def _path(self, slot: EngineSlot) -> Path | None:
-        """Returns the place of a model's files on this machine."""
+        """Returns the local path of a model's files."""
         model = slot.spec.model
         path = user_path(model)
         if short_name(model) is None and is_there(path):
@@ -94,7 +92,7 @@ class KnownModels:
         return None if found is None else found.path
 
     async def find_local(self, name: str) -> EngineSlot | None:
-        """Makes a model of the caches known by its name, where settings allow that."""
+        """Registers a cached model by its name, if the settings allow it."""
         if self._settings.load_on_demand != "local" or not NAME.fullmatch(name):
             return None
         found = match_local_model(name, await self.local())
@@ -103,9 +101,9 @@ class KnownModels:
         return self._models.get(found.name) or self.add(found.name, found.path)
 
     def add(self, name: str, path: Path) -> EngineSlot:
-        """Makes a model known, for the first request to load; returns its slot.
+        """Registers a model that its first request loads; returns its slot.
 
-        One that came by HTTP keeps its slot, and has the new files at its next load.
+        A model that was added over HTTP keeps its slot and gets the new files at its next load.
         """
         options = {**self._loader.defaults, "model": str(path), "served_model_name": name}
         spec = ModelSpec.of(options, is_pinned=name in self._settings.pin, is_remote=True)
@@ -120,7 +118,9 @@ class KnownModels:
         return slot
 
     async def add_pulled(self, name: str, path: Path) -> None:
-        """Makes a model known that was pulled, also to the next server with this state folder."""
+        """Registers a pulled model, and persists it for later servers with the same state
+        folder.
+        """
         self._local.forget()
         known = self._models.get(name)
         is_served = self._models.answers_to(name) if known is None else not known.spec.is_remote
@@ -132,7 +132,7 @@ class KnownModels:
         await asyncio.to_thread(self._pulled.save)
 
     async def copy(self, source: EngineSlot, name: str) -> None:
-        """Gives a model another name; one that an earlier copy made may be given again."""
+        """Adds an alias of a model; an existing alias may be reassigned."""
         if not NAME.fullmatch(name):
             raise InvalidRequest(
                 f"destination: got {shown(name)}, allowed are {NAME_RULE}", param="destination"
@@ -148,9 +148,9 @@ class KnownModels:
         await asyncio.to_thread(self._pulled.save)
 
     async def delete(self, name: str) -> None:
-        """Removes a name, and with the last name of a model its files; running requests may end.
+        """Removes a name, and with a model's last name its files; aborts running requests.
 
-        Raises ModelNotFound, and InvalidRequest for a model that lies in no cache.
+        Raises ModelNotFound, or InvalidRequest for a model outside the caches.
         """
         if self._models.drop_alias(name):
             await self._forget(name)
@@ -180,7 +180,7 @@ class KnownModels:
             return None
 
     async def _leave(self, slot: EngineSlot, cached: CachedModel) -> None:
-        """Takes a name from a model: it goes on under its first copy's, or else it is unloaded."""
+        """Removes a name from a model, which takes the name of its first alias or is unloaded."""
         copies = [name for name, target in self._pulled.aliases.items() if target == slot.name]
         if not copies:
             if slot.state in ("loading", "draining"):
@@ -197,7 +197,7 @@ class KnownModels:
             self._pulled.aliases[other] = first
 
     async def _cached(self, model: str) -> CachedModel | None:
-        """Returns the model of the caches that a text, or the path of its files, means."""
+        """Returns the cached model with this name or path."""
         self._local.forget()
         return find_cached(model, await self.local())
 

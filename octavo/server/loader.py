@@ -1,7 +1,7 @@
-"""Loads models into their slots and unloads them, in threads beside the server's event loop.
+"""Loads models into their slots and unloads them, in threads.
 
-Models are fetched side by side, and loaded one after the other, so that each is planned for the
-memory that the ones before have left. Owns the sharing of memory among engines.
+Models are downloaded concurrently and loaded one after the other, so that each is planned for the
+memory that is left. Divides the memory among engines.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ WhenReady: TypeAlias = Callable[[EngineSlot], None]
 WhenFailed: TypeAlias = Callable[[EngineSlot, Exception], None]
 
 DRAIN_INTERVAL_S = 0.05
-"""Period at which a draining engine is asked whether it has finished, in seconds."""
+"""Polling interval of a draining engine, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTask:
-    """A slot to fill, and the options of its engine as they are known so far."""
+    """A slot to load and the resolved engine options."""
 
     slot: EngineSlot
     loop: asyncio.AbstractEventLoop
     options: dict[str, Any] = field(default_factory=dict)
 
     reports_memory: bool = True
-    """Whether `when_failed` is told of a model that does not fit; False where room may be made."""
+    """Whether `when_failed` is called if the model does not fit; False if others may be evicted."""
 
     @property
     def is_wanted(self) -> bool:
         return self.slot.state == "loading"
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function in the loop's thread, unless the loop has ended."""
+        """Calls a function in the event loop's thread, unless the loop has ended."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(function, *arguments)
 
 
 class ModelLoader:
-    """Fills and empties the slots of a directory."""
+    """Loads and unloads the slots of a directory."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ModelLoader:
         """`when_ready` and `when_failed` are called in the event loop, once for each load."""
         self._models = models
         self.defaults = dict(defaults or {})
-        """Engine options of the command line, which apply to every model."""
+        """Engine options of the command line, for every model."""
         self._memory_budget = memory_budget
         self._adapters = adapters
         self._report = report
@@ -91,9 +91,9 @@ class ModelLoader:
     def start(
         self, slots: Sequence[EngineSlot], when_done: Callable[[], None] = lambda: None
     ) -> None:
-        """Loads the models of these slots in a thread, as one lot that shares the free memory.
+        """Loads the models of these slots in a thread, sharing the free memory.
 
-        `when_done` is called in the event loop when each of them is ready or has failed.
+        `when_done` is called in the event loop when all are ready or have failed.
         """
         loop = asyncio.get_running_loop()
         tasks = [LoadTask(slot, loop, dict(slot.spec.options)) for slot in slots]
@@ -103,7 +103,7 @@ class ModelLoader:
     async def load(self, slot: EngineSlot) -> None:
         """Loads the model of one slot; returns when it is ready or has failed.
 
-        `note_failure` is left to the caller if it does not fit the memory.
+        If it does not fit in memory, the caller must call `note_failure`.
         """
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         task = LoadTask(slot, loop, dict(slot.spec.options), reports_memory=False)
@@ -112,7 +112,7 @@ class ModelLoader:
         await done.wait()
 
     def note_failure(self, slot: EngineSlot) -> None:
-        """Tells `when_failed` of a load that has failed."""
+        """Calls `when_failed` for a failed load."""
         if slot.error is not None:
             self._when_failed(slot, slot.error)
 
@@ -126,7 +126,7 @@ class ModelLoader:
             done()
 
     def _attempt(self, task: LoadTask, step: Callable[[], None]) -> bool:
-        """Carries out a step of a load; returns whether it succeeded, and notes why not."""
+        """Runs a step of a load; returns whether it succeeded."""
         try:
             step()
         except Exception as error:
@@ -135,7 +135,7 @@ class ModelLoader:
         return True
 
     def _fail(self, task: LoadTask, error: Exception) -> None:
-        """Notes why a model cannot be served, unless it is no longer wanted."""
+        """Records why a model failed to load, unless it is being unloaded."""
         if not task.slot.is_draining:
             task.slot.fail(error)
             if task.reports_memory or not isinstance(error, InsufficientMemory):
@@ -161,8 +161,8 @@ class ModelLoader:
             task.post(self._begin, slot, llm)
 
     def _name_adapters(self, slot: EngineSlot, llm: AsyncLLM) -> None:
-        """Reads the command line's adapters of a model; raises InvalidRequest where one is not
-        sound.
+        """Reads the model's adapters of the command line; raises InvalidRequest if one is
+        invalid.
         """
         first = next(iter(self._models), None)
         for module in self._adapters:
@@ -172,7 +172,7 @@ class ModelLoader:
                 slot.adapters[module.name] = ServedAdapter.read(llm, module.name, module.path)
 
     def _begin(self, slot: EngineSlot, llm: AsyncLLM) -> None:
-        """Listens to a new engine, in the event loop, unless it is no longer wanted."""
+        """Starts receiving from a new engine, unless it is being unloaded."""
         if not slot.is_draining:
             llm.start()
             slot.uses.used_at = time.monotonic()
@@ -181,9 +181,10 @@ class ModelLoader:
     # -- memory ------------------------------------------------------------------------------------
 
     def _planned(self, tasks: list[LoadTask]) -> list[LoadTask]:
-        """Returns the tasks that may be carried out, with their shares of the memory.
+        """Returns the tasks that fit, with their shares of the memory.
 
-        A model that is alone in it takes its share by itself, as it knows what is really free.
+        A single model without a budget gets no share here: it determines the free memory when it
+        loads.
         """
         others = any(slot.loaded is not None for slot in self._models)
         if len(tasks) == 1 and not others and self._memory_budget is None:
@@ -219,9 +220,9 @@ class ModelLoader:
             )
 
     def _free_bytes(self) -> int:
-        """Returns the memory for more models: what the budget leaves, at most what is free.
+        """Returns the memory available for models: the rest of the budget, at most the free memory.
 
-        KV that an engine has reserved and not yet written counts as taken.
+        KV cache that an engine has reserved but not yet written counts as used.
         """
         available = Machine().available_bytes()
         engines = [slot.loaded for slot in self._models if slot.loaded is not None]
@@ -235,9 +236,10 @@ class ModelLoader:
     # -- unloading ---------------------------------------------------------------------------------
 
     def unload(self, slot: EngineSlot, *, timeout_s: float) -> asyncio.Task[None]:
-        """Drains a model, ends its engine and removes it from the directory, in a task.
+        """Starts a task that drains a model, shuts down its engine and removes it from the
+        directory.
 
-        Requests that still run after `timeout_s` seconds end with an error.
+        Requests still running after `timeout_s` seconds fail.
         """
         slot.drain(f"the model `{slot.name}` is being unloaded")
         task = asyncio.get_running_loop().create_task(self._finish(slot, timeout_s))
@@ -246,7 +248,7 @@ class ModelLoader:
         return task
 
     async def _finish(self, slot: EngineSlot, timeout_s: float) -> None:
-        """Ends the engine of a draining model once its requests have ended."""
+        """Shuts down a draining engine after its requests have finished."""
         llm, end = slot.loaded, time.monotonic() + timeout_s
         while llm is not None and llm.num_unfinished and time.monotonic() < end:
             await asyncio.sleep(DRAIN_INTERVAL_S)
@@ -255,7 +257,7 @@ class ModelLoader:
         self._models.remove(slot)
 
     async def close(self, slot: EngineSlot, reason: str = "") -> None:
-        """Ends the engine of a slot that takes no new requests, and frees what it took."""
+        """Shuts down the engine of a slot and frees its memory."""
         await asyncio.to_thread(slot.close)
         slot.forget_engine()
         # A front's parts refer to each other, and collections are rare in a process that serves.
@@ -263,22 +265,24 @@ class ModelLoader:
         self._report(f"{slot.name} was unloaded" + (f": {reason}" if reason else ""))
 
     def _say(self, slot: EngineSlot, text: str) -> None:
-        """Reports a line of a load; it begins with the model's name where there are several."""
+        """Reports a message about a load, prefixed with the model's name if there are several."""
         self._report(f"[{slot.name}] {text}" if len(self._models) > 1 else text)
 
 
 def _fetch(task: LoadTask) -> None:
-    """Finds the model's files, and fetches them where they are not here."""
+    """Locates the model's files, downloading them if necessary."""
     task.options["model"] = str(resolve(task.slot.spec.model, progress=True))
 
 
 def _names_of(model: str, num_engines: int) -> list[str]:
-    """Returns the names under which a model's engines share the memory: the first has its own."""
+    """Returns the keys of a model's engines in the division of memory."""
     return [model, *(f"{model} (engine {index})" for index in range(1, num_engines))]
 
 
 def _plan(task: LoadTask, memory_bytes: int, capacities: dict[str, Capacity]) -> None:
-    """Adds what the engine will take to `capacities`; the torch backend knows only once it runs."""
+    """Adds the engine's memory to `capacities`, except for torch, which knows it only when
+    running.
+    """
     config = EngineConfig.from_options(**task.options)
     if (config.backend.backend or default_backend()) != "torch":
         capacity = plan_model(config, memory_bytes=memory_bytes).capacity

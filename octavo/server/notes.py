@@ -1,8 +1,8 @@
-"""Notes in text for parts of a history that no model here can be shown: documents, and calls and
-results of tools that another server ran.
+"""Text notes that replace parts of a conversation that models here do not support: documents, and
+server-side tool calls of other vendors.
 
-Clients copy such parts from conversations with other vendors; without them a later turn would fail
-or lose its thread. Knows no dialect.
+Clients copy such parts from earlier conversations; without notes a later turn would fail or lose
+context.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ TOLD = (
     *("arguments", "action", "content", "results", "output", "outputs", "logs", "stdout", "stderr"),
     *("operation", "path", "diff", "server_label", "filename", "error", "error_code"),
 )
-"""Fields of a part whose texts a note repeats; others hold ids, encrypted or binary data."""
+"""Fields with texts to include in a note; others hold ids, encrypted or binary data."""
 MAX_NOTE = 4000
-"""Most characters of a note."""
+"""Maximum length of a note in characters."""
 
 
 def build_note(part: dict[str, Any]) -> str:
-    """Returns a note for a part, with its type and the texts in it."""
+    """Returns a note with a part's type and texts."""
     kind = str(part.get("type"))[:80]
     text = "; ".join(_texts(part))
     return f"[{kind}: {text[:MAX_NOTE]}]" if text else f"[{kind}]"
 
 
 def describe_unread(kind: str, name: object = None) -> str:
-    """Returns the note for a part that models here cannot read, such as a document."""
+    """Returns the note for an unsupported part, such as a document."""
     about = f" {name!r}" if isinstance(name, str) and name else ""
     return f"[a part of type {kind}{about}, which this model cannot read]"
 

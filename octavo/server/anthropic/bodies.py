@@ -1,7 +1,7 @@
-"""Bodies that Anthropic's routes take: rows of the table in `server/fields.py`.
+"""Request bodies of the Anthropic API: rows of the table in `server/fields.py`.
 
-Names are Anthropic's; `seed` and the filters of `FilterBody` are additions, with the chat route's
-meaning.
+Names are Anthropic's. `seed` and the filters of `FilterBody` are extensions, with the same meaning
+as in chat completions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = {
     "max_tokens": "max_tokens",
     **{name: name for name in FILTER_FIELDS},
 }
-"""SamplingParams' names of the fields that choose tokens, by Anthropic's."""
+"""SamplingParams fields by Anthropic's names."""
 
 
 SERVER_BLOCKS = frozenset(
@@ -37,18 +37,18 @@ SERVER_BLOCKS = frozenset(
         *("tool_search_tool_result", "tool_reference"),
     }
 )
-"""Types of blocks about tools that a server ran, for which a note stands."""
+"""Block types of server-side tools, which are replaced by text notes."""
 
 
 class CacheControl(BodyPart):
-    """A breakpoint for the cache: taken, as every prefix is cached here."""
+    """A cache breakpoint: accepted and ignored, since every prefix is cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = taken('"5m" or "1h"')
 
 
 class PlainBlock(TextBlock):
-    """One block of a system's message or of a tool's result."""
+    """A block of a system message or a tool result."""
 
     types: ClassVar[tuple[str, ...]] = ("text", "image", "document", "search_result")
     noted: ClassVar[frozenset[str]] = SERVER_BLOCKS
@@ -66,7 +66,7 @@ class PlainBlock(TextBlock):
 
 
 class ContentBlock(PlainBlock):
-    """One block of a message: text, an image, thinking, a tool's use or its result."""
+    """A block of a message."""
 
     types = (*PlainBlock.types, "thinking", "tool_use", "tool_result")
 
@@ -81,8 +81,6 @@ class ContentBlock(PlainBlock):
 
 
 class TurnMessage(BodyPart):
-    """One message."""
-
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
@@ -105,8 +103,8 @@ class ThinkingConfig(BodyPart):
 
 
 class OfferedTool(BodyPart):
-    """A function that the client runs; tools that a server runs are ignored. The last group says
-    how Anthropic streams and lists a tool, and changes nothing here.
+    """A function that the client runs; server-side tools are ignored. The last group of fields has
+    no effect here.
     """
 
     types = ("custom",)
@@ -140,8 +138,6 @@ class OutputConfig(BodyPart):
 
 
 class CountTokensBody(Body):
-    """Body of POST /v1/messages/count_tokens."""
-
     unsupported: ClassVar[frozenset[str]] = frozenset(
         {
             "container",
@@ -192,8 +188,6 @@ class CountTokensBody(Body):
 
 
 class MessagesBody(CountTokensBody, FilterBody):
-    """Body of POST /v1/messages."""
-
     max_tokens: int = field(
         "a whole number from 1 to 2147483647",
         "most tokens of the answer",

@@ -1,4 +1,4 @@
-"""The models in Anthropic's form, for its clients' GET /v1/models."""
+"""Models in Anthropic's format, for GET /v1/models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from octavo.server.state.slot import EngineSlot
 
 
 def card_of(slot: EngineSlot) -> dict[str, Any]:
-    """Returns Anthropic's card of a model."""
     context = slot.max_model_len
     return {
         "type": "model",
@@ -27,7 +26,7 @@ def card_of(slot: EngineSlot) -> dict[str, Any]:
 def page_of(
     slots: Sequence[EngineSlot], *, limit: int, after_id: str | None, before_id: str | None
 ) -> dict[str, Any]:
-    """Returns at most `limit` cards of models after, or before, the one that is named."""
+    """Returns a page of at most `limit` models after or before the given one."""
     first, end = 0, len(slots)
     names = [slot.name for slot in slots]
     if after_id is not None:

@@ -1,4 +1,4 @@
-"""The conversation that a body of Anthropic's holds, as the model's template reads it."""
+"""Converts Anthropic's messages to a plain conversation for the chat template."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from octavo.server.tool_use import (
 )
 
 EFFORT = "reasoning_effort"
-"""Variable of a chat template that says how long the model thinks."""
+"""Chat template variable for the reasoning effort."""
 TOOL_NAMES = ToolNames(name="name", parameters="input_schema")
 CHOICES: dict[str, Choice] = {
     "auto": "auto",
@@ -41,7 +41,7 @@ CHOICES: dict[str, Choice] = {
 
 
 def conversation_of(body: CountTokensBody, model: ServedModel) -> Conversation:
-    """Returns the body's conversation; raises InvalidRequest for what is not supported."""
+    """Returns the body's conversation; raises InvalidRequest for unsupported content."""
     if not body.messages:
         raise InvalidRequest(
             "messages: got an empty list, needed is at least one message", param="messages"
@@ -59,7 +59,9 @@ def conversation_of(body: CountTokensBody, model: ServedModel) -> Conversation:
 
 
 def _effort(body: CountTokensBody, model: ServedModel) -> dict[str, Any]:
-    """Returns the template's variables for an effort; "high" is what none asks for."""
+    """Returns the template variables for the effort. "high" is the default, so it needs no support
+    by the template.
+    """
     effort = None if body.output_config is None else body.output_config.effort
     known = frozenset() if model.tokenizer is None else model.tokenizer.template_variables
     if effort is None or (effort == "high" and EFFORT not in known):
@@ -101,7 +103,7 @@ def _tools(body: CountTokensBody, model: ServedModel) -> ToolUse | None:
 
 
 def _messages(body: CountTokensBody) -> list[dict[str, Any]]:
-    """Returns plain messages; consecutive texts of a role are one."""
+    """Returns plain messages; consecutive texts of the same role are merged."""
     plain: list[dict[str, Any]] = []
     if body.system:
         plain.append({"role": "system", "content": _system_text(body)})
@@ -137,10 +139,10 @@ def _is_text(*messages: dict[str, Any]) -> bool:
 def _plain(
     message: TurnMessage, where: str, ignored: IgnoredFields, *, is_asked: bool
 ) -> list[dict[str, Any]]:
-    """Returns a message without blocks; a tool's results are messages of their own before it.
+    """Converts a message to plain ones; tool results become separate messages before it.
 
-    A block that cannot be read is refused in the message that is asked about, the user's last one;
-    elsewhere a note stands for it.
+    A block that is not supported is rejected in the last user message, and replaced by a note in
+    earlier ones.
     """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
@@ -193,9 +195,7 @@ def _result(block: ContentBlock, where: str, ignored: IgnoredFields) -> dict[str
 
 
 def _marked_as_error(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the parts of a failed tool's result, of which the text says so: chat templates have
-    no other place for it.
-    """
+    """Marks a failed tool result in its text: chat templates have no field for it."""
     is_told = any(part.get("text", "").lower().startswith("error") for part in parts)
     return parts if is_told else [text_part("Error:"), *parts]
 
@@ -203,7 +203,7 @@ def _marked_as_error(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _history_part(
     block: PlainBlock, where: str, ignored: IgnoredFields, *, reads_images: bool = False
 ) -> dict[str, Any]:
-    """Returns the plain part of a block, a note for one that cannot be read where it stands."""
+    """Converts a block, or replaces it by a note if it is not supported."""
     try:
         if block.type != "image" or reads_images:
             return _part(block, where)
@@ -216,7 +216,7 @@ def _history_part(
 
 
 def _part(block: PlainBlock, where: str) -> dict[str, Any]:
-    """Returns the plain part of a block; documents and search results of text are text."""
+    """Converts a block; text documents and search results become text."""
     if block.type == "image":
         return image_part(block_source(block.source, f"{where}.source"))
     if block.type == "document":
@@ -250,7 +250,7 @@ def _document(source: object, where: str) -> str:
 
 
 def _decoded(data: object) -> str | None:
-    """Returns the text of a document in base64; None if it is none."""
+    """Returns the text of a base64 document; None if it is not text."""
     try:
         return base64.b64decode(str(data), validate=True).decode()
     except ValueError:
@@ -258,7 +258,7 @@ def _decoded(data: object) -> str | None:
 
 
 def _thinks(body: CountTokensBody, model: ServedModel) -> bool | None:
-    """Returns whether thinking is to be on or off; None where the template decides."""
+    """Returns whether thinking is on; None leaves it to the template."""
     thinking = body.thinking
     if thinking is None:
         return None

@@ -1,4 +1,4 @@
-"""Responses of Anthropic's API: a message of blocks, whole or as typed events."""
+"""Formats Anthropic responses: a message of blocks, or typed events."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ Event = dict[str, Any]
 
 
 class MessageStream(NamedEventStream):
-    """A stream of Anthropic's events; an error is an event of the type "error"."""
+    """A stream of Anthropic events; errors are events of type "error"."""
 
     def failure(self, error: Exception) -> list[Event]:
         return [anthropic_form(fault_of(error))]
 
 
 class BlockWriter:
-    """The events of an answer's blocks: each is opened, grows and is closed before the next."""
+    """Produces the events of content blocks; only one block is open at a time."""
 
     def __init__(self) -> None:
         self._index = -1
         self._kind: PartKind | None = None
 
     def add(self, part: Part) -> list[Event]:
-        """Returns the events of one more part."""
         kind = PartKind.CALL if part.kind is PartKind.ARGUMENTS else part.kind
         events: list[Event] = []
         if kind is not self._kind or part.kind is PartKind.CALL:
@@ -48,11 +47,10 @@ class BlockWriter:
         return events
 
     def open_text(self) -> list[Event]:
-        """Returns the event that opens an answer's block of text, where none is open yet."""
+        """Opens a text block unless a block is open."""
         return [] if self._kind else [self._open(PartKind.CONTENT, Part(PartKind.CONTENT, ""))]
 
     def close(self) -> list[Event]:
-        """Returns the events that end the open block."""
         if self._kind is None:
             return []
         kind, self._kind = self._kind, None
@@ -91,8 +89,6 @@ def _tool_use(call_id: str, name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class MessageFormatter(ResponseFormatter):
-    """Formats the response to one request."""
-
     def __init__(self, model: str, max_tokens: int, *, shows_reasoning: bool = True) -> None:
         self.id = new_hex_id("msg_")
         self.options = ResponseOptions(
@@ -122,14 +118,14 @@ class MessageFormatter(ResponseFormatter):
         return events
 
     def _opening(self, usage: TokenUsage, new: list[Event]) -> list[Event]:
-        """Returns the first events: a ping follows the first block's start."""
+        """Returns the first events; a ping follows the first block's start."""
         none_yet = {"stop_reason": None, "stop_sequence": None}
         message = self._message([], none_yet, format_usage(usage) | {"output_tokens": 0})
         return [{"type": "message_start", "message": message}, *new[:1], {"type": "ping"}]
 
     def _ending(self, last: ChoiceDelta, usage: TokenUsage) -> dict[str, Any]:
-        """Returns Anthropic's stop reason and stop sequence; raises for an aborted response, for
-        which the API has none.
+        """Returns the stop reason and stop sequence. Raises InvalidRequest for an aborted request,
+        for which the API has no stop reason.
         """
         if last.finish_reason == "abort":
             raise InvalidRequest("the request was aborted before its answer was complete")
@@ -174,7 +170,7 @@ def _blocks(message: MessageText) -> list[dict[str, Any]]:
 
 
 def format_usage(usage: TokenUsage) -> dict[str, Any]:
-    """Returns Anthropic's usage, in which cached prompt tokens are no input tokens."""
+    """Returns Anthropic's usage, which excludes cached tokens from input tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

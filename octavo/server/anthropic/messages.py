@@ -1,6 +1,7 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API over the same engine.
+"""POST /v1/messages and /v1/messages/count_tokens.
 
-Source: Anthropic's API reference. A key may come as x-api-key; any anthropic-version is taken.
+Source: Anthropic's API reference. The key may be sent as x-api-key; any anthropic-version is
+accepted.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ async def create_message(
 
 
 def _form(body: MessagesBody) -> StructuredOutputs | None:
-    """Returns the form that the answer is to have; None for any text."""
+    """Returns the structured output options; None for free text."""
     found, name = body.output_format, "output_format"
     if found is None and body.output_config is not None:
         found, name = body.output_config.format, "output_config.format"
@@ -60,7 +61,7 @@ async def count_tokens(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[CountTokensBody, Depends(body_of(CountTokensBody))],
 ) -> dict[str, Any]:
-    """Counts the tokens of a conversation as the model's template writes it."""
+    """Counts the prompt tokens of a conversation."""
     model = await service.model(body.model)
     prompt = await conversation_of(body, model).prompt(model)
     return {"input_tokens": len(prompt["prompt_token_ids"])}

@@ -1,5 +1,5 @@
-"""The body that Cohere's route takes: rows of the table in `server/fields.py`, with its names,
-and the filters of `FilterBody`, with the chat route's.
+"""Request bodies of the Cohere API: rows of the table in `server/fields.py`, with Cohere's names,
+and the filters of `FilterBody`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ NAMES = {
     "presence_penalty": "presence_penalty",
     **{name: name for name in FILTER_FIELDS},
 }
-"""SamplingParams' names of the fields that choose tokens, by Cohere's."""
+"""SamplingParams fields by Cohere's names."""
 
 
 class CohereDocument(BodyPart):
-    """A text or an object that a tool has found."""
+    """A document that a tool found."""
 
     data: str | dict[str, Any]
     id: str | None = None
 
 
 class CohereBlock(TextBlock):
-    """One block of a message: text, thinking, or a document that a tool has found."""
+    """A block of a message."""
 
     types = ("text", "thinking", "document", "image_url")
 
@@ -43,8 +43,6 @@ class CohereBlock(TextBlock):
 
 
 class CohereMessage(BodyPart):
-    """One message."""
-
     role: Literal["user", "assistant", "system", "tool"]
     content: str | list[CohereBlock] | None = None
     tool_calls: list[ToolCall] | None = None
@@ -66,8 +64,6 @@ class CitationOptions(BodyPart):
 
 
 class CohereChatBody(FilterBody):
-    """Body of POST /v2/chat."""
-
     unsupported: ClassVar[frozenset[str]] = frozenset({"raw_prompting", "return_prompt"})
 
     model: str = needed("the name of a model", "model that answers")

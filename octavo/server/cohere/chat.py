@@ -1,4 +1,4 @@
-"""POST /v2/chat: Cohere's API over the same engine. Source: Cohere's API reference, version 2."""
+"""POST /v2/chat. Source: Cohere's API reference, version 2."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _conversation(body: CohereChatBody, model: ServedModel) -> Conversation:
 
 
 def _form(given: CohereFormat | None) -> StructuredOutputs | None:
-    """Returns the form that the answer is to have; None for any text."""
+    """Returns the structured output options; None for free text."""
     if given is None or given.type == "text":
         return None
     if given.json_schema is None:
@@ -91,7 +91,7 @@ def _form(given: CohereFormat | None) -> StructuredOutputs | None:
 
 
 def _plain(message: CohereMessage, where: str) -> dict[str, Any]:
-    """Returns a message as templates read it; a plan of calls is its text."""
+    """Converts a message to a plain one; a tool plan becomes its text."""
     content: str | list[CohereBlock] | None = message.content
     content = message.tool_plan if content is None else content
     if content is None and message.role not in MAY_BE_EMPTY:
@@ -111,7 +111,7 @@ def _plain(message: CohereMessage, where: str) -> dict[str, Any]:
 
 
 def _blocks(content: str | list[CohereBlock], role: str, where: str) -> tuple[str, str]:
-    """Returns (text, thinking) of a content; documents that a tool has found are text."""
+    """Returns (text, thinking) of a message's content; documents found by tools become text."""
     if isinstance(content, str):
         return content, ""
     texts: list[str] = []

@@ -1,4 +1,4 @@
-"""Responses of Cohere's API: a message of blocks and calls, whole or as typed events."""
+"""Formats Cohere responses: a message of blocks and tool calls, or typed events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Event = dict[str, Any]
 
 
 class CohereStream(NamedEventStream):
-    """A stream of Cohere's events; after an error the message ends with the reason ERROR."""
+    """A stream of Cohere events; an error ends the message with finish reason ERROR."""
 
     def failure(self, error: Exception) -> list[Event]:
         delta = {"finish_reason": "ERROR", "error": fault_of(error).message}
@@ -30,7 +30,7 @@ class CohereStream(NamedEventStream):
 
 
 class CohereLineStream(CohereStream):
-    """The same events as one JSON object a line, for clients that accept no server-sent events."""
+    """The same events as JSON lines, for clients that do not accept server-sent events."""
 
     media_type = "application/stream+json"
 
@@ -42,13 +42,13 @@ SSE_RANGES = ("text/event-stream", "text/*", "*/*")
 
 
 def stream_kind(accept: str | None) -> type[CohereStream]:
-    """Returns the form of stream that an Accept header asks for; Cohere's own is chosen by it."""
+    """Returns the stream class for an Accept header."""
     ranges = [part.partition(";")[0].strip() for part in (accept or "*/*").split(",")]
     return CohereStream if any(part in SSE_RANGES for part in ranges) else CohereLineStream
 
 
 class CohereBlocks:
-    """The events of an answer's blocks and calls: each is opened, grows and is closed."""
+    """Produces the events of blocks and tool calls; only one is open at a time."""
 
     def __init__(self) -> None:
         self._kind: PartKind | None = None
@@ -56,7 +56,6 @@ class CohereBlocks:
         self._num_calls = 0
 
     def add(self, part: Part) -> list[Event]:
-        """Returns the events of one more part."""
         kind = PartKind.CALL if part.kind is PartKind.ARGUMENTS else part.kind
         events: list[Event] = []
         if kind is not self._kind or part.kind is PartKind.CALL:
@@ -66,7 +65,6 @@ class CohereBlocks:
         return [*events, self._grow(part)]
 
     def close(self) -> list[Event]:
-        """Returns the event that ends the open block."""
         kind, self._kind = self._kind, None
         if kind is None:
             return []
@@ -104,8 +102,6 @@ def _event(name: str, index: int, message: dict[str, Any]) -> Event:
 
 
 class CohereFormatter(ResponseFormatter):
-    """Formats the response to one request."""
-
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.id = secrets.token_hex(16)
         self._tokenizer = tokenizer
@@ -192,7 +188,6 @@ class CohereFormatter(ResponseFormatter):
 
 
 def format_finish_reason(last: ChoiceDelta) -> str:
-    """Returns Cohere's finish reason."""
     if last.finish_reason == "length":
         return "MAX_TOKENS"
     if last.finish_reason not in ("stop", "tool_calls"):

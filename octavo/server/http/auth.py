@@ -1,8 +1,7 @@
-"""API keys: every route needs one when the server has any, but for /health, those under it, and the
-page's own files.
+"""API key authentication. /health, the paths below it and the page's files need no key.
 
-Plain ASGI, so that it stands before routing and costs nothing per streamed token. Each of several
-keys is a tenant of its own under the fair policy, and may have limits.
+Plain ASGI, so that it runs before routing and adds no cost to streamed tokens. With several keys,
+each is a tenant of the fair policy and may have limits.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.request_record import record_of
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/")
-"""Paths that need no key: what is served there is the same for everyone."""
+"""Paths without authentication; their content is public."""
 OPEN_FOLDER = "/web/"
-"""Beginning of the paths of the page's files, which need none either."""
+"""Path prefix of the page's files, also without authentication."""
 METRICS_PATH = "/metrics"
 KEY_NAME = "octavo_key_name"
-"""Key of the ASGI scope whose value names the key that was sent; the key itself is never kept."""
+"""Key of the ASGI scope with the name of the API key; the key itself is never kept."""
 OPERATOR = "octavo_operator"
-"""Key of the ASGI scope whose value says whether an operator's key was sent."""
+"""Key of the ASGI scope that tells whether the API key is an operator's."""
 
 IS_BACKGROUND = "octavo_is_background"
-"""Key of the ASGI scope of requests that the server makes itself, on which no client waits."""
+"""Key of the ASGI scope of internal requests, which have the lowest priority."""
 
 
 class ApiKeys:
-    """ASGI middleware: 401 to requests without a valid key, 429 to those beyond a key's limits."""
+    """ASGI middleware: responds 401 without a valid key, 429 beyond a key's limits."""
 
     def __init__(self, app: ASGIApp, ring: KeyRing, *, open_metrics: bool = False) -> None:
         self._app = app
@@ -60,7 +59,7 @@ class ApiKeys:
         await self._pass_on(key, scope, receive, send)
 
     async def _pass_on(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
-        """Notes whose request it is; one that asks for work counts against the key's limits."""
+        """Records the key of a request; requests for generation count against its limits."""
         account = self._ring.account(key.name)
         record = record_of(scope)
         record.owner, record.account = key.name, account
@@ -83,15 +82,15 @@ class ApiKeys:
 
 
 def owner_of(request: Request) -> str:
-    """Returns the name of who sent a request: that of its key, "" where the server has none."""
+    """Returns the name of the request's API key; "" if the server has no keys."""
     return str(request.scope.get(KEY_NAME, ""))
 
 
 def require_operator(request: Request) -> None:
-    """Raises 403 unless the operator sent a request.
+    """Raises a 403 unless the request comes from an operator.
 
-    Without an operator's key the only key is the operator's; without any keys, everyone is, where
-    only this machine can reach the server.
+    Without an operator key, a single key is the operator's. Without any keys every client is an
+    operator, if only this machine can reach the server.
     """
     settings: ServerSettings = request.app.state.service.settings
     if request.scope.get(OPERATOR):
@@ -104,12 +103,12 @@ def require_operator(request: Request) -> None:
 
 
 def tenant_of(request: Request, user: str | None) -> str:
-    """Returns the tenant of a request: its key where the server has several, else its `user`."""
+    """Returns the tenant: the API key's name if there are several keys, else `user`."""
     return request.scope.get(KEY_NAME) or user or ""
 
 
 def is_operator(request: Request) -> bool:
-    """Returns whether a request may see and change what others' keys have made."""
+    """Returns whether a request may see and change the requests of other keys."""
     try:
         require_operator(request)
     except (HTTPException, OctavoError):
@@ -118,20 +117,20 @@ def is_operator(request: Request) -> bool:
 
 
 def origin_of(request: Request, priority: int | None, user: str | None) -> RequestContext:
-    """Returns where a request comes from, as the engine is told; a batch's line is background."""
+    """Returns the request's context for the engine; batch requests have background priority."""
     if request.scope.get(IS_BACKGROUND):
         priority = BACKGROUND_PRIORITY
     return RequestContext(priority or 0, tenant_of(request, user), owner_of(request))
 
 
 def _secret_of(headers: Headers) -> str | None:
-    """Returns the key that was sent: a bearer token, or Anthropic's header for it."""
+    """Returns the API key: a bearer token, or Anthropic's x-api-key header."""
     scheme, _, secret = headers.get("authorization", "").partition(" ")
     return secret.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
 
 def _with_limits(account: Account, send: Send) -> Send:
-    """Returns a `send` that adds to an answer what is left of the limits as it starts."""
+    """Wraps `send` to add rate limit headers."""
 
     async def send_with_limits(message: Message) -> None:
         if message["type"] == "http.response.start":

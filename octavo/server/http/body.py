@@ -1,7 +1,7 @@
-"""Request bodies: read within limits, parsed into a pydantic model, faults named.
+"""Reads request bodies within limits and parses them into pydantic models.
 
-A body is JSON by its Content-Type, or has none. A field that is null counts as not given. An
-unknown field, at any depth, is ignored and reported (`ignored.py`), or with --strict refused.
+A body is JSON if it declares a content type. Null counts as not given. Unknown fields at any depth
+are ignored and reported (`ignored.py`), or rejected with --strict.
 """
 
 from __future__ import annotations
@@ -24,37 +24,32 @@ from octavo.server.settings import ServerSettings
 from octavo.server.state.service import Service, service_of
 
 CURLS_TYPE = "application/x-www-form-urlencoded"
-"""Type that `curl -d` declares by itself, as it does in the examples of Ollama's documents."""
+"""Default content type of `curl -d`, used in the examples of Ollama's documentation."""
 BROWSERS_HEADERS = ("sec-fetch-site", "origin")
-"""Headers of which a browser sends at least one with every request that is not a plain GET."""
+"""A browser sends at least one of these headers with every request that is not a plain GET."""
 PLAIN_ENCODING = "identity"
-"""Content-Encoding of a body that is not compressed."""
 MAX_QUOTED = 80
-"""Most characters of a client's text that an error repeats."""
+"""Maximum length of client text quoted in an error, in characters."""
 
 
 class Body(BodyPart):
-    """Base of all request bodies."""
-
     stream_type: ClassVar[str | None] = "text/event-stream"
-    """Media type of the answer where a field `stream` asks for one; None where none may."""
+    """Media type of the response with `stream`; None if the route does not stream."""
 
     is_strict: ClassVar[bool] = False
-    """Whether unknown fields are refused without --strict too: on the operator's routes, which
-    change the server's state and which no foreign client calls.
+    """Whether unknown fields are rejected even without --strict: on operator routes, which change
+    the server's state and have no third-party clients.
     """
 
     _ignored: IgnoredFields = PrivateAttr(default_factory=IgnoredFields)
 
     @property
     def ignored(self) -> IgnoredFields:
-        """Collects the fields of this request that are not honoured."""
+        """Collects the ignored fields of this request."""
         return self._ignored
 
     def take_unknown_fields(self, ignored: IgnoredFields) -> None:
-        """Notes what the body holds that this server does not know, and collects further fields in
-        `ignored` from here on.
-        """
+        """Records the body's unknown fields; later ignored fields are added to `ignored` too."""
         self._ignored = ignored
         note_ignored(self, ignored)
 
@@ -63,13 +58,13 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def body_bytes(request: Request) -> int:
-    """Returns the length of a request's body, once `body_of` has read it."""
+    """Returns the length of a request's body, after `body_of` has read it."""
     length: int = request.state.num_body_bytes
     return length
 
 
 def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
-    """Returns a dependency that parses the request's body as `kind`."""
+    """Returns a FastAPI dependency that parses the body as `kind`."""
 
     async def parse(request: Request, service: Annotated[Service, Depends(service_of)]) -> BodyT:
         _check_content(request)
@@ -90,7 +85,7 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
 
 
 def get_ignored(request: Request, *, is_strict: bool = False) -> IgnoredFields:
-    """Returns the collector of a request's ignored fields; `body.ignored` is the same."""
+    """Returns the collector of a request's ignored fields, the same as `body.ignored`."""
     settings: ServerSettings = request.app.state.service.settings
     ignored = IgnoredFields(is_strict=is_strict or settings.strict)
     found: IgnoredFields = request.scope.setdefault(SCOPE_KEY, ignored)
@@ -98,9 +93,10 @@ def get_ignored(request: Request, *, is_strict: bool = False) -> IgnoredFields:
 
 
 def _check_content(request: Request) -> None:
-    """Raises 415 if the body is declared as anything but plain JSON. A body without a type, or with
-    the type that `curl -d` sends, is accepted except from a browser, in which any page could send
-    it to a server on its user's machine.
+    """Raises a 415 unless the body is declared as uncompressed JSON.
+
+    A missing type, or that of `curl -d`, is accepted except from a browser, in which any web page
+    could send it to a local server.
     """
     encoding = request.headers.get("content-encoding", PLAIN_ENCODING)
     if encoding.strip().lower() != PLAIN_ENCODING:
@@ -126,7 +122,7 @@ def _check_content(request: Request) -> None:
 
 
 async def read_in_time(request: Request, settings: ServerSettings) -> bytes:
-    """Reads the body; raises 408, and closes the connection, where it does not come in time."""
+    """Reads the body; on timeout, raises a 408 and closes the connection."""
     timeout_s = settings.request_timeout_s
     _check_length(request, settings.max_body_bytes)
     try:
@@ -141,7 +137,7 @@ async def read_in_time(request: Request, settings: ServerSettings) -> bytes:
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    """Returns the body's bytes; raises 413 beyond the limit."""
+    """Reads the body; raises a 413 beyond the limit."""
     parts = []
     size = 0
     async for part in request.stream():
@@ -153,10 +149,10 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def _check_length(request: Request, limit: int) -> None:
-    """Raises 413 for a body that says that it is too large, before a client is told to send it.
+    """Raises a 413 based on Content-Length, before a client with `Expect` sends the body.
 
-    One that sends it unasked does so to its end, and would not see an answer behind which the
-    connection is closed.
+    Other clients send the body without waiting and would miss the response if the connection were
+    closed.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
@@ -168,7 +164,7 @@ def _too_large(limit: int, headers: dict[str, str]) -> HTTPException:
 
 
 def _describe(kind: type[Body], error: ValidationError) -> InvalidRequest:
-    """Returns the first fault by field; a field's description says what is allowed."""
+    """Returns the first validation error; the field's description gives the allowed values."""
     faults = error.errors(include_url=False)
     first = faults[0]
     if first["type"] == "json_invalid":
@@ -195,7 +191,7 @@ def _describe(kind: type[Body], error: ValidationError) -> InvalidRequest:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Returns a location as a path, such as messages[0].role."""
+    """Formats a location as a path, such as messages[0].role."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{_clipped(part)}"
@@ -207,5 +203,5 @@ def _short(value: Any) -> str:
 
 
 def _clipped(text: str) -> str:
-    """Returns a client's text as an error quotes it: its beginning, where it is long."""
+    """Truncates client text for an error."""
     return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."

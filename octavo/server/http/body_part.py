@@ -1,8 +1,8 @@
-"""Objects inside request bodies: strict types, and tolerance of what this server does not know.
+"""Objects in request bodies: strict types, tolerant of unknown content.
 
-Unknown fields, list entries of unknown types, unusable values of inert fields and blank texts are
-kept aside while pydantic validates; `note_ignored` then reports and removes them. A whole number
-may be written as 4.0. Knows no dialect.
+While pydantic validates, unknown fields, list entries of unknown types, invalid values of inert
+fields and blank texts are set aside; `note_ignored` then reports and removes them. Integers may be
+written as 4.0.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ BLANK = "got an empty text, which stops nothing"
 
 
 class Dropped:
-    """Stands for a value that is ignored until `note_ignored` has removed it."""
+    """Marks an ignored value until `note_ignored` removes it."""
 
     def __init__(self, reason: str, kind: str = "", stand_in: Any = None) -> None:
         self.reason = reason
         self.kind = kind
-        """The `type` of an object whose type is not known, as a path shows it."""
+        """The unknown `type` of an object, for its path."""
         self.stand_in = stand_in
-        """Part that takes its place in a list; None for none."""
+        """Part that replaces it in a list; None to remove it."""
 
 
 def _end_at_first_fault(schema: Any) -> None:
-    """Makes all lists of a pydantic schema stop at their first fault."""
+    """Makes all lists of a pydantic schema fail at the first error."""
     if isinstance(schema, dict):
         if schema.get("type") == "list":
             schema["fail_fast"] = True
@@ -52,8 +52,8 @@ def _end_at_first_fault(schema: Any) -> None:
 
 
 def _take_whole_floats(schema: Any) -> None:
-    """Makes the whole numbers of a field's schema take 4.0 for 4; those in lists stay strict, which
-    may be a million token ids.
+    """Makes a field's integers accept 4.0 for 4. Integers in lists stay strict: there may be a
+    million token ids.
     """
     if schema["type"] == "int":
         inner = schema.copy()
@@ -71,8 +71,8 @@ def _whole_number(value: Any) -> Any:
 
 
 class BodyPart(BaseModel):
-    """Base of all request bodies and of the objects in them: strict types, finite numbers, unknown
-    fields kept aside. A list is refused at its first fault: a body may hold a million of them.
+    """Base class of bodies and the objects in them: strict types, finite numbers, unknown fields
+    set aside. Lists fail at the first error, since they may hold a million entries.
     """
 
     model_config = ConfigDict(
@@ -80,17 +80,17 @@ class BodyPart(BaseModel):
     )
 
     unsupported: ClassVar[frozenset[str]] = frozenset()
-    """Fields that other servers know, and that are ignored here."""
+    """Fields of other servers that are ignored here."""
     refused: ClassVar[frozenset[str]] = frozenset()
-    """Fields that other servers know, and without which the answer would be a wrong one."""
+    """Fields of other servers that are rejected, since ignoring them would give wrong results."""
     types: ClassVar[tuple[str, ...]] = ()
-    """Values of `type` that this server knows; lists drop entries of other types. () for any."""
+    """Known values of `type`; other entries are dropped from lists. (): any."""
     noted: ClassVar[frozenset[str]] = frozenset()
-    """Values of `type` of entries for which a part with a note stands (`note_of`)."""
+    """Values of `type` whose entries are replaced by a note (`note_of`)."""
 
     @classmethod
     def note_of(cls, value: dict[str, Any]) -> BodyPart | None:
-        """Returns the part that stands for an entry whose type is in `noted`; None for none."""
+        """Returns the part that replaces an entry with a type in `noted`; None to drop it."""
         return None
 
     @classmethod
@@ -114,14 +114,14 @@ class BodyPart(BaseModel):
 
 
 def get_rule(kind: type[BaseModel], name: str, rule: str) -> Any:
-    """Returns a rule of a field's row in the table (`fields.py`); None where it has none."""
+    """Returns a rule of a field's declaration (`fields.py`); None if it is not set."""
     info = kind.model_fields.get(name)
     extra = None if info is None else info.json_schema_extra
     return extra.get(rule) if isinstance(extra, dict) else None
 
 
 def note_ignored(part: BodyPart, ignored: IgnoredFields, path: str = "") -> None:
-    """Reports what a part holds that this server does not know, and removes dropped values."""
+    """Reports unknown fields and removes dropped values."""
     for name, value in (part.model_extra or {}).items():
         if value is not None:
             _note_unknown(part, name, join_path(path, name), ignored)
@@ -137,7 +137,7 @@ def note_ignored(part: BodyPart, ignored: IgnoredFields, path: str = "") -> None
 
 
 def _note_entries(entries: Sequence[Any], ignored: IgnoredFields, path: str) -> bool:
-    """Reports the entries of a list; returns whether any of them is dropped."""
+    """Reports ignored entries of a list; returns whether any is dropped."""
     is_any_dropped = False
     where = f"{path}[]"
     for index, entry in enumerate(entries):
@@ -155,7 +155,7 @@ def _note_entries(entries: Sequence[Any], ignored: IgnoredFields, path: str) -> 
 
 
 def _without_dropped(entries: Sequence[Any]) -> list[Any]:
-    """Returns the entries of a list, with what stands for those that are dropped."""
+    """Returns the entries of a list, with dropped ones replaced or removed."""
     found = (entry.stand_in if isinstance(entry, Dropped) else entry for entry in entries)
     return [entry for entry in found if entry is not None]
 
@@ -177,7 +177,7 @@ def _note_unknown(part: BodyPart, name: str, path: str, ignored: IgnoredFields) 
 
 @functools.cache
 def _nested_fields(kind: type[BodyPart]) -> list[tuple[str, str]]:
-    """Returns (name, name in JSON) of the fields that may hold parts or dropped values."""
+    """Returns (name, JSON name) of the fields that may contain parts or dropped values."""
     return [
         (name, info.alias or name)
         for name, info in kind.model_fields.items()
@@ -193,13 +193,13 @@ def _holds_part(annotation: Any) -> bool:
 
 
 def _wrap(schema: Any, check: Callable[[Any, ValidatorFunctionWrapHandler], Any]) -> None:
-    """Puts a check around the schema of a field's value, inside that of its default."""
+    """Wraps the schema of a field's value in a check, inside that of its default."""
     assert schema["type"] == "default", "a field that may be ignored has a default"
     schema["schema"] = core_schema.no_info_wrap_validator_function(check, schema["schema"])
 
 
 def _drop_unusable(takes: str, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Drops a value that is not one of those that are allowed."""
+    """Drops an invalid value."""
     try:
         return validate(value)
     except ValidationError:
@@ -207,7 +207,7 @@ def _drop_unusable(takes: str, value: Any, validate: ValidatorFunctionWrapHandle
 
 
 def _drop_blanks(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Drops an empty text, and the empty and null entries of a list."""
+    """Drops an empty text, or the empty and null entries of a list."""
     if value == "":
         return Dropped(BLANK)
     if not isinstance(value, list) or all(value):
@@ -223,7 +223,7 @@ def _drop_other_types(
     *,
     kind: type[BodyPart] = BodyPart,
 ) -> Any:
-    """Drops an object of a type that is not known to `kind`, the class of a list's entries."""
+    """Drops an object of a type unknown to `kind`, the class of a list's entries."""
     given = value.get("type") if isinstance(value, dict) else None
     if not isinstance(given, str) or given in types:
         return validate(value)

@@ -1,7 +1,4 @@
-"""Cancellation of a request's work when its client disconnects.
-
-Reads the ASGI connection only; knows nothing of engines.
-"""
+"""Cancels a request's work when its client disconnects."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Returns the work's result; on a disconnect cancels the work and raises ClientDisconnect.
+    """Returns the work's result; on a disconnect cancels it and raises ClientDisconnect.
 
     The request's body must have been read before.
     """

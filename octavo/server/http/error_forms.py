@@ -1,6 +1,6 @@
-"""The bodies in which each API tells of an error, and which API a request speaks.
+"""Error bodies of each API, and the choice of the API for a request.
 
-Knows no error class; `errors.py` says what went wrong. Sources: the APIs' own references.
+Sources: the APIs' own references.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
-    """Lengths of a prompt that is too long, in tokens; clients shorten a conversation by them."""
+    """Token counts of a prompt that is too long; clients shorten a conversation by them."""
 
     num_tokens: int
     max_tokens: int
@@ -24,16 +24,16 @@ class Overflow:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error as clients are told of it."""
+    """An error as reported to clients."""
 
     message: str
     kind: str
-    """OpenAI's type of the error."""
+    """OpenAI's error type."""
     status: int
     param: str | None = None
-    """Offending field, where there is one."""
+    """Invalid field, if any."""
     overflow: Overflow | None = None
-    """Lengths, for a prompt that is too long."""
+    """Set for a prompt that is too long."""
 
 
 ErrorForm: TypeAlias = Callable[[Fault], dict[str, Any]]
@@ -47,11 +47,11 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Anthropic's types by status; others are invalid_request_error below 500, else api_error."""
+"""Anthropic's error types by status; others are invalid_request_error (below 500) or api_error."""
 
 
 OVERFLOW_CODE = "context_length_exceeded"
-"""OpenAI's code of a prompt that is too long."""
+"""OpenAI's code for a prompt that is too long."""
 
 
 def openai_form(fault: Fault) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def openai_form(fault: Fault) -> dict[str, Any]:
 
 
 def openai_overflow(message: str, overflow: Overflow) -> str:
-    """Returns a message with the sentences by which OpenAI's clients know an overflow."""
+    """Adds the phrases by which OpenAI clients recognize a prompt that is too long."""
     known = "This model's maximum context length is"
     if not message.startswith(known):
         message = f"{known} {overflow.max_tokens} tokens here. {message}"
@@ -79,7 +79,9 @@ def openai_overflow(message: str, overflow: Overflow) -> str:
 
 
 def responses_form(fault: Fault) -> dict[str, Any]:
-    """Returns OpenAI's body on the route of responses, whose words for an overflow are others."""
+    """Returns OpenAI's body on the Responses route, with other phrases for a prompt that is too
+    long.
+    """
     body = openai_form(fault)
     if fault.overflow is not None:
         body["error"]["message"] = responses_overflow(fault.message, fault.overflow)
@@ -132,14 +134,14 @@ FORMS: tuple[tuple[str, ErrorForm], ...] = (
     ("/v1/chat/", openai_form),
     ("/v1/completions", openai_form),
 )
-"""Rows of (beginning of a path, the form of its API); every other path speaks OpenAI's."""
+"""Rows of (path prefix, error format); all other paths have OpenAI's format."""
 
 VERSION_HEADER = "anthropic-version"
-"""Header by which Anthropic's clients are known on paths that are OpenAI's too."""
+"""Identifies Anthropic clients on paths that OpenAI has too."""
 
 
 def form_of(scope: Scope) -> ErrorForm:
-    """Returns the form that the sender of a request expects."""
+    """Returns the error format that the client expects."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     for beginning, form in FORMS:
         if path.startswith(beginning):

@@ -1,7 +1,7 @@
-"""One table from errors to HTTP statuses and OpenAI error types.
+"""Maps errors to HTTP statuses and OpenAI error types.
 
-OpenAI's body: {"error": {"message", "type", "param", "code"}}, where code is the HTTP status; other
-APIs' are in `error_forms.py`. Source of the names: vLLM's.
+OpenAI's body is {"error": {"message", "type", "param", "code"}}, where code is the HTTP status;
+other APIs' bodies are in `error_forms.py`. Names are vLLM's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.DownloadFailed, 502, "BadGatewayError"),
     (errors.ServerError, 500, "InternalServerError"),
 )
-"""Rows of (error, status, type); the first that fits counts."""
+"""Rows of (error, status, type); the first match counts."""
 
 TYPES_BY_STATUS = {
     403: "PermissionDeniedError",
@@ -47,16 +47,14 @@ TYPES_BY_STATUS = {
     415: "UnsupportedMediaTypeError",
     504: "RequestTimeoutError",
 }
-"""Error types of HTTPExceptions, which the framework and the body's reader raise."""
+"""Error types of HTTPExceptions by status."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""Status of a request whose client has gone, for the access log; the name is nginx'."""
+"""Status in the access log if the client has disconnected, as in nginx."""
 
 
 def fault_of(error: Exception) -> Fault:
-    """Returns what clients are told of an error; one that is not ours shows nothing of its
-    inside.
-    """
+    """Converts an error for clients; unexpected exceptions reveal no details."""
     if isinstance(error, HTTPException):
         kind = TYPES_BY_STATUS.get(
             error.status_code, http.HTTPStatus(error.status_code).phrase.replace(" ", "") + "Error"
@@ -90,7 +88,7 @@ def error_response(error: Exception, form: ErrorForm = openai_form) -> Response:
 
 
 def add_error_handlers(app: FastAPI, routers: Iterable[APIRouter] = ()) -> None:
-    """Answers an app's errors; one that no route answers is told of the routers' routes."""
+    """Adds handlers for an app's errors; 404 and 405 suggest routes of the routers."""
     routes = [route for router in routers for route in router.routes]
 
     async def answer(request: Request, error: Exception) -> Response:
@@ -108,7 +106,7 @@ def add_error_handlers(app: FastAPI, routers: Iterable[APIRouter] = ()) -> None:
 
 @contextmanager
 def use_api_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Renames the field that an error is about; `names` maps the API's names to ours."""
+    """Renames the invalid field in errors; `names` maps the API's names to ours."""
     try:
         yield
     except errors.ClientError as error:
@@ -121,7 +119,7 @@ def use_api_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _described(error: RequestValidationError) -> errors.InvalidRequest:
-    """Returns the first fault of what the framework checks: parameters of a path or a query."""
+    """Converts FastAPI's first validation error of path or query parameters."""
     first = error.errors()[0]
     name, said = str(first["loc"][-1]), first["msg"]
     if first["type"] == "missing":

@@ -1,4 +1,4 @@
-"""Forms with one file (multipart/form-data), which Starlette parses: limits of size and time."""
+"""Reads multipart/form-data with one file, within limits of size and time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import Message
 MAX_FIELDS = 15
 MAX_FIELD_BYTES = 1024
 MAX_OTHER_BYTES = 256 << 10
-"""Most bytes of a form besides its file's."""
+"""Maximum size of a form besides its file, in bytes."""
 FILE_FIELD = "file"
 
 
@@ -22,10 +22,10 @@ FILE_FIELD = "file"
 async def open_form(
     request: Request, *, max_bytes: int, timeout_s: float
 ) -> AsyncIterator[FormData]:
-    """Reads a form whose file has at most `max_bytes`; its file is closed at the end.
+    """Parses a form with a file of at most `max_bytes`; closes the file at the end.
 
-    Raises HTTPException for a form that is malformed, too large, or slower than `timeout_s` from
-    one piece to the next.
+    Raises HTTPException for a form that is malformed or too large, or if no data arrives for
+    `timeout_s`.
     """
     declared = request.headers.get("content-type", "")
     if declared.partition(";")[0].strip().lower() != "multipart/form-data":
@@ -66,5 +66,5 @@ def get_file(form: FormData) -> UploadFile | None:
 
 
 def get_fields(form: FormData) -> dict[str, str]:
-    """Returns the fields of a form besides its file."""
+    """Returns the fields of a form other than its file."""
     return {name: value for name, value in form.items() if isinstance(value, str)}

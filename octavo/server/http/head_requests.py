@@ -1,7 +1,6 @@
-"""HEAD for every route that answers GET (RFC 9110, section 9.3.2).
+"""HEAD for every GET route (RFC 9110, section 9.3.2).
 
-ASGI middleware: the route sees a GET, and the HTTP protocol, which has seen a HEAD, sends the
-answer without its body.
+The route handles a GET; the HTTP protocol omits the body.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class HeadAsGet:
-    """Passes a HEAD request on as a GET."""
+    """ASGI middleware that converts HEAD to GET."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""A bound on how many values a JSON body holds, before it is parsed.
+"""Limits the number of values in a JSON body before it is parsed.
 
-Making Python's objects of a body of many small values takes seconds, during which no other request
-is served: the interpreter parses one body at a time. Text within strings costs nothing of the kind.
+Parsing a body of many small values takes seconds, during which the interpreter serves no other
+request. Long strings are cheap.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import numpy as np
 from starlette.exceptions import HTTPException
 
 MAX_OBJECTS = 100_000
-"""Most objects ({}) of a body: messages, their parts, tools; one takes a parser some 4 us."""
+"""Maximum number of objects ({}); parsing one takes about 4 us."""
 QUOTE, COMMA, BRACE = b'",{'
 
 
 def check_json_size(raw: bytes, max_values: int) -> None:
-    """Raises 413 where a body holds more than `max_values` values, or too many objects."""
+    """Raises a 413 if a body has more than `max_values` values, or too many objects."""
     if raw.count(COMMA) <= min(max_values, MAX_OBJECTS):
         return  # every value has a comma before it, but for the first of a list or an object
     num_values, num_objects = _counts(raw)
@@ -31,7 +31,7 @@ def check_json_size(raw: bytes, max_values: int) -> None:
 
 
 def _counts(raw: bytes) -> tuple[int, int]:
-    """Returns how many values a body holds, without the first of each list, and objects."""
+    """Returns the numbers of values (without the first of each list or object) and objects."""
     unescaped = raw.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
     symbols = np.frombuffer(unescaped, np.uint8)
     # The sum wraps at 256, which leaves whether it is even as it was.

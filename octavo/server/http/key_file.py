@@ -1,7 +1,7 @@
-"""API keys with names and limits, and the file that holds them: YAML, TOML or JSON by its name.
+"""API keys with names and limits, from a YAML, TOML or JSON file.
 
-A file has a list `keys`; each entry has a `name`, a `key` or its `sha256` digest, and may have
-`operator` and limits. Only digests are kept.
+The file has a list `keys`; each entry has a `name`, a `key` or its `sha256` digest, and optionally
+`operator` and limits. Only digests are kept in memory.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 
 
 class KeyLimits(msgspec.Struct, frozen=True):
-    """Limits of the requests of one key; None is no limit."""
+    """Limits of one key; None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Prompt and generated tokens a minute."""
+    """Prompt and generated tokens per minute."""
     max_running: int | None = None
-    """Requests that are being answered at the same time, jobs too."""
+    """Concurrent requests, including jobs."""
 
 
 class ApiKey(msgspec.Struct, frozen=True):
-    """One key that opens the server."""
-
     name: str
-    """Name by which requests, logs and limits know the key; "" for the only key of a flag."""
+    """Name in requests, logs and metrics; "" for the only key of a flag."""
     digest: bytes
     """SHA-256 of the key."""
     is_operator: bool = False
@@ -40,7 +38,7 @@ class ApiKey(msgspec.Struct, frozen=True):
 
 
 class KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
-    """One entry of a key file, as it is written."""
+    """An entry of a key file."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._@-]{1,64}$")]
     key: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)] | None = None
@@ -62,8 +60,6 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeyList(msgspec.Struct, forbid_unknown_fields=True):
-    """A whole key file."""
-
     keys: list[KeyEntry]
 
 
@@ -72,7 +68,7 @@ def digest_of(key: str) -> bytes:
 
 
 def read_key_file(path: str) -> list[ApiKey]:
-    """Returns the keys of a file; raises ConfigError that names what is wrong, and shows no key."""
+    """Reads the keys of a file. Raises ConfigError if it is invalid, without showing a key."""
     file = read_data_file(path, name="api_key_file", max_bytes=MAX_FILE_BYTES, has_secrets=True)
     entries = file.convert(KeyList, hint="docs/guides/serving.md shows a key file").keys
     keys = [entry.api_key(file.where("keys", at)) for at, entry in enumerate(entries)]

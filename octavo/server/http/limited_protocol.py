@@ -1,9 +1,8 @@
-"""Limits on connections, below ASGI: how many, how late and how long a request's head, how slow a
-reader.
+"""Limits on connections, below ASGI: their number, time and size of request heads, slow readers.
 
-The head (request line and headers) is timed per connection; the body where it is read (`body.py`).
-Without limits a client could hold any number of connections open by sending nothing more, or by
-never reading its answer, or fill the memory with a head that never ends.
+The head (request line and headers) is timed here, the body in `body.py`. Without limits a client
+could hold connections open by sending nothing or never reading, or fill memory with an endless
+head.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from octavo.server.http.unchunked import unchunked
 from octavo.server.settings import ServerSettings
 
 MAX_HEAD_BYTES = 64 << 10
-"""Longest head of a request; one that comes in a single piece may be as long as the piece."""
+"""Maximum size of a request head, unless it arrives in one piece."""
 MAX_HEADERS = 256
 
 
 def _refusal(status: str, kind: str, message: str, *headers: str) -> bytes:
-    """Returns the whole answer that ends a connection below ASGI, in OpenAI's form."""
+    """Builds the complete response that ends a connection below ASGI, in OpenAI's format."""
     code = int(status.partition(" ")[0])
     error = {"message": message, "type": kind, "param": None, "code": code}
     body = msgspec.json.encode({"error": error})
@@ -58,8 +57,6 @@ HEAD_TOO_LONG = _refusal(
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits of the connections of one server."""
-
     head_timeout_s: float
     slow_client_timeout_s: float
     max_connections: int
@@ -72,7 +69,7 @@ class ConnectionLimits:
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """The protocol of uvicorn, which closes connections that are too many, late or slow."""
+    """uvicorn's protocol with connection limits."""
 
     limits: ConnectionLimits
 
@@ -89,7 +86,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Takes in what has arrived, unless the connection has been refused."""
+        """Handles received data, unless the connection has been refused."""
         if self.transport.is_closing():
             return
         self._num_head_bytes += len(data)
@@ -99,7 +96,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(HEAD_TOO_LONG)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what the parser cannot read, or has stopped reading."""
+        """Responds to requests that the parser rejects."""
         too_many = self.headers is not None and len(self.headers) > MAX_HEADERS
         self._refuse(HEAD_TOO_LONG if too_many else MALFORMED)
 
@@ -115,7 +112,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise ValueError("too many headers")  # ends the parser
 
     def on_headers_complete(self) -> None:
-        """Starts the request, where its head names one host: RFC 9112 (3.2) refuses others."""
+        """Starts the request if it names exactly one host: RFC 9112 (3.2) forbids others."""
         self._stop_head_timer()
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
@@ -123,7 +120,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tells the request that is being answered: uvicorn tells the last one that was read."""
+        """Notifies the request in progress: uvicorn only notifies the last one that was read."""
         self._stop_head_timer()
         self._stop_write_timer()
         self._stop_rest_timer()
@@ -133,7 +130,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._answered.message_event.set()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Says nothing: a request to change the protocol is answered in this one."""
+        """Logs nothing: upgrade requests are served over HTTP/1.1."""
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
@@ -142,8 +139,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        """Goes on to the next request; one that was answered before its body came has a time limit
-        for the rest of it, too.
+        """Continues with the next request. If the response was sent before the request body was
+        read, the rest of the body has a timeout too.
         """
         super().on_response_complete()
         if self.cycle.more_body and not self.transport.is_closing():
@@ -152,7 +149,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             )
 
     def pause_writing(self) -> None:
-        """Stops the answer while its reader lags behind, and gives the reader a time limit."""
+        """Pauses the response while its reader is slow, and starts a timeout."""
         super().pause_writing()
         self._stop_write_timer()
         self._write_timer = self.loop.call_later(
@@ -164,7 +161,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_write_timer()
 
     def _start_head_timer(self) -> None:
-        """Starts the timer where none runs: a new connection's first head has one limit in all."""
+        """Starts the timer unless it runs: the first head of a connection has one timeout
+        in total.
+        """
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(
                 self.limits.head_timeout_s, self._close_unfinished
@@ -186,7 +185,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._rest_timer = None
 
     def _refuse(self, answer: bytes) -> None:
-        """Ends the connection with an answer, unless it is ending."""
+        """Sends a response and closes the connection, unless it is closing."""
         if not self.transport.is_closing():
             self.transport.write(answer)
             self.transport.close()
@@ -198,5 +197,5 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     @classmethod
     def for_server(cls, settings: ServerSettings) -> type[LimitedHttpProtocol]:
-        """Returns the protocol class of one server."""
+        """Returns the protocol class for a server's limits."""
         return type(cls.__name__, (cls,), {"limits": ConnectionLimits.of(settings)})

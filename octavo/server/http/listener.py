@@ -1,7 +1,4 @@
-"""The socket that a server listens on, TCP or unix, and the certificate that it shows.
-
-All is checked before a model loads; knows nothing of HTTP.
-"""
+"""The server's listening socket (TCP or unix) and TLS certificate, checked before a model loads."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ BACKLOG = 2048
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """Returns the socket of the settings; raises ConfigError for what cannot be had."""
+    """Opens the configured socket; raises ConfigError if that fails."""
     check_certificate(settings)
     if settings.uds is not None:
         return take_path(settings.uds)
@@ -27,7 +24,7 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 
 def take_port(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; raises ConfigError for a port in use or a foreign address."""
+    """Opens a TCP socket; raises ConfigError for a port in use or an invalid address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -44,7 +41,7 @@ def take_port(host: str, port: int) -> socket.socket:
 
 
 def take_path(path: str) -> socket.socket:
-    """Returns a listening unix socket; replaces one that no server listens on any more."""
+    """Opens a unix socket; replaces a stale one."""
     try:
         if os.path.lexists(path):
             _remove_stale(path)
@@ -64,13 +61,13 @@ def take_path(path: str) -> socket.socket:
 
 
 def leave_path(path: str) -> None:
-    """Removes the socket of a server that has ended."""
+    """Removes a unix socket."""
     with suppress(OSError):
         Path(path).unlink()
 
 
 def check_certificate(settings: ServerSettings) -> None:
-    """Raises ConfigError where TLS is asked for and its files cannot be used."""
+    """Raises ConfigError if the TLS files are not usable."""
     if settings.ssl_certfile is None:
         return
     try:

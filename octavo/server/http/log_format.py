@@ -1,7 +1,6 @@
-"""Form of all log lines: text for people, or one JSON object a line for a collector.
+"""Log format: text, or JSON lines.
 
-Says nothing itself. Warnings and errors go to standard error, and so do the server's notices;
-requests (`request_log.py`) to standard output.
+Warnings, errors and notices go to stderr, requests (`request_log.py`) to stdout.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from octavo.server.settings import ServerSettings
 ACCESS = "octavo.access"
 NOTICES = "octavo.notices"
 FIELDS = "fields"
-"""Attribute of a log record that holds the named values of its JSON object."""
+"""Attribute of a log record with additional JSON fields."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and what the record names besides."""
+    """Formats a record as JSON: time, level, logger, message and additional fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -37,7 +36,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(settings: ServerSettings) -> None:
-    """Sets up the loggers of this process, uvicorn's too."""
+    """Configures the loggers of this process, including uvicorn's."""
     is_json = settings.log_format == "json"
     json_form = {"()": JsonFormatter}
     plain = json_form if is_json else {"format": "%(message)s"}

@@ -1,7 +1,7 @@
-"""What FastAPI does not see of a route, in the OpenAPI description: its body, from the class that
-checks it, the type of its stream, and the form of its errors.
+"""Adds to the OpenAPI description what FastAPI does not know: request bodies, stream types, and
+error formats.
 
-The routes read their bodies (`body.body_of`) and write their answers themselves.
+Routes parse their bodies with `body.body_of` and write responses themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXAMPLE = Fault("a message", "AType", 400)
 
 
 def describe(router: APIRouter) -> None:
-    """Adds to each route of a router what it reads and answers."""
+    """Adds request bodies, streams and errors to a router's routes."""
     for route in router.routes:
         if not isinstance(route, APIRoute):
             continue
@@ -35,7 +35,7 @@ def describe(router: APIRouter) -> None:
 
 
 def bodies_of(router: APIRouter) -> dict[str, type[Body]]:
-    """Returns the class that checks the body of each route that reads one, by "METHOD path"."""
+    """Returns the body classes of routes, by "METHOD path"."""
     return {
         f"{method} {route.path}": kind
         for route in router.routes
@@ -50,7 +50,7 @@ def _body_of(route: APIRoute) -> type[Body] | None:
 
 
 def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
-    """Returns the descriptions of a route's errors: a client's, and the server's."""
+    """Returns OpenAPI's description of a route's errors."""
     form = form_of({"type": "http", "path": path, "headers": []})
     content = {"application/json": {"schema": _schema_of(form(EXAMPLE))}}
     return {
@@ -60,14 +60,14 @@ def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
 
 
 def request_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns OpenAPI's description of a JSON body, parts of its schema written out in place."""
+    """Returns OpenAPI's description of a JSON body, with references inlined."""
     schema = kind.model_json_schema()
     parts = schema.pop("$defs", {})
     return {"required": True, "content": {"application/json": {"schema": _whole(schema, parts)}}}
 
 
 def _whole(node: Any, parts: Mapping[str, Any]) -> Any:
-    """Returns a schema in which each reference is what it refers to."""
+    """Replaces references in a schema by their definitions."""
     if isinstance(node, list):
         return [_whole(entry, parts) for entry in node]
     if not isinstance(node, dict):
@@ -78,7 +78,7 @@ def _whole(node: Any, parts: Mapping[str, Any]) -> Any:
 
 
 def _schema_of(example: Any) -> dict[str, Any]:
-    """Returns the schema of an error's body, in which a null stands for a text that may be."""
+    """Returns the schema of an error body; null in the example means an optional text."""
     if example is None:
         return {"type": ["string", "null"]}
     if isinstance(example, dict):

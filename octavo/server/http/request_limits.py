@@ -1,7 +1,4 @@
-"""Limits on what one request may ask for, in every API's dialect; the server's settings set them.
-
-The types and ranges of single fields are the bodies' own.
-"""
+"""Limits on a single request in every API, from the server's settings."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from octavo.server.settings import ServerSettings
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits that hold beside those of the model and of the sampler."""
+    """Limits in addition to those of the model and the sampling params."""
 
     max_prompts: int
     max_n: int
@@ -35,7 +32,7 @@ class RequestLimits:
         )
 
     def check(self, num_prompts: int, params: RequestParams) -> None:
-        """Raises InvalidRequest for what is beyond a limit, and names its flag."""
+        """Raises InvalidRequest for an exceeded limit, naming its flag."""
         stops, words = params.stop_strings, params.bad_words or []
         for param, what, got, allowed, flag in (
             ("prompt", "prompts", num_prompts, self.max_prompts, "max-prompts"),

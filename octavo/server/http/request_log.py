@@ -1,7 +1,7 @@
-"""The outermost middleware: gives each HTTP request its id and its record, and tells of its end.
+"""Outermost middleware: assigns request ids and notifies observers of finished requests.
 
-Readers of the ends are the access log, the log of slow requests and the tracer. An id is the
-client's X-Request-Id, where that is fit for a log, else made here; every answer carries it.
+Observers are the access log, the slow request log and the tracer. The id is the client's
+X-Request-Id if it is valid, else generated; each response returns it.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """One HTTP request that has been answered, or whose client has gone."""
+    """An HTTP request that was answered, or whose client disconnected."""
 
     scope: Scope
     record: RequestRecord
     status: int
     started_s: float
-    """Moment of its arrival on the monotonic clock, in seconds."""
+    """Arrival on the monotonic clock, in seconds."""
     duration_s: float
 
     @property
     def client(self) -> str:
-        """Address of the client; "" on a unix socket."""
+        """Client address; "" on a unix socket."""
         return ":".join(map(str, self.scope.get("client") or ()))
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Values of its line in a log of JSON objects."""
+        """Fields of its JSON log line."""
         return {
             "request_id": self.record.request_id,
             "client": self.client,
@@ -61,7 +61,7 @@ class FinishedRequest:
         }
 
     def timings(self) -> dict[str, Any]:
-        """Returns where the time of its work went; {} where it had none, or none that ended."""
+        """Returns the merged timings of its outputs; {} if none finished."""
         parts = [output.timings for output in self.record.outputs if output.timings is not None]
         if not parts:
             return {}
@@ -73,7 +73,7 @@ Reader = Callable[[FinishedRequest], None]
 
 
 class RequestLog:
-    """ASGI middleware around everything, so that refusals too have ids and lines."""
+    """ASGI middleware around all others, so that rejected requests are logged too."""
 
     def __init__(self, app: ASGIApp, readers: Sequence[Reader] = ()) -> None:
         self._app = app
@@ -109,7 +109,7 @@ class RequestLog:
             self._tell(FinishedRequest(scope, record, code, started_s, duration_s))
 
     def _tell(self, finished: FinishedRequest) -> None:
-        """Tells all readers; a reader's fault is logged and no request's."""
+        """Notifies all observers; their exceptions are logged."""
         for reader in self._readers:
             try:
                 reader(finished)
@@ -118,7 +118,7 @@ class RequestLog:
 
 
 def log_access(finished: FinishedRequest) -> None:
-    """Logs a request in one line."""
+    """Writes a line to the access log."""
     scope, status = finished.scope, finished.status
     phrase = responses.get(status, "Client Gone")
     access_logger.info(
@@ -136,7 +136,7 @@ def log_access(finished: FinishedRequest) -> None:
 
 
 class SlowLog:
-    """A log of requests that took longer than a limit, with where their time went."""
+    """Logs requests that took longer than a limit, with their timings."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -166,5 +166,5 @@ def _sentence(timings: dict[str, Any]) -> str:
 
 
 def _printable(path: str) -> str:
-    """Returns a path in one line of printable ASCII, at most 500 characters of it."""
+    """Returns a path as printable ASCII, truncated to 500 characters."""
     return path[:500].encode("unicode_escape").decode()

@@ -1,7 +1,7 @@
-"""Refusal of what a browser sends for a page of another origin, where no key would stop it.
+"""Rejects cross-origin requests from browsers when no API key protects the server.
 
-ASGI middleware for methods that change something. CORS keeps such a page from reading an answer; a
-form or a plain fetch would still have its effect. Sources: Fetch Metadata (W3C), RFC 6454.
+Applies to methods with side effects: CORS prevents another page from reading a response, but not
+from sending a form or a simple request. Sources: Fetch Metadata (W3C), RFC 6454.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from octavo.server.http.errors import error_response
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 OWN_SITES = ("same-origin", "none")
-"""Values of Sec-Fetch-Site for the server's own page and for what the user typed."""
+"""Values of Sec-Fetch-Site for the server's own page and for user navigation."""
 
 
 LOCAL_ORIGIN = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])(?::\d{1,5})?")
-"""Origins of pages that a program on the browser's own machine serves."""
+"""Origins of pages served on the browser's own machine."""
 
 
 class SameOrigin:
-    """Answers 403 to requests for pages whose origin is neither the server's nor allowed."""
+    """ASGI middleware: responds 403 to cross-origin requests unless the origin is allowed."""
 
     def __init__(
         self,
@@ -34,7 +34,9 @@ class SameOrigin:
         allowed: Sequence[str] = (),
         local: re.Pattern[str] | None = LOCAL_ORIGIN,
     ) -> None:
-        """Takes the origins of --allow-origin, and the pattern of those that need no option."""
+        """`allowed` are the origins of --allow-origin, `local` matches those that are always
+        allowed.
+        """
         self._app = app
         self._allowed = allowed
         self._local = local
@@ -62,7 +64,7 @@ class SameOrigin:
 
 
 def _is_foreign(headers: Headers) -> bool:
-    """Returns whether a browser says, or shows by its Origin, that another site's page asks."""
+    """Returns whether the request's headers show that it comes from another site's page."""
     site = headers.get("sec-fetch-site")
     if site is not None:
         return site not in OWN_SITES

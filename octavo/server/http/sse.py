@@ -1,7 +1,7 @@
-"""Server-sent events: a response over a generator that ends with [DONE], or as a subclass says.
+"""Server-sent events: a response that streams a generator's events.
 
-A client that disconnects ends the generator. A slow reader slows the generator: nothing is queued
-here. Source of the format: WHATWG HTML, section 9.2.
+A disconnect closes the generator; a slow reader slows it down, since nothing is queued. Source of
+the format: WHATWG HTML, section 9.2.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 PING_INTERVAL_S = 15.0
-"""Longest silence on a stream, in seconds: many clients and proxies give up on a connection that
-sends nothing for some minutes, which a long prompt takes on a slow machine.
+"""Maximum silence on a stream, in seconds. Many clients and proxies time out after some minutes,
+which a long prompt may take on a slow machine.
 """
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -37,12 +37,12 @@ Events = AsyncGenerator[list[Any], None]
 
 
 class EventStream(Response):
-    """A streamed response of server-sent events."""
+    """A streaming response of server-sent events."""
 
     end = DONE
-    """Bytes that follow the last event."""
+    """Sent after the last event."""
     ping = b": ping\n\n"
-    """Bytes that a client skips, sent while there is no event; empty for none."""
+    """Comment that clients skip, sent during silence; empty for none."""
     media_type = "text/event-stream"
 
     def __init__(self, events: Events, headers: Mapping[str, str] = NO_HEADERS) -> None:
@@ -65,7 +65,7 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _write(self, send: Send, deadline: Deadline) -> None:
-        """Sends all events; an error becomes an event of its own, as the status has been sent."""
+        """Sends all events; an error becomes an event, since the status has already been sent."""
         pings = asyncio.ensure_future(self._send_pings(send))
         try:
             async with asyncio.timeout_at(deadline.at_s) as limit:
@@ -81,7 +81,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self.end, "more_body": False})
 
     async def _send_pings(self, send: Send) -> None:
-        """Sends a ping after each `PING_INTERVAL_S` without an event, until it is cancelled."""
+        """Sends a ping after each `PING_INTERVAL_S` without an event, until cancelled."""
         loop = asyncio.get_running_loop()
         self._sent_at_s = loop.time()
         with suppress(OSError, ClientDisconnect):
@@ -97,11 +97,10 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
     def failure(self, error: Exception) -> list[Any]:
-        """Returns the events that tell of an error."""
+        """Returns the events that report an error."""
         return [error_body(error)]
 
     def format_events(self, payloads: Iterable[Any]) -> bytes:
-        """Returns the bytes of some events."""
         return b"".join([b"data: " + self.encode(payload) + b"\n\n" for payload in payloads])
 
     def encode(self, payload: Any) -> bytes:
@@ -109,7 +108,7 @@ class EventStream(Response):
 
 
 class NamedEventStream(EventStream):
-    """A stream of events that bear their `type` as a name, and end without a mark."""
+    """A stream of events named by their `type`, without an end marker."""
 
     end = b""
 

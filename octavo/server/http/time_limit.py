@@ -1,7 +1,7 @@
-"""A limit on how long a request may take from its arrival to its last byte.
+"""Time limit of requests, from arrival to the last byte.
 
-ASGI middleware for POST, which alone asks for work. An answer that has not begun becomes a 504; a
-stream ends with an error of its own, by the deadline that it finds in the scope.
+ASGI middleware for POST. A response that has not begun becomes a 504; a stream ends with an error
+at the deadline in the scope.
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ from octavo.server.http.error_forms import form_of
 from octavo.server.http.errors import error_response
 
 DEADLINE = "octavo_deadline"
-"""Key of the ASGI scope whose value is the request's Deadline."""
+"""Key of the ASGI scope for the request's Deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The last moment of a request."""
-
     at_s: float | None = None
-    """Moment on the event loop's clock, in seconds; None is never."""
+    """Time on the event loop's clock, in seconds; None: no limit."""
     limit_s: float = 0
 
     @property
     def error(self) -> HTTPException:
-        """Error of a request that has taken too long."""
         return HTTPException(
             504,
             f"the request took longer than {self.limit_s:g} seconds (hint: ask for fewer tokens)",
@@ -37,7 +34,7 @@ class Deadline:
 
 
 class TimeLimit:
-    """Ends requests that take too long, and what the engine does for them."""
+    """ASGI middleware that cancels requests at their deadline."""
 
     def __init__(self, app: ASGIApp, limit_s: float) -> None:
         self._app = app

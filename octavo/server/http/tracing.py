@@ -1,8 +1,9 @@
-"""OpenTelemetry traces (`octavo[otel]`): each request's span, and in it queue, prefill and decode.
+"""OpenTelemetry traces (`octavo[otel]`): a span for each request, with queue, prefill and decode
+spans.
 
-Spans are made when a request has ended, from the moments that its metrics hold, so that tracing
-costs nothing while tokens flow. A client's `traceparent` is the parent. Source of the attributes'
-names: OpenTelemetry's conventions for HTTP and for generative AI.
+Spans are created after a request has finished, from the times in its metrics, so that tracing adds
+no cost during generation. A client's `traceparent` is the parent. Attribute names follow
+OpenTelemetry's conventions for HTTP and generative AI.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NS = 10**9
 
 
 class Tracer:
-    """A reader of finished requests that makes spans of them."""
+    """Observer of finished requests that creates spans."""
 
     def __init__(self, processor: SpanProcessor) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -39,7 +40,7 @@ class Tracer:
 
     @staticmethod
     def of(settings: ServerSettings) -> Tracer | None:
-        """Returns a tracer that sends to the settings' endpoint; None where they name none."""
+        """Returns a tracer for the configured endpoint; None without one."""
         if settings.otlp_traces_endpoint is None:
             return None
         try:
@@ -83,7 +84,7 @@ class Tracer:
         span.end(int((epoch_s + finished.started_s + finished.duration_s) * NS))
 
     def close(self) -> None:
-        """Sends what has not been sent."""
+        """Flushes pending spans."""
         self._provider.shutdown()
 
 
@@ -98,7 +99,7 @@ def _attributes(finished: FinishedRequest, route: str) -> dict[str, Any]:
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
-    """Returns the attributes of one prompt's spans."""
+    """Returns the span attributes of one prompt."""
     made = output.metrics.num_generation_tokens if output.metrics is not None else 0
     return {
         "gen_ai.response.id": output.request_id,

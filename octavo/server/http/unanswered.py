@@ -1,6 +1,4 @@
-"""What a request is told that no route answers: the route that it may have meant, or the methods
-that its path takes.
-"""
+"""Error messages for 404 and 405 with suggestions."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ from starlette.types import Scope
 from octavo.api.errors import shown
 
 VERSION = "v1"
-"""Part of a path that is most often missing, or there twice."""
+"""Path component that is most often missing or duplicated."""
 LIST = "GET /openapi.json lists the routes"
 
 
 def explained(error: HTTPException, request: Request, routes: Sequence[BaseRoute]) -> HTTPException:
-    """Returns the framework's own 404 and 405 in words that help; other errors as they are."""
+    """Adds suggestions to FastAPI's 404 and 405; returns other errors unchanged."""
     if error.detail != HTTPStatus(error.status_code).phrase:
         return error
     known = [route for route in routes if isinstance(route, Route)]
@@ -34,7 +32,7 @@ def explained(error: HTTPException, request: Request, routes: Sequence[BaseRoute
 
 
 def _no_route(request: Request, routes: list[Route]) -> str:
-    """Returns a message that names the route of the same path with or without its version."""
+    """Suggests routes with the same path, with or without its version."""
     path = request.scope["path"]
     meant = [
         f"{method} {route.path}"
@@ -52,6 +50,6 @@ def _without_version(path: str) -> list[str]:
 
 
 def _methods(scope: Scope, routes: list[Route]) -> list[str]:
-    """Returns the methods of all routes that have this path."""
+    """Returns the methods of all routes with this path."""
     taking = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
     return sorted({method for route in taking for method in route.methods or ()})

@@ -1,7 +1,7 @@
-"""Answers of unknown length to clients of HTTP/1.0, which know no chunks: the connection's end is
-the answer's.
+"""Responses of unknown length for HTTP/1.0 clients, which do not support chunked encoding: the end
+of the connection ends the response.
 
-Source: RFC 9112, sections 6.1 and 6.3. uvicorn sends chunks whatever the client's version is.
+Source: RFC 9112, sections 6.1 and 6.3. uvicorn sends chunks to all clients.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 def unchunked(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-    """Returns the app with an answer that `cycle` sends as it is, and then closes."""
+    """Wraps an app so that `cycle` sends its response unchunked and then closes the connection."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         is_open_ended = False

@@ -1,4 +1,6 @@
-"""Bodies that Ollama's routes take: rows of the table in `server/fields.py`, with its names."""
+"""Request bodies of the Ollama API: rows of the table in `server/fields.py`, with Ollama's
+names.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,18 @@ NAMES = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }
-"""SamplingParams' names of the options that choose tokens, by Ollama's."""
+"""SamplingParams fields by Ollama's names."""
 
 UNBOUNDED = (-1, -2)
-"""Values of num_predict that stand for an answer as long as the context."""
+"""Values of num_predict without limit."""
 
 Count = Field(None, ge=0, lt=2**31)
 Flag = bool | None
 
 
 class RunOptions(BodyPart):
-    """Options of a request. The last group is about how Ollama runs a model and changes nothing
-    here.
+    """Options of a request. The last group of fields concerns Ollama's runtime and has no
+    effect.
     """
 
     temperature: float | None = None
@@ -72,7 +74,7 @@ class RunOptions(BodyPart):
 
 
 class OllamaBody(Body):
-    """Base of the bodies that ask for text."""
+    """Base class of generation bodies."""
 
     stream_type = "application/x-ndjson"
 
@@ -116,7 +118,7 @@ class OllamaFunction(BodyPart):
 
 
 class OllamaCall(BodyPart):
-    """A call that an earlier answer made, as its client gives it back."""
+    """A tool call of an earlier response."""
 
     function: OllamaFunction
     id: str | None = None
@@ -124,11 +126,9 @@ class OllamaCall(BodyPart):
 
 
 class OllamaMessage(BodyPart):
-    """One message."""
-
     role: str
     content: str | list[ContentPart] | None = None
-    """A text; clients of OpenAI's API send parts too."""
+    """A text; OpenAI clients also send parts."""
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     images: list[str] | None = None
@@ -137,8 +137,6 @@ class OllamaMessage(BodyPart):
 
 
 class OllamaChatBody(OllamaBody):
-    """Body of POST /api/chat."""
-
     messages: list[OllamaMessage] | None = field(
         "a list of messages, each with a role and a content",
         "the conversation; a last message of the assistant's is continued",
@@ -152,8 +150,6 @@ class OllamaChatBody(OllamaBody):
 
 
 class OllamaGenerateBody(OllamaBody):
-    """Body of POST /api/generate."""
-
     unsupported: ClassVar[frozenset[str]] = frozenset({"width", "height", "steps"})
 
     prompt: str | None = field("a text", "what is answered, or with raw continued")
@@ -180,14 +176,14 @@ class OllamaGenerateBody(OllamaBody):
 
 
 class NameBody(Body):
-    """Base of the bodies that name a model and ask for no text."""
+    """Base class of bodies that name a model."""
 
     model: str | None = field("the name of a model", "the model")
     name: str | None = field("the name of a model", "the old name of model")
 
     @property
     def known_as(self) -> str:
-        """The name that was given; raises InvalidRequest without one."""
+        """The given name; raises InvalidRequest without one."""
         name = self.model or self.name
         if not name:
             raise InvalidRequest("model: needed, and not given", param="model")
@@ -195,8 +191,6 @@ class NameBody(Body):
 
 
 class PullBody(NameBody):
-    """Body of POST /api/pull."""
-
     stream_type = "application/x-ndjson"
 
     stream: bool | None = field(
@@ -212,13 +206,9 @@ class DeleteBody(NameBody):
 
 
 class CopyBody(Body):
-    """Body of POST /api/copy."""
-
     source: str = needed("the name of a model", "model that gets another name")
     destination: str = needed("a name", "its new name")
 
 
 class ShowBody(NameBody):
-    """Body of POST /api/show."""
-
     verbose: bool | None = taken("true or false")

@@ -1,7 +1,7 @@
-"""POST /api/embed and POST /api/embeddings: Ollama's API over the same engine.
+"""POST /api/embed and POST /api/embeddings.
 
-Source: Ollama's API reference. An embedding of /api/embed has the length 1, one of the older
-/api/embeddings is as the model's checkpoint makes it.
+Source: Ollama's API reference. Embeddings of /api/embed are normalized, those of the older
+/api/embeddings are as the checkpoint defines them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ router = APIRouter()
 
 
 class OllamaPoolingBody(Body):
-    """Base of the bodies that ask for embeddings."""
+    """Base class of embedding bodies."""
 
     stream_type = None
 
@@ -42,8 +42,6 @@ class OllamaPoolingBody(Body):
 
 
 class OllamaEmbedBody(OllamaPoolingBody):
-    """Body of POST /api/embed."""
-
     input: str | list[str] = needed("a text, or a list of texts", "what is embedded")
     truncate: bool | None = field(
         "true or false; null is true",
@@ -57,8 +55,6 @@ class OllamaEmbedBody(OllamaPoolingBody):
 
 
 class OllamaEmbeddingsBody(OllamaPoolingBody):
-    """Body of POST /api/embeddings."""
-
     prompt: str = needed("a text", "what is embedded")
 
 
@@ -103,7 +99,7 @@ async def _outputs(
     texts: Sequence[str],
     params: PoolingParams,
 ) -> tuple[list[RequestOutput], float]:
-    """Returns the outputs of texts, and the seconds that the model's load took."""
+    """Returns the outputs of texts, and the model's load time in seconds."""
     name = f"ollama-{secrets.token_hex(12)}"
     origin = origin_of(request, None, None)
     model = await service.model(known_name(service, body.model))

@@ -1,4 +1,4 @@
-"""Responses of Ollama's API: a JSON object, or one a line with statistics in the last.
+"""Formats Ollama responses: a JSON object, or JSON lines with statistics in the last.
 
 Durations are in nanoseconds.
 """
@@ -32,7 +32,7 @@ NANOSECONDS = 1_000_000_000
 
 
 class LineStream(EventStream):
-    """A stream of one JSON object a line; an error is a line too."""
+    """A stream of JSON lines; an error is a line too."""
 
     end = b""
     ping = b""
@@ -46,10 +46,10 @@ class LineStream(EventStream):
 
 
 class OllamaFormatter(ResponseFormatter):
-    """Formats the response to one request, which begins when this is constructed."""
+    """Formats one response; construct it when the request starts."""
 
     def __init__(self, name: str, model: ServedModel, params: SamplingParams) -> None:
-        """`name` is the model's as the client spelt it."""
+        """`name` is the model's name as given by the client."""
         self.id = new_hex_id("ollama-")
         self.model = model
         self.params = params
@@ -57,15 +57,15 @@ class OllamaFormatter(ResponseFormatter):
         self._names = TokenNames(model.tokenizer, as_ids=False)
         self._start = time.monotonic()
         self._call = MessageText()
-        """Call that the model is writing."""
+        """The tool call being generated."""
 
     @staticmethod
     @abstractmethod
     def format_message(message: MessageText) -> Line:
-        """Returns the fields of a message, or of a part of one."""
+        """Returns the fields of a message or a part of one."""
 
     def loaded(self) -> Line:
-        """Returns the response to a request without a prompt, which loads the model."""
+        """Returns the response to a request without a prompt, which only loads the model."""
         return self._line(MessageText(), done=True) | {"done_reason": "load"}
 
     @classmethod
@@ -80,8 +80,8 @@ class OllamaFormatter(ResponseFormatter):
         return line | self._statistics(response, choice)
 
     def format_deltas(self, response: ResponseBuilder, deltas: Sequence[ChoiceDelta]) -> list[Line]:
-        """Returns the lines of new output, a call as one; the last line of a stream has no text and
-        all statistics.
+        """Returns the lines of new output. Tool calls are sent whole; the last line has no text and
+        the statistics.
         """
         (delta,) = deltas
         text = MessageText()
@@ -101,7 +101,7 @@ class OllamaFormatter(ResponseFormatter):
         return lines
 
     def _end_call(self) -> list[Line]:
-        """Returns the line of the call that the model has written, if there is one."""
+        """Returns the line of a completed tool call, if any."""
         call, self._call = self._call, MessageText()
         return [self._line(call)] if call.calls else []
 
@@ -125,7 +125,7 @@ class OllamaFormatter(ResponseFormatter):
         return line
 
     def _statistics(self, response: ResponseBuilder, last: ChoiceDelta) -> Line:
-        """Returns the finish reason, durations and token counts of a finished response."""
+        """Returns the finish reason, durations and token counts."""
         timings, usage, reason = response.timings, response.usage, last.finish_reason
         return {
             "done_reason": "stop" if reason == "tool_calls" else reason,
@@ -139,8 +139,6 @@ class OllamaFormatter(ResponseFormatter):
 
 
 class OllamaChatFormatter(OllamaFormatter):
-    """Formats responses of POST /api/chat."""
-
     @staticmethod
     def format_message(message: MessageText) -> Line:
         made: Line = {"role": "assistant", "content": message.content}
