@@ -1,6 +1,7 @@
-"""Parser of a request's output: content alone, or reasoning, content and tool calls.
+"""Parses a request's output into content, reasoning and tool calls.
 
-It is built after the prompt, which may have opened or closed the reasoning already.
+The parser is built after the prompt, which may already contain the start or the end of the
+reasoning.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from octavo.text.parsers.reader import MessageForm, PartReader, make_reader
 from octavo.text.ports import Rendering, Tokenizer
 
 TAIL_TOKENS = 32
-"""Last tokens of a prompt, among which the tags that open or close the reasoning stand."""
+"""Number of last prompt tokens searched for reasoning tags."""
 LETTERS = string.ascii_letters + string.digits
 
 
@@ -46,22 +47,22 @@ class OutputParser:
     """Parser of the samples of one request."""
 
     form: MessageForm | None = None
-    """Parts that the answer may have; None where all of it is content."""
+    """Message format; None if all text is content."""
     marks: AnswerMarks | None = None
     rules: CallRules | None = None
-    """Functions that the answer may call; None for none."""
+    """Tools that the output may call; None without any."""
     before: ReasoningSpan = NO_REASONING
-    """Reasoning before the form of the content begins."""
+    """Reasoning that precedes the constrained content."""
     id_length: int = 0
-    """Length of a call's id where the model's template checks it; 0 for any."""
+    """Length of tool call ids, if the template checks it; 0: any."""
     given: str = ""
-    """Text of the message that the answer goes on from, without a character that it begins."""
+    """Text of a continued message, without a final incomplete character."""
     given_token_ids: tuple[int, ...] = ()
     """Tokens of that text."""
 
     def apply_to(self, params: SamplingParams) -> SamplingParams:
-        """Returns params with the marks that the detokenizer must know, and with the structured
-        output that calls and reasoning require.
+        """Adds the markers for the detokenizer, and the structured output that tool calls and
+        reasoning require.
         """
         if self.marks is None:
             return params
@@ -69,7 +70,7 @@ class OutputParser:
         return msgspec.structs.replace(params, answer_marks=self.marks, structured_outputs=form)
 
     def _form(self, own: StructuredOutputs | None) -> StructuredOutputs | None:
-        """Returns the form of the whole answer, of which `own` is the form of its content."""
+        """Returns the structured output of the whole message; `own` applies to its content."""
         assert self.form is not None, "an answer with marks is read"
         if self.rules is not None and self.form.tools is not None:
             return form_of_answer(own, self.form.tools, self.rules, self.before)
@@ -80,7 +81,7 @@ class OutputParser:
         return any_text(self.before, "thinking_token_budget")
 
     def dump(self) -> dict[str, Any] | None:
-        """Returns the value from which `load` makes the same parser; None for plain text."""
+        """Returns a serializable value for `load`; None for plain text."""
         form = self.form
         if form is None:
             return None
@@ -110,7 +111,7 @@ class OutputParser:
         )
 
     def after(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> OutputParser:
-        """Returns the parser of an answer that continues tokens of one that this parser parsed."""
+        """Returns the parser of output that continues tokens parsed by this parser."""
         marks = self.marks
         if self.form is None or marks is None or not token_ids:
             return self
@@ -128,7 +129,7 @@ class OutputParser:
         return replace(self, given=given, given_token_ids=told, marks=marks)
 
     def reader(self) -> PartReader:
-        """Returns the reader of one sample as it grows."""
+        """Returns a reader that parses one sample incrementally."""
         return make_reader(self.form, self.given)
 
     def new_call_id(self) -> str:
@@ -142,11 +143,11 @@ PLAIN = OutputParser()
 
 @dataclass(frozen=True, slots=True)
 class ReasoningState:
-    """Point up to which the prompt has brought the reasoning."""
+    """State of the reasoning at the end of the prompt."""
 
     has_begun: bool = False
     may_reason: bool = False
-    """Whether there may be reasoning still."""
+    """Whether reasoning may follow."""
 
 
 def build_parser(
@@ -158,10 +159,10 @@ def build_parser(
     continued: str | None = None,
     thinking_budget: int | None = None,
 ) -> OutputParser:
-    """Returns the parser of the answers to a prompt.
+    """Builds the parser of the output to a prompt.
 
-    `continued` is the message that the answer continues, None for a new one; `thinking_budget`
-    bounds the reasoning, in tokens.
+    `continued` is the message that the output continues, None for a new one; `thinking_budget`
+    limits reasoning tokens.
     """
     reasoning = formats.reasoning
     state = ReasoningState()
@@ -207,14 +208,14 @@ def _state(
 
 
 def _closing(reasoning: ReasoningFormat | ChannelFormat, tools: ToolUse | None) -> str:
-    """Returns the text between the reasoning and what a grammar may constrain."""
+    """Returns the text between the reasoning and the constrained content."""
     if isinstance(reasoning, ChannelFormat):
         return reasoning.before_content if tools is None else reasoning.before_call
     return reasoning.closing
 
 
 def continued_text(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str | None:
-    """Returns the message that an answer goes on with; None where it begins a new one."""
+    """Returns the message that the output continues; None for a new one."""
     if not rendering.continue_final_message:
         return None
     return str(messages[-1]["content"])

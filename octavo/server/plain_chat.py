@@ -1,7 +1,6 @@
-"""Messages of a dialect's request in the plain form that chat templates read: what the dialects do
-alike.
+"""Conversion of messages to plain ones, common to several APIs.
 
-Parts of text are joined, each on lines of its own; what is not text is refused by its path.
+Text parts are joined by newlines; other parts are rejected by path.
 """
 
 from __future__ import annotations
@@ -24,21 +23,20 @@ ASSISTANT = "assistant"
 
 
 class TextBlock(BodyPart):
-    """One block of a message's content."""
+    """A block of a message's content."""
 
     type: str
     text: str | None = None
 
 
 def joined_text(content: str | Sequence[TextBlock], where: str) -> str:
-    """Joins the blocks of a content."""
     if isinstance(content, str):
         return content
     return "\n".join(block_text(block, f"{where}[{index}]") for index, block in enumerate(content))
 
 
 def block_text(block: TextBlock, where: str) -> str:
-    """Returns the text of a block; raises InvalidRequest for any other kind."""
+    """Returns the text of a block; raises InvalidRequest for other types."""
     if block.type != "text" or block.text is None:
         raise InvalidRequest(
             f"{where}: got a block of type {shown(block.type)}, allowed are blocks of type 'text'"
@@ -50,7 +48,7 @@ def block_text(block: TextBlock, where: str) -> str:
 
 
 def refuse_values(body: Body, names: Iterable[str]) -> None:
-    """Raises InvalidRequest where one of the fields is set and not empty."""
+    """Raises InvalidRequest if one of the fields is set and not empty."""
     for name in names:
         if getattr(body, name) not in (None, [], {}, "", False):
             raise InvalidRequest(f"{name}: this server does not support it", param=name)
@@ -59,10 +57,10 @@ def refuse_values(body: Body, names: Iterable[str]) -> None:
 def rendering_of(
     messages: Sequence[dict[str, Any]], model: ServedModel, *, continues: bool, thinks: bool | None
 ) -> Rendering:
-    """Returns how messages become a prompt.
+    """Returns rendering options.
 
-    With `continues` a last message of the assistant's is gone on with. `thinks` turns thinking on
-    or off where the model's template can; None leaves it to the template.
+    With `continues` a final assistant message is continued. `thinks` turns thinking on or off if
+    the template supports that; None leaves it to the template.
     """
     goes_on = continues and messages[-1]["role"] == ASSISTANT
     sets = thinks is not None and may_think(model)
@@ -71,7 +69,7 @@ def rendering_of(
 
 
 def may_think(model: ServedModel) -> bool:
-    """Tells whether the model's template can turn thinking on and off."""
+    """Returns whether the template can turn thinking on and off."""
     tokenizer = model.tokenizer
     return tokenizer is not None and "enable_thinking" in tokenizer.template_variables
 
@@ -79,9 +77,9 @@ def may_think(model: ServedModel) -> bool:
 def params_of(
     asked: BaseModel, names: Mapping[str, str], defaults: SamplingParams, **others: Any
 ) -> SamplingParams:
-    """Returns the params that a body asks for, over the model's recommended values.
+    """Builds SamplingParams from a body over the model's recommended values.
 
-    `names` maps the API's names of fields to SamplingParams'; `others` are set over them.
+    `names` maps the API's field names to SamplingParams'; `others` override them.
     """
     given = {
         ours: value

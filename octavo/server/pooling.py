@@ -1,7 +1,4 @@
-"""The pooled rows behind one HTTP request: its texts checked, computed together, or all aborted.
-
-Knows no wire format.
-"""
+"""Runs the pooling requests behind one HTTP request."""
 
 from __future__ import annotations
 
@@ -22,33 +19,33 @@ from octavo.server.state.served_model import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class PoolingCall(Generic[OutputT]):
-    """The job of one HTTP request."""
+    """The pooling job of one HTTP request."""
 
     name: str
     job: PoolingJob[OutputT]
     origin: RequestContext = DEFAULT_CONTEXT
     words: Mapping[str, str] = field(default_factory=lambda: {"input": "prompt"})
-    """Names that the API has for the arguments that errors are about."""
+    """Names of the API for fields in errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class PooledAnswer(Generic[OutputT]):
-    """The outputs of a job that has been computed."""
+    """Outputs of a pooling job."""
 
     outputs: list[OutputT]
     rows: list[RequestOutput]
-    """Final outputs of the engine's requests, in the order of the job's prompts."""
+    """Final outputs of the engine requests, in the order of the job's prompts."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the model has read."""
+        """Number of input tokens."""
         return sum(len(row.prompt_token_ids) for row in self.rows)
 
 
 async def pooled(
     request: Request, model: ServedModel, call: PoolingCall[OutputT]
 ) -> PooledAnswer[OutputT]:
-    """Computes a job; a client that goes away ends the work."""
+    """Runs a job; a disconnect aborts it."""
     llm, job = model.llm, call.job
     with use_api_names(call.words):
         model.limits.check(len(job.prompts), job.params)

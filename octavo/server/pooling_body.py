@@ -1,6 +1,4 @@
-"""What the requests for pooled rows share: the fields that every body has, and the count of tokens
-in every answer.
-"""
+"""Body fields and usage common to pooling requests."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from octavo.server.http.body import Body
 
 
 class PoolingBody(Body):
-    """Base of the bodies in OpenAI's and vLLM's words."""
+    """Base class of pooling bodies with OpenAI's and vLLM's names."""
 
     stream_type = None
 
@@ -31,7 +29,7 @@ class PoolingBody(Body):
 
 
 class PoolingUsage(msgspec.Struct):
-    """Number of tokens that the model has read for one answer."""
+    """Token counts of a pooling response."""
 
     prompt_tokens: int
     total_tokens: int

@@ -1,7 +1,7 @@
-"""Downloads of models while the server runs, each followed by any number of requests.
+"""Model downloads of a running server, each followed by any number of requests.
 
-Requests for one model share its download, which ends when the last of them is gone; the next one
-goes on where it stopped.
+Requests for the same model share a download, which is cancelled after the last one disconnects. A
+later request resumes it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from octavo.checkpoint.catalogue import resolve
 from octavo.utils.progress import FileProgress
 
 TELL_EVERY_S = 0.1
-"""Shortest time between two reports to a request, in seconds."""
+"""Minimum interval of progress reports, in seconds."""
 
 logger = logging.getLogger(__name__)
 
 
 class PullCancelled(DownloadFailed):
-    """The last request that followed the download has gone."""
+    """The last request that followed the download disconnected."""
 
 
 class Pull:
@@ -33,7 +33,7 @@ class Pull:
         self.model = model
         self.num_followers = 0
         self.files: dict[str, FileProgress] = {}
-        """Latest progress of each file, in the order in which they came."""
+        """Latest progress of each file, in order of appearance."""
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         """Set at the next change, and then replaced."""
@@ -46,7 +46,7 @@ class Pull:
         return self._ended.done() or self._cancelled.is_set()
 
     async def follow(self) -> AsyncGenerator[list[FileProgress], None]:
-        """Yields what has changed of the files, until all are there; raises why they cannot be."""
+        """Yields changed files until the download is complete; raises its error."""
         told: dict[str, FileProgress] = {}
         self.num_followers += 1
         try:
@@ -66,7 +66,7 @@ class Pull:
                 self._cancelled.set()
 
     async def path(self) -> Path:
-        """Returns the place of the model, once it is there."""
+        """Returns the model's path when the download is complete."""
         return await asyncio.shield(self._ended)
 
     def _run(self) -> None:
@@ -101,13 +101,13 @@ class Pull:
 
 
 class Pulls:
-    """The downloads that run, by model."""
+    """Running downloads, by model."""
 
     def __init__(self) -> None:
         self._running: dict[str, Pull] = {}
 
     def start(self, model: str) -> Pull:
-        """Returns the download of a model, a new one unless it runs already."""
+        """Returns the download of a model; starts it unless it is running."""
         self._running = {name: pull for name, pull in self._running.items() if not pull.is_over}
         if model not in self._running:
             self._running[model] = Pull(model)

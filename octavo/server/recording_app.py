@@ -1,6 +1,6 @@
-"""The server of `octavo replay --serve`: the page, and one recording in place of an engine.
+"""The server of `octavo replay --serve`: the page, showing a recording.
 
-Loads no model and takes no request for one.
+It has no model and serves no generation requests.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from octavo.server.state.shown_recording import ShownRecording
 from octavo.utils.version import __version__
 
 QUERY = b"recording"
-"""Query by which the page knows that it shows a recording."""
+"""Query string by which the page knows that it shows a recording."""
 
 
 class WithQuery:
-    """ASGI middleware that sends a visitor of / to the page's view of a recording."""
+    """ASGI middleware that redirects / to the page's view of a recording."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -36,7 +36,6 @@ class WithQuery:
 
 
 def create_recording_app(shown: ShownRecording) -> FastAPI:
-    """Returns the application around a recording."""
     app = FastAPI(title="Octavo, a recording", version=__version__, docs_url=None, redoc_url=None)
     app.state.recording = shown
     routers = (recording.router, page.router)
@@ -49,7 +48,7 @@ def create_recording_app(shown: ShownRecording) -> FastAPI:
 
 
 def serve_recording(shown: ShownRecording, host: str, port: int) -> None:
-    """Shows a recording until Ctrl-C."""
+    """Serves a recording until Ctrl-C."""
     listener = take_port(host, port)
     name, number = listener.getsockname()[:2]
     address = f"[{name}]:{number}" if ":" in name else f"{name}:{number}"

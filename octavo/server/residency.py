@@ -1,8 +1,8 @@
-"""Which models are in memory: loads one at its first request, unloads those that are idle.
+"""Loads models on their first request and unloads idle ones.
 
-Works in the event loop; engines are built and closed in the loader's threads. A model that HTTP
-requests hold or that computes is never unloaded here, nor one that is pinned. Requests for a model
-that is being loaded or unloaded wait. Loads by the operator make room in the same way.
+Runs in the event loop; engines are built and closed in the loader's threads. Pinned models and
+models with requests are never unloaded here. Requests for a model that is being loaded or unloaded
+wait. Loads by operators evict models in the same way.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.slot import EngineSlot
 
 LOOK_EVERY_S = 0.25
-"""Period at which idle models are looked for, in seconds."""
+"""Interval of checks for idle models, in seconds."""
 ROOM_WAIT_S = 60.0
-"""Seconds for which a load waits until a model in use becomes idle and can make room."""
+"""Seconds for which a load waits until a model in use becomes idle and can be evicted."""
 
 
 class Residency:
-    """Loads and unloads the models of a directory as requests come and stay away."""
+    """Loads and unloads the models of a directory on demand."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class Residency:
         self._loads: dict[EngineSlot, asyncio.Task[None]] = {}
         self._unloads: dict[EngineSlot, asyncio.Task[None]] = {}
         self._room = asyncio.Lock()
-        """Held while room is made, so that two loads do not unload two models for one place."""
+        """Held during eviction, so that two concurrent loads do not evict more than necessary."""
         for slot in models:
             slot.uses.keep(settings.idle_unload)
 
     # -- finding -----------------------------------------------------------------------------------
 
     async def find(self, name: str | None) -> EngineSlot:
-        """Returns the slot that a request means; with `load_on_demand` local also one for a model
-        of this machine's caches. Raises ModelNotFound.
+        """Returns the slot of a model; with `load_on_demand` local also of a cached one. Raises
+        ModelNotFound.
         """
         try:
             return self._models.find(name)
@@ -71,10 +71,10 @@ class Residency:
     # -- loading -----------------------------------------------------------------------------------
 
     async def load(self, slot: EngineSlot) -> float:
-        """Has a model that is unloaded loaded; returns the seconds that it took.
+        """Loads a model if it is unloaded; returns the seconds that it took.
 
-        Requests share a load, and a load that failed is tried again by the next. Raises Unavailable
-        if there is no room, DownloadFailed, and ServerError for a model that cannot be loaded.
+        Requests share a load, and a failed load is retried by the next request. Raises Unavailable
+        if there is no room, DownloadFailed, or ServerError if the model cannot be loaded.
         """
         if slot.state == "ready":
             return 0.0
@@ -89,7 +89,7 @@ class Residency:
         return time.monotonic() - began
 
     def start(self, slot: EngineSlot, *, on_request: bool = False) -> None:
-        """Loads a model in the background, after others have made room if that is needed."""
+        """Loads a model in the background, after evicting others if necessary."""
         slot.uses.loads_on_request = on_request
         slot.uses.keep(self._settings.idle_unload)
         self._loads[slot] = asyncio.get_running_loop().create_task(self._load(slot))
@@ -116,7 +116,7 @@ class Residency:
             del self._loads[slot]
 
     async def _admit(self, slot: EngineSlot) -> None:
-        """Leaves the state unloaded once fewer than `max_models` are in memory."""
+        """Begins to load the slot once fewer than `max_models` are in memory."""
         limit = self._settings.max_models
         while slot.state == "unloaded":
             if self._models.num_in_memory < limit:
@@ -132,7 +132,7 @@ class Residency:
         )
 
     def _give_up(self, slot: EngineSlot, error: Exception) -> NoReturn:
-        """Raises why a load failed; the next request tries again."""
+        """Raises the error of a failed load; the next request retries it."""
         reason = slot.reason
         if isinstance(error, InsufficientMemory):
             self._refuse(slot, reason)
@@ -144,7 +144,7 @@ class Residency:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Unloads models whose time is up, as long as the context lasts."""
+        """Unloads models after their idle timeout while the context is active."""
         watcher = asyncio.create_task(self._watch())
         try:
             yield
@@ -164,9 +164,9 @@ class Residency:
                     self._unload(slot, slot.uses.unload_reason)
 
     async def _has_made_room(self, wanted: EngineSlot) -> bool:
-        """Unloads the model that was idle for longest, and waits for one if all are in use.
+        """Unloads the model that was idle for longest, waiting for one if all are in use.
 
-        Returns False if there is none to unload, or none becomes idle within ROOM_WAIT_S.
+        Returns False if none can be unloaded, or none becomes idle within ROOM_WAIT_S.
         """
         end = time.monotonic() + ROOM_WAIT_S
         async with self._room:
@@ -182,7 +182,7 @@ class Residency:
                 await asyncio.sleep(LOOK_EVERY_S)
 
     def may_unload(self, slot: EngineSlot) -> bool:
-        """Tells whether a model may be unloaded and loaded again by a request, once it is idle."""
+        """Returns whether a model may be unloaded when idle and reloaded by a request."""
         is_in_memory = slot.state in ("loading", "ready")
         return self.are_loadable and is_in_memory and not slot.spec.is_pinned
 
@@ -212,6 +212,6 @@ def _hint_of(error: Exception) -> str | None:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Takes a load's error, which those who wait for it have got."""
+    """Retrieves a load's error, which was raised to the waiting requests."""
     if not task.cancelled():
         task.exception()

@@ -1,7 +1,7 @@
-"""The response to one request, as it grows: content, reasoning, tool calls, logprobs, usage and
-finish reasons, in no API's form.
+"""Builds the response to one request in a common form: content, reasoning, tool calls, logprobs,
+usage and finish reasons.
 
-Every dialect formats what a `ResponseBuilder` gives it, streamed or not.
+Each API's formatter formats what `ResponseBuilder` yields, streamed or not.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """New output of one choice. A response that is not streamed has one for each choice."""
+    """New output of one choice. A response that is not streamed has one delta for each choice."""
 
     index: int
     output: RequestOutput
-    """Newest output of the choice's prompt."""
+    """Latest output of the choice's prompt."""
     text: str
     start: int
-    """Number of characters of the choice before `text`."""
+    """Number of the choice's characters before `text`."""
     parts: list[Part]
-    """New parts of the message; some may come from earlier text."""
+    """New parts of the message; some may stem from earlier text."""
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
-    """The engine's, or "tool_calls" if the model stopped after calling a function."""
+    """The engine's finish reason, or "tool_calls" if the model stopped after a tool call."""
     stop_reason: int | str | None
     has_calls: bool
-    """Whether the choice has called a function so far."""
+    """Whether the choice has any tool call so far."""
     is_first: bool
     score: float | None = None
 
     @property
     def message(self) -> MessageText:
-        """The new parts joined: in a response that is not streamed, the whole message."""
+        """The joined parts: the whole message if the response is not streamed."""
         message = MessageText()
         message.add(self.parts)
         return message
@@ -82,7 +82,7 @@ class ChoiceDelta:
 
 @dataclass(slots=True)
 class _ChoiceState:
-    """State of one choice: how much of it has been sent."""
+    """State of one choice."""
 
     index: int
     reader: PartReader
@@ -94,17 +94,17 @@ class _ChoiceState:
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """Choices of a request and its dialect about the content of its response."""
+    """Options of a request and its API for the content of the response."""
 
     every_token: bool = False
-    """Whether a stream has deltas for tokens that show no text yet."""
+    """Whether a stream has deltas for tokens without text."""
     shows_reasoning: bool = True
     new_call_id: Callable[[], str] | None = None
-    """Makes the id of a call to which the model gave none; None for the parser's."""
+    """Generates ids of tool calls without one; None: the parser's."""
 
 
 class ResponseFormatter(ABC):
-    """The form that a dialect gives the response to one request."""
+    """Formats the response to one request for an API."""
 
     id: str
     """Id of the request and its response."""
@@ -119,13 +119,13 @@ class ResponseFormatter(ABC):
         """Returns the events of new output."""
 
     def format_end(self, response: ResponseBuilder) -> list[Any]:
-        """Returns the events behind the last output."""
+        """Returns the events after the last output."""
         return []
 
 
 @dataclass(slots=True)
 class ResponseBuilder:
-    """One response in progress; its choices count over all samples of all prompts."""
+    """A response in progress; choices are numbered over all samples of all prompts."""
 
     generation: Generation
     params: SamplingParams
@@ -136,17 +136,16 @@ class ResponseBuilder:
 
     @property
     def latest(self) -> RequestOutput | None:
-        """Newest output of the first prompt; None before the first token."""
+        """Latest output of the first prompt; None before the first token."""
         return self._latest.get(0)
 
     @property
     def usage(self) -> TokenUsage:
-        """Token counts so far."""
         return TokenUsage.of(self._latest.values())
 
     @property
     def timings(self) -> Timings | None:
-        """Merged timings of the prompts that have finished; None before."""
+        """Merged timings of finished prompts; None if there are none."""
         return merge_timings(self._latest.values())
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
@@ -165,7 +164,9 @@ class ResponseBuilder:
             yield end
 
     async def choices(self) -> list[ChoiceDelta]:
-        """Returns every choice in one delta when all have finished; cancelling it aborts."""
+        """Returns each choice as one delta when all have finished; cancellation aborts the
+        request.
+        """
         outputs = await self.generation.results()
         return [delta for index, output in enumerate(outputs) for delta in self._add(index, output)]
 
@@ -184,7 +185,7 @@ class ResponseBuilder:
     def _advance(
         self, choice: _ChoiceState, new: CompletionOutput, output: RequestOutput
     ) -> ChoiceDelta | None:
-        """Returns the delta of a choice; None if there is nothing to send."""
+        """Returns the delta of a choice; None if it has nothing new."""
         if choice.has_finished:
             return None
         choice.has_finished = new.finish_reason is not None
@@ -213,7 +214,7 @@ class ResponseBuilder:
         return delta
 
     def _complete(self, parts: list[Part]) -> list[Part]:
-        """Returns the parts to show, with an id for each call."""
+        """Returns the parts to show, with ids for tool calls."""
         new_call_id = self.options.new_call_id or self.parser.new_call_id
         return [
             replace(part, call_id=new_call_id())
@@ -225,7 +226,7 @@ class ResponseBuilder:
 
 
 def merge_timings(outputs: Collection[RequestOutput]) -> Timings | None:
-    """Returns the timings of the outputs that have finished; None if none has."""
+    """Merges the timings of finished outputs; None if there are none."""
     parts = [output.timings for output in outputs if output.timings is not None]
     return Timings.merged(parts) if parts else None
 
@@ -244,7 +245,9 @@ async def start_response(
     origin: RequestContext = DEFAULT_CONTEXT,
     stream: bool,
 ) -> ResponseBuilder:
-    """Checks and submits prompts; raises the error of an invalid request."""
+    """Submits prompts and returns the response in progress; raises ClientError for an invalid
+    request.
+    """
     params = parser.apply_to(params)
     await model.llm.check_form(params)
     generation = Generation(model, prompts, params, formatter.id, origin=origin, deltas=stream)
@@ -260,7 +263,7 @@ async def start_chat(
     origin: RequestContext,
     stream: bool,
 ) -> ResponseBuilder:
-    """Renders, checks and submits a conversation; raises the error of an invalid request."""
+    """Renders and submits a conversation; raises ClientError for an invalid request."""
     prompt = await conversation.prompt(model)
     parser = conversation.parser(model, prompt)
     return await start_response(
@@ -275,8 +278,8 @@ async def send_response(
     stream_type: type[EventStream] | None,
     headers: dict[str, str] | None = None,
 ) -> Response:
-    """Returns a stream, or the whole body if `stream_type` is None; the request is aborted when its
-    client disconnects.
+    """Returns a stream, or the whole body if `stream_type` is None. A disconnect aborts the
+    request.
     """
     if stream_type is not None:
         return stream_type(response.events(formatter), headers or NO_HEADERS)

@@ -1,8 +1,8 @@
-"""Conversations in the sequence of roles that a model's chat template takes.
+"""Adapts a conversation to the role sequence that the chat template accepts.
 
-Clients send several system messages, messages of one role in a row, or a system message in the
-middle. Leading system messages are always merged; the rest is changed only if the template refuses
-it or leaves its text out (`text/role_rules.py`). No text is lost.
+Clients send several system messages, consecutive messages of one role, or late system messages.
+Leading system messages are always merged; other changes are made only if the template rejects the
+sequence or omits its text (`text/role_rules.py`). No text is lost.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from octavo.text.ports import RoleRules
 
 SYSTEM_ROLES = ("system", "developer")
 UNREAD_IMAGE = "[an image, which this model cannot read]"
-"""Stands for an image in a tool's result: without it every later turn of an agent would fail."""
+"""Replaces an image in a tool result for text-only models; an error would break every later turn of
+an agent.
+"""
 GAP = "\n\n"
-"""Text between merged messages."""
+"""Separator of merged messages."""
 
 Message = dict[str, Any]
 
 
 def fit_roles(messages: Sequence[Message], rules: RoleRules) -> list[Message]:
-    """Returns a conversation that follows the rules; messages that do are the same objects."""
+    """Returns a conversation that follows the rules; unchanged messages are the same objects."""
     if not rules.developer:
         messages = [_as_system(message) for message in messages]
     fitted = _merge_leading_system(messages)
@@ -47,8 +49,8 @@ def fit_roles(messages: Sequence[Message], rules: RoleRules) -> list[Message]:
 
 
 def move_tool_images(messages: Sequence[Message], *, reads_images: bool = True) -> list[Message]:
-    """Returns messages whose tool results are texts; their images follow in a user's message, the
-    only place where templates write images. For a text-only model a note replaces each image.
+    """Moves images of tool results to a following user message, the only role for which templates
+    support images. For text-only models a note replaces each image.
     """
     moved: list[Message] = []
     images: list[dict[str, Any]] = []
@@ -89,14 +91,14 @@ def _as_user(message: Message) -> Message:
 
 
 def _fold_system(system: Message, rest: Sequence[Message]) -> list[Message]:
-    """Puts a system message before the text of the first message, or in a user's of its own."""
+    """Prepends a system message to the first user message, or converts it to one."""
     if rest and rest[0]["role"] == "user":
         return [{**rest[0], "content": _joined(system["content"], rest[0]["content"])}, *rest[1:]]
     return [_as_user(system), *rest]
 
 
 def _with_lost_results_as_users(messages: Sequence[Message]) -> list[Message]:
-    """Makes a tool's result a user's message if no call is before it."""
+    """Converts tool results without a preceding call to user messages."""
     made: list[Message] = []
     for message in messages:
         before = made[-1] if made else {}
@@ -108,7 +110,7 @@ def _with_lost_results_as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _merge_repeats(messages: Sequence[Message]) -> list[Message]:
-    """Merges consecutive messages of the user or of the assistant."""
+    """Merges consecutive user or assistant messages."""
     merged: list[Message] = []
     for message in messages:
         if merged and message["role"] == merged[-1]["role"] in ("user", "assistant"):
@@ -119,7 +121,7 @@ def _merge_repeats(messages: Sequence[Message]) -> list[Message]:
 
 
 def _part_tools_from_users(messages: Sequence[Message]) -> list[Message]:
-    """Puts a blank answer between a call or its result and a user's message."""
+    """Inserts an empty assistant message between a tool call or result and a user message."""
     parted: list[Message] = []
     for message in messages:
         before = parted[-1] if parted else {}
@@ -131,7 +133,7 @@ def _part_tools_from_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _begin_with_user(messages: Sequence[Message]) -> list[Message]:
-    """Puts an empty message of the user before an assistant's that comes first."""
+    """Inserts an empty user message before a leading assistant message."""
     start = 1 if messages and messages[0]["role"] in SYSTEM_ROLES else 0
     if start < len(messages) and messages[start]["role"] == "assistant":
         return [*messages[:start], {"role": "user", "content": ""}, *messages[start:]]
@@ -139,8 +141,8 @@ def _begin_with_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def _in_call_form(message: Message, rules: RoleRules) -> list[Message]:
-    """Returns a message whose calls have the form that the template takes; its text is a message of
-    its own if none may stand beside calls.
+    """Converts tool calls to the format of the template; splits off the text if it may not
+    accompany calls.
     """
     if not message.get("tool_calls"):
         return [message]
@@ -159,7 +161,7 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(first: Message, second: Message) -> Message:
-    """Returns two messages of one role as one: texts one after the other, the calls of both."""
+    """Merges two messages of one role: their texts and tool calls."""
     both = {**second, **first, "content": _joined(first["content"], second["content"])}
     calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
     thoughts = [
@@ -175,7 +177,7 @@ def _merged(first: Message, second: Message) -> Message:
 
 
 def _joined(first: Content, second: Content) -> Content:
-    """Returns two contents as one: texts with a gap, or the parts of both."""
+    """Joins two contents: texts with a gap, or lists of parts."""
     if isinstance(first, str) and isinstance(second, str):
         return GAP.join(text for text in (first, second) if text)
     return [*_parts(first), *_parts(second)]

@@ -1,7 +1,7 @@
-"""`octavo serve`: takes the port, loads the models, serves until told to stop.
+"""`octavo serve`: opens the socket, loads the models, serves until stopped.
 
-The port is taken first, so that one in use is known before a model is loaded. While models
-load, and while the server drains, requests are answered with 503.
+The socket is opened first, so that a port in use is an error before models are loaded. While models
+load, and while the server drains, requests get a 503.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from octavo.server.state.store import Store, StoreLimits, open_store
 from octavo.server.stored_work import StoredWork
 
 LAST_WORDS_S = 2.0
-"""Seconds in which answers that a stop has ended tell their clients so."""
+"""Seconds for sending the errors of aborted requests at shutdown."""
 
 logger = logging.getLogger(__name__)
 notices = logging.getLogger(NOTICES)
@@ -48,7 +48,7 @@ notices = logging.getLogger(NOTICES)
 def serve(
     specs: Sequence[ModelSpec], settings: ServerSettings, defaults: Mapping[str, Any] | None = None
 ) -> None:
-    """Serves until SIGTERM or SIGINT; raises the error of a start at which every model fails.
+    """Serves until SIGTERM or SIGINT; raises an error if every model fails to load.
 
     `defaults` are engine options of models that are loaded later.
     """
@@ -124,7 +124,7 @@ def serve(
 def pinned(
     specs: Sequence[ModelSpec], settings: ServerSettings, pulled: PulledModels
 ) -> list[ModelSpec]:
-    """Returns the specs, those that the settings pin marked so; ConfigError for an unknown name."""
+    """Marks the specs that the settings pin; raises ConfigError for an unknown name."""
     names = [*(spec.name for spec in specs), *pulled.models]
     for name in settings.pin:
         if name not in names and settings.load_on_demand != "local":
@@ -135,8 +135,8 @@ def pinned(
 
 
 def adapters_of(settings: ServerSettings, models: ModelDirectory) -> list[LoraModule]:
-    """Returns the command line's adapters; ConfigError if one has a model's name, is for a model
-    that is not served, or is to be read before its model is loaded.
+    """Parses the command line's adapters. Raises ConfigError if one has a model's name, its model
+    is not served, or models load lazily.
     """
     modules = LoraModule.parse_all(settings.lora_modules)
     if modules and settings.lazy_load:
@@ -155,7 +155,7 @@ def adapters_of(settings: ServerSettings, models: ModelDirectory) -> list[LoraMo
 
 
 def store_for(settings: ServerSettings) -> Store | None:
-    """Opens the store that the settings name; None where the server is to keep nothing."""
+    """Opens the configured store; None if storage is disabled."""
     folder = settings.state_folder
     if folder is None:
         return None
@@ -164,7 +164,7 @@ def store_for(settings: ServerSettings) -> Store | None:
 
 @asynccontextmanager
 async def stored_work(app: FastAPI) -> AsyncIterator[None]:
-    """Goes on with what an earlier server has left unfinished, and closes the store at the end."""
+    """Resumes stored work of an earlier server, and closes the store at the end."""
     work: StoredWork | None = app.state.stored_work
     store: Store | None = app.state.service.store
     if work is None or store is None:
@@ -177,11 +177,11 @@ async def stored_work(app: FastAPI) -> AsyncIterator[None]:
 
 
 class Start:
-    """The start of a server: says what its models do, and ends it where every one fails."""
+    """Reports the models' loading at startup, and stops the server if all fail."""
 
     def __init__(self, models: ModelDirectory, settings: ServerSettings, port: int) -> None:
         self.failure: Exception | None = None
-        """Error that ends the server: that of the first model, where all fail."""
+        """Error to exit with: that of the first model, if all failed."""
         self._models = models
         self._settings = settings
         self._port = port
@@ -193,7 +193,7 @@ class Start:
             _say(f"{slot.name} is ready")
 
     def note_failure(self, slot: EngineSlot, error: Exception) -> None:
-        """Says why a model cannot be served; the only one's error is said by the command."""
+        """Reports why a model failed to load; a single model's error is reported by the command."""
         self._errors.append(error)
         if self._is_over or len(self._models) > 1:
             hint = f" (hint: {error.hint})" if isinstance(error, OctavoError) and error.hint else ""
@@ -202,7 +202,9 @@ class Start:
             logger.error("%s failed to load", slot.name, exc_info=error)
 
     def end(self, stop: Callable[[], None]) -> None:
-        """Greets once all models are ready or have failed; stops the server where none is ready."""
+        """Prints the greeting when all models are ready or have failed; stops the server if none is
+        ready.
+        """
         self._is_over = True
         own = (slot for slot in self._models if not slot.spec.is_remote)
         ready = [slot for slot in own if slot.state in ("ready", "unloaded")]
@@ -214,7 +216,7 @@ class Start:
 
 
 class Server(uvicorn.Server):
-    """The server of uvicorn, which drains on a signal and then ends with exit code 0."""
+    """uvicorn's server, which drains on a signal and exits with code 0."""
 
     def __init__(
         self, config: uvicorn.Config, models: ModelDirectory, settings: ServerSettings
@@ -228,19 +230,19 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Starts the drain; a second Ctrl-C ends it at once."""
+        """Starts the drain; a second Ctrl-C exits immediately."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.stop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drains; requests that still run when the time is up end with an error."""
+        """Drains; requests still running after the timeout fail."""
         closing = asyncio.create_task(self._close_late())
         await super().shutdown(sockets)
         closing.cancel()
 
     async def _close_late(self) -> None:
-        """Ends what still runs when the time is up, and then cuts off who sends half a request or
-        does not read an answer: their own limits are longer than a server has to stop.
+        """After the timeout, aborts running requests and then closes slow connections, whose own
+        limits are longer than the shutdown may take.
         """
         await asyncio.sleep(self._timeout_s)
         await asyncio.to_thread(self._models.close)
@@ -250,7 +252,7 @@ class Server(uvicorn.Server):
 
 
 def _greeting(slots: Sequence[EngineSlot], settings: ServerSettings, port: int) -> str:
-    """Returns the line that names models and URL, and a command to try with the first of them."""
+    """Returns a message with models, URL and an example command."""
     url = _url(settings, port)
     names = ", ".join(slot.name for slot in slots)
     path, fields = _request_to_try(slots[0])
@@ -263,7 +265,7 @@ def _greeting(slots: Sequence[EngineSlot], settings: ServerSettings, port: int) 
 
 
 def _request_to_try(slot: EngineSlot) -> tuple[str, dict[str, Any]]:
-    """Returns a path and a body that suit what the model does."""
+    """Returns a path and body of an example request for a model."""
     has_text = not slot.spec.options.get("skip_tokenizer_init")
     pools = None if slot.loaded is None else slot.loaded.pools
     if pools is not None:
@@ -276,7 +278,7 @@ def _request_to_try(slot: EngineSlot) -> tuple[str, dict[str, Any]]:
 
 
 def _url(settings: ServerSettings, port: int) -> str:
-    """Returns the URL at which this machine reaches the server."""
+    """Returns the local URL of the server."""
     scheme = "http" if settings.ssl_certfile is None else "https"
     if settings.uds is not None:
         return f"{scheme}://localhost"
@@ -290,7 +292,7 @@ def _curl_options(settings: ServerSettings) -> str:
 
 
 def _port_of(listener: socket.socket) -> int:
-    """Returns the number of a TCP port; 0 for a unix socket."""
+    """Returns the TCP port; 0 for a unix socket."""
     return 0 if listener.family == socket.AF_UNIX else int(listener.getsockname()[1])
 
 

@@ -1,5 +1,4 @@
-"""The server's own options: address, keys and limits. The engine's are in
-`config/engine_config.py`.
+"""Options of the server: address, keys and limits. The engine's are in `config/engine_config.py`.
 
 A field's name with dashes is its flag.
 """
@@ -20,7 +19,7 @@ from octavo.config.paths import state_home
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """All options of `octavo serve` that are not the engine's."""
+    """Options of `octavo serve` other than the engine's."""
 
     host: str = option(
         "127.0.0.1", "Server", "Listen on this address, 0.0.0.0 for all", common=True
@@ -270,7 +269,7 @@ class ServerSettings:
 
     @property
     def state_folder(self) -> Path | None:
-        """Folder in which the server keeps things; None where it keeps nothing."""
+        """Directory of stored objects; None if storage is disabled."""
         if self.state_dir is not None:
             return Path(self.state_dir).expanduser() if self.state_dir else None
         if not self.port:
@@ -278,7 +277,7 @@ class ServerSettings:
         return state_home() / f"port-{self.port}"
 
     def model_aliases(self) -> dict[str, str]:
-        """Returns the names that aliases stand for; ConfigError for what is no alias."""
+        """Parses the aliases; raises ConfigError for an invalid one."""
         found: dict[str, str] = {}
         for text in self.model_alias:
             alias, _, name = text.partition("=")
@@ -292,13 +291,12 @@ class ServerSettings:
 
     @property
     def is_open_to_all(self) -> bool:
-        """Whether other machines can reach the server and no key is needed."""
+        """Whether the server is reachable from other machines without a key."""
         stays_here = self.uds is not None or is_local(self.host)
         return not self.has_keys and (bool(self.trusted_proxies) or not stays_here)
 
     @property
     def has_keys(self) -> bool:
-        """Whether requests need a key."""
         return bool(self.api_key or self.operator_key or self.api_key_file)
 
 

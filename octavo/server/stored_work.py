@@ -1,7 +1,7 @@
-"""The work that the server does for what it keeps: responses in the background, and batches.
+"""Background work on stored objects: background responses and batches.
 
-It begins when the server listens, goes on with what an earlier server has left unfinished, and
-stops before the engine does.
+It starts with the server, resumes unfinished work of an earlier server, and stops before the
+engine.
 """
 
 from __future__ import annotations
@@ -23,29 +23,27 @@ from octavo.server.state.store import Store
 logger = logging.getLogger(__name__)
 
 BATCH_ROUTES = (chat.router, completions.router, response_routes.router, embeddings.router)
-"""Routes that a batch's lines may ask."""
+"""Routes allowed in batches."""
 
 
 class StoredWork:
-    """Background responses and batches of one server."""
-
     def __init__(self, service: Service, store: Store) -> None:
         self.responses = ResponseRuns(service, store)
         inner = InnerRequests(service, BATCH_ROUTES, stored_work=self)
         self.batches = BatchRunner(service, store, inner)
 
     async def resume(self) -> None:
-        """Goes on with what is unfinished."""
+        """Resumes unfinished work."""
         await self.responses.resume()
         await self.batches.resume()
 
     async def stop(self) -> None:
-        """Ends all tasks; what they have not finished stays to be resumed."""
+        """Cancels all tasks; unfinished work can be resumed."""
         await asyncio.gather(self.responses.stop(), self.batches.stop())
 
 
 async def stored_work_of(request: Request) -> StoredWork:
-    """Returns the stored work of a server; raises a 404 where it keeps nothing."""
+    """Returns the server's background work; raises a 404 without a store."""
     work: StoredWork | None = request.app.state.stored_work
     if work is None:
         raise HTTPException(404, "this server keeps nothing (hint: start it with --state-dir)")

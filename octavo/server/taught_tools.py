@@ -1,7 +1,6 @@
-"""Tools for models whose chat template knows none: functions, calls and results as plain text.
+"""Tools as plain text, for models whose chat template does not support them.
 
-The functions stand in the system's message, in Hermes's notation, which such a model is asked to
-answer in.
+The tools are described in the system message, in Hermes's format, which the model is asked to use.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ INTRODUCTION = (
 def taught_messages(
     messages: Sequence[dict[str, Any]], definitions: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns messages of which the system's first one ends with the functions."""
+    """Appends the tools to the system message, or inserts one."""
     lines = "\n".join(json.dumps(definition, ensure_ascii=False) for definition in definitions)
     text = INTRODUCTION.format(lines)
     first, rest = messages[0], list(messages[1:])
@@ -31,7 +30,7 @@ def taught_messages(
 
 
 def plain_history(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages in which calls and results are text, each where it was."""
+    """Converts tool calls and results to text."""
     return [_plain(message) for message in messages]
 
 

@@ -1,7 +1,4 @@
-"""The functions that a request offers the model, and whether it may or must call one.
-
-Checked once, in the terms that all APIs share; each API's bodies are turned into these.
-"""
+"""Tools of a request and the tool choice, in a common form for all APIs."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ from octavo.text.parsers.formats import ChannelFormat, ToolFormat
 from octavo.text.parsers.function_names import get_aliases
 
 MAX_NAME = 256
-"""Most characters of a function's name."""
+"""Maximum length of a function's name in characters."""
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
-"""Schema of a function that takes no arguments."""
+"""Schema of a function without arguments."""
 
 Choice = Literal["none", "auto", "required"]
 
@@ -38,11 +35,11 @@ class OfferedFunction:
     """JSON schema of its arguments."""
     description: str | None = None
     is_strict: bool = False
-    """Whether its arguments must meet the schema even where the call is the model's own choice."""
+    """Whether arguments must match the schema even with tool choice "auto"."""
 
     @property
     def definition(self) -> dict[str, Any]:
-        """Description in OpenAI's form, which chat templates read."""
+        """The function in OpenAI's format, for chat templates."""
         about = {} if self.description is None else {"description": self.description}
         function = {"name": self.name, **about, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
@@ -50,7 +47,7 @@ class OfferedFunction:
 
 @dataclass(frozen=True, slots=True)
 class ToolNames:
-    """Names that an API has for what is checked here, for messages."""
+    """An API's field names, for error messages."""
 
     tools: str = "tools"
     choice: str = "tool_choice"
@@ -63,28 +60,28 @@ OPENAI_NAMES = ToolNames()
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Functions and how they may be called."""
+    """Tools and the tool choice."""
 
     functions: Sequence[OfferedFunction]
     choice: Choice = "auto"
     is_parallel: bool = True
-    """Whether one answer may call several functions."""
+    """Whether one response may contain several calls."""
     allowed: frozenset[str] | None = None
-    """Names of the functions that may be called; None for all."""
+    """Names of the allowed functions; None: all."""
     names: ToolNames = OPENAI_NAMES
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
-    """Where keywords of schemas are added that no grammar enforces."""
+    """Receives schema keywords that grammars do not enforce."""
 
     @property
     def callable(self) -> list[OfferedFunction]:
-        """Functions that this answer may call."""
+        """Functions that this response may call."""
         if self.allowed is None:
             return list(self.functions)
         return [function for function in self.functions if function.name in self.allowed]
 
     def enforced(self) -> dict[str, Mapping[str, Any]]:
-        """Returns the schemas of the callable functions as grammars enforce them, by name. Other
-        keywords are ignored; raises InvalidRequest for those of a strict function.
+        """Returns the enforceable schemas of callable functions, by name. Other keywords are
+        reported as ignored, or raise InvalidRequest for strict functions.
         """
         return {one.name: self._enforced(one) for one in self.callable}
 
@@ -104,11 +101,11 @@ class ToolUse:
         return found.schema
 
     def aliases(self, tools: ToolFormat | ChannelFormat) -> dict[str, str]:
-        """Returns the aliases of the functions of which a format cannot write the name."""
+        """Returns aliases of functions whose names the format cannot represent."""
         return get_aliases(tools, [function.name for function in self.functions])
 
     def definitions(self, aliases: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Returns the descriptions of all functions, for the chat template."""
+        """Returns the definitions of all functions, for the chat template."""
         return [
             replace(function, name=aliases.get(function.name, function.name)).definition
             for function in self.functions
@@ -125,11 +122,11 @@ def tool_use_of(
     names: ToolNames = OPENAI_NAMES,
     ignored: IgnoredFields,
 ) -> ToolUse | None:
-    """Returns what a request may call; None where it can call nothing.
+    """Builds the checked tools of a request; None if it may not call any.
 
-    `named` are the only functions that may be called. Raises InvalidRequest for a choice without
-    functions, for names at odds, and for what is beyond a limit. If tools of the request are
-    ignored, a choice that none of the others satisfies is ignored too.
+    `named` restricts the callable functions. Raises InvalidRequest for a choice without functions,
+    conflicting names, or an exceeded limit. If some tools are ignored as unknown, a choice that
+    needs them is ignored too.
     """
     known = [function.name for function in functions]
     if ignored.drops_entries_of(names.tools) and not _is_satisfied(choice, named, known):
@@ -159,7 +156,7 @@ def tool_use_of(
 def _without_copies(
     functions: Sequence[OfferedFunction], names: ToolNames, ignored: IgnoredFields
 ) -> list[OfferedFunction]:
-    """Returns functions without those that are equal to an earlier one, which are ignored."""
+    """Removes exact duplicates, which are reported as ignored."""
     kept: list[OfferedFunction] = []
     by_name: dict[str, OfferedFunction] = {}
     for index, function in enumerate(functions):
@@ -174,7 +171,7 @@ def _without_copies(
 
 
 def _is_satisfied(choice: Choice | None, named: Sequence[str] | None, known: Sequence[str]) -> bool:
-    """Returns whether the functions that a choice needs are there."""
+    """Returns whether the functions that a choice needs exist."""
     if named is not None:
         return not set(named).isdisjoint(known)
     return choice != "required" or bool(known)
@@ -220,10 +217,10 @@ def _twice(name: str) -> str:
 
 
 def parse_arguments(given: object) -> dict[str, Any]:
-    """Returns the arguments of a call in the history as an object, as templates read them.
+    """Parses the arguments of a tool call in the history to an object, for the chat template.
 
-    JSON text that was cut off, as in an answer that reached its token limit, is read as far as it
-    goes; anything else that is not an object becomes the member "arguments" of one.
+    Truncated JSON (from a response at its token limit) is parsed as far as possible; other values
+    that are not objects become {"arguments": value}.
     """
     found = given
     for _ in range(2):  # some clients encode the text once more
@@ -240,7 +237,7 @@ def parse_arguments(given: object) -> dict[str, Any]:
 def rename_functions(
     messages: Sequence[dict[str, Any]], aliases: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Returns a history in which functions with an alias have it, in calls and in results."""
+    """Replaces function names by their aliases, in calls and results."""
     return [_renamed(message, aliases) for message in messages]
 
 
@@ -258,7 +255,7 @@ def _renamed(message: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, A
 
 
 def check_role(role: str, needed: str, where: str) -> None:
-    """Refuses a part of a message that only messages of the role `needed` have."""
+    """Raises InvalidRequest for a part that only messages of role `needed` may contain."""
     if role != needed:
         raise InvalidRequest(
             f"{where}: got it in a message of the role {role!r}, allowed is {needed!r}",

@@ -153,8 +153,6 @@ class OllamaChatFormatter(OllamaFormatter):
 
 
 class OllamaGenerateFormatter(OllamaFormatter):
-    """Formats responses of POST /api/generate."""
-
     @staticmethod
     def format_message(message: MessageText) -> Line:
         thought = {"thinking": message.reasoning} if message.reasoning else {}

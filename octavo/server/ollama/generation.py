@@ -1,7 +1,6 @@
-"""POST /api/chat and POST /api/generate: Ollama's API over the same engine.
+"""POST /api/chat and POST /api/generate.
 
-Source: Ollama's API reference. A request without messages, or without a prompt, asks whether the
-model is loaded.
+Source: Ollama's API reference. A request without messages or prompt only loads the model.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ async def _respond(
     *,
     parser: OutputParser = PLAIN,
 ) -> Response:
-    """Submits a prompt and returns its response: a stream unless the request turns that off."""
+    """Submits a prompt and returns the response, streamed unless the request disables it."""
     stream = body.stream is not False
     with use_api_names(NAMES):
         response = await start_response(
@@ -138,7 +137,7 @@ async def _respond(
 def _unloaded(
     request: Request, service: Service, body: OllamaBody, kind: type[OllamaFormatter]
 ) -> Response:
-    """Has a model unloaded as soon as no request uses it."""
+    """Unloads a model as soon as no request uses it."""
     require_operator(request)
     slot = find(service, body.model)
     if slot.loaded is not None and not service.residency.may_unload(slot):
@@ -152,8 +151,8 @@ def _unloaded(
 
 
 async def _prompt(body: OllamaGenerateBody, model: ServedModel) -> Prompt:
-    """Returns the prompt of a generation without a template: between two texts, raw, or after the
-    system's message.
+    """Returns the prompt of a generation without chat template: fill-in-the-middle, raw, or
+    preceded by the system message.
     """
     text = body.prompt or ""
     if body.suffix:
@@ -183,7 +182,7 @@ def _messages(body: OllamaChatBody) -> list[dict[str, Any]]:
 
 
 def _seen(text: str, images: Sequence[str] | None) -> Content:
-    """Returns a text with the images that it speaks of before it."""
+    """Returns the text, preceded by its images."""
     if not images:
         return text
     return [*(image_part(base64_source(image)) for image in images), text_part(text)]
@@ -201,7 +200,7 @@ def _content(message: OllamaMessage, where: str, ignored: IgnoredFields) -> Cont
 
 
 def _plain(message: OllamaMessage, where: str, ignored: IgnoredFields) -> dict[str, Any]:
-    """Returns a message as templates read it."""
+    """Converts a message to a plain one."""
     content = _content(message, where, ignored)
     plain: dict[str, Any] = {"role": message.role, "content": content}
     if message.thinking is not None:
@@ -226,7 +225,7 @@ def _plain(message: OllamaMessage, where: str, ignored: IgnoredFields) -> dict[s
 
 
 def _params(body: OllamaBody, model: ServedModel) -> SamplingParams:
-    """Checks the fields that all requests share; returns their SamplingParams."""
+    """Checks the fields common to all requests; returns the SamplingParams."""
     for name in ("truncate", "shift"):
         if getattr(body, name):
             body.ignored.add(name)
@@ -243,7 +242,7 @@ def _params(body: OllamaBody, model: ServedModel) -> SamplingParams:
 
 
 def _form(given: str | dict[str, Any] | None) -> StructuredOutputs | None:
-    """Returns the form that the answer is to have; None for any text."""
+    """Returns the structured output options; None for free text."""
     if not given:
         return None
     if given == "json":
@@ -274,8 +273,8 @@ def _check_thinking(body: OllamaBody, model: ServedModel) -> None:
 
 
 def _check_context(body: OllamaBody, options: RunOptions, model: ServedModel) -> None:
-    """Notes a context that is longer than the model's as ignored: a prompt that is too long for the
-    model has an error of its own.
+    """Reports num_ctx as ignored if it exceeds the model's context. (A prompt that is too long is
+    an error of its own.)
     """
     longest = model.llm.info.max_model_len
     if options.num_ctx is not None and options.num_ctx > longest:

@@ -1,6 +1,6 @@
 """The field keep_alive: how long a model stays in memory after a request.
 
-Source: Ollama's API reference, and Go's durations, in which it is written.
+Source: Ollama's API reference; durations are in Go's notation.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ KeepAlive = str | int | float | None
 
 TAKES = 'a duration such as "5m" or "1h30m", seconds, 0 to unload at once, or -1 for good'
 MAX_S = 1e9
-"""Longest time that is told from forever, in seconds."""
+"""Longer times mean forever, in seconds."""
 
 
 def parse_keep_alive(given: str | int | float) -> float | None:
-    """Returns seconds; None for a model that stays for good. Raises InvalidRequest."""
+    """Returns seconds; None to keep the model loaded. Raises InvalidRequest."""
     seconds = read_seconds(given.strip()) if isinstance(given, str) else float(given)
     if seconds is None or math.isnan(seconds):
         raise InvalidRequest(
@@ -37,7 +37,7 @@ def asks_to_unload(given: KeepAlive) -> bool:
 
 
 def apply_keep_alive(request: Request, uses: ModelUses, given: KeepAlive) -> None:
-    """Sets how long a model stays after this request; ignored unless the operator sends it."""
+    """Sets the model's idle timeout; ignored unless the request is an operator's."""
     if given is None:
         return
     seconds = parse_keep_alive(given)

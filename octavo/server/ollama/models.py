@@ -1,7 +1,7 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show: what there is, in Ollama's form.
+"""GET /api/tags, /api/ps and /api/version, POST /api/show.
 
-A model that is not loaded is described by the headers of its files; sizes and families are 0 or
-empty if these are not on this machine.
+A model that is not loaded is described from its files' headers; without local files, sizes and
+families are 0 or empty.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.server.state.slot import EngineSlot
 from octavo.utils.version import __version__
 
 NEVER = "9999-12-31T23:59:59Z"
-"""Time at which a model is unloaded that stays for good."""
+"""Expiry time of a model that stays loaded."""
 
 router = APIRouter()
 
@@ -36,8 +36,8 @@ async def version() -> dict[str, str]:
 
 @router.get("/api/tags")
 async def tags(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
-    """Lists the models that requests may name, in any state; `load_on_demand` local adds all that
-    lie in this machine's caches.
+    """Lists the models that requests may name, in any state. With `load_on_demand` local, includes
+    all cached models.
     """
     known = service.known
     cached = await known.local()
@@ -57,7 +57,7 @@ async def tags(service: Annotated[Service, Depends(service_of)]) -> dict[str, An
 
 @router.get("/api/ps")
 async def running(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
-    """Lists the models that are loaded."""
+    """Lists the loaded models."""
     return {
         "models": [
             await _entry(service, slot, slot.name)
@@ -77,7 +77,6 @@ async def show(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[ShowBody, Depends(body_of(ShowBody))],
 ) -> dict[str, Any]:
-    """Describes one model."""
     slot = await service.residency.find(known_name(service, body.known_as))
     await service.known.describe([slot])
     return {
@@ -94,7 +93,9 @@ async def show(
 async def _entry(
     service: Service, slot: EngineSlot, name: str, cached: Sequence[CachedModel] = ()
 ) -> dict[str, Any]:
-    """Describes a model under one of its names; `cached` has its size before it is loaded."""
+    """Describes a model under one of its names; the size of one that is not loaded comes from
+    `cached`.
+    """
     num_bytes, found = slot.facts.num_bytes, find_cached(slot.spec.model, cached)
     if slot.loaded is None and found is not None:
         num_bytes = num_bytes or found.num_bytes
@@ -110,13 +111,13 @@ async def _entry(
 
 
 def _slot_of(model: CachedModel) -> EngineSlot:
-    """Returns a slot that describes a model which no request has named yet."""
+    """Returns a slot that describes a cached model before its first request."""
     options = {"model": str(model.path), "served_model_name": model.name}
     return EngineSlot(ModelSpec.of(options), is_unloaded=True)
 
 
 def _expiry(slot: EngineSlot) -> str:
-    """Returns the time at which a model is unloaded if no request comes."""
+    """Returns the time at which an idle model is unloaded."""
     left_s = None if slot.spec.is_pinned else slot.uses.expires_in_s
     return NEVER if left_s is None else _time(time.time() + left_s)
 
@@ -134,7 +135,7 @@ def _details(slot: EngineSlot) -> dict[str, Any]:
 
 
 def _model_info(slot: EngineSlot) -> dict[str, Any]:
-    """Returns GGUF's keys of a model."""
+    """Returns the model's metadata by GGUF keys."""
     facts = slot.facts
     if slot.max_model_len is None:
         return {"general.architecture": ""}
@@ -146,7 +147,7 @@ def _model_info(slot: EngineSlot) -> dict[str, Any]:
 
 
 def _short_count(number: int) -> str:
-    """Returns a number of parameters as Ollama writes it, such as 135M or 1.2B."""
+    """Formats a number of parameters as Ollama does, such as 135M or 1.2B."""
     for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= unit:
             return f"{number / unit:.3g}{letter}"
@@ -154,7 +155,7 @@ def _short_count(number: int) -> str:
 
 
 def _parameters(slot: EngineSlot) -> str:
-    """Returns what the model's makers recommend, as lines of Ollama's options."""
+    """Returns the recommended sampling parameters as lines of Ollama's options."""
     params = None if slot.outline is None else slot.outline.sampling
     if params is None:
         return ""
@@ -168,12 +169,11 @@ def _parameters(slot: EngineSlot) -> str:
 
 
 def _template(slot: EngineSlot) -> str:
-    """Returns the model's chat template; "" where it has none."""
     return "" if slot.outline is None else slot.outline.chat_template
 
 
 def _capabilities(slot: EngineSlot) -> list[str]:
-    """Returns Ollama's words for what a model can do; [] before its files have been read."""
+    """Returns Ollama's capability names; [] if the files have not been read."""
     known = slot.outline
     if known is None:
         return []

@@ -1,4 +1,4 @@
-"""Names of models as Ollama's clients spell them: `smollm2` and `smollm2:latest` are one."""
+"""Ollama's model names: `smollm2` and `smollm2:latest` are the same."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ LATEST = ":latest"
 
 
 def tagged(name: str) -> str:
-    """Returns a model's name with a tag, as Ollama lists it."""
+    """Adds the tag :latest, as Ollama lists names."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
 def known_name(service: Service, name: str) -> str:
-    """Returns the name by which the directory finds a model, without a tag that it does not have
-    there.
-    """
+    """Removes the tag :latest, unless the directory has a model with it."""
     return name.removesuffix(LATEST) if service.models.get(name) is None else name
 
 

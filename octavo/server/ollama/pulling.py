@@ -1,7 +1,7 @@
-"""POST /api/pull, POST /api/copy and DELETE /api/delete.
+"""POST /api/pull, POST /api/copy and DELETE /api/delete, for operators.
 
-Source: Ollama's API reference. For the operator. A model is a short name or one of the Hugging Face
-hub; a path of this machine is never taken.
+Source: Ollama's API reference. A model is given by short name or hub repository, never by local
+path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from octavo.server.state.service import Service, service_of
 from octavo.utils.progress import FileProgress
 
 SHOWN_DIGITS = 12
-"""Digits of a digest that a status shows."""
+"""Number of digits of a digest in a status."""
 
 router = APIRouter()
 
@@ -43,7 +43,7 @@ async def pull(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[PullBody, Depends(body_of(PullBody))],
 ) -> Response:
-    """Fetches a model, tells how far it is, and makes it known for requests to load."""
+    """Downloads a model with progress, and registers it for requests to load."""
     name = _name_to_pull(body.known_as)
     lines = _progress(service, name)
     if body.stream is not False:
@@ -57,7 +57,7 @@ async def delete(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[DeleteBody, Depends(body_of(DeleteBody))],
 ) -> Response:
-    """Forgets a model and deletes its files from this machine's caches."""
+    """Removes a model and deletes its files from this machine's caches."""
     await service.known.delete(known_name(service, body.known_as))
     return Response()
 
@@ -67,14 +67,14 @@ async def copy(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[CopyBody, Depends(body_of(CopyBody))],
 ) -> Response:
-    """Gives a model another name, under which the same engine answers."""
+    """Adds an alias of a model."""
     source = await service.residency.find(known_name(service, body.source))
     await service.known.copy(source, body.destination.removesuffix(LATEST))
     return Response()
 
 
 def _name_to_pull(text: str) -> str:
-    """Returns the name under which a model is pulled; InvalidRequest for what is none."""
+    """Returns the name of a model to pull; raises InvalidRequest if it is invalid."""
     short, reference = short_name(text), parse_hub_reference(text)
     if short is not None:
         return short
@@ -89,7 +89,7 @@ def _name_to_pull(text: str) -> str:
 
 
 async def _progress(service: Service, name: str) -> AsyncGenerator[list[dict[str, Any]], None]:
-    """Yields the lines of a pull, the last of which says that it is done."""
+    """Yields the progress lines of a pull; the last one reports success."""
     yield [{"status": "pulling manifest"}]
     download = service.pulls.start(name)
     async with aclosing(download.follow()) as changes:
@@ -111,7 +111,7 @@ def _line(progress: FileProgress) -> dict[str, Any]:
 
 
 async def _last(lines: AsyncGenerator[list[dict[str, Any]], None]) -> dict[str, Any]:
-    """Returns the last line of a pull, once it is done."""
+    """Returns the last line of a finished pull."""
     last: dict[str, Any] = {}
     async with aclosing(lines):
         async for some in lines:

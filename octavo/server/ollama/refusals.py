@@ -1,4 +1,4 @@
-"""Routes of Ollama's that this server does not have, each refused with what to do instead."""
+"""Ollama routes that are not implemented, with hints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ HINTS = {
     "/api/create": "load a checkpoint as it is by POST /v1/models/load",
     "/api/blobs/{digest}": "load a checkpoint as it is by POST /v1/models/load",
 }
-"""Hints by path."""
 
 router = APIRouter()
 

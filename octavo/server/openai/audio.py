@@ -1,4 +1,4 @@
-"""/v1/audio/transcriptions and /v1/audio/translations: the text of a sound, in OpenAI's forms."""
+"""/v1/audio/transcriptions and /v1/audio/translations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 
 MAX_BYTES = 512 << 20
-"""Largest file: two hours of stereo of 16 bits at 16 kHz, with room to spare."""
+"""Maximum file size: more than two hours of 16-bit stereo at 16 kHz."""
 FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
 GRANULARITIES = "timestamp_granularities[]"
 FIELDS = (
@@ -32,9 +32,9 @@ FIELDS = (
     GRANULARITIES,
 )
 FRAMES_A_SECOND = 100
-"""Frames of sound a second, in which OpenAI's segments say where their windows begin."""
+"""Frames per second, the unit of `seek` in OpenAI's segments."""
 WITH_SEGMENTS = ("verbose_json", "srt", "vtt")
-"""Forms that tell a sound's segments, which the model times where it can."""
+"""Formats with segments, which the model timestamps if it can."""
 FORM = {
     "required": True,
     "content": {
@@ -55,7 +55,7 @@ FORM = {
         }
     },
 }
-"""Description of a form, which `open_form` reads."""
+"""OpenAPI description of the form that `open_form` reads."""
 
 router = APIRouter()
 
@@ -64,13 +64,13 @@ router = APIRouter()
 async def transcribe(
     request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> Response:
-    """Returns the text of a sound in the language that is spoken."""
+    """Transcribes audio in the spoken language."""
     return await _answer(request, service, "transcribe")
 
 
 @router.post("/v1/audio/translations", openapi_extra={"requestBody": FORM})
 async def translate(request: Request, service: Annotated[Service, Depends(service_of)]) -> Response:
-    """Returns the text of a sound in English."""
+    """Translates audio to English."""
     return await _answer(request, service, "translate")
 
 
@@ -100,7 +100,7 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
 async def _heard(
     model: ServedModel, data: bytes, options: SpeechOptions, origin: RequestContext
 ) -> Transcription:
-    """Returns the text of a sound, whose windows count as one running request of their key."""
+    """Transcribes audio; its windows count as one running request of the API key."""
     name = f"trsc-{secrets.token_hex(12)}"
 
     async def compute(requests: Sequence[ParentRequest]) -> list[RequestOutput]:
@@ -118,7 +118,7 @@ async def _heard(
 
 
 def _checked(fields: dict[str, str], ignored: IgnoredFields) -> str:
-    """Returns the wanted format."""
+    """Checks the form's fields; returns the response format."""
     for name in fields:
         if name not in FIELDS:
             ignored.add(
@@ -141,7 +141,7 @@ def _checked(fields: dict[str, str], ignored: IgnoredFields) -> str:
 
 
 def _timestamps(granularity: str | None, answer_format: str) -> bool | None:
-    """Returns whether the model has to time the segments; None: it does where it can."""
+    """Returns whether segments need timestamps of the model; None: if it supports them."""
     if granularity not in (None, "segment"):
         raise InvalidRequest(
             f"{GRANULARITIES}: got {shown(granularity)}, allowed is segment",

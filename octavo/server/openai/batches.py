@@ -1,4 +1,6 @@
-"""/v1/batches: files of requests, run behind all others. A batch answers only to its key."""
+"""/v1/batches: files of requests with the lowest priority. Only the key that created a batch can
+access it.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,6 @@ WorkHere = Annotated[StoredWork, Depends(stored_work_of)]
 
 
 class BatchBody(Body):
-    """Body of POST /v1/batches."""
-
     unsupported = frozenset({"output_expires_after"})
 
     input_file_id: Annotated[str, Field(max_length=200, description="the id of a file")]
@@ -55,7 +55,7 @@ async def create_batch(
     work: WorkHere,
     body: Annotated[BatchBody, Depends(body_of(BatchBody))],
 ) -> dict[str, Any]:
-    """Takes a batch; its input is checked, and its lines are run, after the answer."""
+    """Creates a batch; its input is validated and run in the background."""
     window_s = _seconds(body.completion_window)
     owner = owner_of(request)
     file = await store.find("file", body.input_file_id, owner)
@@ -94,7 +94,7 @@ async def show_batch(
 async def cancel_batch(
     batch_id: str, request: Request, store: StoreHere, work: WorkHere
 ) -> dict[str, Any]:
-    """Ends a batch with the lines that have ended; one that has ended cannot be cancelled."""
+    """Cancels a batch, keeping finished requests; a batch that has ended cannot be cancelled."""
     record = await _find(store, batch_id, owner_of(request))
     run = work.batches.find(batch_id)
     if run is None:
@@ -105,7 +105,7 @@ async def cancel_batch(
 
 
 def _public(record: Record, work: StoredWork) -> dict[str, Any]:
-    """Returns a batch with the counts of this moment."""
+    """Returns the batch object with current counts."""
     run = work.batches.find(record.id)
     batch: dict[str, Any] = record.body["batch"]
     return batch if run is None else run.batch
@@ -119,7 +119,7 @@ async def _find(store: Store, batch_id: str, owner: str) -> Record:
 
 
 def _seconds(window: str) -> int:
-    """Returns a completion window in seconds."""
+    """Parses a completion window."""
     found = re.fullmatch(r"(\d+)([smhd])", window)
     seconds = int(found[1]) * SECONDS[found[2]] if found else 0
     if not 0 < seconds <= MAX_WINDOW_S:

@@ -1,8 +1,7 @@
-"""Bodies that the OpenAI routes take: the one table of their fields, with OpenAI's names, and
-vLLM's where OpenAI has none.
+"""Request bodies of the OpenAI API, with vLLM's names for fields that OpenAI lacks.
 
-Each row (`server/fields.py`) is checked, documented and listed by GET /v1/capabilities. Knows
-nothing of the engine but SamplingParams' names and ranges.
+The fields (`server/fields.py`) are validated, documented and listed by GET /v1/capabilities from
+their declarations.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from octavo.server.openai.message_bodies import (
 )
 
 TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-"""A whole number that fits the engine's types; SamplingParams says which values make sense."""
+"""An integer that fits the engine's types; SamplingParams checks its value."""
 
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataText = Annotated[str, Field(max_length=512)]
 
 FLAG = "true or false"
 MAX_NAME = 512
-"""Most characters of an identifier that a client may send along."""
+"""Maximum length of a client's identifiers, in characters."""
 MAX_TEMPLATE = 100_000
-"""Most characters of a chat template that comes with a request."""
+"""Maximum length of a request's chat template, in characters."""
 
 
 class StreamOptions(BodyPart):
@@ -45,7 +44,7 @@ class StreamOptions(BodyPart):
 
 
 class SamplingBody(FilterBody):
-    """Base of the bodies that ask for text; None stands for a field that is not given."""
+    """Base class of generation bodies; None means that a field is not given."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset(
         {
@@ -189,15 +188,15 @@ CONVERTED_FIELDS = (
     "length_penalty",
     "early_stopping",
 )
-"""Fields of SamplingParams whose values depend on other fields of a body."""
+"""SamplingParams fields whose values depend on other fields of the body."""
 SAMPLING_FIELDS = tuple(
     name for name in SamplingBody.model_fields if name in OPTIONS and name not in CONVERTED_FIELDS
 )
-"""Fields that go to SamplingParams unchanged."""
+"""Fields copied to SamplingParams unchanged."""
 
 
 class PromptBody(SamplingBody):
-    """Base of the bodies that bring a prompt, which may be cut."""
+    """Base class of bodies with a prompt that may be truncated."""
 
     truncate_prompt_tokens: Whole | None = field(
         "-1, or a whole number from 1 to the context length minus 1",
@@ -212,8 +211,6 @@ class PromptBody(SamplingBody):
 
 
 class CompletionBody(PromptBody):
-    """Body of POST /v1/completions."""
-
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = needed(
         "a text, token ids, or a list of either", "what is continued"
     )
@@ -262,7 +259,7 @@ class CompletionBody(PromptBody):
 
 
 class ConversationBody(Body):
-    """Base of the bodies that bring a conversation for the chat template."""
+    """Base class of bodies with a conversation for the chat template."""
 
     messages: list[Message] = needed(
         "a list of messages, each with a role and a content", "the conversation", by_path=True
@@ -298,8 +295,6 @@ class ConversationBody(Body):
 
 
 class ChatBody(ConversationBody, PromptBody):
-    """Body of POST /v1/chat/completions."""
-
     unsupported = SamplingBody.unsupported
 
     max_completion_tokens: Whole | None = field(

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation in, the next message out, whole or as a stream."""
+"""POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -79,8 +79,6 @@ async def _answered(request: Request, service: Service, body: ChatBody) -> Respo
 
 
 class ChatFormatter(OpenAIFormatter):
-    """Formats chat completions."""
-
     prefix = "chatcmpl"
 
     def __init__(
@@ -93,7 +91,7 @@ class ChatFormatter(OpenAIFormatter):
         shows_reasoning: bool = True,
         uses_functions: bool = False,
     ) -> None:
-        """With `uses_functions` a call has OpenAI's old form, `function_call`."""
+        """With `uses_functions` tool calls have OpenAI's old format, `function_call`."""
         super().__init__(body, params, model, shows_reasoning=shows_reasoning)
         self._uses_functions = uses_functions
         self._echoed = echoed
@@ -125,7 +123,9 @@ class ChatFormatter(OpenAIFormatter):
         return made
 
     def format_choices(self, delta: ChoiceDelta) -> list[ChatChoice]:
-        """Returns the delta's choices, one for each part; a stream's first has the role alone."""
+        """Returns the delta's choices, one for each part; the first one of a stream has only the
+        role.
+        """
         messages = [self._part(part) for part in delta.parts]
         if not messages:
             messages = [ChatMessage(content=UNSET if delta.finish_reason else "")]
@@ -141,7 +141,6 @@ class ChatFormatter(OpenAIFormatter):
         return ChatChoice(index, UNSET, message, None, None, None)
 
     def _part(self, part: Part) -> ChatMessage:
-        """Returns a stream's message with one new part."""
         match part.kind:
             case PartKind.REASONING:
                 return ChatMessage(reasoning=part.text)
@@ -160,7 +159,7 @@ class ChatFormatter(OpenAIFormatter):
                 return ChatMessage(tool_calls=[ChatToolCall(called, index=part.call)])
 
     def _message(self, found: MessageText) -> ChatMessage:
-        """Returns a whole message; its content is null where it is calls alone."""
+        """Returns a whole message; its content is null if it only calls tools."""
         content = self._echoed + found.content
         message = ChatMessage(ROLE, content if content or not found.calls else None, None)
         if found.reasoning:
@@ -207,7 +206,7 @@ class ChatFormatter(OpenAIFormatter):
 
 
 def _conversation(body: ChatBody, model: ServedModel, settings: ServerSettings) -> Conversation:
-    """Returns the body's messages and how they become a prompt."""
+    """Builds the conversation from the body."""
     rendering = rendering_of(body, model, settings, add_special_tokens=body.add_special_tokens)
     truncation = truncation_of(body, model.llm, _max_tokens(body))
     messages = plain_messages(
@@ -226,13 +225,13 @@ def _conversation(body: ChatBody, model: ServedModel, settings: ServerSettings) 
 
 
 def _echoed(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the text that the answer begins with."""
+    """Returns the echoed start of the response."""
     last = messages[-1]
     return str(last["content"]) if body.echo and last["role"] == ROLE else ""
 
 
 def _max_tokens(body: ChatBody) -> int | None:
-    """Returns the most tokens of an answer, -1 for no limit; None is the model's default."""
+    """Returns max_tokens; -1 for no limit, None for the default."""
     given = body.max_completion_tokens
     return body.max_tokens if given is None else given
 
@@ -247,16 +246,14 @@ def _params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
 
 
 def _words(body: ChatBody) -> dict[str, str]:
-    """Returns SamplingParams' name of each given field that the chat API names otherwise."""
+    """Maps given fields of the chat API to SamplingParams fields of other names."""
     given = {"top_logprobs": body.top_logprobs, "max_completion_tokens": body.max_completion_tokens}
     ours = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
     return {name: ours[name] for name, value in given.items() if value is not None}
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
-    """Returns the logprobs that are asked for; None too where they are listed, which says how many
-    there are.
-    """
+    """Returns SamplingParams.logprobs; None if logprob_token_ids determines the number."""
     if body.logprob_token_ids is not None:
         return body.top_logprobs
     return (body.top_logprobs or 0) if body.logprobs else None

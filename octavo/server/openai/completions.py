@@ -1,4 +1,4 @@
-"""POST /v1/completions: text, texts or token ids in; continued text out, whole or as a stream."""
+"""POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -65,8 +65,6 @@ async def complete(
 
 
 class CompletionFormatter(OpenAIFormatter):
-    """Formats text completions."""
-
     prefix = "cmpl"
 
     def __init__(self, body: CompletionBody, params: SamplingParams, model: ServedModel) -> None:
@@ -80,7 +78,7 @@ class CompletionFormatter(OpenAIFormatter):
         self._only_prompt = body.max_tokens == 0
         self._prompt_logprobs = body.prompt_logprobs is not None
         self._offsets: dict[int, TextOffsets] = {}
-        """Positions of each choice's tokens, which depend on no chunk."""
+        """Text offsets of each choice's tokens, independent of chunks."""
 
     def format_whole(self, response: ResponseBuilder, choices: Sequence[ChoiceDelta]) -> Completion:
         usage = format_usage(response.usage, 0 if self._only_prompt else None)
@@ -102,7 +100,7 @@ class CompletionFormatter(OpenAIFormatter):
         )
 
     def add_prompt(self, made: Completion, output: RequestOutput) -> None:
-        """Does nothing: each choice has the fields about its own prompt."""
+        """Does nothing: each choice contains the fields about its own prompt."""
 
     def format_choices(self, delta: ChoiceDelta) -> list[CompletionChoice]:
         return [self._choice(delta)]
@@ -206,15 +204,12 @@ async def _prompt(body: CompletionBody, prompt: Prompt, llm: AsyncLLM) -> Engine
 
 
 def _max_tokens(body: CompletionBody) -> int:
-    """Returns the most tokens of an answer, -1 for no limit; 0 still takes one step."""
+    """Returns max_tokens; -1 for no limit. 0 still runs one step."""
     return DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
 
 
 def _params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
-    """Returns the request's SamplingParams.
-
-    `echo` with `logprobs` needs the prompt's logprobs too.
-    """
+    """Returns the SamplingParams. `echo` with `logprobs` requires prompt logprobs."""
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:
         # Listed tokens' logprobs are the answer's alone; the echoed prompt has its own ones.

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts or token ids in; an embedding of each out, as numbers or in base64.
+"""POST /v1/embeddings.
 
 Source: OpenAI's API reference; fields that it lacks have vLLM's names.
 """
@@ -33,8 +33,6 @@ router = APIRouter()
 
 
 class EmbeddingBody(PoolingBody):
-    """Body of POST /v1/embeddings."""
-
     input: str | list[str] | list[TokenId] | list[list[TokenId]] = needed(
         "a text, token ids, or a list of either", "what is embedded"
     )
@@ -54,16 +52,12 @@ class EmbeddingBody(PoolingBody):
 
 
 class EmbeddingEntry(msgspec.Struct):
-    """One text's embedding."""
-
     index: int
     embedding: list[float] | str
     object: str = "embedding"
 
 
 class EmbeddingList(msgspec.Struct):
-    """The answer to one request."""
-
     id: str
     data: list[EmbeddingEntry]
     model: str
@@ -102,7 +96,7 @@ async def embed(
 
 
 def _check_texts(given: str | Sequence[Any]) -> None:
-    """Raises InvalidRequest for an empty text, as OpenAI does: it has no meaning to embed."""
+    """Raises InvalidRequest for an empty text, as OpenAI does."""
     texts = [given] if isinstance(given, str) else given
     if "" in texts:
         where = "input" if isinstance(given, str) else f"input[{texts.index('')}]"
@@ -110,7 +104,7 @@ def _check_texts(given: str | Sequence[Any]) -> None:
 
 
 def _written(output: RequestOutput, form: str) -> list[float] | str:
-    """Returns an embedding in the form that was asked for."""
+    """Formats an embedding as numbers or base64."""
     if form == "base64":
         return base64.b64encode(output.pooled or b"").decode()
     return pooled_row(output)

@@ -1,4 +1,4 @@
-"""/v1/files: the files that batches read and write. A file answers only to the key that made it."""
+"""/v1/files: input and output files of batches. Only the key that created a file can access it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from octavo.server.state.store import Page, Record, Store, path_of
 PURPOSES = ("batch",)
 MAX_NAME = 255
 AGES_S = (3600, 30 * 86400)
-"""Shortest and longest age limit that an upload may ask for, in seconds, as OpenAI has them."""
+"""OpenAI's range of an upload's expiry, in seconds."""
 AGE_FIELDS = ("expires_after[anchor]", "expires_after[seconds]")
 BYTES = "application/octet-stream"
 COPY_BYTES = 1 << 20
@@ -45,13 +45,13 @@ FORM = {
         }
     },
 }
-"""Description of an upload, which `open_form` reads."""
+"""OpenAPI description of the form that `open_form` reads."""
 
 router = APIRouter()
 
 
 async def store_of(service: Annotated[Service, Depends(service_of)]) -> Store:
-    """Returns the server's store; raises a 404 where it keeps nothing."""
+    """Returns the server's store; raises a 404 without one."""
     if service.store is None:
         raise HTTPException(404, "this server keeps no files (hint: start it with --state-dir)")
     return service.store
@@ -64,7 +64,7 @@ StoreHere = Annotated[Store, Depends(store_of)]
 async def upload(
     request: Request, service: Annotated[Service, Depends(service_of)], store: StoreHere
 ) -> dict[str, Any]:
-    """Takes a file of JSON lines; it is on the disk when the answer comes."""
+    """Stores a file of JSON lines; it is on disk when the response is sent."""
     settings = service.settings
     store.check_room(int(request.headers.get("content-length", "0")))
     file_id = f"file-{secrets.token_hex(12)}"
@@ -125,7 +125,7 @@ async def content(file_id: str, request: Request, store: StoreHere) -> Response:
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(file_id: str, request: Request, store: StoreHere) -> dict[str, Any]:
-    """Forgets a file, unless a batch reads it still."""
+    """Deletes a file, unless an unfinished batch reads it."""
     record = await find_file(store, file_id, owner_of(request))
     for batch in await store.unfinished("batch"):
         if batch.body["batch"]["input_file_id"] == file_id:
@@ -140,7 +140,7 @@ async def delete_file(file_id: str, request: Request, store: StoreHere) -> dict[
 def file_record(
     file_id: str, owner: str, name: str, purpose: str, num_bytes: int, *, expires_at: int
 ) -> Record:
-    """Returns the record of a file whose bytes are on the disk."""
+    """Returns the record of a file on disk."""
     body = {"filename": name, "purpose": purpose}
     return Record(
         id=file_id,
@@ -154,7 +154,7 @@ def file_record(
 
 
 def public_file(record: Record) -> dict[str, Any]:
-    """Returns a file as its clients know it."""
+    """Returns the file object of the API."""
     return {
         "id": record.id,
         "object": "file",
@@ -169,7 +169,7 @@ def public_file(record: Record) -> dict[str, Any]:
 
 
 async def find_file(store: Store, file_id: str, owner: str) -> Record:
-    """Returns an owner's file; raises a 404 where it has none of this id."""
+    """Returns an owner's file; raises a 404 if there is none."""
     record = await store.find("file", file_id, owner)
     if record is None:
         raise HTTPException(404, f"No such File object: {file_id}")
@@ -177,7 +177,7 @@ async def find_file(store: Store, file_id: str, owner: str) -> Record:
 
 
 def _checked(form: FormData, ignored: IgnoredFields) -> tuple[UploadFile, str]:
-    """Returns (file, purpose); raises InvalidRequest for a form that is not complete."""
+    """Returns (file, purpose); raises InvalidRequest if the form is incomplete."""
     fields, file = get_fields(form), get_file(form)
     purpose = fields.get("purpose")
     if purpose not in PURPOSES:
@@ -196,7 +196,7 @@ def _checked(form: FormData, ignored: IgnoredFields) -> tuple[UploadFile, str]:
 
 
 def _expires_at(fields: dict[str, str], store: Store) -> int:
-    """Returns the Unix time at which the file expires: the server's limit, or sooner if asked."""
+    """Returns the file's expiry as Unix time: the server's limit, or earlier if requested."""
     anchor, seconds = (fields.get(name) for name in AGE_FIELDS)
     if anchor is None and seconds is None:
         return store.expires_at

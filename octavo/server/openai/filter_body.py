@@ -1,5 +1,5 @@
-"""Request fields of SamplingParams that no dialect has of its own: filters of whole distributions,
-mirostat, DRY and stop_regex. Names are llama.cpp's where it has them.
+"""SamplingParams fields that no API has itself: filters of the whole distribution, mirostat, DRY
+and stop_regex. Names are llama.cpp's if it has them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from octavo.server.http.body import Body
 
 @add_sampling_fields
 class FilterBody(Body):
-    """Base of the bodies with sampling options."""
+    """Base class of bodies with sampling parameters."""
 
 
 FILTER_FIELDS = tuple(FilterBody.model_fields)
-"""Fields that go to SamplingParams unchanged, in every API that takes them."""
+"""Fields copied to SamplingParams unchanged, in every API."""

@@ -1,4 +1,4 @@
-"""The `system_fingerprint` of answers: equal where model, backend and version compute alike."""
+"""The `system_fingerprint` of responses: equal for equal model, backend and version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.utils.version import __version__
 
 @functools.lru_cache(maxsize=64)
 def fingerprint_of(config: EngineConfig) -> str:
-    """Returns a short name of what decides the numbers of an engine's answers."""
+    """Returns a digest of everything that affects an engine's numerical results."""
     deciding = (
         __version__,
         config.model,

@@ -1,6 +1,6 @@
-"""The common part of completions and chat: a response's id, its chunks, its usage.
+"""Formatting common to completions and chat: ids, chunks, usage.
 
-A subclass formats the choices in its route.
+Subclasses format the choices.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from octavo.server.state.served_model import ServedModel
 
 
 class OpenAIFormatter(ResponseFormatter):
-    """Formats one response, whole or as a stream of chunks."""
+    """Formats one response, whole or as chunks."""
 
     prefix: str
 
@@ -69,18 +69,18 @@ class OpenAIFormatter(ResponseFormatter):
 
     @abstractmethod
     def format_choices(self, delta: ChoiceDelta) -> list[Any]:
-        """Returns the choices, one a chunk, of a delta."""
+        """Returns the choices of a delta, each for its own chunk."""
 
     @abstractmethod
     def add_prompt(self, made: Any, output: RequestOutput) -> None:
-        """Adds the requested fields about the prompt to a body or a stream's first chunk."""
+        """Adds the requested prompt fields to a body or to the first chunk."""
 
     def timings(self, response: ResponseBuilder) -> ResponseTimings | msgspec.UnsetType:
-        """Returns the timings if the request wants them."""
+        """Returns the timings if the request asks for them."""
         return format_timings(response.timings) if self._wants_timings else msgspec.UNSET
 
     def prompt_text(self, output: RequestOutput) -> str | msgspec.UnsetType:
-        """Returns the prompt's text, special tokens included, if the request wants it."""
+        """Returns the prompt's text with special tokens, if the request asks for it."""
         if not self._wants_prompt_text or self.tokenizer is None:
             return msgspec.UNSET
         return self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
@@ -109,7 +109,7 @@ class OpenAIFormatter(ResponseFormatter):
     def _running_usages(
         self, response: ResponseBuilder
     ) -> tuple[Usage | msgspec.UnsetType | None, Usage | msgspec.UnsetType | None]:
-        """Returns the usage fields of chunks before and with a step's tokens."""
+        """Returns the usage fields of chunks before a step's tokens, and of those with them."""
         if not self._stream_options.include_usage:
             return msgspec.UNSET, msgspec.UNSET
         if not self._stream_options.continuous_usage_stats:
@@ -126,7 +126,7 @@ def format_timings(timings: Timings | None) -> ResponseTimings | msgspec.UnsetTy
 
 
 def format_usage(usage: TokenUsage, num_completion_tokens: int | None = None) -> Usage:
-    """Returns OpenAI's usage; `num_completion_tokens` replaces the count of completion tokens."""
+    """Returns OpenAI's usage; `num_completion_tokens` overrides the count."""
     num_new = usage.completion_tokens if num_completion_tokens is None else num_completion_tokens
     return Usage(
         usage.prompt_tokens,

@@ -1,5 +1,3 @@
-"""Lists of stored things: OpenAI's paging by `after`, `limit` and `order`."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,7 +5,7 @@ from typing import Any
 
 
 def listing(data: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """Returns one page as its clients expect it."""
+    """Returns one page of OpenAI's paginated lists."""
     return {
         "object": "list",
         "data": list(data),

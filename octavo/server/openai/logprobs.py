@@ -1,6 +1,4 @@
-"""The engine's logprobs in the two forms that OpenAI gives them: completions' parallel lists,
-chat's list of objects.
-"""
+"""Formats logprobs: parallel lists for completions, a list of objects for chat."""
 
 from __future__ import annotations
 
@@ -20,14 +18,14 @@ from octavo.text.detokenizer import get_unfinished_bytes
 from octavo.text.ports import Tokenizer
 
 Steps = Sequence[dict[int, Logprob] | None]
-"""A mapping of ids to logprobs for each token: its own first, then the alternatives'."""
+"""Logprobs by token id for each position: the sampled token first, then alternatives."""
 
 FLOOR = -9999.0
-"""The logprob sent in place of minus infinity, which JSON lacks."""
+"""Replaces minus infinity, which JSON lacks."""
 
 
 class TokenNames:
-    """The texts of tokens in answers; with `as_ids` the unambiguous "token_id:17"."""
+    """Texts of tokens in responses, or "token_id:17" with `as_ids`."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
@@ -39,7 +37,7 @@ class TokenNames:
         return self._tokenizer.token_text(token_id)
 
     def unique_text(self, token_id: int) -> str:
-        """Returns a text that tells parts of characters apart: "bytes:\\xe2\\x82"."""
+        r"""Returns a text that distinguishes partial characters: "bytes:\\xe2\\x82"."""
         if self._as_ids or self._tokenizer is None:
             return self.text(token_id)
         content = self._tokenizer.token_bytes(token_id)
@@ -53,9 +51,7 @@ class TokenNames:
 
 
 class TextOffsets:
-    """Positions of tokens in one choice's text, in characters; a token that the text leaves out
-    takes no place.
-    """
+    """Offsets of tokens in a choice's text, in characters; hidden tokens have no length."""
 
     def __init__(
         self,
@@ -63,7 +59,7 @@ class TextOffsets:
         hidden_ids: Collection[int],
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """Begins at the answer's text, or with a prompt that is echoed later without one."""
+        """Starts at the output's text; `prompt_token_ids` may end in a partial character."""
         self._tokenizer = tokenizer
         self._hidden_ids = hidden_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -72,7 +68,7 @@ class TextOffsets:
         self._position = 0
 
     def add(self, token_ids: Sequence[int]) -> list[int]:
-        """Returns the positions of tokens of the answer."""
+        """Returns the offsets of output tokens."""
         found = []
         for token_id in token_ids:
             found.append(self._position)
@@ -81,8 +77,8 @@ class TextOffsets:
         return found
 
     def add_echo(self, text: str, token_ids: Sequence[int]) -> list[int]:
-        """Returns the positions of the prompt's tokens in the text that is echoed for them: some
-        special tokens and a first space may not be in it.
+        """Returns the offsets of prompt tokens in the echoed text, which may omit special tokens
+        and a leading space.
         """
         found, position = [], 0
         for token_id in token_ids:
@@ -111,9 +107,7 @@ def completion_logprobs(
     names: TokenNames,
     offsets: list[int],
 ) -> CompletionLogprobs:
-    """Returns completions' parallel lists of logprobs; a step is None for a token that nothing
-    precedes.
-    """
+    """Returns the logprobs of completions; a step is None for the first token of the prompt."""
     made = CompletionLogprobs(offsets, [], [], [])
     for token_id, step in zip(token_ids, steps, strict=True):
         text = names.unique_text(token_id)
@@ -133,7 +127,7 @@ def completion_logprobs(
 def chat_logprobs(
     delta: ChoiceDelta, num_top: int | None, names: TokenNames
 ) -> ChatLogprobs | None:
-    """Returns chat's list of logprobs; None for a request that wants none."""
+    """Returns the logprobs of chat; None if they are not requested."""
     if num_top is None or delta.logprobs is None:
         return None
     content = []
@@ -145,7 +139,7 @@ def chat_logprobs(
 
 
 def plain_logprobs(steps: Steps | None) -> list[dict[str, Any] | None] | None:
-    """Returns prompt logprobs in the form of vLLM."""
+    """Returns prompt logprobs in vLLM's format."""
     if steps is None:
         return None
     return [
@@ -163,7 +157,7 @@ def _plain(entry: Logprob) -> dict[str, Any]:
 
 
 def _top(step: dict[int, Logprob], token_id: int, num_top: int) -> list[tuple[int, Logprob]]:
-    """Returns the best alternatives, and the token itself where it is not among them."""
+    """Returns the best alternatives, including the token itself."""
     best = _ranked(step)[:num_top]
     return (
         best if any(other == token_id for other, _ in best) else [*best, (token_id, step[token_id])]

@@ -1,4 +1,4 @@
-"""What a conversation is made of: messages, the calls in them, and the functions on offer."""
+"""Parts of a conversation: messages, tool calls and tools."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from octavo.server.fields import taken
 from octavo.server.http.body_part import BodyPart
 
 UNREADABLE = ("input_audio", "audio_url", "video_url", "file")
-"""Types of parts that no model here reads; leaving them out would change what is asked."""
+"""Types of parts that are not supported; omitting them would change the request's meaning."""
 TEXTS = ("text", "input_text", "output_text")
-"""Types of parts that are a text: the chat API's, and those of Responses, which agents mix in."""
+"""Types of text parts: those of chat, and those of Responses, which agents mix in."""
 
 
 class ContentPart(BodyPart):
-    """One part of a message's content."""
-
     types = (*TEXTS, "refusal", "image_url", *UNREADABLE)
 
     type: str
@@ -36,14 +34,14 @@ class FunctionCall(BodyPart):
 
 
 class CustomCall(BodyPart):
-    """A call of a tool whose input is any text."""
+    """A call of a tool with free-text input."""
 
     name: str
     input: str = ""
 
 
 class ToolCall(BodyPart):
-    """A call that an earlier answer made, as its client gives it back."""
+    """A tool call of an earlier response."""
 
     types = ("function", "custom")
 
@@ -55,14 +53,12 @@ class ToolCall(BodyPart):
 
 
 class Message(BodyPart):
-    """One message of a conversation."""
-
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     function_call: FunctionCall | None = None
-    """The old form of one call."""
+    """OpenAI's old format of a single call."""
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning: str | None = None
@@ -71,7 +67,7 @@ class Message(BodyPart):
     @field_validator("content", mode="before")
     @classmethod
     def _list_parts(cls, content: Any) -> Any:
-        """Takes a lone part as a list of one, and texts in a list as parts."""
+        """Wraps a single part in a list, and texts in a list as parts."""
         parts = [content] if isinstance(content, dict) and "type" in content else content
         if not isinstance(parts, list) or not any(isinstance(part, str) for part in parts):
             return parts
@@ -84,7 +80,7 @@ class OfferedFunctionBody(BodyPart):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | Annotated[list[Any], Field(max_length=0)] | None = None
-    """Schema of the arguments; [], as PHP writes an empty object, for none."""
+    """JSON schema of the arguments. Accepts [], PHP's encoding of an empty object."""
     strict: bool | None = None
 
 
@@ -97,7 +93,7 @@ class ToolBody(BodyPart):
     @model_validator(mode="before")
     @classmethod
     def _nest_function(cls, given: Any) -> Any:
-        """Takes the flat form of a tool, which Responses and Anthropic's API have."""
+        """Accepts the flat format of the Responses and Anthropic APIs."""
         if not isinstance(given, dict) or "function" in given or "name" not in given:
             return given
         rest = dict(given)
@@ -113,7 +109,7 @@ class FunctionName(BodyPart):
 
 
 class NamedTool(BodyPart):
-    """The choice of one function, in the form of the chat API or of Responses (`name`)."""
+    """The choice of one function, in the format of chat or of Responses (`name`)."""
 
     type: Literal["function", "tool"]
     function: FunctionName | None = None
@@ -121,8 +117,6 @@ class NamedTool(BodyPart):
 
 
 class AllowedTool(NamedTool):
-    """One of the tools that are allowed."""
-
     types = ("function",)
 
 

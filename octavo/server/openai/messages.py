@@ -1,8 +1,4 @@
-"""Messages of a chat request in the plain form that chat templates read.
-
-Parts of text are joined, calls of tools keep their place in the history; what the model cannot take
-is refused by its path.
-"""
+"""Converts messages of a chat request to plain ones for chat templates."""
 
 from __future__ import annotations
 
@@ -17,19 +13,19 @@ from octavo.server.openai.message_bodies import TEXTS, UNREADABLE, ContentPart, 
 from octavo.server.tool_use import check_role, parse_arguments
 
 ROLES = {"function": "tool"}
-"""Names that OpenAI has given up, and what they are called now."""
+"""Current names of deprecated roles."""
 MAY_BE_EMPTY = ("assistant", "tool", "function")
-"""Roles whose messages need no content: an answer that was cut off, a tool without output."""
+"""Roles with optional content: interrupted responses, tools without output."""
 
 
 def plain_messages(
     messages: Sequence[Message], *, id_length: int = 0, ignored: IgnoredFields | None = None
 ) -> list[dict[str, Any]]:
-    """Converts messages for a chat template; raises InvalidRequest for parts it cannot honour.
+    """Converts messages for a chat template; raises InvalidRequest for unsupported parts.
 
-    With `ignored`, a note stands for parts of earlier messages that cannot be read, which are added
-    to it; those of the user's last message are refused. Ids of calls are cut to the last
-    `id_length` characters, where the template takes no others.
+    With `ignored`, unsupported parts are replaced by notes and added to it, except in the last user
+    message. Tool call ids are truncated to the last `id_length` characters, if the template
+    requires that.
     """
     if not messages:
         raise InvalidRequest(
@@ -77,8 +73,8 @@ def _plain_message(message: Message, where: str, ignored: IgnoredFields | None) 
 
 
 def plain_call(call: ToolCall, where: str) -> dict[str, Any]:
-    """Returns a call whose arguments are an object, as templates read them. The input of a custom
-    tool's call is an argument of this name.
+    """Returns a plain tool call with parsed arguments. A custom tool's text becomes the argument
+    `input`.
     """
     if call.custom is not None:
         name, arguments = call.custom.name, {"input": call.custom.input}
@@ -91,7 +87,7 @@ def plain_call(call: ToolCall, where: str) -> dict[str, Any]:
 
 
 def _content(message: Message, where: str, ignored: IgnoredFields | None) -> Content:
-    """Joins the parts of a content, each on lines of its own, but for those beside an image."""
+    """Joins text parts by newlines; parts stay separate if there is an image."""
     content = message.content
     if isinstance(content, str):
         return content
@@ -112,7 +108,7 @@ def _content(message: Message, where: str, ignored: IgnoredFields | None) -> Con
 def build_part(
     part: ContentPart, where: str, role: str, ignored: IgnoredFields | None
 ) -> dict[str, Any]:
-    """Returns a plain part, a note for one that cannot be read if it may be ignored."""
+    """Converts a part, or replaces it by a note if it is not supported and may be ignored."""
     try:
         return _plain_part(part, where, role)
     except InvalidRequest as error:

@@ -1,6 +1,6 @@
-"""GET /v1/models and /v1/models/NAME: the cards of the served models, also of those that load.
+"""GET /v1/models and /v1/models/NAME, including models that are loading.
 
-OpenAI's form, or Anthropic's where a request has its version header.
+The format is OpenAI's, or Anthropic's for requests with its version header.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ async def list_models(
     after_id: str | None = None,
     before_id: str | None = None,
 ) -> dict[str, Any]:
-    """Lists all models; answers 503 before the first is there, as many wait for this route.
+    """Lists all models. Responds 503 until the first one is loaded, since clients poll this route.
 
-    Anthropic's clients get pages of `limit` models.
+    Anthropic clients get pages of `limit` models.
     """
     if service.models.is_stopping:
         raise Unavailable("the server is stopping")
@@ -52,7 +52,7 @@ async def list_models(
 async def show_model(
     name: str, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> dict[str, Any]:
-    """Shows one model in any state, with the progress of its load or why it failed."""
+    """Shows one model in any state, with its load progress or error."""
     slot, meant = await service.residency.find(name), service.models.resolve(name)
     await service.known.describe([slot])
     if meant in slot.adapters and not service.models.answers_to(meant):
@@ -72,7 +72,7 @@ def _cards_of(slot: EngineSlot, aliases: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def adapter_card_of(slot: EngineSlot, adapter: ServedAdapter) -> dict[str, Any]:
-    """Returns the card of an adapter, whose `parent` is its model."""
+    """Returns the card of an adapter; `parent` is its model."""
     return card_of(slot) | {
         "id": adapter.name,
         "created": adapter.created,
@@ -82,9 +82,9 @@ def adapter_card_of(slot: EngineSlot, adapter: ServedAdapter) -> dict[str, Any]:
 
 
 def card_of(slot: EngineSlot) -> dict[str, Any]:
-    """Returns OpenAI's card of a model with its context, what it can do, and its state.
+    """Returns OpenAI's card of a model, with its context length, capabilities and state.
 
-    Of a model that is not loaded, `max_model_len` is that of its files.
+    For a model that is not loaded, `max_model_len` is read from its files.
     """
     return {
         "id": slot.name,

@@ -1,6 +1,6 @@
-"""Bodies that the OpenAI routes give: msgspec structs, one for every token.
+"""Response bodies of the OpenAI API.
 
-Names are OpenAI's, and vLLM's where OpenAI has none. What the routes take is in `bodies.py`.
+Names are OpenAI's, or vLLM's for fields that it lacks. Request bodies are in `bodies.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Usage(msgspec.Struct):
 
 
 class ResponseTimings(msgspec.Struct):
-    """The fields of `outputs.Timings` over all samples of an answer; times in seconds."""
+    """`outputs.Timings` over all samples of a response; times in seconds."""
 
     queued_s: float
     prefill_s: float
@@ -71,15 +71,13 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """A choice of an answer, whole or as a stream's delta."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
     score: float | msgspec.UnsetType = msgspec.UNSET
-    """Score of a beam search's hypothesis."""
+    """Score in a beam search."""
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
@@ -103,7 +101,7 @@ class CalledFunction(msgspec.Struct):
 
 
 class ChatToolCall(msgspec.Struct):
-    """A call, or in a stream its new part, whose index says which call it belongs to."""
+    """A tool call, or in a stream a part of the call with this index."""
 
     function: CalledFunction
     id: str | msgspec.UnsetType = msgspec.UNSET
@@ -112,15 +110,13 @@ class ChatToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """The answer's message, or in a stream its new part."""
-
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType | None = msgspec.UNSET
     refusal: msgspec.UnsetType | None = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ChatToolCall] | msgspec.UnsetType = msgspec.UNSET
     function_call: CalledFunction | msgspec.UnsetType = msgspec.UNSET
-    """The old form of one call, for requests with `functions`."""
+    """OpenAI's old format of a single call, for requests with `functions`."""
 
 
 class ChatChoice(msgspec.Struct):
@@ -131,7 +127,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | None
     score: float | msgspec.UnsetType = msgspec.UNSET
-    """Score of a beam search's hypothesis."""
+    """Score in a beam search."""
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 

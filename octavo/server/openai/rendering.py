@@ -1,4 +1,4 @@
-"""How a request wants its conversation rendered: the template, its variables, where it ends."""
+"""Chat template options of a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.server.state.served_model import ServedModel
 from octavo.text.ports import Rendering
 
 UNREAD_EFFORTS = ("none", "medium")
-"""Efforts that a template without the variable satisfies: no thinking, and OpenAI's default."""
+"""Efforts that need no support by the template: no thinking, and OpenAI's default."""
 
 
 def rendering_of(
@@ -22,7 +22,7 @@ def rendering_of(
     *,
     add_special_tokens: bool = False,
 ) -> Rendering:
-    """Returns how a body's messages become a prompt; raises InvalidRequest for what is refused."""
+    """Returns the rendering options; raises InvalidRequest for unsupported ones."""
     names = () if model.tokenizer is None else model.tokenizer.chat_template_names
     is_foreign = body.chat_template is not None and body.chat_template not in names
     if is_foreign and not settings.trust_request_chat_template:
@@ -44,7 +44,9 @@ def rendering_of(
 
 
 def _variables(body: ConversationBody, model: ServedModel) -> dict[str, Any]:
-    """Returns the template's variables; InvalidRequest for a field that it does not read."""
+    """Returns the template variables; raises InvalidRequest for fields that the template does not
+    read.
+    """
     known = model.tokenizer.template_variables if model.tokenizer is not None else frozenset()
     known = known if body.chat_template is None else known | {"reasoning_effort", "documents"}
     variables = effort_variables(body.reasoning_effort, known, "reasoning_effort", body.ignored)
@@ -60,7 +62,7 @@ def _variables(body: ConversationBody, model: ServedModel) -> dict[str, Any]:
 def effort_variables(
     effort: str | None, known: frozenset[str], name: str, ignored: IgnoredFields
 ) -> dict[str, Any]:
-    """Returns the template's variables for an effort; `name` is its field's."""
+    """Returns the template variables for an effort; `name` is the field's."""
     if effort is None:
         return {}
     if "reasoning_effort" in known:

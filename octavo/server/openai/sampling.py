@@ -1,6 +1,6 @@
-"""SamplingParams from a request's fields.
+"""Builds SamplingParams from a body.
 
-A field that is not given has the model's recommended value, else the API's default.
+Missing fields have the model's recommended value, or else the API's default.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from octavo.server.openai.bodies import SAMPLING_FIELDS, SamplingBody
 from octavo.server.openai.structured import structured_outputs_of
 
 UNLIMITED = -1
-"""A max_tokens without a limit, as in llama.cpp and LM Studio."""
+"""max_tokens without a limit, as in llama.cpp and LM Studio."""
 SEARCH_FIELDS = ("beam_width", "length_penalty", "early_stopping")
 
 
@@ -25,10 +25,9 @@ def sampling_params(
     logprobs: int | None,
     **others: Any,
 ) -> SamplingParams:
-    """Returns a body's SamplingParams; `others` are fields that the route sets over the body's.
+    """Returns a body's SamplingParams; `others` override the body's fields.
 
-    A max_tokens of None is the default, -1 no limit. A beam search takes no other recommended
-    value.
+    max_tokens None is the default, -1 no limit. A beam search ignores recommended values.
     """
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     if given.get("logit_bias") == {}:
@@ -43,7 +42,7 @@ def sampling_params(
 
 
 def _search(body: SamplingBody) -> dict[str, Any]:
-    """Returns the fields of a beam search; {} where the request is none."""
+    """Returns the fields of a beam search; {} for other requests."""
     if not body.use_beam_search:
         return {}
     given = {name: value for name in SEARCH_FIELDS if (value := getattr(body, name)) is not None}

@@ -1,5 +1,5 @@
-"""The form of an answer as OpenAI's routes are asked for it: response_format, vLLM's
-structured_outputs and the older guided_* fields.
+"""Structured output options of OpenAI routes: response_format, vLLM's structured_outputs and the
+older guided_* fields.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Fields that give one form each, and its name in StructuredOutputs."""
+"""Fields of StructuredOutputs by their old names."""
 
 FORMATS = "text, json_object, json_schema, structural_tag"
 FORM_FIELDS = tuple(field for field in StructuredOutputs.__struct_fields__ if field != "given_as")
-"""Fields that a request's structured_outputs may have."""
+"""Fields allowed in a request's structured_outputs."""
 SCHEMA_KEYS = ("name", "description", "schema", "strict")
 MAX_NAME = 64
-"""Most characters of a schema's name."""
+"""Maximum length of a schema's name in characters."""
 
 
 class FormFields(Protocol):
-    """The fields of a body that say which form its answer has."""
+    """Fields of a body with structured output options."""
 
     response_format: dict[str, Any] | None
     structured_outputs: dict[str, Any] | None
@@ -44,7 +44,9 @@ class FormFields(Protocol):
 
 
 def structured_outputs_of(body: FormFields) -> StructuredOutputs | None:
-    """Returns the form that a body asks for; None for any text. More than one are refused."""
+    """Returns the structured output options of a body; None for free text. Raises InvalidRequest
+    for more than one.
+    """
     forms = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
     for name in ("response_format", "structured_outputs"):
         if (value := getattr(body, name)) is not None:
@@ -70,7 +72,7 @@ def _form(body: FormFields, name: str, value: Any) -> StructuredOutputs | None:
 def response_format(
     given: Mapping[str, Any], ignored: IgnoredFields, name: str = "response_format"
 ) -> StructuredOutputs | None:
-    """Returns the structured output of a response_format, None for text; `name` is its field's."""
+    """Parses response_format; returns None for text. `name` is the field's name."""
     kind = given.get("type")
     if kind == "text":
         _known(name, given, ("type",), ignored)
@@ -99,8 +101,8 @@ def response_format(
 
 
 def _schema(given: object, name: str, ignored: IgnoredFields) -> Any:
-    """Returns the schema of a json_schema object. Without `strict`, keywords that no grammar
-    enforces are ignored; the rest of the schema always holds.
+    """Returns the schema of a json_schema object. Without `strict`, keywords that grammars do not
+    enforce are ignored; the rest is always enforced.
     """
     if not isinstance(given, Mapping) or not isinstance(given.get("schema"), dict | bool):
         raise InvalidRequest(
@@ -126,7 +128,7 @@ def _schema(given: object, name: str, ignored: IgnoredFields) -> Any:
 def _without_unenforced(
     schema: Mapping[str, Any], name: str, ignored: IgnoredFields
 ) -> dict[str, Any]:
-    """Returns a schema without the keywords that no grammar enforces, which are ignored."""
+    """Returns a schema without the keywords that grammars do not enforce, which are reported."""
     found = without_unenforced(schema)
     ignored.add_keywords(found.dropped, name)
     return dict(found.schema)
@@ -135,7 +137,7 @@ def _without_unenforced(
 def _known(
     name: str, given: Mapping[str, Any], allowed: tuple[str, ...], ignored: IgnoredFields
 ) -> dict[str, Any]:
-    """Returns the fields of an object that are allowed; the others are ignored."""
+    """Returns the allowed fields of an object; reports the others as ignored."""
     for key, value in given.items():
         if key not in allowed and value is not None:
             hint = f"allowed are {', '.join(allowed)}"

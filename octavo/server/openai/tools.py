@@ -1,4 +1,4 @@
-"""The functions that a body of OpenAI's offers, in the terms that all APIs share."""
+"""Converts the tools of a chat body to `ToolUse`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OLD_NAMES = ToolNames("functions", "function_call", "name", "parameters")
 
 
 def tools_of(body: ChatBody, limits: RequestLimits) -> ToolUse | None:
-    """Returns the body's tools, checked; None where the model may call none."""
+    """Returns the checked tools of a body; None if the model may not call any."""
     is_old = uses_functions(body)
     given = (body.functions or []) if is_old else [tool.function for tool in body.tools or ()]
     if not is_old and body.functions:
@@ -44,7 +44,7 @@ def tools_of(body: ChatBody, limits: RequestLimits) -> ToolUse | None:
 
 
 def uses_functions(body: ChatBody) -> bool:
-    """Returns whether a body offers functions in the old form, and wants such an answer."""
+    """Returns whether a body has tools in the old format, so that the response must too."""
     return bool(body.functions) and not body.tools
 
 
@@ -57,7 +57,7 @@ def _old_choice(body: ChatBody) -> tuple[Choice | None, list[str] | None]:
 
 
 def offered(function: OfferedFunctionBody) -> OfferedFunction:
-    """Returns a function; without parameters it takes none."""
+    """Converts a function; without parameters it takes no arguments."""
     made = OfferedFunction(
         function.name, description=function.description, is_strict=bool(function.strict)
     )
@@ -66,7 +66,7 @@ def offered(function: OfferedFunctionBody) -> OfferedFunction:
 
 
 def _choice(body: ChatBody) -> tuple[Choice | None, list[str] | None]:
-    """Returns whether a function is called, and the names of those that may be."""
+    """Returns the tool choice and the names of allowed functions."""
     match body.tool_choice:
         case NamedTool() as named:
             return "required", [_name_of(named)]

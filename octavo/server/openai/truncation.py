@@ -1,5 +1,3 @@
-"""`truncate_prompt_tokens` and its side, checked against the model's context."""
-
 from __future__ import annotations
 
 from octavo.api.async_llm import AsyncLLM
@@ -9,8 +7,8 @@ from octavo.server.openai.bodies import PromptBody
 
 
 def truncation_of(body: PromptBody, llm: AsyncLLM, max_tokens: int | None) -> Truncation | None:
-    """Returns the bound on the prompt; -1 leaves room for `max_tokens`, or for one token if it sets
-    no limit.
+    """Returns the prompt truncation, checked against the context. -1 leaves room for `max_tokens`,
+    or for one token if it has no limit.
     """
     asked, longest = body.truncate_prompt_tokens, llm.info.max_model_len - 1
     if asked is None:

@@ -1,5 +1,5 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters that come and go while the
-server runs. For the operator only; names and answers are vLLM's.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, for operators. Names and responses are
+vLLM's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ router = APIRouter()
 
 
 class LoadAdapterBody(Body):
-    """Body of POST /v1/load_lora_adapter."""
-
     lora_name: Annotated[str, Field(description="name that requests give as their model")]
     lora_path: Annotated[
         str,
@@ -42,8 +40,6 @@ class LoadAdapterBody(Body):
 
 
 class UnloadAdapterBody(Body):
-    """Body of POST /v1/unload_lora_adapter."""
-
     lora_name: Annotated[str, Field(description="name of the adapter")]
 
 
@@ -52,9 +48,9 @@ async def load_adapter(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[LoadAdapterBody, Depends(body_of(LoadAdapterBody))],
 ) -> PlainTextResponse:
-    """Reads and checks an adapter, and lets requests name it; 400 where its files are not sound.
+    """Loads an adapter; 400 if its files are invalid.
 
-    Requests that run with one of the same name go on with its old weights.
+    Running requests that use an adapter of the same name keep its old weights.
     """
     if not NAME.fullmatch(body.lora_name):
         raise InvalidRequest(
@@ -77,7 +73,7 @@ async def unload_adapter(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[UnloadAdapterBody, Depends(body_of(UnloadAdapterBody))],
 ) -> PlainTextResponse:
-    """Forgets an adapter's name; requests that run with it go on."""
+    """Removes an adapter's name; running requests continue."""
     slot = service.models.with_adapter(body.lora_name)
     if slot is None:
         raise ModelNotFound(
@@ -88,7 +84,7 @@ async def unload_adapter(
 
 
 def _slot_of(service: Service, body: LoadAdapterBody) -> EngineSlot:
-    """Returns the model that an adapter is for; one that is named again stays with its own."""
+    """Returns the model of an adapter; a known adapter keeps its model by default."""
     known = service.models.with_adapter(body.lora_name)
     if body.base_model_name is None and known is not None:
         return known
@@ -96,7 +92,7 @@ def _slot_of(service: Service, body: LoadAdapterBody) -> EngineSlot:
 
 
 def _check_name(service: Service, slot: EngineSlot, body: LoadAdapterBody) -> None:
-    """Raises InvalidRequest where a name is taken, and Overloaded where there are too many."""
+    """Raises InvalidRequest if the name is taken, Overloaded if there are too many adapters."""
     known = service.models.with_adapter(body.lora_name)
     if known is not None and not (body.load_inplace and known is slot):
         raise InvalidRequest(

@@ -1,7 +1,7 @@
-"""GET /health and the routes under it (the only ones that need no key), /ping, /load, /version.
+"""GET /health and the routes below it (the only ones without a key), /ping, /load, /version.
 
-`/health/live` is liveness: the server's process answers. `/health` says that some model takes
-requests (or, with `?model=NAME`, this one), `/health/ready` that every one does.
+`/health/live` is liveness: the process responds. `/health` reports that at least one model (or,
+with `?model=NAME`, this one) accepts requests, `/health/ready` that all do.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ router = APIRouter()
 async def health(
     service: Annotated[Service, Depends(service_of)], model: str | None = None
 ) -> dict[str, str]:
-    """Answers 200 while at least one model, or the one that is named, takes requests, else 503.
+    """Responds 200 while at least one model, or the named one, accepts requests, else 503.
 
-    503 stands for models that load or have failed, a server that stops, an engine that is being
-    replaced, and one that has ended. A server whose models were all unloaded is well.
+    503 covers models that are loading or failed, a server that is stopping, and engines that are
+    restarting or ended. A server whose models are all unloaded is healthy.
     """
     slots = list(service.models) if model is None else [service.models.find(model)]
     if service.models.is_stopping:
@@ -39,7 +39,7 @@ async def health(
 
 @router.get("/health/ready")
 async def ready(service: Annotated[Service, Depends(service_of)]) -> dict[str, str]:
-    """Answers 200 while every model takes requests, else 503 with what the others do."""
+    """Responds 200 while every model accepts requests, else 503 with the state of the others."""
     troubled = [slot for slot in service.models if slot.trouble]
     if troubled or service.models.is_stopping:
         raise _unavailable(troubled)
@@ -48,13 +48,13 @@ async def ready(service: Annotated[Service, Depends(service_of)]) -> dict[str, s
 
 @router.get("/health/live")
 async def live() -> dict[str, str]:
-    """Answers 200 as long as the server's process answers at all."""
+    """Responds 200 while the process is alive."""
     return {"status": "ok"}
 
 
 @router.get("/load")
 async def load(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
-    """Counts the samples that wait or run, of all models and of each."""
+    """Counts waiting and running samples, in total and for each model."""
     loads = {
         slot.name: slot.loaded.num_unfinished for slot in service.models if slot.loaded is not None
     }

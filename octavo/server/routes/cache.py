@@ -1,4 +1,4 @@
-"""The prefix cache over HTTP: what it holds and finds, pins for system prompts, and forgetting."""
+"""The prefix cache over HTTP: contents and hits, pinned prompts, reset."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ router = APIRouter()
 
 
 class PinBody(Body):
-    """Body of POST /v1/cache/pin."""
-
     is_strict = True
 
     model: Annotated[str | None, Field(description="the served model's name")] = None
@@ -45,8 +43,6 @@ class PinBody(Body):
 
 
 class ResetBody(Body):
-    """Body of POST /v1/cache/reset."""
-
     is_strict = True
 
     model: Annotated[str | None, Field(description="the served model's name")] = None
@@ -61,8 +57,8 @@ async def pin(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[PinBody, Depends(body_of(PinBody))],
 ) -> dict[str, Any]:
-    """Computes a prompt prefix where it is not cached yet, and pins it on disk. For the operator:
-    what is pinned takes room from everyone.
+    """Computes a prompt prefix if it is not cached, and pins it on disk. For operators: pinned
+    blocks reduce the cache for all keys.
     """
     model = await service.model(body.model)
     llm = model.llm
@@ -81,7 +77,7 @@ async def pin(
 async def read(
     service: Annotated[Service, Depends(service_of)], model: str | None = None
 ) -> dict[str, Any]:
-    """Reports the contents of a model's prefix cache tier by tier, and its hits."""
+    """Reports the contents of a model's prefix cache by tier, and its hits."""
     llm = service.loaded_model(model).llm
     return describe(
         llm.stats(),
@@ -94,8 +90,8 @@ async def reset(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[ResetBody, Depends(body_of(ResetBody))],
 ) -> dict[str, bool]:
-    """Forgets all cached prefixes, of all keys, for the operator; answers false, and forgets
-    nothing, while requests run.
+    """Clears the prefix cache of all keys, for operators. Responds false and does nothing while
+    requests run.
     """
     llm = service.loaded_model(body.model).llm
     return {"reset": await llm.reset_prefix_cache(reset_connector=body.reset_connector)}

@@ -1,4 +1,4 @@
-"""GET /v1/capabilities: what a loaded model takes, written from the table that checks requests."""
+"""GET /v1/capabilities: request fields of a loaded model, generated from their declarations."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def capabilities(
 
 
 def _kv_events(config: EngineConfig) -> dict[str, Any] | None:
-    """Returns where the engines publish their KV events, for routers; None where they do not."""
+    """Returns the addresses of KV cache events, for routers; None if they are not published."""
     events = parse_events_config(config.cache.kv_events_config)
     if not events.publishes:
         return None
@@ -85,13 +85,13 @@ def _kv_events(config: EngineConfig) -> dict[str, Any] | None:
 
 
 def pool_name(address: str | None) -> str:
-    """Returns a name by which routers know servers of one pool; "" without one."""
+    """Returns an identifier of a server's Mooncake pool, for routers; "" without one."""
     return "" if address is None else blake2b(address.encode(), digest_size=8).hexdigest()
 
 
 def _fields(model: ServedModel) -> Iterator[dict[str, Any]]:
-    """Yields each field once, with the paths that take it; one whose meaning differs between paths
-    comes once for each.
+    """Yields each field once with its paths; a field whose meaning differs between paths once for
+    each.
     """
     pools = model.llm.pools
     defaults = {} if pools else msgspec.structs.asdict(model.llm.get_default_chat_params())
@@ -113,7 +113,7 @@ def _fields(model: ServedModel) -> Iterator[dict[str, Any]]:
 
 
 def _fitted(row: dict[str, Any], model: ServedModel, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with the model's own defaults and limits."""
+    """Returns a field with the model's own defaults and limits."""
     row = row | {"paths": 0}
     name = row["name"]
     if name in SAMPLING_FIELDS:

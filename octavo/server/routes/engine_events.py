@@ -1,7 +1,7 @@
-"""GET /v1/engine/events: the engine as it works, as a stream of server-sent events.
+"""GET /v1/engine/events: live engine events as server-sent events.
 
-A snapshot, then at most ten updates a second; docs/concepts/engine-events.md lists the fields. An
-engine at which nothing looks makes none.
+A snapshot, then at most ten updates a second; docs/concepts/engine-events.md lists the fields.
+Without subscribers the engine produces no events.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ async def events(
     service: Annotated[Service, Depends(service_of)],
     model: str | None = None,
 ) -> Response:
-    """Streams what the engine of a model does, to the operator."""
+    """Streams a model's engine events, for operators."""
     require_operator(request)
     served = service.loaded_model(model)
     return EventStream(_events(served, await served.llm.watch()))

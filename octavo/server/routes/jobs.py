@@ -1,7 +1,6 @@
-"""Answers to be fetched later: POST /generate, GET /result/ID and DELETE /result/ID.
+"""POST /generate, GET /result/ID and DELETE /result/ID: asynchronous jobs.
 
-A job answers to the key that made it alone. POST answers at once with a request id; GET says how
-far the job is or gives its result; DELETE forgets it. The jobs themselves are in `state/jobs.py`.
+Only the key that created a job can access it. The jobs are in `state/jobs.py`.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ router = APIRouter()
 
 
 class GenerateBody(SamplingBody):
-    """Body of POST /generate."""
-
     stream_type = None
 
     prompt: Annotated[str | list[TokenId], Field(description="a text or a list of token ids")]
@@ -46,7 +43,7 @@ async def generate(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[GenerateBody, Depends(body_of(GenerateBody))],
 ) -> dict[str, str]:
-    """Starts a job and answers with its request id."""
+    """Starts a job and returns its request id."""
     model = await service.model(body.model)
     llm = model.llm
     params = _params(body, llm)
@@ -64,7 +61,7 @@ async def generate(
 async def result(
     request_id: str, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> dict[str, Any]:
-    """Reports a job's state and its answer so far."""
+    """Reports a job's state and its output so far."""
     return _report(service.jobs.find(request_id, owner_of(request)))
 
 
@@ -72,7 +69,7 @@ async def result(
 async def forget(
     request_id: str, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> dict[str, str]:
-    """Removes a job, and aborts it where it still runs."""
+    """Removes a job; aborts it if it is running."""
     service.jobs.forget(request_id, owner_of(request))
     return {"request_id": request_id, "state": "forgotten"}
 

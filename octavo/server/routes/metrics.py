@@ -1,4 +1,4 @@
-"""GET /metrics: the engine's and the server's series in Prometheus' text form."""
+"""GET /metrics: engine and server metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -15,5 +15,4 @@ router = APIRouter()
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def read(service: Annotated[Service, Depends(service_of)]) -> Response:
-    """Renders all series as they are now."""
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -1,6 +1,6 @@
-"""POST /v1/models/load and /v1/models/unload: models that come and go while the server runs.
+"""POST /v1/models/load and /v1/models/unload, for operators.
 
-For the operator only. Both answer at once; GET /v1/models says how far it is.
+Both respond immediately; GET /v1/models reports progress.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ OF_THE_MACHINE = frozenset(
     }
     | {"device", "weights_memory_bytes", "weights_schedule"}
 ).union(*(each.command_line_only for each in get_extensions()))
-"""Options that name the machine's files or devices, which are the command line's business."""
+"""Options that refer to the machine's files or devices, allowed only on the command line."""
 OPTIONS = sorted({*option_fields()} - OF_THE_MACHINE - {"model", "served_model_name"})
-"""Engine options that a load may name."""
+"""Engine options that a load may set."""
 
 WITHOUT_ENGINE = ("unloaded", "failed")
 """States in which a model may be loaded again."""
@@ -46,8 +46,6 @@ router = APIRouter()
 
 
 class LoadBody(Body):
-    """Body of POST /v1/models/load."""
-
     is_strict = True
 
     model: Annotated[
@@ -72,8 +70,6 @@ class LoadBody(Body):
 
 
 class UnloadBody(Body):
-    """Body of POST /v1/models/unload."""
-
     is_strict = True
 
     model: Annotated[str, Field(description="the served model's name")]
@@ -92,7 +88,7 @@ async def load(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[LoadBody, Depends(body_of(LoadBody))],
 ) -> dict[str, Any]:
-    """Starts to load a model in an engine of its own; answers with its card."""
+    """Starts to load a model in its own engine; returns its card."""
     slot = EngineSlot(_spec_of(service, body))
     _make_room(service, slot.name)
     service.models.add(slot)
@@ -105,9 +101,9 @@ async def unload(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[UnloadBody, Depends(body_of(UnloadBody))],
 ) -> dict[str, Any]:
-    """Takes no new requests for a model, lets running ones end, and ends its engine.
+    """Rejects new requests for a model, lets running ones finish, and shuts down its engine.
 
-    One that loads is stopped, one that failed is forgotten.
+    A loading model is cancelled, a failed one is removed.
     """
     if not service.models.answers_to(body.model) and service.models.with_adapter(body.model):
         raise InvalidRequest(
@@ -123,7 +119,7 @@ async def unload(
 
 
 def _spec_of(service: Service, body: LoadBody) -> ModelSpec:
-    """Returns what is to be loaded; raises InvalidRequest for a bad name or option."""
+    """Returns the model to load; raises InvalidRequest for an invalid name or option."""
     if body.name is not None and not NAME.fullmatch(body.name):
         raise InvalidRequest(
             f"name: got {body.name[:80]!r}, allowed are {NAME_RULE}",
@@ -140,7 +136,7 @@ def _spec_of(service: Service, body: LoadBody) -> ModelSpec:
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns options that an engine takes, in its own types."""
+    """Returns checked engine options."""
     for name in options:
         if name in OF_THE_MACHINE:
             raise InvalidRequest(
@@ -158,9 +154,9 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_room(service: Service, name: str) -> None:
-    """Raises 409 where the name is taken, and Overloaded where there are too many models.
+    """Raises a 409 if the name is taken, Overloaded if there are too many models.
 
-    A model that failed or is unloaded gives way to one of the same name.
+    A failed or unloaded model is replaced by one of the same name.
     """
     taken = service.models.get(name)
     if taken is not None and taken.state not in WITHOUT_ENGINE:

@@ -1,7 +1,7 @@
-"""GET / and GET /web/NAME: the page, whose static files lie in `octavo/server/web`.
+"""GET / and GET /web/NAME: the web page, with static files from `octavo/server/web`.
 
-They are the same for every visitor and hold no secret, so that they need no key: the page itself
-asks for one. A strict Content-Security-Policy keeps everything else out.
+The files are public and need no key: the page itself prompts for one. A strict
+Content-Security-Policy blocks everything else.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Headers of every file. A browser asks each time, and gets 304 where nothing has changed."""
+"""Headers of every file. Browsers revalidate each time and get a 304 for unchanged files."""
 
 router = APIRouter()
 
 
 class PageFiles(StaticFiles):
-    """The files of the page, with their types and headers; any other name is a 404."""
+    """Static files of the page, with their headers; other names are a 404."""
 
     def __init__(self) -> None:
         super().__init__(directory=FOLDER)
@@ -59,7 +59,6 @@ class PageFiles(StaticFiles):
 
 @router.get("/", include_in_schema=False)
 async def index(request: Request) -> Response:
-    """Answers with the page."""
     return await PageFiles().get_response("index.html", request.scope)
 
 

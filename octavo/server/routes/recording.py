@@ -1,7 +1,7 @@
-"""GET /v1/engine/recording and GET /v1/engine/recording/CHUNK: a recording, as the page shows it.
+"""GET /v1/engine/recording and GET /v1/engine/recording/CHUNK: a recording for the page.
 
 Only the server of `octavo replay --serve` has these routes. A chunk's frames are the events of
-docs/concepts/engine-events.md, one for each step; its first is a snapshot.
+docs/concepts/engine-events.md, one for each step; the first is a snapshot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ router = APIRouter()
 
 
 async def recording_of(request: Request) -> ShownRecording:
-    """Returns the recording of the server that a request came to."""
     recording: ShownRecording = request.app.state.recording
     return recording
 
@@ -26,7 +25,7 @@ Recording = Annotated[ShownRecording, Depends(recording_of)]
 
 @router.get("/v1/engine/recording")
 async def about(recording: Recording) -> dict[str, Any]:
-    """Says how much of the recording there is so far."""
+    """Reports how much of the recording has been read so far."""
     is_complete = recording.is_complete  # read before the number, which grows until then
     return {
         "object": "recording",

@@ -1,7 +1,6 @@
-"""Requests that can be seen and changed while they run: GET, PATCH and DELETE /v1/requests/ID, and
-POST /v1/requests/ID/fork, which goes on from one in another direction.
+"""GET, PATCH and DELETE /v1/requests/ID, and POST /v1/requests/ID/fork: running requests.
 
-An id is the `id` of an answer. It is known to the key that made it, and to the operator's.
+The id is the `id` of a response. Only the key that created it and operators can access it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ router = APIRouter()
 
 
 class ChangeBody(Body):
-    """Body of PATCH /v1/requests/{request_id}."""
-
     is_strict = True
 
     max_tokens: Annotated[
@@ -57,8 +54,8 @@ class ChangeBody(Body):
 
 
 class ForkBody(SamplingBody):
-    """Body of POST /v1/requests/{request_id}/fork. Sampling fields that are not given are those of
-    the request that it leaves.
+    """Body of POST /v1/requests/{request_id}/fork. Sampling fields default to those of the parent
+    request.
     """
 
     index: Annotated[int, Field(description="the index of a choice; default 0")] = 0
@@ -77,13 +74,12 @@ class ForkBody(SamplingBody):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The engine's requests that one HTTP request made."""
+    """The engine requests of one HTTP request."""
 
     name: str
-    """Public id."""
     model: ServedModel
     members: Sequence[LiveRequest]
-    """One for each prompt, in their order; those that have ended long ago are missing."""
+    """One for each prompt, in order, except those that ended long ago."""
 
     @property
     def state(self) -> str:
@@ -97,7 +93,7 @@ class Found:
 async def list_requests(
     request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> Response:
-    """Lists the key's requests that wait or run, the operator all of them; without texts."""
+    """Lists the key's waiting and running requests (all for operators), without texts."""
     if not owner_of(request):
         require_operator(request)  # without names of keys, all have the same owner
     found = await _visible(request, service, recent=False)
@@ -108,7 +104,7 @@ async def list_requests(
 async def show(
     request_id: str, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> Response:
-    """Shows one request that waits, runs or has just finished, with its prompt and text so far."""
+    """Shows one waiting, running or recently finished request, with its prompt and text so far."""
     found = await _find(request, service, request_id)
     return _json(_describe(found, texts=True))
 
@@ -117,7 +113,7 @@ async def show(
 async def abort(
     request_id: str, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> dict[str, Any]:
-    """Ends a request: its stream ends with the finish_reason "abort"."""
+    """Aborts a request: its stream ends with finish_reason "abort"."""
     found = await _find(request, service, request_id)
     for member in found.members:
         await found.model.llm.abort(member.request_id)
@@ -131,7 +127,7 @@ async def change(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[ChangeBody, Depends(body_of(ChangeBody))],
 ) -> Response:
-    """Changes the length, the priority or the stop texts of a request while it waits or runs."""
+    """Updates max_tokens, priority or stop strings of a waiting or running request."""
     found = await _find(request, service, request_id)
     running = [one for one in found.members if one.state != "finished"]
     for member in running or found.members:
@@ -148,8 +144,9 @@ async def fork(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[ForkBody, Depends(body_of(ForkBody))],
 ) -> Response:
-    """Goes on from a point of a request that runs or has just finished, on shared KV blocks. The
-    answer has the form of the request's own.
+    """Continues a running or recently finished request from a given token, sharing its KV blocks.
+
+    The response has the same format as the parent's.
     """
     found = await _find(request, service, request_id)
     model = await service.model(found.model.name)  # which takes no new work while it drains
@@ -170,7 +167,7 @@ async def fork(
 
 
 async def _visible(request: Request, service: Service, *, recent: bool) -> list[Found]:
-    """Returns the requests that the key may see, the oldest first."""
+    """Returns the requests visible to the key, oldest first."""
     owner, sees_all = owner_of(request), is_operator(request)
     found = []
     for model in service.ready_models():
@@ -183,7 +180,9 @@ async def _visible(request: Request, service: Service, *, recent: bool) -> list[
 
 
 async def _requests_of(model: ServedModel, *, recent: bool) -> list[LiveRequest]:
-    """Returns a model's requests; none where its engine has ended, which hides no other model's."""
+    """Returns a model's requests; none if its engine has ended, so that other models are still
+    listed.
+    """
     try:
         return await model.llm.requests(recent=recent)
     except EngineDead:
@@ -191,7 +190,7 @@ async def _requests_of(model: ServedModel, *, recent: bool) -> list[LiveRequest]
 
 
 async def _find(request: Request, service: Service, request_id: str) -> Found:
-    """Returns a request by its public id; RequestNotFound where the key may not see it either."""
+    """Returns a request by its public id; raises RequestNotFound also if the key may not see it."""
     for found in await _visible(request, service, recent=True):
         if found.name == request_id:
             return found
@@ -205,8 +204,8 @@ async def _find(request: Request, service: Service, request_id: str) -> Found:
 
 
 def _parser(parser: OutputParser, model: ServedModel, found: Found, body: ForkBody) -> OutputParser:
-    """Returns the parser of a fork: its response leaves out the tokens that it keeps and continues
-    with, but for a call in the middle of which it begins.
+    """Returns the parser of a fork. Its response excludes the kept tokens, unless the fork starts
+    inside a tool call.
     """
     if parser.form is None or model.tokenizer is None:
         return parser
@@ -221,7 +220,7 @@ def _parser(parser: OutputParser, model: ServedModel, found: Found, body: ForkBo
 def _prepare(
     request: Request, found: Found, body: ForkBody, name: str, parser: OutputParser
 ) -> ParentRequest:
-    """Checks a fork against the request that it leaves."""
+    """Checks a fork against its parent request."""
     if body.use_beam_search or body.beam_width is not None:
         raise InvalidRequest("use_beam_search: a fork draws its tokens", param="use_beam_search")
     if body.cache_salt is not None:
@@ -279,7 +278,7 @@ def _formatter(
 
 
 def _describe(found: Found, *, texts: bool = False) -> dict[str, Any]:
-    """Returns a request as JSON has it; with `texts` its prompts and answers too."""
+    """Describes a request as JSON; `texts` includes prompts and outputs."""
     first = min(found.members, key=lambda one: STATES.index(one.state))
     shown: dict[str, Any] = {
         "id": found.name,

@@ -1,8 +1,7 @@
-"""Text to token ids and back, and conversations as their template writes them: POST /tokenize,
-/detokenize and /apply-template, GET /tokenizer_info.
+"""POST /tokenize, /detokenize and /apply-template, GET /tokenizer_info.
 
-Fields and answers are vLLM's and llama.cpp's. Nothing is computed by the engine, and nothing has to
-fit the context.
+Fields and responses are vLLM's and llama.cpp's. The engine is not involved, and texts may exceed
+the context.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from octavo.server.state.service import Service, service_of
 from octavo.text.ports import Tokenizer
 
 ANY_LENGTH = Truncation(INT32_MAX)
-"""A bound that no body reaches, so that a text beyond the context is counted too."""
+"""A truncation that never applies, so that texts beyond the context are not rejected."""
 
 router = APIRouter()
 
@@ -56,16 +55,12 @@ class TokenizeBody(ConversationBody):
 
 
 class DetokenizeBody(Body):
-    """Body of POST /detokenize."""
-
     model: str | None = field("the name of a model", "whose tokenizer is asked")
     tokens: list[TokenId] = needed("a list of token ids", "what becomes text")
     skip_special_tokens: bool = field(FLAG, "leaves special tokens out", default=False)
 
 
 class ApplyTemplateBody(ConversationBody):
-    """Body of POST /apply-template."""
-
     model: str | None = field("the name of a model", "whose chat template renders")
 
 
@@ -75,7 +70,7 @@ async def tokenize(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))],
 ) -> Response:
-    """Returns the token ids of a text or of a conversation."""
+    """Returns the token ids of a text or a conversation."""
     model = await service.model(body.model)
     tokenizer = model.llm.get_tokenizer()
     token_ids = await _token_ids(body, model, tokenizer, service)
@@ -97,7 +92,7 @@ async def detokenize(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[DetokenizeBody, Depends(body_of(DetokenizeBody))],
 ) -> dict[str, str]:
-    """Returns the text of token ids, by vLLM's name and by llama.cpp's."""
+    """Returns the text of token ids, under vLLM's field name and llama.cpp's."""
     model = await service.model(body.model)
     tokenizer = model.llm.get_tokenizer()
     highest = model.llm.info.vocab_size - 1
@@ -118,7 +113,7 @@ async def apply_template(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[ApplyTemplateBody, Depends(body_of(ApplyTemplateBody))],
 ) -> dict[str, str]:
-    """Returns a conversation as the chat template writes it."""
+    """Renders a conversation with the chat template."""
     model = await service.model(body.model)
     rendering = rendering_of(body, model, service.settings)
     messages = fit_messages(
@@ -181,7 +176,7 @@ async def _token_ids(
 
 
 def _piece(tokenizer: Tokenizer, token_id: int) -> dict[str, Any]:
-    """Returns a token with its text, or with its bytes where these are no text."""
+    """Returns a token with its text, or its bytes if they are not valid UTF-8."""
     piece = tokenizer.token_bytes(token_id)
     try:
         return {"id": token_id, "piece": piece.decode()}

@@ -1,1 +1,1 @@
-"""Routes that classify texts, score pairs of them and put documents in order."""
+"""Routes for classification, scoring and reranking."""

@@ -1,5 +1,5 @@
-"""The bodies that classify, score and rerank take: rows of the table in `server/fields.py`, in the
-words of vLLM, Jina and Cohere.
+"""Request bodies of classify, score and rerank: rows of the table in `server/fields.py`, with the
+names of vLLM, Jina and Cohere.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ PAIR_FIELDS = (
     ("queries", "documents"),
     ("queries", "items"),
 )
-"""Names under which the two sides of a score come."""
+"""Names of the two sides of a score."""
 
 
 class RerankDocument(BodyPart):
-    """A document as an object."""
-
     text: str
 
 
@@ -36,7 +34,7 @@ Documents = Annotated[list[str | RerankDocument], Field(min_length=1)]
 
 
 class ClassifierBody(PoolingBody):
-    """Base of the bodies whose answers are made of a classifier's scores."""
+    """Base class of bodies that use a classifier's scores."""
 
     use_activation: bool | None = field(
         "true or false",
@@ -45,7 +43,6 @@ class ClassifierBody(PoolingBody):
 
     @property
     def params(self) -> PoolingParams:
-        """The engine's params."""
         return PoolingParams(
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             activation="none" if self.use_activation is False else None,
@@ -53,16 +50,12 @@ class ClassifierBody(PoolingBody):
 
 
 class ClassifyBody(ClassifierBody):
-    """Body of POST /classify."""
-
     input: str | list[str] | list[TokenId] | list[list[TokenId]] | list[tuple[str, str]] = needed(
         "a text, token ids, or a list of either; or a list of pairs of texts", "what is classified"
     )
 
 
 class ScoreBody(ClassifierBody):
-    """Body of POST /score."""
-
     text_1: str | list[str] | None = field(TEXTS, "one text, or as many as in text_2")
     text_2: str | list[str] | None = field(TEXTS, "what is scored with text_1")
     data_1: str | list[str] | None = field(TEXTS, "another name of text_1")
@@ -73,9 +66,7 @@ class ScoreBody(ClassifierBody):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Names of the two fields that hold the texts; InvalidRequest unless there are two of one
-        kind.
-        """
+        """Names of the two given fields; raises InvalidRequest unless they form a pair."""
         given = {name for pair in PAIR_FIELDS for name in pair if getattr(self, name) is not None}
         for pair in PAIR_FIELDS:
             if given == set(pair):
@@ -86,7 +77,7 @@ class ScoreBody(ClassifierBody):
 
 
 class RerankFields(Body):
-    """The fields of every body that puts documents in order."""
+    """Fields common to all rerank bodies."""
 
     query: str = needed("a text", "what the documents are compared with")
     documents: Documents = needed(
@@ -104,7 +95,6 @@ class RerankFields(Body):
 
     @property
     def texts(self) -> list[str]:
-        """Texts of the documents."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
 
@@ -120,8 +110,6 @@ class RerankBody(ClassifierBody, RerankFields):
 
 
 class CohereRerankBody(RerankFields):
-    """Body of POST /v2/rerank."""
-
     stream_type = None
 
     model: str | None = field("the name of a model", "model that answers; null is the only model")
@@ -139,5 +127,5 @@ class CohereRerankBody(RerankFields):
 
     @property
     def params(self) -> PoolingParams:
-        """The engine's params: what is too long is cut, as Cohere does."""
+        """Pooling params that truncate long texts, as Cohere does."""
         return PoolingParams(truncate_prompt_tokens=MODEL_LIMIT)

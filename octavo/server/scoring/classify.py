@@ -1,4 +1,4 @@
-"""POST /classify: texts, or pairs of them, in; the probability of each label out.
+"""POST /classify: label probabilities of texts or text pairs.
 
 Source: vLLM's API reference.
 """
@@ -30,8 +30,6 @@ router = APIRouter()
 
 
 class ClassEntry(msgspec.Struct):
-    """One text's classes."""
-
     index: int
     label: str
     probs: list[float]
@@ -39,8 +37,6 @@ class ClassEntry(msgspec.Struct):
 
 
 class ClassList(msgspec.Struct):
-    """The answer to one request."""
-
     id: str
     created: int
     model: str
@@ -75,7 +71,7 @@ async def classify(
 
 
 def _prompts(body: ClassifyBody) -> list[PoolingPrompt]:
-    """Returns the prompts of a body, whose field may hold one or several."""
+    """Returns the prompts of a body, which holds one or several."""
     if isinstance(body.input, list) and body.input and isinstance(body.input[0], tuple):
         return [TextPair(*pair) for pair in body.input]  # type: ignore[misc]
     return list(as_prompts(body.input))  # type: ignore[arg-type]

@@ -1,5 +1,4 @@
-"""POST /rerank and /v1/rerank in vLLM's and Jina's form, POST /v2/rerank in Cohere's: a query and
-documents in; the documents' places and scores out, the best first.
+"""POST /rerank and /v1/rerank in vLLM's and Jina's format, POST /v2/rerank in Cohere's.
 
 Sources: the three API references.
 """
@@ -30,13 +29,13 @@ router = APIRouter()
 
 
 class RankedText(msgspec.Struct):
-    """A document that a result repeats."""
+    """The document of a result, if requested."""
 
     text: str
 
 
 class RankedEntry(msgspec.Struct):
-    """One document's place in the request, and its score."""
+    """Index and score of a document."""
 
     index: int
     relevance_score: float
@@ -44,8 +43,6 @@ class RankedEntry(msgspec.Struct):
 
 
 class RankedList(msgspec.Struct):
-    """The answer to one request in vLLM's and Jina's form."""
-
     id: str
     model: str
     usage: PoolingUsage
@@ -87,7 +84,7 @@ async def cohere_rerank(
 async def _scored(
     request: Request, model: ServedModel, body: RerankBody | CohereRerankBody, name: str
 ) -> PooledAnswer[ScoringRequestOutput]:
-    """Scores every document with the query."""
+    """Scores every document against the query."""
     with use_api_names({"max_tokens_per_doc": "max_second_tokens"}):
         job = model.llm.pooling_jobs.scoring(
             body.query, body.texts, body.params, max_second_tokens=body.max_tokens_per_doc
@@ -99,7 +96,7 @@ async def _scored(
 def _results(
     scored: list[ScoringRequestOutput], body: RerankBody | CohereRerankBody, *, repeats: bool
 ) -> list[RankedEntry]:
-    """Returns the best documents, those of equal scores in their own order."""
+    """Returns the best documents; equal scores keep their order."""
     scores = [output.outputs.score for output in scored]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     texts = body.texts

@@ -1,4 +1,4 @@
-"""POST /score and /v1/score: pairs of texts in; a score of each out.
+"""POST /score and /v1/score: scores of text pairs.
 
 Source: vLLM's API reference.
 """
@@ -26,16 +26,12 @@ router = APIRouter()
 
 
 class ScoreEntry(msgspec.Struct):
-    """One pair's score."""
-
     index: int
     score: float
     object: str = "score"
 
 
 class ScoreList(msgspec.Struct):
-    """The answer to one request."""
-
     id: str
     created: int
     model: str

@@ -1,7 +1,6 @@
-"""What the requests of one API key have taken of its limits, and how soon there is more.
+"""Rate limits and usage of one API key.
 
-Requests and tokens refill evenly: a minute's worth may be taken at once, and is there again a
-minute later. Knows no HTTP but the names of the headers that OpenAI's clients read.
+Requests and tokens refill continuously: a minute's worth can be used at once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Clock = Callable[[], float]
 
 
 class Allowance:
-    """A number of units a minute, which may go below zero where a cost is known only later."""
+    """A rate limit per minute. It may go negative, since some costs are known only afterwards."""
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.per_minute = per_minute
@@ -26,7 +25,7 @@ class Allowance:
 
     @property
     def level(self) -> float:
-        """Units that may be taken now."""
+        """Units available now."""
         now = self._clock()
         gained = (now - self._since) * self.per_minute / 60
         self._level = min(self._level + gained, float(self.per_minute))
@@ -37,18 +36,18 @@ class Allowance:
         self._level = self.level - units
 
     def wait_s(self, units: float) -> float:
-        """Returns the seconds until that many units are there; 0 where they are."""
+        """Returns the seconds until that many units are available."""
         return max(0.0, (units - self.level) * 60 / self.per_minute)
 
     def change(self, per_minute: int) -> None:
-        """Sets another limit; what was taken in the last minute stays taken."""
+        """Changes the limit; recent usage still counts."""
         taken = self.per_minute - self.level
         self.per_minute = per_minute
         self._level = per_minute - taken
 
 
 class Account:
-    """One key's limits and what is left of them."""
+    """Limits and usage of one key."""
 
     def __init__(self, name: str, limits: KeyLimits, clock: Clock = time.monotonic) -> None:
         self.name = name
@@ -58,21 +57,21 @@ class Account:
         self.change(limits)
 
     def change(self, limits: KeyLimits) -> None:
-        """Takes other limits, as a key file that is read again has them."""
+        """Changes the limits after the key file was reloaded."""
         self.limits = limits
         self._set("requests", limits.requests_per_minute)
         self._set("tokens", limits.tokens_per_minute)
 
     def count_request(self) -> None:
-        """Counts one more request; raises Overloaded where the minute has no room for it."""
+        """Counts a request; raises Overloaded if the limit per minute is reached."""
         self._check("requests", 1)
         if "requests" in self._allowances:
             self._allowances["requests"].take(1)
 
     def start(self) -> None:
-        """Counts work that starts; raises Overloaded where there is no room for any.
+        """Counts a running request; raises Overloaded if too many run.
 
-        Each call that returns is followed by one of `stop`.
+        Each successful call requires a call of `stop`.
         """
         most = self.limits.max_running
         if most is not None and self.num_running >= most:
@@ -84,11 +83,11 @@ class Account:
         self.num_running += 1
 
     def check_tokens(self) -> None:
-        """Raises Overloaded where no token is left."""
+        """Raises Overloaded if no token is left."""
         self._check("tokens", 1)
 
     def charge_prompt(self, num_tokens: int) -> None:
-        """Takes a prompt's tokens; raises where not that many are left."""
+        """Charges a prompt's tokens; raises Overloaded if not enough are left."""
         most = self.limits.tokens_per_minute
         if most is not None and num_tokens > most:
             raise InvalidRequest(
@@ -103,12 +102,12 @@ class Account:
         self.num_running -= 1
 
     def charge(self, num_tokens: int) -> None:
-        """Takes tokens that were used; below zero, new requests wait until they are paid off."""
+        """Charges used tokens; while the level is negative, new requests are rejected."""
         if "tokens" in self._allowances:
             self._allowances["tokens"].take(num_tokens)
 
     def headers(self) -> dict[str, str]:
-        """Returns the headers that tell a client what is left."""
+        """Returns the rate limit headers."""
         headers = {}
         for kind, allowance in self._allowances.items():
             headers[f"x-ratelimit-limit-{kind}"] = str(allowance.per_minute)

@@ -1,7 +1,6 @@
-"""Adapters that a server has names for: those of its command line, and those that its operator
-loads.
+"""Named LoRA adapters of a server, from the command line or loaded by operators.
 
-A name stands for the content that it had when it was loaded; the bytes are the engine's business.
+A name refers to the contents at the time of loading; the engine stores the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from octavo.config.paths import user_path
 from octavo.engine.protocol.step import AdapterRef
 
 NAME = re.compile(r"(?!(?:.*/)?\.{1,2}(?:/|\Z))[\w.:/-]{1,200}")
-"""A public name; it stands in the path of /v1/models/NAME, where clients take out `.` and `..`."""
+"""A public name. It is part of the path /v1/models/NAME, from which clients remove `.` and `..`."""
 
 NAME_RULE = "1 to 200 letters, digits and any of . : / _ -, and no part between slashes is . or .."
 
@@ -32,32 +31,32 @@ MODULE_KEYS = {"name", "path", "base_model_name"}
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapter:
-    """An adapter under its public name."""
+    """An adapter and its public name."""
 
     name: str
     ref: AdapterRef
     created: int = field(default_factory=lambda: int(time.time()))
-    """Unix time at which it was loaded, in seconds."""
+    """Unix time of loading, in seconds."""
 
     @staticmethod
     def read(llm: AsyncLLM, name: str, path: Path, *, again: bool = False) -> ServedAdapter:
-        """Reads and checks an adapter, which may take a while; raises InvalidRequest."""
+        """Reads and checks an adapter (blocking); raises InvalidRequest."""
         request = LoRARequest(name, 1, str(path), load_inplace=again)
         return ServedAdapter(name, llm.adapter(request))
 
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """An adapter that a server is started with."""
+    """An adapter of the command line."""
 
     name: str
     path: Path
     base_model_name: str | None = None
-    """Public name of its model; None: the first one of the server."""
+    """Public name of its model; None: the server's first."""
 
     @staticmethod
     def parse(text: str) -> LoraModule:
-        """Reads NAME=PATH, or a JSON object of name, path and base_model_name; raises
+        """Parses NAME=PATH, or a JSON object of name, path and base_model_name; raises
         ConfigError.
         """
         given = _object(text) if text.lstrip().startswith("{") else _pair(text)
@@ -98,8 +97,8 @@ def _bad(text: str, why: str) -> ConfigError:
 
 
 def path_within(folder: str | None, text: str) -> Path:
-    """Returns the folder of an adapter that a request names; InvalidRequest unless it, and its
-    files, lie under the server's own folder of adapters.
+    """Returns the path of a requested adapter. Raises InvalidRequest unless the path and its files
+    are inside the server's adapter folder.
     """
     if folder is None:
         raise InvalidRequest(

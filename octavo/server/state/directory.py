@@ -1,6 +1,6 @@
-"""The models behind one port, by name: each has a slot with an engine of its own.
+"""The served models by name; each has a slot with its own engine.
 
-Finds the slot that a request means; loads and ends no engine (`loader.py` does).
+`loader.py` loads and unloads the engines.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ GLOB_CHARACTERS = "*?["
 
 
 class ModelDirectory:
-    """All slots of a server by the models' public names, in the order in which they came."""
+    """Slots by public model name, in order of addition."""
 
     def __init__(
         self, slots: Iterable[EngineSlot] = (), aliases: Mapping[str, str] | None = None
     ) -> None:
-        """Takes other names of models and adapters, which may be patterns (`claude-*`)."""
+        """`aliases` are other names of models and adapters, and may be patterns (`claude-*`)."""
         self._slots = {slot.name: slot for slot in slots}
         self._aliases = dict(aliases or {})
         self._stopping = False
         self._changed = False
-        """Whether models have come or gone since the start."""
+        """Whether models were added or removed since the start."""
 
     @staticmethod
     def of(engine: AsyncLLM | EngineSlot | ModelDirectory) -> ModelDirectory:
-        """Returns the directory of one engine, or of the slot of one; one of several as it is."""
+        """Wraps an engine or a slot in a directory; returns a directory unchanged."""
         if isinstance(engine, ModelDirectory):
             return engine
         return ModelDirectory([engine if isinstance(engine, EngineSlot) else EngineSlot.of(engine)])
@@ -49,13 +49,13 @@ class ModelDirectory:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the models that the server was started with all still load."""
+        """Whether all initial models are still loading."""
         states = [slot.state for slot in self if slot.state != "unloaded"]
         return not self._changed and bool(states) and set(states) == {"loading"}
 
     @property
     def num_in_memory(self) -> int:
-        """Models that are loaded or load, failed ones too."""
+        """Number of models that are not unloaded, including failed ones."""
         return sum(slot.state != "unloaded" for slot in self)
 
     @property
@@ -63,15 +63,14 @@ class ModelDirectory:
         return self._stopping
 
     def get(self, name: str) -> EngineSlot | None:
-        """Returns the slot of a public name, if there is one."""
+        """Returns the slot with a public name, if any."""
         return self._slots.get(name)
 
     def find(self, name: str | None = None) -> EngineSlot:
-        """Returns the slot that a request means; None stands for the only one, the name of an
-        adapter for its model's.
+        """Returns the slot for a request. None selects the only model; an adapter's name its model.
 
-        A model also answers to the text that the server was given for it, and to its aliases.
-        Raises ModelNotFound, and InvalidRequest where None may be one of several.
+        The model's reference on the command line and aliases are accepted too. Raises
+        ModelNotFound, or InvalidRequest if the name is None and there are several models.
         """
         if name is None:
             return self._only()
@@ -85,7 +84,7 @@ class ModelDirectory:
         return found
 
     def resolve(self, name: str) -> str:
-        """Returns the name that an alias stands for; any other name unchanged."""
+        """Replaces an alias by its target; returns other names unchanged."""
         if self._is_known(name):
             return name
         if name in self._aliases:
@@ -94,7 +93,7 @@ class ModelDirectory:
         return next(matches, name)
 
     def set_alias(self, alias: str, name: str) -> None:
-        """Gives a model or adapter another name, in place of what that name stood for."""
+        """Adds or reassigns an alias."""
         self._aliases[alias] = name
 
     def drop_alias(self, alias: str) -> bool:
@@ -102,7 +101,7 @@ class ModelDirectory:
         return self._aliases.pop(alias, None) is not None
 
     def check_aliases(self, adapters: Iterable[str]) -> None:
-        """Raises ConfigError for an alias of what is not served, or with the name of what is."""
+        """Raises ConfigError for an alias whose target is not served, or that is a served name."""
         adapters = list(adapters)
         for alias, target in self._aliases.items():
             if not self._is_known(target) and target not in adapters:
@@ -114,7 +113,7 @@ class ModelDirectory:
                 raise ConfigError(f"model_alias: a model or adapter is called {alias} too")
 
     def aliases_of(self, slot: EngineSlot) -> list[str]:
-        """Returns the aliases of a model or of its adapters that are plain names."""
+        """Returns the aliases of a model and its adapters, except patterns."""
         plain = (alias for alias in self._aliases if not set(alias) & set(GLOB_CHARACTERS))
         return [alias for alias in plain if self.find(alias) is slot]
 
@@ -125,40 +124,40 @@ class ModelDirectory:
         return self.get(name) or next((slot for slot in self if slot.answers_to(name)), None)
 
     def answers_to(self, name: str) -> bool:
-        """Tells whether a model, rather than an adapter of one, is meant by a name."""
+        """Returns whether a name refers to a model, not to an adapter."""
         return self._with_name(name) is not None
 
     def with_adapter(self, name: str) -> EngineSlot | None:
-        """Returns the slot of the model that an adapter is for, if there is one of that name."""
+        """Returns the slot of an adapter's model, if there is such an adapter."""
         return next((slot for slot in self if name in slot.adapters), None)
 
     def add(self, slot: EngineSlot) -> None:
-        """Takes in a slot, in place of one of the same name that failed."""
+        """Adds a slot, replacing a failed one of the same name."""
         if self._stopping:
             raise Unavailable("the server is stopping")
         self._slots[slot.name] = slot
         self._changed |= slot.state != "unloaded"
 
     def rename(self, slot: EngineSlot, name: str, model: str) -> None:
-        """Gives a model another public name, and another text by which it is found."""
+        """Changes a model's public name and its reference."""
         del self._slots[slot.name]
         slot.rename(name, model)
         self._slots[name] = slot
 
     def remove(self, slot: EngineSlot) -> None:
-        """Forgets a slot, unless another has taken its name."""
+        """Removes a slot, unless its name now belongs to another."""
         if self._slots.get(slot.name) is slot:
             del self._slots[slot.name]
             self._changed = True
 
     def drain(self) -> None:
-        """Refuses new work for every model from now on; running requests go on."""
+        """Rejects new requests for every model; running ones continue."""
         self._stopping = True
         for slot in self:
             slot.drain()
 
     def close(self) -> None:
-        """Ends all engines, at the same time."""
+        """Shuts down all engines in parallel."""
         self._stopping = True
         slots = list(self)
         with ThreadPoolExecutor(max(1, len(slots))) as pool:

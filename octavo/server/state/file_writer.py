@@ -1,6 +1,6 @@
-"""A file on its way to the disk: written beside the others, and put among them when it is whole.
+"""Writes a stored file: to a temporary folder first, moved when it is complete.
 
-Knows no API. The record that names the file is its maker's to add, after `commit`.
+The caller adds the file's record after `commit`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.utils.durable import sync_path
 
 
 class FileWriter:
-    """An open file; used as a context manager, which removes it unless it was committed."""
+    """An open file; the context manager removes it unless it was committed."""
 
     def __init__(self, folder: Path, file_id: str) -> None:
         self.file_id = file_id
@@ -41,7 +41,7 @@ class FileWriter:
         await asyncio.to_thread(self._file.write, data)
 
     async def commit(self) -> None:
-        """Returns when the whole file is on the disk, under its id."""
+        """Syncs the file to disk and moves it to its place."""
         await asyncio.to_thread(self._commit)
 
     def _commit(self) -> None:

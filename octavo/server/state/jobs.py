@@ -1,6 +1,6 @@
-"""Background jobs by request id: at most `max_jobs` of them, finished ones for `job_ttl_s` seconds.
+"""Asynchronous jobs: at most `max_jobs`, kept for `job_ttl_s` seconds after they finish.
 
-The oldest finished job makes room for a new one; where all still run, a new one is refused.
+A new job replaces the oldest finished one; if all are running, it is rejected.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from octavo.server.generation import Generation
 
 @dataclass(slots=True)
 class Job:
-    """One request whose answer is fetched later."""
-
     request_id: str
     owner: str
-    """Name of the key that made it, the only one to which it answers."""
+    """Name of the key that created it."""
     wants_timings: bool = False
     task: asyncio.Task[None] | None = None
     latest: RequestOutput | None = None
-    """Latest state of the answer; None before the first token."""
+    """Latest output; None before the first token."""
     error: OctavoError | None = None
     finished_at: float | None = None
-    """Time of its end on the monotonic clock, in seconds; None while it runs."""
+    """Time on the monotonic clock, in seconds; None while it runs."""
 
     @property
     def state(self) -> str:
@@ -42,7 +40,7 @@ class Job:
 
 
 class Jobs:
-    """All jobs of a server by owner and request id, oldest first."""
+    """Jobs by owner and request id, oldest first."""
 
     def __init__(self, *, max_jobs: int, ttl_s: float) -> None:
         self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
@@ -52,9 +50,9 @@ class Jobs:
     def start(
         self, generation: Generation, request_id: str, owner: str, *, wants_timings: bool
     ) -> Job:
-        """Follows a generation in a task of its own.
+        """Consumes a generation in a new task.
 
-        Call it without awaiting after `make_room`, so that no other job takes the room in between.
+        Call it right after `make_room`, without awaiting in between.
         """
         job = self._jobs[owner, request_id] = Job(request_id, owner, wants_timings)
         self._jobs.move_to_end((owner, request_id))  # the id may be that of a finished job
@@ -62,7 +60,7 @@ class Jobs:
         return job
 
     def make_room(self) -> None:
-        """Makes room for one more job; raises Overloaded where every job still runs."""
+        """Makes room for one more job; raises Overloaded if all are running."""
         self._sweep()
         if len(self._jobs) < self._max_jobs:
             return
@@ -75,7 +73,7 @@ class Jobs:
         del self._jobs[oldest.owner, oldest.request_id]
 
     def find(self, request_id: str, owner: str) -> Job:
-        """Returns an owner's job; raises a 404 where it has none, or its result has expired."""
+        """Returns an owner's job; raises a 404 if it is unknown or has expired."""
         self._sweep()
         job = self._jobs.get((owner, request_id))
         if job is None:
@@ -87,14 +85,13 @@ class Jobs:
         return job
 
     def forget(self, request_id: str, owner: str) -> None:
-        """Removes an owner's job, and aborts it where it still runs."""
+        """Removes an owner's job; aborts it if it is running."""
         job = self.find(request_id, owner)
         if job.task is not None:
             job.task.cancel()
         del self._jobs[owner, request_id]
 
     def _sweep(self) -> None:
-        """Removes the jobs whose results have expired."""
         oldest_kept = time.monotonic() - self._ttl_s
         expired = [
             key
@@ -106,7 +103,7 @@ class Jobs:
 
 
 async def _follow(job: Job, generation: Generation) -> None:
-    """Keeps the latest state of the answer in the job, and its failure."""
+    """Stores the latest output of a generation, or its error."""
     try:
         async for _, output in generation.outputs():
             job.latest = output

@@ -1,6 +1,6 @@
-"""All API keys of a server: those of its flags, and those of its key file, which may be read again.
+"""All API keys of a server, from flags and the key file, which can be reloaded.
 
-Finds the key that a client sent, in constant time; knows no HTTP.
+Keys are compared in constant time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """The keys that open a server; an empty one means that it needs none."""
+    """The accepted keys; if empty, requests need none."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Reads the key file, if there is one; raises ConfigError where it is broken."""
+        """Reads the key file, if any; raises ConfigError if it is invalid."""
         self._path = settings.api_key_file
         self._from_flags = _keys_of_flags(settings)
         self._accounts: dict[str, Account] = {}
@@ -33,21 +33,21 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, secret: str) -> ApiKey | None:
-        """Returns the key that was sent; always compares all."""
+        """Returns the matching key; always compares with all."""
         digest = digest_of(secret)
         found = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         return found[0] if found else None
 
     def may_operate(self, key: ApiKey) -> bool:
-        """Tells whether a key is an operator's; the only key of a server is."""
+        """Returns whether a key is an operator's. A single key always is."""
         return key.is_operator or len(self._keys) == 1
 
     def account(self, name: str) -> Account | None:
-        """Returns the account of a key that has limits."""
+        """Returns the usage of a key with limits; None for other keys."""
         return self._accounts.get(name)
 
     def reload(self) -> None:
-        """Reads the key file again; one that is broken leaves the keys as they were."""
+        """Reloads the key file; if it is invalid, the keys are unchanged."""
         try:
             self._load()
         except ConfigError as error:
@@ -70,7 +70,7 @@ class KeyRing:
 
 
 def _keys_of_flags(settings: ServerSettings) -> list[ApiKey]:
-    """Returns the flags' keys; a single one has no name, as it is no one's in particular."""
+    """Returns the keys of flags. A single one has no name."""
     secrets = list(dict.fromkeys(settings.api_key))
     is_only = len(secrets) == 1 and settings.api_key_file is None
     keys = [

@@ -1,4 +1,4 @@
-"""The headers and digests of models on this machine, read once for each version of their files."""
+"""Cached headers and digests of local models, invalidated when their files change."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from octavo.wiring.model_outline import ModelOutline, read_outline
 
 T = TypeVar("T")
 Version = tuple[int, int]
-"""Time of the last change and size of a file or folder."""
+"""Modification time and size of a file or folder."""
 
 logger = logging.getLogger(__name__)
 
 
 class LocalFiles:
-    """What has been read of the files of models, by path."""
+    """Headers and digests by path."""
 
     def __init__(self) -> None:
         self._outlines: dict[Path, tuple[Version, ModelOutline | None]] = {}
@@ -28,11 +28,11 @@ class LocalFiles:
         self._turn = asyncio.Lock()
 
     async def outline(self, path: Path, options: Mapping[str, Any]) -> ModelOutline | None:
-        """Returns what the headers of a model say; None for one that cannot be read."""
+        """Returns a model's description from its headers; None if they cannot be read."""
         return await self._read(self._outlines, path, lambda: read_outline(path, options))
 
     async def digest(self, path: Path) -> str:
-        """Returns the digest of a model's files; "" for files that cannot be read."""
+        """Returns the digest of a model's files; "" if they cannot be read."""
         return await self._read(self._digests, path, lambda: get_model_digest(path)) or ""
 
     async def _read(

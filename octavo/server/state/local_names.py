@@ -1,6 +1,6 @@
-"""Names of the models in this machine's caches, read again every few seconds at most.
+"""The list of models in this machine's caches, refreshed at most every few seconds.
 
-So that requests for unknown names, however many, do not have the caches searched each time.
+Without it, each request with an unknown model name would scan the caches.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ import time
 from octavo.checkpoint.local_models import CachedModel, list_local_models
 
 FRESH_S = 5.0
-"""Seconds for which a listing is used again."""
+"""Maximum age of the list in seconds."""
 
 
 class LocalNames:
-    """The cached models by name."""
-
     def __init__(self) -> None:
         self._models: list[CachedModel] = []
         self._read_at = float("-inf")
         self._turn = asyncio.Lock()
 
     def forget(self) -> None:
-        """Discards the listing, since the caches have changed."""
+        """Invalidates the list after a change of the caches."""
         self._read_at = float("-inf")
 
     async def list(self) -> list[CachedModel]:

@@ -1,6 +1,6 @@
-"""Hooks by which extensions add counters and gauges to /metrics.
+"""Hooks of extensions that add counters and gauges to /metrics.
 
-Owns no value: counters are read from `EngineStats`, gauges from the config.
+Counters are read from `EngineStats`, gauges from the config.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from octavo.engine.protocol.stats import EngineStats
 from octavo.utils.extensions import get_hooks
 
 Series: TypeAlias = tuple[str, Callable[[EngineStats], float]]
-"""Help text of a series, and what reads its value."""
+"""Help text, and a function that reads the value."""
 
 
 class OptionGauge(NamedTuple):
-    """A gauge of a model's options."""
+    """A gauge that depends on a model's options."""
 
     help: str
     label: str
@@ -26,12 +26,11 @@ class OptionGauge(NamedTuple):
 
 
 class MetricHooks:
-    """What one extension adds to /metrics. The defaults add nothing."""
+    """Metrics of one extension. The defaults add nothing."""
 
     counters: Mapping[str, Series] = {}
     gauges: Mapping[str, OptionGauge] = {}
 
 
 def metric_hooks() -> tuple[MetricHooks, ...]:
-    """Returns the hooks of the installed extensions."""
     return get_hooks("metrics", MetricHooks)

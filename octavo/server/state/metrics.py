@@ -1,7 +1,7 @@
-"""The server's metrics: every engine's counters, and histograms over finished requests, by model.
+"""Prometheus metrics: counters of all engines, and histograms of finished requests, by model.
 
-Every series has an `octavo:` name and, as an alias for dashboards that exist, the `vllm:` name.
-Counters come from each engine's last snapshot; histograms are those of `model_metrics.py`.
+Each series is exported as `octavo:` and, for existing dashboards, as `vllm:`. Counters are read
+from the engines' latest stats; histograms are in `model_metrics.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octavo.server.state.slot import EngineSlot
 PREFIXES = ("octavo:", "vllm:")
 LABELS = ("model_name", "engine")
 ENGINE = "0"
-"""Value of the label `engine` where a model has one engine, and of series of the whole model."""
+"""Label `engine` of a single engine, and of series for the whole model."""
 
 GAUGES: dict[str, Series] = {
     "num_requests_running": (
@@ -170,7 +170,7 @@ COUNTERS: dict[str, Series] = {
 }
 COUNTERS |= {name: series for hooks in metric_hooks() for name, series in hooks.counters.items()}
 OPTION_GAUGES = {name: gauge for hooks in metric_hooks() for name, gauge in hooks.gauges.items()}
-"""Gauges of extensions, which depend on a model's options alone."""
+"""Gauges of extensions that depend only on a model's options."""
 READINESS = ("model_ready", "Whether the model's engine takes requests: 1, or 0.")
 CACHE = (
     "cache_config_info",
@@ -186,7 +186,7 @@ ENDINGS = ("request_success", "Requests by how they ended.")
 
 
 class ServerMetrics:
-    """All series of the models in a directory, as they are when they are read."""
+    """All series of the models in a directory."""
 
     def __init__(self, models: ModelDirectory) -> None:
         self._models = models
@@ -264,7 +264,7 @@ def _step_tokens(engines: Iterable[tuple[EngineSlot, str, EngineStats]]) -> Metr
 
 
 def _cache_info(engines: Iterable[tuple[EngineSlot, str, EngineStats]]) -> Metric:
-    """Returns the options of each engine's KV cache, as routers read them."""
+    """Returns the KV cache options of each engine, for routers."""
     family = GaugeMetricFamily(*CACHE, labels=(*LABELS, *CACHE_LABELS))
     for slot, index, stats in engines:
         if slot.loaded is not None:
@@ -276,7 +276,7 @@ def _cache_info(engines: Iterable[tuple[EngineSlot, str, EngineStats]]) -> Metri
 
 
 class _Aliased(Collector):
-    """A collector that yields each family once under every prefix."""
+    """Yields each metric under every prefix."""
 
     def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
         self._families = families

@@ -1,4 +1,4 @@
-"""The formats of one model's answers, with the special tokens that stand for their marks."""
+"""Output formats of a model: tool calls, reasoning and their special tokens."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ from octavo.text.ports import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelFormats:
-    """How a model calls functions and how it reasons."""
-
     tools: ToolFormat | ChannelFormat
     reasoning: ReasoningFormat | ChannelFormat | None
     tool_token_ids: tuple[int, ...]
-    """Special tokens that stand for marks of calls."""
+    """Special tokens of tool calls."""
     reasoning_token_ids: tuple[int, ...]
-    """Special tokens that stand for marks of reasoning."""
+    """Special tokens of reasoning."""
     template: str
     """The model's chat template; "" without one."""
     tool_template: str
-    """The template of conversations with tools."""
+    """Template of conversations with tools."""
 
     @staticmethod
     def of(llm: AsyncLLM) -> ModelFormats:
-        """Returns the formats of a loaded model, whose options have been checked."""
+        """Returns the formats of a loaded model."""
         options = llm.config.model
         tokenizer = None if options.skip_tokenizer_init else llm.get_tokenizer()
         template = None if tokenizer is None else tokenizer.chat_template
@@ -54,12 +52,12 @@ class ModelFormats:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the model's template writes the functions that it is given."""
+        """Whether the chat template supports tools."""
         return re.search(r"\btools\b", self.tool_template) is not None
 
 
 def _tools(found: AnswerFormats) -> ToolFormat | ChannelFormat:
-    """Returns the format of calls; a model that knows none is taught one."""
+    """Returns the format of tool calls; the default if the model has none."""
     if found.tools is not None:
         return found.tools
     taught = named_tool_format(DEFAULT_TOOL_FORMAT)

@@ -1,7 +1,4 @@
-"""Histograms and counts of one model's requests, filled when a request ends.
-
-Knows no engine and no wire format; `metrics.py` renders those of all models together.
-"""
+"""Histograms and counts of one model's finished requests; `metrics.py` exports them."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
     *(120, 240, 480, 960, 1920, 7680),
 )
-"""Upper bounds of the latency buckets, in seconds; vLLM's."""
+"""Upper bounds of latency buckets in seconds, as in vLLM."""
 
 TOKEN_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
     *(1, 2.5, 5, 10, 40, 160),
 )
-"""Upper bounds of the buckets of times between tokens, in seconds."""
+"""Upper bounds of inter-token latency buckets in seconds."""
 
 TOKEN_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 SAMPLE_COUNTS = (1, 2, 5, 10, 20)
@@ -53,14 +50,16 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 class Tally:
-    """A histogram's counts.
+    """A histogram.
 
-    prometheus_client's own takes ten times as long for a value, and at a stream's end all other
-    streams wait for it.
+    prometheus_client's takes ten times as long for each value, which delays all streams when a
+    request ends.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Takes the buckets' inclusive upper bounds, ascending; a last bucket has none."""
+        """`bounds` are the inclusive upper bounds of the buckets, ascending; the last bucket is
+        unbounded.
+        """
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -71,13 +70,13 @@ class Tally:
             self._sum += value
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Returns (bound, number of values up to it) by bucket, and the sum of all values."""
+        """Returns (bound, cumulative count) for each bucket, and the sum of all values."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(names, itertools.accumulate(self._counts), strict=True)), self._sum
 
 
 class ModelMetrics:
-    """Measurements of a model's finished requests, and counts of how they ended."""
+    """Metrics of a model's finished requests."""
 
     def __init__(self) -> None:
         self.tallies = {name: Tally(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
@@ -85,14 +84,14 @@ class ModelMetrics:
         """Number of samples by finish_reason."""
 
     def observe(self, output: RequestOutput, params: RequestParams) -> None:
-        """Takes in a request that has ended."""
+        """Adds a finished request."""
         for sample in output.outputs:
             self.endings[sample.finish_reason or "error"] += 1
         if output.metrics is not None and output.error is None:
             self._measure(len(output.prompt_token_ids), output.metrics, params)
 
     def observe_abort(self, lost: LostRequest, params: RequestParams) -> None:
-        """Takes in a request that its client left before its end."""
+        """Adds a request whose client disconnected."""
         self.endings["abort"] += 1
         self._measure(lost.num_prompt_tokens, lost.metrics, params)
 

@@ -1,7 +1,4 @@
-"""A model that the server is to serve: its public name and its engine's options.
-
-Parses what a command line says of it; loads nothing.
-"""
+"""A model to serve: its public name and engine options."""
 
 from __future__ import annotations
 
@@ -18,16 +15,16 @@ NAMED = re.compile(r"([\w.:-]+)=(.+)")
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model's public name and its engine's options by their flat names."""
+    """A model's public name and its engine options by flat name."""
 
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options with `model`, the text by which the model is found, and `served_model_name`."""
+    """Includes `model`, the reference to load, and `served_model_name`."""
     is_pinned: bool = False
-    """Whether the model stays in memory until the operator unloads it."""
+    """Whether the model stays loaded until an operator unloads it."""
     is_remote: bool = False
-    """Whether it was made known by HTTP: pulled, or found in this machine's caches. Requests that
-    name no model do not mean it.
+    """Whether it was added over HTTP: pulled, or found in this machine's caches. Requests without a
+    model name never select it.
     """
 
     @property
@@ -39,7 +36,7 @@ class ModelSpec:
     def of(
         options: Mapping[str, Any], *, is_pinned: bool = False, is_remote: bool = False
     ) -> ModelSpec:
-        """Makes a spec of options; its name is served_model_name, else the model's own."""
+        """Makes a spec from options; its name is served_model_name, or the model's own."""
         model = str(options.get("model", DEFAULT_MODEL))
         name = options.get("served_model_name") or public_name(model)
         options = {**options, "model": model, "served_model_name": name}
@@ -47,7 +44,7 @@ class ModelSpec:
 
 
 def name_and_model(text: str) -> tuple[str | None, str]:
-    """Splits NAME=MODEL; the name is None in a text that is a model, or a file, as it stands."""
+    """Splits NAME=MODEL; the name is None if the text is a model or a file."""
     found = NAMED.fullmatch(text)
     if found is None or is_there(user_path(text)):
         return None, text

@@ -1,6 +1,6 @@
-"""How a model in memory is used: by how many requests, since when by none, and until when it stays.
+"""Usage of a loaded model: requests in progress, last use, idle timeout.
 
-Counts and times only; `residency.py` decides what follows.
+`residency.py` unloads models accordingly.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class ModelUses:
-    """The HTTP requests that hold a model, and how long it stays after the last."""
+    """The HTTP requests that use a model, and its idle timeout."""
 
     keep_s: float | None = None
-    """Seconds for which the model stays in memory without a request; None for good."""
+    """Idle timeout in seconds; None: never unload."""
     is_kept_by_request: bool = False
-    """Whether a request's keep_alive set `keep_s`, rather than the server's --idle-unload."""
+    """Whether `keep_s` comes from a request's keep_alive, not from --idle-unload."""
     num_held: int = 0
-    """Requests that work with the model."""
+    """Number of requests in progress."""
     used_at: float = field(default_factory=time.monotonic)
-    """End of its last request, on the monotonic clock."""
+    """End of its last request, on the monotonic clock in seconds."""
     loads_on_request: bool = False
-    """Whether a request started its current load, so that others wait for it too."""
+    """Whether a request triggered the current load, so that other requests wait for it too."""
 
     def hold(self) -> None:
         self.num_held += 1
@@ -32,13 +32,13 @@ class ModelUses:
         self.used_at = time.monotonic()
 
     def keep(self, seconds: float | None, *, by_request: bool = False) -> None:
-        """Sets how long the model stays in memory without a request."""
+        """Sets the idle timeout."""
         self.keep_s = seconds
         self.is_kept_by_request = by_request
 
     @property
     def unload_reason(self) -> str:
-        """Reason for an unload once the time is up."""
+        """Reason for unloading after the timeout."""
         if self.is_kept_by_request and not self.keep_s:
             return "a request set keep_alive to 0"
         source = "keep_alive" if self.is_kept_by_request else "--idle-unload"
@@ -46,7 +46,7 @@ class ModelUses:
 
     @property
     def expires_in_s(self) -> float | None:
-        """Seconds until the model may be unloaded; None if it stays for good."""
+        """Seconds until the model may be unloaded; None: never."""
         if self.keep_s is None:
             return None
         since = 0.0 if self.num_held else time.monotonic() - self.used_at

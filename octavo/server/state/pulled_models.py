@@ -1,6 +1,6 @@
-"""The models that the operator has pulled and the names that copies gave them, kept in a file.
+"""Pulled models and copied names, persisted in a file for later servers.
 
-So that a server that starts again knows them. What is not in the cache any more is left out.
+Models that are no longer cached are skipped.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class PulledModels:
-    """Names of pulled models with the places of their files, and aliases."""
+    """Paths of pulled models by name, and aliases."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Reads the file in a folder; without one nothing is kept."""
+        """Reads the file in `folder`; without a folder nothing is persisted."""
         self._file = None if folder is None else folder / FILE
         kept = _read(self._file) if self._file is not None else {}
         models, aliases = _texts(kept.get("models")), _texts(kept.get("aliases"))
@@ -28,7 +28,7 @@ class PulledModels:
         self.aliases = dict(aliases)
 
     def save(self) -> None:
-        """Writes the file, whole or not at all."""
+        """Writes the file atomically."""
         if self._file is None:
             return
         self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

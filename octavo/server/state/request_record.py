@@ -1,6 +1,6 @@
-"""The server's record of one HTTP request: its id, the account of its key, and its work.
+"""The server's record of one HTTP request: id, key usage, and engine outputs.
 
-Made by the outermost middleware, found in the ASGI scope; routes need not know it.
+Created by the outermost middleware and stored in the ASGI scope.
 """
 
 from __future__ import annotations
@@ -21,60 +21,60 @@ class RequestRecord:
     """One HTTP request from its arrival to its last byte."""
 
     request_id: str = ""
-    """Value of the header X-Request-Id, the client's or made here."""
+    """Value of the header X-Request-Id, from the client or generated."""
     owner: str = ""
-    """Name of the key that was sent."""
+    """Name of the API key."""
     account: Account | None = None
-    """Account of the key's limits; None where it has none."""
+    """None if the key has no limits."""
     is_background: bool = False
-    """Whether the server asks itself, with no client waiting: then its tokens count for the key,
-    and the work does not count as running.
+    """Whether it is an internal request. Its tokens are charged to the key, but it does not count
+    as running.
     """
     held: list[ModelUses] = field(default_factory=list)
-    """Models that stay in memory until the request has been answered."""
+    """Models kept loaded until the response is complete."""
     outputs: list[RequestOutput] = field(default_factory=list)
-    """Final outputs of the engine's work for it, for its log line and its trace."""
+    """Final outputs of its engine requests, for logs and traces."""
 
     def hold(self, uses: ModelUses) -> None:
-        """Keeps a model in memory until `release`."""
+        """Keeps a model loaded until `release`."""
         uses.hold()
         self.held.append(uses)
 
     def release(self) -> None:
-        """Releases all models, once the request has been answered."""
+        """Releases all models after the response is complete."""
         while self.held:
             self.held.pop().release()
 
     def start(self) -> None:
-        """Counts work that starts; raises what the key's limits refuse."""
+        """Counts a running request; raises an error if the key's limits are exceeded."""
         if self.account is not None and self.is_background:
             self.account.check_tokens()
         elif self.account is not None:
             self.account.start()
 
     def charge_prompt(self, num_tokens: int) -> None:
-        """Charges a prompt; raises where the key has not enough tokens left."""
+        """Charges a prompt; raises an error if the key has too few tokens left."""
         if self.account is not None:
             self.account.charge_prompt(num_tokens)
 
     def stop(self) -> None:
-        """Counts work that `start` has counted as ended."""
+        """Counts the end of a request counted by `start`."""
         if self.account is not None and not self.is_background:
             self.account.stop()
 
     def charge(self, num_tokens: int) -> None:
-        """Charges tokens that were generated."""
+        """Charges generated tokens."""
         if self.account is not None:
             self.account.charge(num_tokens)
 
     def end(self, output: RequestOutput) -> None:
-        """Takes in the final output of one prompt, and charges what was generated."""
+        """Adds the final output of one prompt and charges its tokens."""
         self.outputs.append(output)
         if output.metrics is not None:
             self.charge(output.metrics.num_generation_tokens)
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """Returns the record of the request with this scope; an empty one where none was made."""
+    """Returns the record of a request; an empty one if none was created."""
     record: RequestRecord = scope.setdefault(SCOPE_KEY, RequestRecord())
     return record

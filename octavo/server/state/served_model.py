@@ -1,7 +1,4 @@
-"""One served model, as a route works with it: its public name, its engine, its metrics.
-
-Made for one HTTP request by `Service.model`; knows no wire format.
-"""
+"""A model as routes use it, created for each HTTP request by `Service.model`."""
 
 from __future__ import annotations
 
@@ -19,22 +16,20 @@ from octavo.text.ports import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that is ready for new requests."""
-
     name: str
-    """Public name, which clients send and answers repeat."""
+    """Public name, as sent by clients and returned in responses."""
     llm: AsyncLLM
     metrics: ModelMetrics
     limits: RequestLimits
     record: RequestRecord
-    """Record of the HTTP request that asks for work."""
+    """Record of the HTTP request."""
     formats: ModelFormats
-    """Formats of its calls and its reasoning."""
+    """Formats of tool calls and reasoning."""
     adapter: AdapterRef | None = None
-    """Adapter that its requests are computed with; None: the plain model."""
+    """LoRA adapter of the request; None: the base model."""
     uses: ModelUses = field(default_factory=ModelUses)
     load_s: float = 0.0
-    """Seconds for which the request waited for the model's load."""
+    """Seconds that the request waited for the model to load."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:

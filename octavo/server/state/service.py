@@ -1,7 +1,4 @@
-"""The state that every route works with: the models, the settings, the metrics, the jobs.
-
-Holds no route and knows no wire format.
-"""
+"""The state that all routes share: models, settings, metrics, jobs."""
 
 from __future__ import annotations
 
@@ -29,8 +26,6 @@ from octavo.server.state.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One server's state, shared by its routes."""
-
     models: ModelDirectory
     loader: ModelLoader
     residency: Residency
@@ -41,20 +36,19 @@ class Service:
     jobs: Jobs
     keys: KeyRing
     store: Store | None = None
-    """Responses, files and batches on disk; None where the server keeps nothing."""
+    """Responses, files and batches on disk; None if storage is disabled."""
     parsers: RecentParsers = field(default_factory=RecentParsers)
-    """How the latest chats' answers are read."""
+    """Output parsers of recent chats."""
     record: RequestRecord = field(default_factory=RequestRecord)
-    """Record of the HTTP request that is answered; an empty one outside of requests."""
+    """Record of the current HTTP request; an empty one outside of requests."""
 
     async def model(self, name: str | None = None) -> ServedModel:
-        """Returns the model that a request names, for new work; None stands for the only one. An
-        adapter's name is one of its model. Answers repeat the name that the request has, also if it
-        is an alias, as vLLM's, llama-server's and Ollama's do.
+        """Returns the model for a new request, loading it if allowed and necessary; it stays loaded
+        until the response is complete.
 
-        A model that is not in memory is loaded first, if that is allowed, and stays there until the
-        request has been answered. Raises ModelNotFound for an unknown one, and Unavailable for one
-        that cannot be used.
+        None selects the only model; an adapter's name its model. Responses repeat the requested
+        name, even an alias, as in vLLM, llama-server and Ollama. Raises ModelNotFound, or
+        Unavailable if the model cannot be used.
         """
         slot = await self.residency.find(name)
         self.record.hold(slot.uses)
@@ -63,8 +57,8 @@ class Service:
         return replace(served, name=name or served.name, load_s=load_s)
 
     def loaded_model(self, name: str | None = None) -> ServedModel:
-        """Returns the model that a request names if it is in memory, without holding it there;
-        raises ModelNotFound, and Unavailable.
+        """Returns a model that is in memory, without keeping it loaded. Raises ModelNotFound or
+        Unavailable.
         """
         return self._named(self.models.find(name), name)
 
@@ -77,12 +71,12 @@ class Service:
         )
 
     def background_record(self, owner: str) -> RequestRecord:
-        """Returns the record of work that the server does by itself for a key."""
+        """Returns the record of an internal request for a key."""
         account = self.keys.account(owner)
         return RequestRecord(owner=owner, account=account, is_background=True)
 
     def ready_models(self) -> list[ServedModel]:
-        """Returns every model whose requests can be seen and changed, draining ones too."""
+        """Returns the models with engines, including draining ones."""
         return [self._served(slot, slot.loaded) for slot in self.models if slot.loaded is not None]
 
     def _served(self, slot: EngineSlot, llm: AsyncLLM) -> ServedModel:
@@ -99,6 +93,6 @@ class Service:
 
 
 async def service_of(request: Request) -> Service:
-    """Returns the state of the server that a request came to, with the record of the request."""
+    """Returns the server's state, with the record of the request."""
     service: Service = request.app.state.service
     return replace(service, record=record_of(request.scope))

@@ -1,8 +1,6 @@
-"""A recording that is being shown: its frames, compressed, in chunks that each begin with a
-snapshot.
+"""A recording shown by the page: compressed frames, in chunks that begin with a snapshot.
 
-A thread reads the recording while the first frames are looked at already. Bounded by the number of
-frames; knows no HTTP.
+A thread reads the recording while the first frames are served. The number of frames is limited.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class ShownRecording:
-    """The frames of one recording, of which there are more until `is_complete`."""
+    """Frames of one recording; more are added until `is_complete`."""
 
     def __init__(self, name: str, frames: Iterable[Event], *, max_frames: int) -> None:
         self.name = name
         self.is_complete = False
         self.problem: str | None = None
-        """Reason why frames are missing at the end; None where none are."""
+        """Reason for missing frames at the end; None if there are none."""
         self.num_frames = 0
         self._frames = frames
         self._max_frames = max_frames
@@ -45,7 +43,7 @@ class ShownRecording:
         return thread
 
     def read(self) -> None:
-        """Reads all frames, up to the largest number that is kept."""
+        """Reads all frames, up to the maximum."""
         try:
             for frame in self._frames:
                 if self.num_frames == self._max_frames:

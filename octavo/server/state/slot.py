@@ -1,8 +1,6 @@
 """The slot of one model's engine: unloaded, loading, ready, draining or failed.
 
-An engine comes some time after the server has begun to listen, and may go before the server ends.
-Requests for a slot that is unloaded have it loaded (`residency.py`); otherwise they get a 503
-without an engine.
+Requests for an unloaded model trigger its load (`residency.py`); without an engine they get a 503.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from octavo.wiring.model_outline import ModelOutline
 SlotState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 
 CAPABILITIES: Mapping[PoolingTask, str] = {"embed": "embeddings", "classify": "classify"}
-"""Words of a model's card for what is made of its pooled rows."""
+"""Capability of a pooling model in its card."""
 
 
 class EngineSlot:
-    """A served model: its name, its engine once there is one, and its requests' metrics."""
+    """A served model: its name, its engine once loaded, and its metrics."""
 
     def __init__(
         self,
@@ -40,15 +38,15 @@ class EngineSlot:
         *,
         is_unloaded: bool = False,
     ) -> None:
-        """`is_unloaded` leaves the load to the first request."""
+        """`is_unloaded` defers the load to the first request."""
         self.spec = spec or ModelSpec()
         self.created = int(time.time())
-        """Unix time at which the model was asked for, in seconds."""
+        """Unix time of creation, in seconds."""
         self.metrics = ModelMetrics()
         self.memory_bytes = 0
-        """Memory set aside for the engine, in bytes; 0 where none was planned."""
+        """Planned memory of the engine in bytes; 0 if not planned."""
         self.adapters: dict[str, ServedAdapter] = {}
-        """Adapters of the model by their public names."""
+        """Adapters by public name."""
         self.uses = ModelUses()
         self._is_unloaded = is_unloaded
         self._outline: ModelOutline | None = None
@@ -56,20 +54,19 @@ class EngineSlot:
         self._formats: ModelFormats | None = None
         self._progress = "starting"
         self._refusal = ""
-        """Reason why no new work is taken while it drains."""
+        """Reason for rejecting new requests while draining."""
         self._failure = ""
         self.error: Exception | None = None
-        """Why the latest load failed."""
+        """Error of the latest load."""
         self._cancel: Callable[[], None] | None = None
 
     @staticmethod
     def of(llm: AsyncLLM) -> EngineSlot:
-        """Returns the slot of an engine that is ready."""
+        """Returns the slot of a loaded engine."""
         return EngineSlot(ModelSpec.of(llm.config.to_options()), llm)
 
     @property
     def name(self) -> str:
-        """Public name of the model, which clients send and answers repeat."""
         return self.spec.name
 
     @property
@@ -84,13 +81,13 @@ class EngineSlot:
 
     @property
     def reason(self) -> str:
-        """Progress of its load, or why it takes no requests; "" where it is ready."""
+        """Load progress, or why it accepts no requests; "" if it is ready."""
         words = {"failed": self._failure, "draining": self._refusal, "loading": self._progress}
         return words.get(self.state, "")
 
     @property
     def llm(self) -> AsyncLLM:
-        """The engine, for new work; raises Unavailable unless it is ready."""
+        """The engine, for new requests; raises Unavailable unless it is ready."""
         if self._refusal:
             raise Unavailable(self._refusal)
         if self._failure:
@@ -111,14 +108,12 @@ class EngineSlot:
 
     @property
     def loaded(self) -> AsyncLLM | None:
-        """The engine for readers of its state, ready or draining; None where there is none."""
+        """The engine, for reading its state, even while draining; None without one."""
         return self._llm
 
     @property
     def trouble(self) -> str:
-        """Reason why a request would not be computed at the moment; "" if all is well, or if a
-        request has the model loaded.
-        """
+        """Reason why a request would fail now; "" if it would succeed, or trigger the load."""
         if self.state == "unloaded" or (self.uses.loads_on_request and self.state == "loading"):
             return ""
         try:
@@ -129,35 +124,35 @@ class EngineSlot:
 
     @property
     def outline(self) -> ModelOutline | None:
-        """Size, format and abilities of the model, by its engine or by its files' headers; None
-        before either has been read.
+        """Size, format and capabilities, from the engine or the files' headers; None before either
+        is read.
         """
         if self._outline is None and self._llm is not None:
             self._outline = _outline_of(self._llm, self.formats(self._llm))
         return self._outline
 
     def describe(self, outline: ModelOutline | None) -> None:
-        """Notes what the files of a model say that is not loaded."""
+        """Sets the description of a model that is not loaded."""
         if self._llm is None:
             self._outline = outline
 
     @property
     def facts(self) -> ModelFacts:
-        """Size and format of the model; empty before its files have been read."""
+        """Size and format of the model; empty before its files are read."""
         if self._llm is not None:
             return self._llm.info.model
         return ModelFacts() if self._outline is None else self._outline.facts
 
     @property
     def max_model_len(self) -> int | None:
-        """Context of the model in tokens; None before its files have been read."""
+        """Context length in tokens; None before its files are read."""
         if self._llm is not None:
             return self._llm.info.max_model_len
         return None if self._outline is None else self._outline.max_model_len
 
     @property
     def capabilities(self) -> list[str]:
-        """Kinds of requests that the model takes; [] before its files have been read."""
+        """Kinds of requests that the model supports; [] before its files are read."""
         known = self.outline
         if known is None:
             return []
@@ -170,7 +165,7 @@ class EngineSlot:
         return ["completions", *(["chat"] if chats else []), *(["images"] if sees else [])]
 
     def formats(self, llm: AsyncLLM) -> ModelFormats:
-        """Returns the formats of its engine's answers, found at the first request."""
+        """Returns the model's output formats, cached after the first request."""
         if self._formats is None:
             self._formats = ModelFormats.of(llm)
         return self._formats
@@ -180,8 +175,8 @@ class EngineSlot:
         return bool(self._refusal)
 
     def answers_to(self, name: str) -> bool:
-        """Tells whether a request's model is this one: by public name, or as it was asked for, also
-        in another spelling of the hub's.
+        """Returns whether a name is the model's public name or its reference, in any spelling of
+        the hub's names.
         """
         own = (self.name, self.spec.model)
         return name in own or any(same_model(name, each) for each in own)
@@ -191,17 +186,17 @@ class EngineSlot:
         self.spec = replace(self.spec, name=name, options=options)
 
     def report(self, text: str) -> None:
-        """Notes the progress of the load, which a 503 and the model's card quote."""
+        """Sets the load progress, shown by 503 errors and the model's card."""
         self._progress = text
 
     def on_its_way(self, cancel: Callable[[], None]) -> None:
-        """Notes how to end an engine that loads; ends it where it is no longer wanted."""
+        """Sets the function that cancels the load; calls it if the load was already cancelled."""
         self._cancel = cancel
         if self._refusal:
             cancel()
 
     def begin_load(self) -> None:
-        """Leaves the state unloaded or failed: a load follows."""
+        """Leaves the states unloaded and failed."""
         self._is_unloaded = False
         self._failure = ""
         self._progress = "starting"
@@ -212,28 +207,28 @@ class EngineSlot:
         self._outline = None
 
     def forget_engine(self) -> None:
-        """Lets go of an engine that has ended."""
+        """Drops the reference to an engine that has ended."""
         self._llm = self._formats = self._cancel = None
 
     def reset(self) -> None:
-        """Returns to the state unloaded, once the engine has ended."""
+        """Returns to the state unloaded, after the engine has ended."""
         self.forget_engine()
         self._refusal = self._failure = ""
         self._is_unloaded = True
         self.memory_bytes = 0
 
     def fail(self, error: Exception) -> None:
-        """Notes why the load failed; what is not ours shows nothing of its inside."""
+        """Records the error of a load; unexpected exceptions reveal no details."""
         unknown = f"an internal error ({type(error).__name__})"
         self.error = error
         self._failure = error.message if isinstance(error, OctavoError) else unknown
 
     def drain(self, reason: str = "the server is stopping") -> None:
-        """Refuses new work from now on; running requests go on."""
+        """Rejects new requests; running ones continue."""
         self._refusal = reason
 
     def close(self) -> None:
-        """Ends the engine, also one that is being loaded; streams that still run get an error."""
+        """Shuts down the engine, or cancels its load; running requests fail."""
         self._refusal = self._refusal or "the server is stopping"
         if self._llm is not None:
             self._llm.close()
@@ -242,7 +237,7 @@ class EngineSlot:
 
 
 def _outline_of(llm: AsyncLLM, formats: ModelFormats) -> ModelOutline:
-    """Returns the outline of a loaded model."""
+    """Returns the description of a loaded model."""
     tokenizer = None if llm.config.model.skip_tokenizer_init else llm.get_tokenizer()
     return ModelOutline(
         facts=llm.info.model,

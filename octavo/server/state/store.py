@@ -1,8 +1,7 @@
-"""What the server keeps on disk: records of responses, files and batches in one SQLite database.
+"""Persistent records of responses, files and batches, in a SQLite database.
 
-A change is on the disk, whole, when its method returns: a process that is killed at any moment
-leaves either all of a change or nothing of it. Every record has an owner and an age limit. All
-access goes through one thread, so the event loop never waits for a disk. Knows no API's form.
+A change is atomic and durable when its method returns. Each record has an owner and an expiry time.
+All access goes through one thread, so that the event loop never waits for the disk.
 """
 
 from __future__ import annotations
@@ -53,17 +52,17 @@ CREATE TABLE lines (
 """
 COLUMNS = "id, kind, owner, created_at, expires_at, num_bytes, body"
 SWEEP_EVERY_S = 60
-"""Time between two searches for expired records, in seconds."""
+"""Interval of deleting expired records, in seconds."""
 KEPT_FOR_BATCHES = """
     SELECT json_extract(body, '$.batch.input_file_id') FROM records
     WHERE kind = 'batch' AND expires_at IS NULL
 """
-"""Ids of the files that unfinished batches read, whatever their age."""
+"""Input files of unfinished batches, which do not expire."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One stored thing; `body` is what its API needs of it."""
+    """A stored object; `body` belongs to its API."""
 
     id: str
     kind: Kind
@@ -71,30 +70,30 @@ class Record:
     body: dict[str, Any]
     created_at: int = field(default_factory=lambda: int(time.time()))
     expires_at: int | None = None
-    """Unix time after which it is forgotten; None while it is unfinished."""
+    """Unix time of expiry; None while it is unfinished."""
     num_bytes: int = 0
-    """Bytes beside the body, such as a file's."""
+    """Bytes in addition to the body, such as a file's."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """The outcome of one line of a batch."""
+    """Result of one batch request."""
 
     line: int
-    """Number of the line in the input file, from 1."""
+    """Line number in the input file, starting at 1."""
     failed: bool
     body: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Bounds of a listing, oldest or newest first, that begins behind the record `after`."""
+    """A page of a listing, starting after the record `after`."""
 
     limit: int
     after: str | None = None
     newest_first: bool = True
     purpose: str | None = None
-    """Purpose of the files to list; None lists all."""
+    """Purpose of the files to list; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class StoreLimits:
 
 
 class Store:
-    """The records of one folder, which no other server may use at the same time."""
+    """The records in one folder, which only one server may use at a time."""
 
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
         self.folder = folder
@@ -123,18 +122,18 @@ class Store:
             raise
 
     def close(self) -> None:
-        """Closes the database and gives the folder free."""
+        """Closes the database and releases the folder."""
         self._thread.submit(self._database.close).result()
         self._thread.shutdown()
         os.close(self._lock)
 
     @property
     def expires_at(self) -> int:
-        """Unix time at which a record that is finished now expires."""
+        """Expiry of a record that is finished now, as Unix time."""
         return int(time.time()) + self.limits.ttl_s
 
     def check_room(self, num_bytes: int = 0) -> None:
-        """Raises a 507 where the store has no room for `num_bytes` more bytes."""
+        """Raises a 507 if there is no room for `num_bytes` more bytes."""
         if self._num_bytes + num_bytes > self.limits.max_bytes:
             raise HTTPException(
                 507,
@@ -149,7 +148,7 @@ class Store:
         await self.apply(add=[record])
 
     async def replace(self, record: Record) -> None:
-        """Stores a record's new state, unless it has been deleted."""
+        """Updates a record, unless it has been deleted."""
         await self.apply(replace=[record])
 
     async def apply(
@@ -159,18 +158,18 @@ class Store:
         replace: Sequence[Record] = (),
         drop_lines_of: str | None = None,
     ) -> None:
-        """Stores several changes, all or none of them."""
+        """Applies several changes atomically."""
         await self._run(lambda: self._apply(add, replace, drop_lines_of))
 
     async def find(self, kind: Kind, record_id: str, owner: str) -> Record | None:
-        """Returns an owner's record; None where there is none that it may see."""
+        """Returns an owner's record; None if there is none."""
         query = f"SELECT {COLUMNS} FROM records WHERE id = ? AND kind = ? AND owner = ?"
         found = await self._run(lambda: self._select(query, (record_id, kind, owner)))
         return found[0] if found else None
 
     async def page(self, kind: Kind, owner: str, page: Page) -> tuple[list[Record], bool]:
-        """Returns the records of a page, and whether there are more behind it; InvalidRequest where
-        the record that it begins behind is gone, with which a client would end its listing early.
+        """Returns the records of a page, and whether there are more. Raises InvalidRequest if the
+        record `after` is gone: with an empty page the client would end its listing.
         """
         if page.after is not None and await self.find(kind, page.after, owner) is None:
             raise InvalidRequest(f"after: no {kind} {shown(page.after)}", param="after")
@@ -189,18 +188,18 @@ class Store:
         return found[: page.limit], len(found) > page.limit
 
     async def unfinished(self, kind: Kind) -> list[Record]:
-        """Returns every owner's records that have no age limit yet, oldest first."""
+        """Returns all owners' unfinished records, oldest first."""
         query = f"SELECT {COLUMNS} FROM records WHERE kind = ? AND expires_at IS NULL"
         return await self._run(lambda: self._select(f"{query} ORDER BY number", (kind,)))
 
     async def delete(self, record: Record) -> bool:
-        """Forgets a record; returns whether it was there."""
+        """Deletes a record; returns whether it existed."""
         return await self._run(lambda: self._delete([record.id])) == 1
 
     # -- lines of batches --------------------------------------------------------------------------
 
     async def add_line(self, batch_id: str, result: LineResult) -> None:
-        """Stores a line's outcome; the first one counts."""
+        """Stores the result of a batch request, unless it already has one."""
 
         def insert() -> None:
             with self._database as transaction:
@@ -212,13 +211,13 @@ class Store:
         await self._run(insert)
 
     async def lines_done(self, batch_id: str) -> dict[int, bool]:
-        """Returns whether each line that has ended has failed, by its number."""
+        """Returns line number -> failed for all finished batch requests."""
         query = "SELECT line, failed FROM lines WHERE batch = ?"
         rows = await self._run(lambda: self._database.execute(query, (batch_id,)).fetchall())
         return {line: bool(failed) for line, failed in rows}
 
     async def line_results(self, batch_id: str, *, after: int, limit: int) -> list[LineResult]:
-        """Returns outcomes in the order of the lines, those behind line `after`."""
+        """Returns results in line order, those after line `after`."""
         query = "SELECT line, failed, body FROM lines WHERE batch = ? AND line > ?"
         values = (batch_id, after, limit)
         rows = await self._run(
@@ -229,7 +228,7 @@ class Store:
     # -- in the thread of the database -------------------------------------------------------------
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
-        """Returns the result of work in the database's thread; a failing disk becomes a 507."""
+        """Runs work in the database's thread; disk errors become a 507."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._thread, work)
@@ -284,7 +283,7 @@ class Store:
         ]
 
     def _delete(self, ids: Sequence[str]) -> int:
-        """Deletes records, then the files of those that have one."""
+        """Deletes records, then their files."""
         with self._database as transaction:
             count = sum(
                 transaction.execute("DELETE FROM records WHERE id = ?", (one,)).rowcount
@@ -298,7 +297,7 @@ class Store:
         return count
 
     def _sweep(self) -> None:
-        """Deletes expired records, where that has not been done for a while."""
+        """Deletes expired records, at most once per interval."""
         now = time.time()
         if now - self._swept_at < SWEEP_EVERY_S:
             return
@@ -312,7 +311,7 @@ class Store:
             self._delete(ids)
 
     def _recount(self) -> None:
-        """Removes files that no record names: their writer was killed, or they were deleted."""
+        """Removes files without a record, left by a killed process or a deletion."""
         for folder in (files_folder(self.folder), incoming_folder(self.folder)):
             folder.mkdir(exist_ok=True)
         for left_over in incoming_folder(self.folder).iterdir():
@@ -334,17 +333,17 @@ def files_folder(folder: Path) -> Path:
 
 
 def incoming_folder(folder: Path) -> Path:
-    """Returns where files lie while they are written."""
+    """Returns the folder of incomplete files."""
     return folder / "incoming"
 
 
 def path_of(folder: Path, file_id: str) -> Path:
-    """Returns where a file's bytes lie."""
+    """Returns the path of a stored file."""
     return files_folder(folder) / file_id
 
 
 def open_store(folder: Path, limits: StoreLimits) -> Store:
-    """Opens a folder's store, which is made where there is none; raises ConfigError."""
+    """Opens the store in a folder, creating it if necessary; raises ConfigError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return Store(folder, limits)
@@ -356,7 +355,7 @@ def open_store(folder: Path, limits: StoreLimits) -> Store:
 
 
 def _locked(folder: Path) -> int:
-    """Returns the descriptor of the folder's lock; raises ConfigError where it is held."""
+    """Locks a folder and returns the descriptor; raises ConfigError if it is locked."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -370,9 +369,7 @@ def _locked(folder: Path) -> int:
 
 
 def _opened(folder: Path) -> sqlite3.Connection:
-    """Returns the database of a folder, in WAL mode: a commit appends to a log, and waits until the
-    disk has it.
-    """
+    """Opens the database in WAL mode with full synchronization, so that commits are durable."""
     database = sqlite3.connect(folder / "records.sqlite3")
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version > SCHEMA_VERSION:

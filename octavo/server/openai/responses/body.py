@@ -1,6 +1,6 @@
-"""The body of POST /v1/responses, and what it asks for in the engine's terms.
+"""The body of POST /v1/responses.
 
-Names and rules are OpenAI's; sampling fields beyond them are those of the chat route.
+Names and rules are OpenAI's; additional sampling fields are those of chat.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SAMPLING = (
     "allowed_token_ids",
     *FILTER_FIELDS,
 )
-"""Fields that go to SamplingParams unchanged."""
+"""Fields copied to SamplingParams unchanged."""
 
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (OUTPUT_LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url")
-"""Values of `include`; the last two name what a response has, or what this server never makes."""
+"""Values of `include`. Responses always contain image URLs, and never encrypted reasoning."""
 MAX_TOP_LOGPROBS = 20
 Choice = Annotated[bool | None, Field(description="true or false")]
 Metadata = Annotated[
@@ -70,11 +70,11 @@ SERVER_ITEMS = frozenset(
         *("mcp_call", "mcp_approval_request", "tool_search_call", "tool_search_output"),
     }
 )
-"""Types of items about tools that another server ran, for which a note stands."""
+"""Item types of server-side tools, which are replaced by text notes."""
 
 
 class ItemPart(BodyPart):
-    """One part of an input item's content."""
+    """A part of an input item's content."""
 
     types = (
         *("input_text", "text", "output_text", "refusal", "reasoning_text", "summary_text"),
@@ -91,7 +91,7 @@ class ItemPart(BodyPart):
 
 
 class InputItem(BodyPart):
-    """One item of a response's input: a message, a call, its result, or reasoning."""
+    """An input item: a message, a tool call or its output, or reasoning."""
 
     types = (
         *("message", "function_call", "function_call_output", "reasoning", "item_reference"),
@@ -102,7 +102,7 @@ class InputItem(BodyPart):
 
     @classmethod
     def note_of(cls, value: dict[str, Any]) -> BodyPart:
-        """Returns a message with a note: of the user for an output, else of the assistant."""
+        """Returns a message with a note: from the user for an output, else from the assistant."""
         role = "user" if str(value["type"]).endswith("_output") else "assistant"
         return cls(type="message", role=role, content=build_note(value))
 
@@ -120,7 +120,7 @@ class InputItem(BodyPart):
 
 
 class ResponseTool(BodyPart):
-    """A function that the model may call; tools that a server runs are ignored."""
+    """A function that the model may call; server-side tools are ignored."""
 
     types = ("function",)
 
@@ -137,8 +137,6 @@ class ResponseToolName(BodyPart):
 
 
 class ResponseAllowedTool(ResponseToolName):
-    """One of the tools that are allowed."""
-
     types = ("function",)
 
 
@@ -149,14 +147,14 @@ class ResponseAllowedTools(BodyPart):
 
 
 class ResponseText(BodyPart):
-    """The form of the answer, and how long it is."""
+    """Format and length of the output."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = taken('"low", "medium" or "high"')
 
 
 class ResponseReasoning(BodyPart):
-    """How long the model thinks; this server writes no summaries."""
+    """Reasoning effort; summaries are not supported."""
 
     effort: str | None = None
     summary: Literal["auto"] | None = taken('"auto"; no summary is written')
@@ -168,7 +166,7 @@ class ResponseStreamOptions(BodyPart):
 
 
 class ResponseBody(FilterBody):
-    """Body of POST /v1/responses; None stands for a field that is not given."""
+    """Body of POST /v1/responses; None means that a field is not given."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({"context_management", "moderation", "n"})
     refused: ClassVar[frozenset[str]] = frozenset({"conversation", "prompt"})
@@ -251,11 +249,11 @@ class ResponseBody(FilterBody):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the response is to be kept, where the server keeps anything."""
+        """Whether to store the response, if the server has a store."""
         return self.store is not False
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """Returns the SamplingParams; a field that is not given has the model's own value."""
+        """Returns the SamplingParams, with the model's defaults for missing fields."""
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         given |= {"logprobs": self._num_logprobs(), "structured_outputs": self._form()}
         if self.max_output_tokens is not None:
@@ -263,11 +261,11 @@ class ResponseBody(FilterBody):
         return params_over(defaults, given)
 
     def _num_logprobs(self) -> int | None:
-        """Returns the number of alternatives that each token's logprobs have."""
+        """Returns SamplingParams.logprobs."""
         return (self.top_logprobs or 0) if OUTPUT_LOGPROBS in (self.include or ()) else None
 
     def check(self) -> None:
-        """Raises InvalidRequest for fields at odds; notes what cannot be included."""
+        """Raises InvalidRequest for conflicting fields; reports unknown values of `include`."""
         for name in self.include or ():
             if name not in INCLUDED:
                 self.ignored.add("include", shown_as=f"include[{name[:80]}]")
@@ -278,7 +276,7 @@ class ResponseBody(FilterBody):
             )
 
     def _form(self) -> StructuredOutputs | None:
-        """Returns the form that `text.format` asks for; None for any text."""
+        """Returns the structured output options of `text.format`; None for free text."""
         given = None if self.text is None else self.text.format
         if given is None:
             return None
@@ -289,7 +287,7 @@ class ResponseBody(FilterBody):
 
 
 class InputTokensBody(ResponseBody):
-    """Body of POST /v1/responses/input_tokens: what a response would be asked for with."""
+    """Body of POST /v1/responses/input_tokens."""
 
     stream_type = None
 

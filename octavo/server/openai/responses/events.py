@@ -1,7 +1,7 @@
-"""The typed events of a response's stream, in OpenAI's order, numbered from 0.
+"""Typed events of a response's stream, in OpenAI's order, numbered from 0.
 
-The events are a function of the first state, the deltas and the last state alone, so a stream can
-be told again from what is stored.
+Events depend only on the initial response, the deltas and the final response, so that a stream can
+be replayed from the store.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ DELTAS = {
     PartKind.REASONING: "reasoning_text",
     PartKind.CALL: "function_call_arguments",
 }
-"""Names of the events in which an item grows and ends."""
+"""Event name prefixes of deltas, by kind of item."""
 
 
 class EventWriter:
-    """The events of one response, made in turn."""
+    """Produces the events of one response."""
 
     def __init__(self, first: Response) -> None:
-        """Takes the response before its first token."""
+        """`first` is the response before its first token."""
         self._first = dict(first)
         self._parser = PLAIN
         self._reader = PLAIN.reader()
@@ -37,12 +37,12 @@ class EventWriter:
         self._num_events = 0
 
     def parse_with(self, parser: OutputParser) -> None:
-        """Sets the parser of the text, before its first delta."""
+        """Sets the output parser, before the first delta."""
         if parser is not self._parser:
             self._parser, self._reader = parser, parser.reader()
 
     def opening(self) -> list[Event]:
-        """Returns what a stream begins with; a background response waits in a queue first."""
+        """Returns the first events; a background response is queued first."""
         running = {**self._first, "status": "in_progress"}
         if not self._first["background"]:
             return [self._whole("created", running), self._whole("in_progress", running)]
@@ -54,12 +54,12 @@ class EventWriter:
         ]
 
     def delta(self, piece: Piece) -> list[Event]:
-        """Returns the events of more text."""
+        """Returns the events of a delta."""
         text, logprobs = piece
         return self._told(self._reader.read(text), logprobs)
 
     def closing(self, last: Response) -> list[Event]:
-        """Returns what a stream ends with: all of its items, and the response in its last state."""
+        """Returns the last events, with all items and the final response."""
         status = last["status"]
         if status == "failed":
             return [self._whole("failed", last)]
@@ -80,7 +80,7 @@ class EventWriter:
         return events
 
     def _begun(self, item: OutputItem) -> list[Event]:
-        """Returns the events that announce an item, before any of its text."""
+        """Returns the events that open an item."""
         self._open = item
         value = item.value("in_progress")
         if item.kind is PartKind.CALL:
@@ -97,7 +97,7 @@ class EventWriter:
         return self._event(f"{DELTAS[item.kind]}.delta", _place(item) | {"delta": text} | more)
 
     def _ended(self, status: str) -> list[Event]:
-        """Returns the events that end the open item, with all of it."""
+        """Returns the events that close the open item."""
         item, self._open = self._open, None
         if item is None:
             return []
@@ -129,7 +129,7 @@ def _place(item: OutputItem) -> dict[str, Any]:
 
 
 def error_event(error: Mapping[str, Any], number: int) -> Event:
-    """Returns the event of an error that ends a stream."""
+    """Returns an error event, which ends a stream."""
     return {
         "type": "error",
         "code": str(error["code"]),

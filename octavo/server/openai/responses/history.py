@@ -1,6 +1,4 @@
-"""What a response's conversation holds before its own input: the items of earlier responses, and
-those that its input names by their ids.
-"""
+"""Earlier items of a response's conversation: from previous responses, and referenced by id."""
 
 from __future__ import annotations
 
@@ -16,16 +14,16 @@ from octavo.server.state.store import Record, Store
 
 ENDED = ("completed", "incomplete", "failed", "cancelled")
 MAX_TURNS = 1000
-"""Most earlier responses that one conversation is rebuilt from."""
+"""Maximum number of previous responses in a conversation."""
 OUTPUT_ID = re.compile(r"(?:msg|rs|fc)_(?P<hash>[0-9a-f]{48})\d*")
-"""Ids of the items of answers, which name their response."""
+"""Ids of output items, which contain their response's id."""
 
 Item = dict[str, Any]
 
 
 async def items_before(previous: str | None, owner: str, store: Store | None) -> list[Item]:
-    """Returns the items of a conversation up to the response `previous`, oldest first; raises
-    InvalidRequest where one of its responses is not there, or has not ended.
+    """Returns the items of a conversation up to the response `previous`, oldest first. Raises
+    InvalidRequest if a response is missing or has not ended.
     """
     turns: list[list[Item]] = []
     async with aclosing(_earlier(previous, owner, store)) as records:
@@ -46,8 +44,8 @@ async def items_before(previous: str | None, owner: str, store: Store | None) ->
 
 
 async def items_given(record: Record, store: Store) -> list[Item]:
-    """Returns all items that a stored response was made from, oldest first, without those of
-    earlier responses that have been deleted since.
+    """Returns all input items of a stored response, oldest first, including previous responses that
+    have not been deleted.
     """
     turns = [record.body["items"]]
     previous = record.body["response"]["previous_response_id"]
@@ -62,8 +60,8 @@ async def items_given(record: Record, store: Store) -> list[Item]:
 async def resolved(
     items: Sequence[Item], owner: str, store: Store | None, ignored: IgnoredFields
 ) -> list[Item]:
-    """Returns items with what each reference names in its place. One of another server's ids is
-    ignored; raises InvalidRequest for one of this server's that is in none of an owner's answers.
+    """Replaces references by the items they refer to. References to other servers' items are
+    ignored; raises InvalidRequest for an id of this server that the owner does not have.
     """
     found: list[Item] = []
     for index, item in enumerate(items):
@@ -97,8 +95,8 @@ async def _referenced(item_id: str, where: str, owner: str, store: Store | None)
 async def _earlier(
     previous: str | None, owner: str, store: Store | None
 ) -> AsyncGenerator[tuple[str, Record | None], None]:
-    """Yields (id, record) of a conversation's responses, newest first; ends with the first that is
-    not there.
+    """Yields (id, record) of a conversation's responses, newest first, up to the first
+    missing one.
     """
     while previous is not None:
         record = await store.find("response", previous, owner) if store is not None else None
@@ -109,7 +107,7 @@ async def _earlier(
 
 
 def _items_of(record: Record) -> list[Item]:
-    """Returns what a response was given and what it answered."""
+    """Returns a response's input and output items."""
     return [*record.body["items"], *record.body["response"]["output"]]
 
 

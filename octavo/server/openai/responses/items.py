@@ -1,4 +1,4 @@
-"""Items of a response's conversation: what clients send, what is stored, what a template takes."""
+"""Converts items of a response's conversation: input, stored items, and template messages."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from octavo.server.openai.responses.output import call_item, output_part
 from octavo.server.tool_use import check_role, parse_arguments
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-"""Each role of an item, and the role that a chat template knows for it."""
+"""Roles of items, and the chat template's roles."""
 
 UNREAD = ("input_audio", "input_file")
-"""Types of parts that no model here reads."""
+"""Types of parts that are not supported."""
 REFERENCE = "item_reference"
-"""Type of an input item that stands for an item of a stored answer."""
+"""Type of an input item that refers to an output item of a stored response."""
 
 
 def input_items(given: str | Sequence[InputItem], ignored: IgnoredFields) -> list[dict[str, Any]]:
-    """Returns the input as items to be stored; raises InvalidRequest for what none can be.
+    """Converts the input to items for the store; raises InvalidRequest for invalid ones.
 
-    A note stands for parts that cannot be read, but those of the user's last message are refused.
+    Unsupported parts are replaced by notes, except in the last user message.
     """
     if isinstance(given, str):
         given = [InputItem(role="user", content=given)]
@@ -39,7 +39,7 @@ def input_items(given: str | Sequence[InputItem], ignored: IgnoredFields) -> lis
 
 
 def _note_unread(item: InputItem, where: str, ignored: IgnoredFields) -> None:
-    """Puts notes in place of an item's parts that cannot be read there."""
+    """Replaces unsupported parts of an item by notes."""
     for name in ("content", "output"):
         for index, part in enumerate(getattr(item, name) or ()):
             is_image = part.type == "input_image" if isinstance(part, ItemPart) else False
@@ -52,9 +52,9 @@ def _note_unread(item: InputItem, where: str, ignored: IgnoredFields) -> None:
 
 
 def messages_of(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns items as messages for a chat template; the parts of one item are joined by lines.
+    """Converts items to messages for a chat template; the parts of one item are joined by newlines.
 
-    Reasoning and calls belong to the assistant's message beside them.
+    Reasoning and tool calls are merged into the assistant's adjacent message.
     """
     messages: list[dict[str, Any]] = []
     thought = ""
@@ -85,7 +85,7 @@ def messages_of(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _call(item: dict[str, Any]) -> dict[str, Any]:
-    """Returns a call as templates read it."""
+    """Converts a tool call to a plain one."""
     function = {"name": item["name"], "arguments": parse_arguments(item["arguments"])}
     return {"id": item["call_id"], "type": "function", "function": function}
 
@@ -135,7 +135,7 @@ def _stored(item: InputItem, where: str) -> dict[str, Any]:
 
 
 def _stored_call(item: InputItem, where: str) -> dict[str, Any]:
-    """Returns a call; the input of a custom tool's is an argument of this name."""
+    """Converts a tool call; a custom tool's text becomes the argument `input`."""
     for name in ("call_id", "name"):
         if getattr(item, name) is None:
             raise InvalidRequest(f"{where}.{name}: needed, and not given", param=where)

@@ -1,7 +1,7 @@
-"""A response on its way: from a body to a prompt, and from an answer to what a client gets.
+"""Prepares a response (conversation, prompt, parser) and builds its final state.
 
-A conversation that goes on (`previous_response_id`) is rebuilt from what is stored; the prefix
-cache makes its prompt cheap.
+A conversation with `previous_response_id` is rebuilt from the store; the prefix cache avoids
+recomputing its prompt.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from octavo.server.state.store import Store
 from octavo.text.ports import Rendering
 
 ROOM_FOR_ANSWER_TOKENS = 256
-"""Tokens that truncation leaves for an answer whose length is not given."""
+"""Tokens that truncation reserves for the output without max_output_tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A response that is asked for, before it is known to be possible."""
+    """A requested response, before its prompt is built."""
 
     id: str
     owner: str
@@ -55,20 +55,20 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A response whose prompt is made and whose fields have been checked."""
+    """A response whose prompt is built and whose fields are checked."""
 
     asked: Asked
     model: ServedModel
     params: SamplingParams
     prompt: dict[str, Any]
     first: dict[str, Any]
-    """The response before its first token."""
+    """The response object before its first token."""
     parser: OutputParser
 
     def start(self) -> ResponseBuilder:
-        """Submits the request; raises the error of an invalid one.
+        """Submits the request; raises ClientError if it is invalid.
 
-        The builder does not parse the text: the items are parsed from the stored pieces.
+        The builder does not parse the text: items are parsed from the stored pieces.
         """
         params, asked = self.parser.apply_to(self.params), self.asked
         generation = Generation(
@@ -85,7 +85,7 @@ class Prepared:
     def ended(
         self, builder: ResponseBuilder, pieces: Sequence[Piece], status: str | None = None
     ) -> dict[str, Any]:
-        """Returns the response in its last state; `status` replaces that of the finish reason."""
+        """Returns the final response object; `status` overrides that of the finish reason."""
         latest = builder.latest
         reason = None if latest is None else latest.outputs[0].finish_reason
         status = status or {"stop": "completed", "length": "incomplete"}.get(
@@ -112,7 +112,7 @@ class Prepared:
 async def new_asked(
     body: ResponseBody, owner: str, origin: RequestContext, store: Store | None
 ) -> Asked:
-    """Returns what a body asks for, under a new id; its draws have a seed from here on."""
+    """Creates a response request with a new id, and a seed so that it can be recomputed."""
     if body.seed is None:
         body.seed = secrets.randbits(63)
     name = f"resp_{secrets.token_hex(24)}"
@@ -121,7 +121,7 @@ async def new_asked(
 
 
 async def count_input_tokens(asked: Asked, model: ServedModel, store: Store | None) -> int:
-    """Returns the number of tokens of a response's prompt."""
+    """Returns the number of prompt tokens of a response."""
     talk, _ = await _talk_of(asked, model, store)
     return len((await talk.prompt(model))["prompt_token_ids"])
 
@@ -129,7 +129,7 @@ async def count_input_tokens(asked: Asked, model: ServedModel, store: Store | No
 async def _talk_of(
     asked: Asked, model: ServedModel, store: Store | None
 ) -> tuple[Conversation, int]:
-    """Returns a response's conversation, and how many of its first messages are the system's."""
+    """Returns a response's conversation and its number of leading system messages."""
     given = asked.body.instructions
     system = [] if given is None else [{"role": "system", "content": given}]
     before = await items_before(asked.body.previous_response_id, asked.owner, store)
@@ -140,7 +140,7 @@ async def _talk_of(
 
 
 async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prepared:
-    """Returns the response with its prompt; raises what is wrong with it."""
+    """Builds the prompt of a response; raises ClientError if it is invalid."""
     body = asked.body
     params = body.params(model.llm.get_default_chat_params())
     talk, num_system = await _talk_of(asked, model, store)
@@ -156,7 +156,7 @@ async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prep
 
 
 def failed(first: dict[str, Any], error: OctavoError) -> dict[str, Any]:
-    """Returns the last state of a response whose computing has failed."""
+    """Returns the final response object of a failed response."""
     told = {"code": "server_error", "message": error.message}
     if isinstance(error, ContextTooLong):
         found = responses_form(fault_of(error))["error"]
@@ -189,7 +189,9 @@ def _conversation(asked: Asked, model: ServedModel, messages: list[dict[str, Any
 async def _truncated(
     talk: Conversation, asked: Asked, model: ServedModel, num_system: int
 ) -> dict[str, Any]:
-    """Returns the prompt of the longest end of a conversation that leaves room for an answer."""
+    """Returns the prompt, without as many of the oldest messages as necessary to leave room for
+    output.
+    """
     info = model.llm.info
     most = min(info.max_model_len, info.kv_capacity_tokens)
     room = asked.body.max_output_tokens or min(ROOM_FOR_ANSWER_TOKENS, most // 4)
@@ -255,7 +257,7 @@ def _first(
 
 
 def _plain(given: Any) -> Any:
-    """Returns a part of a body as JSON has it."""
+    """Converts a part of a body to JSON types."""
     return given.model_dump() if isinstance(given, BaseModel) else given
 
 

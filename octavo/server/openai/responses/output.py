@@ -1,7 +1,7 @@
-"""The items of a response's output: reasoning, messages and calls, in the order of the text.
+"""Output items of a response: reasoning, messages and tool calls, in order.
 
-A function of the response's id and its text alone, so that a stream, the stored response and a
-stream that is told again have the same items.
+Items depend only on the response's id and text, so that a stream, the stored response and a
+replayed stream are equal.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from octavo.server.output_parser import OutputParser
 from octavo.text.parsers.parts import Part, PartKind
 
 TokenEntry = dict[str, Any]
-"""Logprobs of one token in OpenAI's form."""
+"""Logprobs of one token in OpenAI's format."""
 Piece = tuple[str, list[TokenEntry]]
-"""Text that an answer has gained, and the logprobs of its tokens if they were asked for."""
+"""New text of a response, and the logprobs of its tokens if they are requested."""
 
 PREFIXES = {PartKind.REASONING: "rs", PartKind.CONTENT: "msg", PartKind.CALL: "fc"}
 
 
 @dataclass(slots=True)
 class OutputItem:
-    """One item, as far as it has been written."""
+    """An output item, possibly incomplete."""
 
     kind: PartKind
     id: str
     index: int
     text: str = ""
-    """Text of a message or of reasoning; a call's arguments."""
+    """Text of a message or of reasoning; arguments of a tool call."""
     name: str = ""
     call_id: str = ""
     logprobs: list[TokenEntry] = field(default_factory=list)
-    """Logprobs of a message's tokens, if they were asked for."""
+    """Logprobs of a message's tokens, if they are requested."""
 
     def value(self, status: str) -> dict[str, Any]:
-        """Returns the item in OpenAI's form."""
+        """Returns the item in OpenAI's format."""
         match self.kind:
             case PartKind.CALL:
                 return call_item(self.id, self.call_id, self.name, self.text, status)
@@ -59,19 +59,17 @@ class OutputItem:
 
 
 class OutputItems:
-    """The items of one response's output."""
-
     def __init__(self, response_id: str) -> None:
         self._hash = response_id.removeprefix("resp_")
         self.items: list[OutputItem] = []
         self._waiting: list[TokenEntry] = []
-        """Logprobs of tokens that have shown no text yet."""
+        """Logprobs of tokens without text so far."""
 
     def add_piece(
         self, parts: Sequence[Part], logprobs: Sequence[TokenEntry]
     ) -> list[tuple[OutputItem, Part, list[TokenEntry]]]:
-        """Takes in the parts that a piece of text makes sure of, and the logprobs of its tokens;
-        returns each part with its item and the logprobs that go with it.
+        """Adds the parts of a piece of text and the logprobs of its tokens; returns each part with
+        its item and its logprobs.
         """
         was_message = bool(self.items) and self.items[-1].kind is PartKind.CONTENT
         placed = [(self.add(part), part, list[TokenEntry]()) for part in parts]
@@ -86,7 +84,7 @@ class OutputItems:
         return placed
 
     def add(self, part: Part) -> OutputItem:
-        """Takes in a part; returns the item that it belongs to, which may be new."""
+        """Adds a part; returns its item, which may be new."""
         kind = PartKind.CALL if part.kind is PartKind.ARGUMENTS else part.kind
         if part.kind is PartKind.CALL or not self.items or self.items[-1].kind is not kind:
             self._begin(kind)
@@ -99,7 +97,7 @@ class OutputItems:
         return item
 
     def finish(self) -> None:
-        """Gives an answer without a part an empty message."""
+        """Adds an empty message if there is no item."""
         if not self.items:
             self._begin(PartKind.CONTENT)
 
@@ -111,7 +109,7 @@ class OutputItems:
 
 
 def output_of(response_id: str, parser: OutputParser, pieces: Iterable[Piece]) -> OutputItems:
-    """Returns the items of a whole answer."""
+    """Returns the items of a complete response."""
     reader = parser.reader()
     made = OutputItems(response_id)
     for text, logprobs in pieces:
@@ -121,7 +119,6 @@ def output_of(response_id: str, parser: OutputParser, pieces: Iterable[Piece]) -
 
 
 def message_item(item_id: str, part: dict[str, Any], status: str) -> dict[str, Any]:
-    """Returns the item of an answer's message."""
     return {
         "id": item_id,
         "type": "message",
@@ -132,7 +129,6 @@ def message_item(item_id: str, part: dict[str, Any], status: str) -> dict[str, A
 
 
 def call_item(item_id: str, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
-    """Returns the item of a call."""
     return {
         "id": item_id,
         "type": "function_call",

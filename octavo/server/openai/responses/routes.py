@@ -1,6 +1,6 @@
-"""POST /v1/responses, and what is done with a stored response: get, stream again, cancel, delete.
+"""POST /v1/responses, and stored responses: get, stream again, cancel, delete.
 
-Bodies and events are OpenAI's. A response answers only to the key that made it.
+Bodies and events are OpenAI's. Only the key that created a response can access it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ router = APIRouter()
 
 
 async def runs_of(request: Request) -> ResponseRuns | None:
-    """Returns the server's background responses; None where it keeps nothing."""
+    """Returns the server's background responses; None without a store."""
     work = request.app.state.stored_work
     return None if work is None else work.responses
 
@@ -90,7 +90,7 @@ async def count_tokens(
     service: ServiceHere,
     body: Annotated[InputTokensBody, Depends(body_of(InputTokensBody))],
 ) -> dict[str, Any]:
-    """Counts the tokens of a response's prompt, as the model's template writes it."""
+    """Counts the prompt tokens of a response."""
     model = await service.model(body.model)
     _check_kept(body, service.store)
     asked = await new_asked(body, owner_of(request), origin_of(request, None, None), service.store)
@@ -111,7 +111,7 @@ async def show(
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=0)] | None = None,
 ) -> Response:
-    """Answers with a response, or with `stream` tells the events of a background one again."""
+    """Returns a response, or with `stream` replays the events of a background one."""
     record = await _find(service, response_id, owner_of(request))
     run = runs.find(response_id) if runs is not None else None
     if not stream:
@@ -135,9 +135,7 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
 ) -> dict[str, Any]:
-    """Lists the items that a response was made from, those of its conversation too, the newest
-    first.
-    """
+    """Lists the input items of a response, including those of its conversation, newest first."""
     record = await _find(service, response_id, owner_of(request))
     items = await items_given(record, _kept(service))
     if order == "desc":
@@ -155,7 +153,7 @@ async def list_input_items(
 async def cancel(
     response_id: str, request: Request, service: ServiceHere, runs: RunsHere
 ) -> Response:
-    """Ends a background response; one that has ended stays as it is."""
+    """Cancels a background response; one that has ended is unchanged."""
     record = await _find(service, response_id, owner_of(request))
     if runs is None or not record.body["response"]["background"]:
         raise InvalidRequest("Only responses created with background=true can be cancelled.")
@@ -166,7 +164,7 @@ async def cancel(
 async def delete(
     response_id: str, request: Request, service: ServiceHere, runs: RunsHere
 ) -> dict[str, Any]:
-    """Forgets a response, and ends it where it still runs."""
+    """Deletes a response; cancels it if it is running."""
     record = await _find(service, response_id, owner_of(request))
     store = _kept(service)
     await store.delete(record)
@@ -176,7 +174,7 @@ async def delete(
 
 
 class TypedEventStream(NamedEventStream):
-    """A stream of numbered events; an error that ends it is one more."""
+    """A stream of numbered events, including a final error."""
 
     def __init__(self, events: Events) -> None:
         super().__init__(events)
@@ -194,7 +192,7 @@ class TypedEventStream(NamedEventStream):
 async def _whole(
     prepared: Prepared, builder: ResponseBuilder, store: Store | None
 ) -> dict[str, Any]:
-    """Returns a response when it has ended, and is stored where that is asked for."""
+    """Returns a response when it has ended and, if requested, is stored."""
     pieces = [prepared.piece(delta) async for (delta,) in builder.deltas()]
     last = prepared.ended(builder, pieces)
     await _keep(prepared.asked, last, store)
@@ -228,7 +226,9 @@ async def _keep(asked: Asked, last: dict[str, Any], store: Store | None) -> None
 
 
 def _followed(record: Record, run: ResponseRun | None) -> ResponseRun:
-    """Returns what a stream is told from; raises for a response that is not in the background."""
+    """Returns the run to stream from; raises InvalidRequest unless the response is a background
+    one.
+    """
     if not record.body["response"]["background"]:
         raise InvalidRequest(
             "stream: allowed for responses created with background=true only", param="stream"
@@ -237,7 +237,7 @@ def _followed(record: Record, run: ResponseRun | None) -> ResponseRun:
 
 
 def _check_kept(body: ResponseBody, store: Store | None) -> None:
-    """Raises InvalidRequest for what needs a store, where the server has none."""
+    """Raises InvalidRequest for fields that need a store if there is none."""
     if store is not None:
         return
     for name in ("background", "previous_response_id", "store"):
@@ -254,7 +254,7 @@ def _kept(service: Service) -> Store:
 
 
 async def _find(service: Service, response_id: str, owner: str) -> Record:
-    """Returns an owner's response; raises a 404 where it has none of this id."""
+    """Returns an owner's response; raises a 404 if there is none."""
     record = await _kept(service).find("response", response_id, owner)
     if record is None:
         raise HTTPException(404, f"Response with id '{response_id}' not found.")

@@ -1,7 +1,7 @@
-"""Responses in the background: computed by tasks of the server, stored when they end.
+"""Background responses: computed by tasks of the server and stored at the end.
 
-One that was accepted is on the disk. Where the server ends before it has an answer, the next one
-that opens the same folder computes it, with the same seed.
+An accepted response is on disk. If the server stops before it has ended, the next server with the
+same folder recomputes it with the same seed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from octavo.server.state.store import Record, Store
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Pause before a response that finds no engine, or a full queue, tries again, in seconds."""
+"""Delay before a retry after an unavailable engine or a full queue, in seconds."""
 
 
 @dataclass(slots=True)
 class ResponseRun:
-    """A background response and what its stream has told so far."""
+    """A background response and its stream so far."""
 
     response: dict[str, Any]
-    """The response in its newest state."""
+    """The response object in its latest state."""
     deltas: list[Piece] = field(default_factory=list)
     parser: OutputParser = PLAIN
-    """Parser of its text, once its prompt is made."""
+    """Parser of its text, set with the prompt."""
     failure: Exception | None = None
-    """Error that keeps it from going on in this server; the next one computes it."""
+    """Error that stopped it in this server; the next server recomputes it."""
     task: asyncio.Task[None] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -52,12 +52,12 @@ class ResponseRun:
         return self.response["status"] in ENDED
 
     def change(self) -> None:
-        """Wakes those who follow."""
+        """Wakes the followers."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def events(self, after: int) -> AsyncGenerator[list[Event], None]:
-        """Yields the stream's events behind number `after`, up to its end."""
+        """Yields the stream's events after number `after`, up to its end."""
         first = {
             **self.response,
             "status": "queued",
@@ -89,7 +89,7 @@ class ResponseRun:
 
 
 class ResponseRuns:
-    """The background responses of a server by id."""
+    """The background responses of a server, by id."""
 
     def __init__(self, service: Service, store: Store) -> None:
         self._service = service
@@ -98,13 +98,13 @@ class ResponseRuns:
         self._stopping = False
 
     async def resume(self) -> None:
-        """Starts what an earlier server has left unfinished."""
+        """Resumes the responses that an earlier server did not finish."""
         for record in await self._store.unfinished("response"):
             if record.id not in self._runs:
                 self._begin(_asked_again(record), record, None)
 
     async def stop(self) -> None:
-        """Ends the tasks; what they have not finished stays to be resumed."""
+        """Cancels the tasks; unfinished responses can be resumed."""
         self._stopping = True
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         for task in tasks:
@@ -112,14 +112,14 @@ class ResponseRuns:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def start(self, prepared: Prepared) -> ResponseRun:
-        """Stores a response that is to be computed, and begins with it."""
+        """Stores and starts a new response."""
         self.check_room()
         record = _record(prepared.asked, prepared.first)
         await self._store.add(record)
         return self._begin(prepared.asked, record, prepared)
 
     def check_room(self) -> None:
-        """Raises Overloaded where too many responses run in the background."""
+        """Raises Overloaded if too many responses run in the background."""
         most = self._service.settings.max_jobs
         if len(self._runs) >= most:
             raise Overloaded(
@@ -128,11 +128,11 @@ class ResponseRuns:
             )
 
     def find(self, response_id: str) -> ResponseRun | None:
-        """Returns a response that runs; its owner has been checked."""
+        """Returns a running response; the caller has checked its owner."""
         return self._runs.get(response_id)
 
     async def cancel(self, record: Record) -> dict[str, Any]:
-        """Ends a response that has not ended; returns its state after that."""
+        """Cancels a response unless it has ended; returns its final state."""
         run = self._runs.get(record.id)
         if run is not None and run.task is not None and run.failure is None:
             run.task.cancel()
@@ -156,7 +156,7 @@ class ResponseRuns:
     async def _follow(
         self, run: ResponseRun, asked: Asked, record: Record, prepared: Prepared | None
     ) -> None:
-        """Computes a response and stores it; leaves it unfinished where the server ends before."""
+        """Computes and stores a response; leaves it unfinished if the server stops."""
         try:
             last = await self._computed(run, asked, prepared)
             ended = _ended(record, last, run.deltas, self._store)
@@ -176,7 +176,7 @@ class ResponseRuns:
     async def _computed(
         self, run: ResponseRun, asked: Asked, prepared: Prepared | None
     ) -> dict[str, Any]:
-        """Returns a response in its last state, by another engine where the first one ends."""
+        """Returns the final response object; retries on another engine if the first one ends."""
         while True:
             try:
                 return await self._answered(run, asked, prepared)
@@ -189,7 +189,7 @@ class ResponseRuns:
     async def _answered(
         self, run: ResponseRun, asked: Asked, prepared: Prepared | None
     ) -> dict[str, Any]:
-        """Returns a response as one engine answers it, or as it was when it was cancelled."""
+        """Returns the final response object of one engine, or its state when it was cancelled."""
         builder: ResponseBuilder | None = None
         told = sum(len(text) for text, _ in run.deltas)
         try:
@@ -224,7 +224,7 @@ class ResponseRuns:
             record.release()  # from here on the model's own work keeps it in memory
 
     async def _patiently(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Returns what work returns, once the engine is there and its queue has a place."""
+        """Retries work until an engine is available and its queue has room."""
         while True:
             try:
                 return await work()
@@ -238,7 +238,7 @@ async def _started(prepared: Prepared) -> ResponseBuilder:
 
 
 def told_again(record: Record) -> ResponseRun:
-    """Returns a background response that has ended as a run, so that its stream can be told."""
+    """Returns a stored background response as a run, to replay its stream."""
     parser = OutputParser.load(record.body.get("reading"))
     told = record.body["deltas"] or []
     deltas = [(one, []) if isinstance(one, str) else (one[0], one[1]) for one in told]
@@ -246,7 +246,7 @@ def told_again(record: Record) -> ResponseRun:
 
 
 def stored(asked: Asked, response: dict[str, Any], store: Store) -> Record:
-    """Returns the record of a response that was answered in the foreground."""
+    """Returns the record of a foreground response."""
     return _ended(_record(asked, response), response, None, store)
 
 
@@ -271,7 +271,7 @@ def _record(asked: Asked, response: dict[str, Any]) -> Record:
 def _ended(
     record: Record, response: dict[str, Any], deltas: list[Piece] | None, store: Store
 ) -> Record:
-    """Returns the record of a response in its last state, whose age limit begins now."""
+    """Returns the record of a response in its final state; its expiry is counted from now."""
     kept: list[Piece | str] | None = None
     if deltas is not None:
         kept = [piece if piece[1] else piece[0] for piece in deltas]
@@ -280,7 +280,7 @@ def _ended(
 
 
 def _asked_again(record: Record) -> Asked:
-    """Returns what an unfinished record asks for."""
+    """Restores the request of an unfinished record."""
     body = ResponseBody.model_validate_json(msgspec.json.encode(record.body["request"]))
     return Asked(
         record.id,

@@ -1,4 +1,4 @@
-"""The functions that a response's body offers, in the terms that all APIs share."""
+"""Converts the tools of a Responses body to `ToolUse`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ToolNames(name="name", parameters="parameters")
 
 
 def tools_of(body: ResponseBody, limits: RequestLimits) -> ToolUse | None:
-    """Returns the body's tools, checked; None where the model may call none."""
+    """Returns the checked tools of a body; None if the model may not call any."""
     functions = [
         OfferedFunction(
             tool.name,
@@ -45,7 +45,7 @@ def tools_of(body: ResponseBody, limits: RequestLimits) -> ToolUse | None:
 
 
 def _choice(body: ResponseBody) -> tuple[Choice | None, list[str] | None]:
-    """Returns whether a function is called, and the names of those that may be."""
+    """Returns the tool choice and the names of allowed functions."""
     match body.tool_choice:
         case ResponseToolName(name=name):
             return "required", [name]
