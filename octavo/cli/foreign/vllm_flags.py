@@ -308,7 +308,7 @@ VLLM_ROWS = (
         VLLM,
         "value",
         "--ssl-ca-certs --ssl-cert-reqs",
-        "clients' certificates are not read; put a proxy in front (docs/guides/serving.md)",
+        "clients' certificates are not read; put a proxy in front (docs/guides/access.md)",
     ),
     ignore(
         VLLM,

@@ -70,7 +70,7 @@ def digest_of(key: str) -> bytes:
 def read_key_file(path: str) -> list[ApiKey]:
     """Reads the keys of a file. Raises ConfigError if it is invalid, without showing a key."""
     file = read_data_file(path, name="api_key_file", max_bytes=MAX_FILE_BYTES, has_secrets=True)
-    entries = file.convert(KeyList, hint="docs/guides/serving.md shows a key file").keys
+    entries = file.convert(KeyList, hint="docs/guides/access.md shows a key file").keys
     keys = [entry.api_key(file.where("keys", at)) for at, entry in enumerate(entries)]
     for part in ("name", "digest"):
         values = [getattr(key, part) for key in keys]
