@@ -27,6 +27,7 @@ NOT_RUN = {
     ("docs/guides/clients.md", "ANTHROPIC_"): "Claude Code",
     ("docs/guides/cluster.md", ""): "Ray on several machines",
     ("docs/guides/embeddings.md", ""): "another model",
+    ("docs/guides/images.md", ""): "another model",
     (
         "docs/guides/larger-than-memory.md",
         "octavo serve MODEL --quantization int8 --ffn-sparsity e",
