@@ -28,14 +28,6 @@ NOT_RUN = {
     ("docs/guides/cluster.md", ""): "Ray on several machines",
     ("docs/guides/embeddings.md", ""): "another model",
     ("docs/guides/images.md", ""): "another model",
-    (
-        "docs/guides/larger-than-memory.md",
-        "octavo serve MODEL --quantization int8 --ffn-sparsity e",
-    ): ("a model with the activation relu"),
-    ("docs/guides/larger-than-memory.md", "octavo calibrate MODEL --quantization"): "minutes",
-    ("docs/guides/larger-than-memory.md", "octavo serve MODEL --quantization int8 --sp"): (
-        "needs the predictors of the minutes before"
-    ),
     ("docs/guides/models.md", "octavo rm"): "deletes; see tests/cli",
     ("docs/guides/models.md", "octavo ps"): "asks port 8000; see tests/cli",
     ("docs/guides/models.md", "octavo pull unsloth"): "another model",
@@ -66,6 +58,14 @@ NOT_RUN = {
     ("docs/guides/monitoring.md", "octavo top"): "runs until it is stopped; see tests/cli",
     ("docs/guides/several-models.md", ""): "other models",
     ("docs/guides/several-servers.md", ""): "several machines",
+    (
+        "docs/guides/sparsity.md",
+        "octavo serve MODEL --quantization int8 --ffn-sparsity e",
+    ): ("a model with the activation relu"),
+    ("docs/guides/sparsity.md", "octavo calibrate MODEL --quantization"): "minutes",
+    ("docs/guides/sparsity.md", "octavo serve MODEL --quantization int8 --sp"): (
+        "needs the predictors of the minutes before"
+    ),
     ("docs/guides/speculation.md", "python benchmarks"): "minutes",
     ("docs/guides/two-machines.md", ""): "several machines",
     ("docs/guides/vllm-router.md", ""): "another project's router",
