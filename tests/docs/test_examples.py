@@ -42,6 +42,7 @@ NOT_RUN = {
     ("docs/guides/prefill-and-decode.md", "octavo serve smollm2 --port 8001 --kv-transfer n"): (
         "needs nixl"
     ),
+    ("docs/guides/quantization.md", "octavo serve ./quantized"): "another model",
     ("docs/guides/quantization.md", "octavo quantize"): "minutes; see tests/cli",
     ("docs/guides/quantization.md", "octavo bench quant"): "minutes; see tests/cli",
     ("docs/guides/quickstart.md", "make"): "installs",
