@@ -37,10 +37,10 @@ from octavo.distributed.router.metrics import GAUGES as ROUTER_GAUGES
 from octavo.distributed.router.metrics import LABELS as ROUTER_LABELS
 from octavo.distributed.router.settings import RouterSettings
 from octavo.server.app import ROUTES, create_app
-from octavo.server.fields import described
+from octavo.server.fields import describe_fields
 from octavo.server.http.body import Body
 from octavo.server.http.errors import TABLE
-from octavo.server.http.openapi import bodies_of
+from octavo.server.http.openapi import get_bodies
 from octavo.server.openai.bodies import SamplingBody
 from octavo.server.routes.model_loading import OPTIONS, LoadBody
 from octavo.server.settings import ServerSettings
@@ -372,11 +372,11 @@ def _routes_by_body(routes: Iterable[str]) -> dict[type[Body], list[str]]:
 
 
 def _bodies() -> dict[str, type[Body]]:
-    return {route: body for part in ROUTES for route, body in bodies_of(part.router).items()}
+    return {route: body for part in ROUTES for route, body in get_bodies(part.router).items()}
 
 
 def field_table(body: Any, without: Iterable[str]) -> str:
-    own = [row for name, row in described(body).items() if name not in without]
+    own = [row for name, row in describe_fields(body).items() if name not in without]
     head = ["field", "what it takes", "what it does"]
     rows = [(f"`{row['name']}`", takes(row), meaning(row)) for row in own]
     if not any(text for *_, text in rows):

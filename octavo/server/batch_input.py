@@ -81,7 +81,7 @@ class CheckedInput:
             message = f"the file has more than {limits.max_lines} requests"
             raise BadLine("too_many_requests", message)
         self.num_lines += 1
-        custom_id, model = _checked(raw, number, limits)
+        custom_id, model = _check_line(raw, number, limits)
         if custom_id in seen:
             message = f"custom_id: {custom_id!r} names an earlier line too"
             raise BadLine("duplicate_custom_id", message, number, "custom_id")
@@ -107,7 +107,7 @@ def check_input(path: Path, limits: InputLimits) -> CheckedInput:
         found.errors.append(LineError("missing_file", "the file is no longer on the disk"))
         return found
     seen: set[str] = set()
-    for number, raw in _numbered(path, limits.max_line_bytes):
+    for number, raw in _number_lines(path, limits.max_line_bytes):
         try:
             found.take(raw, number, limits, seen)
         except BadLine as bad:
@@ -119,16 +119,16 @@ def check_input(path: Path, limits: InputLimits) -> CheckedInput:
     return found
 
 
-async def lines_of(path: Path, max_line_bytes: int) -> AsyncIterator[BatchLine]:
+async def read_lines(path: Path, max_line_bytes: int) -> AsyncIterator[BatchLine]:
     """Yields the lines of a validated file."""
-    numbered = _numbered(path, max_line_bytes)
+    numbered = _number_lines(path, max_line_bytes)
     while some := await asyncio.to_thread(lambda: list(islice(numbered, LINES_AT_ONCE))):
         for number, raw in some:
             line = msgspec.json.decode(raw, type=LineForm)
             yield BatchLine(number, line.custom_id, bytes(line.body))
 
 
-def _numbered(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+def _number_lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yields (number, text) of non-blank lines; too long lines are truncated."""
     with open(path, "rb") as file:
         number = 0
@@ -144,7 +144,7 @@ def _numbered(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
                 yield number, raw
 
 
-def _checked(raw: bytes, number: int, limits: InputLimits) -> tuple[str, str | None]:
+def _check_line(raw: bytes, number: int, limits: InputLimits) -> tuple[str, str | None]:
     """Returns (custom_id, model) of a line; raises BadLine."""
     if len(raw) > limits.max_line_bytes:
         raise BadLine(
@@ -163,10 +163,10 @@ def _checked(raw: bytes, number: int, limits: InputLimits) -> tuple[str, str | N
         if not is_right:
             message = f"{name}: got {getattr(line, name)[:80]!r}, allowed is {allowed}"
             raise BadLine(f"invalid_{name}", message, number, name)
-    return line.custom_id, _model_of(body, number)
+    return line.custom_id, _get_model(body, number)
 
 
-def _model_of(body: Any, number: int) -> str | None:
+def _get_model(body: Any, number: int) -> str | None:
     """Returns the model in a request body; raises BadLine for an invalid body."""
     if not isinstance(body, dict):
         raise BadLine("invalid_body", "body: not a JSON object", number, "body")

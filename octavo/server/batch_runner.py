@@ -24,12 +24,12 @@ from octavo.server.batch_input import (
     InputLimits,
     LineError,
     check_input,
-    lines_of,
+    read_lines,
 )
-from octavo.server.inner_requests import InnerAnswer, InnerRequests
+from octavo.server.internal_requests import InternalRequests, InternalResponse
 from octavo.server.state.file_writer import FileWriter
 from octavo.server.state.service import Service
-from octavo.server.state.store import LineResult, Record, Store, path_of
+from octavo.server.state.store import LineResult, Record, Store, get_file_path
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class BatchRun:
 class BatchRunner:
     """Unfinished batches, by id."""
 
-    def __init__(self, service: Service, store: Store, inner: InnerRequests) -> None:
+    def __init__(self, service: Service, store: Store, inner: InternalRequests) -> None:
         self._service = service
         self._store = store
         self._inner = inner
@@ -142,7 +142,7 @@ class BatchRunner:
         del self._runs[run.record.id]
 
     async def _finish(self, run: BatchRun) -> None:
-        path = path_of(self._store.folder, run.record.body["batch"]["input_file_id"])
+        path = get_file_path(self._store.folder, run.record.body["batch"]["input_file_id"])
         batch = run.record.body["batch"]
         checked = await asyncio.to_thread(check_input, path, self._limits(batch["endpoint"]))
         if checked.errors and not run.is_cancelled.is_set():
@@ -188,9 +188,9 @@ class BatchRunner:
     async def _all_lines(self, run: BatchRun, model: str | None, done: set[int]) -> None:
         ahead = asyncio.Semaphore(MAX_AHEAD)
         batch = run.record.body["batch"]
-        path = path_of(self._store.folder, batch["input_file_id"])
+        path = get_file_path(self._store.folder, batch["input_file_id"])
         async with asyncio.TaskGroup() as tasks:
-            async for line in lines_of(path, self._service.settings.max_body_bytes):
+            async for line in read_lines(path, self._service.settings.max_body_bytes):
                 if line.number not in done:
                     await ahead.acquire()
                     task = tasks.create_task(self._one_line(run, line, model))
@@ -212,19 +212,19 @@ class BatchRunner:
                 pause_s = min(max(RETRY_S, answer.retry_after_s), LONGEST_RETRY_S)
                 answer = None
                 await asyncio.sleep(pause_s)
-        result = LineResult(line.number, answer.status != 200, _outcome(line, answer))
+        result = LineResult(line.number, answer.status != 200, _format_result(line, answer))
         await self._store.add_line(run.record.id, result)
         run.count(failed=result.failed)
 
-    async def _ask(self, endpoint: str, body: bytes, owner: str) -> InnerAnswer:
+    async def _ask(self, endpoint: str, body: bytes, owner: str) -> InternalResponse:
         """Returns a route's response; unexpected exceptions become a 500."""
         try:
             return await self._inner.post(endpoint, body, owner)
         except Exception:
             logger.exception("a line of a batch has failed")
-            return InnerAnswer(500, b'{"error": {"message": "Internal server error"}}')
+            return InternalResponse(500, b'{"error": {"message": "Internal server error"}}')
 
-    def _is_outcome(self, answer: InnerAnswer, model: str | None, tries: int) -> bool:
+    def _is_outcome(self, answer: InternalResponse, model: str | None, tries: int) -> bool:
         """Returns whether a response is final, rather than caused by an unavailable engine."""
         if answer.status < 500:
             return answer.status not in NOT_YET
@@ -246,10 +246,10 @@ class BatchRunner:
         """Stores an expiry result for each request without a result."""
         await self._change(run, expired_at=int(time.time()))
         done = await self._store.lines_done(run.record.id)
-        path = path_of(self._store.folder, run.record.body["batch"]["input_file_id"])
-        async for line in lines_of(path, self._service.settings.max_body_bytes):
+        path = get_file_path(self._store.folder, run.record.body["batch"]["input_file_id"])
+        async for line in read_lines(path, self._service.settings.max_body_bytes):
             if line.number not in done:
-                result = LineResult(line.number, True, _expired_outcome(line))
+                result = LineResult(line.number, True, _format_expired(line))
                 await self._store.add_line(run.record.id, result)
                 run.count(failed=True)
 
@@ -303,7 +303,7 @@ class BatchRunner:
         return InputLimits(endpoint, settings.max_batch_lines, settings.max_body_bytes)
 
 
-def _outcome(line: BatchLine, answer: InnerAnswer) -> bytes:
+def _format_result(line: BatchLine, answer: InternalResponse) -> bytes:
     """Formats a response as a line of an output or error file."""
     response = {
         "status_code": answer.status,
@@ -313,7 +313,7 @@ def _outcome(line: BatchLine, answer: InnerAnswer) -> bytes:
     return _line(line, response, None)
 
 
-def _expired_outcome(line: BatchLine) -> bytes:
+def _format_expired(line: BatchLine) -> bytes:
     message = "This request could not be executed before the completion window expired."
     return _line(line, None, {"code": "batch_expired", "message": message})
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from octavo.api.errors import InvalidRequest
 from octavo.frontend.prompt_inputs import Truncation
-from octavo.server.generation import chat_prompt_of
+from octavo.server.fallback_tools import add_tool_prompt, convert_calls
+from octavo.server.generation import make_chat_prompt
 from octavo.server.output_parser import OutputParser, build_parser, continued_text
 from octavo.server.roles import move_tool_images
 from octavo.server.state.served_model import ServedModel
-from octavo.server.taught_tools import plain_history, taught_messages
 from octavo.server.tool_use import ToolUse, rename_functions
 from octavo.text.ports import DEFAULT_RENDERING, Rendering
 
@@ -37,7 +37,7 @@ class Conversation:
         if self.tools is not None:
             await asyncio.to_thread(self.tools.enforced)  # compiles; `parser` finds it cached
         messages, rendering = self._with_tools(model)
-        return await chat_prompt_of(
+        return await make_chat_prompt(
             model.llm,
             messages,
             cache_salt=self.cache_salt,
@@ -75,11 +75,11 @@ class Conversation:
         formats = model.formats
         template = formats.template if self.tools is None else formats.tool_template
         if not is_own and "tool_calls" not in template:
-            messages = plain_history(messages)
+            messages = convert_calls(messages)
         if self.tools is None:
             return messages, rendering
         definitions = self.tools.definitions(aliases)
         if is_own or formats.reads_tools:
             variables = {**rendering.variables, "tools": definitions}
             return messages, replace(rendering, variables=variables)
-        return taught_messages(messages, definitions), rendering
+        return add_tool_prompt(messages, definitions), rendering

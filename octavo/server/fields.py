@@ -59,7 +59,7 @@ def field(
     )
 
 
-def needed(takes: str, meaning: str = "", *, by_path: bool = False) -> Any:
+def required(takes: str, meaning: str = "", *, by_path: bool = False) -> Any:
     """Declares a required field."""
     return field(takes, meaning, default=..., by_path=by_path)
 
@@ -96,7 +96,7 @@ def _in_json(takes: str) -> str:
     return takes.replace("None", "null").replace("True or False", "true or false")
 
 
-def taken(takes: str, **bounds: Any) -> Any:
+def accepted(takes: str, **bounds: Any) -> Any:
     """Declares a field that is accepted without effect."""
     return field(takes, "taken; changes nothing here", rules={"inert": True}, **bounds)
 
@@ -132,7 +132,7 @@ def check_interactions(body: BaseModel, ignored: IgnoredFields) -> None:
         for other, values in rules.get("needs", {}).items():
             got = getattr(body, other)
             if got is None or (values and got not in values):
-                when = f"where {other} is {_spelled(values)}" if values else f"with {other}"
+                when = f"where {other} is {_format_values(values)}" if values else f"with {other}"
                 if not rules.get("idle"):
                     raise InvalidRequest(f"{name}: allowed only {when}", param=name)
                 ignored.add(name, f"allowed only {when}")
@@ -141,7 +141,7 @@ def check_interactions(body: BaseModel, ignored: IgnoredFields) -> None:
         for other, reason in rules.get("excludes", {}).items():
             if is_set(getattr(body, other)):
                 raise InvalidRequest(
-                    f"{name}: got {_spelled([value])} with {other}, allowed is one of them:"
+                    f"{name}: got {_format_values([value])} with {other}, allowed is one of them:"
                     f" {reason}",
                     param=name,
                 )
@@ -150,7 +150,7 @@ def check_interactions(body: BaseModel, ignored: IgnoredFields) -> None:
             raise InvalidRequest(f"{name}: differs from {twin}, which means the same", param=name)
 
 
-def described(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
+def describe_fields(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
     """Returns the declarations of a body as plain data, by field, in terms of JSON schema.
 
     `type` is a JSON type or a list of them; `help` is the field's meaning.
@@ -199,7 +199,7 @@ def _interactions(kind: type[BaseModel]) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _spelled(values: Sequence[Any]) -> str:
+def _format_values(values: Sequence[Any]) -> str:
     """Formats values as JSON."""
 
     def plain(part: Any) -> Any:

@@ -122,7 +122,7 @@ class Generation:
                 async for output in self._streams[0]:
                     yield 0, self._checked(output)
                 return
-            async for index, output in _merged(self._streams):
+            async for index, output in _merge(self._streams):
                 yield index, self._checked(output)
         finally:
             self._give_up()
@@ -166,7 +166,7 @@ def split_member(request_id: str) -> tuple[str, int]:
     return (name, int(index)) if index.isdecimal() else (request_id, 0)
 
 
-async def prompt_of(
+async def make_prompt(
     llm: AsyncLLM,
     prompt: Prompt,
     *,
@@ -185,7 +185,7 @@ async def prompt_of(
     )
 
 
-async def chat_prompt_of(
+async def make_chat_prompt(
     llm: AsyncLLM,
     messages: list[dict[str, Any]],
     *,
@@ -236,7 +236,7 @@ def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Pro
     return list(value)  # type: ignore[arg-type]
 
 
-async def _merged(
+async def _merge(
     streams: Sequence[RequestStream],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yields the outputs of several streams as they arrive.

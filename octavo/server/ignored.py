@@ -47,7 +47,7 @@ def join_path(path: str, name: str) -> str:
     return f"{path}[{json.dumps(name)}]"
 
 
-def label_of(name: str) -> str:
+def quote_label(name: str) -> str:
     """Returns a client's name for a list entry, quoted if necessary, for a path."""
     is_plain = PLAIN_NAME.fullmatch(name) is not None and len(name) <= MAX_NAME
     return name if is_plain else json.dumps(name[:MAX_NAME])
@@ -96,7 +96,7 @@ class IgnoredFields:
         """Distinct paths, in order."""
         return list(self._paths)
 
-    def drops_entries_of(self, name: str) -> bool:
+    def drops_entries(self, name: str) -> bool:
         """Returns whether entries of unknown types in the list `name` were ignored."""
         return any(path.startswith(f"{name}[type=") for path in self._paths)
 

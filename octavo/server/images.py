@@ -28,7 +28,7 @@ def base64_source(data: str, media_type: str = "image/png") -> str:
     return f"data:{media_type};base64,{data}"
 
 
-def content_of(parts: Sequence[dict[str, Any]]) -> Content:
+def join_parts(parts: Sequence[dict[str, Any]]) -> Content:
     """Returns the parts unchanged if there is an image among them, else their joined texts."""
     if any(part["type"] == "image" for part in parts):
         return list(parts)

@@ -214,7 +214,7 @@ class ModelLoader:
         if name in capacities:
             num_engines = EngineConfig.from_options(**task.options).fleet.data_parallel_size
             task.options["kv_cache_memory_bytes"] = kv_bytes[name]
-            shares = _names_of(task.slot.name, num_engines)
+            shares = _get_engine_names(task.slot.name, num_engines)
             task.slot.memory_bytes = sum(
                 capacities[one].fixed_bytes + kv_bytes[one] for one in shares
             )
@@ -274,7 +274,7 @@ def _fetch(task: LoadTask) -> None:
     task.options["model"] = str(resolve(task.slot.spec.model, progress=True))
 
 
-def _names_of(model: str, num_engines: int) -> list[str]:
+def _get_engine_names(model: str, num_engines: int) -> list[str]:
     """Returns the keys of a model's engines in the division of memory."""
     return [model, *(f"{model} (engine {index})" for index in range(1, num_engines))]
 
@@ -286,7 +286,7 @@ def _plan(task: LoadTask, memory_bytes: int, capacities: dict[str, Capacity]) ->
     config = EngineConfig.from_options(**task.options)
     if (config.backend.backend or default_backend()) != "torch":
         capacity = plan_model(config, memory_bytes=memory_bytes).capacity
-        for name in _names_of(task.slot.name, config.fleet.data_parallel_size):
+        for name in _get_engine_names(task.slot.name, config.fleet.data_parallel_size):
             capacities[name] = capacity
     elif config.cache.kv_cache_memory_bytes is None:
         raise ConfigError(

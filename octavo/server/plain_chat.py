@@ -29,7 +29,7 @@ class TextBlock(BodyPart):
     text: str | None = None
 
 
-def joined_text(content: str | Sequence[TextBlock], where: str) -> str:
+def join_text(content: str | Sequence[TextBlock], where: str) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(block_text(block, f"{where}[{index}]") for index, block in enumerate(content))
@@ -54,7 +54,7 @@ def refuse_values(body: Body, names: Iterable[str]) -> None:
             raise InvalidRequest(f"{name}: this server does not support it", param=name)
 
 
-def rendering_of(
+def make_rendering(
     messages: Sequence[dict[str, Any]], model: ServedModel, *, continues: bool, thinks: bool | None
 ) -> Rendering:
     """Returns rendering options.
@@ -74,7 +74,7 @@ def may_think(model: ServedModel) -> bool:
     return tokenizer is not None and "enable_thinking" in tokenizer.template_variables
 
 
-def params_of(
+def make_params(
     asked: BaseModel, names: Mapping[str, str], defaults: SamplingParams, **others: Any
 ) -> SamplingParams:
     """Builds SamplingParams from a body over the model's recommended values.

@@ -12,7 +12,7 @@ from octavo.api.outputs import RequestOutput
 from octavo.frontend.input_processor import DEFAULT_CONTEXT, RequestContext
 from octavo.frontend.pooling import OutputT, PoolingJob
 from octavo.server.generation import Generation, member_name
-from octavo.server.http.connection import unless_gone
+from octavo.server.http.connection import cancel_on_disconnect
 from octavo.server.http.errors import use_api_names
 from octavo.server.state.served_model import ServedModel
 
@@ -42,7 +42,7 @@ class PooledAnswer(Generic[OutputT]):
         return sum(len(row.prompt_token_ids) for row in self.rows)
 
 
-async def pooled(
+async def run_pooling(
     request: Request, model: ServedModel, call: PoolingCall[OutputT]
 ) -> PooledAnswer[OutputT]:
     """Runs a job; a disconnect aborts it."""
@@ -54,5 +54,5 @@ async def pooled(
             for index, prompt in enumerate(job.prompts)
         ]
     generation = Generation.of_requests(model, prepared, job.params, call.name)
-    rows = await unless_gone(request.receive, generation.results())
+    rows = await cancel_on_disconnect(request.receive, generation.results())
     return PooledAnswer(job.read(rows), rows)

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.http.errors import add_error_handlers
 from octavo.server.http.head_requests import HeadAsGet
-from octavo.server.http.listener import take_port
+from octavo.server.http.listener import listen_on_port
 from octavo.server.routes import page, recording
 from octavo.server.state.shown_recording import ShownRecording
 from octavo.utils.version import __version__
@@ -49,7 +49,7 @@ def create_recording_app(shown: ShownRecording) -> FastAPI:
 
 def serve_recording(shown: ShownRecording, host: str, port: int) -> None:
     """Serves a recording until Ctrl-C."""
-    listener = take_port(host, port)
+    listener = listen_on_port(host, port)
     name, number = listener.getsockname()[:2]
     address = f"[{name}]:{number}" if ":" in name else f"{name}:{number}"
     print(f"showing {shown.name} on http://{address}", flush=True)

@@ -138,7 +138,7 @@ class Residency:
             self._refuse(slot, reason)
         slot.reset()
         kind = type(error) if isinstance(error, DownloadFailed) else ServerError
-        raise kind(f"the model `{slot.name}` failed to load: {reason}", hint=_hint_of(error))
+        raise kind(f"the model `{slot.name}` failed to load: {reason}", hint=_get_hint(error))
 
     # -- unloading ---------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Residency:
             slot.reset()
 
 
-def _hint_of(error: Exception) -> str | None:
+def _get_hint(error: Exception) -> str | None:
     return error.hint if isinstance(error, OctavoError) else None
 
 

@@ -22,7 +22,7 @@ from octavo.frontend.arguments import Prompt
 from octavo.frontend.input_processor import DEFAULT_CONTEXT, RequestContext
 from octavo.server.conversation import Conversation
 from octavo.server.generation import Generation
-from octavo.server.http.connection import unless_gone
+from octavo.server.http.connection import cancel_on_disconnect
 from octavo.server.http.sse import NO_HEADERS, EventStream
 from octavo.server.output_parser import PLAIN, OutputParser
 from octavo.server.state.served_model import ServedModel
@@ -283,6 +283,6 @@ async def send_response(
     """
     if stream_type is not None:
         return stream_type(response.events(formatter), headers or NO_HEADERS)
-    choices = await unless_gone(request.receive, response.choices())
+    choices = await cancel_on_disconnect(request.receive, response.choices())
     body = msgspec.json.encode(formatter.format_whole(response, choices))
     return Response(body, headers=headers, media_type="application/json")

@@ -78,7 +78,7 @@ def _merge_leading_system(messages: Sequence[Message]) -> list[Message]:
         return list(messages)
     first = messages[0]
     for message in messages[1:num_leading]:
-        first = _merged(first, message)
+        first = _merge(first, message)
     return [first, *messages[num_leading:]]
 
 
@@ -93,7 +93,7 @@ def _as_user(message: Message) -> Message:
 def _fold_system(system: Message, rest: Sequence[Message]) -> list[Message]:
     """Prepends a system message to the first user message, or converts it to one."""
     if rest and rest[0]["role"] == "user":
-        return [{**rest[0], "content": _joined(system["content"], rest[0]["content"])}, *rest[1:]]
+        return [{**rest[0], "content": _join(system["content"], rest[0]["content"])}, *rest[1:]]
     return [_as_user(system), *rest]
 
 
@@ -114,7 +114,7 @@ def _merge_repeats(messages: Sequence[Message]) -> list[Message]:
     merged: list[Message] = []
     for message in messages:
         if merged and message["role"] == merged[-1]["role"] in ("user", "assistant"):
-            merged[-1] = _merged(merged[-1], message)
+            merged[-1] = _merge(merged[-1], message)
         else:
             merged.append(message)
     return merged
@@ -160,9 +160,9 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": text}}
 
 
-def _merged(first: Message, second: Message) -> Message:
+def _merge(first: Message, second: Message) -> Message:
     """Merges two messages of one role: their texts and tool calls."""
-    both = {**second, **first, "content": _joined(first["content"], second["content"])}
+    both = {**second, **first, "content": _join(first["content"], second["content"])}
     calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
     thoughts = [
         message["reasoning_content"]
@@ -176,7 +176,7 @@ def _merged(first: Message, second: Message) -> Message:
     return both
 
 
-def _joined(first: Content, second: Content) -> Content:
+def _join(first: Content, second: Content) -> Content:
     """Joins two contents: texts with a gap, or lists of parts."""
     if isinstance(first, str) and isinstance(second, str):
         return GAP.join(text for text in (first, second) if text)

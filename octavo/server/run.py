@@ -24,7 +24,7 @@ from fastapi import FastAPI
 from octavo.api.errors import ConfigError, OctavoError
 from octavo.server.app import create_app
 from octavo.server.http.limited_protocol import LimitedHttpProtocol
-from octavo.server.http.listener import leave_path, listen
+from octavo.server.http.listener import listen, remove_socket
 from octavo.server.http.log_format import NOTICES, configure_logging
 from octavo.server.loader import ModelLoader
 from octavo.server.residency import Residency
@@ -60,11 +60,11 @@ def serve(
             " anyone may use this server"
         )
     pulled = PulledModels(settings.state_folder)
-    own = pinned(specs, settings, pulled)
+    own = mark_pinned(specs, settings, pulled)
     slots = [EngineSlot(spec, is_unloaded=settings.lazy_load) for spec in own]
     models = ModelDirectory(slots, settings.model_aliases())
-    start = Start(models, settings, _port_of(listener))
-    adapters = adapters_of(settings, models)
+    start = Start(models, settings, _get_port(listener))
+    adapters = parse_adapters(settings, models)
     models.check_aliases(module.name for module in adapters)
     loader = ModelLoader(
         models,
@@ -96,7 +96,7 @@ def serve(
         loader=loader,
         pulled=pulled,
         lifespan=lifespan,
-        store=store_for(settings),
+        store=open_configured_store(settings),
     )
     config = uvicorn.Config(
         app,
@@ -116,12 +116,12 @@ def serve(
         server.run(sockets=[listener])
     finally:
         if settings.uds is not None:
-            leave_path(settings.uds)
+            remove_socket(settings.uds)
     if start.failure is not None:
         raise start.failure
 
 
-def pinned(
+def mark_pinned(
     specs: Sequence[ModelSpec], settings: ServerSettings, pulled: PulledModels
 ) -> list[ModelSpec]:
     """Marks the specs that the settings pin; raises ConfigError for an unknown name."""
@@ -134,7 +134,7 @@ def pinned(
     return [replace(spec, is_pinned=spec.is_pinned or spec.name in settings.pin) for spec in specs]
 
 
-def adapters_of(settings: ServerSettings, models: ModelDirectory) -> list[LoraModule]:
+def parse_adapters(settings: ServerSettings, models: ModelDirectory) -> list[LoraModule]:
     """Parses the command line's adapters. Raises ConfigError if one has a model's name, its model
     is not served, or models load lazily.
     """
@@ -154,7 +154,7 @@ def adapters_of(settings: ServerSettings, models: ModelDirectory) -> list[LoraMo
     return modules
 
 
-def store_for(settings: ServerSettings) -> Store | None:
+def open_configured_store(settings: ServerSettings) -> Store | None:
     """Opens the configured store; None if storage is disabled."""
     folder = settings.state_folder
     if folder is None:
@@ -291,7 +291,7 @@ def _curl_options(settings: ServerSettings) -> str:
     return socket_path + ("" if settings.ssl_certfile is None else "--insecure ")
 
 
-def _port_of(listener: socket.socket) -> int:
+def _get_port(listener: socket.socket) -> int:
     """Returns the TCP port; 0 for a unix socket."""
     return 0 if listener.family == socket.AF_UNIX else int(listener.getsockname()[1])
 

@@ -13,7 +13,7 @@ from fastapi import Request
 from starlette.exceptions import HTTPException
 
 from octavo.server.batch_runner import BatchRunner
-from octavo.server.inner_requests import InnerRequests
+from octavo.server.internal_requests import InternalRequests
 from octavo.server.openai import chat, completions, embeddings
 from octavo.server.openai.responses import routes as response_routes
 from octavo.server.openai.responses.runs import ResponseRuns
@@ -29,7 +29,7 @@ BATCH_ROUTES = (chat.router, completions.router, response_routes.router, embeddi
 class StoredWork:
     def __init__(self, service: Service, store: Store) -> None:
         self.responses = ResponseRuns(service, store)
-        inner = InnerRequests(service, BATCH_ROUTES, stored_work=self)
+        inner = InternalRequests(service, BATCH_ROUTES, stored_work=self)
         self.batches = BatchRunner(service, store, inner)
 
     async def resume(self) -> None:
@@ -42,7 +42,7 @@ class StoredWork:
         await asyncio.gather(self.responses.stop(), self.batches.stop())
 
 
-async def stored_work_of(request: Request) -> StoredWork:
+async def get_stored_work(request: Request) -> StoredWork:
     """Returns the server's background work; raises a 404 without a store."""
     work: StoredWork | None = request.app.state.stored_work
     if work is None:

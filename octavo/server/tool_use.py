@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from octavo.api.errors import InvalidRequest, did_you_mean, shown
 from octavo.server.http.request_limits import RequestLimits
-from octavo.server.ignored import IgnoredFields, label_of
+from octavo.server.ignored import IgnoredFields, quote_label
 from octavo.text.grammar.enforceable import enforceable
 from octavo.text.grammar.schema import SchemaError
 from octavo.text.parsers.formats import ChannelFormat, ToolFormat
@@ -95,7 +95,7 @@ class ToolUse:
                 hint="without strict, keywords that no grammar enforces are ignored",
                 param=where,
             ) from None
-        shown = f"{self.names.tools}[{label_of(function.name)}]"
+        shown = f"{self.names.tools}[{quote_label(function.name)}]"
         shown += f".{self.names.parameters.rpartition('.')[2]}"
         self.ignored.add_keywords(found.dropped, where, shown)
         return found.schema
@@ -112,7 +112,7 @@ class ToolUse:
         ]
 
 
-def tool_use_of(
+def make_tool_use(
     functions: Sequence[OfferedFunction],
     choice: Choice | None,
     limits: RequestLimits,
@@ -129,7 +129,7 @@ def tool_use_of(
     needs them is ignored too.
     """
     known = [function.name for function in functions]
-    if ignored.drops_entries_of(names.tools) and not _is_satisfied(choice, named, known):
+    if ignored.drops_entries(names.tools) and not _is_satisfied(choice, named, known):
         ignored.add(names.choice, "it needs a tool that is ignored")
         choice, named = "auto", None
     functions = _without_copies(functions, names, ignored)
@@ -162,9 +162,9 @@ def _without_copies(
     for index, function in enumerate(functions):
         first = by_name.setdefault(function.name, function)
         if first is not function and first == function:
-            shown_as = f"{names.tools}[{label_of(function.name)}]"
+            shown_as = f"{names.tools}[{quote_label(function.name)}]"
             path = f"{names.tools}[{index}].{names.name}"
-            ignored.add(path, _twice(function.name), shown_as=shown_as)
+            ignored.add(path, _describe_duplicate(function.name), shown_as=shown_as)
         else:
             kept.append(function)
     return kept
@@ -209,10 +209,10 @@ def _check_name(name: str, seen: set[str], where: str) -> None:
             param=where,
         )
     if name in seen:
-        raise InvalidRequest(f"{where}: {_twice(name)}", param=where)
+        raise InvalidRequest(f"{where}: {_describe_duplicate(name)}", param=where)
 
 
-def _twice(name: str) -> str:
+def _describe_duplicate(name: str) -> str:
     return f"got {shown(name)} twice, each tool needs a name of its own"
 
 
@@ -238,10 +238,10 @@ def rename_functions(
     messages: Sequence[dict[str, Any]], aliases: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Replaces function names by their aliases, in calls and results."""
-    return [_renamed(message, aliases) for message in messages]
+    return [_rename(message, aliases) for message in messages]
 
 
-def _renamed(message: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+def _rename(message: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
     made = dict(message)
     if made["role"] == "tool" and made.get("name") in aliases:
         made["name"] = aliases[made["name"]]

@@ -27,7 +27,7 @@ from octavo.engine.recording.replay import Replay
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.models.registry import build_programs
 from octavo.program.program import Weight
-from octavo.server.openai.fingerprint import fingerprint_of
+from octavo.server.openai.fingerprint import make_fingerprint
 from octavo.sparsity import important_blocks
 from octavo.sparsity.config_hooks import SparsityConfigHooks
 from octavo.sparsity.important_blocks import PromptPart, important, query_about
@@ -344,7 +344,7 @@ def test_it_is_named(tmp_path):
     assert SparsityConfigHooks().describe(whole) == []
     (line,) = SparsityConfigHooks().describe(half)
     assert "go without up to 50% of the blocks" in line
-    assert fingerprint_of(whole) != fingerprint_of(half)
+    assert make_fingerprint(whole) != make_fingerprint(half)
     stored(tmp_path, 0.5)
     with engine(tmp_path, None) as llm:
         # An engine that computes otherwise finds none of these files.

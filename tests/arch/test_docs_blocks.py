@@ -19,7 +19,7 @@ from octavo.distributed.cluster.plan import read_plan
 from octavo.distributed.router.settings import RouterSettings
 from octavo.server.app import ROUTES
 from octavo.server.http.key_file import read_key_file
-from octavo.server.http.openapi import bodies_of
+from octavo.server.http.openapi import get_bodies
 from octavo.server.settings import ServerSettings
 from tests.arch.test_docs import PAGES, ROOT
 from tests.support.doc_blocks import Block, blocks, commands
@@ -76,7 +76,7 @@ def test_python_compiles(block):
 
 @cache
 def bodies():
-    return {route: body for part in ROUTES for route, body in bodies_of(part.router).items()}
+    return {route: body for part in ROUTES for route, body in get_bodies(part.router).items()}
 
 
 @pytest.mark.parametrize("words", CURL)

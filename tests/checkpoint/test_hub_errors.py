@@ -11,7 +11,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNot
 from octavo.api.errors import DiskFull, DownloadFailed, GatedModel, NotOnHub
 from octavo.checkpoint.hub_errors import describe_hub_error, get_error_kind
 from octavo.config.model_reference import parse_hub_reference
-from octavo.server.http.errors import fault_of
+from octavo.server.http.errors import make_fault
 
 
 def answer(status):
@@ -37,4 +37,4 @@ def test_each_kind_has_its_status_and_a_sentence(error, kind, status, words):
     assert reference is not None
     said = describe_hub_error(reference, error)
     assert words in said and "\n" not in said
-    assert fault_of(kind(said)).status == status
+    assert make_fault(kind(said)).status == status

@@ -16,7 +16,7 @@ from octavo.server.anthropic.bodies import CountTokensBody, MessagesBody
 from octavo.server.cohere.bodies import CohereChatBody
 from octavo.server.http.body import Body
 from octavo.server.http.body_part import BodyPart
-from octavo.server.ignored import join_path, label_of
+from octavo.server.ignored import join_path, quote_label
 from octavo.server.notes import build_note
 from octavo.server.ollama.bodies import OllamaChatBody
 from octavo.server.openai.bodies import ChatBody, CompletionBody
@@ -154,7 +154,7 @@ def test_random_extra_fields_are_named_exactly(agents, seed):
 
 def test_bodies_of_embeddings_are_read_the_same_way():
     body = EmbeddingBody.model_validate({"input": "a", "task": "x", "extra": {"deep": 1}})
-    body.take_unknown_fields(body.ignored)
+    body.note_unknown_fields(body.ignored)
     assert body.ignored.paths == ["task", "extra"]
 
 
@@ -373,7 +373,7 @@ def test_a_tool_may_have_any_name(agents, name, stream):
     body = {"model": "free", "tools": tools, "messages": messages, "tool_choice": choice}
     answer = agents.post(CHAT, json=body | {"max_tokens": 200, "stream": stream})
     assert answer.status_code == 200, answer.text
-    label = f"tools[{label_of(name)}].parameters.properties.a.not"
+    label = f"tools[{quote_label(name)}].parameters.properties.a.not"
     assert label in answer.headers["x-octavo-ignored"]
     if stream:
         chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line[6:7] == "{"]

@@ -66,9 +66,9 @@ def test_paths_leave_indices_out_and_quote_odd_names():
     for path in ("a[0].b", "a[17].b", join_path("a[1]", "b c"), join_path("", 'x[3]"é')):
         ignored.add(path)
     assert ignored.header == 'a[].b, a[]["b c"], ["x[3]\\"\\u00e9"]'
-    assert not ignored.drops_entries_of("a")
+    assert not ignored.drops_entries("a")
     ignored.add("a[2].type", shown_as="a[type=x]")
-    assert ignored.drops_entries_of("a")
+    assert ignored.drops_entries("a")
 
 
 def test_a_strict_server_raises_the_reason():
@@ -100,7 +100,7 @@ def test_nested_parts_are_walked_and_unknown_types_removed():
             "stream": True,
         }
     )
-    body.take_unknown_fields(IgnoredFields())
+    body.note_unknown_fields(IgnoredFields())
     assert set(body.ignored.paths) == {
         "messages[].content[type=sparkle]",
         "tools[type=web_search]",

@@ -8,7 +8,7 @@ import pytest
 import trustme
 
 from octavo.api.errors import ConfigError
-from octavo.server.http.listener import leave_path, take_path
+from octavo.server.http.listener import listen_on_path, remove_socket
 from octavo.server.settings import ServerSettings
 from tests.support.live_server import LiveServer
 from tests.support.tiny_tokenizer import tiny_model_with_text
@@ -93,7 +93,7 @@ def test_a_unix_socket_serves_and_is_removed(folder):
         assert http.get("/health").status_code == 200
         assert http.post("/v1/completions", json=ASK).status_code == 200
     with pytest.raises(ConfigError, match="another server listens"):
-        take_path(path)
+        listen_on_path(path)
     assert server.stop() == 0
     assert not (folder / "octavo.sock").exists()
 
@@ -102,13 +102,13 @@ def test_a_file_in_the_sockets_place_stays(tmp_path):
     path = tmp_path / "file"
     path.write_text("precious")
     with pytest.raises(ConfigError, match="exists and is no socket"):
-        take_path(str(path))
+        listen_on_path(str(path))
     assert path.read_text() == "precious"
     with pytest.raises(ConfigError, match="cannot listen on"):
-        take_path(str(tmp_path / "no" / "folder"))
-    listener = take_path(str(tmp_path / "good"))
+        listen_on_path(str(tmp_path / "no" / "folder"))
+    listener = listen_on_path(str(tmp_path / "good"))
     listener.close()
-    leave_path(str(tmp_path / "good"))
+    remove_socket(str(tmp_path / "good"))
     assert not (tmp_path / "good").exists()
 
 

@@ -20,8 +20,8 @@ from octavo.server.state.store import (
     Record,
     Store,
     StoreLimits,
+    get_file_path,
     open_store,
-    path_of,
 )
 from tests.support.live_server import LiveServer, until
 from tests.support.tiny_tokenizer import tiny_model_with_text
@@ -64,12 +64,12 @@ def test_expired_records_and_their_files_leave_the_disk(tmp_path):
     """The next server on the folder deletes what has expired; unfinished work has no age."""
     with opened(tmp_path) as store:
         old = record("old", expires_at=int(time.time()) - 1, num_bytes=3)
-        path_of(tmp_path, "old").write_bytes(b"abc")
+        get_file_path(tmp_path, "old").write_bytes(b"abc")
         asyncio.run(store.apply(add=[old, record("unfinished")]))
     with opened(tmp_path) as store:
         unfinished = asyncio.run(store.unfinished("response"))
         assert [one.id for one in unfinished] == ["unfinished"]
-        assert not path_of(tmp_path, "old").exists()
+        assert not get_file_path(tmp_path, "old").exists()
     rows = sqlite3.connect(tmp_path / "records.sqlite3").execute("SELECT id FROM records")
     assert rows.fetchall() == [("unfinished",)]
 
@@ -222,7 +222,7 @@ def test_a_file_whose_bytes_are_gone_is_a_404_and_its_batch_fails(keeper, kept):
     content = json.dumps(line).encode()
     file = kept.files.create(file=("in.jsonl", content), purpose="batch")
     (option,) = [one for one in keeper.process.args if one.startswith("--state-dir=")]
-    path_of(Path(option.removeprefix("--state-dir=")), file.id).unlink()
+    get_file_path(Path(option.removeprefix("--state-dir=")), file.id).unlink()
     with keeper.http() as http:
         assert http.get(f"/v1/files/{file.id}/content").status_code == 404
     batch = kept.batches.create(

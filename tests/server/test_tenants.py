@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from octavo.server.http.auth import ApiKeys, tenant_of
+from octavo.server.http.auth import ApiKeys, get_tenant
 from octavo.server.settings import ServerSettings
 from octavo.server.state.key_ring import KeyRing
 
@@ -81,4 +81,4 @@ def test_a_tenant_is_a_key_where_there_are_several_else_a_user(keys, sent, user,
     class Request:
         scope = seen[0]
 
-    assert tenant_of(Request, user) == tenant
+    assert get_tenant(Request, user) == tenant

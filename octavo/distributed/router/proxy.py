@@ -34,13 +34,13 @@ from octavo.distributed.router.upstream import (
 )
 from octavo.engine.routing.job import RoutingJob
 from octavo.server.http.body import read_in_time
-from octavo.server.http.connection import unless_gone
-from octavo.server.http.error_forms import form_of
-from octavo.server.http.errors import error_response, fault_of
+from octavo.server.http.connection import cancel_on_disconnect
+from octavo.server.http.error_formats import get_error_format
+from octavo.server.http.errors import error_response, make_fault
 from octavo.server.http.request_log import ID_HEADER
 from octavo.server.http.sse import DONE
 from octavo.server.http.time_limit import DEADLINE, Deadline
-from octavo.server.state.request_record import record_of
+from octavo.server.state.request_record import get_record
 
 SERVER_HEADER = b"x-octavo-server"
 """Header of an answer whose value is the number of the server that gave it."""
@@ -95,10 +95,10 @@ class RouterProxy:
                 await Response(body, media_type="application/json")(scope, receive, send)
                 return
             with suppress(ClientDisconnect):
-                await unless_gone(receive, self._pass_on(passed, scope, receive, send))
+                await cancel_on_disconnect(receive, self._pass_on(passed, scope, receive, send))
         except (HTTPException, Unavailable) as error:
-            self._counts.add("refusals", str(fault_of(error).status))
-            await error_response(error, form_of(scope))(scope, receive, send)
+            self._counts.add("refusals", str(make_fault(error).status))
+            await error_response(error, get_error_format(scope))(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> PassedOn:
         """Reads a request whole; raises what the router refuses itself."""
@@ -144,7 +144,7 @@ class RouterProxy:
             before = [v for k, v in scope["headers"] if k == b"x-forwarded-for"]
             address = b", ".join([*before, scope["client"][0].encode()])
             kept.append((b"x-forwarded-for", address))
-        kept.append((ID_HEADER.lower().encode(), record_of(scope).request_id.encode()))
+        kept.append((ID_HEADER.lower().encode(), get_record(scope).request_id.encode()))
         return kept
 
     async def _pass_on(self, passed: PassedOn, scope: Scope, receive: Receive, send: Send) -> None:
@@ -270,6 +270,6 @@ def _decoded(headers: HeaderList) -> list[tuple[str, str]]:
 
 def _last_event(scope: Scope, error: Exception) -> bytes:
     """Returns the end of a stream that an error breaks off, behind whatever has been sent."""
-    body = form_of(scope)(fault_of(error))
+    body = get_error_format(scope)(make_fault(error))
     name, end = (b"event: error\n", b"") if body.get("type") == "error" else (b"", DONE)
     return b"\n\n" + name + b"data: " + msgspec.json.encode(body) + b"\n\n" + end

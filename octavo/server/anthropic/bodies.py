@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from octavo.server.fields import field, needed, sampling, stop_texts, taken
+from octavo.server.fields import accepted, field, required, sampling, stop_texts
 from octavo.server.http.body import Body
 from octavo.server.http.body_part import BodyPart
 from octavo.server.notes import build_note
@@ -44,7 +44,7 @@ class CacheControl(BodyPart):
     """A cache breakpoint: accepted and ignored, since every prefix is cached."""
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = taken('"5m" or "1h"')
+    ttl: Literal["5m", "1h"] | None = accepted('"5m" or "1h"')
 
 
 class PlainBlock(TextBlock):
@@ -54,15 +54,15 @@ class PlainBlock(TextBlock):
     noted: ClassVar[frozenset[str]] = SERVER_BLOCKS
 
     @classmethod
-    def note_of(cls, value: dict[str, Any]) -> BodyPart:
+    def make_note(cls, value: dict[str, Any]) -> BodyPart:
         return cls(type="text", text=build_note(value))
 
     source: str | dict[str, Any] | None = None
     title: str | None = None
     context: str | None = None
     content: str | list[TextBlock] | None = None
-    cache_control: CacheControl | None = taken('an object with the type "ephemeral"')
-    citations: list[Any] | dict[str, Any] | None = taken("anything; nothing is cited")
+    cache_control: CacheControl | None = accepted('an object with the type "ephemeral"')
+    citations: list[Any] | dict[str, Any] | None = accepted("anything; nothing is cited")
 
 
 class ContentBlock(PlainBlock):
@@ -115,10 +115,10 @@ class OfferedTool(BodyPart):
     input_schema: dict[str, Any]
     strict: bool | None = None
 
-    cache_control: CacheControl | None = taken('an object with the type "ephemeral"')
+    cache_control: CacheControl | None = accepted('an object with the type "ephemeral"')
     eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] | None = taken("false; every tool is listed")
-    allowed_callers: list[Literal["direct"]] | None = taken('["direct"]')
+    defer_loading: Literal[False] | None = accepted("false; every tool is listed")
+    allowed_callers: list[Literal["direct"]] | None = accepted('["direct"]')
 
 
 class ToolChoice(BodyPart):
@@ -150,8 +150,8 @@ class CountTokensBody(Body):
         }
     )
 
-    model: str = needed("the name of a model", "model that answers")
-    messages: list[TurnMessage] = needed(
+    model: str = required("the name of a model", "model that answers")
+    messages: list[TurnMessage] = required(
         "a list of messages, each with a role and a content",
         "the conversation; a last message of the assistant's is continued",
         by_path=True,
@@ -184,7 +184,7 @@ class CountTokensBody(Body):
         "whether a tool is called",
         by_path=True,
     )
-    cache_control: CacheControl | None = taken('an object with the type "ephemeral"')
+    cache_control: CacheControl | None = accepted('an object with the type "ephemeral"')
 
 
 class MessagesBody(CountTokensBody, FilterBody):
@@ -206,5 +206,5 @@ class MessagesBody(CountTokensBody, FilterBody):
         "user that asks; a fair policy shares among them",
         by_path=True,
     )
-    service_tier: Literal["auto", "standard_only"] | None = taken('"auto" or "standard_only"')
-    speed: Literal["standard"] | None = taken('"standard"')
+    service_tier: Literal["auto", "standard_only"] | None = accepted('"auto" or "standard_only"')
+    speed: Literal["standard"] | None = accepted('"standard"')

@@ -10,7 +10,7 @@ from octavo.api.errors import InvalidRequest
 from octavo.server.state.slot import EngineSlot
 
 
-def card_of(slot: EngineSlot) -> dict[str, Any]:
+def make_card(slot: EngineSlot) -> dict[str, Any]:
     context = slot.max_model_len
     return {
         "type": "model",
@@ -23,7 +23,7 @@ def card_of(slot: EngineSlot) -> dict[str, Any]:
     }
 
 
-def page_of(
+def make_page(
     slots: Sequence[EngineSlot], *, limit: int, after_id: str | None, before_id: str | None
 ) -> dict[str, Any]:
     """Returns a page of at most `limit` models after or before the given one."""
@@ -36,7 +36,7 @@ def page_of(
     found = list(slots[first:end])
     shown = found[-limit:] if before_id is not None and after_id is None else found[:limit]
     return {
-        "data": [card_of(slot) for slot in shown],
+        "data": [make_card(slot) for slot in shown],
         "has_more": len(shown) < len(found),
         "first_id": shown[0].name if shown else None,
         "last_id": shown[-1].name if shown else None,

@@ -14,10 +14,10 @@ from octavo.server.anthropic.bodies import (
     TurnMessage,
 )
 from octavo.server.conversation import Conversation
-from octavo.server.ignored import IgnoredFields, label_of
-from octavo.server.images import block_source, content_of, image_part, text_part
+from octavo.server.ignored import IgnoredFields, quote_label
+from octavo.server.images import block_source, image_part, join_parts, text_part
 from octavo.server.notes import describe_unread
-from octavo.server.plain_chat import block_text, joined_text, rendering_of
+from octavo.server.plain_chat import block_text, join_text, make_rendering
 from octavo.server.state.served_model import ServedModel
 from octavo.server.tool_use import (
     Choice,
@@ -25,8 +25,8 @@ from octavo.server.tool_use import (
     ToolNames,
     ToolUse,
     check_role,
+    make_tool_use,
     parse_arguments,
-    tool_use_of,
 )
 
 EFFORT = "reasoning_effort"
@@ -40,15 +40,15 @@ CHOICES: dict[str, Choice] = {
 }
 
 
-def conversation_of(body: CountTokensBody, model: ServedModel) -> Conversation:
+def parse_conversation(body: CountTokensBody, model: ServedModel) -> Conversation:
     """Returns the body's conversation; raises InvalidRequest for unsupported content."""
     if not body.messages:
         raise InvalidRequest(
             "messages: got an empty list, needed is at least one message", param="messages"
         )
     messages = _messages(body)
-    thinks = _thinks(body, model)
-    rendering = rendering_of(messages, model, continues=True, thinks=thinks)
+    thinks = _get_thinking(body, model)
+    rendering = make_rendering(messages, model, continues=True, thinks=thinks)
     variables = {**rendering.variables, **_effort(body, model)}
     return Conversation(
         messages,
@@ -84,14 +84,14 @@ def _tools(body: CountTokensBody, model: ServedModel) -> ToolUse | None:
     ]
     choice = body.tool_choice
     if choice is None:
-        return tool_use_of(functions, None, model.limits, names=TOOL_NAMES, ignored=body.ignored)
+        return make_tool_use(functions, None, model.limits, names=TOOL_NAMES, ignored=body.ignored)
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidRequest(
             f"tool_choice: got the type {choice.type!r} with the name {choice.name!r}, a name"
             " belongs to the type 'tool'",
             param="tool_choice.name",
         )
-    return tool_use_of(
+    return make_tool_use(
         functions,
         CHOICES[choice.type],
         model.limits,
@@ -110,7 +110,7 @@ def _messages(body: CountTokensBody) -> list[dict[str, Any]]:
     users = [index for index, message in enumerate(body.messages) if message.role == "user"]
     for index, message in enumerate(body.messages):
         where = f"messages[{index}].content"
-        for made in _plain(message, where, body.ignored, is_asked=index in users[-1:]):
+        for made in _convert_message(message, where, body.ignored, is_asked=index in users[-1:]):
             last = plain[-1] if plain else None
             if last is not None and last["role"] == made["role"] and _is_text(last, made):
                 plain[-1] = made | {"content": f"{last['content']}\n{made['content']}"}
@@ -124,7 +124,8 @@ def _system_text(body: CountTokensBody) -> str:
     if isinstance(blocks, str):
         return blocks
     parts = [
-        _history_part(block, f"system[{index}]", body.ignored) for index, block in enumerate(blocks)
+        _convert_or_note(block, f"system[{index}]", body.ignored)
+        for index, block in enumerate(blocks)
     ]
     return "\n".join(part["text"] for part in parts)
 
@@ -136,7 +137,7 @@ def _is_text(*messages: dict[str, Any]) -> bool:
     )
 
 
-def _plain(
+def _convert_message(
     message: TurnMessage, where: str, ignored: IgnoredFields, *, is_asked: bool
 ) -> list[dict[str, Any]]:
     """Converts a message to plain ones; tool results become separate messages before it.
@@ -153,31 +154,33 @@ def _plain(
         path = f"{where}[{index}]"
         if block.type == "tool_result":
             check_role(message.role, "user", path)
-            results.append(_result(block, path, ignored))
+            results.append(_convert_result(block, path, ignored))
         elif block.type == "tool_use":
             check_role(message.role, "assistant", path)
-            about.setdefault("tool_calls", []).append(_call(block, path))
+            about.setdefault("tool_calls", []).append(_convert_call(block, path))
         elif block.type == "thinking":
             check_role(message.role, "assistant", path)
             thought = about.get("reasoning_content", "") + (block.thinking or "")
             about["reasoning_content"] = thought
         elif is_asked:
-            parts.append(_part(block, path))
+            parts.append(_convert_block(block, path))
         else:
-            parts.append(_history_part(block, path, ignored, reads_images=message.role == "user"))
+            parts.append(
+                _convert_or_note(block, path, ignored, reads_images=message.role == "user")
+            )
     if not (parts or about) and results:
         return results
-    return [*results, {"role": message.role, "content": content_of(parts), **about}]
+    return [*results, {"role": message.role, "content": join_parts(parts), **about}]
 
 
-def _call(block: ContentBlock, where: str) -> dict[str, Any]:
+def _convert_call(block: ContentBlock, where: str) -> dict[str, Any]:
     if block.id is None or block.name is None:
         raise InvalidRequest(f"{where}: a tool_use has an id, a name and an input", param=where)
     function = {"name": block.name, "arguments": parse_arguments(block.input)}
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _result(block: ContentBlock, where: str, ignored: IgnoredFields) -> dict[str, Any]:
+def _convert_result(block: ContentBlock, where: str, ignored: IgnoredFields) -> dict[str, Any]:
     if block.tool_use_id is None:
         raise InvalidRequest(
             f"{where}.tool_use_id: needed, and not given", param=f"{where}.tool_use_id"
@@ -186,36 +189,38 @@ def _result(block: ContentBlock, where: str, ignored: IgnoredFields) -> dict[str
     if isinstance(content, str):
         content = [PlainBlock(type="text", text=content)]
     parts = [
-        _history_part(inner, f"{where}.content[{at}]", ignored, reads_images=True)
+        _convert_or_note(inner, f"{where}.content[{at}]", ignored, reads_images=True)
         for at, inner in enumerate(content)
     ]
     if block.is_error:
-        parts = _marked_as_error(parts)
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(parts)}
+        parts = _mark_as_error(parts)
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": join_parts(parts)}
 
 
-def _marked_as_error(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _mark_as_error(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Marks a failed tool result in its text: chat templates have no field for it."""
     is_told = any(part.get("text", "").lower().startswith("error") for part in parts)
     return parts if is_told else [text_part("Error:"), *parts]
 
 
-def _history_part(
+def _convert_or_note(
     block: PlainBlock, where: str, ignored: IgnoredFields, *, reads_images: bool = False
 ) -> dict[str, Any]:
     """Converts a block, or replaces it by a note if it is not supported."""
     try:
         if block.type != "image" or reads_images:
-            return _part(block, where)
+            return _convert_block(block, where)
     except InvalidRequest as error:
         reason = error.message.partition(": ")[2]
     else:
         reason = "an image belongs to a user's message"
-    ignored.add(where, reason, shown_as=f"{where.rpartition('[')[0]}[type={label_of(block.type)}]")
+    ignored.add(
+        where, reason, shown_as=f"{where.rpartition('[')[0]}[type={quote_label(block.type)}]"
+    )
     return text_part(describe_unread(block.type, block.title))
 
 
-def _part(block: PlainBlock, where: str) -> dict[str, Any]:
+def _convert_block(block: PlainBlock, where: str) -> dict[str, Any]:
     """Converts a block; text documents and search results become text."""
     if block.type == "image":
         return image_part(block_source(block.source, f"{where}.source"))
@@ -224,7 +229,7 @@ def _part(block: PlainBlock, where: str) -> dict[str, Any]:
         return text_part("\n".join(filter(None, about)))
     if block.type == "search_result":
         about = [block.title or "", str(block.source or "")]
-        found = joined_text(block.content or "", f"{where}.content")
+        found = join_text(block.content or "", f"{where}.content")
         return text_part("\n".join(filter(None, [*about, found])))
     return text_part(block_text(block, where))
 
@@ -234,7 +239,7 @@ def _document(source: object, where: str) -> str:
     given = source if isinstance(source, dict) else {}
     data = given.get("data") if given.get("type") == "text" else given.get("content")
     if str(given.get("media_type")).startswith("text/") and given.get("type") == "base64":
-        data = _decoded(given.get("data"))
+        data = _decode(given.get("data"))
     if isinstance(data, list):
         data = "\n".join(
             str(part["text"]) for part in data if isinstance(part, dict) and "text" in part
@@ -249,7 +254,7 @@ def _document(source: object, where: str) -> str:
     return data
 
 
-def _decoded(data: object) -> str | None:
+def _decode(data: object) -> str | None:
     """Returns the text of a base64 document; None if it is not text."""
     try:
         return base64.b64decode(str(data), validate=True).decode()
@@ -257,7 +262,7 @@ def _decoded(data: object) -> str | None:
         return None
 
 
-def _thinks(body: CountTokensBody, model: ServedModel) -> bool | None:
+def _get_thinking(body: CountTokensBody, model: ServedModel) -> bool | None:
     """Returns whether thinking is on; None leaves it to the template."""
     thinking = body.thinking
     if thinking is None:

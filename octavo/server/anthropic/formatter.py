@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from octavo.api.errors import InvalidRequest
-from octavo.server.http.error_forms import anthropic_form
-from octavo.server.http.errors import fault_of
+from octavo.server.http.error_formats import format_anthropic_error
+from octavo.server.http.errors import make_fault
 from octavo.server.http.sse import NamedEventStream
 from octavo.server.response_builder import (
     ChoiceDelta,
@@ -27,7 +27,7 @@ class MessageStream(NamedEventStream):
     """A stream of Anthropic events; errors are events of type "error"."""
 
     def failure(self, error: Exception) -> list[Event]:
-        return [anthropic_form(fault_of(error))]
+        return [format_anthropic_error(make_fault(error))]
 
 
 class BlockWriter:
@@ -43,7 +43,7 @@ class BlockWriter:
         if kind is not self._kind or part.kind is PartKind.CALL:
             events = [*self.close(), self._open(kind, part)]
         if part.kind is not PartKind.CALL:
-            events.append(self._event("content_block_delta", delta=_gain(part)))
+            events.append(self._event("content_block_delta", delta=_format_block_delta(part)))
         return events
 
     def open_text(self) -> list[Event]:
@@ -74,7 +74,7 @@ class BlockWriter:
         return {"type": name, "index": self._index, **content}
 
 
-def _gain(part: Part) -> dict[str, Any]:
+def _format_block_delta(part: Part) -> dict[str, Any]:
     match part.kind:
         case PartKind.REASONING:
             return {"type": "thinking_delta", "thinking": part.text}
@@ -114,7 +114,7 @@ class MessageFormatter(ResponseFormatter):
         if delta.finish_reason is not None:
             ending = self._ending(delta, response.usage)
             events += [] if delta.has_calls else self._blocks.open_text()
-            events += [*self._blocks.close(), *_closing(ending, format_usage(response.usage))]
+            events += [*self._blocks.close(), *_format_end(ending, format_usage(response.usage))]
         return events
 
     def _opening(self, usage: TokenUsage, new: list[Event]) -> list[Event]:
@@ -151,7 +151,7 @@ class MessageFormatter(ResponseFormatter):
         }
 
 
-def _closing(end: dict[str, Any], usage: dict[str, Any]) -> list[Event]:
+def _format_end(end: dict[str, Any], usage: dict[str, Any]) -> list[Event]:
     return [
         {"type": "message_delta", "delta": end, "usage": usage},
         {"type": "message_stop"},

@@ -12,14 +12,14 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from octavo.api.structured_outputs import StructuredOutputs
 from octavo.server.anthropic.bodies import NAMES, CountTokensBody, MessagesBody
-from octavo.server.anthropic.conversation import conversation_of
+from octavo.server.anthropic.conversation import parse_conversation
 from octavo.server.anthropic.formatter import MessageFormatter, MessageStream
-from octavo.server.http.auth import origin_of
-from octavo.server.http.body import body_bytes, body_of
+from octavo.server.http.auth import get_request_context
+from octavo.server.http.body import body_bytes, parse_body
 from octavo.server.http.errors import use_api_names
-from octavo.server.plain_chat import params_of
+from octavo.server.plain_chat import make_params
 from octavo.server.response_builder import new_hex_id, send_response, start_chat
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 
 router = APIRouter()
 
@@ -27,18 +27,18 @@ router = APIRouter()
 @router.post("/v1/messages")
 async def create_message(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[MessagesBody, Depends(body_of(MessagesBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[MessagesBody, Depends(parse_body(MessagesBody))],
 ) -> Response:
     model = await service.model(body.model)
-    params = params_of(
-        body, NAMES, model.llm.get_default_sampling_params(), structured_outputs=_form(body)
+    params = make_params(
+        body, NAMES, model.llm.get_default_sampling_params(), structured_outputs=_parse_format(body)
     )
     omits = body.thinking is not None and body.thinking.display == "omitted"
     formatter = MessageFormatter(model.name, body.max_tokens, shows_reasoning=not omits)
-    origin = origin_of(request, None, body.metadata.user_id if body.metadata else None)
+    origin = get_request_context(request, None, body.metadata.user_id if body.metadata else None)
     with use_api_names(NAMES):
-        conversation = conversation_of(body, model)
+        conversation = parse_conversation(body, model)
         response = await start_chat(
             model, conversation, params, formatter, origin=origin, stream=bool(body.stream)
         )
@@ -48,7 +48,7 @@ async def create_message(
     return await send_response(request, response, formatter, stream_type, headers)
 
 
-def _form(body: MessagesBody) -> StructuredOutputs | None:
+def _parse_format(body: MessagesBody) -> StructuredOutputs | None:
     """Returns the structured output options; None for free text."""
     found, name = body.output_format, "output_format"
     if found is None and body.output_config is not None:
@@ -58,10 +58,10 @@ def _form(body: MessagesBody) -> StructuredOutputs | None:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[CountTokensBody, Depends(body_of(CountTokensBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[CountTokensBody, Depends(parse_body(CountTokensBody))],
 ) -> dict[str, Any]:
     """Counts the prompt tokens of a conversation."""
     model = await service.model(body.model)
-    prompt = await conversation_of(body, model).prompt(model)
+    prompt = await parse_conversation(body, model).prompt(model)
     return {"input_tokens": len(prompt["prompt_token_ids"])}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from octavo.server.fields import field, needed, sampling, stop_texts, taken
+from octavo.server.fields import accepted, field, required, sampling, stop_texts
 from octavo.server.http.body_part import BodyPart
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.openai.message_bodies import ToolBody, ToolCall
@@ -66,8 +66,8 @@ class CitationOptions(BodyPart):
 class CohereChatBody(FilterBody):
     unsupported: ClassVar[frozenset[str]] = frozenset({"raw_prompting", "return_prompt"})
 
-    model: str = needed("the name of a model", "model that answers")
-    messages: list[CohereMessage] = needed(
+    model: str = required("the name of a model", "model that answers")
+    messages: list[CohereMessage] = required(
         "a list of messages, each with a role and a content", "the conversation", by_path=True
     )
     stream: bool | None = field("true or false", "sends the answer as it grows, in typed events")
@@ -96,8 +96,8 @@ class CohereChatBody(FilterBody):
         "form of the answer",
         by_path=True,
     )
-    citation_options: CitationOptions | None = taken('{"mode": "OFF"}; nothing is cited')
-    safety_mode: Literal["OFF", "NONE"] | None = taken('"OFF"; this server adds no instructions')
+    citation_options: CitationOptions | None = accepted('{"mode": "OFF"}; nothing is cited')
+    safety_mode: Literal["OFF", "NONE"] | None = accepted('"OFF"; this server adds no instructions')
     tool_choice: Literal["NONE", "REQUIRED"] | None = field(
         '"NONE", or "REQUIRED"', "whether a tool is called; null leaves it to the model"
     )

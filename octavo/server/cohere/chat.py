@@ -18,16 +18,16 @@ from octavo.server.cohere.bodies import (
 )
 from octavo.server.cohere.formatter import CohereFormatter, stream_kind
 from octavo.server.conversation import Conversation
-from octavo.server.http.auth import origin_of
-from octavo.server.http.body import body_bytes, body_of
+from octavo.server.http.auth import get_request_context
+from octavo.server.http.body import body_bytes, parse_body
 from octavo.server.http.errors import use_api_names
 from octavo.server.openai.messages import MAY_BE_EMPTY, plain_call
-from octavo.server.openai.tools import offered
-from octavo.server.plain_chat import block_text, params_of, refuse_values, rendering_of
+from octavo.server.openai.tools import convert_function
+from octavo.server.plain_chat import block_text, make_params, make_rendering, refuse_values
 from octavo.server.response_builder import send_response, start_chat
 from octavo.server.state.served_model import ServedModel
-from octavo.server.state.service import Service, service_of
-from octavo.server.tool_use import Choice, check_role, tool_use_of
+from octavo.server.state.service import Service, get_service
+from octavo.server.tool_use import Choice, check_role, make_tool_use
 
 CHOICES: dict[str | None, Choice | None] = {None: None, "NONE": "none", "REQUIRED": "required"}
 
@@ -38,8 +38,8 @@ router = APIRouter()
 @router.post("/cohere/v2/chat")
 async def chat(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[CohereChatBody, Depends(body_of(CohereChatBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[CohereChatBody, Depends(parse_body(CohereChatBody))],
 ) -> Response:
     model = await service.model(body.model)
     refuse_values(body, ["documents"])
@@ -48,9 +48,9 @@ async def chat(
         "logprobs": logprobs,
         "structured_outputs": _form(body.response_format),
     }
-    params = params_of(body, NAMES, model.llm.get_default_chat_params(), **others)
+    params = make_params(body, NAMES, model.llm.get_default_chat_params(), **others)
     formatter = CohereFormatter(model.tokenizer)
-    origin = origin_of(request, body.priority, None)
+    origin = get_request_context(request, body.priority, None)
     with use_api_names(NAMES):
         conversation = _conversation(body, model)
         response = await start_chat(
@@ -73,11 +73,13 @@ def _conversation(body: CohereChatBody, model: ServedModel) -> Conversation:
     if thinks and model.formats.reasoning is None:
         body.ignored.add("thinking", f"got the type 'enabled', but `{model.name}` does not think")
         thinks = None
-    functions = [offered(tool.function) for tool in body.tools or ()]
+    functions = [convert_function(tool.function) for tool in body.tools or ()]
     return Conversation(
         messages,
-        rendering=rendering_of(messages, model, continues=False, thinks=thinks),
-        tools=tool_use_of(functions, CHOICES[body.tool_choice], model.limits, ignored=body.ignored),
+        rendering=make_rendering(messages, model, continues=False, thinks=thinks),
+        tools=make_tool_use(
+            functions, CHOICES[body.tool_choice], model.limits, ignored=body.ignored
+        ),
     )
 
 

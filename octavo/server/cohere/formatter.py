@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from octavo.server.http.errors import fault_of
+from octavo.server.http.errors import make_fault
 from octavo.server.http.sse import NamedEventStream
 from octavo.server.openai.logprobs import FLOOR
 from octavo.server.response_builder import (
@@ -25,7 +25,7 @@ class CohereStream(NamedEventStream):
     """A stream of Cohere events; an error ends the message with finish reason ERROR."""
 
     def failure(self, error: Exception) -> list[Event]:
-        delta = {"finish_reason": "ERROR", "error": fault_of(error).message}
+        delta = {"finish_reason": "ERROR", "error": make_fault(error).message}
         return [{"type": "message-end", "delta": delta}]
 
 

@@ -14,13 +14,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.api.errors import OctavoError, Overloaded, Unauthorized
 from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
 from octavo.frontend.input_processor import RequestContext
-from octavo.server.http.error_forms import form_of
+from octavo.server.http.error_formats import get_error_format
 from octavo.server.http.errors import error_response
 from octavo.server.http.key_file import ApiKey
 from octavo.server.settings import ServerSettings
 from octavo.server.state.account import Account
 from octavo.server.state.key_ring import KeyRing
-from octavo.server.state.request_record import record_of
+from octavo.server.state.request_record import get_record
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/")
 """Paths without authentication; their content is public."""
@@ -48,20 +48,20 @@ class ApiKeys:
         if scope["type"] != "http" or self._is_open(scope):
             await self._app(scope, receive, send)
             return
-        secret = _secret_of(Headers(scope=scope))
+        secret = _get_secret(Headers(scope=scope))
         key = self._ring.find(secret) if secret is not None else None
         if key is None:
             error = Unauthorized(
                 "a valid API key is needed", hint="send the header Authorization: Bearer KEY"
             )
-            await error_response(error, form_of(scope))(scope, receive, send)
+            await error_response(error, get_error_format(scope))(scope, receive, send)
             return
         await self._pass_on(key, scope, receive, send)
 
     async def _pass_on(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
         """Records the key of a request; requests for generation count against its limits."""
         account = self._ring.account(key.name)
-        record = record_of(scope)
+        record = get_record(scope)
         record.owner, record.account = key.name, account
         scope[KEY_NAME], scope[OPERATOR] = key.name, self._ring.may_operate(key)
         if account is None:
@@ -72,7 +72,7 @@ class ApiKeys:
             try:
                 account.count_request()
             except Overloaded as error:
-                await error_response(error, form_of(scope))(scope, receive, send)
+                await error_response(error, get_error_format(scope))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -81,7 +81,7 @@ class ApiKeys:
         return path in self._open_paths or path.startswith(OPEN_FOLDER)
 
 
-def owner_of(request: Request) -> str:
+def get_owner(request: Request) -> str:
     """Returns the name of the request's API key; "" if the server has no keys."""
     return str(request.scope.get(KEY_NAME, ""))
 
@@ -102,7 +102,7 @@ def require_operator(request: Request) -> None:
     )
 
 
-def tenant_of(request: Request, user: str | None) -> str:
+def get_tenant(request: Request, user: str | None) -> str:
     """Returns the tenant: the API key's name if there are several keys, else `user`."""
     return request.scope.get(KEY_NAME) or user or ""
 
@@ -116,14 +116,14 @@ def is_operator(request: Request) -> bool:
     return True
 
 
-def origin_of(request: Request, priority: int | None, user: str | None) -> RequestContext:
+def get_request_context(request: Request, priority: int | None, user: str | None) -> RequestContext:
     """Returns the request's context for the engine; batch requests have background priority."""
     if request.scope.get(IS_BACKGROUND):
         priority = BACKGROUND_PRIORITY
-    return RequestContext(priority or 0, tenant_of(request, user), owner_of(request))
+    return RequestContext(priority or 0, get_tenant(request, user), get_owner(request))
 
 
-def _secret_of(headers: Headers) -> str | None:
+def _get_secret(headers: Headers) -> str | None:
     """Returns the API key: a bearer token, or Anthropic's x-api-key header."""
     scheme, _, secret = headers.get("authorization", "").partition(" ")
     return secret.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")

@@ -21,7 +21,7 @@ from octavo.server.http.body_part import BodyPart, note_ignored
 from octavo.server.http.json_size import check_json_size
 from octavo.server.ignored import SCOPE_KEY, IgnoredFields
 from octavo.server.settings import ServerSettings
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 
 CURLS_TYPE = "application/x-www-form-urlencoded"
 """Default content type of `curl -d`, used in the examples of Ollama's documentation."""
@@ -48,7 +48,7 @@ class Body(BodyPart):
         """Collects the ignored fields of this request."""
         return self._ignored
 
-    def take_unknown_fields(self, ignored: IgnoredFields) -> None:
+    def note_unknown_fields(self, ignored: IgnoredFields) -> None:
         """Records the body's unknown fields; later ignored fields are added to `ignored` too."""
         self._ignored = ignored
         note_ignored(self, ignored)
@@ -58,15 +58,15 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def body_bytes(request: Request) -> int:
-    """Returns the length of a request's body, after `body_of` has read it."""
+    """Returns the length of a request's body, after `parse_body` has read it."""
     length: int = request.state.num_body_bytes
     return length
 
 
-def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
+def parse_body(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
     """Returns a FastAPI dependency that parses the body as `kind`."""
 
-    async def parse(request: Request, service: Annotated[Service, Depends(service_of)]) -> BodyT:
+    async def parse(request: Request, service: Annotated[Service, Depends(get_service)]) -> BodyT:
         _check_content(request)
         raw = await read_in_time(request, service.settings)
         request.state.num_body_bytes = len(raw)
@@ -75,7 +75,7 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
             body = kind.model_validate_json(raw)
         except ValidationError as error:
             raise _describe(kind, error) from None
-        body.take_unknown_fields(get_ignored(request, is_strict=kind.is_strict))
+        body.note_unknown_fields(get_ignored(request, is_strict=kind.is_strict))
         check_interactions(body, body.ignored)
         return body
 
@@ -194,14 +194,14 @@ def _path(location: tuple[int | str, ...]) -> str:
     """Formats a location as a path, such as messages[0].role."""
     text = ""
     for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{_clipped(part)}"
+        text += f"[{part}]" if isinstance(part, int) else f".{_truncate(part)}"
     return text.removeprefix(".")
 
 
 def _short(value: Any) -> str:
-    return _clipped(repr(value))
+    return _truncate(repr(value))
 
 
-def _clipped(text: str) -> str:
+def _truncate(text: str) -> str:
     """Truncates client text for an error."""
     return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from octavo.api.errors import InvalidRequest, shown
-from octavo.server.ignored import UNSUPPORTED, IgnoredFields, join_path, label_of
+from octavo.server.ignored import UNSUPPORTED, IgnoredFields, join_path, quote_label
 
 BLANK = "got an empty text, which stops nothing"
 
@@ -51,7 +51,7 @@ def _end_at_first_fault(schema: Any) -> None:
             _end_at_first_fault(part)
 
 
-def _take_whole_floats(schema: Any) -> None:
+def _accept_whole_floats(schema: Any) -> None:
     """Makes a field's integers accept 4.0 for 4. Integers in lists stay strict: there may be a
     million token ids.
     """
@@ -60,10 +60,10 @@ def _take_whole_floats(schema: Any) -> None:
         schema.clear()
         schema.update(core_schema.no_info_before_validator_function(_whole_number, inner))
     elif schema["type"] in ("default", "nullable"):
-        _take_whole_floats(schema["schema"])
+        _accept_whole_floats(schema["schema"])
     elif schema["type"] == "union":
         for choice in schema["choices"]:
-            _take_whole_floats(choice[0] if isinstance(choice, tuple) else choice)
+            _accept_whole_floats(choice[0] if isinstance(choice, tuple) else choice)
 
 
 def _whole_number(value: Any) -> Any:
@@ -86,10 +86,10 @@ class BodyPart(BaseModel):
     types: ClassVar[tuple[str, ...]] = ()
     """Known values of `type`; other entries are dropped from lists. (): any."""
     noted: ClassVar[frozenset[str]] = frozenset()
-    """Values of `type` whose entries are replaced by a note (`note_of`)."""
+    """Values of `type` whose entries are replaced by a note (`make_note`)."""
 
     @classmethod
-    def note_of(cls, value: dict[str, Any]) -> BodyPart | None:
+    def make_note(cls, value: dict[str, Any]) -> BodyPart | None:
         """Returns the part that replaces an entry with a type in `noted`; None to drop it."""
         return None
 
@@ -104,7 +104,7 @@ class BodyPart(BaseModel):
                 _wrap(member["schema"], functools.partial(_drop_unusable, takes))
             if get_rule(cls, name, "blanks"):
                 _wrap(member["schema"], _drop_blanks)
-            _take_whole_floats(member["schema"])
+            _accept_whole_floats(member["schema"])
             if types := get_rule(cls, name, "types"):
                 _wrap(member["schema"], functools.partial(_drop_other_types, types))
         if cls.types:
@@ -228,5 +228,5 @@ def _drop_other_types(
     if not isinstance(given, str) or given in types:
         return validate(value)
     reason = f"got {shown(given)}, allowed are {', '.join(types)}"
-    stand_in = kind.note_of(value) if given in kind.noted else None
-    return Dropped(reason, label_of(given), stand_in)
+    stand_in = kind.make_note(value) if given in kind.noted else None
+    return Dropped(reason, quote_label(given), stand_in)

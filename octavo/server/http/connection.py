@@ -12,13 +12,13 @@ from starlette.types import Receive
 ResultT = TypeVar("ResultT")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Returns the work's result; on a disconnect cancels it and raises ClientDisconnect.
 
     The request's body must have been read before.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
+    gone = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -30,6 +30,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> R
         await asyncio.wait({task, gone})
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,7 @@
 """Maps errors to HTTP statuses and OpenAI error types.
 
 OpenAI's body is {"error": {"message", "type", "param", "code"}}, where code is the HTTP status;
-other APIs' bodies are in `error_forms.py`. Names are vLLM's.
+other APIs' bodies are in `error_formats.py`. Names are vLLM's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from octavo.api import errors
-from octavo.server.http.error_forms import ErrorForm, Fault, Overflow, form_of, openai_form
-from octavo.server.http.unanswered import explained
+from octavo.server.http.error_formats import (
+    ErrorFormat,
+    Fault,
+    Overflow,
+    format_openai_error,
+    get_error_format,
+)
+from octavo.server.http.not_found import add_suggestions
 
 TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.Unauthorized, 401, "AuthenticationError"),
@@ -53,7 +59,7 @@ CLIENT_CLOSED_REQUEST = 499
 """Status in the access log if the client has disconnected, as in nginx."""
 
 
-def fault_of(error: Exception) -> Fault:
+def make_fault(error: Exception) -> Fault:
     """Converts an error for clients; unexpected exceptions reveal no details."""
     if isinstance(error, HTTPException):
         kind = TYPES_BY_STATUS.get(
@@ -61,7 +67,7 @@ def fault_of(error: Exception) -> Fault:
         )
         return Fault(error.detail, kind, error.status_code)
     if isinstance(error, RequestValidationError):
-        error = _described(error)
+        error = _convert_validation_error(error)
     for known, status, kind in TABLE:
         if isinstance(error, known):
             param = getattr(error, "param", None)
@@ -71,11 +77,11 @@ def fault_of(error: Exception) -> Fault:
 
 def error_body(error: Exception) -> dict[str, Any]:
     """Returns OpenAI's JSON body of an error."""
-    return openai_form(fault_of(error))
+    return format_openai_error(make_fault(error))
 
 
-def error_response(error: Exception, form: ErrorForm = openai_form) -> Response:
-    fault = fault_of(error)
+def error_response(error: Exception, form: ErrorFormat = format_openai_error) -> Response:
+    fault = make_fault(error)
     body = form(fault)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, errors.Overloaded):
@@ -93,8 +99,8 @@ def add_error_handlers(app: FastAPI, routers: Iterable[APIRouter] = ()) -> None:
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
-            error = explained(error, request, routes)
-        return error_response(error, form_of(request.scope))
+            error = add_suggestions(error, request, routes)
+        return error_response(error, get_error_format(request.scope))
 
     async def answer_nobody(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -118,7 +124,7 @@ def use_api_names(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def _described(error: RequestValidationError) -> errors.InvalidRequest:
+def _convert_validation_error(error: RequestValidationError) -> errors.InvalidRequest:
     """Converts FastAPI's first validation error of path or query parameters."""
     first = error.errors()[0]
     name, said = str(first["loc"][-1]), first["msg"]

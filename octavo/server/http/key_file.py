@@ -54,7 +54,7 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
             raise ConfigError(
                 f"api_key_file: {where}: {self.name}: got {got}, allowed is one of key and sha256"
             )
-        digest = bytes.fromhex(self.sha256) if self.sha256 else digest_of(self.key or "")
+        digest = bytes.fromhex(self.sha256) if self.sha256 else hash_key(self.key or "")
         limits = KeyLimits(self.requests_per_minute, self.tokens_per_minute, self.max_running)
         return ApiKey(self.name, digest, self.operator, limits)
 
@@ -63,7 +63,7 @@ class KeyList(msgspec.Struct, forbid_unknown_fields=True):
     keys: list[KeyEntry]
 
 
-def digest_of(key: str) -> bytes:
+def hash_key(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 

@@ -19,11 +19,11 @@ def listen(settings: ServerSettings) -> socket.socket:
     """Opens the configured socket; raises ConfigError if that fails."""
     check_certificate(settings)
     if settings.uds is not None:
-        return take_path(settings.uds)
-    return take_port(settings.host, settings.port)
+        return listen_on_path(settings.uds)
+    return listen_on_port(settings.host, settings.port)
 
 
-def take_port(host: str, port: int) -> socket.socket:
+def listen_on_port(host: str, port: int) -> socket.socket:
     """Opens a TCP socket; raises ConfigError for a port in use or an invalid address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -40,7 +40,7 @@ def take_port(host: str, port: int) -> socket.socket:
     return listener
 
 
-def take_path(path: str) -> socket.socket:
+def listen_on_path(path: str) -> socket.socket:
     """Opens a unix socket; replaces a stale one."""
     try:
         if os.path.lexists(path):
@@ -60,7 +60,7 @@ def take_path(path: str) -> socket.socket:
     return listener
 
 
-def leave_path(path: str) -> None:
+def remove_socket(path: str) -> None:
     """Removes a unix socket."""
     with suppress(OSError):
         Path(path).unlink()

@@ -1,7 +1,7 @@
 """Adds to the OpenAPI description what FastAPI does not know: request bodies, stream types, and
 error formats.
 
-Routes parse their bodies with `body.body_of` and write responses themselves.
+Routes parse their bodies with `body.parse_body` and write responses themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from octavo.server.http.body import Body
-from octavo.server.http.error_forms import Fault, form_of
+from octavo.server.http.error_formats import Fault, get_error_format
 
 REFERENCE = "$ref"
 EXAMPLE = Fault("a message", "AType", 400)
@@ -26,7 +26,7 @@ def describe(router: APIRouter) -> None:
         if not isinstance(route, APIRoute):
             continue
         route.responses.update(error_responses(route.path))
-        kind = _body_of(route)
+        kind = _get_body(route)
         if kind is None:
             continue
         route.openapi_extra = {"requestBody": request_body(kind)}
@@ -34,25 +34,25 @@ def describe(router: APIRouter) -> None:
             route.responses[200] = {"content": {kind.stream_type: {}}}
 
 
-def bodies_of(router: APIRouter) -> dict[str, type[Body]]:
+def get_bodies(router: APIRouter) -> dict[str, type[Body]]:
     """Returns the body classes of routes, by "METHOD path"."""
     return {
         f"{method} {route.path}": kind
         for route in router.routes
-        if isinstance(route, APIRoute) and (kind := _body_of(route)) is not None
+        if isinstance(route, APIRoute) and (kind := _get_body(route)) is not None
         for method in sorted(route.methods or ())
     }
 
 
-def _body_of(route: APIRoute) -> type[Body] | None:
+def _get_body(route: APIRoute) -> type[Body] | None:
     kinds = (getattr(dependency.call, "kind", None) for dependency in route.dependant.dependencies)
     return next((kind for kind in kinds if kind is not None), None)
 
 
 def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
     """Returns OpenAPI's description of a route's errors."""
-    form = form_of({"type": "http", "path": path, "headers": []})
-    content = {"application/json": {"schema": _schema_of(form(EXAMPLE))}}
+    form = get_error_format({"type": "http", "path": path, "headers": []})
+    content = {"application/json": {"schema": _make_schema(form(EXAMPLE))}}
     return {
         "4XX": {"description": "The request is at fault.", "content": content},
         "5XX": {"description": "The server is at fault, or full.", "content": content},
@@ -63,25 +63,28 @@ def request_body(kind: type[BaseModel]) -> dict[str, Any]:
     """Returns OpenAPI's description of a JSON body, with references inlined."""
     schema = kind.model_json_schema()
     parts = schema.pop("$defs", {})
-    return {"required": True, "content": {"application/json": {"schema": _whole(schema, parts)}}}
+    return {
+        "required": True,
+        "content": {"application/json": {"schema": _inline_references(schema, parts)}},
+    }
 
 
-def _whole(node: Any, parts: Mapping[str, Any]) -> Any:
+def _inline_references(node: Any, parts: Mapping[str, Any]) -> Any:
     """Replaces references in a schema by their definitions."""
     if isinstance(node, list):
-        return [_whole(entry, parts) for entry in node]
+        return [_inline_references(entry, parts) for entry in node]
     if not isinstance(node, dict):
         return node
     if REFERENCE in node:
-        return _whole(parts[node[REFERENCE].rpartition("/")[2]], parts)
-    return {name: _whole(entry, parts) for name, entry in node.items()}
+        return _inline_references(parts[node[REFERENCE].rpartition("/")[2]], parts)
+    return {name: _inline_references(entry, parts) for name, entry in node.items()}
 
 
-def _schema_of(example: Any) -> dict[str, Any]:
+def _make_schema(example: Any) -> dict[str, Any]:
     """Returns the schema of an error body; null in the example means an optional text."""
     if example is None:
         return {"type": ["string", "null"]}
     if isinstance(example, dict):
-        properties = {name: _schema_of(value) for name, value in example.items()}
+        properties = {name: _make_schema(value) for name, value in example.items()}
         return {"type": "object", "properties": properties, "required": list(properties)}
     return {"type": "integer" if isinstance(example, int) else "string"}

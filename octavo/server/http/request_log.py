@@ -19,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.api.outputs import Timings
-from octavo.server.http.error_forms import form_of
+from octavo.server.http.error_formats import get_error_format
 from octavo.server.http.errors import CLIENT_CLOSED_REQUEST, error_response
 from octavo.server.http.log_format import ACCESS, FIELDS
 from octavo.server.state.request_record import SCOPE_KEY, RequestRecord
@@ -100,7 +100,7 @@ class RequestLog:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if not status:
-                await error_response(error, form_of(scope))(scope, receive, send_with_id)
+                await error_response(error, get_error_format(scope))(scope, receive, send_with_id)
             raise
         finally:
             record.release()
@@ -151,12 +151,12 @@ class SlowLog:
             finished.scope["method"],
             _printable(finished.scope["path"]),
             finished.duration_s,
-            _sentence(timings),
+            _format_timings(timings),
             extra={FIELDS: finished.fields | {"timings": timings}},
         )
 
 
-def _sentence(timings: dict[str, Any]) -> str:
+def _format_timings(timings: dict[str, Any]) -> str:
     if not timings:
         return ""
     parts = ", ".join(

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.server.http.error_forms import form_of
+from octavo.server.http.error_formats import get_error_format
 from octavo.server.http.errors import error_response
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -55,7 +55,7 @@ class SameOrigin:
             f"this request comes from a web page of {origin[:80]} (hint: start the server with"
             " --allow-origin to let that page use it)",
         )
-        await error_response(error, form_of(scope))(scope, receive, send)
+        await error_response(error, get_error_format(scope))(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
         origin = headers.get("origin", "")

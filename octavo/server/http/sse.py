@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.api.errors import OctavoError
-from octavo.server.http.connection import unless_gone
+from octavo.server.http.connection import cancel_on_disconnect
 from octavo.server.http.errors import error_body
 from octavo.server.http.time_limit import DEADLINE, Deadline
 
@@ -60,7 +60,9 @@ class EventStream(Response):
         )
         try:
             with suppress(ClientDisconnect):
-                await unless_gone(receive, self._write(send, scope.get(DEADLINE, Deadline())))
+                await cancel_on_disconnect(
+                    receive, self._write(send, scope.get(DEADLINE, Deadline()))
+                )
         finally:
             await self._events.aclose()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.server.http.error_forms import form_of
+from octavo.server.http.error_formats import get_error_format
 from octavo.server.http.errors import error_response
 
 DEADLINE = "octavo_deadline"
@@ -58,4 +58,4 @@ class TimeLimit:
         except TimeoutError:
             if not timeout.expired():
                 raise
-            await error_response(deadline.error, form_of(scope))(scope, receive, send)
+            await error_response(deadline.error, get_error_format(scope))(scope, receive, send)

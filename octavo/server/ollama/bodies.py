@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from octavo.api.errors import InvalidRequest
-from octavo.server.fields import field, needed, sampling, taken
+from octavo.server.fields import accepted, field, required, sampling
 from octavo.server.http.body import Body
 from octavo.server.http.body_part import BodyPart
 from octavo.server.ollama.keep_alive import TAKES, KeepAlive
@@ -78,7 +78,7 @@ class OllamaBody(Body):
 
     stream_type = "application/x-ndjson"
 
-    model: str = needed("the name of a model, with or without :latest", "model that answers")
+    model: str = required("the name of a model, with or without :latest", "model that answers")
     stream: bool | None = field(
         "true or false; null is true", "sends the answer as it grows, one JSON object a line"
     )
@@ -196,9 +196,9 @@ class PullBody(NameBody):
     stream: bool | None = field(
         "true or false; null is true", "tells of the progress, one JSON object a line"
     )
-    insecure: bool | None = taken("true or false")
-    username: str | None = taken("a text")
-    password: str | None = taken("a text")
+    insecure: bool | None = accepted("true or false")
+    username: str | None = accepted("a text")
+    password: str | None = accepted("a text")
 
 
 class DeleteBody(NameBody):
@@ -206,9 +206,9 @@ class DeleteBody(NameBody):
 
 
 class CopyBody(Body):
-    source: str = needed("the name of a model", "model that gets another name")
-    destination: str = needed("a name", "its new name")
+    source: str = required("the name of a model", "model that gets another name")
+    destination: str = required("a name", "its new name")
 
 
 class ShowBody(NameBody):
-    verbose: bool | None = taken("true or false")
+    verbose: bool | None = accepted("true or false")

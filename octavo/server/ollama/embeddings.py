@@ -16,15 +16,15 @@ from fastapi import APIRouter, Depends, Request
 from octavo.api.outputs import RequestOutput
 from octavo.api.pooling_outputs import pooled_row
 from octavo.api.pooling_params import MODEL_LIMIT, PoolingParams
-from octavo.server.fields import Whole, field, needed, taken
-from octavo.server.http.auth import origin_of
-from octavo.server.http.body import Body, body_of
+from octavo.server.fields import Whole, accepted, field, required
+from octavo.server.http.auth import get_request_context
+from octavo.server.http.body import Body, parse_body
 from octavo.server.ollama.bodies import RunOptions
 from octavo.server.ollama.formatter import NANOSECONDS
 from octavo.server.ollama.keep_alive import TAKES, KeepAlive, apply_keep_alive
 from octavo.server.ollama.names import known_name
-from octavo.server.pooling import PoolingCall, pooled
-from octavo.server.state.service import Service, service_of
+from octavo.server.pooling import PoolingCall, run_pooling
+from octavo.server.state.service import Service, get_service
 
 router = APIRouter()
 
@@ -34,15 +34,15 @@ class OllamaPoolingBody(Body):
 
     stream_type = None
 
-    model: str = needed("the name of a model, with or without :latest", "model that answers")
-    options: RunOptions | None = taken("an object of Ollama's options")
+    model: str = required("the name of a model, with or without :latest", "model that answers")
+    options: RunOptions | None = accepted("an object of Ollama's options")
     keep_alive: KeepAlive = field(
         TAKES, "how long the model stays in memory after the request; for the operator"
     )
 
 
 class OllamaEmbedBody(OllamaPoolingBody):
-    input: str | list[str] = needed("a text, or a list of texts", "what is embedded")
+    input: str | list[str] = required("a text, or a list of texts", "what is embedded")
     truncate: bool | None = field(
         "true or false; null is true",
         "cuts a text that is too long at its end, and does not refuse it",
@@ -55,14 +55,14 @@ class OllamaEmbedBody(OllamaPoolingBody):
 
 
 class OllamaEmbeddingsBody(OllamaPoolingBody):
-    prompt: str = needed("a text", "what is embedded")
+    prompt: str = required("a text", "what is embedded")
 
 
 @router.post("/api/embed")
 async def embed(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[OllamaEmbedBody, Depends(body_of(OllamaEmbedBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[OllamaEmbedBody, Depends(parse_body(OllamaEmbedBody))],
 ) -> dict[str, Any]:
     began = time.monotonic_ns()
     texts = [body.input] if isinstance(body.input, str) else body.input
@@ -84,8 +84,8 @@ async def embed(
 @router.post("/api/embeddings")
 async def embed_one(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[OllamaEmbeddingsBody, Depends(body_of(OllamaEmbeddingsBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[OllamaEmbeddingsBody, Depends(parse_body(OllamaEmbeddingsBody))],
 ) -> dict[str, Any]:
     params = PoolingParams(truncate_prompt_tokens=MODEL_LIMIT)
     (output,), _ = await _outputs(request, service, body, [body.prompt], params)
@@ -101,9 +101,9 @@ async def _outputs(
 ) -> tuple[list[RequestOutput], float]:
     """Returns the outputs of texts, and the model's load time in seconds."""
     name = f"ollama-{secrets.token_hex(12)}"
-    origin = origin_of(request, None, None)
+    origin = get_request_context(request, None, None)
     model = await service.model(known_name(service, body.model))
     apply_keep_alive(request, model.uses, body.keep_alive)
     words = {"input": "prompt"} if isinstance(body, OllamaEmbedBody) else {}
     call = PoolingCall(name, model.llm.pooling_jobs.embedding(texts, params), origin, words)
-    return (await pooled(request, model, call)).rows, model.load_s
+    return (await run_pooling(request, model, call)).rows, model.load_s

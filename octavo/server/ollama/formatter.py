@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from octavo.api.sampling_params import SamplingParams
-from octavo.server.http.error_forms import ollama_form
-from octavo.server.http.errors import fault_of
+from octavo.server.http.error_formats import format_ollama_error
+from octavo.server.http.errors import make_fault
 from octavo.server.http.sse import EventStream
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs
 from octavo.server.response_builder import (
@@ -39,7 +39,7 @@ class LineStream(EventStream):
     media_type = "application/x-ndjson"
 
     def failure(self, error: Exception) -> list[Line]:
-        return [ollama_form(fault_of(error))]
+        return [format_ollama_error(make_fault(error))]
 
     def format_events(self, payloads: Iterable[Line]) -> bytes:
         return b"".join([self.encode(payload) + b"\n" for payload in payloads])

@@ -18,12 +18,12 @@ from octavo.api.sampling_params import SamplingParams
 from octavo.api.structured_outputs import StructuredOutputs
 from octavo.frontend.arguments import Prompt
 from octavo.server.conversation import Conversation
-from octavo.server.generation import prompt_of
-from octavo.server.http.auth import origin_of, require_operator
-from octavo.server.http.body import body_bytes, body_of
+from octavo.server.generation import make_prompt
+from octavo.server.http.auth import get_request_context, require_operator
+from octavo.server.http.body import body_bytes, parse_body
 from octavo.server.http.errors import use_api_names
 from octavo.server.ignored import IgnoredFields
-from octavo.server.images import Content, base64_source, content_of, image_part, text_part
+from octavo.server.images import Content, base64_source, image_part, join_parts, text_part
 from octavo.server.ollama.bodies import (
     NAMES,
     UNBOUNDED,
@@ -42,13 +42,13 @@ from octavo.server.ollama.formatter import (
 from octavo.server.ollama.keep_alive import apply_keep_alive, asks_to_unload
 from octavo.server.ollama.names import find, known_name
 from octavo.server.openai.messages import build_part
-from octavo.server.openai.tools import offered
+from octavo.server.openai.tools import convert_function
 from octavo.server.output_parser import PLAIN, OutputParser
-from octavo.server.plain_chat import params_of, refuse_values, rendering_of
+from octavo.server.plain_chat import make_params, make_rendering, refuse_values
 from octavo.server.response_builder import send_response, start_response
 from octavo.server.state.served_model import ServedModel
-from octavo.server.state.service import Service, service_of
-from octavo.server.tool_use import parse_arguments, tool_use_of
+from octavo.server.state.service import Service, get_service
+from octavo.server.tool_use import make_tool_use, parse_arguments
 
 router = APIRouter()
 
@@ -56,11 +56,11 @@ router = APIRouter()
 @router.post("/api/chat")
 async def chat(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[OllamaChatBody, Depends(body_of(OllamaChatBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[OllamaChatBody, Depends(parse_body(OllamaChatBody))],
 ) -> Response:
     if not body.messages and asks_to_unload(body.keep_alive):
-        return _unloaded(request, service, body, OllamaChatFormatter)
+        return _unload(request, service, body, OllamaChatFormatter)
     model = await service.model(known_name(service, body.model))
     apply_keep_alive(request, model.uses, body.keep_alive)
     params = _params(body, model)
@@ -69,8 +69,8 @@ async def chat(
         return JSONResponse(formatter.loaded())
     conversation = replace(
         _conversation(_messages(body), body, model),
-        tools=tool_use_of(
-            [offered(tool.function) for tool in body.tools or ()],
+        tools=make_tool_use(
+            [convert_function(tool.function) for tool in body.tools or ()],
             None,
             model.limits,
             ignored=body.ignored,
@@ -84,11 +84,11 @@ async def chat(
 @router.post("/api/generate")
 async def generate(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[OllamaGenerateBody, Depends(body_of(OllamaGenerateBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[OllamaGenerateBody, Depends(parse_body(OllamaGenerateBody))],
 ) -> Response:
     if not body.prompt and not body.suffix and asks_to_unload(body.keep_alive):
-        return _unloaded(request, service, body, OllamaGenerateFormatter)
+        return _unload(request, service, body, OllamaGenerateFormatter)
     model = await service.model(known_name(service, body.model))
     apply_keep_alive(request, model.uses, body.keep_alive)
     refuse_values(body, ["template", "context"])
@@ -101,7 +101,7 @@ async def generate(
         refuse_values(body, ["images"])
         return await _respond(request, service, body, formatter, await _prompt(body, model))
     system = [{"role": "system", "content": body.system}] if body.system else []
-    asked = _seen(body.prompt or "", body.images)
+    asked = _add_images(body.prompt or "", body.images)
     messages: list[dict[str, Any]] = [*system, {"role": "user", "content": asked}]
     conversation = _conversation(messages, body, model)
     prompt = await conversation.prompt(model)
@@ -127,14 +127,14 @@ async def _respond(
             formatter.params,
             formatter,
             parser=parser,
-            origin=origin_of(request, None, None),
+            origin=get_request_context(request, None, None),
             stream=stream,
         )
     service.parsers.keep(formatter.id, parser, body_bytes(request))
     return await send_response(request, response, formatter, LineStream if stream else None)
 
 
-def _unloaded(
+def _unload(
     request: Request, service: Service, body: OllamaBody, kind: type[OllamaFormatter]
 ) -> Response:
     """Unloads a model as soon as no request uses it."""
@@ -159,14 +159,14 @@ async def _prompt(body: OllamaGenerateBody, model: ServedModel) -> Prompt:
         return await model.llm.infill_prompt(text, body.suffix)
     if body.system:
         text = f"{body.system}\n\n{text}"
-    return await prompt_of(model.llm, text)
+    return await make_prompt(model.llm, text)
 
 
 def _conversation(
     messages: list[dict[str, Any]], body: OllamaBody, model: ServedModel
 ) -> Conversation:
     thinks = None if body.think is None else body.think is not False
-    rendering = rendering_of(messages, model, continues=True, thinks=thinks)
+    rendering = make_rendering(messages, model, continues=True, thinks=thinks)
     if isinstance(body.think, str):
         rendering = replace(
             rendering, variables={**rendering.variables, "reasoning_effort": body.think}
@@ -176,12 +176,12 @@ def _conversation(
 
 def _messages(body: OllamaChatBody) -> list[dict[str, Any]]:
     return [
-        _plain(message, f"messages[{index}].content", body.ignored)
+        _convert_message(message, f"messages[{index}].content", body.ignored)
         for index, message in enumerate(body.messages or ())
     ]
 
 
-def _seen(text: str, images: Sequence[str] | None) -> Content:
+def _add_images(text: str, images: Sequence[str] | None) -> Content:
     """Returns the text, preceded by its images."""
     if not images:
         return text
@@ -191,15 +191,15 @@ def _seen(text: str, images: Sequence[str] | None) -> Content:
 def _content(message: OllamaMessage, where: str, ignored: IgnoredFields) -> Content:
     given = message.content or ""
     if isinstance(given, str):
-        return _seen(given, message.images)
+        return _add_images(given, message.images)
     parts = [
         build_part(part, f"{where}[{index}]", message.role, ignored)
         for index, part in enumerate(given)
     ]
-    return content_of([*(image_part(base64_source(one)) for one in message.images or ()), *parts])
+    return join_parts([*(image_part(base64_source(one)) for one in message.images or ()), *parts])
 
 
-def _plain(message: OllamaMessage, where: str, ignored: IgnoredFields) -> dict[str, Any]:
+def _convert_message(message: OllamaMessage, where: str, ignored: IgnoredFields) -> dict[str, Any]:
     """Converts a message to a plain one."""
     content = _content(message, where, ignored)
     plain: dict[str, Any] = {"role": message.role, "content": content}
@@ -234,14 +234,14 @@ def _params(body: OllamaBody, model: ServedModel) -> SamplingParams:
     _check_context(body, options, model)
     others: dict[str, Any] = {
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        "structured_outputs": _form(body.format),
+        "structured_outputs": _parse_format(body.format),
     }
     if options.num_predict in UNBOUNDED:
         others["max_tokens"] = None
-    return params_of(options, NAMES, model.llm.get_default_chat_params(), **others)
+    return make_params(options, NAMES, model.llm.get_default_chat_params(), **others)
 
 
-def _form(given: str | dict[str, Any] | None) -> StructuredOutputs | None:
+def _parse_format(given: str | dict[str, Any] | None) -> StructuredOutputs | None:
     """Returns the structured output options; None for free text."""
     if not given:
         return None

@@ -15,11 +15,11 @@ from fastapi import APIRouter, Depends
 
 from octavo.api.sampling_params import SamplingParams
 from octavo.checkpoint.local_models import CachedModel, find_cached
-from octavo.server.http.body import body_of
+from octavo.server.http.body import parse_body
 from octavo.server.ollama.bodies import NAMES, ShowBody
 from octavo.server.ollama.names import known_name, tagged
 from octavo.server.state.model_spec import ModelSpec
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 from octavo.server.state.slot import EngineSlot
 from octavo.utils.version import __version__
 
@@ -35,7 +35,7 @@ async def version() -> dict[str, str]:
 
 
 @router.get("/api/tags")
-async def tags(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+async def tags(service: Annotated[Service, Depends(get_service)]) -> dict[str, Any]:
     """Lists the models that requests may name, in any state. With `load_on_demand` local, includes
     all cached models.
     """
@@ -43,20 +43,20 @@ async def tags(service: Annotated[Service, Depends(service_of)]) -> dict[str, An
     cached = await known.local()
     others: list[EngineSlot] = []
     if service.settings.load_on_demand == "local":
-        others = [_slot_of(each) for each in cached if not service.models.answers_to(each.name)]
+        others = [_make_slot(each) for each in cached if not service.models.answers_to(each.name)]
     slots = [*service.models, *others]
     await known.describe(slots)
     return {
         "models": [
             await _entry(service, slot, name, cached)
             for slot in slots
-            for name in (slot.name, *service.models.aliases_of(slot))
+            for name in (slot.name, *service.models.get_aliases(slot))
         ]
     }
 
 
 @router.get("/api/ps")
-async def running(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+async def running(service: Annotated[Service, Depends(get_service)]) -> dict[str, Any]:
     """Lists the loaded models."""
     return {
         "models": [
@@ -74,8 +74,8 @@ async def running(service: Annotated[Service, Depends(service_of)]) -> dict[str,
 
 @router.post("/api/show")
 async def show(
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[ShowBody, Depends(body_of(ShowBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[ShowBody, Depends(parse_body(ShowBody))],
 ) -> dict[str, Any]:
     slot = await service.residency.find(known_name(service, body.known_as))
     await service.known.describe([slot])
@@ -110,7 +110,7 @@ async def _entry(
     }
 
 
-def _slot_of(model: CachedModel) -> EngineSlot:
+def _make_slot(model: CachedModel) -> EngineSlot:
     """Returns a slot that describes a cached model before its first request."""
     options = {"model": str(model.path), "served_model_name": model.name}
     return EngineSlot(ModelSpec.of(options), is_unloaded=True)

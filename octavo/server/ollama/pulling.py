@@ -17,13 +17,13 @@ from octavo.api.errors import InvalidRequest, shown
 from octavo.checkpoint.catalogue import CATALOGUE, short_name
 from octavo.config.model_reference import parse_hub_reference
 from octavo.server.http.auth import require_operator
-from octavo.server.http.body import body_of
-from octavo.server.http.connection import unless_gone
+from octavo.server.http.body import parse_body
+from octavo.server.http.connection import cancel_on_disconnect
 from octavo.server.ollama.bodies import CopyBody, DeleteBody, PullBody
 from octavo.server.ollama.formatter import LineStream
 from octavo.server.ollama.names import LATEST, known_name
 from octavo.server.state.adapters import NAME
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 from octavo.utils.progress import FileProgress
 
 SHOWN_DIGITS = 12
@@ -40,22 +40,22 @@ router = APIRouter()
 )
 async def pull(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[PullBody, Depends(body_of(PullBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[PullBody, Depends(parse_body(PullBody))],
 ) -> Response:
     """Downloads a model with progress, and registers it for requests to load."""
     name = _name_to_pull(body.known_as)
     lines = _progress(service, name)
     if body.stream is not False:
         return LineStream(lines)
-    last = await unless_gone(request.receive, _last(lines))
+    last = await cancel_on_disconnect(request.receive, _last(lines))
     return JSONResponse(last)
 
 
 @router.delete("/api/delete", dependencies=[Depends(require_operator)])
 async def delete(
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[DeleteBody, Depends(body_of(DeleteBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[DeleteBody, Depends(parse_body(DeleteBody))],
 ) -> Response:
     """Removes a model and deletes its files from this machine's caches."""
     await service.known.delete(known_name(service, body.known_as))
@@ -64,8 +64,8 @@ async def delete(
 
 @router.post("/api/copy", dependencies=[Depends(require_operator)])
 async def copy(
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[CopyBody, Depends(body_of(CopyBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[CopyBody, Depends(parse_body(CopyBody))],
 ) -> Response:
     """Adds an alias of a model."""
     source = await service.residency.find(known_name(service, body.source))

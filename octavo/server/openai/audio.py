@@ -15,13 +15,13 @@ from octavo.api.transcription import Transcription
 from octavo.frontend.input_processor import ParentRequest, RequestContext
 from octavo.frontend.transcription import SpeechOptions, SpeechTask
 from octavo.server.generation import Generation
-from octavo.server.http.auth import origin_of
+from octavo.server.http.auth import get_request_context
 from octavo.server.http.body import get_ignored
-from octavo.server.http.connection import unless_gone
+from octavo.server.http.connection import cancel_on_disconnect
 from octavo.server.http.forms import FILE_FIELD, get_fields, get_file, open_form
 from octavo.server.ignored import IgnoredFields, join_path
 from octavo.server.state.served_model import ServedModel
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 
 MAX_BYTES = 512 << 20
 """Maximum file size: more than two hours of 16-bit stereo at 16 kHz."""
@@ -62,14 +62,16 @@ router = APIRouter()
 
 @router.post("/v1/audio/transcriptions", openapi_extra={"requestBody": FORM})
 async def transcribe(
-    request: Request, service: Annotated[Service, Depends(service_of)]
+    request: Request, service: Annotated[Service, Depends(get_service)]
 ) -> Response:
     """Transcribes audio in the spoken language."""
     return await _answer(request, service, "transcribe")
 
 
 @router.post("/v1/audio/translations", openapi_extra={"requestBody": FORM})
-async def translate(request: Request, service: Annotated[Service, Depends(service_of)]) -> Response:
+async def translate(
+    request: Request, service: Annotated[Service, Depends(get_service)]
+) -> Response:
     """Translates audio to English."""
     return await _answer(request, service, "translate")
 
@@ -84,7 +86,7 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
                 "file: got none, needed is a WAV, FLAC, OGG or MP3 file", param=FILE_FIELD
             )
         data = await file.read()
-    answer_format = _checked(fields, get_ignored(request))
+    answer_format = _parse_format(fields, get_ignored(request))
     model = await service.model(fields.get("model", ""))
     options = SpeechOptions(
         language=fields.get("language") or None,
@@ -93,11 +95,11 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
         timestamps=_timestamps(fields.get(GRANULARITIES), answer_format),
         prompt=fields.get("prompt") or None,
     )
-    heard = _heard(model, data, options, origin_of(request, None, None))
-    return _written(await unless_gone(request.receive, heard), answer_format)
+    heard = _transcribe(model, data, options, get_request_context(request, None, None))
+    return _format(await cancel_on_disconnect(request.receive, heard), answer_format)
 
 
-async def _heard(
+async def _transcribe(
     model: ServedModel, data: bytes, options: SpeechOptions, origin: RequestContext
 ) -> Transcription:
     """Transcribes audio; its windows count as one running request of the API key."""
@@ -117,7 +119,7 @@ async def _heard(
     return made
 
 
-def _checked(fields: dict[str, str], ignored: IgnoredFields) -> str:
+def _parse_format(fields: dict[str, str], ignored: IgnoredFields) -> str:
     """Checks the form's fields; returns the response format."""
     for name in fields:
         if name not in FIELDS:
@@ -165,7 +167,7 @@ def _temperature(text: str) -> float:
     return value
 
 
-def _written(made: Transcription, answer_format: str) -> Response:
+def _format(made: Transcription, answer_format: str) -> Response:
     if answer_format == "text":
         return PlainTextResponse(made.text + "\n")
     if answer_format == "srt":

@@ -14,20 +14,20 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from octavo.api.errors import InvalidRequest
-from octavo.server.http.auth import owner_of
-from octavo.server.http.body import Body, body_of
+from octavo.server.http.auth import get_owner
+from octavo.server.http.body import Body, parse_body
 from octavo.server.openai.files import StoreHere
 from octavo.server.openai.listing import listing
 from octavo.server.openai.responses.body import Metadata
 from octavo.server.state.store import Page, Record, Store
-from octavo.server.stored_work import StoredWork, stored_work_of
+from octavo.server.stored_work import StoredWork, get_stored_work
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_WINDOW_S = 14 * 86400
 
 router = APIRouter()
-WorkHere = Annotated[StoredWork, Depends(stored_work_of)]
+WorkHere = Annotated[StoredWork, Depends(get_stored_work)]
 
 
 class BatchBody(Body):
@@ -53,11 +53,11 @@ async def create_batch(
     request: Request,
     store: StoreHere,
     work: WorkHere,
-    body: Annotated[BatchBody, Depends(body_of(BatchBody))],
+    body: Annotated[BatchBody, Depends(parse_body(BatchBody))],
 ) -> dict[str, Any]:
     """Creates a batch; its input is validated and run in the background."""
     window_s = _seconds(body.completion_window)
-    owner = owner_of(request)
+    owner = get_owner(request)
     file = await store.find("file", body.input_file_id, owner)
     if file is None or file.body["purpose"] != "batch":
         raise InvalidRequest(
@@ -79,7 +79,7 @@ async def list_batches(
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> dict[str, Any]:
-    records, has_more = await store.page("batch", owner_of(request), Page(limit, after))
+    records, has_more = await store.page("batch", get_owner(request), Page(limit, after))
     return listing([_public(record, work) for record in records], has_more=has_more)
 
 
@@ -87,7 +87,7 @@ async def list_batches(
 async def show_batch(
     batch_id: str, request: Request, store: StoreHere, work: WorkHere
 ) -> dict[str, Any]:
-    return _public(await _find(store, batch_id, owner_of(request)), work)
+    return _public(await _find(store, batch_id, get_owner(request)), work)
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
@@ -95,7 +95,7 @@ async def cancel_batch(
     batch_id: str, request: Request, store: StoreHere, work: WorkHere
 ) -> dict[str, Any]:
     """Cancels a batch, keeping finished requests; a batch that has ended cannot be cancelled."""
-    record = await _find(store, batch_id, owner_of(request))
+    record = await _find(store, batch_id, get_owner(request))
     run = work.batches.find(batch_id)
     if run is None:
         status = record.body["batch"]["status"]

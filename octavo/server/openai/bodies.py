@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from octavo.api.sampling_params import OPTIONS
-from octavo.server.fields import Whole, field, needed, sampling, taken, user_name
+from octavo.server.fields import Whole, accepted, field, required, sampling, user_name
 from octavo.server.http.body import Body
 from octavo.server.http.body_part import BodyPart
 from octavo.server.openai.filter_body import FilterBody
@@ -40,7 +40,7 @@ MAX_TEMPLATE = 100_000
 class StreamOptions(BodyPart):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] | None = taken("false; no stream is obfuscated")
+    include_obfuscation: Literal[False] | None = accepted("false; no stream is obfuscated")
 
 
 class SamplingBody(FilterBody):
@@ -138,7 +138,7 @@ class SamplingBody(FilterBody):
         min_length=1,
         max_length=200,
     )
-    session_id: str | None = taken("a text of at most 512 characters", max_length=MAX_NAME)
+    session_id: str | None = accepted("a text of at most 512 characters", max_length=MAX_NAME)
     stream: bool | None = field(
         FLAG,
         "sends the answer as it grows, as server-sent events",
@@ -167,16 +167,18 @@ class SamplingBody(FilterBody):
         ge=-(2**31),
         lt=2**31,
     )
-    metadata: dict[MetadataKey, MetadataText] | None = taken(
+    metadata: dict[MetadataKey, MetadataText] | None = accepted(
         "an object of at most 16 texts of 512 characters", max_length=16
     )
-    store: bool | None = taken("true or false; this route keeps no answer")
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = taken(
+    store: bool | None = accepted("true or false; this route keeps no answer")
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = accepted(
         '"auto", "default", "flex", "scale" or "priority"'
     )
-    safety_identifier: str | None = taken("a text of at most 512 characters", max_length=MAX_NAME)
-    prompt_cache_key: str | None = taken("a text of at most 512 characters", max_length=MAX_NAME)
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = taken(
+    safety_identifier: str | None = accepted(
+        "a text of at most 512 characters", max_length=MAX_NAME
+    )
+    prompt_cache_key: str | None = accepted("a text of at most 512 characters", max_length=MAX_NAME)
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = accepted(
         '"in_memory" or "24h"'
     )
 
@@ -211,7 +213,7 @@ class PromptBody(SamplingBody):
 
 
 class CompletionBody(PromptBody):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = needed(
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = required(
         "a text, token ids, or a list of either", "what is continued"
     )
     echo: bool = field(
@@ -261,7 +263,7 @@ class CompletionBody(PromptBody):
 class ConversationBody(Body):
     """Base class of bodies with a conversation for the chat template."""
 
-    messages: list[Message] = needed(
+    messages: list[Message] = required(
         "a list of messages, each with a role and a content", "the conversation", by_path=True
     )
     add_generation_prompt: bool | None = field(
@@ -354,4 +356,4 @@ class ChatBody(ConversationBody, PromptBody):
     modalities: list[Literal["text"]] | None = field(
         '["text"]', "what the answer is made of", max_length=1
     )
-    verbosity: Literal["low", "medium", "high"] | None = taken('"low", "medium" or "high"')
+    verbosity: Literal["low", "medium", "high"] | None = accepted('"low", "medium" or "high"')

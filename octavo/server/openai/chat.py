@@ -11,8 +11,8 @@ from msgspec import UNSET, UnsetType
 from octavo.api.outputs import RequestOutput
 from octavo.api.sampling_params import SamplingParams
 from octavo.server.conversation import Conversation
-from octavo.server.http.auth import origin_of
-from octavo.server.http.body import body_bytes, body_of
+from octavo.server.http.auth import get_request_context
+from octavo.server.http.body import body_bytes, parse_body
 from octavo.server.http.errors import use_api_names
 from octavo.server.http.sse import EventStream
 from octavo.server.openai.bodies import ChatBody, SamplingBody
@@ -27,10 +27,10 @@ from octavo.server.openai.protocol import (
     ChatToolCall,
     Usage,
 )
-from octavo.server.openai.rendering import rendering_of
+from octavo.server.openai.rendering import make_rendering
 from octavo.server.openai.sampling import sampling_params
-from octavo.server.openai.tools import tools_of, uses_functions
-from octavo.server.openai.truncation import truncation_of
+from octavo.server.openai.tools import parse_tools, uses_functions
+from octavo.server.openai.truncation import parse_truncation
 from octavo.server.response_builder import (
     ChoiceDelta,
     ResponseBuilder,
@@ -39,7 +39,7 @@ from octavo.server.response_builder import (
 )
 from octavo.server.settings import ServerSettings
 from octavo.server.state.served_model import ServedModel
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 from octavo.text.parsers.parts import MessageText, Part, PartKind
 
 PATH = "/v1/chat/completions"
@@ -51,14 +51,14 @@ router = APIRouter()
 @router.post(PATH)
 async def chat(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[ChatBody, Depends(body_of(ChatBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[ChatBody, Depends(parse_body(ChatBody))],
 ) -> Response:
-    with use_api_names(_words(body)):
-        return await _answered(request, service, body)
+    with use_api_names(_get_names(body)):
+        return await _respond(request, service, body)
 
 
-async def _answered(request: Request, service: Service, body: ChatBody) -> Response:
+async def _respond(request: Request, service: Service, body: ChatBody) -> Response:
     model = await service.model(body.model)
     params = _params(body, model.llm.get_default_chat_params())
     conversation = _conversation(body, model, service.settings)
@@ -70,7 +70,7 @@ async def _answered(request: Request, service: Service, body: ChatBody) -> Respo
         shows_reasoning=body.include_reasoning is not False,
         uses_functions=uses_functions(body),
     )
-    origin = origin_of(request, body.priority, body.user)
+    origin = get_request_context(request, body.priority, body.user)
     response = await start_chat(
         model, conversation, params, formatter, origin=origin, stream=bool(body.stream)
     )
@@ -207,12 +207,12 @@ class ChatFormatter(OpenAIFormatter):
 
 def _conversation(body: ChatBody, model: ServedModel, settings: ServerSettings) -> Conversation:
     """Builds the conversation from the body."""
-    rendering = rendering_of(body, model, settings, add_special_tokens=body.add_special_tokens)
-    truncation = truncation_of(body, model.llm, _max_tokens(body))
+    rendering = make_rendering(body, model, settings, add_special_tokens=body.add_special_tokens)
+    truncation = parse_truncation(body, model.llm, _max_tokens(body))
     messages = plain_messages(
         body.messages, id_length=model.formats.tools.id_length, ignored=body.ignored
     )
-    tools = tools_of(body, model.limits)
+    tools = parse_tools(body, model.limits)
     budget = body.thinking_token_budget
     return Conversation(
         messages,
@@ -245,7 +245,7 @@ def _params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
     )
 
 
-def _words(body: ChatBody) -> dict[str, str]:
+def _get_names(body: ChatBody) -> dict[str, str]:
     """Maps given fields of the chat API to SamplingParams fields of other names."""
     given = {"top_logprobs": body.top_logprobs, "max_completion_tokens": body.max_completion_tokens}
     ours = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}

@@ -14,9 +14,9 @@ from octavo.api.errors import InvalidRequest
 from octavo.api.outputs import Logprob, RequestOutput
 from octavo.api.sampling_params import SamplingParams
 from octavo.frontend.arguments import Prompt as EnginePrompt
-from octavo.server.generation import Prompt, as_prompts, prompt_of
-from octavo.server.http.auth import origin_of
-from octavo.server.http.body import body_of
+from octavo.server.generation import Prompt, as_prompts, make_prompt
+from octavo.server.http.auth import get_request_context
+from octavo.server.http.body import parse_body
 from octavo.server.http.sse import EventStream
 from octavo.server.openai.bodies import CompletionBody
 from octavo.server.openai.formatter import OpenAIFormatter, format_usage
@@ -28,7 +28,7 @@ from octavo.server.openai.protocol import (
     Usage,
 )
 from octavo.server.openai.sampling import sampling_params
-from octavo.server.openai.truncation import truncation_of
+from octavo.server.openai.truncation import parse_truncation
 from octavo.server.response_builder import (
     ChoiceDelta,
     ResponseBuilder,
@@ -36,7 +36,7 @@ from octavo.server.response_builder import (
     start_response,
 )
 from octavo.server.state.served_model import ServedModel
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 from octavo.text.detokenizer import decode_whole_characters, skipped_ids
 
 PATH = "/v1/completions"
@@ -48,8 +48,8 @@ router = APIRouter()
 @router.post(PATH)
 async def complete(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[CompletionBody, Depends(body_of(CompletionBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[CompletionBody, Depends(parse_body(CompletionBody))],
 ) -> Response:
     model = await service.model(body.model)
     llm = model.llm
@@ -57,7 +57,7 @@ async def complete(
     params = _params(body, llm.get_default_sampling_params())
     prompts = [await _prompt(body, prompt, llm) for prompt in as_prompts(body.prompt)]
     formatter = CompletionFormatter(body, params, model)
-    origin = origin_of(request, body.priority, body.user)
+    origin = get_request_context(request, body.priority, body.user)
     response = await start_response(
         model, prompts, params, formatter, origin=origin, stream=bool(body.stream)
     )
@@ -185,12 +185,12 @@ async def _prompt(body: CompletionBody, prompt: Prompt, llm: AsyncLLM) -> Engine
                 "suffix: got a prompt of token ids, needed is a text", param="suffix"
             )
         return await llm.infill_prompt(prompt, body.suffix) | {"cache_salt": body.cache_salt}
-    made = await prompt_of(
+    made = await make_prompt(
         llm,
         prompt,
         add_special_tokens=body.add_special_tokens,
         cache_salt=body.cache_salt,
-        truncation=truncation_of(body, llm, _max_tokens(body)),
+        truncation=parse_truncation(body, llm, _max_tokens(body)),
     )
     named = {
         "decoder_prompt": body.decoder_prompt,
@@ -199,7 +199,7 @@ async def _prompt(body: CompletionBody, prompt: Prompt, llm: AsyncLLM) -> Engine
     given = {name: value for name, value in named.items() if value is not None}
     if not given:
         return made
-    assert isinstance(made, Mapping), "prompt_of returns a text's tokens in a dict"
+    assert isinstance(made, Mapping), "make_prompt returns a text's tokens in a dict"
     return {**made, **given}
 
 

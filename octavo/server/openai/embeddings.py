@@ -17,15 +17,15 @@ from octavo.api.errors import InvalidRequest
 from octavo.api.outputs import RequestOutput
 from octavo.api.pooling_outputs import pooled_row
 from octavo.api.pooling_params import PoolingParams
-from octavo.server.fields import Whole, field, needed
+from octavo.server.fields import Whole, field, required
 from octavo.server.generation import as_prompts
-from octavo.server.http.auth import origin_of
-from octavo.server.http.body import body_of
+from octavo.server.http.auth import get_request_context
+from octavo.server.http.body import parse_body
 from octavo.server.http.errors import use_api_names
 from octavo.server.openai.bodies import TokenId
-from octavo.server.pooling import PoolingCall, pooled
+from octavo.server.pooling import PoolingCall, run_pooling
 from octavo.server.pooling_body import PoolingBody, PoolingUsage
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 
 PATH = "/v1/embeddings"
 
@@ -33,7 +33,7 @@ router = APIRouter()
 
 
 class EmbeddingBody(PoolingBody):
-    input: str | list[str] | list[TokenId] | list[list[TokenId]] = needed(
+    input: str | list[str] | list[TokenId] | list[list[TokenId]] = required(
         "a text, token ids, or a list of either", "what is embedded"
     )
     encoding_format: Literal["float", "base64"] = field(
@@ -68,8 +68,8 @@ class EmbeddingList(msgspec.Struct):
 @router.post(PATH)
 async def embed(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[EmbeddingBody, Depends(body_of(EmbeddingBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[EmbeddingBody, Depends(parse_body(EmbeddingBody))],
 ) -> Response:
     model = await service.model(body.model)
     params = PoolingParams(
@@ -81,12 +81,12 @@ async def embed(
     _check_texts(body.input)
     with use_api_names({"input": "prompt"}):
         job = model.llm.pooling_jobs.embedding(as_prompts(body.input), params)
-    call = PoolingCall(name, job, origin_of(request, body.priority, body.user))
-    answer = await pooled(request, model, call)
+    call = PoolingCall(name, job, get_request_context(request, body.priority, body.user))
+    answer = await run_pooling(request, model, call)
     made = EmbeddingList(
         name,
         [
-            EmbeddingEntry(index, _written(row, body.encoding_format))
+            EmbeddingEntry(index, _format(row, body.encoding_format))
             for index, row in enumerate(answer.rows)
         ],
         model.name,
@@ -103,7 +103,7 @@ def _check_texts(given: str | Sequence[Any]) -> None:
         raise InvalidRequest(f"{where}: got an empty text, needed is some text", param="input")
 
 
-def _written(output: RequestOutput, form: str) -> list[float] | str:
+def _format(output: RequestOutput, form: str) -> list[float] | str:
     """Formats an embedding as numbers or base64."""
     if form == "base64":
         return base64.b64encode(output.pooled or b"").decode()

@@ -13,14 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 
 from octavo.api.errors import InvalidRequest
-from octavo.server.http.auth import owner_of
+from octavo.server.http.auth import get_owner
 from octavo.server.http.body import get_ignored
 from octavo.server.http.forms import FILE_FIELD, get_fields, get_file, open_form
 from octavo.server.ignored import IgnoredFields, join_path
 from octavo.server.openai.listing import listing
 from octavo.server.state.file_writer import FileWriter
-from octavo.server.state.service import Service, service_of
-from octavo.server.state.store import Page, Record, Store, path_of
+from octavo.server.state.service import Service, get_service
+from octavo.server.state.store import Page, Record, Store, get_file_path
 
 PURPOSES = ("batch",)
 MAX_NAME = 255
@@ -50,19 +50,19 @@ FORM = {
 router = APIRouter()
 
 
-async def store_of(service: Annotated[Service, Depends(service_of)]) -> Store:
+async def get_store(service: Annotated[Service, Depends(get_service)]) -> Store:
     """Returns the server's store; raises a 404 without one."""
     if service.store is None:
         raise HTTPException(404, "this server keeps no files (hint: start it with --state-dir)")
     return service.store
 
 
-StoreHere = Annotated[Store, Depends(store_of)]
+StoreHere = Annotated[Store, Depends(get_store)]
 
 
 @router.post("/v1/files", openapi_extra={"requestBody": FORM})
 async def upload(
-    request: Request, service: Annotated[Service, Depends(service_of)], store: StoreHere
+    request: Request, service: Annotated[Service, Depends(get_service)], store: StoreHere
 ) -> dict[str, Any]:
     """Stores a file of JSON lines; it is on disk when the response is sent."""
     settings = service.settings
@@ -72,7 +72,7 @@ async def upload(
         request, max_bytes=settings.max_file_bytes, timeout_s=settings.request_timeout_s
     ) as form:
         expires_at = _expires_at(get_fields(form), store)
-        file, purpose = _checked(form, get_ignored(request))
+        file, purpose = _parse_form(form, get_ignored(request))
         store.check_room(file.size or 0)
         with FileWriter(store.folder, file_id) as writer:
             while data := await file.read(COPY_BYTES):
@@ -80,7 +80,7 @@ async def upload(
             await writer.commit()
     record = file_record(
         file_id,
-        owner_of(request),
+        get_owner(request),
         file.filename or "",
         purpose,
         writer.num_bytes,
@@ -101,13 +101,13 @@ async def list_files(
     order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
 ) -> dict[str, Any]:
     page = Page(limit, after, newest_first=order == "desc", purpose=purpose)
-    records, has_more = await store.page("file", owner_of(request), page)
+    records, has_more = await store.page("file", get_owner(request), page)
     return listing([public_file(record) for record in records], has_more=has_more)
 
 
 @router.get("/v1/files/{file_id}")
 async def show_file(file_id: str, request: Request, store: StoreHere) -> dict[str, Any]:
-    return public_file(await find_file(store, file_id, owner_of(request)))
+    return public_file(await find_file(store, file_id, get_owner(request)))
 
 
 @router.get(
@@ -116,8 +116,8 @@ async def show_file(file_id: str, request: Request, store: StoreHere) -> dict[st
     responses={200: {"content": {BYTES: {}}}},
 )
 async def content(file_id: str, request: Request, store: StoreHere) -> Response:
-    record = await find_file(store, file_id, owner_of(request))
-    path = path_of(store.folder, record.id)
+    record = await find_file(store, file_id, get_owner(request))
+    path = get_file_path(store.folder, record.id)
     if not await asyncio.to_thread(path.is_file):
         raise HTTPException(404, f"the bytes of the file {file_id!r} are no longer on the disk")
     return FileResponse(path, media_type=BYTES)
@@ -126,7 +126,7 @@ async def content(file_id: str, request: Request, store: StoreHere) -> Response:
 @router.delete("/v1/files/{file_id}")
 async def delete_file(file_id: str, request: Request, store: StoreHere) -> dict[str, Any]:
     """Deletes a file, unless an unfinished batch reads it."""
-    record = await find_file(store, file_id, owner_of(request))
+    record = await find_file(store, file_id, get_owner(request))
     for batch in await store.unfinished("batch"):
         if batch.body["batch"]["input_file_id"] == file_id:
             raise InvalidRequest(
@@ -176,7 +176,7 @@ async def find_file(store: Store, file_id: str, owner: str) -> Record:
     return record
 
 
-def _checked(form: FormData, ignored: IgnoredFields) -> tuple[UploadFile, str]:
+def _parse_form(form: FormData, ignored: IgnoredFields) -> tuple[UploadFile, str]:
     """Returns (file, purpose); raises InvalidRequest if the form is incomplete."""
     fields, file = get_fields(form), get_file(form)
     purpose = fields.get("purpose")

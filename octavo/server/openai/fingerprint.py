@@ -11,7 +11,7 @@ from octavo.utils.version import __version__
 
 
 @functools.lru_cache(maxsize=64)
-def fingerprint_of(config: EngineConfig) -> str:
+def make_fingerprint(config: EngineConfig) -> str:
     """Returns a digest of everything that affects an engine's numerical results."""
     deciding = (
         __version__,

@@ -17,7 +17,7 @@ import msgspec
 from octavo.api.outputs import RequestOutput, Timings
 from octavo.api.sampling_params import SamplingParams
 from octavo.server.openai.bodies import SamplingBody, StreamOptions
-from octavo.server.openai.fingerprint import fingerprint_of
+from octavo.server.openai.fingerprint import make_fingerprint
 from octavo.server.openai.logprobs import TokenNames
 from octavo.server.openai.protocol import (
     CompletionTokensDetails,
@@ -51,7 +51,7 @@ class OpenAIFormatter(ResponseFormatter):
         self.id = f"{self.prefix}-{body.request_id or secrets.token_hex(12)}"
         self.created = int(time.time())
         self.model = model.name
-        self.fingerprint = fingerprint_of(model.llm.config)
+        self.fingerprint = make_fingerprint(model.llm.config)
         self.tokenizer = model.tokenizer
         self.params = params
         self.returns_token_ids = body.return_token_ids

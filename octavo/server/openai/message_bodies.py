@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from octavo.server.fields import taken
+from octavo.server.fields import accepted
 from octavo.server.http.body_part import BodyPart
 
 UNREADABLE = ("input_audio", "audio_url", "video_url", "file")
@@ -22,10 +22,10 @@ class ContentPart(BodyPart):
     text: str | None = None
     refusal: str | None = None
     image_url: Any = None
-    cache_control: dict[str, Any] | None = taken("an object; every prefix is cached")
-    role: str | None = taken("a text; clients copy it from an answer")
-    annotations: list[Any] | None = taken("a list; clients copy it from an answer")
-    logprobs: list[Any] | None = taken("a list; clients copy it from an answer")
+    cache_control: dict[str, Any] | None = accepted("an object; every prefix is cached")
+    role: str | None = accepted("a text; clients copy it from an answer")
+    annotations: list[Any] | None = accepted("a list; clients copy it from an answer")
+    logprobs: list[Any] | None = accepted("a list; clients copy it from an answer")
 
 
 class FunctionCall(BodyPart):

@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.api.errors import InvalidRequest
 from octavo.server.ignored import IgnoredFields
-from octavo.server.images import Content, content_of, image_part, text_part, url_source
+from octavo.server.images import Content, image_part, join_parts, text_part, url_source
 from octavo.server.notes import describe_unread
 from octavo.server.openai.message_bodies import TEXTS, UNREADABLE, ContentPart, Message, ToolCall
 from octavo.server.tool_use import check_role, parse_arguments
@@ -97,7 +97,7 @@ def _content(message: Message, where: str, ignored: IgnoredFields | None) -> Con
         if message.role in MAY_BE_EMPTY:
             return ""
         raise InvalidRequest(f"{where}.content: needed, and not given", param=f"{where}.content")
-    return content_of(
+    return join_parts(
         [
             build_part(part, f"{where}.content[{index}]", message.role, ignored)
             for index, part in enumerate(content)

@@ -13,9 +13,9 @@ from fastapi import APIRouter, Depends, Query, Request
 from octavo.api.errors import Unavailable
 from octavo.config.paths import public_name
 from octavo.server.anthropic import cards
-from octavo.server.http.error_forms import VERSION_HEADER
+from octavo.server.http.error_formats import VERSION_HEADER
 from octavo.server.state.adapters import ServedAdapter
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 from octavo.server.state.slot import EngineSlot
 
 router = APIRouter()
@@ -24,7 +24,7 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    service: Annotated[Service, Depends(get_service)],
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     after_id: str | None = None,
     before_id: str | None = None,
@@ -41,39 +41,41 @@ async def list_models(
     await service.known.describe(service.models)
     if VERSION_HEADER in request.headers:
         slots = list(service.models)
-        return cards.page_of(slots, limit=limit, after_id=after_id, before_id=before_id)
+        return cards.make_page(slots, limit=limit, after_id=after_id, before_id=before_id)
     found = [
-        card for slot in service.models for card in _cards_of(slot, service.models.aliases_of(slot))
+        card
+        for slot in service.models
+        for card in _make_cards(slot, service.models.get_aliases(slot))
     ]
     return {"object": "list", "data": found}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(
-    name: str, request: Request, service: Annotated[Service, Depends(service_of)]
+    name: str, request: Request, service: Annotated[Service, Depends(get_service)]
 ) -> dict[str, Any]:
     """Shows one model in any state, with its load progress or error."""
     slot, meant = await service.residency.find(name), service.models.resolve(name)
     await service.known.describe([slot])
     if meant in slot.adapters and not service.models.answers_to(meant):
-        card = adapter_card_of(slot, slot.adapters[meant])
+        card = make_adapter_card(slot, slot.adapters[meant])
     elif VERSION_HEADER in request.headers:
-        card = cards.card_of(slot)
+        card = cards.make_card(slot)
     else:
-        card = card_of(slot)
+        card = make_card(slot)
     return card if meant == name else card | {"id": name}
 
 
-def _cards_of(slot: EngineSlot, aliases: Iterable[str]) -> list[dict[str, Any]]:
+def _make_cards(slot: EngineSlot, aliases: Iterable[str]) -> list[dict[str, Any]]:
     """Returns the cards of a model, its adapters and its aliases."""
-    card = card_of(slot)
-    adapters = (adapter_card_of(slot, each) for each in slot.adapters.values())
+    card = make_card(slot)
+    adapters = (make_adapter_card(slot, each) for each in slot.adapters.values())
     return [card, *adapters, *(card | {"id": alias} for alias in aliases)]
 
 
-def adapter_card_of(slot: EngineSlot, adapter: ServedAdapter) -> dict[str, Any]:
+def make_adapter_card(slot: EngineSlot, adapter: ServedAdapter) -> dict[str, Any]:
     """Returns the card of an adapter; `parent` is its model."""
-    return card_of(slot) | {
+    return make_card(slot) | {
         "id": adapter.name,
         "created": adapter.created,
         "root": public_name(adapter.ref.path),
@@ -81,7 +83,7 @@ def adapter_card_of(slot: EngineSlot, adapter: ServedAdapter) -> dict[str, Any]:
     }
 
 
-def card_of(slot: EngineSlot) -> dict[str, Any]:
+def make_card(slot: EngineSlot) -> dict[str, Any]:
     """Returns OpenAI's card of a model, with its context length, capabilities and state.
 
     For a model that is not loaded, `max_model_len` is read from its files.

@@ -15,7 +15,7 @@ UNREAD_EFFORTS = ("none", "medium")
 """Efforts that need no support by the template: no thinking, and OpenAI's default."""
 
 
-def rendering_of(
+def make_rendering(
     body: ConversationBody,
     model: ServedModel,
     settings: ServerSettings,

@@ -10,7 +10,7 @@ from typing import Any
 from octavo.api.sampling_params import SamplingParams
 from octavo.frontend.sampling_defaults import params_over
 from octavo.server.openai.bodies import SAMPLING_FIELDS, SamplingBody
-from octavo.server.openai.structured import structured_outputs_of
+from octavo.server.openai.structured import parse_structured_outputs
 
 UNLIMITED = -1
 """max_tokens without a limit, as in llama.cpp and LM Studio."""
@@ -37,7 +37,7 @@ def sampling_params(
     search = _search(body)
     if search:
         defaults = SamplingParams(max_tokens=defaults.max_tokens)
-    given |= {"logprobs": logprobs, "structured_outputs": structured_outputs_of(body)}
+    given |= {"logprobs": logprobs, "structured_outputs": parse_structured_outputs(body)}
     return params_over(defaults, {**given, **search, **others})
 
 

@@ -43,7 +43,7 @@ class FormFields(Protocol):
     def ignored(self) -> IgnoredFields: ...
 
 
-def structured_outputs_of(body: FormFields) -> StructuredOutputs | None:
+def parse_structured_outputs(body: FormFields) -> StructuredOutputs | None:
     """Returns the structured output options of a body; None for free text. Raises InvalidRequest
     for more than one.
     """
@@ -64,7 +64,7 @@ def _form(body: FormFields, name: str, value: Any) -> StructuredOutputs | None:
     if name == "response_format":
         return response_format(value, body.ignored)
     if name == "structured_outputs":
-        return StructuredOutputs(**_known(name, value, FORM_FIELDS, body.ignored))
+        return StructuredOutputs(**_select_known(name, value, FORM_FIELDS, body.ignored))
     pattern = body.guided_whitespace_pattern
     return StructuredOutputs(**{GUIDED[name]: value, "whitespace_pattern": pattern}, given_as=name)
 
@@ -75,10 +75,10 @@ def response_format(
     """Parses response_format; returns None for text. `name` is the field's name."""
     kind = given.get("type")
     if kind == "text":
-        _known(name, given, ("type",), ignored)
+        _select_known(name, given, ("type",), ignored)
         return None
     if kind == "json_object":
-        _known(name, given, ("type", "schema"), ignored)
+        _select_known(name, given, ("type", "schema"), ignored)
         schema = given.get("schema")  # llama.cpp's form
         if not isinstance(schema, dict | None):
             raise InvalidRequest(
@@ -91,11 +91,11 @@ def response_format(
     if kind == "json_schema":
         if given.get("json_schema") is None and "schema" in given:  # llama.cpp's form too
             given = {"type": kind, "json_schema": {**given, "type": None}}
-        _known(name, given, ("type", "json_schema"), ignored)
+        _select_known(name, given, ("type", "json_schema"), ignored)
         schema = _schema(given.get("json_schema"), name, ignored)
         return StructuredOutputs(json=schema, given_as=name)
     if kind == "structural_tag":
-        tag = _known(name, given, ("type", "structures", "triggers"), ignored)
+        tag = _select_known(name, given, ("type", "structures", "triggers"), ignored)
         return StructuredOutputs(structural_tag=tag, given_as=name)
     raise InvalidRequest(f"{name}: got the type {shown(kind)}, allowed are {FORMATS}", param=name)
 
@@ -110,7 +110,7 @@ def _schema(given: object, name: str, ignored: IgnoredFields) -> Any:
             " schema",
             param=name,
         )
-    _known(f"{name}.json_schema", given, SCHEMA_KEYS, ignored)
+    _select_known(f"{name}.json_schema", given, SCHEMA_KEYS, ignored)
     label = given.get("name")
     if label is not None and not (isinstance(label, str) and 0 < len(label) <= MAX_NAME):
         reason = f"got {shown(label)}, allowed is a text of at most {MAX_NAME} characters"
@@ -134,7 +134,7 @@ def _without_unenforced(
     return dict(found.schema)
 
 
-def _known(
+def _select_known(
     name: str, given: Mapping[str, Any], allowed: tuple[str, ...], ignored: IgnoredFields
 ) -> dict[str, Any]:
     """Returns the allowed fields of an object; reports the others as ignored."""

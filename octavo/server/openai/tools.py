@@ -19,21 +19,21 @@ from octavo.server.tool_use import (
     OfferedFunction,
     ToolNames,
     ToolUse,
-    tool_use_of,
+    make_tool_use,
 )
 
 OLD_NAMES = ToolNames("functions", "function_call", "name", "parameters")
 
 
-def tools_of(body: ChatBody, limits: RequestLimits) -> ToolUse | None:
+def parse_tools(body: ChatBody, limits: RequestLimits) -> ToolUse | None:
     """Returns the checked tools of a body; None if the model may not call any."""
     is_old = uses_functions(body)
     given = (body.functions or []) if is_old else [tool.function for tool in body.tools or ()]
     if not is_old and body.functions:
         body.ignored.add("functions", "tools goes before it")
     choice, named = _old_choice(body) if is_old else _choice(body)
-    return tool_use_of(
-        [offered(function) for function in given],
+    return make_tool_use(
+        [convert_function(function) for function in given],
         choice,
         limits,
         named=named,
@@ -56,7 +56,7 @@ def _old_choice(body: ChatBody) -> tuple[Choice | None, list[str] | None]:
             return word, None
 
 
-def offered(function: OfferedFunctionBody) -> OfferedFunction:
+def convert_function(function: OfferedFunctionBody) -> OfferedFunction:
     """Converts a function; without parameters it takes no arguments."""
     made = OfferedFunction(
         function.name, description=function.description, is_strict=bool(function.strict)
@@ -69,16 +69,16 @@ def _choice(body: ChatBody) -> tuple[Choice | None, list[str] | None]:
     """Returns the tool choice and the names of allowed functions."""
     match body.tool_choice:
         case NamedTool() as named:
-            return "required", [_name_of(named)]
+            return "required", [_get_name(named)]
         case AllowedToolsChoice(allowed_tools=allowed):
-            return allowed.mode, [_name_of(tool) for tool in allowed.tools]
+            return allowed.mode, [_get_name(tool) for tool in allowed.tools]
         case "any":
             return "required", None
         case word:
             return word, None
 
 
-def _name_of(tool: NamedTool) -> str:
+def _get_name(tool: NamedTool) -> str:
     name = tool.name if tool.function is None else tool.function.name
     if name is None:
         raise InvalidRequest("tool_choice: got a function without a name", param="tool_choice")

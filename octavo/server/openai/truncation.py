@@ -6,7 +6,7 @@ from octavo.frontend.prompt_inputs import Truncation
 from octavo.server.openai.bodies import PromptBody
 
 
-def truncation_of(body: PromptBody, llm: AsyncLLM, max_tokens: int | None) -> Truncation | None:
+def parse_truncation(body: PromptBody, llm: AsyncLLM, max_tokens: int | None) -> Truncation | None:
     """Returns the prompt truncation, checked against the context. -1 leaves room for `max_tokens`,
     or for one token if it has no limit.
     """

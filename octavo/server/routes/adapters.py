@@ -13,9 +13,9 @@ from pydantic import Field
 
 from octavo.api.errors import InvalidRequest, ModelNotFound, Overloaded
 from octavo.server.http.auth import require_operator
-from octavo.server.http.body import Body, body_of
+from octavo.server.http.body import Body, parse_body
 from octavo.server.state.adapters import NAME, NAME_RULE, ServedAdapter, path_within
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 from octavo.server.state.slot import EngineSlot
 
 router = APIRouter()
@@ -45,8 +45,8 @@ class UnloadAdapterBody(Body):
 
 @router.post("/v1/load_lora_adapter", dependencies=[Depends(require_operator)])
 async def load_adapter(
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[LoadAdapterBody, Depends(body_of(LoadAdapterBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[LoadAdapterBody, Depends(parse_body(LoadAdapterBody))],
 ) -> PlainTextResponse:
     """Loads an adapter; 400 if its files are invalid.
 
@@ -57,7 +57,7 @@ async def load_adapter(
             f"lora_name: got {body.lora_name[:80]!r}, allowed are {NAME_RULE}",
             param="lora_name",
         )
-    slot = _slot_of(service, body)
+    slot = _find_slot(service, body)
     _check_name(service, slot, body)
     path = path_within(service.settings.lora_dir, body.lora_path)
     adapter = await asyncio.to_thread(
@@ -70,8 +70,8 @@ async def load_adapter(
 
 @router.post("/v1/unload_lora_adapter", dependencies=[Depends(require_operator)])
 async def unload_adapter(
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[UnloadAdapterBody, Depends(body_of(UnloadAdapterBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[UnloadAdapterBody, Depends(parse_body(UnloadAdapterBody))],
 ) -> PlainTextResponse:
     """Removes an adapter's name; running requests continue."""
     slot = service.models.with_adapter(body.lora_name)
@@ -83,7 +83,7 @@ async def unload_adapter(
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-def _slot_of(service: Service, body: LoadAdapterBody) -> EngineSlot:
+def _find_slot(service: Service, body: LoadAdapterBody) -> EngineSlot:
     """Returns the model of an adapter; a known adapter keeps its model by default."""
     known = service.models.with_adapter(body.lora_name)
     if body.base_model_name is None and known is not None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 
 from octavo.api.errors import Unavailable
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 from octavo.server.state.slot import EngineSlot
 from octavo.utils.version import __version__
 
@@ -22,7 +22,7 @@ router = APIRouter()
 @router.get("/health")
 @router.get("/ping")
 async def health(
-    service: Annotated[Service, Depends(service_of)], model: str | None = None
+    service: Annotated[Service, Depends(get_service)], model: str | None = None
 ) -> dict[str, str]:
     """Responds 200 while at least one model, or the named one, accepts requests, else 503.
 
@@ -38,7 +38,7 @@ async def health(
 
 
 @router.get("/health/ready")
-async def ready(service: Annotated[Service, Depends(service_of)]) -> dict[str, str]:
+async def ready(service: Annotated[Service, Depends(get_service)]) -> dict[str, str]:
     """Responds 200 while every model accepts requests, else 503 with the state of the others."""
     troubled = [slot for slot in service.models if slot.trouble]
     if troubled or service.models.is_stopping:
@@ -53,7 +53,7 @@ async def live() -> dict[str, str]:
 
 
 @router.get("/load")
-async def load(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+async def load(service: Annotated[Service, Depends(get_service)]) -> dict[str, Any]:
     """Counts waiting and running samples, in total and for each model."""
     loads = {
         slot.name: slot.loaded.num_unfinished for slot in service.models if slot.loaded is not None

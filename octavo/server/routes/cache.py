@@ -13,14 +13,14 @@ from octavo.api.async_llm import AsyncLLM
 from octavo.api.errors import InvalidRequest
 from octavo.engine.protocol.stats import EngineStats
 from octavo.frontend.arguments import Prompt as EnginePrompt
-from octavo.server.generation import chat_prompt_of, prompt_of
+from octavo.server.generation import make_chat_prompt, make_prompt
 from octavo.server.http.auth import require_operator
-from octavo.server.http.body import Body, body_of
-from octavo.server.http.connection import unless_gone
+from octavo.server.http.body import Body, parse_body
+from octavo.server.http.connection import cancel_on_disconnect
 from octavo.server.openai.bodies import TokenId
 from octavo.server.openai.message_bodies import Message
 from octavo.server.openai.messages import plain_messages
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 from octavo.text.ports import Rendering
 
 router = APIRouter()
@@ -54,16 +54,18 @@ class ResetBody(Body):
 @router.post("/v1/cache/pin", dependencies=[Depends(require_operator)])
 async def pin(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[PinBody, Depends(body_of(PinBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[PinBody, Depends(parse_body(PinBody))],
 ) -> dict[str, Any]:
     """Computes a prompt prefix if it is not cached, and pins it on disk. For operators: pinned
     blocks reduce the cache for all keys.
     """
     model = await service.model(body.model)
     llm = model.llm
-    prompt = await _prompt_of(llm, body)
-    num_tokens = await unless_gone(request.receive, llm.pin_prefix(prompt, ttl_s=body.ttl_s))
+    prompt = await _parse_prompt(llm, body)
+    num_tokens = await cancel_on_disconnect(
+        request.receive, llm.pin_prefix(prompt, ttl_s=body.ttl_s)
+    )
     expires_at = None if body.ttl_s is None else int(time.time() + body.ttl_s)
     return {
         "object": "cache.pin",
@@ -75,7 +77,7 @@ async def pin(
 
 @router.get("/v1/cache")
 async def read(
-    service: Annotated[Service, Depends(service_of)], model: str | None = None
+    service: Annotated[Service, Depends(get_service)], model: str | None = None
 ) -> dict[str, Any]:
     """Reports the contents of a model's prefix cache by tier, and its hits."""
     llm = service.loaded_model(model).llm
@@ -87,8 +89,8 @@ async def read(
 
 @router.post("/v1/cache/reset", dependencies=[Depends(require_operator)])
 async def reset(
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[ResetBody, Depends(body_of(ResetBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[ResetBody, Depends(parse_body(ResetBody))],
 ) -> dict[str, bool]:
     """Clears the prefix cache of all keys, for operators. Responds false and does nothing while
     requests run.
@@ -132,7 +134,7 @@ def describe(stats: EngineStats, size_bytes: int | None) -> dict[str, Any]:
     }
 
 
-async def _prompt_of(llm: AsyncLLM, body: PinBody) -> EnginePrompt:
+async def _parse_prompt(llm: AsyncLLM, body: PinBody) -> EnginePrompt:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt: needed is one of prompt and messages", param="prompt")
     if body.prompt is not None:
@@ -140,7 +142,7 @@ async def _prompt_of(llm: AsyncLLM, body: PinBody) -> EnginePrompt:
             raise InvalidRequest(
                 "chat_template_kwargs: allowed only with messages", param="chat_template_kwargs"
             )
-        return await prompt_of(llm, body.prompt, cache_salt=body.cache_salt)
+        return await make_prompt(llm, body.prompt, cache_salt=body.cache_salt)
     messages = plain_messages(body.messages or [])
     rendering = Rendering(False, variables=body.chat_template_kwargs or {})
-    return await chat_prompt_of(llm, messages, cache_salt=body.cache_salt, rendering=rendering)
+    return await make_chat_prompt(llm, messages, cache_salt=body.cache_salt, rendering=rendering)

@@ -15,14 +15,14 @@ from octavo.api.sampling_params import OPTIONS
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.kv_events import offset_endpoint, parse_events_config
 from octavo.executor.kv import BLOCK_SIZE
-from octavo.server.fields import described
+from octavo.server.fields import describe_fields
 from octavo.server.http.body import Body
 from octavo.server.openai import chat, completions, embeddings
 from octavo.server.openai.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody
 from octavo.server.scoring import classify, rerank, score
 from octavo.server.scoring.bodies import ClassifyBody, CohereRerankBody, RerankBody, ScoreBody
 from octavo.server.state.served_model import ServedModel
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 
 BODIES: dict[str, type[Body]] = {
     chat.PATH: ChatBody,
@@ -46,7 +46,7 @@ router = APIRouter()
 @router.get("/v1/capabilities")
 async def capabilities(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    service: Annotated[Service, Depends(get_service)],
     model: Annotated[str | None, Query(description="a model's name")] = None,
 ) -> dict[str, Any]:
     """Lists fields, ranges, defaults and interactions of a model, and the server's routes."""
@@ -97,8 +97,8 @@ def _fields(model: ServedModel) -> Iterator[dict[str, Any]]:
     defaults = {} if pools else msgspec.structs.asdict(model.llm.get_default_chat_params())
     rows: dict[str, list[dict[str, Any]]] = {}
     for path, kind in (POOLING_BODIES[pools] if pools else BODIES).items():
-        for name, row in described(kind).items():
-            row = _fitted(row, model, defaults)
+        for name, row in describe_fields(kind).items():
+            row = _fit_to_model(row, model, defaults)
             if name in LONGEST_ANSWER and path == completions.PATH:
                 row["default"] = completions.DEFAULT_MAX_TOKENS
             elif name in LONGEST_ANSWER and defaults:
@@ -112,7 +112,9 @@ def _fields(model: ServedModel) -> Iterator[dict[str, Any]]:
         yield from entries
 
 
-def _fitted(row: dict[str, Any], model: ServedModel, defaults: dict[str, Any]) -> dict[str, Any]:
+def _fit_to_model(
+    row: dict[str, Any], model: ServedModel, defaults: dict[str, Any]
+) -> dict[str, Any]:
     """Returns a field with the model's own defaults and limits."""
     row = row | {"paths": 0}
     name = row["name"]

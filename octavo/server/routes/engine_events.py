@@ -15,7 +15,7 @@ from octavo.engine.live.feed import FeedReader
 from octavo.server.http.auth import require_operator
 from octavo.server.http.sse import EventStream
 from octavo.server.state.served_model import ServedModel
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 
 router = APIRouter()
 
@@ -27,7 +27,7 @@ router = APIRouter()
 )
 async def events(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    service: Annotated[Service, Depends(get_service)],
     model: str | None = None,
 ) -> Response:
     """Streams a model's engine events, for operators."""

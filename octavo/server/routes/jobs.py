@@ -15,16 +15,16 @@ from pydantic import Field
 from octavo.api.async_llm import AsyncLLM
 from octavo.api.errors import InvalidRequest
 from octavo.api.sampling_params import SamplingParams
-from octavo.server.generation import Generation, prompt_of
-from octavo.server.http.auth import origin_of, owner_of
-from octavo.server.http.body import body_of
+from octavo.server.generation import Generation, make_prompt
+from octavo.server.http.auth import get_owner, get_request_context
+from octavo.server.http.body import parse_body
 from octavo.server.http.errors import error_body
 from octavo.server.openai.bodies import SamplingBody, TokenId
 from octavo.server.openai.formatter import format_timings
 from octavo.server.openai.sampling import sampling_params
 from octavo.server.response_builder import TokenUsage
 from octavo.server.state.jobs import Job
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -40,37 +40,37 @@ class GenerateBody(SamplingBody):
 @router.post("/generate", status_code=202)
 async def generate(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[GenerateBody, Depends(body_of(GenerateBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[GenerateBody, Depends(parse_body(GenerateBody))],
 ) -> dict[str, str]:
     """Starts a job and returns its request id."""
     model = await service.model(body.model)
     llm = model.llm
     params = _params(body, llm)
-    prompt = await prompt_of(llm, body.prompt, cache_salt=body.cache_salt)
+    prompt = await make_prompt(llm, body.prompt, cache_salt=body.cache_salt)
     request_id = body.request_id or f"job-{secrets.token_hex(12)}"
-    origin = origin_of(request, body.priority, body.user)
+    origin = get_request_context(request, body.priority, body.user)
     await llm.check_form(params)
     service.jobs.make_room()  # after the last await: room found before it could be gone by now
     generation = Generation(model, [prompt], params, request_id, origin=origin)
-    job = service.jobs.start(generation, request_id, owner_of(request), wants_timings=body.timings)
+    job = service.jobs.start(generation, request_id, get_owner(request), wants_timings=body.timings)
     return {"request_id": job.request_id, "state": job.state}
 
 
 @router.get("/result/{request_id}")
 async def result(
-    request_id: str, request: Request, service: Annotated[Service, Depends(service_of)]
+    request_id: str, request: Request, service: Annotated[Service, Depends(get_service)]
 ) -> dict[str, Any]:
     """Reports a job's state and its output so far."""
-    return _report(service.jobs.find(request_id, owner_of(request)))
+    return _report(service.jobs.find(request_id, get_owner(request)))
 
 
 @router.delete("/result/{request_id}")
 async def forget(
-    request_id: str, request: Request, service: Annotated[Service, Depends(service_of)]
+    request_id: str, request: Request, service: Annotated[Service, Depends(get_service)]
 ) -> dict[str, str]:
     """Removes a job; aborts it if it is running."""
-    service.jobs.forget(request_id, owner_of(request))
+    service.jobs.forget(request_id, get_owner(request))
     return {"request_id": request_id, "state": "forgotten"}
 
 

@@ -14,11 +14,11 @@ from starlette.exceptions import HTTPException
 from octavo.api.errors import ConfigError, InvalidRequest, Overloaded, did_you_mean, shown
 from octavo.config.engine_config import EngineConfig, option_fields
 from octavo.server.http.auth import require_operator
-from octavo.server.http.body import Body, body_of
-from octavo.server.openai.models import card_of
+from octavo.server.http.body import Body, parse_body
+from octavo.server.openai.models import make_card
 from octavo.server.state.adapters import NAME, NAME_RULE
 from octavo.server.state.model_spec import ModelSpec
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 from octavo.server.state.slot import EngineSlot
 from octavo.utils.extensions import get_extensions
 
@@ -85,21 +85,21 @@ class UnloadBody(Body):
 
 @router.post("/v1/models/load", status_code=202, dependencies=[Depends(require_operator)])
 async def load(
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[LoadBody, Depends(body_of(LoadBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[LoadBody, Depends(parse_body(LoadBody))],
 ) -> dict[str, Any]:
     """Starts to load a model in its own engine; returns its card."""
-    slot = EngineSlot(_spec_of(service, body))
+    slot = EngineSlot(_make_spec(service, body))
     _make_room(service, slot.name)
     service.models.add(slot)
     service.residency.start(slot)
-    return card_of(slot)
+    return make_card(slot)
 
 
 @router.post("/v1/models/unload", status_code=202, dependencies=[Depends(require_operator)])
 async def unload(
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[UnloadBody, Depends(body_of(UnloadBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[UnloadBody, Depends(parse_body(UnloadBody))],
 ) -> dict[str, Any]:
     """Rejects new requests for a model, lets running ones finish, and shuts down its engine.
 
@@ -115,10 +115,10 @@ async def unload(
     if slot.state == "draining":
         raise HTTPException(409, f"the model `{slot.name}` is being unloaded already")
     service.loader.unload(slot, timeout_s=body.timeout_s)
-    return card_of(slot)
+    return make_card(slot)
 
 
-def _spec_of(service: Service, body: LoadBody) -> ModelSpec:
+def _make_spec(service: Service, body: LoadBody) -> ModelSpec:
     """Returns the model to load; raises InvalidRequest for an invalid name or option."""
     if body.name is not None and not NAME.fullmatch(body.name):
         raise InvalidRequest(
@@ -132,10 +132,10 @@ def _spec_of(service: Service, body: LoadBody) -> ModelSpec:
         options = {**service.loader.defaults, "model": body.model, "served_model_name": None}
     if body.name is not None:
         options["served_model_name"] = body.name
-    return ModelSpec.of(options | _checked(body.options or {}), is_pinned=bool(body.pin))
+    return ModelSpec.of(options | _check_options(body.options or {}), is_pinned=bool(body.pin))
 
 
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
+def _check_options(options: dict[str, Any]) -> dict[str, Any]:
     """Returns checked engine options."""
     for name in options:
         if name in OF_THE_MACHINE:

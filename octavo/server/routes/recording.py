@@ -15,12 +15,12 @@ from octavo.server.state.shown_recording import FRAMES_IN_CHUNK, ShownRecording
 router = APIRouter()
 
 
-async def recording_of(request: Request) -> ShownRecording:
+async def get_recording(request: Request) -> ShownRecording:
     recording: ShownRecording = request.app.state.recording
     return recording
 
 
-Recording = Annotated[ShownRecording, Depends(recording_of)]
+Recording = Annotated[ShownRecording, Depends(get_recording)]
 
 
 @router.get("/v1/engine/recording")

@@ -21,8 +21,8 @@ from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.live_requests import STATES, LiveRequest
 from octavo.server.fields import Whole, field
 from octavo.server.generation import Generation, member_name, split_member
-from octavo.server.http.auth import is_operator, origin_of, owner_of, require_operator
-from octavo.server.http.body import Body, body_of
+from octavo.server.http.auth import get_owner, get_request_context, is_operator, require_operator
+from octavo.server.http.body import Body, parse_body
 from octavo.server.http.sse import EventStream
 from octavo.server.openai.bodies import (
     SAMPLING_FIELDS,
@@ -35,7 +35,7 @@ from octavo.server.openai.completions import CompletionFormatter
 from octavo.server.output_parser import OutputParser
 from octavo.server.response_builder import ResponseBuilder, send_response
 from octavo.server.state.served_model import ServedModel
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 
 router = APIRouter()
 
@@ -91,18 +91,18 @@ class Found:
 
 @router.get("/v1/requests")
 async def list_requests(
-    request: Request, service: Annotated[Service, Depends(service_of)]
+    request: Request, service: Annotated[Service, Depends(get_service)]
 ) -> Response:
     """Lists the key's waiting and running requests (all for operators), without texts."""
-    if not owner_of(request):
+    if not get_owner(request):
         require_operator(request)  # without names of keys, all have the same owner
-    found = await _visible(request, service, recent=False)
+    found = await _list_visible(request, service, recent=False)
     return _json({"object": "list", "data": [_describe(one) for one in found]})
 
 
 @router.get("/v1/requests/{request_id}")
 async def show(
-    request_id: str, request: Request, service: Annotated[Service, Depends(service_of)]
+    request_id: str, request: Request, service: Annotated[Service, Depends(get_service)]
 ) -> Response:
     """Shows one waiting, running or recently finished request, with its prompt and text so far."""
     found = await _find(request, service, request_id)
@@ -111,7 +111,7 @@ async def show(
 
 @router.delete("/v1/requests/{request_id}")
 async def abort(
-    request_id: str, request: Request, service: Annotated[Service, Depends(service_of)]
+    request_id: str, request: Request, service: Annotated[Service, Depends(get_service)]
 ) -> dict[str, Any]:
     """Aborts a request: its stream ends with finish_reason "abort"."""
     found = await _find(request, service, request_id)
@@ -124,8 +124,8 @@ async def abort(
 async def change(
     request_id: str,
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[ChangeBody, Depends(body_of(ChangeBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[ChangeBody, Depends(parse_body(ChangeBody))],
 ) -> Response:
     """Updates max_tokens, priority or stop strings of a waiting or running request."""
     found = await _find(request, service, request_id)
@@ -141,8 +141,8 @@ async def change(
 async def fork(
     request_id: str,
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[ForkBody, Depends(body_of(ForkBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[ForkBody, Depends(parse_body(ForkBody))],
 ) -> Response:
     """Continues a running or recently finished request from a given token, sharing its KV blocks.
 
@@ -166,20 +166,20 @@ async def fork(
 # -- who may see what ------------------------------------------------------------------------------
 
 
-async def _visible(request: Request, service: Service, *, recent: bool) -> list[Found]:
+async def _list_visible(request: Request, service: Service, *, recent: bool) -> list[Found]:
     """Returns the requests visible to the key, oldest first."""
-    owner, sees_all = owner_of(request), is_operator(request)
+    owner, sees_all = get_owner(request), is_operator(request)
     found = []
     for model in service.ready_models():
         by_name: dict[str, list[LiveRequest]] = {}
-        for one in await _requests_of(model, recent=recent):
+        for one in await _list_requests(model, recent=recent):
             if sees_all or one.owner == owner:
                 by_name.setdefault(split_member(one.request_id)[0], []).append(one)
         found += [Found(name, model, members) for name, members in by_name.items()]
     return found
 
 
-async def _requests_of(model: ServedModel, *, recent: bool) -> list[LiveRequest]:
+async def _list_requests(model: ServedModel, *, recent: bool) -> list[LiveRequest]:
     """Returns a model's requests; none if its engine has ended, so that other models are still
     listed.
     """
@@ -191,7 +191,7 @@ async def _requests_of(model: ServedModel, *, recent: bool) -> list[LiveRequest]
 
 async def _find(request: Request, service: Service, request_id: str) -> Found:
     """Returns a request by its public id; raises RequestNotFound also if the key may not see it."""
-    for found in await _visible(request, service, recent=True):
+    for found in await _list_visible(request, service, recent=True):
         if found.name == request_id:
             return found
     raise RequestNotFound(
@@ -244,7 +244,7 @@ def _prepare(
             keep=body.keep,
             then=body.then or (),
             changes=changes,
-            origin=origin_of(request, priority, body.user or member.tenant),
+            origin=get_request_context(request, priority, body.user or member.tenant),
         ),
     )
 

@@ -15,15 +15,15 @@ from fastapi import APIRouter, Depends, Query, Response
 from octavo.api.errors import InvalidRequest
 from octavo.api.sampling_options import INT32_MAX
 from octavo.frontend.prompt_inputs import Truncation
-from octavo.server.fields import field, needed
-from octavo.server.generation import chat_prompt_of, fit_messages
-from octavo.server.http.body import Body, body_of
+from octavo.server.fields import field, required
+from octavo.server.generation import fit_messages, make_chat_prompt
+from octavo.server.http.body import Body, parse_body
 from octavo.server.openai.bodies import FLAG, ConversationBody, TokenId
 from octavo.server.openai.message_bodies import Message
 from octavo.server.openai.messages import plain_messages
-from octavo.server.openai.rendering import rendering_of
+from octavo.server.openai.rendering import make_rendering
 from octavo.server.state.served_model import ServedModel
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 from octavo.text.ports import Tokenizer
 
 ANY_LENGTH = Truncation(INT32_MAX)
@@ -56,7 +56,7 @@ class TokenizeBody(ConversationBody):
 
 class DetokenizeBody(Body):
     model: str | None = field("the name of a model", "whose tokenizer is asked")
-    tokens: list[TokenId] = needed("a list of token ids", "what becomes text")
+    tokens: list[TokenId] = required("a list of token ids", "what becomes text")
     skip_special_tokens: bool = field(FLAG, "leaves special tokens out", default=False)
 
 
@@ -67,8 +67,8 @@ class ApplyTemplateBody(ConversationBody):
 @router.post("/tokenize")
 @router.post("/v1/tokenize")
 async def tokenize(
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[TokenizeBody, Depends(parse_body(TokenizeBody))],
 ) -> Response:
     """Returns the token ids of a text or a conversation."""
     model = await service.model(body.model)
@@ -89,8 +89,8 @@ async def tokenize(
 @router.post("/detokenize")
 @router.post("/v1/detokenize")
 async def detokenize(
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[DetokenizeBody, Depends(body_of(DetokenizeBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[DetokenizeBody, Depends(parse_body(DetokenizeBody))],
 ) -> dict[str, str]:
     """Returns the text of token ids, under vLLM's field name and llama.cpp's."""
     model = await service.model(body.model)
@@ -110,12 +110,12 @@ async def detokenize(
 @router.post("/apply-template")
 @router.post("/v1/apply-template")
 async def apply_template(
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[ApplyTemplateBody, Depends(body_of(ApplyTemplateBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[ApplyTemplateBody, Depends(parse_body(ApplyTemplateBody))],
 ) -> dict[str, str]:
     """Renders a conversation with the chat template."""
     model = await service.model(body.model)
-    rendering = rendering_of(body, model, service.settings)
+    rendering = make_rendering(body, model, service.settings)
     messages = fit_messages(
         model.llm, plain_messages(body.messages, ignored=body.ignored), rendering
     )
@@ -125,7 +125,7 @@ async def apply_template(
 @router.get("/tokenizer_info")
 @router.get("/v1/tokenizer_info")
 async def tokenizer_info(
-    service: Annotated[Service, Depends(service_of)],
+    service: Annotated[Service, Depends(get_service)],
     model: Annotated[str | None, Query(description="a model's name")] = None,
 ) -> dict[str, Any]:
     """Describes a model's tokenizer and its chat template's variables."""
@@ -158,8 +158,8 @@ async def _token_ids(
         )
     asked = body.add_special if body.add_special_tokens is None else body.add_special_tokens
     if body.messages is not None:
-        rendering = rendering_of(body, model, service.settings, add_special_tokens=bool(asked))
-        prompt = await chat_prompt_of(
+        rendering = make_rendering(body, model, service.settings, add_special_tokens=bool(asked))
+        prompt = await make_chat_prompt(
             model.llm,
             plain_messages(body.messages, ignored=body.ignored),
             cache_salt=None,

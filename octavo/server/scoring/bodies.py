@@ -10,7 +10,7 @@ from pydantic import Field
 
 from octavo.api.errors import InvalidRequest
 from octavo.api.pooling_params import MODEL_LIMIT, PoolingParams
-from octavo.server.fields import Whole, field, needed, taken
+from octavo.server.fields import Whole, accepted, field, required
 from octavo.server.http.body import Body
 from octavo.server.http.body_part import BodyPart
 from octavo.server.openai.bodies import TokenId
@@ -50,7 +50,7 @@ class ClassifierBody(PoolingBody):
 
 
 class ClassifyBody(ClassifierBody):
-    input: str | list[str] | list[TokenId] | list[list[TokenId]] | list[tuple[str, str]] = needed(
+    input: str | list[str] | list[TokenId] | list[list[TokenId]] | list[tuple[str, str]] = required(
         "a text, token ids, or a list of either; or a list of pairs of texts", "what is classified"
     )
 
@@ -79,8 +79,8 @@ class ScoreBody(ClassifierBody):
 class RerankFields(Body):
     """Fields common to all rerank bodies."""
 
-    query: str = needed("a text", "what the documents are compared with")
-    documents: Documents = needed(
+    query: str = required("a text", "what the documents are compared with")
+    documents: Documents = required(
         "a list of one or more texts, or objects with a text", "what is put in order"
     )
     top_n: Whole | None = field(
@@ -106,7 +106,7 @@ class RerankBody(ClassifierBody, RerankFields):
     return_documents: bool | None = field(
         "true or false; null is true", "repeats each result's document"
     )
-    max_chunks_per_doc: Whole | None = taken("a whole number; a document is one chunk")
+    max_chunks_per_doc: Whole | None = accepted("a whole number; a document is one chunk")
 
 
 class CohereRerankBody(RerankFields):

@@ -15,13 +15,13 @@ from fastapi import APIRouter, Depends, Request, Response
 from octavo.api.pooling_params import TextPair
 from octavo.frontend.arguments import PoolingPrompt
 from octavo.server.generation import as_prompts
-from octavo.server.http.auth import origin_of
-from octavo.server.http.body import body_of
+from octavo.server.http.auth import get_request_context
+from octavo.server.http.body import parse_body
 from octavo.server.http.errors import use_api_names
-from octavo.server.pooling import PoolingCall, pooled
+from octavo.server.pooling import PoolingCall, run_pooling
 from octavo.server.pooling_body import PoolingUsage
 from octavo.server.scoring.bodies import ClassifyBody
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 
 PATH = "/classify"
 WORDS = {"input": "prompt", "use_activation": "activation"}
@@ -48,15 +48,15 @@ class ClassList(msgspec.Struct):
 @router.post(PATH)
 async def classify(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[ClassifyBody, Depends(body_of(ClassifyBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[ClassifyBody, Depends(parse_body(ClassifyBody))],
 ) -> Response:
     model = await service.model(body.model)
     name = f"classify-{secrets.token_hex(12)}"
     with use_api_names(WORDS):
         job = model.llm.pooling_jobs.classification(_prompts(body), body.params)
-    call = PoolingCall(name, job, origin_of(request, body.priority, body.user), WORDS)
-    answer = await pooled(request, model, call)
+    call = PoolingCall(name, job, get_request_context(request, body.priority, body.user), WORDS)
+    answer = await run_pooling(request, model, call)
     made = ClassList(
         name,
         int(time.time()),

@@ -12,14 +12,14 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
 from octavo.api.pooling_outputs import ScoringRequestOutput
-from octavo.server.http.auth import origin_of
-from octavo.server.http.body import body_of
+from octavo.server.http.auth import get_request_context
+from octavo.server.http.body import parse_body
 from octavo.server.http.errors import use_api_names
-from octavo.server.pooling import PooledAnswer, PoolingCall, pooled
+from octavo.server.pooling import PooledAnswer, PoolingCall, run_pooling
 from octavo.server.pooling_body import PoolingUsage
 from octavo.server.scoring.bodies import CohereRerankBody, RerankBody
 from octavo.server.state.served_model import ServedModel
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 
 PATH = "/rerank"
 COHERE_PATH = "/v2/rerank"
@@ -53,12 +53,12 @@ class RankedList(msgspec.Struct):
 @router.post(f"/v1{PATH}")
 async def rerank(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[RerankBody, Depends(body_of(RerankBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[RerankBody, Depends(parse_body(RerankBody))],
 ) -> Response:
     model = await service.model(body.model)
     name = f"rerank-{secrets.token_hex(12)}"
-    answer = await _scored(request, model, body, name)
+    answer = await _score(request, model, body, name)
     results = _results(answer.outputs, body, repeats=body.return_documents is not False)
     made = RankedList(name, model.name, PoolingUsage.of(answer.num_tokens), results)
     return Response(msgspec.json.encode(made), media_type="application/json")
@@ -68,11 +68,11 @@ async def rerank(
 @router.post(f"/cohere{COHERE_PATH}")
 async def cohere_rerank(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[CohereRerankBody, Depends(body_of(CohereRerankBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[CohereRerankBody, Depends(parse_body(CohereRerankBody))],
 ) -> Response:
     name = secrets.token_hex(16)
-    answer = await _scored(request, await service.model(body.model), body, name)
+    answer = await _score(request, await service.model(body.model), body, name)
     made = {
         "id": name,
         "results": _results(answer.outputs, body, repeats=body.return_documents is True),
@@ -81,7 +81,7 @@ async def cohere_rerank(
     return Response(msgspec.json.encode(made), media_type="application/json")
 
 
-async def _scored(
+async def _score(
     request: Request, model: ServedModel, body: RerankBody | CohereRerankBody, name: str
 ) -> PooledAnswer[ScoringRequestOutput]:
     """Scores every document against the query."""
@@ -89,8 +89,8 @@ async def _scored(
         job = model.llm.pooling_jobs.scoring(
             body.query, body.texts, body.params, max_second_tokens=body.max_tokens_per_doc
         )
-    origin = origin_of(request, body.priority, body.user)
-    return await pooled(request, model, PoolingCall(name, job, origin, WORDS))
+    origin = get_request_context(request, body.priority, body.user)
+    return await run_pooling(request, model, PoolingCall(name, job, origin, WORDS))
 
 
 def _results(

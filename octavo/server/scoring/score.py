@@ -12,13 +12,13 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.server.http.auth import origin_of
-from octavo.server.http.body import body_of
+from octavo.server.http.auth import get_request_context
+from octavo.server.http.body import parse_body
 from octavo.server.http.errors import use_api_names
-from octavo.server.pooling import PoolingCall, pooled
+from octavo.server.pooling import PoolingCall, run_pooling
 from octavo.server.pooling_body import PoolingUsage
 from octavo.server.scoring.bodies import ScoreBody
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 
 PATH = "/score"
 
@@ -44,8 +44,8 @@ class ScoreList(msgspec.Struct):
 @router.post(f"/v1{PATH}")
 async def score(
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    body: Annotated[ScoreBody, Depends(body_of(ScoreBody))],
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[ScoreBody, Depends(parse_body(ScoreBody))],
 ) -> Response:
     model = await service.model(body.model)
     name = f"score-{secrets.token_hex(12)}"
@@ -55,8 +55,8 @@ async def score(
             getattr(body, first), getattr(body, second), body.params
         )
     words = {second: "prompt", "use_activation": "activation"}
-    call = PoolingCall(name, job, origin_of(request, body.priority, body.user), words)
-    answer = await pooled(request, model, call)
+    call = PoolingCall(name, job, get_request_context(request, body.priority, body.user), words)
+    answer = await run_pooling(request, model, call)
     made = ScoreList(
         name,
         int(time.time()),

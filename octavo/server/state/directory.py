@@ -112,7 +112,7 @@ class ModelDirectory:
             if self._is_known(alias) or alias in adapters:
                 raise ConfigError(f"model_alias: a model or adapter is called {alias} too")
 
-    def aliases_of(self, slot: EngineSlot) -> list[str]:
+    def get_aliases(self, slot: EngineSlot) -> list[str]:
         """Returns the aliases of a model and its adapters, except patterns."""
         plain = (alias for alias in self._aliases if not set(alias) & set(GLOB_CHARACTERS))
         return [alias for alias in plain if self.find(alias) is slot]

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from octavo.server.state.store import files_folder, incoming_folder, path_of
+from octavo.server.state.store import files_folder, get_file_path, incoming_folder
 from octavo.utils.durable import sync_path
 
 
@@ -47,5 +47,5 @@ class FileWriter:
     def _commit(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
-        os.rename(self._path, path_of(self._folder, self.file_id))
+        os.rename(self._path, get_file_path(self._folder, self.file_id))
         sync_path(files_folder(self._folder))

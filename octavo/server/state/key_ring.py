@@ -9,7 +9,7 @@ import hmac
 import logging
 
 from octavo.api.errors import ConfigError
-from octavo.server.http.key_file import ApiKey, digest_of, read_key_file
+from octavo.server.http.key_file import ApiKey, hash_key, read_key_file
 from octavo.server.settings import ServerSettings
 from octavo.server.state.account import Account
 
@@ -34,7 +34,7 @@ class KeyRing:
 
     def find(self, secret: str) -> ApiKey | None:
         """Returns the matching key; always compares with all."""
-        digest = digest_of(secret)
+        digest = hash_key(secret)
         found = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         return found[0] if found else None
 
@@ -74,11 +74,11 @@ def _keys_of_flags(settings: ServerSettings) -> list[ApiKey]:
     secrets = list(dict.fromkeys(settings.api_key))
     is_only = len(secrets) == 1 and settings.api_key_file is None
     keys = [
-        ApiKey("" if is_only else f"key-{number}", digest_of(secret))
+        ApiKey("" if is_only else f"key-{number}", hash_key(secret))
         for number, secret in enumerate(secrets, 1)
     ]
     if settings.operator_key is not None:
-        keys.append(ApiKey(OPERATOR_NAME, digest_of(settings.operator_key), is_operator=True))
+        keys.append(ApiKey(OPERATOR_NAME, hash_key(settings.operator_key), is_operator=True))
     return keys
 
 

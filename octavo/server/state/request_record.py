@@ -74,7 +74,7 @@ class RequestRecord:
             self.charge(output.metrics.num_generation_tokens)
 
 
-def record_of(scope: Scope) -> RequestRecord:
+def get_record(scope: Scope) -> RequestRecord:
     """Returns the record of a request; an empty one if none was created."""
     record: RequestRecord = scope.setdefault(SCOPE_KEY, RequestRecord())
     return record

@@ -18,7 +18,7 @@ from octavo.server.state.jobs import Jobs
 from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.metrics import ServerMetrics
 from octavo.server.state.recent_parsers import RecentParsers
-from octavo.server.state.request_record import RequestRecord, record_of
+from octavo.server.state.request_record import RequestRecord, get_record
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store
@@ -92,7 +92,7 @@ class Service:
         )
 
 
-async def service_of(request: Request) -> Service:
+async def get_service(request: Request) -> Service:
     """Returns the server's state, with the record of the request."""
     service: Service = request.app.state.service
-    return replace(service, record=record_of(request.scope))
+    return replace(service, record=get_record(request.scope))

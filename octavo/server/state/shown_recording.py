@@ -66,7 +66,7 @@ class ShownRecording:
             if 0 <= number < len(self._chunks):
                 return zlib.decompress(self._chunks[number])
             if number == len(self._chunks) and self._open:
-                return _joined(self._open)
+                return _join(self._open)
         last = max(0, self.num_frames - 1) // FRAMES_IN_CHUNK
         raise InvalidRequest(f"chunk: got {number}, allowed are 0 to {last}", param="chunk")
 
@@ -75,9 +75,9 @@ class ShownRecording:
             self._open.append(frame)
             self.num_frames += 1
             if len(self._open) == FRAMES_IN_CHUNK:
-                self._chunks.append(zlib.compress(_joined(self._open), 6))
+                self._chunks.append(zlib.compress(_join(self._open), 6))
                 self._open = []
 
 
-def _joined(frames: list[bytes]) -> bytes:
+def _join(frames: list[bytes]) -> bytes:
     return b'{"frames":[' + b",".join(frames) + b"]}"

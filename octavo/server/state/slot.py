@@ -128,7 +128,7 @@ class EngineSlot:
         is read.
         """
         if self._outline is None and self._llm is not None:
-            self._outline = _outline_of(self._llm, self.formats(self._llm))
+            self._outline = _make_outline(self._llm, self.formats(self._llm))
         return self._outline
 
     def describe(self, outline: ModelOutline | None) -> None:
@@ -236,7 +236,7 @@ class EngineSlot:
             self._cancel()
 
 
-def _outline_of(llm: AsyncLLM, formats: ModelFormats) -> ModelOutline:
+def _make_outline(llm: AsyncLLM, formats: ModelFormats) -> ModelOutline:
     """Returns the description of a loaded model."""
     tokenizer = None if llm.config.model.skip_tokenizer_init else llm.get_tokenizer()
     return ModelOutline(

@@ -109,12 +109,14 @@ class Store:
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
         self.folder = folder
         self.limits = limits
-        self._lock = _locked(folder)
+        self._lock = _lock(folder)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-store")
         self._num_bytes = 0
         self._swept_at = 0.0
         try:
-            self._database: sqlite3.Connection = self._thread.submit(_opened, folder).result()
+            self._database: sqlite3.Connection = self._thread.submit(
+                _open_database, folder
+            ).result()
             self._thread.submit(self._recount).result()
         except BaseException:
             self._thread.shutdown()
@@ -292,7 +294,7 @@ class Store:
             for one in ids:
                 transaction.execute("DELETE FROM lines WHERE batch = ?", (one,))
         for one in ids:
-            path_of(self.folder, one).unlink(missing_ok=True)
+            get_file_path(self.folder, one).unlink(missing_ok=True)
         self._count_bytes()
         return count
 
@@ -337,7 +339,7 @@ def incoming_folder(folder: Path) -> Path:
     return folder / "incoming"
 
 
-def path_of(folder: Path, file_id: str) -> Path:
+def get_file_path(folder: Path, file_id: str) -> Path:
     """Returns the path of a stored file."""
     return files_folder(folder) / file_id
 
@@ -354,7 +356,7 @@ def open_store(folder: Path, limits: StoreLimits) -> Store:
         ) from error
 
 
-def _locked(folder: Path) -> int:
+def _lock(folder: Path) -> int:
     """Locks a folder and returns the descriptor; raises ConfigError if it is locked."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -368,7 +370,7 @@ def _locked(folder: Path) -> int:
     return descriptor
 
 
-def _opened(folder: Path) -> sqlite3.Connection:
+def _open_database(folder: Path) -> sqlite3.Connection:
     """Opens the database in WAL mode with full synchronization, so that commits are durable."""
     database = sqlite3.connect(folder / "records.sqlite3")
     (version,) = database.execute("PRAGMA user_version").fetchone()

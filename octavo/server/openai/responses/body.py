@@ -13,7 +13,7 @@ from octavo.api.errors import InvalidRequest
 from octavo.api.sampling_params import SamplingParams
 from octavo.api.structured_outputs import StructuredOutputs
 from octavo.frontend.sampling_defaults import params_over
-from octavo.server.fields import Whole, field, sampling, taken, user_name
+from octavo.server.fields import Whole, accepted, field, sampling, user_name
 from octavo.server.http.body_part import BodyPart
 from octavo.server.notes import build_note
 from octavo.server.openai.bodies import TokenId
@@ -45,7 +45,7 @@ OUTPUT_LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (OUTPUT_LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url")
 """Values of `include`. Responses always contain image URLs, and never encrypted reasoning."""
 MAX_TOP_LOGPROBS = 20
-Choice = Annotated[bool | None, Field(description="true or false")]
+OptionalFlag = Annotated[bool | None, Field(description="true or false")]
 Metadata = Annotated[
     dict[
         Annotated[str, Field(max_length=MAX_METADATA_KEY)],
@@ -85,9 +85,9 @@ class ItemPart(BodyPart):
     text: str | None = None
     refusal: str | None = None
     image_url: Any = None
-    detail: str | None = taken("a text")
-    annotations: list[Any] | None = taken("a list")
-    logprobs: list[Any] | None = taken("a list")
+    detail: str | None = accepted("a text")
+    annotations: list[Any] | None = accepted("a list")
+    logprobs: list[Any] | None = accepted("a list")
 
 
 class InputItem(BodyPart):
@@ -101,7 +101,7 @@ class InputItem(BodyPart):
     noted = SERVER_ITEMS
 
     @classmethod
-    def note_of(cls, value: dict[str, Any]) -> BodyPart:
+    def make_note(cls, value: dict[str, Any]) -> BodyPart:
         """Returns a message with a note: from the user for an output, else from the assistant."""
         role = "user" if str(value["type"]).endswith("_output") else "assistant"
         return cls(type="message", role=role, content=build_note(value))
@@ -150,19 +150,19 @@ class ResponseText(BodyPart):
     """Format and length of the output."""
 
     format: dict[str, Any] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = taken('"low", "medium" or "high"')
+    verbosity: Literal["low", "medium", "high"] | None = accepted('"low", "medium" or "high"')
 
 
 class ResponseReasoning(BodyPart):
     """Reasoning effort; summaries are not supported."""
 
     effort: str | None = None
-    summary: Literal["auto"] | None = taken('"auto"; no summary is written')
-    generate_summary: Literal["auto"] | None = taken('"auto"; no summary is written')
+    summary: Literal["auto"] | None = accepted('"auto"; no summary is written')
+    generate_summary: Literal["auto"] | None = accepted('"auto"; no summary is written')
 
 
 class ResponseStreamOptions(BodyPart):
-    include_obfuscation: Literal[False] | None = taken("false; no stream is obfuscated")
+    include_obfuscation: Literal[False] | None = accepted("false; no stream is obfuscated")
 
 
 class ResponseBody(FilterBody):
@@ -187,16 +187,16 @@ class ResponseBody(FilterBody):
     seed: Whole | None = sampling("seed")
     stop: str | list[str] | None = sampling("stop")
     min_tokens: Whole | None = sampling("min_tokens")
-    ignore_eos: Choice = None
+    ignore_eos: OptionalFlag = None
     allowed_token_ids: list[TokenId] | None = field("a list of token ids", "tokens to draw from")
     cache_salt: Annotated[str | None, Field(description="a text")] = None
     priority: Annotated[
         int | None,
         Field(ge=-(2**31), lt=2**31, description="a whole number of at most 32 bits"),
     ] = None
-    store: Choice = None
-    background: Choice = None
-    stream: Choice = None
+    store: OptionalFlag = None
+    background: OptionalFlag = None
+    stream: OptionalFlag = None
     stream_options: ResponseStreamOptions | None = field(
         '{"include_obfuscation": false}',
         "what a stream says besides",
@@ -227,7 +227,7 @@ class ResponseBody(FilterBody):
         "whether a function is called; required and named ones are",
         rules={"types": ("function", "allowed_tools")},
     )
-    parallel_tool_calls: Choice = None
+    parallel_tool_calls: OptionalFlag = None
     max_tool_calls: Annotated[Whole | None, Field(ge=1, description="a whole number from 1 up")] = (
         None
     )
@@ -238,14 +238,14 @@ class ResponseBody(FilterBody):
         int | None,
         Field(ge=0, le=MAX_TOP_LOGPROBS, description=f"0 to {MAX_TOP_LOGPROBS}"),
     ] = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = taken(
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = accepted(
         '"auto", "default", "flex", "scale" or "priority"'
     )
-    prompt_cache_key: str | None = taken(SHORT_TEXT, max_length=200)
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = taken(
+    prompt_cache_key: str | None = accepted(SHORT_TEXT, max_length=200)
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = accepted(
         '"in_memory" or "24h"'
     )
-    safety_identifier: str | None = taken(SHORT_TEXT, max_length=200)
+    safety_identifier: str | None = accepted(SHORT_TEXT, max_length=200)
 
     @property
     def is_stored(self) -> bool:

@@ -21,12 +21,12 @@ OUTPUT_ID = re.compile(r"(?:msg|rs|fc)_(?P<hash>[0-9a-f]{48})\d*")
 Item = dict[str, Any]
 
 
-async def items_before(previous: str | None, owner: str, store: Store | None) -> list[Item]:
+async def get_previous_items(previous: str | None, owner: str, store: Store | None) -> list[Item]:
     """Returns the items of a conversation up to the response `previous`, oldest first. Raises
     InvalidRequest if a response is missing or has not ended.
     """
     turns: list[list[Item]] = []
-    async with aclosing(_earlier(previous, owner, store)) as records:
+    async with aclosing(_previous_responses(previous, owner, store)) as records:
         async for name, record in records:
             if record is None:
                 raise InvalidRequest(
@@ -39,25 +39,25 @@ async def items_before(previous: str | None, owner: str, store: Store | None) ->
                     hint="send its items as input",
                     param="previous_response_id",
                 )
-            turns.append(_items_of(record))
+            turns.append(_get_items(record))
     return [item for turn in reversed(turns) for item in turn]
 
 
-async def items_given(record: Record, store: Store) -> list[Item]:
+async def get_input_items(record: Record, store: Store) -> list[Item]:
     """Returns all input items of a stored response, oldest first, including previous responses that
     have not been deleted.
     """
     turns = [record.body["items"]]
     previous = record.body["response"]["previous_response_id"]
-    async with aclosing(_earlier(previous, record.owner, store)) as records:
+    async with aclosing(_previous_responses(previous, record.owner, store)) as records:
         async for _, found in records:
             if found is None or len(turns) > MAX_TURNS:
                 break
-            turns.append(_items_of(found))
+            turns.append(_get_items(found))
     return [item for turn in reversed(turns) for item in turn]
 
 
-async def resolved(
+async def resolve_references(
     items: Sequence[Item], owner: str, store: Store | None, ignored: IgnoredFields
 ) -> list[Item]:
     """Replaces references by the items they refer to. References to other servers' items are
@@ -72,11 +72,11 @@ async def resolved(
             reason = "it names an item of another server"
             ignored.add(where, reason, shown_as=f"input[type={REFERENCE}]")
         else:
-            found.append(await _referenced(item["id"], f"{where}.id", owner, store))
+            found.append(await _find_reference(item["id"], f"{where}.id", owner, store))
     return found
 
 
-async def _referenced(item_id: str, where: str, owner: str, store: Store | None) -> Item:
+async def _find_reference(item_id: str, where: str, owner: str, store: Store | None) -> Item:
     match = OUTPUT_ID.fullmatch(item_id)
     record = None
     if match is not None and store is not None:
@@ -92,7 +92,7 @@ async def _referenced(item_id: str, where: str, owner: str, store: Store | None)
     )
 
 
-async def _earlier(
+async def _previous_responses(
     previous: str | None, owner: str, store: Store | None
 ) -> AsyncGenerator[tuple[str, Record | None], None]:
     """Yields (id, record) of a conversation's responses, newest first, up to the first
@@ -106,7 +106,7 @@ async def _earlier(
         previous = record.body["response"]["previous_response_id"]
 
 
-def _items_of(record: Record) -> list[Item]:
+def _get_items(record: Record) -> list[Item]:
     """Returns a response's input and output items."""
     return [*record.body["items"], *record.body["response"]["output"]]
 

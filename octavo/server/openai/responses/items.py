@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.api.errors import InvalidRequest
 from octavo.server.ignored import IgnoredFields
-from octavo.server.images import Content, content_of, image_part, text_part, url_source
+from octavo.server.images import Content, image_part, join_parts, text_part, url_source
 from octavo.server.notes import describe_unread
 from octavo.server.openai.responses.body import InputItem, ItemPart
 from octavo.server.openai.responses.output import call_item, output_part
@@ -24,7 +24,7 @@ REFERENCE = "item_reference"
 """Type of an input item that refers to an output item of a stored response."""
 
 
-def input_items(given: str | Sequence[InputItem], ignored: IgnoredFields) -> list[dict[str, Any]]:
+def parse_input(given: str | Sequence[InputItem], ignored: IgnoredFields) -> list[dict[str, Any]]:
     """Converts the input to items for the store; raises InvalidRequest for invalid ones.
 
     Unsupported parts are replaced by notes, except in the last user message.
@@ -35,7 +35,7 @@ def input_items(given: str | Sequence[InputItem], ignored: IgnoredFields) -> lis
     for index, item in enumerate(given):
         if index not in asked:
             _note_unread(item, f"input[{index}]", ignored)
-    return [_stored(item, f"input[{index}]") for index, item in enumerate(given)]
+    return [_store_item(item, f"input[{index}]") for index, item in enumerate(given)]
 
 
 def _note_unread(item: InputItem, where: str, ignored: IgnoredFields) -> None:
@@ -51,7 +51,7 @@ def _note_unread(item: InputItem, where: str, ignored: IgnoredFields) -> None:
                 part.type = "input_text"
 
 
-def messages_of(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def make_messages(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Converts items to messages for a chat template; the parts of one item are joined by newlines.
 
     Reasoning and tool calls are merged into the assistant's adjacent message.
@@ -91,7 +91,7 @@ def _call(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(parts: Iterable[dict[str, Any]]) -> Content:
-    return content_of([_plain_part(part) for part in parts])
+    return join_parts([_plain_part(part) for part in parts])
 
 
 def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
@@ -105,16 +105,16 @@ def _text(part: dict[str, Any]) -> str:
     return text
 
 
-def _stored(item: InputItem, where: str) -> dict[str, Any]:
+def _store_item(item: InputItem, where: str) -> dict[str, Any]:
     if item.type is None:
         item.type = REFERENCE if item.id is not None and item.role is None else "message"
     match item.type:
         case "message":
             return _message(item, where)
         case "function_call" | "custom_tool_call":
-            return _stored_call(item, where)
+            return _store_call(item, where)
         case "function_call_output" | "custom_tool_call_output":
-            return _stored_result(item, where)
+            return _store_result(item, where)
         case "reasoning":
             content = [
                 {"type": "reasoning_text", "text": part.text or ""}
@@ -134,7 +134,7 @@ def _stored(item: InputItem, where: str) -> dict[str, Any]:
     raise AssertionError("items of other types have been dropped")
 
 
-def _stored_call(item: InputItem, where: str) -> dict[str, Any]:
+def _store_call(item: InputItem, where: str) -> dict[str, Any]:
     """Converts a tool call; a custom tool's text becomes the argument `input`."""
     for name in ("call_id", "name"):
         if getattr(item, name) is None:
@@ -147,7 +147,7 @@ def _stored_call(item: InputItem, where: str) -> dict[str, Any]:
     return call_item(item_id, item.call_id or "", item.name or "", arguments, status)
 
 
-def _stored_result(item: InputItem, where: str) -> dict[str, Any]:
+def _store_result(item: InputItem, where: str) -> dict[str, Any]:
     if item.call_id is None or item.output is None:
         raise InvalidRequest(f"{where}: needed are call_id and output", param=where)
     output: str | list[dict[str, Any]] = ""

@@ -108,7 +108,7 @@ class OutputItems:
         self.items.append(OutputItem(kind, name, index))
 
 
-def output_of(response_id: str, parser: OutputParser, pieces: Iterable[Piece]) -> OutputItems:
+def parse_output(response_id: str, parser: OutputParser, pieces: Iterable[Piece]) -> OutputItems:
     """Returns the items of a complete response."""
     reader = parser.reader()
     made = OutputItems(response_id)

@@ -13,41 +13,41 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from octavo.api.errors import ContextTooLong, InvalidRequest, OctavoError
-from octavo.server.http.auth import origin_of, owner_of
-from octavo.server.http.body import body_bytes, body_of
-from octavo.server.http.connection import unless_gone
+from octavo.server.http.auth import get_owner, get_request_context
+from octavo.server.http.body import body_bytes, parse_body
+from octavo.server.http.connection import cancel_on_disconnect
 from octavo.server.http.errors import error_body
 from octavo.server.http.sse import Events, NamedEventStream
 from octavo.server.openai.listing import listing
 from octavo.server.openai.responses.body import InputTokensBody, ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter, error_event
-from octavo.server.openai.responses.history import items_given
-from octavo.server.openai.responses.making import (
-    Asked,
-    Prepared,
-    count_input_tokens,
-    failed,
-    new_asked,
-    prepare,
-    refused,
-)
+from octavo.server.openai.responses.history import get_input_items
 from octavo.server.openai.responses.output import Piece
-from octavo.server.openai.responses.runs import ResponseRun, ResponseRuns, stored, told_again
+from octavo.server.openai.responses.prepare import (
+    PreparedResponse,
+    ResponseRequest,
+    count_input_tokens,
+    make_failed,
+    make_request,
+    prepare,
+    stream_failure,
+)
+from octavo.server.openai.responses.runs import ResponseRun, ResponseRuns, load_run, make_record
 from octavo.server.response_builder import ResponseBuilder
-from octavo.server.state.service import Service, service_of
+from octavo.server.state.service import Service, get_service
 from octavo.server.state.store import Record, Store
 
 router = APIRouter()
 
 
-async def runs_of(request: Request) -> ResponseRuns | None:
+async def get_runs(request: Request) -> ResponseRuns | None:
     """Returns the server's background responses; None without a store."""
     work = request.app.state.stored_work
     return None if work is None else work.responses
 
 
-ServiceHere = Annotated[Service, Depends(service_of)]
-RunsHere = Annotated[ResponseRuns | None, Depends(runs_of)]
+ServiceHere = Annotated[Service, Depends(get_service)]
+RunsHere = Annotated[ResponseRuns | None, Depends(get_runs)]
 
 
 @router.post("/v1/responses")
@@ -55,14 +55,14 @@ async def create(
     request: Request,
     service: ServiceHere,
     runs: RunsHere,
-    body: Annotated[ResponseBody, Depends(body_of(ResponseBody))],
+    body: Annotated[ResponseBody, Depends(parse_body(ResponseBody))],
 ) -> Response:
     model = await service.model(body.model)
     body.check()
-    _check_kept(body, service.store)
+    _check_store(body, service.store)
     store = service.store if body.is_stored else None
-    origin = origin_of(request, body.priority, body.user)
-    asked = await new_asked(body, owner_of(request), origin, service.store)
+    origin = get_request_context(request, body.priority, body.user)
+    asked = await make_request(body, get_owner(request), origin, service.store)
     if store is not None:
         store.check_room()
     if body.background and runs is not None:
@@ -76,11 +76,11 @@ async def create(
     except ContextTooLong as error:
         if not body.stream:
             raise
-        return TypedEventStream(refused(asked, model, error))
+        return TypedEventStream(stream_failure(asked, model, error))
     service.parsers.keep(asked.id, prepared.parser, body_bytes(request))
     if body.stream:
         return TypedEventStream(_events(prepared, builder, store))
-    last = await unless_gone(request.receive, _whole(prepared, builder, store))
+    last = await cancel_on_disconnect(request.receive, _wait_for_end(prepared, builder, store))
     return JSONResponse(last)
 
 
@@ -88,12 +88,14 @@ async def create(
 async def count_tokens(
     request: Request,
     service: ServiceHere,
-    body: Annotated[InputTokensBody, Depends(body_of(InputTokensBody))],
+    body: Annotated[InputTokensBody, Depends(parse_body(InputTokensBody))],
 ) -> dict[str, Any]:
     """Counts the prompt tokens of a response."""
     model = await service.model(body.model)
-    _check_kept(body, service.store)
-    asked = await new_asked(body, owner_of(request), origin_of(request, None, None), service.store)
+    _check_store(body, service.store)
+    asked = await make_request(
+        body, get_owner(request), get_request_context(request, None, None), service.store
+    )
     num_tokens = await count_input_tokens(asked, model, service.store)
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
@@ -112,7 +114,7 @@ async def show(
     starting_after: Annotated[int, Query(ge=0)] | None = None,
 ) -> Response:
     """Returns a response, or with `stream` replays the events of a background one."""
-    record = await _find(service, response_id, owner_of(request))
+    record = await _find(service, response_id, get_owner(request))
     run = runs.find(response_id) if runs is not None else None
     if not stream:
         if starting_after is not None:
@@ -121,7 +123,7 @@ async def show(
             )
         return JSONResponse(run.response if run is not None else record.body["response"])
     return TypedEventStream(
-        _followed(record, run).events(-1 if starting_after is None else starting_after)
+        _get_run(record, run).events(-1 if starting_after is None else starting_after)
     )
 
 
@@ -136,8 +138,8 @@ async def list_input_items(
     order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
 ) -> dict[str, Any]:
     """Lists the input items of a response, including those of its conversation, newest first."""
-    record = await _find(service, response_id, owner_of(request))
-    items = await items_given(record, _kept(service))
+    record = await _find(service, response_id, get_owner(request))
+    items = await get_input_items(record, _get_store(service))
     if order == "desc":
         items = items[::-1]
     if after is not None:
@@ -154,7 +156,7 @@ async def cancel(
     response_id: str, request: Request, service: ServiceHere, runs: RunsHere
 ) -> Response:
     """Cancels a background response; one that has ended is unchanged."""
-    record = await _find(service, response_id, owner_of(request))
+    record = await _find(service, response_id, get_owner(request))
     if runs is None or not record.body["response"]["background"]:
         raise InvalidRequest("Only responses created with background=true can be cancelled.")
     return JSONResponse(await runs.cancel(record))
@@ -165,8 +167,8 @@ async def delete(
     response_id: str, request: Request, service: ServiceHere, runs: RunsHere
 ) -> dict[str, Any]:
     """Deletes a response; cancels it if it is running."""
-    record = await _find(service, response_id, owner_of(request))
-    store = _kept(service)
+    record = await _find(service, response_id, get_owner(request))
+    store = _get_store(service)
     await store.delete(record)
     if runs is not None and runs.find(response_id) is not None:
         await runs.cancel(record)
@@ -189,18 +191,18 @@ class TypedEventStream(NamedEventStream):
         return [error_event(error_body(error)["error"], self._next_number)]
 
 
-async def _whole(
-    prepared: Prepared, builder: ResponseBuilder, store: Store | None
+async def _wait_for_end(
+    prepared: PreparedResponse, builder: ResponseBuilder, store: Store | None
 ) -> dict[str, Any]:
     """Returns a response when it has ended and, if requested, is stored."""
     pieces = [prepared.piece(delta) async for (delta,) in builder.deltas()]
     last = prepared.ended(builder, pieces)
-    await _keep(prepared.asked, last, store)
+    await _store(prepared.asked, last, store)
     return last
 
 
 async def _events(
-    prepared: Prepared, builder: ResponseBuilder, store: Store | None
+    prepared: PreparedResponse, builder: ResponseBuilder, store: Store | None
 ) -> AsyncGenerator[list[Event], None]:
     """Yields a response's events; it is stored before the last ones."""
     writer = EventWriter(prepared.first)
@@ -215,17 +217,17 @@ async def _events(
                 yield new
         last = prepared.ended(builder, pieces)
     except OctavoError as error:
-        last = failed(prepared.first, error)
-    await _keep(prepared.asked, last, store)
+        last = make_failed(prepared.first, error)
+    await _store(prepared.asked, last, store)
     yield writer.closing(last)
 
 
-async def _keep(asked: Asked, last: dict[str, Any], store: Store | None) -> None:
+async def _store(asked: ResponseRequest, last: dict[str, Any], store: Store | None) -> None:
     if store is not None:
-        await store.add(stored(asked, last, store))
+        await store.add(make_record(asked, last, store))
 
 
-def _followed(record: Record, run: ResponseRun | None) -> ResponseRun:
+def _get_run(record: Record, run: ResponseRun | None) -> ResponseRun:
     """Returns the run to stream from; raises InvalidRequest unless the response is a background
     one.
     """
@@ -233,10 +235,10 @@ def _followed(record: Record, run: ResponseRun | None) -> ResponseRun:
         raise InvalidRequest(
             "stream: allowed for responses created with background=true only", param="stream"
         )
-    return told_again(record) if run is None else run
+    return load_run(record) if run is None else run
 
 
-def _check_kept(body: ResponseBody, store: Store | None) -> None:
+def _check_store(body: ResponseBody, store: Store | None) -> None:
     """Raises InvalidRequest for fields that need a store if there is none."""
     if store is not None:
         return
@@ -247,7 +249,7 @@ def _check_kept(body: ResponseBody, store: Store | None) -> None:
             )
 
 
-def _kept(service: Service) -> Store:
+def _get_store(service: Service) -> Store:
     if service.store is None:
         raise HTTPException(404, "this server keeps no responses (hint: start it with --state-dir)")
     return service.store
@@ -255,7 +257,7 @@ def _kept(service: Service) -> Store:
 
 async def _find(service: Service, response_id: str, owner: str) -> Record:
     """Returns an owner's response; raises a 404 if there is none."""
-    record = await _kept(service).find("response", response_id, owner)
+    record = await _get_store(service).find("response", response_id, owner)
     if record is None:
         raise HTTPException(404, f"Response with id '{response_id}' not found.")
     return record

@@ -20,8 +20,13 @@ from octavo.frontend.input_processor import RequestContext
 from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter
 from octavo.server.openai.responses.history import ENDED
-from octavo.server.openai.responses.making import Asked, Prepared, failed, prepare
 from octavo.server.openai.responses.output import Piece
+from octavo.server.openai.responses.prepare import (
+    PreparedResponse,
+    ResponseRequest,
+    make_failed,
+    prepare,
+)
 from octavo.server.output_parser import PLAIN, OutputParser
 from octavo.server.response_builder import ResponseBuilder
 from octavo.server.state.service import Service
@@ -101,7 +106,7 @@ class ResponseRuns:
         """Resumes the responses that an earlier server did not finish."""
         for record in await self._store.unfinished("response"):
             if record.id not in self._runs:
-                self._begin(_asked_again(record), record, None)
+                self._begin(_load_request(record), record, None)
 
     async def stop(self) -> None:
         """Cancels the tasks; unfinished responses can be resumed."""
@@ -111,7 +116,7 @@ class ResponseRuns:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def start(self, prepared: Prepared) -> ResponseRun:
+    async def start(self, prepared: PreparedResponse) -> ResponseRun:
         """Stores and starts a new response."""
         self.check_room()
         record = _record(prepared.asked, prepared.first)
@@ -143,23 +148,29 @@ class ResponseRuns:
         if response["status"] in ENDED:
             return response
         response = {**response, "status": "cancelled"}
-        await self._store.replace(_ended(record, response, [], self._store))
+        await self._store.replace(_end_record(record, response, [], self._store))
         return response
 
     # -- in the tasks ------------------------------------------------------------------------------
 
-    def _begin(self, asked: Asked, record: Record, prepared: Prepared | None) -> ResponseRun:
+    def _begin(
+        self, asked: ResponseRequest, record: Record, prepared: PreparedResponse | None
+    ) -> ResponseRun:
         run = self._runs[asked.id] = ResponseRun(dict(record.body["response"]))
         run.task = asyncio.create_task(self._follow(run, asked, record, prepared))
         return run
 
     async def _follow(
-        self, run: ResponseRun, asked: Asked, record: Record, prepared: Prepared | None
+        self,
+        run: ResponseRun,
+        asked: ResponseRequest,
+        record: Record,
+        prepared: PreparedResponse | None,
     ) -> None:
         """Computes and stores a response; leaves it unfinished if the server stops."""
         try:
             last = await self._computed(run, asked, prepared)
-            ended = _ended(record, last, run.deltas, self._store)
+            ended = _end_record(record, last, run.deltas, self._store)
             ended.body["reading"] = run.parser.dump()
             await self._store.replace(ended)
             run.response = last
@@ -174,7 +185,7 @@ class ResponseRuns:
                 del self._runs[asked.id]
 
     async def _computed(
-        self, run: ResponseRun, asked: Asked, prepared: Prepared | None
+        self, run: ResponseRun, asked: ResponseRequest, prepared: PreparedResponse | None
     ) -> dict[str, Any]:
         """Returns the final response object; retries on another engine if the first one ends."""
         while True:
@@ -184,10 +195,10 @@ class ResponseRuns:
                 prepared = None
                 await asyncio.sleep(RETRY_S)
             except OctavoError as error:
-                return failed(run.response, error)
+                return make_failed(run.response, error)
 
     async def _answered(
-        self, run: ResponseRun, asked: Asked, prepared: Prepared | None
+        self, run: ResponseRun, asked: ResponseRequest, prepared: PreparedResponse | None
     ) -> dict[str, Any]:
         """Returns the final response object of one engine, or its state when it was cancelled."""
         builder: ResponseBuilder | None = None
@@ -215,7 +226,7 @@ class ResponseRuns:
                 return {**run.response, "status": "cancelled"}
             return prepared.ended(builder, run.deltas, "cancelled")
 
-    async def _prepared(self, asked: Asked) -> Prepared:
+    async def _prepared(self, asked: ResponseRequest) -> PreparedResponse:
         record = self._service.background_record(asked.owner)
         try:
             model = await replace(self._service, record=record).model(asked.body.model)
@@ -233,11 +244,11 @@ class ResponseRuns:
                 await asyncio.sleep(min(pause_s, 10 * RETRY_S))
 
 
-async def _started(prepared: Prepared) -> ResponseBuilder:
+async def _started(prepared: PreparedResponse) -> ResponseBuilder:
     return prepared.start()
 
 
-def told_again(record: Record) -> ResponseRun:
+def load_run(record: Record) -> ResponseRun:
     """Returns a stored background response as a run, to replay its stream."""
     parser = OutputParser.load(record.body.get("reading"))
     told = record.body["deltas"] or []
@@ -245,12 +256,12 @@ def told_again(record: Record) -> ResponseRun:
     return ResponseRun(record.body["response"], deltas, parser)
 
 
-def stored(asked: Asked, response: dict[str, Any], store: Store) -> Record:
+def make_record(asked: ResponseRequest, response: dict[str, Any], store: Store) -> Record:
     """Returns the record of a foreground response."""
-    return _ended(_record(asked, response), response, None, store)
+    return _end_record(_record(asked, response), response, None, store)
 
 
-def _record(asked: Asked, response: dict[str, Any]) -> Record:
+def _record(asked: ResponseRequest, response: dict[str, Any]) -> Record:
     request = asked.body.model_dump(exclude_none=True)
     origin = {"priority": asked.origin.priority, "tenant": asked.origin.tenant}
     return Record(
@@ -268,7 +279,7 @@ def _record(asked: Asked, response: dict[str, Any]) -> Record:
     )
 
 
-def _ended(
+def _end_record(
     record: Record, response: dict[str, Any], deltas: list[Piece] | None, store: Store
 ) -> Record:
     """Returns the record of a response in its final state; its expiry is counted from now."""
@@ -279,10 +290,10 @@ def _ended(
     return replace(record, body=body, expires_at=store.expires_at)
 
 
-def _asked_again(record: Record) -> Asked:
+def _load_request(record: Record) -> ResponseRequest:
     """Restores the request of an unfinished record."""
     body = ResponseBody.model_validate_json(msgspec.json.encode(record.body["request"]))
-    return Asked(
+    return ResponseRequest(
         record.id,
         record.owner,
         body,

@@ -14,13 +14,13 @@ from octavo.server.tool_use import (
     OfferedFunction,
     ToolNames,
     ToolUse,
-    tool_use_of,
+    make_tool_use,
 )
 
 NAMES = ToolNames(name="name", parameters="parameters")
 
 
-def tools_of(body: ResponseBody, limits: RequestLimits) -> ToolUse | None:
+def parse_tools(body: ResponseBody, limits: RequestLimits) -> ToolUse | None:
     """Returns the checked tools of a body; None if the model may not call any."""
     functions = [
         OfferedFunction(
@@ -33,7 +33,7 @@ def tools_of(body: ResponseBody, limits: RequestLimits) -> ToolUse | None:
     ]
     choice, named = _choice(body)
     is_parallel = body.parallel_tool_calls is not False
-    return tool_use_of(
+    return make_tool_use(
         functions,
         choice,
         limits,

@@ -17,7 +17,9 @@ VERSION = "v1"
 LIST = "GET /openapi.json lists the routes"
 
 
-def explained(error: HTTPException, request: Request, routes: Sequence[BaseRoute]) -> HTTPException:
+def add_suggestions(
+    error: HTTPException, request: Request, routes: Sequence[BaseRoute]
+) -> HTTPException:
     """Adds suggestions to FastAPI's 404 and 405; returns other errors unchanged."""
     if error.detail != HTTPStatus(error.status_code).phrase:
         return error

@@ -17,7 +17,7 @@ INTRODUCTION = (
 )
 
 
-def taught_messages(
+def add_tool_prompt(
     messages: Sequence[dict[str, Any]], definitions: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Appends the tools to the system message, or inserts one."""
@@ -29,7 +29,7 @@ def taught_messages(
     return [{"role": "system", "content": text}, *messages]
 
 
-def plain_history(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def convert_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Converts tool calls and results to text."""
     return [_plain(message) for message in messages]
 

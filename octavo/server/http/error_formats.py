@@ -36,7 +36,7 @@ class Fault:
     """Set for a prompt that is too long."""
 
 
-ErrorForm: TypeAlias = Callable[[Fault], dict[str, Any]]
+ErrorFormat: TypeAlias = Callable[[Fault], dict[str, Any]]
 
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -54,7 +54,7 @@ OVERFLOW_CODE = "context_length_exceeded"
 """OpenAI's code for a prompt that is too long."""
 
 
-def openai_form(fault: Fault) -> dict[str, Any]:
+def format_openai_error(fault: Fault) -> dict[str, Any]:
     error: dict[str, Any] = {
         "message": fault.message,
         "type": fault.kind,
@@ -78,11 +78,11 @@ def openai_overflow(message: str, overflow: Overflow) -> str:
     return f"{message}. Please reduce the length of the prompt."
 
 
-def responses_form(fault: Fault) -> dict[str, Any]:
+def format_responses_error(fault: Fault) -> dict[str, Any]:
     """Returns OpenAI's body on the Responses route, with other phrases for a prompt that is too
     long.
     """
-    body = openai_form(fault)
+    body = format_openai_error(fault)
     if fault.overflow is not None:
         body["error"]["message"] = responses_overflow(fault.message, fault.overflow)
         body["error"]["param"] = "input"
@@ -94,7 +94,7 @@ def responses_overflow(message: str, overflow: Overflow) -> str:
     return f"{known} {openai_overflow(message, overflow)}"
 
 
-def anthropic_form(fault: Fault) -> dict[str, Any]:
+def format_anthropic_error(fault: Fault) -> dict[str, Any]:
     usual = "invalid_request_error" if fault.status < 500 else "api_error"
     kind = ANTHROPIC_TYPES.get(fault.status, usual)
     message = fault.message
@@ -105,7 +105,7 @@ def anthropic_form(fault: Fault) -> dict[str, Any]:
     return {"type": "error", "error": error, "request_id": f"req_{secrets.token_hex(12)}"}
 
 
-def ollama_form(fault: Fault) -> dict[str, Any]:
+def format_ollama_error(fault: Fault) -> dict[str, Any]:
     if fault.overflow is None:
         return {"error": fault.message}
     num, most = fault.overflow.num_tokens, fault.overflow.max_tokens
@@ -115,7 +115,7 @@ def ollama_form(fault: Fault) -> dict[str, Any]:
     }
 
 
-def cohere_form(fault: Fault) -> dict[str, Any]:
+def format_cohere_error(fault: Fault) -> dict[str, Any]:
     if fault.overflow is None:
         return {"message": fault.message}
     num, most = fault.overflow.num_tokens, fault.overflow.max_tokens
@@ -125,14 +125,14 @@ def cohere_form(fault: Fault) -> dict[str, Any]:
     }
 
 
-FORMS: tuple[tuple[str, ErrorForm], ...] = (
-    ("/v1/messages", anthropic_form),
-    ("/v1/responses", responses_form),
-    ("/api/", ollama_form),
-    ("/v2/", cohere_form),
-    ("/cohere/", cohere_form),
-    ("/v1/chat/", openai_form),
-    ("/v1/completions", openai_form),
+FORMATS: tuple[tuple[str, ErrorFormat], ...] = (
+    ("/v1/messages", format_anthropic_error),
+    ("/v1/responses", format_responses_error),
+    ("/api/", format_ollama_error),
+    ("/v2/", format_cohere_error),
+    ("/cohere/", format_cohere_error),
+    ("/v1/chat/", format_openai_error),
+    ("/v1/completions", format_openai_error),
 )
 """Rows of (path prefix, error format); all other paths have OpenAI's format."""
 
@@ -140,10 +140,10 @@ VERSION_HEADER = "anthropic-version"
 """Identifies Anthropic clients on paths that OpenAI has too."""
 
 
-def form_of(scope: Scope) -> ErrorForm:
+def get_error_format(scope: Scope) -> ErrorFormat:
     """Returns the error format that the client expects."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
-    for beginning, form in FORMS:
+    for beginning, form in FORMATS:
         if path.startswith(beginning):
             return form
-    return anthropic_form if VERSION_HEADER in Headers(scope=scope) else openai_form
+    return format_anthropic_error if VERSION_HEADER in Headers(scope=scope) else format_openai_error

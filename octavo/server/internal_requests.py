@@ -20,14 +20,14 @@ from octavo.server.state.service import Service
 
 
 @dataclass(frozen=True, slots=True)
-class InnerAnswer:
+class InternalResponse:
     status: int
     body: bytes
     retry_after_s: float = 0.0
     """From the Retry-After header; 0 without one."""
 
 
-class InnerRequests:
+class InternalRequests:
     """Calls routes internally."""
 
     def __init__(
@@ -42,7 +42,7 @@ class InnerRequests:
             self._app.include_router(router)
         add_error_handlers(self._app)
 
-    async def post(self, path: str, body: bytes, owner: str) -> InnerAnswer:
+    async def post(self, path: str, body: bytes, owner: str) -> InternalResponse:
         """Returns the response to an owner's request; cancellation aborts it."""
         record = self._service.background_record(owner)
         scope = {
@@ -62,15 +62,15 @@ class InnerRequests:
             SCOPE_KEY: record,
             **({KEY_NAME: owner} if owner else {}),
         }
-        exchange = _Exchange(body)
+        exchange = _Connection(body)
         try:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
             record.release()
-        return InnerAnswer(exchange.status, b"".join(exchange.parts), exchange.retry_after_s)
+        return InternalResponse(exchange.status, b"".join(exchange.parts), exchange.retry_after_s)
 
 
-class _Exchange:
+class _Connection:
     """ASGI receive and send of one request: provides the body once and collects the response."""
 
     def __init__(self, body: bytes) -> None:

@@ -20,16 +20,16 @@ from octavo.api.sampling_params import SamplingParams
 from octavo.frontend.input_processor import RequestContext
 from octavo.server.conversation import Conversation
 from octavo.server.generation import Generation
-from octavo.server.http.error_forms import responses_form
-from octavo.server.http.errors import fault_of
+from octavo.server.http.error_formats import format_responses_error
+from octavo.server.http.errors import make_fault
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs
 from octavo.server.openai.rendering import effort_variables
 from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter
-from octavo.server.openai.responses.history import items_before, resolved
-from octavo.server.openai.responses.items import input_items, messages_of
-from octavo.server.openai.responses.output import Piece, output_of
-from octavo.server.openai.responses.tools import tools_of
+from octavo.server.openai.responses.history import get_previous_items, resolve_references
+from octavo.server.openai.responses.items import make_messages, parse_input
+from octavo.server.openai.responses.output import Piece, parse_output
+from octavo.server.openai.responses.tools import parse_tools
 from octavo.server.output_parser import OutputParser
 from octavo.server.response_builder import ChoiceDelta, ResponseBuilder, TokenUsage
 from octavo.server.state.served_model import ServedModel
@@ -41,7 +41,7 @@ ROOM_FOR_ANSWER_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponseRequest:
     """A requested response, before its prompt is built."""
 
     id: str
@@ -54,10 +54,10 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedResponse:
     """A response whose prompt is built and whose fields are checked."""
 
-    asked: Asked
+    asked: ResponseRequest
     model: ServedModel
     params: SamplingParams
     prompt: dict[str, Any]
@@ -91,7 +91,7 @@ class Prepared:
         status = status or {"stop": "completed", "length": "incomplete"}.get(
             reason or "", "cancelled"
         )
-        output = output_of(self.asked.id, self.parser, pieces)
+        output = parse_output(self.asked.id, self.parser, pieces)
         if status in ("completed", "incomplete"):
             output.finish()
         ending = "completed" if status == "completed" else "incomplete"
@@ -109,72 +109,80 @@ class Prepared:
         }
 
 
-async def new_asked(
+async def make_request(
     body: ResponseBody, owner: str, origin: RequestContext, store: Store | None
-) -> Asked:
+) -> ResponseRequest:
     """Creates a response request with a new id, and a seed so that it can be recomputed."""
     if body.seed is None:
         body.seed = secrets.randbits(63)
     name = f"resp_{secrets.token_hex(24)}"
-    items = await resolved(input_items(body.input, body.ignored), owner, store, body.ignored)
-    return Asked(name, owner, body, origin, items, int(time.time()))
+    items = await resolve_references(
+        parse_input(body.input, body.ignored), owner, store, body.ignored
+    )
+    return ResponseRequest(name, owner, body, origin, items, int(time.time()))
 
 
-async def count_input_tokens(asked: Asked, model: ServedModel, store: Store | None) -> int:
+async def count_input_tokens(
+    asked: ResponseRequest, model: ServedModel, store: Store | None
+) -> int:
     """Returns the number of prompt tokens of a response."""
-    talk, _ = await _talk_of(asked, model, store)
+    talk, _ = await _make_conversation(asked, model, store)
     return len((await talk.prompt(model))["prompt_token_ids"])
 
 
-async def _talk_of(
-    asked: Asked, model: ServedModel, store: Store | None
+async def _make_conversation(
+    asked: ResponseRequest, model: ServedModel, store: Store | None
 ) -> tuple[Conversation, int]:
     """Returns a response's conversation and its number of leading system messages."""
     given = asked.body.instructions
     system = [] if given is None else [{"role": "system", "content": given}]
-    before = await items_before(asked.body.previous_response_id, asked.owner, store)
-    messages = system + messages_of([*before, *asked.items])
+    before = await get_previous_items(asked.body.previous_response_id, asked.owner, store)
+    messages = system + make_messages([*before, *asked.items])
     if not messages:
         raise InvalidRequest("input: needed are items or instructions, got none", param="input")
     return _conversation(asked, model, messages), len(system)
 
 
-async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prepared:
+async def prepare(
+    asked: ResponseRequest, model: ServedModel, store: Store | None
+) -> PreparedResponse:
     """Builds the prompt of a response; raises ClientError if it is invalid."""
     body = asked.body
     params = body.params(model.llm.get_default_chat_params())
-    talk, num_system = await _talk_of(asked, model, store)
+    talk, num_system = await _make_conversation(asked, model, store)
     prompt = (
         await _truncated(talk, asked, model, num_system)
         if body.truncation == "auto"
         else await talk.prompt(model)
     )
-    first = _first(asked, model, params, is_stored=body.is_stored and store is not None)
+    first = _make_first(asked, model, params, is_stored=body.is_stored and store is not None)
     parser = talk.parser(model, prompt)
     await model.llm.check_form(parser.apply_to(params))
-    return Prepared(asked, model, params, prompt, first, parser)
+    return PreparedResponse(asked, model, params, prompt, first, parser)
 
 
-def failed(first: dict[str, Any], error: OctavoError) -> dict[str, Any]:
+def make_failed(first: dict[str, Any], error: OctavoError) -> dict[str, Any]:
     """Returns the final response object of a failed response."""
     told = {"code": "server_error", "message": error.message}
     if isinstance(error, ContextTooLong):
-        found = responses_form(fault_of(error))["error"]
+        found = format_responses_error(make_fault(error))["error"]
         told = {"code": found["code"], "message": found["message"]}
     return {**first, "status": "failed", "error": told}
 
 
-async def refused(
-    asked: Asked, model: ServedModel, error: OctavoError
+async def stream_failure(
+    asked: ResponseRequest, model: ServedModel, error: OctavoError
 ) -> AsyncGenerator[list[Event], None]:
     """Yields the events of a stream that fails before its first token."""
     params = asked.body.params(model.llm.get_default_chat_params())
-    first = _first(asked, model, params, is_stored=False)
+    first = _make_first(asked, model, params, is_stored=False)
     writer = EventWriter(first)
-    yield [*writer.opening(), *writer.closing(failed(first, error))]
+    yield [*writer.opening(), *writer.closing(make_failed(first, error))]
 
 
-def _conversation(asked: Asked, model: ServedModel, messages: list[dict[str, Any]]) -> Conversation:
+def _conversation(
+    asked: ResponseRequest, model: ServedModel, messages: list[dict[str, Any]]
+) -> Conversation:
     known = model.tokenizer.template_variables if model.tokenizer is not None else frozenset()
     effort = None if asked.body.reasoning is None else asked.body.reasoning.effort
     variables = effort_variables(effort, known, "reasoning.effort", asked.body.ignored)
@@ -182,12 +190,12 @@ def _conversation(asked: Asked, model: ServedModel, messages: list[dict[str, Any
         messages,
         asked.body.cache_salt,
         Rendering(variables=variables),
-        tools=tools_of(asked.body, model.limits),
+        tools=parse_tools(asked.body, model.limits),
     )
 
 
 async def _truncated(
-    talk: Conversation, asked: Asked, model: ServedModel, num_system: int
+    talk: Conversation, asked: ResponseRequest, model: ServedModel, num_system: int
 ) -> dict[str, Any]:
     """Returns the prompt, without as many of the oldest messages as necessary to leave room for
     output.
@@ -218,8 +226,8 @@ async def _truncated(
     return await rendered(low)
 
 
-def _first(
-    asked: Asked, model: ServedModel, params: SamplingParams, *, is_stored: bool
+def _make_first(
+    asked: ResponseRequest, model: ServedModel, params: SamplingParams, *, is_stored: bool
 ) -> dict[str, Any]:
     body = asked.body
     return {
@@ -245,8 +253,8 @@ def _first(
         "store": is_stored,
         "temperature": params.temperature,
         "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-        "tool_choice": _plain(body.tool_choice) or "auto",
-        "tools": [_plain(tool) for tool in body.tools or ()],
+        "tool_choice": _to_json(body.tool_choice) or "auto",
+        "tools": [_to_json(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",
@@ -256,7 +264,7 @@ def _first(
     }
 
 
-def _plain(given: Any) -> Any:
+def _to_json(given: Any) -> Any:
     """Converts a part of a body to JSON types."""
     return given.model_dump() if isinstance(given, BaseModel) else given
 
