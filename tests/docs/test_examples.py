@@ -44,6 +44,7 @@ NOT_RUN = {
     ),
     ("docs/guides/quantization.md", "octavo serve ./quantized"): "another model",
     ("docs/guides/quantization.md", "octavo quantize"): "minutes; see tests/cli",
+    ("docs/guides/quantization.md", "octavo run DIR"): "needs the model of the minutes before",
     ("docs/guides/quantization.md", "octavo bench quant"): "minutes; see tests/cli",
     ("docs/guides/quickstart.md", "make"): "installs",
     ("docs/guides/running-requests.md", "curl -X PATCH"): "needs a running request",
