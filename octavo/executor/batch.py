@@ -30,20 +30,20 @@ SAMPLING_RECORD = np.dtype(
     ],
     align=True,
 )
-"""Parameters of one sampled row: state of the step, and the options of SamplingParams that kernels
+"""Parameters of one sampled row: state of the step and the options of SamplingParams that kernels
 read. `SamplingRecord` in csrc/kernels/table.h has the same fields (`csrc/kernels/sampling_fields.h`
 is generated from these); the native backend checks their offsets when it loads.
 
 `position` is that of the sampled token. `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 keep all
-tokens. `target_id` >= 0 wants that token's logprob instead of a sample (prompt logprobs).
-`num_logprobs` -1 wants none, otherwise the token's own and as many top alternatives. `allowed_mask`
-is a row of `SamplingBatch.allowed_masks`, -1 allows every token.
+tokens. `target_id` >= 0 requests that token's logprob instead of a sample (prompt logprobs).
+`num_logprobs` -1 requests none, otherwise the token's own and that many top alternatives.
+`allowed_mask` is a row of `SamplingBatch.allowed_masks`; -1 allows every token.
 """
 
 MAX_CANDIDATES = 8
-"""Tokens of a checked draw that are known in their order."""
+"""Number of ordered candidates of a row to verify."""
 MAX_PROOF_TOKENS = 16
-"""Tokens that show that a row's cuts keep its draw, itself among them."""
+"""Largest number of tokens of a cut-off proof, the sampled one included."""
 
 _NEUTRAL = dict.fromkeys(SAMPLING_RECORD.names or (), 0) | {
     **{name: option.default for name, option in OPTIONS.record.items()},
@@ -52,18 +52,18 @@ _NEUTRAL = dict.fromkeys(SAMPLING_RECORD.names or (), 0) | {
     "num_logprobs": -1,
     "allowed_mask": -1,
 }
-"""Fields of a record that samples greedily and changes no logit, in order."""
+"""Fields of a record for greedy sampling from unchanged logits, in order."""
 _NEUTRAL_RECORD = np.array(tuple(_NEUTRAL.values()), SAMPLING_RECORD)
 
 
 def make_record(values: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns one record as a tuple; fields that are not given have their neutral values."""
-    return tuple(values.get(name, neutral) for name, neutral in _NEUTRAL.items())
+    """Returns one record as a tuple; missing fields have their neutral values."""
+    return tuple(map(values.get, _NEUTRAL, _NEUTRAL.values()))
 
 
 def sampling_records(count: int, **fields: ArrayLike) -> NDArray[np.void]:
-    """Returns `[count]` records that draw greedily and change no logit, but for the `fields` given:
-    a value for all, or one for each.
+    """Returns `[count]` records for greedy sampling from unchanged logits, except for `fields`: one
+    value for all, or one for each.
     """
     records = np.full(count, _NEUTRAL_RECORD)
     for name, value in fields.items():
@@ -72,11 +72,10 @@ def sampling_records(count: int, **fields: ArrayLike) -> NDArray[np.void]:
 
 
 Bits = NDArray[np.uint32]
-"""A bit for each token, the lowest first."""
+"""One bit per token, lowest first."""
 
 
 def mask_words(vocab_size: int) -> int:
-    """Returns the number of words that hold one bit for each token."""
     return -(-vocab_size // 32)
 
 
@@ -95,50 +94,50 @@ def unpacked_mask(mask: Bits, vocab_size: int) -> NDArray[np.bool_]:
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """How to draw from each of a step's `S` sampled rows; all arrays are C-contiguous.
+    """How to sample from each of a step's `S` sampled rows; all arrays are C-contiguous.
 
-    What varies in length lies beside the records, end to end: row s has the entries starts[s] ..
+    Data of varying length lies beside the records, end to end: row s has the entries starts[s] ..
     starts[s + 1] - 1.
     """
 
     records: NDArray[np.void]
     """[S] of SAMPLING_RECORD."""
     history_starts: NDArray[np.int32]
-    """[S+1]; only rows with a penalty have a history."""
+    """`[S+1]`; only rows with a penalty have a history."""
     history_ids: NDArray[np.int32]
     """Distinct tokens of the request so far."""
     history_counts: NDArray[np.int32]
-    """How often each was generated; 0 for tokens of the prompt alone."""
+    """How often each was generated; 0 for tokens only in the prompt."""
     bias_starts: NDArray[np.int32]
     """[S+1]"""
     bias_ids: NDArray[np.int32]
     bias_values: NDArray[np.float32]
     """Added to the logits; -inf bans a token."""
     allowed_masks: Bits
-    """[A, ceil(V / 32)]: bit i % 32 of word i // 32 says whether token i is allowed."""
+    """`[A, ceil(V / 32)]`: bit i % 32 of word i // 32 is 1 if token i is allowed."""
     keeps_logits: bool = False
-    """Whether rows may be drawn again once all are drawn, by the verifier."""
+    """Whether rows may be resampled after verification."""
     late: NDArray[np.bool_] | None = None
-    """Rows that are drawn only if the verifier resamples them, `[S]`; None: no row is."""
+    """Rows sampled only if the verifier resamples them, `[S]`; None: no row is."""
     uncut: NDArray[np.bool_] | None = None
     """Rows sampled without min_p, top_k and top_p, `[S]`; None: no row is. None of them is greedy
     or has another filter. `SampleResult.witnesses` prove whether the cut-offs keep their tokens. A
     resampled row has its cut-offs.
     """
     bias_after: NDArray[np.int32] | None = None
-    """Token that the row must have drawn last for an entry of the bias to be added, -1: any. It is
-    given where the device alone knows that token (`StepBatch.last_tokens`); None: all are added.
+    """Last sampled token for which an entry of the bias is added, -1: any. Set if only the device
+    knows that token (`StepBatch.last_tokens`); None: all entries are added.
     """
     counts_last: NDArray[np.bool_] | None = None
-    """Rows whose histories lack the token that the step before has drawn, which the device alone
-    knows (`StepBatch.last_tokens`) and counts as generated once more, `[S]`; None: no row's does.
+    """Rows whose histories lack the token sampled in the step before, which only the device knows
+    (`StepBatch.last_tokens`) and counts as generated once more, `[S]`; None: no row's do.
     """
 
     def __len__(self) -> int:
         return len(self.records)
 
     def part(self, first: int, end: int) -> SamplingBatch:
-        """Returns the rows `first` .. `end` - 1 as a batch of their own."""
+        """Returns the rows `first` .. `end` - 1 as a batch."""
         history, bias = self.history_starts[first : end + 1], self.bias_starts[first : end + 1]
         return SamplingBatch(
             records=self.records[first:end],
@@ -157,41 +156,41 @@ class SamplingBatch:
 
 
 ROW_ARRAYS = ("logprobs", "ranks", "top_ids", "top_logprobs", "surprises", "witnesses")
-"""Arrays of a SampleResult that a step may do without."""
+"""Optional arrays of a SampleResult."""
 
 
 @dataclass(slots=True)
 class SampleResult:
-    """The tokens of a step's `S` sampled rows and, where any row wants them, their logprobs.
+    """The tokens of a step's `S` sampled rows and, if any row wants them, their logprobs.
 
     Logprobs and ranks are of the raw logits, before bias, penalties and temperature. Among equal
     logits the lower token id comes first.
     """
 
     token_ids: NDArray[np.int32]
-    """[S]: the drawn token, or the row's target."""
+    """Sampled token, or the row's target, `[S]`."""
     failed: NDArray[np.bool_]
-    """[S]: no token could be drawn, since a logit was NaN, or none was finite."""
+    """Whether no token could be sampled: a logit is NaN, or none is finite, `[S]`."""
     logprobs: NDArray[np.float32] | None = None
-    """[S] of the tokens."""
+    """Logprob of each token, `[S]`."""
     ranks: NDArray[np.int32] | None = None
-    """[S] of the tokens, from 1: a token's place in the full top list."""
+    """Rank of each token among all, from 1, `[S]`."""
     top_ids: NDArray[np.int32] | None = None
-    """[S, k], best first, k the most that a row wants; a row uses its own first ones."""
+    """Top alternatives, best first, `[S, k]`; k is the largest number that a row wants."""
     top_logprobs: NDArray[np.float32] | None = None
-    """[S, k] of `top_ids`."""
+    """Logprobs of `top_ids`, `[S, k]`."""
     surprises: NDArray[np.float32] | None = None
-    """Surprises of drawn tokens among those that could be drawn, in bits, `[S]`; None where no row
-    has a mirostat. Without meaning in a row without one.
+    """Surprise of each sampled token among those left by the filters, in bits, `[S]`; only rows
+    with mirostat have one. None: no row has mirostat.
     """
     witnesses: NDArray[np.int32] | None = None
-    """Tokens that, if they are all legal, show that the cuts of a row which was drawn without them
-    keep its draw whatever else is masked, `[S, MAX_PROOF_TOKENS]`: the draw first, -1 behind the
-    last. The first is -1 where so few do not show it. None where every row was drawn with its cuts.
+    """Cut-off proofs, `[S, MAX_PROOF_TOKENS]`: the sampled token, then tokens that prove, if all
+    of them are allowed, that the cut-offs keep it whatever else is masked; -1 after the last. The
+    first is -1 without a proof. None: every row was sampled with its cut-offs.
     """
 
     def part(self, first: int, end: int) -> SampleResult:
-        """Returns a view of the entries `first` to `end - 1`."""
+        """Returns a view of the entries `first` .. `end` - 1."""
         part = SampleResult(self.token_ids[first:end], self.failed[first:end])
         for name in ROW_ARRAYS:
             array = getattr(self, name)
@@ -200,7 +199,7 @@ class SampleResult:
         return part
 
     def take(self, other: SampleResult, rows: NDArray[np.int32]) -> None:
-        """Takes over some rows of another result of the same step."""
+        """Copies some rows of another result of the same step."""
         for name in ("token_ids", "failed", *ROW_ARRAYS):
             array, others = getattr(self, name), getattr(other, name)
             if array is not None and others is not None:
@@ -214,19 +213,19 @@ class LastTokens:
     """
 
     sources: NDArray[np.int32]
-    """Permanent row whose last token stands in for the id, `[T]`; -1: the id itself."""
+    """Permanent row whose last token replaces the id, `[T]`; -1: the id itself."""
     targets: NDArray[np.int32]
-    """Permanent row whose last token the draw becomes, `[S]`; -1: of no row."""
+    """Permanent row whose last token is set to the sample, `[S]`; -1: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvCopies:
-    """Further places to which rows of a step write their K and V."""
+    """Further slots to which rows of a step write their K and V."""
 
     starts: NDArray[np.int32]
     """First entry of each row in `slots`, `[T+1]`."""
     slots: NDArray[np.int32]
-    """Places in the KV memory, `[G, C]`, block id * 16 + offset; -1: none."""
+    """Slots in the KV memory, `[G, C]`: block id * 16 + offset; -1: none."""
 
 
 @dataclass(slots=True)
@@ -241,47 +240,46 @@ class StepBatch:
     token_ids: NDArray[np.int32]
     """Ids of the tokens, `[T]`."""
     places: NDArray[np.int32]
-    """Index of each row among the keys of its request, `[T]`; masks and biases go by it."""
+    """Index of each row among the keys of its request, `[T]`, which masks and biases use."""
     positions: NDArray[np.int32]
-    """Numbers that rope and learned embeddings read, `[P, T]`. P = 1 and equal to `places`, but for
-    families with several position axes."""
+    """Positions that rope and learned embeddings read, `[P, T]`. P is 1, except for families with
+    several position axes."""
     query_starts: NDArray[np.int32]
-    """First row of each request, `[R+1]`: request r owns the rows query_starts[r] to
+    """First row of each request, `[R+1]`: request r has the rows query_starts[r] to
     query_starts[r+1] - 1."""
     context_lens: NDArray[np.int32]
-    """Number of keys that each request has in the group once this step's are written, `[G, R]`."""
+    """Number of keys of each request after this step's are written, `[G, R]`."""
     slots: NDArray[np.int32]
-    """Place in the KV memory that each row writes, block id * 16 + offset, `[G, T]`; -1: none."""
+    """Slot in the KV memory that each row writes, block id * 16 + offset, `[G, T]`; -1: none."""
     block_tables: NDArray[np.int32]
     """Blocks of each request in the order of its keys, `[G, R, B]`, padded with -1."""
     sample_rows: NDArray[np.int32]
-    """Rows whose logits are wanted, `[S]`; a row may stand there more than once. S is 0 in a step
-    that only prefills."""
+    """Rows whose logits are wanted, `[S]`; a row may occur more than once. S is 0 in a step that
+    only prefills."""
     sampling: SamplingBatch | None = None
-    """Parameters of the draws; None: the outputs come back as arrays, and nothing is drawn."""
+    """How to sample; None: the outputs are returned as arrays, and nothing is sampled."""
     hidden: NDArray[np.float32] | None = None
     """Rows `[T, W]` for a Program whose input is "hidden"."""
     given: NDArray[np.floating] | None = None
-    """Rows from outside that take the places of the step's own, `[N, W]`; None: there are none."""
+    """Rows that replace embeddings of the step, such as an image's, `[N, W]`; None: no row."""
     given_rows: NDArray[np.int32] | None = None
-    """Row of `given` that stands at each row, `[T]`, -1: none; set wherever `given` is."""
+    """Row of `given` that replaces each row, `[T]`, -1: none; set if `given` is."""
     limits: NDArray[np.int32] | None = None
-    """One past the last key that each row sees under a causal mask or a window's, `[T]`, beyond its
-    own place; None: its place + 1."""
+    """One past the last key that each row sees under a causal or window mask, `[T]`; None: its
+    place + 1."""
     adapter_rows: NDArray[np.int32] | None = None
     """Adapter slot of each row, `[T]`, -1: none; None: no row has one."""
     sparse_from: NDArray[np.int32] | None = None
-    """Place from which on the rows of each request are sparse, `[R]`: the length of its prompt.
-    Programs without thresholds do not read it; None: all rows are dense."""
+    """First sparse place of each request, the length of its prompt, `[R]`. Only Programs with
+    thresholds read it; None: all rows are dense."""
     last_tokens: LastTokens | None = None
-    """Sources and targets of tokens that are known on the device alone; None: every id is known
-    here."""
+    """Sources and targets of tokens that only the device knows; None: every id is known here."""
     copies: KvCopies | None = None
-    """Further places that rows write their K and V to, beside their slots; None: there are none."""
+    """Further slots that rows write their K and V to; None: no row does."""
 
 
 def empty_batch(num_groups: int, num_axes: int, hidden_width: int | None) -> StepBatch:
-    """Returns a step without rows, for a Program whose input is "hidden" where that has a width."""
+    """Returns a step without rows. `hidden_width`: width of the input "hidden", if any."""
     none = np.zeros(0, np.int32)
     return StepBatch(
         token_ids=none,
@@ -301,72 +299,66 @@ class StepOutput:
     """Result of one step."""
 
     samples: SampleResult | None = None
-    """Drawn tokens, where the batch asked for draws."""
+    """Sampled tokens, if the batch has `sampling`."""
     arrays: dict[str, NDArray] = field(default_factory=dict)
     """Otherwise the Program's outputs by name; logits are `[S, V]` in float32 or float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resample:
-    """Rows of a step that are drawn again: what they drew is not allowed, or follows from what an
-    earlier row drew.
-    """
+    """Rows of a step to resample: their token is not allowed, or depends on an earlier row's."""
 
     samples: NDArray[np.int32]
     """Indices of the rows among the sampled ones, `[N]`."""
     masks: Bits
-    """Tokens that each of them may draw, `[N, ceil(V / 32)]`."""
+    """Allowed tokens of each of them, `[N, ceil(V / 32)]`."""
     logits: NDArray[np.float32] | None = None
-    """Logits that some of them are drawn from in place of their own, `[M, V]`. Logprobs are of
-    their own.
-    """
+    """Logits to sample some of them from, `[M, V]`. Logprobs are of the rows' own logits."""
     places: NDArray[np.int32] | None = None
     """Index of each of the rows in `logits`, `[N]`, -1: its own logits."""
     mirostat_mus: NDArray[np.float32] | None = None
-    """Bounds of their mirostat, `[N]`; NaN, or None for all of them: those of the step."""
+    """Their mirostat bounds, `[N]`; NaN, or None for all of them: those of the step."""
     is_last: bool = True
-    """Whether the draws hold then, and are not looked at once more."""
+    """Whether the new samples are final; otherwise they are verified again."""
 
 
 class SampledLogits(Protocol):
-    """The sampled rows of a step that is just drawn, for a verifier to read."""
+    """The sampled rows of the step that was just computed, for a verifier to read."""
 
     def logits(self, sample: int) -> NDArray[np.float32]:
-        """Returns the logits `[V]` of a row, before anything changes them."""
+        """Returns the raw logits `[V]` of a row."""
         ...
 
     def candidates(self, samples: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Returns the tokens that rows without filters would draw one after another if those before
-        were masked, their own draws first, `[N, MAX_CANDIDATES]`; -1 behind the last.
+        """Returns the tokens of rows without filters in the order of their scores, the sampled one
+        first, `[N, MAX_CANDIDATES]`; -1 after the last.
         """
         ...
 
 
 Verify = Callable[[SampleResult, SampledLogits], Resample | None]
-"""Looks at the draws of a step, and may set them; None where all of them hold."""
+"""Verifies the samples of a step and may replace them; returns the rows to resample, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
-    """Several decode steps of one batch: each request has one row, and the token that it draws is
-    its next row.
-
-    Block tables reach to the last step.
+    """Several decode steps of one batch: each request has one row, and its sampled token is its
+    next row. Block tables reach to the last step.
     """
 
     num_steps: int
-    """Upper bound; they end early where a request fails or draws a token that ends it."""
+    """Upper bound; steps end early if a request fails or samples one of its end tokens."""
     end_starts: NDArray[np.int32]
     """First entry of each request in `end_ids`, `[R+1]`."""
     end_ids: NDArray[np.int32]
     """Tokens that end a request, those of all requests end to end."""
     follows_tokens: bool = False
-    """Whether the caller sets, in the batch's sampling, what is added to logits and the bounds of
-    mirostat between two steps, since these follow from the tokens that were drawn."""
+    """Whether the caller updates biases and mirostat bounds in the batch's sampling between steps,
+    since they depend on the sampled tokens."""
 
 
 class DecodedStep(NamedTuple):
-    """The draws of one of several decode steps."""
+    """The samples of one of several decode steps."""
 
     samples: SampleResult
     is_last: bool

@@ -1,13 +1,13 @@
-"""Whether the cuts of a row (min_p, top_k, top_p) keep a token that was drawn without them,
-whatever a mask takes from the others.
+"""Cut-off proofs: whether the cut-offs of a row (min_p, top_k, top_p) keep a token that was sampled
+without them, whatever a mask removes.
 
-The draw without cuts is the largest score of all tokens; where it is legal and the cuts keep it
-among the legal ones, it is the masked draw. A mask can only make a token better placed: min_p and
-top_k keep it where they keep it unmasked. For top_p let X weigh what stands before the token
-unmasked, and R the token and what stands behind it and is known to be legal. Whatever part x of X
-is legal, all legal tokens weigh x + R at least, and the token is kept where x < top_p (x + R): for
-every x up to X where X (1 - top_p) < top_p R. The first few tokens behind it are its witnesses.
-Bounds are widened by more than what rounding could move.
+The sample without cut-offs has the largest score of all tokens; if it is allowed and the cut-offs
+keep it among the allowed ones, it is the masked sample. A mask only improves a token's rank, so
+min_p and top_k keep it if they keep it unmasked. For top_p let X be the weight before the token
+unmasked, and R the weight of the token and of those after it that are known to be allowed. Whatever
+part x of X is allowed, all allowed tokens weigh at least x + R, and the token is kept if
+x < top_p (x + R): for every x up to X if X (1 - top_p) < top_p R. The first few tokens after it
+make the proof. Bounds are widened by more than rounding could move them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ SURE = 1 + 1e-4
 
 
 def disable_cutoffs(batch: SamplingBatch, uncut: NDArray[np.bool_]) -> SamplingBatch:
-    """Returns a batch whose rows `uncut [S]` keep all tokens."""
+    """Returns a batch whose rows `uncut [S]` have no cut-offs."""
     records = batch.records.copy()
     for name, neutral in (("min_p", 0.0), ("top_k", 0), ("top_p", 1.0)):
         records[name][uncut] = neutral
     return replace(batch, records=records)
 
 
-def witnesses(z: NDArray[np.float64], record: Mapping[str, Any] | np.void, token: int) -> list[int]:
-    """Returns the tokens that, if they are all legal, show that the cuts keep `token`, of `z [V]`,
-    the changed logits: itself first; none where fewer than MAX_PROOF_TOKENS do not show it.
+def find_cutoff_proof(
+    z: NDArray[np.float64], record: Mapping[str, Any] | np.void, token: int
+) -> list[int]:
+    """Returns `token`, then tokens of the changed logits `z [V]` that prove, if all are allowed,
+    that the cut-offs keep it; [] if MAX_PROOF_TOKENS do not suffice.
     """
     weights = np.exp((z - z.max()) / float(record["temperature"]))
     least = float(record["min_p"]) * SURE

@@ -1,35 +1,35 @@
 """The reference of the filters, in NumPy and float64: which tokens of a row may be sampled.
 
-A row at temperature 0 has no filters. Each filter sees what the ones before it left as a
-distribution of its own; the order of tokens is always (z down, id up).
+A row at temperature 0 has no filters. Each filter sees the tokens left by the ones before it as a
+distribution; the order of tokens is always (z down, id up).
 
 1. top_n_sigma n > 0: kept are the z >= max z - n * sigma, with sigma the standard deviation of the
    finite z.
 2. temperature T; with a dynatemp_range r > 0 instead low + (high - low) * (H / ln N)^exponent, with
    low = max(T - r, 0.01), high = T + r, and H the entropy of the softmax of the N finite z.
 3. typical_p < 1: with p the softmax of z / T and H its entropy, tokens are ordered by |-ln p - H|,
-   the lower id first among equals; kept is the shortest beginning of that order whose running sum
-   of p reaches typical_p.
+   the lower id first among equals; kept is the shortest prefix of that order whose running sum of p
+   reaches typical_p.
 4. min_p: d = (z - max z) / T and e = exp(d). Kept are the tokens with e > 0 and e >= min_p (min_p
    is relative to the most likely token).
 5. top_k > 0: kept are the first top_k.
-6. top_p < 1: kept is the shortest beginning of the order whose running sum of e reaches top_p times
-   the whole sum. Running sums go one by one, left to right.
+6. top_p < 1: kept is the shortest prefix of the order whose running sum of e reaches top_p times
+   the whole sum. Running sums are computed one by one, left to right.
 7. XTC, if the row's coin falls below xtc_probability: of the tokens with p >= xtc_threshold all but
    the last in the order are removed. The coin is u of word 0 at purpose 1.
 8. mirostat_mode 2: kept are the tokens whose surprise -log2 p is at most mu, and always the first.
    mirostat_mode 1: the first max(1, floor(k)), with Zipf's exponent s = sum t b / sum t^2 over the
    100 likeliest, t_i = ln((i + 1) / i), b_i = ln(p_i / p_(i+1)), epsilon = s - 1 and
    k = (epsilon * 2^mu / (1 - V^-epsilon))^(1 / s). The token's surprise, among the tokens left,
-   goes back with it; mu -= eta * (surprise - tau) is the host's, which owns mu.
+   is returned with it; the host, which owns mu, computes mu -= eta * (surprise - tau).
 
-What a filter measures (a deviation, an entropy) is of the whole distribution, so filters of kind
-"distribution" come first (1 to 3), then cutoffs (4 to 6), then those of kind "after_cutoff".
-Temperature before min_p, top_k and top_p is vLLM's and transformers' order; XTC removes choices
-among tokens that are good enough, so it follows the filters that say which these are, as in
-llama.cpp; mirostat steers the surprise of the sample itself, and nothing may change it behind.
-llama.cpp takes top_k before typical_p, min_p behind top_p and temperature last, and with mirostat
-no other filter; here all combine. DRY is a bias on logits, before the penalties.
+A deviation or an entropy is that of the whole distribution, so filters of kind "distribution" come
+first (1 to 3), then cutoffs (4 to 6), then those of kind "after_cutoff". Temperature before min_p,
+top_k and top_p is the order of vLLM and transformers. XTC removes choices among tokens that are
+good enough, so it follows the filters that decide which are, as in llama.cpp. Mirostat controls the
+surprise of the sample, so nothing may filter after it. llama.cpp applies top_k before typical_p,
+min_p after top_p and temperature last, and no other filter with mirostat; here all combine. DRY is
+a bias on logits, before the penalties.
 
 Sources. min_p: Nguyen et al. 2024; top_p: Holtzman et al. 2020; typical_p: Meister et al. 2022;
 top_n_sigma: Tang et al. 2024; mirostat: Basu et al. 2021 (the surprise of the truncated
@@ -45,14 +45,14 @@ from octavo.executor.noise import Floats, Record, coin
 
 Ids = NDArray[np.intp]
 
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 """Lower bound of a dynamic temperature."""
 MIROSTAT_TOKENS = 100
 """Number of the most likely tokens from which mirostat 1 estimates the exponent of Zipf's law."""
 
 
 def kept_distances(z: Floats, record: Record) -> Floats:
-    """Returns d of each token of `z [V]`, and -inf where it is not kept."""
+    """Returns d of each token of `z [V]`, -inf for tokens not kept."""
     temperature = float(record["temperature"])
     if record["top_n_sigma"] > 0:
         z = above_sigmas(z, float(record["top_n_sigma"]))
@@ -87,13 +87,13 @@ def dynamic_temperature(z: Floats, record: Record) -> float:
     finite = z[np.isfinite(z)]
     if len(finite) < 2:
         return middle
-    low, high = max(middle - reach, LEAST_TEMPERATURE), middle + reach
+    low, high = max(middle - reach, MIN_TEMPERATURE), middle + reach
     share = max(_entropy(finite - finite.max()) / np.log(len(finite)), 0.0)
     return low + (high - low) * float(min(share, 1.0) ** float(record["dynatemp_exponent"]))
 
 
 def typical(z: Floats, temperature: float, typical_p: float) -> Floats:
-    """Returns `z [V]` with -inf for tokens whose surprise is far from the entropy."""
+    """Returns `z [V]` with -inf for tokens that typical_p removes."""
     d = (z - z.max()) / temperature
     weights = np.exp(d)
     ids = np.flatnonzero(weights > 0)
@@ -109,7 +109,7 @@ def typical(z: Floats, temperature: float, typical_p: float) -> Floats:
 
 
 def above_cutoffs(z: Floats, weights: Floats, record: Record) -> Ids:
-    """Returns the ids of the tokens that min_p, top_k and top_p keep."""
+    """Returns the ids that min_p, top_k and top_p keep."""
     kept = np.flatnonzero((weights > 0) & (weights >= float(record["min_p"])))
     top_k, top_p = int(record["top_k"]), float(record["top_p"])
     if top_k <= 0 and top_p >= 1.0:
@@ -130,7 +130,7 @@ def order_tokens(z: Floats) -> Ids:
 
 def without_top_choices(d: Floats, kept: Ids, threshold: float) -> Ids:
     """Returns `kept`, in the order (d down, id up), without the tokens of at least `threshold`
-    probability but the last of them.
+    probability, except for the last of them.
     """
     weights = np.exp(d[kept])
     num_viable = int((weights / weights.sum() >= threshold).sum())
@@ -138,7 +138,7 @@ def without_top_choices(d: Floats, kept: Ids, threshold: float) -> Ids:
 
 
 def mirostat(d: Floats, kept: Ids, mode: int, mu: float) -> Ids:
-    """Returns the beginning of `kept`, in the order (d down, id up), that mirostat draws from."""
+    """Returns the prefix of `kept`, in the order (d down, id up), that mirostat keeps."""
     weights = np.exp(d[kept])
     p = weights / weights.sum()
     if mode == 2:
@@ -147,7 +147,7 @@ def mirostat(d: Floats, kept: Ids, mode: int, mu: float) -> Ids:
 
 
 def zipf_count(log_p: Floats, mu: float, vocab_size: int) -> int:
-    """Returns how many tokens give a surprise of `mu` bits, where `log_p` are the best ones'."""
+    """Returns how many tokens give a surprise of `mu` bits, given `log_p` of the best ones."""
     if len(log_p) < 2:
         return 1
     places = np.arange(1, len(log_p))
@@ -167,13 +167,13 @@ def zipf_count(log_p: Floats, mu: float, vocab_size: int) -> int:
 
 
 def _entropy(d: Floats) -> float:
-    """Returns the entropy in nats of the softmax of `d`, all of them finite."""
+    """Returns the entropy in nats of the softmax of finite `d`."""
     weights = np.exp(d)
     total = weights.sum()
     return float(np.log(total) - (weights * d).sum() / total)
 
 
 def surprise(distances: Floats, token: int) -> float:
-    """Returns the bits of surprise of a token among those that could be drawn."""
+    """Returns the surprise of a token in bits, among those that are kept."""
     d = distances - distances.max()
     return float((np.log(np.exp(d).sum()) - d[token]) / np.log(2.0))

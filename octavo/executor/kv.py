@@ -1,7 +1,6 @@
-"""KV memory as a backend offers it: the layout of a block, and whole blocks copied, read and
-written.
+"""The KV memory of a backend: the layout of a block, and copies, reads and writes of whole blocks.
 
-Only kernels look inside a block. The block size and the split of the attention are constants here.
+Only kernels look inside a block. The block size and the split size of attention are constants here.
 """
 
 from __future__ import annotations
@@ -19,49 +18,47 @@ BLOCK_SIZE = 16
 """Number of tokens in a KV block, everywhere: native kernels keep one block's keys in one vector.
 """
 
-
 SPLIT_KEYS = 256
 """Number of keys in a split of the attention's definition (`ops.Attention`)."""
 
 PAGE_BYTES = 4096
-"""Bytes of which places in a file of blocks and in their memory are multiples."""
+"""Alignment of blocks in files and in their memory, in bytes."""
 
 STATES_A_BLOCK = 2
-"""States in the one block of a request in a group of kind `state`: the one that a step reads, and
-the one that it writes."""
+"""States in a request's one block in a group of kind `state`: one that a step reads, and one that
+it writes."""
 
 
 class HeadRows(NamedTuple):
-    """A run of a block's bytes: rows that hold equally many bytes of each KV head, head by head."""
+    """A run of a block's bytes: rows with the same number of bytes per KV head, head by head."""
 
     num_rows: int
-    """Rows of all layers."""
+    """Rows in all layers."""
     head_bytes: int
     """Bytes of one head in a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How a prepared Program keeps one cache group: the type of its numbers, and a block's bytes.
-
-    Programs that share a group must agree on its layout.
+    """How a prepared Program stores one cache group. Programs that share a group must have the same
+    layout.
     """
 
     group: CacheGroup
     dtype: str
     """Name of the stored type: fp32, bf16, int8 ..."""
     pieces: tuple[int, ...]
-    """Bytes of each piece of a block in one layer; the same piece of the next block lies behind
-    it."""
+    """Bytes of each contiguous piece of a block in one layer; the same piece of the next block
+    follows it."""
     head_rows: tuple[HeadRows, ...] = field(repr=False)
-    """How `read_block`'s bytes are shared out among the group's KV heads; a group that every rank
-    keeps whole has one."""
+    """How `read_block`'s bytes divide into the group's KV heads; a group that every rank keeps
+    whole has one."""
     in_file: tuple[int, ...] = ()
     """Layers whose blocks may be in a file instead of memory."""
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a block of one layer, in memory and in a file, if it may be in a file."""
+        """Bytes of a block of one layer that may be in a file, in memory and in the file."""
         return -(-self.layer_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
@@ -83,7 +80,7 @@ class KvLayout:
 
 
 class KvCache(Protocol):
-    """KV memory of one backend, made by `allocate`; opaque but for whole blocks."""
+    """KV memory of one backend, made by `allocate`; opaque except for whole blocks."""
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Copies one block of a group in every layer."""
@@ -94,24 +91,23 @@ class KvCache(Protocol):
         ...
 
     def write_block(self, group: int, block_id: int, data: NDArray[np.uint8]) -> None:
-        """Writes the bytes that `read_block` gave to any block of the same group."""
+        """Writes bytes of `read_block` to any block of the same group."""
         ...
 
 
-@runtime_checkable
 class LayeredKvCache(Protocol):
-    """A KvCache of which single layers of a block can be read while a step computes."""
+    """The KvCache of a Runnable that reports `kv_writes`: layers can be read during a step."""
 
     def read_layer(self, group: int, layer: int, block_id: int, into: NDArray[np.uint8]) -> None:
-        """Reads one layer of a block into `[KvLayout.layer_bytes]`: the part of what `read_block`
-        gives from `layer * layer_bytes` on.
+        """Reads one layer of a block into `[KvLayout.layer_bytes]`: the part of `read_block`'s
+        bytes from `layer * layer_bytes` on.
         """
         ...
 
 
 class BlockMover(Protocol):
-    """Copies blocks in batches, perhaps while steps compute, with the same effect as one copy after
-    the other in the order of the calls.
+    """Copies blocks in batches, perhaps while steps compute, with the same effect as single copies
+    in the order of the calls.
     """
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
@@ -135,8 +131,8 @@ class BlockMover(Protocol):
         ...
 
     def settle(self) -> float:
-        """Waits until the host has all that was read, and returns the seconds spent copying since
-        the last call, 0 where they are not measured.
+        """Waits until the host has everything that was read; returns the seconds spent copying
+        since the last call, 0 if not measured.
         """
         ...
 
@@ -159,18 +155,16 @@ class BatchedKvCache(Protocol):
 
 
 class OnDemandKvCache(KvCache, Protocol):
-    """A KvCache whose blocks take memory where they are written, and give it back on request, in
-    whole pages.
+    """A KvCache whose blocks use memory once they are written, until it is released, in whole
+    pages.
     """
 
     def give_back(self, group: int, first_block: int, num_blocks: int) -> None:
-        """Gives back the memory of neighbouring blocks, whose bytes are lost. Pages that reach
-        beyond them stay.
+        """Releases the memory of neighbouring blocks, whose bytes are lost. Pages that reach beyond
+        them stay.
         """
         ...
 
     def spans(self, group: int) -> Sequence[tuple[int, int]]:
-        """Returns addresses and sizes in bytes of a group's blocks, for a look at what the system
-        has given.
-        """
+        """Returns the addresses and sizes in bytes of a group's blocks."""
         ...

@@ -23,18 +23,18 @@ PHILOX_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 PHILOX_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 PHILOX_ROUNDS = 10
 
-DRAW_PURPOSE = 0
+SAMPLE_PURPOSE = 0
 """Last word of the counter of the noise that chooses a token."""
 XTC_PURPOSE = 1
-"""Last word of the counter of the coin that XTC throws."""
+"""Last word of the counter of the number that decides whether XTC applies."""
 
 
 def coin(record: Record) -> float:
-    """Returns u of the coin that XTC throws."""
+    """Returns the uniform number that decides whether XTC applies."""
     return (float(noise_words(record, 1, XTC_PURPOSE)[0]) + 0.5) * 2.0**-32
 
 
-def noise_words(record: Record, vocab_size: int, purpose: int = DRAW_PURPOSE) -> Words:
+def noise_words(record: Record, vocab_size: int, purpose: int = SAMPLE_PURPOSE) -> Words:
     """Returns the random word of each token `[V]`, by the record's seed, position and sample."""
     seed = np.uint64(record["seed"])
     quads = np.arange(-(-vocab_size // 4), dtype=np.uint64)
@@ -43,10 +43,10 @@ def noise_words(record: Record, vocab_size: int, purpose: int = DRAW_PURPOSE) ->
     return np.stack(words, axis=1).reshape(-1)[:vocab_size]
 
 
-def noise_words_of(record: Record, token_ids: NDArray[np.integer]) -> Words:
-    """Returns the random words of some tokens `[N]`, as `noise_words` has them."""
+def noise_words_for(record: Record, token_ids: NDArray[np.integer]) -> Words:
+    """Returns the random words of some tokens `[N]`, the same as `noise_words`."""
     seed = np.uint64(record["seed"])
-    counter = (record["position"], record["sample_index"], token_ids // 4, DRAW_PURPOSE)
+    counter = (record["position"], record["sample_index"], token_ids // 4, SAMPLE_PURPOSE)
     words = philox((seed & MASK32, seed >> HALF), counter)
     found: Words = np.stack(words, axis=1)[np.arange(len(token_ids)), token_ids % 4]
     return found

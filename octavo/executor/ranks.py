@@ -1,7 +1,7 @@
-"""The port through which the ranks of one engine meet, whatever carries their numbers.
+"""The collectives among the ranks of one engine, independent of the transport.
 
-Every rank comes to the same collectives in the same order. Sums are in fp32 and added in rank
-order, so that every transport gives the same bits.
+Every rank calls the same collectives in the same order. Sums are in fp32 and added in rank order,
+so every transport gives the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Array = TypeVar("Array")
 
 
 class Abortable(Protocol):
-    """A connection among processes that can be given up."""
+    """A connection among processes that can be aborted."""
 
     def abort(self) -> None:
         """Ends a wait for a dead process, with an error; called from any thread."""
@@ -22,11 +22,11 @@ class Abortable(Protocol):
 
 
 class Ranks(Protocol[Array]):
-    """One process's place among the ranks, and its connection to the others."""
+    """One process among the ranks, and its connection to the others."""
 
     @property
     def rank(self) -> int:
-        """Place of this process among the ranks; the first one draws."""
+        """Index of this process among the ranks; the first one samples."""
         ...
 
     @property
@@ -36,7 +36,7 @@ class Ranks(Protocol[Array]):
 
     @property
     def grid(self) -> RankGrid:
-        """Place of this process among those that share out heads and among those of experts."""
+        """Tensor-parallel and expert-parallel groups of this process."""
         ...
 
     def all_reduce(self, x: Array) -> Array:
@@ -44,19 +44,19 @@ class Ranks(Protocol[Array]):
         ...
 
     def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
-        """Joins the columns of its `grid.tensor_ranks`: `x [T, widths[place]]` to `[T, sum of
-        widths]`.
+        """Concatenates the columns of its `grid.tensor_ranks`: `x [T, widths[i]]` of each to `[T,
+        sum of widths]`.
         """
         ...
 
     def collect(self, x: Array, owners: Array) -> Array:
-        """Returns each row of `x [R, W]` as the one of its `grid.expert_ranks` has it whose place
+        """Returns each row of `x [R, W]` from the rank among its `grid.expert_ranks` that
         `owners [R]` names.
         """
         ...
 
     def from_first(self, x: Array) -> Array:
-        """Returns the first rank's x, which replaces the contents of x on the other ranks."""
+        """Broadcasts the first rank's x, in place."""
         ...
 
     def abort(self) -> None:
@@ -64,13 +64,13 @@ class Ranks(Protocol[Array]):
         ...
 
 
-class Meeting(Protocol):
-    """A place at which ranks find each other, made by the first one before it starts the others."""
+class Rendezvous(Protocol):
+    """How ranks find each other, made by the first one before it starts the others."""
 
-    def address_of(self, rank: int) -> list[int]:
-        """Returns the numbers by which a rank joins: a port, or descriptors."""
+    def get_address(self, rank: int) -> list[int]:
+        """Returns the address by which a rank joins: a port, or file descriptors."""
         ...
 
-    def inherited_by(self, rank: int) -> tuple[int, ...]:
-        """Returns the descriptors that a rank's process inherits."""
+    def get_inherited(self, rank: int) -> tuple[int, ...]:
+        """Returns the file descriptors that a rank's process inherits."""
         ...

@@ -1,31 +1,30 @@
-"""The reference sampler: draws tokens from logits in NumPy, row by row, in float64.
+"""The reference sampler: samples tokens from logits in NumPy, row by row, in float64.
 
-The other backends follow this text for a row of float32 logits z[0..V):
+The other backends follow this definition for a row of float32 logits z[0..V):
 
-1. With a NaN among the logits the row has failed. Logprobs, where wanted, are of these raw logits:
-   z - (max + ln sum exp(z - max)). A token's rank is its place in the order (logit down, id up),
+1. A row with a NaN logit fails. Logprobs, if wanted, are of these raw logits:
+   z - (max + ln sum exp(z - max)). A token's rank is its index in the order (logit down, id up),
    from 1, and the top list is the beginning of that order.
-2. A row with `target_id` >= 0 is of a token that is known, and whose logprob is wanted: nothing is
-   drawn, the target is the row's token. A request's logits_processors make new logits of z, one
-   after another.
-3. z += bias, where a token has one (-inf bans it); z = -inf outside the tokens that
-   allowed_token_ids and the grammar allow. Then for each token of prompt and answer, which the
-   answer has c times: z = z / r where z > 0, else z * r, with the repetition penalty r;
-   z -= frequency * c; z -= presence where c > 0. If no finite maximum is left (everything is
-   banned, or something is infinite), the row has failed.
+2. A row with `target_id` >= 0 scores a known token: nothing is sampled, and the target is the row's
+   token. Otherwise the request's logits_processors are applied to z one after another.
+3. z += bias of the token (-inf bans it); z = -inf for tokens that allowed_token_ids or the grammar
+   do not allow. Then for each token of prompt and completion, which the completion has c times:
+   z = z / r if z > 0, else z * r, with the repetition penalty r; z -= frequency * c; z -= presence
+   if c > 0. If no finite maximum is left (everything is banned, or something is infinite), the row
+   fails.
 4. At temperature 0 the token is the one with the largest z, the lowest id among equals.
 5. Otherwise tokens are filtered: `octavo/executor/filters.py`.
 6. The token is the kept one with the largest score d + g, the lowest id among equals. The noise
-   g = -ln(-ln u), with u = (k + 1/2) / 2^32, makes this a draw from the softmax over the kept
+   g = -ln(-ln u), with u = (k + 1/2) / 2^32, makes this a sample from the softmax over the kept
    tokens (Gumbel-max). k is word `token % 4` of Philox4x32-10 with the key (low, high 32 bits of
    the seed) and the counter (position, sample_index, token // 4, purpose). Above u = 1/2, -ln u is
    -log1p(-(1 - u)), since a narrower type would round u to 1.
 
-Noise belongs to a token and not to its place among the kept ones, so the best score among the
-tokens that some mask allows is the masked draw. g lies between -3.13 and 22.88: a token whose d is
+Noise belongs to a token and not to its index among the kept ones, so the best score among the
+tokens that a mask allows is the masked sample. g lies between -3.13 and 22.88: a token whose d is
 further below the best score cannot win.
 
-A failed row ends its request with an error, and no other one; its token is 0.
+A failed row ends only its own request, with an error; its token is 0.
 
 Sources. Philox: Salmon et al. 2011; Gumbel-max: Maddison et al. 2014; DRY: P. E. Weidmann 2024.
 """
@@ -45,7 +44,7 @@ from octavo.executor.batch import (
     SamplingBatch,
     unpacked_mask,
 )
-from octavo.executor.cutoff_proof import disable_cutoffs, witnesses
+from octavo.executor.cutoff_proof import disable_cutoffs, find_cutoff_proof
 from octavo.executor.filters import kept_distances, order_tokens, surprise
 from octavo.executor.noise import Floats, Record, gumbel, noise_words
 
@@ -53,16 +52,16 @@ from octavo.executor.noise import Floats, Record, gumbel, noise_words
 def sample(
     logits: NDArray[np.float32],
     batch: SamplingBatch,
-    drawn_from: NDArray[np.float32] | None = None,
+    processed: NDArray[np.float32] | None = None,
 ) -> SampleResult:
-    """Draws a token of each row of `logits [S, V]`, which stay as they are; from the rows of
-    `drawn_from [S, V]` where these are given. Logprobs are of `logits`.
+    """Samples a token from each row of `logits [S, V]`, or of `processed [S, V]` if given. Logprobs
+    are of `logits`.
     """
     num_rows = len(logits)
     result = SampleResult(np.zeros(num_rows, np.int32), np.zeros(num_rows, np.bool_))
     if num_rows and batch.records["mirostat_mode"].any():
         result.surprises = np.zeros(num_rows, np.float32)
-    drawn_from = logits if drawn_from is None else drawn_from
+    processed = logits if processed is None else processed
     records, uncut = batch.records, batch.uncut
     if uncut is not None:
         result.witnesses = found = np.full((num_rows, MAX_PROOF_TOKENS), -1, np.int32)
@@ -70,21 +69,21 @@ def sample(
     for s in range(num_rows):
         if batch.late is not None and batch.late[s]:
             continue
-        raw = drawn_from[s].astype(np.float64)
+        raw = processed[s].astype(np.float64)
         token = None if np.isnan(raw).any() else _choose(raw, s, batch, result)
         result.failed[s] = token is None
         result.token_ids[s] = 0 if token is None else token
         if token is not None and uncut is not None and uncut[s]:
-            shown = witnesses(changed_logits(raw, s, batch), records[s], token)
-            found[s, : len(shown)] = shown
+            proof = find_cutoff_proof(changed_logits(raw, s, batch), records[s], token)
+            found[s, : len(proof)] = proof
     if num_rows and (records["num_logprobs"].max() >= 0 or records["target_id"].max() >= 0):
         _add_logprobs(result, logits, batch)
     return result
 
 
 def masked(batch: SamplingBatch, resample: Resample) -> SamplingBatch:
-    """Returns a batch in which the rows that are drawn again have their masks and bounds; the
-    others draw what they drew.
+    """Returns a batch in which the rows to resample have their masks and bounds; the others sample
+    the same token again.
     """
     records = batch.records.copy()
     if resample.mirostat_mus is not None:
@@ -98,7 +97,7 @@ def masked(batch: SamplingBatch, resample: Resample) -> SamplingBatch:
 
 
 def replaced(logits: NDArray[np.float32], resample: Resample) -> NDArray[np.float32]:
-    """Returns the logits `[S, V]` that rows are drawn from when some are drawn again."""
+    """Returns the logits `[S, V]` to resample from."""
     if resample.logits is None or resample.places is None:
         return logits
     changed = logits.copy()
@@ -109,8 +108,8 @@ def replaced(logits: NDArray[np.float32], resample: Resample) -> NDArray[np.floa
 
 
 def candidates(z: Floats, record: Record) -> NDArray[np.intp]:
-    """Returns the tokens that a draw without filters would take one after another if those before
-    were masked, of `z [V]`, the changed logits; at most MAX_CANDIDATES.
+    """Returns the first MAX_CANDIDATES tokens in the order of their scores without filters, given
+    the changed logits `z [V]`.
     """
     values = z
     if record["temperature"] > 0:
@@ -121,19 +120,19 @@ def candidates(z: Floats, record: Record) -> NDArray[np.intp]:
 
 
 def row_candidates(logits: NDArray[np.float32], batch: SamplingBatch, s: int) -> NDArray[np.int32]:
-    """Returns the candidates of row s of a batch, of its own `logits [V]`, padded with -1."""
+    """Returns the candidates of row s of a batch, given its `logits [V]`, padded with -1."""
     found = candidates(changed_logits(logits.astype(np.float64), s, batch), batch.records[s])
     return np.pad(found.astype(np.int32), (0, MAX_CANDIDATES - len(found)), constant_values=-1)
 
 
 def scores(z: Floats, record: Record) -> Floats:
-    """Returns d + g of each token of `z [V]`, the changed logits, and -inf where it is not kept."""
+    """Returns d + g of each token of the changed logits `z [V]`, -inf for tokens not kept."""
     distances = kept_distances(z, record)
     return distances + gumbel(noise_words(record, len(z)))
 
 
 def _choose(raw: Floats, s: int, batch: SamplingBatch, result: SampleResult) -> int | None:
-    """Returns the row's token, or None where it has failed; notes its surprise."""
+    """Returns the row's token, or None if the row fails; stores its surprise."""
     record = batch.records[s]
     if record["target_id"] >= 0:
         return int(record["target_id"])
@@ -166,7 +165,7 @@ def changed_logits(raw: Floats, s: int, batch: SamplingBatch) -> Floats:
 
 
 def _add_logprobs(result: SampleResult, logits: NDArray[np.float32], batch: SamplingBatch) -> None:
-    """Fills the logprobs of every row that has not failed; in a failed row they mean nothing."""
+    """Sets the logprobs of every row that has not failed."""
     num_rows, vocab_size = logits.shape
     count = min(max(int(batch.records["num_logprobs"].max()), 0), vocab_size)
     result.logprobs, result.ranks = np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int32)

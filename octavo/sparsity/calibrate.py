@@ -13,7 +13,7 @@ from octavo.api.errors import ConfigError, UnsupportedModel
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.engine_config import EngineConfig
-from octavo.executor.base import ObservedInputs, ObservingBackend, Runnable
+from octavo.executor.base import ObservedInputs, Runnable
 from octavo.executor.kv import KvCache
 from octavo.program.ops import original_context
 from octavo.program.program import Program, Weight
@@ -131,7 +131,7 @@ def measure_text(
     check_tensors(model.checkpoint, [program])
     backend = build_backend(model.config)
     backend.check(program, formats_of(model.config, model.checkpoint, program))
-    if not isinstance(backend, ObservingBackend):
+    if not backend.observes_inputs:
         raise ConfigError(
             f"backend: got {backend.name!r}, allowed to calibrate is native or reference",
             hint="set backend to native",

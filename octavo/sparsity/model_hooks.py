@@ -12,7 +12,7 @@ from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import user_path
 from octavo.engine.kv.block_choice import BlockChoiceSpec
-from octavo.executor.base import Backend, BackendOptions, ProbingBackend
+from octavo.executor.base import Backend, BackendOptions
 from octavo.program.program import Program
 from octavo.sparsity.kv_spill import KvOffDevice
 from octavo.sparsity.native_hooks import NativeSparsity
@@ -79,7 +79,7 @@ class SparsityModelHooks(ModelHooks):
 
     def check_backend(self, config: EngineConfig, backend: Backend) -> None:
         weighs = config.of(PrefixWeighingOptions).weighs_prefixes
-        if weighs and not isinstance(backend, ProbingBackend):
+        if weighs and not backend.prepares_parts:
             raise ConfigError(
                 f"prefix_cache_policy: importance is not for the backend {backend.name}",
                 hint="set backend to native",
@@ -95,7 +95,7 @@ class SparsityModelHooks(ModelHooks):
         if not options.weighs_prefixes:
             return None
         backend, part = loaded.backend, loaded.side
-        assert isinstance(backend, ProbingBackend) and part is not None, "it was refused before"
+        assert part is not None, "checked before weights were read"
         kv = backend.allocate(part.kv_layouts, [NUM_BLOCKS] * len(part.kv_layouts))
         probe = probe_of(loaded.program)
         weigher = PrefixWeigher(backend, part, kv, loaded.layouts[probe.group], probe)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.engine.protocol.kv_messages import BlockQuery
-from octavo.executor.base import ProbingBackend, Runnable
+from octavo.executor.base import Backend, Runnable
 from octavo.executor.batch import StepBatch
 from octavo.executor.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.sparsity.passes.probe_prefixes import Probe
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class PrefixWeigher:
     """Scores blocks with the part of a Program that computes one layer's queries."""
 
-    backend: ProbingBackend
+    backend: Backend
     part: Runnable
     kv: KvCache
     """Separate KV memory: NUM_BLOCKS blocks of each cache group of the part."""
@@ -64,7 +64,7 @@ class PrefixWeigher:
         Returns [] and logs the error if that fails. Thread-safe.
         """
         try:
-            known = self.backend.rows_of(self.layout, blocks).k
+            known = self.backend.get_block_rows(self.layout, blocks).k
             masses: list[float] = attention_masses(prepared, known, self.probe.scale).tolist()
             return masses
         except Exception:

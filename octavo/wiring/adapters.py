@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.api.errors import BackendUnavailable, ConfigError
+from octavo.api.errors import ConfigError
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.engine_config import EngineConfig
-from octavo.executor.base import AdapterRunnable, Runnable
+from octavo.executor.base import Runnable
 from octavo.frontend.adapter_names import AdapterNames
 from octavo.program.passes.adapters import with_sites
 from octavo.program.program import Program, Weight
@@ -46,14 +46,7 @@ def adapter_store(
     lora = config.lora
     if not lora.enable_lora:
         return None
-    slots = []
-    for runnable in runnables.values():
-        if not isinstance(runnable, AdapterRunnable):
-            raise BackendUnavailable(
-                f"enable_lora: the backend {config.backend.backend} takes no adapters",
-                hint="take --backend native",
-            )
-        slots.append(runnable.adapters)
+    slots = [runnable.adapters for runnable in runnables.values()]
 
     def dequantize(weight: Weight) -> NDArray[np.float32]:
         return load(weight).dequantize()

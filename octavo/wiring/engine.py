@@ -32,7 +32,7 @@ from octavo.engine.recording.recorder import (
 )
 from octavo.engine.requests.stop_strings import LazyStopTexts, MakeStopTexts
 from octavo.engine.scheduler.build import build_scheduler, prompt_limits
-from octavo.executor.base import AsyncBackend, Backend
+from octavo.executor.base import Backend
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.frontend.encoder_inputs import EncoderInputs
 from octavo.frontend.frontend import Frontend
@@ -398,11 +398,7 @@ def _runs_ahead(config: EngineConfig, backend: Backend) -> bool:
     wanted = config.scheduler.async_scheduling
     if wanted != "auto":
         return wanted == "on"
-    return (
-        isinstance(backend, AsyncBackend)
-        and backend.computes_apart
-        and not against_async_scheduling(config)
-    )
+    return backend.has_own_device and not against_async_scheduling(config)
 
 
 # -- recordings ------------------------------------------------------------------------------------

@@ -31,8 +31,6 @@ from octavo.executor.base import (
     Backend,
     Footprint,
     FormatOf,
-    OnDemandBackend,
-    ProbingBackend,
     Runnable,
 )
 from octavo.executor.devices import default_backend
@@ -289,7 +287,6 @@ def _prepared_with(
     side: SideProgram, checkpoint: Checkpoint, program: Program, reader: Reader, backend: Backend
 ) -> tuple[dict[str, Runnable], Runnable]:
     """As `_prepared`, and prepares the side Program from the same weights."""
-    assert isinstance(backend, ProbingBackend), "it was refused before weights were read"
     with LoadBar(reader.load, len(program.weights)) as bar:
         whole, prepared = backend.prepare_with_part(
             program, side.program, bar.load, part_tokens=side.max_tokens
@@ -385,7 +382,7 @@ def _check_cache(
 ) -> None:
     """Raises ConfigError if the model or the backend does not support the KV options."""
     cache, num_ranks = config.cache, config.backend.tensor_parallel_size
-    if cache.kv_layout == "virtual" and not isinstance(backend, OnDemandBackend):
+    if cache.kv_layout == "virtual" and not backend.allocates_on_demand:
         raise ConfigError(
             f"kv_layout: virtual is not for the backend {backend.name}",
             hint="leave kv_layout at paged",

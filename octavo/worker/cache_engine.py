@@ -90,7 +90,8 @@ class CacheEngine:
         self.kv = kv
         self.connector = connector
         self.places: BlockPlaces = places or PagedPlaces()
-        self._counters = counters
+        self.counters = counters
+        """Returns the counts that extensions keep of the KV memory; None if there are none."""
         self._mover: BlockMover = (
             kv.copies if isinstance(kv, BatchedKvCache) else SingleBlockMover(kv)
         )
@@ -114,11 +115,6 @@ class CacheEngine:
             else:
                 data = [self._off_device(move, move.source) for move in batch]
                 self._mover.write(group, [find(group, move.target) for move in batch], data)
-
-    @property
-    def counters(self) -> dict[str, float] | None:
-        """Counts that extensions keep of the KV memory, since the start; None if there are none."""
-        return None if self._counters is None else dict(self._counters())
 
     def settle(self, moves: Sequence[BlockMove]) -> float:
         """Waits until what these moves brought off the device is there; returns for how many

@@ -1,10 +1,10 @@
-"""A second model, or a head of the first, that guesses the next tokens of rows, one after another,
-each drawn as the row will draw it.
+"""A draft model, or a head of the model itself: drafts the next tokens of rows one after another,
+each sampled as the row will sample it.
 
-Its K and V lie in groups of their own, under the same block tables. A block that a step fills is
-the draft model's too once the step is over, so that prefix hits, swaps and forks hold for both; the
-tokens behind it wait until guesses are wanted, so that a step without any seldom pays. Decides
-neither who is guessed for nor what becomes of a guess.
+Its K and V lie in cache groups of their own, under the same block tables. A block that a step fills
+is also filled for the draft model once the step is over, so that prefix hits, swaps and forks hold
+for both. The tokens behind it wait until drafts are wanted, so a step without drafts rarely pays.
+Decides neither which rows are drafted for nor what becomes of the drafts.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from octavo.executor.base import Runnable
 from octavo.executor.kv import BLOCK_SIZE, KvCache
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.sampling.draft_sampling import DraftSampling, DraftVocabulary
-from octavo.worker.step_arrays import Spans, gather
+from octavo.worker.step_arrays import gather
 
 
 @dataclass(slots=True)
 class RowToDraft:
-    """One row's share in a step of the draft model."""
+    """One row in a step of the draft model."""
 
     row: int
     """Permanent row."""
     start: int
     end: int
     """Number of its tokens once the step is computed."""
-    most: int
-    """Most tokens that are guessed; 0: none."""
+    max_drafts: int
+    """Largest number of draft tokens; 0: none."""
     draft_ids: list[int] = field(default_factory=list)
     others: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens beside the guessed ones: the number of guesses before each, and its id."""
+    """Alternatives to draft tokens: the number of draft tokens before each, and its id."""
 
     def get_draft(self) -> tuple[list[int], list[int]]:
-        """Returns the guessed tokens with those beside them, and the parent of each; no parents
-        where each follows the one before.
+        """Returns the draft tokens with their alternatives, and the parent of each; no parents if
+        each follows the one before.
         """
         if not self.others:
             return self.draft_ids, []
@@ -63,8 +63,8 @@ class DraftModel:
         features: int | None = None,
         tree_width: int = 1,
     ) -> None:
-        """Takes the most tokens of a step and, of a head, the group of the features that it
-        reads; and how many tokens are guessed at each place, one beside the other.
+        """`max_tokens`: tokens of a step. `features`: cache group of the features that a head
+        reads. `tree_width`: draft tokens at each position.
         """
         self.runnable = runnable
         self._kv = kv
@@ -77,8 +77,8 @@ class DraftModel:
         """Request of each permanent row, and how many of its tokens have their K and V."""
 
     def follow(self, scheduled: Sequence[ScheduledRequest], results: Sequence[RowResult]) -> None:
-        """Computes the blocks that a step has filled, and adds guesses to the results of the rows
-        that are to propose some.
+        """Computes the blocks that a step has filled, and adds draft tokens to the results of the
+        rows that want some.
         """
         shares = [
             self._share(row, index, result)
@@ -96,8 +96,8 @@ class DraftModel:
                 result.draft_ids, result.draft_parents = share.get_draft()
 
     def _share(self, planned: ScheduledRequest, row: int, result: RowResult) -> RowToDraft:
-        """Returns what is computed of a row: the tokens whose K and V hold, where they fill a
-        block, and the last known ones where it is guessed for.
+        """Returns what to compute of a row: the kept tokens if they fill a block, and the last
+        known ones if it wants draft tokens.
         """
         first = self._first(planned, row)
         end = planned.start + result.num_kept
@@ -110,12 +110,12 @@ class DraftModel:
         room = self._rows.num_placed_tokens(row) - num_known
         room = min(room, self._rows.token_ids.shape[1] - 2 - num_known)
         if num_known > share.start and room >= 0:
-            share.end, share.most = num_known, min(planned.propose, room + 1)
+            share.end, share.max_drafts = num_known, min(planned.propose, room + 1)
         return share
 
     def _first(self, planned: ScheduledRequest, row: int) -> int:
-        """Returns the first token of a row that may lack its K and V: in full blocks none does,
-        and of the last one nothing is known where the row began elsewhere, or was preempted.
+        """Returns the first token of a row that may lack its K and V. Full blocks are complete;
+        the last one may lack any if the row was preempted or began elsewhere.
         """
         first = planned.start // BLOCK_SIZE * BLOCK_SIZE
         request_id, num_followed = self._followed.get(row, ("", 0))
@@ -123,7 +123,7 @@ class DraftModel:
         return max(first, num_followed) if is_known else first
 
     def _shorten(self, shares: Sequence[RowToDraft]) -> None:
-        """Computes the beginnings of rows that have more tokens than a step may have."""
+        """Computes the beginnings of rows with more tokens than a step may have."""
         for share in shares:
             while share.end - share.start > self._max_tokens:
                 end = share.start + self._max_tokens
@@ -131,7 +131,7 @@ class DraftModel:
                 share.start = end
 
     def _parts(self, shares: Sequence[RowToDraft]) -> Iterator[list[RowToDraft]]:
-        """Yields the rows in parts of as many tokens as a step may have."""
+        """Yields the rows in parts that fit in a step."""
         part: list[RowToDraft] = []
         for share in shares:
             num_tokens = sum(other.end - other.start for other in part) + share.end - share.start
@@ -143,38 +143,39 @@ class DraftModel:
             yield part
 
     def _draft(self, part: list[RowToDraft]) -> None:
-        """Computes the rows of a part, then guesses token by token for those that want guesses."""
+        """Computes a part, then drafts token by token."""
         self._compute(part)
-        while part := [share for share in part if len(share.draft_ids) < share.most]:
+        while part := [share for share in part if len(share.draft_ids) < share.max_drafts]:
             self._compute(part)
 
     def _compute(self, part: list[RowToDraft]) -> None:
-        """Computes the next tokens of rows, and draws a guess for those that want one. A row whose
-        guess is of no use wants none any more.
+        """Computes the next tokens of rows, and samples a draft token of those that want one. A row
+        whose sample is no token of the target model gets no more.
         """
-        spans = Spans(
+        batch = gather(
+            self._rows,
             np.array([share.row for share in part], np.intp),
             np.array([share.end for share in part], np.int32),
             np.cumsum([0, *(share.end - share.start for share in part)], dtype=np.int32),
         )
-        batch = gather(self._rows, spans)
         batch.adapter_rows = None
-        np.minimum(batch.token_ids, self._ids.num_read - 1, out=batch.token_ids)
-        drawn = [index for index, share in enumerate(part) if share.most]
-        batch.sample_rows = spans.query_starts[1:][drawn] - 1
+        np.minimum(batch.token_ids, self._ids.num_inputs - 1, out=batch.token_ids)
+        drafting = [index for index, share in enumerate(part) if share.max_drafts]
+        batch.sample_rows = batch.query_starts[1:][drafting] - 1
         if self._features is not None:
             _keep_slots(batch.slots[self._features], batch.sample_rows)
-        rows, ends = spans.rows[drawn], spans.ends[drawn]
-        draws = DraftSampling.of(rows, ends, self._rows.sampling, self._ids, self._width)
-        batch.sampling = draws.batch()
+        rows = batch.rows[drafting]
+        ends = np.array([part[index].end for index in drafting], np.int32)
+        sampling = DraftSampling.build(rows, ends, self._rows.sampling, self._ids, self._width)
+        batch.sampling = sampling.make_batch()
         samples = self.runnable.run(batch, self._kv).samples
         assert samples is not None
-        for entry, index in enumerate(drawn):
-            self._take(part[index], draws.tokens_of(samples, entry))
+        for entry, index in enumerate(drafting):
+            self._append(part[index], sampling.get_draft_ids(samples, entry))
 
-    def _take(self, share: RowToDraft, token_ids: list[int]) -> None:
+    def _append(self, share: RowToDraft, token_ids: list[int]) -> None:
         if not token_ids:
-            share.most = 0
+            share.max_drafts = 0
             return
         token_id, *others = token_ids
         share.others += [(len(share.draft_ids), other) for other in others]
@@ -184,8 +185,8 @@ class DraftModel:
 
 
 def _keep_slots(slots: NDArray[np.int32], kept: NDArray[np.int32]) -> None:
-    """Takes their slots from all rows but `kept`: a head's features stand in for those that the
-    model has not made yet, and for no other.
+    """Removes the slots of all rows but `kept`: a head writes features only where the model has not
+    computed them yet.
     """
     own = slots[kept].copy()
     slots[:] = -1

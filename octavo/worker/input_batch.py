@@ -1,8 +1,8 @@
 """One permanent row per running request: its tokens, its block tables, its sampling state.
 
-A step's arrays are gathers from these rows, so that Python's work does not grow with the length of
-a request. A row comes with a NewRequest and goes when the request finishes or is preempted; the
-scheduler decides which request has one, and what it may compute.
+A step's arrays are gathered from these rows, so Python's work does not grow with the length of a
+request. A row is added with a NewRequest and freed when the request finishes or is preempted; the
+scheduler decides which request has one, and what it computes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from octavo.worker.sampling.sampling_states import SamplingStates
 NO_TOKENS = np.zeros(0, np.int32)
 
 MAX_FORCED = 64
-"""Most tokens that a step adds to a row without drawing them."""
+"""Largest number of forced tokens that a step appends to a row."""
 
 NO_SECOND = np.iinfo(np.int32).max
-"""Start of the second text of a row that is one text."""
+"""Start of the second text of a row that has only one."""
 
 
 class InputBatch:
@@ -55,21 +55,21 @@ class InputBatch:
         drafts_forced: bool = False,
         goes_without_blocks: bool = False,
     ) -> None:
-        """Takes in `states` the groups whose one block of a request stands for all its tokens; it
-        fills the row's table, in `input_groups` those of an encoder's input, of `max_encoder_len`
-        rows at most. `closes`: answers of a given form are completed before their length
-        ends. `drafts_forced`: text that a grammar leaves no choice of is guessed.
-        `goes_without_blocks`: holes in a table are keys that the row never reads, in every group.
+        """`states`: groups with one block per request, which fills the row's table.
+        `input_groups`: groups of an encoder's input, of at most `max_encoder_len` rows. `closes`:
+        structured outputs are completed before their length limit. `drafts_forced`: forced text
+        becomes draft tokens. `goes_without_blocks`: holes in a table are keys that the row never
+        reads, in every group.
         """
         self._drafts_forced = drafts_forced
         max_blocks = -(-max(max_model_len, max_encoder_len) // BLOCK_SIZE)
         self.token_ids = np.zeros((max_rows, max_model_len + 1), np.int32)
         """Token ids known so far, `[N, context + 1]`."""
         self.block_tables = np.full((num_groups, max_rows, max_blocks), -1, np.int32)
-        """Places of the rows' blocks, `[G, N, B]`, padded with -1; a state's stands at every
-        index."""
+        """Places of the rows' blocks, `[G, N, B]`, padded with -1; a state's is at every index.
+        """
         self.num_prompt_tokens = np.zeros(max_rows, np.int32)
-        """Tokens of each row that its request came with, `[N]`."""
+        """Prompt length of each row, `[N]`."""
         self._end_token_ids = [NO_TOKENS] * max_rows
         self.grammars = GrammarMatchers(grammars, vocab_size)
         self.sampling = SamplingStates(
@@ -80,7 +80,7 @@ class InputBatch:
             closes=closes,
         )
         self.pooling: dict[int, PoolingParams] = {}
-        """Params of the rows that want a pooled row, by permanent row."""
+        """Params of the rows to pool, by permanent row."""
         self.second_starts = np.full(max_rows, NO_SECOND, np.int32)
         """Index of the first token of a pair's second text, `[N]`."""
         self.first_positions = np.zeros(max_rows, np.int32)
@@ -90,31 +90,33 @@ class InputBatch:
         self.media: dict[int, list[MediaItem]] = {}
         """Images of the rows that have any, by permanent row."""
         self.input_groups = np.array(sorted(input_groups), np.intp)
-        """Groups whose keys are of the encoder's input, `[I]`."""
+        """Groups with the keys of the encoder's input, `[I]`."""
         self.input_lens = np.zeros(max_rows, np.int32)
         """Rows of each request's encoder input, `[N]`."""
         self.inputs: dict[int, EncoderInput] = {}
         """Inputs of the encoder, by permanent row."""
         self.num_unread = np.zeros(max_rows, np.int32)
-        """Blocks among each row's first that it goes without, `[N]`."""
+        """Blocks at each row's beginning that it does not read, `[N]`."""
         self._goes_without_blocks = goes_without_blocks
         self._states = frozenset(states)
         self._num_blocks = [[0] * max_rows for _ in range(num_groups)]
-        self._row_of: dict[str, int] = {}
+        self.row_of: dict[str, int] = {}
+        """Permanent row of each request id."""
         self._free = list(range(max_rows - 1, -1, -1))
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._row_of
+        return request_id in self.row_of
 
     def free(self, request_id: str, places: BlockPlaces) -> None:
-        """Gives a request's row back; one without a row is left alone."""
-        row = self._row_of.pop(request_id, None)
+        """Frees a request's row, if it has one."""
+        row = self.row_of.pop(request_id, None)
         if row is None:
             return
         places.clear(row)
         self.block_tables[:, row] = -1
+        if row in self.sampling.special_rows:
+            self.grammars.free(row)
         self.sampling.free(row)
-        self.grammars.free(row)
         self.pooling.pop(row, None)
         self.media.pop(row, None)
         self.adapters[row] = -1
@@ -122,9 +124,9 @@ class InputBatch:
         self._free.append(row)
 
     def add(self, new: NewRequest) -> None:
-        """Gives a request a row; where that raises, the row is still its own, and can be freed."""
+        """Adds a request. If that raises, it still has its row, which can be freed."""
         row = self._free.pop()
-        self._row_of[new.request_id] = row
+        self.row_of[new.request_id] = row
         for num_blocks in self._num_blocks:
             num_blocks[row] = 0
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
@@ -142,12 +144,13 @@ class InputBatch:
             self.pooling[row] = new.params
             self.second_starts[row] = NO_SECOND if new.second_start is None else new.second_start
             return
-        self.grammars.add(row, new)
         self.sampling.add(row, new)
+        if new.grammar is not None:
+            self.grammars.add(row, new)
 
     def update_tables(self, scheduled: ScheduledRequest, places: BlockPlaces) -> None:
-        """Takes in the blocks that a plan adds to a row or replaces, by their places."""
-        row = self._row_of[scheduled.request_id]
+        """Sets the places of the blocks that a plan adds to a row or replaces."""
+        row = self.row_of[scheduled.request_id]
         for group, added in enumerate(scheduled.new_block_ids):
             first = self._num_blocks[group][row]
             end = None if group in self._states and added else first + len(added)
@@ -160,8 +163,8 @@ class InputBatch:
             self.block_tables[group, row, where] = places.put(group, row, index, [block_id])[0]
 
     def shorten_table(self, end: TableEnd, places: BlockPlaces) -> None:
-        """Takes the blocks behind its end from a row's table; a row that has gone is left alone."""
-        row = self._row_of.get(end.request_id)
+        """Removes the blocks behind the end of a row's table, if the request has a row."""
+        row = self.row_of.get(end.request_id)
         if row is None:
             return
         for group, num_blocks in enumerate(end.num_blocks):
@@ -172,55 +175,46 @@ class InputBatch:
                 places.shorten(group, row, num_blocks)
 
     def keep_path(self, scheduled: ScheduledRequest, path: int) -> None:
-        """Puts the blocks of one path of a row's guess in its tables; 0 leaves them as they are.
-        A block's id is its place where guesses branch.
+        """Sets the blocks of a row to those of one path of its draft tree; path 0 has them
+        already. With draft trees, a block's id is its place.
         """
-        row = self._row_of[scheduled.request_id]
+        row = self.row_of[scheduled.request_id]
         for group, index, block_id in scheduled.leaf_blocks[path - 1] if path else ():
             self.block_tables[group, row, index] = block_id
 
     def num_placed_tokens(self, row: int) -> int:
-        """Returns how many tokens of a row its blocks have places for, in every group."""
+        """Returns how many tokens a row's blocks hold, in every group."""
         return BLOCK_SIZE * min(num_blocks[row] for num_blocks in self._num_blocks)
 
     def indices(self, scheduled: Sequence[ScheduledRequest]) -> NDArray[np.intp]:
         """Returns the rows of a step's requests, `[R]`."""
-        row_of = self._row_of
-        return np.array([row_of[entry.request_id] for entry in scheduled], np.intp)
+        return np.array([self.row_of[entry.request_id] for entry in scheduled], np.intp)
 
-    def write_drafts(
-        self, rows: NDArray[np.intp], ends: NDArray[np.int32], drafts: Sequence[Sequence[int]]
-    ) -> None:
-        """Writes guesses behind the known tokens of `rows [R]`, up to `ends [R]`; what is drawn
-        takes their places.
-        """
-        for row, end, draft_ids in zip(rows.tolist(), ends.tolist(), drafts, strict=True):
-            if draft_ids:
-                self.token_ids[row, end - len(draft_ids) : end] = draft_ids
-                self.grammars.write_drafts(row, draft_ids)
+    def write_drafts(self, row: int, num_known: int, draft_ids: Sequence[int]) -> None:
+        """Writes draft tokens behind a row's known ones; sampled tokens overwrite them."""
+        self.token_ids[row, num_known : num_known + len(draft_ids)] = draft_ids
+        self.grammars.add_drafts(row, draft_ids)
 
-    def end_tokens(self, rows: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Returns the tokens that end `rows [R]`, all in one array, and `[R+1]` where each row's
-        begin in it.
-        """
+    def get_end_tokens(self, rows: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Returns where each row's end tokens begin, `[R+1]`, and the end tokens of `rows [R]`."""
         ids = [self._end_token_ids[row] for row in rows.tolist()]
         starts = np.zeros(len(ids) + 1, np.int32)
-        np.cumsum([len(some) for some in ids], out=starts[1:])
-        return np.concatenate(ids), starts
+        np.cumsum(list(map(len, ids)), out=starts[1:])
+        return starts, np.concatenate(ids)
 
     def draft_forced(self, row: int) -> list[int]:
-        """Returns a guess of how a row spells the text that its grammar leaves no choice of; none
-        where guesses are not wanted.
+        """Returns draft tokens that spell the text forced by a row's grammar; [] if they are not
+        wanted.
         """
         return self.grammars.likely_tokens(row)[:MAX_FORCED] if self._drafts_forced else []
 
     def append_forced(self, row: int, num_tokens: int) -> list[int]:
-        """Adds the tokens behind the `num_tokens` known ones of a row that its grammar leaves no
-        choice of; returns them.
+        """Appends the tokens that a row's grammar forces after its `num_tokens` known ones; returns
+        them.
         """
         forced: list[int] = []
-        most = min(MAX_FORCED, self.token_ids.shape[1] - 1 - num_tokens)
-        while len(forced) < most:
+        max_tokens = min(MAX_FORCED, self.token_ids.shape[1] - 1 - num_tokens)
+        while len(forced) < max_tokens:
             token_id = self.grammars.only_token(row)
             end = num_tokens + len(forced)
             if token_id is None or not self.sampling.may_append(row, token_id, end):
@@ -231,18 +225,14 @@ class InputBatch:
             forced.append(token_id)
         return forced
 
-    def learn(self, request_id: str, start: int, token_ids: Sequence[int]) -> None:
-        """Notes tokens that were drawn elsewhere; a request that has gone is left alone."""
-        row = self._row_of.get(request_id)
+    def write_tokens(self, request_id: str, start: int, token_ids: Sequence[int]) -> None:
+        """Writes tokens that another pipeline stage sampled, if the request has a row."""
+        row = self.row_of.get(request_id)
         if row is not None:
             self.token_ids[row, start : start + len(token_ids)] = token_ids
 
-    def append(
-        self, rows: NDArray[np.intp], ends: NDArray[np.int32], token_ids: NDArray[np.int32]
-    ) -> None:
-        """Takes in the sampled tokens `[S]` of `rows [S]`, at the positions `ends [S]`."""
-        self.token_ids[rows, ends] = token_ids
-        if self.sampling.logits_states:
-            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-                self.sampling.accept_token(row, token_id)
-                self.grammars.accept_token(row, token_id)
+    def accept_tokens(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Updates the sampling and grammar states of rows with their sampled tokens."""
+        for row, token_id in zip(rows, token_ids, strict=True):
+            self.sampling.accept_token(row, token_id)
+            self.grammars.accept_token(row, token_id)

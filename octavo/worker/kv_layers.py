@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.engine.protocol.kv_messages import ConnectorPlan, StreamedBlock
-from octavo.executor.base import LayeredRunnable
+from octavo.executor.base import Runnable
 from octavo.executor.kv import KvLayout, LayeredKvCache
 from octavo.worker.block_places import BlockPlaces
 from octavo.worker.model_input import ModelInput
@@ -26,12 +26,12 @@ class KvLayers:
 
     def __init__(
         self,
-        runnable: LayeredRunnable,
+        runnable: Runnable,
         kv: LayeredKvCache,
         places: BlockPlaces,
         layouts: Sequence[KvLayout],
     ) -> None:
-        self.writes = list(runnable.kv_writes)
+        self.writes = list(runnable.kv_writes or ())
         """The (group, layer) of each write."""
         self._runnable = runnable
         self._kv = kv
@@ -102,13 +102,17 @@ class LayerStreaming:
 
 
 def layer_streaming(
-    connector: object, runnable: object, kv: Any, places: BlockPlaces, layouts: Sequence[KvLayout]
+    connector: object,
+    runnable: Runnable,
+    kv: Any,
+    places: BlockPlaces,
+    layouts: Sequence[KvLayout],
 ) -> LayerStreaming | None:
     """Returns what streams a Program's blocks; None where its backend cannot say which layers are
     written, or no other engine would get them.
     """
     if not (isinstance(connector, LayerSender) and connector.sends_layers):
         return None
-    if not (isinstance(runnable, LayeredRunnable) and isinstance(kv, LayeredKvCache)):
+    if runnable.kv_writes is None:
         return None
     return LayerStreaming(connector, KvLayers(runnable, kv, places, layouts))

@@ -16,12 +16,8 @@ from octavo.engine.protocol.step import StepPlan
 from octavo.executor.base import (
     Backend,
     BackendOptions,
-    DeviceBackend,
     DeviceMemory,
-    LayeredRunnable,
-    OnDemandBackend,
     Runnable,
-    VerifyingRunnable,
 )
 from octavo.executor.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.program.ops import num_position_axes
@@ -113,7 +109,7 @@ class LoadedModel:
     @property
     def redraws(self) -> bool:
         """Whether rows of a step can be drawn again once all are drawn."""
-        return isinstance(next(iter(self.runnables.values())), VerifyingRunnable)
+        return next(iter(self.runnables.values())).max_verified > 0
 
     @property
     def layouts(self) -> tuple[KvLayout, ...]:
@@ -191,7 +187,7 @@ class LoadedModel:
     @property
     def writes_layers(self) -> bool:
         """Whether its steps say, while they compute, which layers' keys and values are written."""
-        return isinstance(next(iter(self.runnables.values())), LayeredRunnable)
+        return next(iter(self.runnables.values())).kv_writes is not None
 
     def _media(self) -> StepMedia | None:
         if self.tower is None:
@@ -206,7 +202,7 @@ class LoadedModel:
     def append_tokens(self, drawn: Sequence[SampledTokens]) -> None:
         """Notes tokens that the last stage has drawn."""
         for tokens in drawn:
-            self.rows.learn(tokens.request_id, tokens.start, tokens.token_ids)
+            self.rows.write_tokens(tokens.request_id, tokens.start, tokens.token_ids)
 
     def _draft_model(self, kv: KvCache) -> DraftModel | None:
         if self.draft is None:
@@ -241,7 +237,7 @@ class LoadedModel:
         config, backend, layouts = self.config, self.backend, self.layouts
         if config.cache.kv_layout == "paged":
             return backend.allocate(layouts, num_blocks), PagedPlaces()
-        assert isinstance(backend, OnDemandBackend), "it was refused before the weights were read"
+        assert backend.allocates_on_demand, "checked before the weights were read"
         assert config.model.max_model_len is not None, "derive() has set it"
         num_rows, context_blocks = (
             config.scheduler.max_num_seqs,
@@ -317,7 +313,7 @@ def make_input_batch(
 
 def device_memory(backend: Backend) -> DeviceMemory | None:
     """Returns the memory of a device that has its own; None where it is the machine's."""
-    return backend.memory() if isinstance(backend, DeviceBackend) else None
+    return backend.memory()
 
 
 def host_bytes(config: EngineConfig) -> int | None:

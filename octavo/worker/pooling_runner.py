@@ -1,4 +1,4 @@
-"""Turns a step's scheduled rows into one StepBatch, runs a Program that pools over it, and returns
+"""Turns a step's scheduled rows into one ModelInput, runs a Program that pools over it, and returns
 each row's pooled row.
 
 Knows rows and arrays; knows nothing of queues, blocks' owners or text.
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from octavo.api.pooling_params import PoolingParams
 from octavo.engine.protocol.step import RowResult, ScheduledRequest
 from octavo.executor.base import Runnable
-from octavo.executor.batch import StepBatch, StepOutput
+from octavo.executor.batch import StepOutput
 from octavo.executor.kv import KvCache
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.model_input import ModelInput, ProgramRunner
-from octavo.worker.step_arrays import Spans, gather
+from octavo.worker.step_arrays import gather_scheduled
 
 MIN_LENGTH = 1e-12
 """Length below which a row is divided by this instead, as PyTorch's `normalize` does."""
@@ -40,11 +40,15 @@ class PoolingRunner(ProgramRunner):
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:
         """Gathers the arrays of a step; changes no row."""
-        rows = self._rows.indices(scheduled)
-        batch = gather(self._rows, Spans.of(scheduled, rows))
+        model_input = gather_scheduled(self._rows, scheduled)
+        model_input.runner = self
         if self._num_position_axes > 1:
-            batch.positions = np.stack([batch.places, self._segments(batch, rows)])
-        return [ModelInput(self, scheduled, batch, rows)]
+            # The second axis counts segments: 1 for tokens of the second text of a pair.
+            counts = np.diff(model_input.query_starts)
+            second_starts = self._rows.second_starts[model_input.rows].repeat(counts)
+            segments = (model_input.places >= second_starts).astype(np.int32)
+            model_input.positions = np.stack([model_input.places, segments])
+        return [model_input]
 
     def results(self, model_input: ModelInput, output: StepOutput) -> list[RowResult]:
         return [
@@ -56,11 +60,6 @@ class PoolingRunner(ProgramRunner):
                 strict=True,
             )
         ]
-
-    def _segments(self, batch: StepBatch, rows: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Returns 1 for tokens of the second text of a pair, else 0, `[T]`."""
-        counts = batch.query_starts[1:] - batch.query_starts[:-1]
-        return (batch.places >= self._rows.second_starts[rows].repeat(counts)).astype(np.int32)
 
     def _result(
         self, scheduled: ScheduledRequest, params: PoolingParams, pooled: NDArray

@@ -7,45 +7,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from octavo.engine.protocol.step import ScheduledRequest, WeightArrivals
-from octavo.executor.base import Runnable, StreamingRunnable
+from octavo.executor.base import Runnable
 from octavo.worker.media.encoder_runner import EncoderRunner
 from octavo.worker.model_input import ModelInput, ProgramRunner
 
 
 class ProgramRunners:
-    """Prepares each row by the runner of the Program that the plan names."""
+    """Prepares each row with the runner of the Program that the plan names."""
 
     def __init__(
         self, runners: Mapping[str, ProgramRunner], encoder: EncoderRunner | None = None
     ) -> None:
         self._runners = runners
         self._encoder = encoder
-        streaming = [each for each in self.runnables if isinstance(each, StreamingRunnable)]
-        self._streaming = [each for each in streaming if each.arrivals is not None]
-
-    @property
-    def runnables(self) -> Sequence[Runnable]:
+        encoders = [] if encoder is None else [encoder]
+        self.runnables = [runner.runnable for runner in [*runners.values(), *encoders]]
         """The prepared Programs."""
-        encoders = [] if self._encoder is None else [self._encoder.runnable]
-        return [runner.runnable for runner in self._runners.values()] + encoders
+        self.streaming: Sequence[Runnable] = [
+            each for each in self.runnables if each.arrivals is not None
+        ]
+        """Those that read weights from files while they compute."""
 
-    @property
-    def arrivals(self) -> WeightArrivals | None:
-        """Weights that the Programs have read from files so far; None if all are in memory."""
-        if not self._streaming:
-            return None
-        found = (each.arrivals for each in self._streaming)
-        return sum((each for each in found if each is not None), start=WeightArrivals())
+    def get_arrivals(self) -> WeightArrivals:
+        """Returns the weights read from files so far."""
+        arrivals = WeightArrivals()
+        for runnable in self.streaming:
+            arrivals = arrivals + (runnable.arrivals or WeightArrivals())
+        return arrivals
 
     def prepare(
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:
-        """Gathers the arrays of the first of `num_steps` steps, in the order in which they are
-        computed.
-        """
-        program = scheduled[0].program
-        if all(row.program == program for row in scheduled):
-            inputs = self._runners[program].prepare(scheduled, num_steps)
+        """Gathers the first of `num_steps` steps, in the order in which inputs are computed."""
+        if len(self._runners) == 1:
+            (runner,) = self._runners.values()
+            inputs = runner.prepare(scheduled, num_steps)
         else:
             inputs = [
                 each

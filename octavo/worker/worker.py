@@ -1,9 +1,9 @@
 """The execution plane of one device: applies a plan to its rows and blocks, then runs it.
 Implements `ports.AsyncExecutor`.
 
-Decides nothing. A fault met while one row is prepared is that row's alone (`row_faults.py`); a
-fault that a whole step raises is narrowed to the request that raises it, by running the step's rows
-one by one.
+Decides nothing. A fault while one request is prepared fails that request only
+(`request_faults.py`); a fault of a whole step is narrowed to the request that causes it by running
+the step's requests one by one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from octavo.worker.lora.adapter_store import AdapterStore
 from octavo.worker.media.step_media import StepMedia
 from octavo.worker.model_input import ModelInput
 from octavo.worker.program_runners import ProgramRunners
-from octavo.worker.row_faults import Failures, RowFaults
+from octavo.worker.request_faults import Failures, RequestFaults
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class LaunchedStep:
     """Results of `inputs`, to be waited for."""
     failures: Failures = field(default_factory=dict)
     rows: list[RowResult] | None = None
-    """Results of rows that had to be computed again, one by one; None for a plain step."""
+    """Results of requests that had to be computed again, one by one; None for a plain step."""
 
     def result(self) -> StepResult:
         return self.worker.finish(self)
@@ -75,13 +75,15 @@ class Worker:
         media: StepMedia | None = None,
         streaming: LayerStreaming | None = None,
     ) -> None:
-        """`is_alone`: there are no other ranks, which would not know of a step taken apart;
-        `shares_steps`: there are other engines, whose experts compute its rows, and its own theirs.
+        """`is_alone`: there are no other ranks, which could not follow a step that is split.
+        `shares_steps`: engines share experts, so each step is computed by all of them together.
         """
         self._runners = runners
         self._rows = rows
         self.cache_engine = cache_engine
         """The KV cache and the places of its blocks."""
+        self._connector = cache_engine.connector
+        self._kv_counters = cache_engine.counters
         self._launched: deque[LaunchedStep] = deque()
         """Launched steps, in the order in which they are computed and return."""
         self._free_since = 0.0
@@ -93,7 +95,7 @@ class Worker:
         self._media = media
         self._layers = streaming
         self._streaming = nullcontext if streaming is None else streaming.during
-        self._faults = RowFaults(is_alone=is_alone)
+        self._faults = RequestFaults(is_alone=is_alone)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carries out a plan of one step."""
@@ -110,9 +112,7 @@ class Worker:
         steps: Iterator[list[RowResult]] = iter(())
         rows = None
         try:
-            inputs, failures = self._faults.prepare(
-                plan.rows, self._runners.prepare, plan.num_steps
-            )
+            inputs, failures = self._prepare(plan.rows, plan.num_steps)
             if len(inputs) == 1 and not failures:
                 steps = inputs[0].runner.decode(inputs[0], plan.num_steps) or steps
             rows = next(steps, None)
@@ -129,11 +129,11 @@ class Worker:
             rows = next(steps, None)
             if rows is None:
                 return
-            yield self._result(StepResult(plan.step, rows), plan, began)
+            yield self._complete(StepResult(plan.step, rows), plan, began)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a plan on an asynchronous backend; `finish` waits for the result."""
-        not_encoded = self._encode(plan)
+        not_encoded = [] if self._media is None else self._media.apply(plan)
         began = time.perf_counter()
         outcome = StepResult(plan.step, [], moved_s=self._apply(plan), not_encoded=not_encoded)
         step = LaunchedStep(plan, self, began, outcome)
@@ -168,20 +168,22 @@ class Worker:
         return result
 
     def _begin(self, plan: StepPlan) -> tuple[float, StepResult]:
-        """Brings rows and blocks to where the plan wants them; returns when it began, and a result
-        without rows.
-        """
-        not_encoded = self._encode(plan)
+        """Applies a plan to rows and blocks; returns when it began, and a result without rows."""
+        # Encoding is not part of a step's seconds, by which other steps are predicted.
+        not_encoded = [] if self._media is None else self._media.apply(plan)
         began = time.perf_counter()
-        moved_s = max(self._apply(plan), self.cache_engine.settle(plan.moves))
-        self._begin_connector(plan)
+        moved_s = self._apply(plan)
+        if plan.moves:
+            moved_s = max(moved_s, self.cache_engine.settle(plan.moves))
+        if self._connector is not None:
+            self._begin_connector(plan)
         if plan.joins:
             self._runners.join()
         return began, StepResult(plan.step, [], moved_s=moved_s, not_encoded=not_encoded)
 
     def _run(self, rows: Sequence[ScheduledRequest], *, again: bool = False) -> list[RowResult]:
-        """Computes rows together or, if that raises, one by one. `again`: the last tokens on an
-        asynchronous device may be those of a step that failed.
+        """Computes requests together or, if that raises, one by one. `again`: the last tokens on
+        an asynchronous device may be those of a step that failed.
         """
         results: list[RowResult] = []
         try:
@@ -195,9 +197,19 @@ class Worker:
             return self._faults.compute_one_by_one(rows, error, partial(self._run, again=again))
         return _in_order(rows, results, failures) if failures or len(inputs) > 1 else results
 
-    def _prepare(self, rows: Sequence[ScheduledRequest]) -> tuple[list[ModelInput], Failures]:
-        inputs, failures = self._faults.prepare(rows, self._runners.prepare, 1)
-        if self._shares_steps and rows and not inputs:
+    def _prepare(
+        self, rows: Sequence[ScheduledRequest], num_steps: int = 1
+    ) -> tuple[list[ModelInput], Failures]:
+        """Returns the inputs of a step, and the failures of requests that cannot be prepared."""
+        if not rows:
+            return [], {}
+        if not self._faults.failed:
+            try:
+                return self._runners.prepare(rows, num_steps), {}
+            except Exception:
+                pass  # raised, logged and narrowed to one request below
+        inputs, failures = self._faults.prepare(rows, self._runners.prepare, num_steps)
+        if self._shares_steps and not inputs and num_steps == 1:
             self._runners.join()
         return inputs, failures
 
@@ -229,24 +241,26 @@ class Worker:
         """Completes the result of a plan's first step with what came beside its rows; a step that
         computes nothing waits a little for it.
         """
-        result = self._result(outcome, plan, began)
+        result = self._complete(outcome, plan, began)
         wait_s = 0.0 if plan.rows else WAIT_S
-        connector = self.cache_engine.connector
-        if connector is not None:
-            result.connector = connector.report(wait_s=wait_s)
-        result.compiled = self._rows.grammars.take_compiled(wait_s=wait_s)
+        if self._connector is not None:
+            result.connector = self._connector.report(wait_s=wait_s)
+        if self._rows.grammars.compiling:
+            result.compiled = self._rows.grammars.take_compiled(wait_s=wait_s)
         if self._adapters is not None:
             result.adapters = self._adapters.take_loaded(wait_s=wait_s)
         return result
 
-    def _result(self, result: StepResult, plan: StepPlan, began: float) -> StepResult:
+    def _complete(self, result: StepResult, plan: StepPlan, began: float) -> StepResult:
         """Adds draft tokens, the time since `began` and memory counts to a step's result."""
         if self._draft is not None and plan.rows:
             self._draft.follow(plan.rows, result.rows)
         result.busy_s = time.perf_counter() - began
         result.kv_bytes = self.cache_engine.places.num_bytes
-        result.weights = self._runners.arrivals
-        result.counters = self.cache_engine.counters
+        if self._runners.streaming:
+            result.weights = self._runners.get_arrivals()
+        if self._kv_counters is not None:
+            result.counters = dict(self._kv_counters())
         return result
 
     @property
@@ -256,46 +270,46 @@ class Worker:
         return drafted + encoded + sum(runnable.progress for runnable in self._runners.runnables)
 
     def _apply(self, plan: StepPlan) -> float:
-        """Brings rows and blocks to where the plan wants them; returns for how many seconds blocks
-        were moved.
+        """Applies a plan to rows and blocks; returns for how many seconds blocks were moved.
 
         Blocks move out before their places are given up, and in when they have new ones. Tables
         are shortened before anything can fail: later plans count on it.
         """
-        places = self.cache_engine.places
+        places, rows, faults = self.cache_engine.places, self._rows, self._faults
         for end in plan.table_ends:
-            self._rows.shorten_table(end, places)
-        self._rows.grammars.begin(plan.compiles)
+            rows.shorten_table(end, places)
+        if plan.compiles:
+            rows.grammars.begin(plan.compiles)
         if plan.adapters:
-            assert self._adapters is not None, "the front refuses adapters here"
+            assert self._adapters is not None, "the frontend rejects adapters here"
             self._adapters.begin(plan.adapters)
-        returning = next(
-            (index for index, move in enumerate(plan.moves) if move.kind == "swap_in"),
-            len(plan.moves),
-        )
-        moved_s = self._move(plan.moves[:returning])
+        num_out, moved_s = 0, 0.0
+        if plan.moves:
+            while num_out < len(plan.moves) and plan.moves[num_out].kind != "swap_in":
+                num_out += 1
+            moved_s = self._move(plan.moves[:num_out])
         for request_id in plan.freed_rows:
-            self._rows.free(request_id, places)
-            self._faults.forget(request_id)
+            rows.free(request_id, places)
+            faults.failed.pop(request_id, None)
         if self._adapters is not None:
             self._adapters.await_slots(new.adapter_slot for new in plan.new_rows)
         for new in plan.new_rows:
-            self._faults.set_up(new.request_id, partial(self._rows.add, new))
+            try:
+                rows.add(new)
+            except Exception as error:
+                faults.add(new.request_id, error)
         for row in plan.rows:
             if row.new_block_ids or row.replaced_blocks:
-                self._faults.set_up(row.request_id, partial(self._rows.update_tables, row, places))
-        return moved_s + self._move(plan.moves[returning:])
-
-    def _encode(self, plan: StepPlan) -> list[bytes]:
-        """Encodes a plan's images; returns those that could not be encoded. What it takes is no
-        part of the step's seconds, by which other steps are foretold.
-        """
-        return [] if self._media is None else self._media.apply(plan)
+                try:
+                    rows.update_tables(row, places)
+                except Exception as error:
+                    faults.add(row.request_id, error)
+        return moved_s + self._move(plan.moves[num_out:]) if plan.moves else moved_s
 
     def _begin_connector(self, plan: StepPlan) -> None:
         """Hands the connector its part of the plan, once the plan's moves are made."""
-        if plan.connector is not None and self.cache_engine.connector is not None:
-            self.cache_engine.connector.begin(plan.connector)
+        if plan.connector is not None and self._connector is not None:
+            self._connector.begin(plan.connector)
         if self._layers is not None:
             self._layers.take(plan.connector)
 
@@ -311,8 +325,8 @@ class Worker:
         return self._runners.runnables[0].stop_profile()
 
     def close(self) -> None:
-        if self.cache_engine.connector is not None:
-            self.cache_engine.connector.close()
+        if self._connector is not None:
+            self._connector.close()
         self._rows.grammars.close()
         self._rows.sampling.close()
         if self._adapters is not None:
@@ -325,8 +339,8 @@ class Worker:
 def _in_order(
     rows: Sequence[ScheduledRequest], results: Sequence[RowResult], failures: Failures
 ) -> list[RowResult]:
-    """Returns one result for each row, in order: its failure, or the first of `results`, in which
-    the failures of an encoder precede the decoder's rows.
+    """Returns one result for each request, in order: its failure, or the first of `results`, in
+    which failures of an encoder precede the decoder's.
     """
     found = dict(failures)
     for result in results:

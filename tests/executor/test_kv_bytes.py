@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.executor.base import BackendOptions, OnDemandBackend
+from octavo.executor.base import BackendOptions
 from octavo.executor.native.backend import NativeBackend
 from octavo.executor.reference.backend import ReferenceBackend
 from octavo.executor.torch.backend import TorchBackend
@@ -72,7 +72,7 @@ LARGE = CacheGroup("full", "full", 2, 2, 64, 64)
 @pytest.fixture(params=ON_DEMAND)
 def on_demand(request):
     backend = backend_of(request.param)
-    assert isinstance(backend, OnDemandBackend)
+    assert backend.allocates_on_demand
     return backend
 
 

@@ -27,7 +27,7 @@ from octavo.worker.block_places import PagedPlaces
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.media.patches import patches_of
 from octavo.worker.media.step_media import StepMedia, positions_of
-from octavo.worker.step_arrays import Spans, gather
+from octavo.worker.step_arrays import gather
 from tests.support.tiny_images import FAMILIES, IMAGE_ID, picture, processor_of, seeing_model
 from tests.support.tiny_models import double_precision, in_float64
 
@@ -93,17 +93,17 @@ class SeeingRunner:
             present = [index for index, count in enumerate(counts) if count]
             for index in present:
                 ends[index] += counts[index]
-            spans = Spans(
+            batch = gather(
+                rows,
                 np.array([row_of(rows, index) for index in present], np.intp),
                 np.array([ends[index] for index in present], np.int32),
                 np.cumsum([0, *(counts[index] for index in present)]).astype(np.int32),
             )
-            batch = gather(rows, spans)
-            self.media.add(batch, spans)
+            self.media.add(batch)
             batch.sample_rows = np.arange(len(batch.token_ids), dtype=np.int32)
             logits = self.runnable.run(batch, kv).arrays["logits"]
             for at, index in enumerate(present):
-                found[index].append(logits[spans.query_starts[at] : spans.query_starts[at + 1]])
+                found[index].append(logits[batch.query_starts[at] : batch.query_starts[at + 1]])
         for index in range(len(requests)):
             rows.free(str(index), places)
         assert ends == [len(request.token_ids) for request in requests]

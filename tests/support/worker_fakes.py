@@ -9,6 +9,7 @@ from mmap import PAGESIZE
 
 import numpy as np
 
+from octavo.executor.base import Runnable
 from octavo.executor.batch import SampleResult, StepBatch, StepOutput
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.worker.block_places import RangeShape, VirtualPlaces
@@ -43,7 +44,7 @@ class FakeKv:
         self.tokens[group].reshape(-1, BLOCK_SIZE)[block_id] = data.view(np.int64)
 
 
-class FakeRunnable:
+class FakeRunnable(Runnable):
     weight_bytes = 0
     progress = 0
 
@@ -59,7 +60,7 @@ class FakeRunnable:
         """A token after which the logits are NaN."""
         self.error: Exception = RuntimeError("kernel fault")
 
-    def run(self, batch: StepBatch, kv: FakeKv) -> StepOutput:
+    def run(self, batch: StepBatch, kv: FakeKv, verify: object = None) -> StepOutput:
         self.batches.append(batch)
         if self.raise_on is not None and self.raise_on in batch.token_ids:
             raise self.error

@@ -11,6 +11,7 @@ from octavo.api.sampling_params import SamplingParams
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.protocol.prompt_limits import PromptLimits
 from octavo.engine.scheduler import multi_step
+from octavo.executor.base import Runnable
 from octavo.executor.batch import DecodedStep, SampleResult, StepOutput
 from octavo.frontend.input_processor import InputProcessor, ModelLimits
 from octavo.frontend.output_processor import OutputProcessor
@@ -20,10 +21,10 @@ from tests.support.slowness import slowness
 from tests.support.worker_fakes import make_worker
 
 
-class InstantRunnable:
-    weight_bytes = 0
+class InstantRunnable(Runnable):
+    weight_bytes = progress = 0
 
-    def run(self, batch, kv):
+    def run(self, batch, kv, verify=None):
         return StepOutput(_draws(len(batch.sample_rows)))
 
     def decode(self, batch, kv, steps, check=None):

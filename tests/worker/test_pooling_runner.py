@@ -25,7 +25,7 @@ BAD = 66
 class FakeEncoder(FakeRunnable):
     """Pools the sum of the tokens, and how many of them are in the second segment."""
 
-    def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
+    def run(self, batch: StepBatch, kv: KvCache, verify: object = None) -> StepOutput:
         self.batches.append(batch)
         rows = []
         for first, end in zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True):

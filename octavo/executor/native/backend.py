@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.api.errors import BackendUnavailable, ConfigError
 from octavo.executor.base import (
+    Backend,
     BackendOptions,
     Ceilings,
     Footprint,
@@ -86,10 +87,11 @@ def _shape_of(group: CacheGroup, dtype: str) -> tuple[int, int, int, str]:
     return (group.num_kv_heads, group.k_width, group.v_width, dtype)
 
 
-class NativeBackend:
+class NativeBackend(Backend):
     """The native backend at one instruction-set level: `level`, or the best available."""
 
     name = "native"
+    observes_inputs = prepares_parts = allocates_on_demand = True
 
     def __init__(
         self,
@@ -316,7 +318,7 @@ class NativeBackend:
             hooks.allocated(memory, layouts, num_blocks)
         return memory
 
-    def rows_of(self, layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
+    def get_block_rows(self, layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
         return block_rows(layout, blocks)
 
     def close(self) -> None:

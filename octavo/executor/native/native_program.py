@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from octavo.api.errors import EngineDead
 from octavo.api.outputs import OpProfile, Profile
 from octavo.engine.protocol.step import WeightArrivals
+from octavo.executor.base import Runnable
 from octavo.executor.batch import (
     MAX_CANDIDATES,
     MAX_PROOF_TOKENS,
     DecodedStep,
     DecodeSteps,
     Resample,
+    SampledLogits,
     SampleResult,
     SamplingBatch,
     StepBatch,
@@ -43,7 +45,7 @@ MANY_ROWS = 32
 """Rows of the matmul whose rate is reported as the machine's: two row tiles."""
 
 
-class NativeProgram:
+class NativeProgram(Runnable):
     def __init__(
         self,
         device: Any,
@@ -57,11 +59,11 @@ class NativeProgram:
         ranks: SharedMemoryRanks | None = None,
     ) -> None:
         self.kv_layouts = kv_layouts
-        self.adapters = NativeAdapters(runner, sites, tables_of(program))
+        self._adapters = NativeAdapters(runner, sites, tables_of(program))
         self._device = device
         self._runner = runner
         self._vocab_size = program.vocab_size
-        self._kept_rows = NativeRows(runner, program.vocab_size)
+        self._sampled_logits = NativeLogits(runner, program.vocab_size)
         self._num_axes = num_position_axes(program)
         hidden = program.inputs.get("hidden")
         self._in_width = None if hidden is None else hidden.width
@@ -70,6 +72,10 @@ class NativeProgram:
         self._weight_bytes = weight_bytes
         self._streamed = streamed
         self._ranks = ranks
+
+    @property
+    def adapters(self) -> NativeAdapters:
+        return self._adapters
 
     @property
     def weight_bytes(self) -> int:
@@ -118,14 +124,11 @@ class NativeProgram:
         """
         return max(1, int(self._runner.rows_of_blocks) - 1)
 
-    def run_verified(self, batch: StepBatch, kv: KvCache, check: Verify) -> StepOutput:
-        return self.run(batch, kv, check)
-
     def join(self, kv: KvCache) -> None:
         num_groups = len(self.kv_layouts)
         self.run(empty_batch(num_groups, self._num_axes, self._in_width), kv)
 
-    def run(self, batch: StepBatch, kv: KvCache, check: Verify | None = None) -> StepOutput:
+    def run(self, batch: StepBatch, kv: KvCache, verify: Verify | None = None) -> StepOutput:
         if self._output_axis == "requests":
             # The head has a row for each request.
             batch = replace(batch, sample_rows=np.maximum(batch.query_starts[1:] - 1, 0))
@@ -138,8 +141,8 @@ class NativeProgram:
         samples = output.samples
         check_step = (
             None
-            if check is None or samples is None
-            else lambda index: check(samples, self._kept_rows)
+            if verify is None or samples is None
+            else lambda index: verify(samples, self._sampled_logits)
         )
         with fatal_as_engine_dead():
             self._runner.run(batch, output, kv, check_step)
@@ -154,7 +157,7 @@ class NativeProgram:
         batch: StepBatch,
         kv: KvCache,
         steps: DecodeSteps,
-        check: Verify | None,
+        verify: Verify | None,
     ) -> Iterator[DecodedStep]:
         assert batch.sampling is not None
         num_rows = len(batch.sample_rows)
@@ -164,8 +167,8 @@ class NativeProgram:
         goes_on, first = True, 0
         while goes_on:
             samples = whole.part(first, first + num_rows)
-            if check is not None:
-                check_step = lambda _, samples=samples: check(samples, self._kept_rows)  # noqa: E731
+            if verify is not None:
+                check_step = lambda _, samples=samples: verify(samples, self._sampled_logits)  # noqa: E731
             try:
                 goes_on = call.step(check_step)
             except Exception:
@@ -177,7 +180,7 @@ class NativeProgram:
             first += num_rows
 
 
-class NativeRows:
+class NativeLogits(SampledLogits):
     """The sampled rows of the step that was just run. A `batch.SampledLogits`."""
 
     def __init__(self, runner: Any, vocab_size: int) -> None:

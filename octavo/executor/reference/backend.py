@@ -11,20 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.api.errors import BackendUnavailable, ConfigError, WeightMismatch
-from octavo.api.outputs import Profile
 from octavo.executor.base import (
+    Backend,
     BackendOptions,
     Ceilings,
     Footprint,
     FormatOf,
     LoadWeight,
     ObservedInputs,
+    Runnable,
 )
 from octavo.executor.batch import SampleResult, SamplingBatch, StepBatch, StepOutput, Verify
 from octavo.executor.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache
@@ -48,8 +49,8 @@ MASKS = ("causal", "window", "chunk", "full")
 
 
 @dataclass(slots=True)
-class ReferenceRunnable:
-    """A Program and its weights. Implements `base.Runnable`."""
+class ReferenceRunnable(Runnable):
+    """A Program and its weights."""
 
     program: Program
     weights: dict[Weight, Floats]
@@ -65,24 +66,11 @@ class ReferenceRunnable:
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.weights.values())
 
-    def start_profile(self) -> None:
-        raise BackendUnavailable(
-            "the reference backend times no ops", hint="profile with --backend native"
-        )
+    @property
+    def max_verified(self) -> int:
+        return 1 << 30
 
-    def stop_profile(self) -> Profile:
-        raise BackendUnavailable("no profile was started")
-
-    max_verified: ClassVar[int] = 1 << 30
-    max_forced_requests: ClassVar[int] = 1 << 30
-
-    def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
-        return self._run(batch, kv, None)
-
-    def run_verified(self, batch: StepBatch, kv: KvCache, check: Verify) -> StepOutput:
-        return self._run(batch, kv, check)
-
-    def _run(self, batch: StepBatch, kv: KvCache, check: Verify | None) -> StepOutput:
+    def run(self, batch: StepBatch, kv: KvCache, verify: Verify | None = None) -> StepOutput:
         assert isinstance(kv, ReferenceKvCache)
         step = ReferenceStep(
             self.program,
@@ -107,7 +95,7 @@ class ReferenceRunnable:
             if batch.sampling is None:
                 return StepOutput(arrays=outputs)
             logits = outputs["logits"].astype(np.float32)
-            return StepOutput(samples=_checked(logits, batch.sampling, check))
+            return StepOutput(samples=_sample_verified(logits, batch.sampling, verify))
 
 
 class ReferenceRows(NamedTuple):
@@ -124,14 +112,14 @@ class ReferenceRows(NamedTuple):
         return np.stack([row_candidates(self.kept[s], self.sampling, s) for s in samples])
 
 
-def _checked(
-    logits: NDArray[np.float32], sampling: SamplingBatch, check: Verify | None
+def _sample_verified(
+    logits: NDArray[np.float32], sampling: SamplingBatch, verify: Verify | None
 ) -> SampleResult:
-    """Samples from `logits [S, V]`, and resamples while the check rejects rows."""
+    """Samples from `logits [S, V]`, and resamples while `verify` rejects rows."""
     samples = sample(logits, sampling)
     rows = ReferenceRows(logits, sampling)
-    while check is not None:
-        resample = check(samples, rows)
+    while verify is not None:
+        resample = verify(samples, rows)
         if resample is None:
             break
         resampled = sample(logits, masked(sampling, resample), replaced(logits, resample))
@@ -141,12 +129,13 @@ def _checked(
     return samples
 
 
-class ReferenceBackend:
-    """Implements `base.Backend`. With several ranks, `exchange` returns the arrays of all ranks
+class ReferenceBackend(Backend):
+    """With several ranks, `exchange` returns the arrays of all ranks
     (`ranks.py`).
     """
 
     name = "reference"
+    observes_inputs = prepares_parts = allocates_on_demand = True
     numerics = f"NumPy {np.__version__}"
 
     def __init__(self, options: BackendOptions | None = None, exchange: Exchange = alone) -> None:
@@ -208,7 +197,7 @@ class ReferenceBackend:
     ) -> OnDemandKvCache:
         return self.allocate(layouts, num_blocks)
 
-    def rows_of(self, layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
+    def get_block_rows(self, layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
         return block_rows(layout, blocks)
 
     def close(self) -> None:

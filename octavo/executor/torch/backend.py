@@ -15,6 +15,7 @@ import torch
 
 from octavo.api.errors import BackendUnavailable, ConfigError
 from octavo.executor.base import (
+    Backend,
     BackendOptions,
     Ceilings,
     DeviceMemory,
@@ -54,8 +55,8 @@ LEAST_BF16_CAPABILITY = (8, 0)
 """First compute capability with bf16 matmuls; older GPUs emulate bf16 in fp32."""
 
 
-class TorchBackend:
-    """The torch backend on one device. Implements `base.Backend`."""
+class TorchBackend(Backend):
+    """The torch backend on one device."""
 
     name = "torch"
 
@@ -160,7 +161,7 @@ class TorchBackend:
             )
 
     @property
-    def computes_apart(self) -> bool:
+    def has_own_device(self) -> bool:
         return self.device.type == "cuda"
 
     def graph_sizes(self, program: Program, dtype: torch.dtype) -> tuple[int, ...]:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from octavo.executor.batch import SAMPLING_RECORD
 from octavo.executor.noise import (
-    DRAW_PURPOSE,
     PHILOX_MULTIPLIERS,
     PHILOX_ROUNDS,
     PHILOX_WEYL,
+    SAMPLE_PURPOSE,
 )
 
 MASK32 = 0xFFFFFFFF
@@ -58,7 +58,7 @@ def kept(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
     return torch.zeros_like(weighed).scatter_(1, order, best)
 
 
-def noise_words(records: Tensor, vocab_size: int, *, purpose: int = DRAW_PURPOSE) -> Tensor:
+def noise_words(records: Tensor, vocab_size: int, *, purpose: int = SAMPLE_PURPOSE) -> Tensor:
     """Returns the random word of each token, `[S, V] int64`."""
     seed, position, sample = (word_of(name) for name in ("seed", "position", "sample_index"))
     quads = torch.arange(-(-vocab_size // 4), device=records.device)

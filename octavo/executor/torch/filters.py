@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from octavo.executor.filters import LEAST_TEMPERATURE, MIROSTAT_TOKENS
+from octavo.executor.filters import MIN_TEMPERATURE, MIROSTAT_TOKENS
 from octavo.executor.noise import XTC_PURPOSE
 from octavo.executor.torch.draws import field, noise_words
 
@@ -65,7 +65,7 @@ def _dynamic_temperature(z: Tensor, temperature: Tensor, records: Tensor) -> Ten
     d = z - z.amax(dim=1, keepdim=True)
     count = z.isfinite().sum(dim=1, keepdim=True)
     share = (_entropy(d, d.exp()) / count.double().log()).clamp(0.0, 1.0)
-    low, high = (temperature - reach).clamp(min=LEAST_TEMPERATURE), temperature + reach
+    low, high = (temperature - reach).clamp(min=MIN_TEMPERATURE), temperature + reach
     dynamic = low + (high - low) * share ** _column(records, "dynatemp_exponent")
     return torch.where((reach > 0) & (count > 1), dynamic, temperature)
 

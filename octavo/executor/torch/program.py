@@ -20,7 +20,8 @@ from torch import Tensor
 
 from octavo.api.errors import BackendUnavailable
 from octavo.api.outputs import Profile
-from octavo.executor.batch import SampleResult, SamplingBatch, StepBatch, StepOutput
+from octavo.executor.base import Runnable
+from octavo.executor.batch import SampleResult, SamplingBatch, StepBatch, StepOutput, Verify
 from octavo.executor.kv import KvCache, KvLayout
 from octavo.executor.torch.adapters import StepAdapters, TorchAdapters
 from octavo.executor.torch.attention.call import AttentionKernels
@@ -86,8 +87,8 @@ class ChunkDraws:
 ValuesOf = Callable[[slice], dict[str, Tensor]]
 
 
-class TorchProgram:
-    """A prepared Program. Implements `base.Runnable`."""
+class TorchProgram(Runnable):
+    """A prepared Program."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class TorchProgram:
             program, write_with_rope=runtime.attention.rope_write is not None
         )
         self._norms_ahead = norms_ahead([each.op for each in self.instructions.body])
-        self.adapters = TorchAdapters(program, runtime.device)
+        self._adapters = TorchAdapters(program, runtime.device)
         self._attention_arrays = runtime.attention.arrays_of(program)
         self._progress = 0
         self._staging = Staging(runtime.device, runtime.staging_bytes)
@@ -116,6 +117,10 @@ class TorchProgram:
         """
         self._graphs: DecodeGraphs | None = None
         self._times: OpTimes | None = None
+
+    @property
+    def adapters(self) -> TorchAdapters:
+        return self._adapters
 
     @property
     def progress(self) -> int:
@@ -135,7 +140,8 @@ class TorchProgram:
         times, self._times = self._times, None
         return times.result(self.weight_bytes)
 
-    def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
+    def run(self, batch: StepBatch, kv: KvCache, verify: Verify | None = None) -> StepOutput:
+        assert verify is None, "nothing is verified on this backend"
         return self.launch(batch, kv).result()
 
     def launch(self, batch: StepBatch, kv: KvCache) -> PendingStep:

@@ -26,8 +26,9 @@ class EncoderRunner(ProgramRunner):
         own = [row for row in scheduled if row.num_encoded]
         if not own:
             return []
-        rows = self._rows.indices(own)
-        return [ModelInput(self, own, gather_inputs(self._rows, rows), rows)]
+        model_input = gather_inputs(self._rows, self._rows.indices(own))
+        model_input.runner, model_input.scheduled = self, own
+        return [model_input]
 
     def results(self, model_input: ModelInput, output: StepOutput) -> list[RowResult]:
         """Returns the results of the requests whose input could not be encoded."""

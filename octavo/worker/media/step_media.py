@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.engine.protocol.step import MediaItem, MediaPixels, StepPlan
-from octavo.executor.batch import StepBatch
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.media.image_tower import ImageTower
 from octavo.worker.media.patches import Rows
-from octavo.worker.step_arrays import Spans
+from octavo.worker.model_input import ModelInput
 
 logger = logging.getLogger(__name__)
 
@@ -54,25 +53,27 @@ class StepMedia:
             logger.exception("an image of %d x %d cannot be encoded", image.width, image.height)
             self._faults[image.digest] = f"{type(error).__name__}: {error}"
 
-    def add(self, batch: StepBatch, spans: Spans) -> None:
+    def add(self, model_input: ModelInput) -> None:
         """Adds the images of a step's requests to its arrays."""
         found = [
             (index, self._rows.media[row])
-            for index, row in enumerate(spans.rows.tolist())
+            for index, row in enumerate(model_input.rows.tolist())
             if row in self._rows.media
         ]
         if self._num_axes > 1:
-            batch.positions = np.repeat(batch.places[None], self._num_axes, axis=0)
+            model_input.positions = np.repeat(model_input.places[None], self._num_axes, axis=0)
         if not found:
             return
         given: list[Rows] = []
-        taken = np.full(len(batch.places), -1, np.int32)
-        limits = batch.places + np.int32(1)
+        taken = np.full(len(model_input.places), -1, np.int32)
+        limits = model_input.places + np.int32(1)
         for index, media in found:
-            part = slice(int(spans.query_starts[index]), int(spans.query_starts[index + 1]))
-            places = batch.places[part]
+            part = slice(
+                int(model_input.query_starts[index]), int(model_input.query_starts[index + 1])
+            )
+            places = model_input.places[part]
             if self._num_axes > 1:
-                batch.positions[:, part] = positions_of(places, media, self._num_axes)
+                model_input.positions[:, part] = positions_of(places, media, self._num_axes)
             for item in media:
                 inside = np.flatnonzero((places >= item.place) & (places < item.end))
                 if not len(inside):
@@ -84,9 +85,9 @@ class StepMedia:
                 if item.is_whole:
                     limits[at] = item.end
         if given:
-            batch.given, batch.given_rows = np.concatenate(given), taken
-        if (limits > batch.places + 1).any():
-            batch.limits = limits
+            model_input.given, model_input.given_rows = np.concatenate(given), taken
+        if (limits > model_input.places + 1).any():
+            model_input.limits = limits
 
     def _rows_of(self, item: MediaItem) -> Rows:
         if item.digest in self._faults:

@@ -1,6 +1,6 @@
-"""The best legal tokens of a row, with the logprobs that the model gives them: what a beam search
-under a grammar chooses among. Source: transformers' prefix_allowed_tokens_fn, whose scores are the
-model's own logprobs with those of other tokens at minus infinity.
+"""The best allowed tokens of a row with the model's own logprobs, for beam search under a grammar.
+Source: transformers' prefix_allowed_tokens_fn, which sets the logprobs of other tokens to minus
+infinity.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from octavo.executor.batch import SampleResult
 def write_best_legal(
     samples: SampleResult, entry: int, logits: NDArray[np.float32], legal: NDArray[np.bool_]
 ) -> None:
-    """Sets a draw of a result to the best legal token, and its top list to the best ones in the
-    order (logit down, id up); behind the last stand logprobs of minus infinity.
+    """Sets an entry to the best allowed token, and its top list to the best ones in the order
+    (logit down, id up), padded with logprobs of minus infinity.
 
-    `logits [V]` are the row's own, `legal [V]` says which tokens may come next.
+    `logits [V]` are the row's own, `legal [V]` marks the allowed tokens.
     """
     assert samples.logprobs is not None and samples.ranks is not None
     assert samples.top_ids is not None and samples.top_logprobs is not None

@@ -1,13 +1,13 @@
-"""DRY: penalises tokens that would go on with a repetition, by how long it is already.
+"""DRY: penalizes tokens that would continue a repetition, by its length.
 
-For each place i of the last `penalty_last_n` tokens, let n be the number of tokens, the one at i
-the last, that stand at the end of all tokens too, none of them a sequence breaker. Where
-n >= allowed_length, the logit of the token after i loses multiplier * base^(n - allowed_length), by
-its longest n; a sequence breaker loses nothing. Prompt and answer count alike. Source: P. E.
-Weidmann, text-generation-webui 5677, 2024.
+For each index i of the last `penalty_last_n` tokens, let n be the length of the longest sequence
+that ends at i and also at the last token, without a sequence breaker. If n >= allowed_length, the
+logit of the token after i is reduced by multiplier * base^(n - allowed_length), for its largest n;
+a sequence breaker is not penalized. Prompt and completion count alike. Source: P. E. Weidmann,
+text-generation-webui 5677, 2024.
 
-The lengths of one step follow from those of the step before in one pass; only after a return or a
-rollback they are found again, which takes linear time too (the Z-function of the tokens reversed).
+The lengths of a step are updated from those of the step before in one pass. After a preemption or
+a rollback they are computed anew, in linear time (Z-function of the reversed tokens).
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from numpy.typing import NDArray
 from octavo.api.sampling_params import SamplingParams
 
 MAX_FOLLOWED = 32
-"""Most tokens that are followed one by one; the lengths of more are computed from scratch."""
+"""Largest number of new tokens for which lengths are updated; for more they are computed anew."""
 LARGEST_PENALTY = 1e30
 """Upper bound on a penalty, far above any logit and far below the end of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class DryRule:
-    """How a request's repetitions are penalised."""
+    """DRY options of a request."""
 
     multiplier: float
     base: float
     allowed_length: int
     penalty_last_n: int
-    """Tokens that are looked at; -1: all of them."""
+    """Number of last tokens that are searched; -1: all."""
     breaker_ids: frozenset[int]
 
 
 class DryMatches:
-    """The repetitions that end with a row's last token."""
+    """Repetitions that end with a row's last token."""
 
     def __init__(self, rule: DryRule) -> None:
         self._rule = rule
         self._num_tokens = -1
         self._first = 0
         self._lengths = np.zeros(0, np.int64)
-        """Lengths for the places `_first` to `_num_tokens - 2`, whatever breaks them."""
+        """Lengths for the indices `_first` to `_num_tokens - 2`, sequence breakers ignored."""
         self._num_unbroken = 0
-        """Tokens at the end among which there is no breaker."""
+        """Number of last tokens without a sequence breaker."""
 
     def copy(self) -> DryMatches:
-        """Returns matches of the same tokens, which follow others by themselves."""
+        """Returns independent matches of the same tokens."""
         return copy.copy(self)
 
     def penalties(self, token_ids: NDArray[np.int32]) -> dict[int, float]:
-        """Returns what the logits of the token after `token_ids` lose, by token id."""
+        """Returns the penalties on the logits of the token after `token_ids`, by token id."""
         rule = self._rule
         if len(token_ids) < 2:
             return {}
@@ -71,11 +71,11 @@ class DryMatches:
         return {token_id: self._penalty(length) for token_id, length in longest.items()}
 
     def penalties_after(self, token_ids: NDArray[np.int32]) -> dict[tuple[int, int], float]:
-        """Returns what the logits of the token after `token_ids` and one more lose, which is not
-        known: by that one and by the token that loses it.
+        """Returns the penalties on the logits of the token after `token_ids` and one more, unknown
+        token: by that token and by the penalized one.
         """
         rule = self._rule
-        first = self._first_of(len(token_ids) + 1)
+        first = self._get_first(len(token_ids) + 1)
         window = token_ids[first:]
         if len(window) == 0:
             return {}
@@ -85,7 +85,7 @@ class DryMatches:
         lengths = np.minimum(np.minimum(before + 1, places), self._num_unbroken + 1)
         found = np.flatnonzero(lengths >= rule.allowed_length)
         lasts = window[found].tolist()
-        # The last place is followed by the token that is the same.
+        # The last index is followed by the unknown token itself.
         followers = np.append(window[1:], window[-1])[found].tolist()
         longest: dict[tuple[int, int], int] = {}
         pairs = zip(lasts, followers, strict=True)
@@ -103,9 +103,9 @@ class DryMatches:
         return min(penalty, LARGEST_PENALTY)
 
     def _follow(self, token_ids: NDArray[np.int32]) -> None:
-        """Brings the lengths up to the last of the tokens."""
+        """Updates the lengths to the last of the tokens."""
         num = len(token_ids)
-        first = self._first_of(num)
+        first = self._get_first(num)
         if num == self._num_tokens:
             return
         if 0 <= self._num_tokens < num <= self._num_tokens + MAX_FOLLOWED:
@@ -113,15 +113,15 @@ class DryMatches:
                 self._add(token_ids[:end])
             return
         window, breaker_ids = token_ids[first:].tolist(), self._rule.breaker_ids
-        self._lengths = np.array(common_ends(window), np.int64)
+        self._lengths = np.array(get_common_suffixes(window), np.int64)
         breaks = (at for at, one in enumerate(reversed(window)) if one in breaker_ids)
         self._num_unbroken = next(breaks, len(window))
         self._num_tokens, self._first = num, first
 
     def _add(self, token_ids: NDArray[np.int32]) -> None:
-        """Brings the lengths from the token before the last one to the last one."""
+        """Updates the lengths by one token, the last one."""
         num = len(token_ids)
-        first = self._first_of(num)
+        first = self._get_first(num)
         before = np.concatenate([[0], self._lengths])
         same = token_ids[self._first : num - 1] == token_ids[-1]
         self._lengths = np.where(same, before + 1, 0)[first - self._first :]
@@ -129,14 +129,14 @@ class DryMatches:
         self._num_unbroken = 0 if broken else self._num_unbroken + 1
         self._num_tokens, self._first = num, first
 
-    def _first_of(self, num_tokens: int) -> int:
-        """Returns the first of the tokens that are looked at."""
+    def _get_first(self, num_tokens: int) -> int:
+        """Returns the index of the first token that is searched."""
         last_n = self._rule.penalty_last_n
         return 0 if last_n == -1 else max(0, num_tokens - last_n)
 
 
-def dry_matches(params: SamplingParams) -> DryMatches | None:
-    """Returns the matches of a request that asks for DRY."""
+def make_dry_matches(params: SamplingParams) -> DryMatches | None:
+    """Returns the matches of a request; None without DRY."""
     if not params.dry_multiplier or not params.dry_penalty_last_n:
         return None
     return DryMatches(
@@ -150,9 +150,9 @@ def dry_matches(params: SamplingParams) -> DryMatches | None:
     )
 
 
-def common_ends(token_ids: list[int]) -> list[int]:
-    """Returns, for each place but the last, the length of the longest text that ends there and at
-    the last place alike.
+def get_common_suffixes(token_ids: list[int]) -> list[int]:
+    """Returns, for each index but the last, the length of the longest sequence that ends both there
+    and at the last index.
     """
     turned = token_ids[::-1]
     num = len(turned)

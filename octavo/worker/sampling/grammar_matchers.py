@@ -1,9 +1,8 @@
-"""The grammars of the running requests: compiled ones, kept for the next request that has the same,
-and one matcher for each row.
+"""Grammars of the running requests: a cache of compiled grammars, and one matcher per row.
 
-The worker takes in tokens itself, so what a row may draw crosses no boundary: a row that returns
-after a preemption, or in another process, has its matcher rebuilt from its tokens. Owns no logits
-and knows no sampling option; how grammars are read is behind `prompt_ports.Grammars`.
+The worker advances matchers itself. A row that returns after a preemption, or in another process,
+gets a matcher rebuilt from its tokens. Owns no logits and knows no sampling option; grammars are
+compiled behind `text.ports.Grammars`.
 """
 
 from __future__ import annotations
@@ -24,20 +23,18 @@ from octavo.executor.batch import Bits, mask_words
 from octavo.text.ports import Grammars, Matcher
 
 MAX_COMPILED_BYTES = 64 << 20
-"""Memory of the compiled grammars that are kept."""
-
-
-LEAST_TOGETHER = 2
-"""Number of masks from which they are made together."""
+"""Memory of the cache of compiled grammars."""
+MIN_BATCHED_MASKS = 2
+"""Number of masks from which they are built together."""
 NUM_THREADS = 2
 """Threads that compile."""
 COMPILE_NICE = 5
-"""Their niceness: beside a busy engine they get about a quarter of a core. At 19 they would get a
-hundredth, and a large vocabulary takes seconds to read.
+"""Niceness of these threads: beside a busy engine they get about a quarter of a core. At 19 they
+would get a hundredth, and a large vocabulary takes seconds to read.
 """
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lowers the priority of the calling thread on systems where threads have their own."""
     if sys.platform == "linux":
         nice = os.getpriority(os.PRIO_PROCESS, 0) + COMPILE_NICE
@@ -45,7 +42,7 @@ def _give_way() -> None:
 
 
 class CompiledGrammars:
-    """Compiled grammars by digest; those used least recently go first."""
+    """LRU cache of compiled grammars by digest."""
 
     def __init__(self, grammars: Grammars, max_bytes: int = MAX_COMPILED_BYTES) -> None:
         self._grammars = grammars
@@ -54,11 +51,12 @@ class CompiledGrammars:
         self._kept: OrderedDict[bytes, tuple[Matcher, int]] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
         self._pending: dict[bytes, Future[tuple[Matcher, int]]] = {}
-        """Grammars that are being compiled, or whose compiling has failed."""
-        self._unreported: list[bytes] = []
+        """Grammars that are being compiled, or that failed to compile."""
+        self.unreported: list[bytes] = []
+        """Grammars whose compilation has begun and is not reported as ended."""
 
     def matcher(self, spec: GrammarSpec) -> Matcher:
-        """Returns a new matcher at the beginning of a grammar's text."""
+        """Returns a new matcher at the beginning of a text."""
         pending = self._pending.pop(spec.digest, None)
         found = self._kept.get(spec.digest)
         if found is None:
@@ -67,25 +65,23 @@ class CompiledGrammars:
         return found[0].copy()
 
     def begin(self, specs: Sequence[GrammarSpec]) -> None:
-        """Begins to compile grammars, in threads that give way to all others."""
+        """Begins to compile grammars in threads of low priority."""
         for spec in specs:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars", _give_way)
+                self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars", _lower_priority)
             if spec.digest not in self._pending:
                 self._pending[spec.digest] = self._pool.submit(self._compile, spec)
-                self._unreported.append(spec.digest)
+                self.unreported.append(spec.digest)
 
     def take_compiled(self, *, wait_s: float) -> list[bytes]:
-        """Returns the digests of the grammars whose compiling has ended since the last call; waits
-        at most `wait_s` seconds for the first.
-
-        A fault is raised where a row needs the grammar.
+        """Returns the digests of grammars whose compilation has ended since the last call; waits at
+        most `wait_s` seconds for the first. A fault is raised when a row needs the grammar.
         """
-        if not self._unreported:
+        if not self.unreported:
             return []
         wait(self._pending.values(), wait_s, FIRST_COMPLETED)
-        done = [digest for digest in self._unreported if self._has_ended(digest)]
-        self._unreported = [digest for digest in self._unreported if digest not in done]
+        done = [digest for digest in self.unreported if self._has_ended(digest)]
+        self.unreported[:] = [digest for digest in self.unreported if digest not in done]
         for digest in done:
             pending = self._pending.get(digest)
             if pending is not None and pending.exception() is None:
@@ -97,31 +93,31 @@ class CompiledGrammars:
         return self._grammars.masks(matchers)
 
     def close(self) -> None:
-        """Ends the threads, once they have compiled what they are at."""
+        """Ends the threads after their current compilation."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _has_ended(self, digest: bytes) -> bool:
         return digest not in self._pending or self._pending[digest].done()
 
-    def _keep(self, digest: bytes, made: tuple[Matcher, int]) -> tuple[Matcher, int]:
+    def _keep(self, digest: bytes, compiled: tuple[Matcher, int]) -> tuple[Matcher, int]:
         if digest not in self._kept:
-            self._num_bytes += made[1]
-        self._kept[digest] = made
-        self._drop_oldest()
-        return made
+            self._num_bytes += compiled[1]
+        self._kept[digest] = compiled
+        self._evict()
+        return compiled
 
     def _compile(self, spec: GrammarSpec) -> tuple[Matcher, int]:
         return self._grammars.compile(spec), self._grammars.num_bytes(spec)
 
-    def _drop_oldest(self) -> None:
+    def _evict(self) -> None:
         while self._num_bytes > self._max_bytes and len(self._kept) > 1:
             _, (_, num_bytes) = self._kept.popitem(last=False)
             self._num_bytes -= num_bytes
 
 
 class TextPosition(NamedTuple):
-    """A place in a row's text: after its tokens, the last of them guessed."""
+    """A position in a row's text, after its tokens, the last `num_drafts` of them draft tokens."""
 
     row: int
     num_tokens: int
@@ -129,7 +125,7 @@ class TextPosition(NamedTuple):
 
 
 class CachedCompletion(NamedTuple):
-    """The tokens that complete a row's text, once it has a number of tokens and this last one."""
+    """Tokens that complete a row's text after `num_tokens` tokens, the last one `token_id`."""
 
     num_tokens: int
     token_id: int
@@ -137,43 +133,44 @@ class CachedCompletion(NamedTuple):
 
 
 class GrammarMatchers:
-    """The matchers of the rows that have a grammar."""
+    """Matchers of the rows that have a grammar."""
 
     def __init__(self, grammars: Grammars | None, vocab_size: int) -> None:
-        """Takes None where nothing compiles grammars; the front then refuses them all."""
+        """`grammars` is None if nothing compiles them; the frontend then rejects them all."""
         self._compiled = None if grammars is None else CompiledGrammars(grammars)
+        self.compiling = [] if self._compiled is None else self._compiled.unreported
+        """Digests of the grammars that are being compiled."""
         self._mask_words = mask_words(vocab_size)
         self._matchers: dict[int, Matcher] = {}
         self._faults: dict[int, Exception] = {}
-        """Faults of matchers that could not take in a row's last token; raised when the row is
-        next drawn.
+        """Faults of matchers that could not accept a row's last token; raised when the row is
+        sampled next.
         """
         self._ahead: dict[int, list[Matcher]] = {}
-        """Matchers after each of a row's guesses, up to the first that is not legal."""
-        self._made: dict[int, Bits] = {}
-        """Masks that were made with others', of rows that have taken no token since."""
-        self._taken: dict[int, int] = {}
-        """Tokens that rows' matchers have taken in before `took` told of them."""
+        """Matchers after each draft token of a row, up to the first that is not allowed."""
+        self._masks: dict[int, Bits] = {}
+        """Masks that were built together, of rows that have accepted no token since."""
+        self._accepted: dict[int, int] = {}
+        """Tokens that matchers have accepted before `accept_token` was called with them."""
         self._closings: dict[int, CachedCompletion] = {}
-        """Ways to complete rows' texts, as they were last found."""
+        """Last completion found of each row's text."""
 
     def add(self, row: int, new: NewRequest) -> None:
-        """Gives a row the grammar that it comes with, at the place where its tokens are."""
-        if new.grammar is None:
-            return
-        assert self._compiled is not None, "the front refuses grammars where nothing compiles them"
+        """Adds a row's matcher, advanced by its generated tokens."""
+        assert new.grammar is not None
+        assert self._compiled is not None, "the frontend rejects grammars if nothing compiles them"
         matcher = self._compiled.matcher(new.grammar)
         matcher.take(new.token_ids[new.num_prompt_tokens - new.grammar.num_given_tokens :])
         self._matchers[row] = matcher
 
     def begin(self, specs: Sequence[GrammarSpec]) -> None:
-        """Begins to compile the grammars of requests that wait."""
+        """Begins to compile the grammars of waiting requests."""
         if specs:
-            assert self._compiled is not None, "the front refuses grammars here"
+            assert self._compiled is not None, "the frontend rejects grammars here"
             self._compiled.begin(specs)
 
     def take_compiled(self, *, wait_s: float) -> list[bytes]:
-        """Returns the digests of the grammars whose compiling has ended since the last call."""
+        """Returns the digests of the grammars whose compilation has ended since the last call."""
         return [] if self._compiled is None else self._compiled.take_compiled(wait_s=wait_s)
 
     def close(self) -> None:
@@ -185,35 +182,35 @@ class GrammarMatchers:
         self._closings.pop(row, None)
         self._faults.pop(row, None)
         self._ahead.pop(row, None)
-        self._made.pop(row, None)
-        self._taken.pop(row, None)
+        self._masks.pop(row, None)
+        self._accepted.pop(row, None)
 
-    def write_drafts(self, row: int, draft_ids: Sequence[int]) -> None:
-        """Follows the guesses of the coming step, which the row's own matcher does not take in."""
+    def add_drafts(self, row: int, draft_ids: Sequence[int]) -> None:
+        """Prepares matchers for the draft tokens of the coming step; the row's own one stays."""
         matcher = None if row in self._faults else self._matchers.get(row)
         if matcher is None:
             return
         ahead = self._ahead[row] = []
         for token_id in draft_ids:
-            matcher = _after(matcher, token_id)
+            matcher = _advance(matcher, token_id)
             if matcher is None:
                 return
             ahead.append(matcher)
 
     def accept_token(self, row: int, token_id: int) -> None:
-        """Takes in a row's drawn token; a fault waits until the row is drawn again."""
+        """Advances a row's matcher; a fault is raised when the row is sampled next."""
         matcher = self._matchers.get(row)
         if matcher is None:
             return
         self._ahead.pop(row, None)
-        self._made.pop(row, None)
+        self._masks.pop(row, None)
         known = self._closings.get(row)
         if known is not None and known.token_id != token_id:
             del self._closings[row]
-        taken = self._taken.pop(row, None)
-        if taken == token_id:
+        accepted = self._accepted.pop(row, None)
+        if accepted == token_id:
             return
-        if taken is not None:
+        if accepted is not None:
             matcher.take_back()
         try:
             matcher.take([token_id])
@@ -221,19 +218,19 @@ class GrammarMatchers:
             self._faults[row] = error
 
     def try_accept(self, row: int, token_id: int) -> bool:
-        """Returns whether a token may come next in a row; where it may, the row's matcher takes it
-        in, and `took` is to be told of it next.
+        """Returns whether a row allows a token. If so, its matcher accepts it, and `accept_token`
+        is to be called with it next.
         """
         if row in self._faults or not self._matchers[row].take_legal(token_id):
             return False
-        self._taken[row] = token_id
+        self._accepted[row] = token_id
         return True
 
-    def take_back(self) -> None:
-        """Takes back the tokens that `took` was not told of: their step did not end."""
-        for row in self._taken:
+    def rollback(self) -> None:
+        """Rolls back tokens without a call of `accept_token`: their step did not complete."""
+        for row in self._accepted:
             self._matchers[row].take_back()
-        self._taken.clear()
+        self._accepted.clear()
 
     def __bool__(self) -> bool:
         return bool(self._matchers)
@@ -242,53 +239,51 @@ class GrammarMatchers:
         return row in self._matchers
 
     def make_masks(self, rows: Sequence[int]) -> None:
-        """Makes the masks of several rows together, for `mask` to return until a token is taken."""
+        """Builds the masks of several rows together, which `mask` returns until the next token."""
         wanted = [
             row
             for row in rows
-            if row in self._matchers and row not in self._faults and row not in self._made
+            if row in self._matchers and row not in self._faults and row not in self._masks
         ]
-        if len(wanted) < LEAST_TOGETHER or self._compiled is None:
+        if len(wanted) < MIN_BATCHED_MASKS or self._compiled is None:
             return
         made = self._compiled.masks([self._matchers[row] for row in wanted])
-        self._made |= {
+        self._masks |= {
             row: np.frombuffer(mask, np.uint32)
             for row, mask in zip(wanted, made, strict=True)
             if mask is not None
         }
 
     def mask(self, row: int, *, num_drafts: int = 0) -> Bits | None:
-        """Returns the tokens that may come next, `[ceil(V / 32)]`, after that many guesses; None
-        where any may, or where a guess before is not legal and nothing after it is kept.
+        """Returns the tokens allowed after `num_drafts` draft tokens, `[ceil(V / 32)]`. None if any
+        is, or if one of the draft tokens is not, so that nothing after it is kept.
         """
         if num_drafts:
-            return self._mask_ahead(row, num_drafts)
+            return self._get_draft_mask(row, num_drafts)
         if row in self._faults:
             raise self._faults[row]
-        if row in self._made:
-            return self._made[row]
+        if row in self._masks:
+            return self._masks[row]
         matcher = self._matchers.get(row)
         return None if matcher is None else np.frombuffer(matcher.mask(), np.uint32)
 
     def allows(self, row: int, token_id: int, *, num_drafts: int = 0) -> bool:
-        """Returns whether a token may come next in a row that has a grammar; any may after a guess
-        that is not legal.
+        """Returns whether a row with a grammar allows a token; any is after a draft token that is
+        not allowed.
         """
         if num_drafts:
             ahead = self._ahead.get(row, ())
             return num_drafts > len(ahead) or ahead[num_drafts - 1].allows(token_id)
         return row not in self._faults and self._matchers[row].allows(token_id)
 
-    def mask_of(self, token_id: int) -> Bits:
+    def make_token_mask(self, token_id: int) -> Bits:
         """Returns the mask that allows one token alone."""
         mask = np.zeros(self._mask_words, np.uint32)
         mask[token_id // 32] = np.uint32(1 << token_id % 32)
         return mask
 
     def mask_or_none(self, row: int, *, num_drafts: int = 0) -> Bits:
-        """Returns the tokens that may come next in a row; none where there is a fault, which
-        `fault` then tells.
-        """
+        """Returns the tokens allowed next in a row; none on a fault, which `fault` returns."""
         try:
             mask = self.mask(row, num_drafts=num_drafts)
             return np.full(self._mask_words, 0xFFFF_FFFF, np.uint32) if mask is None else mask
@@ -297,9 +292,7 @@ class GrammarMatchers:
             return np.zeros(self._mask_words, np.uint32)
 
     def only_token(self, row: int) -> int | None:
-        """Returns the one token that may come next in a row; None where several may, or its text
-        has no grammar.
-        """
+        """Returns the only token allowed next in a row; None if several, or without a grammar."""
         matcher = self._matchers.get(row)
         if matcher is None or row in self._faults:
             return None
@@ -309,43 +302,49 @@ class GrammarMatchers:
             self._faults[row] = error
             return None
 
-    def closing(self, place: TextPosition, most: int) -> list[int] | None:
-        """Returns at most `most` tokens that complete a row's text; None where none are found."""
-        known = self._closings.get(place.row)
-        if known is not None and not place.num_drafts and known.num_tokens == place.num_tokens:
-            return known.tokens if len(known.tokens) <= most else None
-        matcher = self._matcher_at(place)
-        return None if matcher is None else self._closing_of(matcher, most)
+    def closing(self, position: TextPosition, max_tokens: int) -> list[int] | None:
+        """Returns at most `max_tokens` tokens that complete a row's text; None if not found."""
+        known = self._closings.get(position.row)
+        if (
+            known is not None
+            and not position.num_drafts
+            and known.num_tokens == position.num_tokens
+        ):
+            return known.tokens if len(known.tokens) <= max_tokens else None
+        matcher = self._matcher_at(position)
+        return None if matcher is None else self._find_completion(matcher, max_tokens)
 
-    def closes_after(self, place: TextPosition, token_id: int, most: int) -> bool:
-        """Returns whether a row's text and a legal token more can be completed by at most `most`
-        tokens; true behind a guess that is not legal.
+    def closes_advance(self, position: TextPosition, token_id: int, max_tokens: int) -> bool:
+        """Returns whether a row's text with one more, allowed token can be completed by at most
+        `max_tokens` tokens; true after a draft token that is not allowed.
         """
-        matcher = self._matcher_at(place)
-        later = None if matcher is None else _after(matcher, token_id)
+        matcher = self._matcher_at(position)
+        later = None if matcher is None else _advance(matcher, token_id)
         if later is None:
             return True
-        tokens = self._closing_of(later, most)
-        if tokens is not None and not place.num_drafts:
-            self._closings[place.row] = CachedCompletion(place.num_tokens + 1, token_id, tokens)
+        tokens = self._find_completion(later, max_tokens)
+        if tokens is not None and not position.num_drafts:
+            self._closings[position.row] = CachedCompletion(
+                position.num_tokens + 1, token_id, tokens
+            )
         return tokens is not None
 
-    def _matcher_at(self, place: TextPosition) -> Matcher | None:
-        """Returns the matcher at a place; None behind a guess that is not legal."""
-        if not place.num_drafts:
-            return self._matchers[place.row]
-        ahead = self._ahead.get(place.row, ())
-        return ahead[place.num_drafts - 1] if place.num_drafts <= len(ahead) else None
+    def _matcher_at(self, position: TextPosition) -> Matcher | None:
+        """Returns the matcher at a position; None after a draft token that is not allowed."""
+        if not position.num_drafts:
+            return self._matchers[position.row]
+        ahead = self._ahead.get(position.row, ())
+        return ahead[position.num_drafts - 1] if position.num_drafts <= len(ahead) else None
 
-    def _closing_of(self, matcher: Matcher, most: int) -> list[int] | None:
+    def _find_completion(self, matcher: Matcher, max_tokens: int) -> list[int] | None:
         try:
-            return matcher.closing(most)
+            return matcher.closing(max_tokens)
         except Exception:
-            return None  # the draw under its mask will tell the fault
+            return None  # sampling under its mask will report the fault
 
     def likely_tokens(self, row: int) -> list[int]:
-        """Returns tokens that spell the text that alone may come next in a row; a fault met here is
-        met again when the row is drawn.
+        """Returns tokens that spell the text that a row's grammar forces next. A fault is met again
+        when the row is sampled.
         """
         matcher = self._matchers.get(row)
         if matcher is None or row in self._faults:
@@ -356,20 +355,20 @@ class GrammarMatchers:
             return []
 
     def fault(self, row: int) -> str:
-        """Returns why a row's grammar cannot be followed any further; "" where it can."""
+        """Returns why a row's grammar cannot be followed any further; "" if it can."""
         return str(self._faults.get(row, ""))
 
     def is_complete(self, row: int, *, num_drafts: int = 0) -> bool:
-        """Returns whether a row's text is complete, and nothing but its end may follow."""
+        """Returns whether a row's text is complete, so only its end may follow."""
         if num_drafts:
             ahead = self._ahead.get(row, ())
             return num_drafts <= len(ahead) and ahead[num_drafts - 1].is_complete
         matcher = self._matchers.get(row)
         return matcher is not None and matcher.is_complete
 
-    def _mask_ahead(self, row: int, num_drafts: int) -> Bits | None:
-        """Returns the tokens that may come after guesses. A fault there bans all of them: the draw
-        fails, is not kept, and meets the fault again as the row's own.
+    def _get_draft_mask(self, row: int, num_drafts: int) -> Bits | None:
+        """Returns the tokens allowed after draft tokens. A fault bans all: the sample fails, is
+        not kept, and meets the fault again as the row's own.
         """
         ahead = self._ahead.get(row, ())
         if num_drafts > len(ahead):
@@ -380,8 +379,8 @@ class GrammarMatchers:
             return np.zeros(self._mask_words, np.uint32)
 
 
-def _after(matcher: Matcher, token_id: int) -> Matcher | None:
-    """Returns a matcher that has gone on by a token; None where the token is not legal."""
+def _advance(matcher: Matcher, token_id: int) -> Matcher | None:
+    """Returns a matcher advanced by a token; None if the token is not allowed."""
     if not matcher.allows(token_id):
         return None
     ahead = matcher.copy()

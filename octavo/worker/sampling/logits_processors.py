@@ -1,8 +1,8 @@
-"""Functions of the operator's own that change a row's logits before it is drawn: loaded by name at
-the start, called with bounded time.
+"""Custom logits processors: functions that change a row's logits before sampling, loaded by name at
+the start and called with a timeout.
 
-A call runs in a thread beside the worker's, which waits for it no longer than the bound; a fault is
-the row's alone. Knows neither rows nor backends.
+A call runs in a thread beside the worker's, which waits for it no longer than the timeout; a fault
+fails only the row. Knows neither rows nor backends.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from octavo.config.processors import ProcessorEntry
 
 Logits = NDArray[np.float32]
 Processor = Callable[[NDArray[np.int32], Logits], Any]
-"""Takes a request's tokens so far, `[num_tokens]`, and the logits of the next one, `[V]`, both its
-own copies; returns logits `[V]`, or None where it has changed those that it got.
+"""Takes copies of a request's tokens so far, `[num_tokens]`, and of the logits of the next one,
+`[V]`; returns logits `[V]`, or None if it has changed its copy.
 """
 
 
@@ -32,7 +32,7 @@ class ProcessorFault(Exception):
 
 
 def load_processors(entries: Sequence[ProcessorEntry]) -> dict[str, Processor]:
-    """Imports the functions; ConfigError where one is not there or cannot be called."""
+    """Imports the functions; ConfigError if one does not exist or cannot be called."""
     return {entry.name: _load(entry) for entry in entries}
 
 
@@ -56,7 +56,7 @@ def _load(entry: ProcessorEntry) -> Processor:
 
 @dataclass(slots=True)
 class ProcessorCall:
-    """One call, and what came of it."""
+    """One call and its result."""
 
     run: Callable[[], Logits]
     done: threading.Event = field(default_factory=threading.Event)
@@ -65,7 +65,7 @@ class ProcessorCall:
 
 
 class CallThread:
-    """A thread that makes calls one after another; it ends with the process, whatever it does."""
+    """A daemon thread that makes calls one after another."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[ProcessorCall | None] = queue.SimpleQueue()
@@ -77,7 +77,7 @@ class CallThread:
         return call
 
     def end(self) -> None:
-        """Lets the thread end after the calls that it has been given."""
+        """Ends the thread after the calls that it has."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -97,18 +97,15 @@ class LogitsProcessors:
         self._timeout_s = timeout_s
         self._thread: CallThread | None = None
         self._late: dict[str, ProcessorCall] = {}
-        """Calls that took too long, by the name of the processor; gone once they have ended."""
+        """Calls that timed out and have not ended, by name of the processor."""
 
     def apply(self, names: Sequence[str], token_ids: NDArray[np.int32], logits: Logits) -> Logits:
-        """Returns what the processors make of a row's logits, one after another; ProcessorFault
-        where one of them fails.
-        """
+        """Applies processors to a row's logits, one after another; ProcessorFault if one fails."""
         for name in names:
             logits = self._call(name, token_ids, logits)
         return logits
 
     def close(self) -> None:
-        """Lets the thread of the calls end."""
         if self._thread is not None:
             self._thread.end()
 
@@ -120,7 +117,9 @@ class LogitsProcessors:
         if self._thread is None:
             self._thread = CallThread()
         ids, own = token_ids.copy(), logits.copy()
-        call = self._thread.begin(lambda: _checked(name, self._processors[name](ids, own), own))
+        call = self._thread.begin(
+            lambda: _check_result(name, self._processors[name](ids, own), own)
+        )
         if not call.done.wait(self._timeout_s):
             self._late[name], self._thread = call, None
             raise ProcessorFault(
@@ -137,8 +136,8 @@ class LogitsProcessors:
         ) from call.error
 
 
-def _checked(name: str, returned: Any, own: Logits) -> Logits:
-    """Returns what a processor returned as logits of 32 bits."""
+def _check_result(name: str, returned: Any, own: Logits) -> Logits:
+    """Returns a processor's result as logits of 32 bits; ProcessorFault if it has none."""
     found = own if returned is None else np.asarray(returned)
     if found.shape != own.shape or found.dtype.kind not in "fiu":
         raise ProcessorFault(

@@ -1,4 +1,4 @@
-"""The sampling options of one request that most do not have, and what they add to logits."""
+"""Sampling options of one request that most requests do not have, and what they add to logits."""
 
 from __future__ import annotations
 
@@ -14,57 +14,58 @@ from octavo.worker.sampling.token_counts import TokenCounts
 
 MINUS_INFINITY = float("-inf")
 ANY_TOKEN = -1
-"""Stands for every last token where something is added whatever it is."""
+"""Last token of a bias that does not depend on it."""
 
 
 @dataclass(slots=True)
 class LogitsState:
-    """One request's sampling options that most requests do not have."""
+    """Options of one request that a sampling record does not hold."""
 
     logit_bias: dict[int, float]
     end_token_ids: list[int]
     num_prompt_tokens: int
     num_known: int
-    """Tokens of the row that have come back from the device, the prompt's too."""
+    """Tokens of the row that the host knows, prompt included."""
     min_num_tokens: int
     """Number of tokens, prompt included, below which `end_token_ids` are banned."""
     bad_words: list[list[int]]
     counts: TokenCounts | None
     """Tokens that penalties apply to; None without a penalty."""
     allowed_mask: Bits | None
-    """[ceil(V / 32)]; None allows all."""
+    """Mask `[ceil(V / 32)]`; None allows all."""
     dry: DryMatches | None
-    """Repetitions that DRY penalises; None without it."""
+    """Repetitions that DRY penalizes; None without DRY."""
     processors: list[str]
-    """Names of the processors that change its logits."""
+    """Names of its logits processors."""
     to_verify: SampleToVerify | None = None
-    """Check of the samples that follow no guess and come near no close; None: they have none."""
+    """How to verify samples that follow no draft token and are far from the length limit; None:
+    they are not verified."""
 
     def accept_token(self, token_id: int) -> None:
-        """Takes in a drawn token that has come back."""
+        """Counts a sampled token that the host has received."""
         self.num_known += 1
         if self.counts is not None:
             self.counts.add(token_id)
 
     def lags(self, num_tokens: int) -> bool:
-        """Returns whether the last of the row's first `num_tokens` is known to the device alone."""
+        """Returns whether only the device knows the last of the row's first `num_tokens`."""
         return num_tokens > self.num_known
 
     def may_bias(self, num_tokens: int) -> bool:
-        """Returns whether anything may be added to the logits of the token that follows."""
+        """Returns whether anything may be added to the logits of the next token."""
         has_bias = self.logit_bias or self.bad_words or self.dry is not None
         return bool(has_bias) or num_tokens < self.min_num_tokens
 
     @property
     def follows_tokens(self) -> bool:
-        """Whether what is added to logits may change with each token."""
+        """Whether the bias may change with each token."""
         return bool(self.bad_words) or self.dry is not None
 
     def bias(
         self, token_ids: NDArray[np.int32], dry: DryMatches | None, *, must_end: bool
     ) -> dict[int, float]:
-        """Returns what is added to the logits of the token after `token_ids [num_tokens]`, where
-        `dry` follows them. Where the text `must_end`, its end is not banned.
+        """Returns the bias of the token after `token_ids [num_tokens]`. `dry` follows these tokens.
+        If the text `must_end`, its end tokens are not banned.
         """
         bias = self._bias(token_ids, must_end=must_end)
         if dry is None:
@@ -73,8 +74,8 @@ class LogitsState:
         return bias | {id_: bias.get(id_, 0.0) - lost for id_, lost in penalties.items()}
 
     def bias_after(self, token_ids: NDArray[np.int32]) -> dict[tuple[int, int], float]:
-        """Returns what is added to the logits of the token after `token_ids` and one more, which is
-        not known: by that one, or ANY_TOKEN, and by the token that it is added to.
+        """Returns the bias of the token after `token_ids` and one more, unknown token: by that
+        token, or ANY_TOKEN, and by the token that it is added to.
         """
         lasting = self._lasting(len(token_ids) + 1, must_end=False)
         bias = {(ANY_TOKEN, token_id): value for token_id, value in lasting.items()}
@@ -95,7 +96,7 @@ class LogitsState:
         return bias | dict.fromkeys(banned, MINUS_INFINITY) if banned else bias
 
     def _lasting(self, num_tokens: int, *, must_end: bool) -> dict[int, float]:
-        """Returns what is added after `num_tokens` tokens, whatever these are."""
+        """Returns the bias after `num_tokens` tokens that does not depend on them."""
         if num_tokens >= self.min_num_tokens or must_end:
             return self.logit_bias
         return self.logit_bias | dict.fromkeys(self.end_token_ids, MINUS_INFINITY)

@@ -30,63 +30,61 @@ from octavo.worker.sampling.logits_processors import Logits, LogitsProcessors, P
 from octavo.worker.sampling.sequential_sampling import SequentialSampling
 
 CLOSE_TOKENS = 128
-"""Tokens before the end of its length from which a text is completed."""
+"""Number of tokens before the length limit from which structured outputs are completed."""
 
 
 class SampleToVerify(NamedTuple):
-    """One sampled row whose draw is looked at."""
+    """How to verify one sample."""
 
     row: int
     """Permanent row."""
     num_drafts: int
-    """Guesses that the draw is made after."""
+    """Draft tokens before the sample."""
     allowed: Bits | None
-    """Ids that it may draw besides what its grammar says; None: any."""
+    """Ids allowed besides what the grammar says; None: any."""
     processors: Sequence[str]
-    """Names of the processors that change its logits."""
+    """Names of the logits processors of the row."""
     is_deferred: bool = False
-    """Whether it is drawn only once its grammar's mask is known."""
+    """Whether it is sampled only once its grammar's mask is known."""
     is_free: bool = False
-    """Whether nothing but its grammar may ban a token."""
+    """Whether only its grammar may ban a token."""
     skips_cutoffs: bool = False
-    """Whether it is drawn without its cuts, which witnesses speak for."""
+    """Whether it is sampled without its cut-offs, with a cut-off proof."""
     closes: bool = False
-    """Whether its text is completed before its length ends."""
+    """Whether its text is completed before its length limit."""
     is_search: bool = False
-    """Whether a beam search chooses by its best logprobs, which are those of legal tokens."""
+    """Whether a beam search chooses by its best logprobs, which are those of allowed tokens."""
 
 
-class Texts(NamedTuple):
-    """Tokens that draws follow: the first `ends [S]` of `token_ids [N, context]`."""
+class SampleContexts(NamedTuple):
+    """The texts of `S` samples: the first `ends [S]` of `token_ids [N, context]`."""
 
     token_ids: NDArray[np.int32]
     ends: NDArray[np.int32]
     max_num_tokens: Sequence[int]
-    """Most tokens that each of the texts may come to, `[S]`."""
+    """Length limit of each text, `[S]`."""
     searches: Sequence[bool]
-    """Whether each of the texts is a beam's, `[S]`."""
-
-    def before(self, entry: int, row: int) -> NDArray[np.int32]:
-        """Returns the tokens before the draw of an entry."""
-        return self.token_ids[row, : self.ends[entry]]
+    """Whether each text is a beam's, `[S]`."""
 
 
 @dataclass(slots=True)
 class ResampleBuilder:
-    """The rows of a step that are drawn again, as they are found."""
+    """Collects the rows of a step to resample, by entry."""
 
     masks: dict[int, Bits] = field(default_factory=dict)
     logits: dict[int, Logits] = field(default_factory=dict)
     mirostat_mus: dict[int, float] = field(default_factory=dict)
 
     def build(self, *, is_last: bool) -> Resample | None:
-        """Returns what is drawn again; the draws are looked at once more unless `is_last`."""
+        """Returns what to resample; None if nothing. The samples are verified again unless
+        `is_last`.
+        """
         if not self.masks:
             return None
-        logits = places = mus = None
+        logits = indices = mus = None
         if self.logits:
-            order = {entry: place for place, entry in enumerate(self.logits)}
-            places = np.array([order.get(entry, -1) for entry in self.masks], np.int32)
+            order = {entry: index for index, entry in enumerate(self.logits)}
+            indices = np.array([order.get(entry, -1) for entry in self.masks], np.int32)
             logits = np.stack(list(self.logits.values()))
         if self.mirostat_mus:
             bounds = [self.mirostat_mus.get(entry, np.nan) for entry in self.masks]
@@ -95,247 +93,252 @@ class ResampleBuilder:
             np.array(list(self.masks), np.int32),
             np.stack(list(self.masks.values())),
             logits,
-            places,
+            indices,
             mirostat_mus=mus,
             is_last=is_last,
         )
 
 
 class SampleVerifier:
-    """The draws of one step that are looked at. A `batch.Verify`."""
+    """Verifies the samples of one step. A `batch.Verify`."""
 
     def __init__(
         self,
-        draws: Mapping[int, SampleToVerify],
+        to_verify: Mapping[int, SampleToVerify],
         grammars: GrammarMatchers,
         processors: LogitsProcessors,
-        texts: Texts,
-        in_turn: Sequence[SequentialSampling] = (),
+        contexts: SampleContexts,
+        sequential: Sequence[SequentialSampling] = (),
     ) -> None:
-        """Takes the draws by their entries among the sampled rows."""
-        self._draws = draws
+        """`to_verify`: by entry among the sampled rows."""
+        self._to_verify = to_verify
         self._grammars = grammars
         self._processors = processors
-        self._texts = texts
+        self._contexts = contexts
         self._faults: dict[int, str] = {}
-        self._in_turn = list(in_turn)
+        self._sequential = list(sequential)
         self._is_first = True
-        """Whether the draws are looked at for the first time."""
-        self._changed: dict[int, Logits] = {}
-        """Logits of rows as processors have changed them."""
-        self._resampled: list[int] = []
-        """Draws that are looked at once more, whether their texts can still be completed."""
+        """Whether the samples are verified for the first time."""
+        self._processed: dict[int, Logits] = {}
+        """Logits of rows after their processors."""
+        self._to_close: list[int] = []
+        """Resampled entries to check again for whether their texts can still be completed."""
 
     def __contains__(self, entry: int) -> bool:
-        """Returns whether an entry's mask is not wanted before the step."""
-        return entry in self._draws
+        """Returns whether an entry needs no mask before the step."""
+        return entry in self._to_verify
 
-    def late(self, num_samples: int) -> NDArray[np.bool_] | None:
-        """Returns which of the sampled rows are drawn late, `[S]`; None where none is."""
-        late = [entry for entry, draw in self._draws.items() if draw.is_deferred]
-        return _marked(late, num_samples)
+    def get_deferred(self, num_samples: int) -> NDArray[np.bool_] | None:
+        """Returns which rows are sampled only once their masks are known, `[S]`; None: no row."""
+        entries = [entry for entry, sample in self._to_verify.items() if sample.is_deferred]
+        return _make_flags(entries, num_samples)
 
-    def uncut(self, num_samples: int) -> NDArray[np.bool_] | None:
-        """Returns which of the sampled rows are drawn without cuts, `[S]`; None where none is."""
-        uncut = [entry for entry, draw in self._draws.items() if draw.skips_cutoffs]
-        return _marked(uncut, num_samples)
+    def get_without_cutoffs(self, num_samples: int) -> NDArray[np.bool_] | None:
+        """Returns which rows are sampled without cut-offs, `[S]`; None: no row."""
+        entries = [entry for entry, sample in self._to_verify.items() if sample.skips_cutoffs]
+        return _make_flags(entries, num_samples)
 
     def fault(self, entry: int) -> str:
-        """Returns why a draw could not be made; "" where nothing failed here."""
+        """Returns why an entry could not be sampled; "" if nothing failed here."""
         return self._faults.get(entry, "")
 
     def __call__(self, samples: SampleResult, kept: SampledLogits) -> Resample | None:
-        """Sets draws that are not legal to the next that are; returns rows that are drawn again."""
-        resamples = ResampleBuilder()
-        to_close, self._resampled = self._resampled, []
-        if self._is_first:
-            self._changed.clear()
-            self._look(samples, kept, resamples)
-            to_close = [entry for entry in self._draws if self._may_close(entry)]
-        for entry in to_close:
-            if entry in resamples.masks:
-                self._resampled.append(entry)
-            elif not samples.failed[entry]:
-                self._close(entry, samples, resamples)
-        self._in_turn = [draws for draws in self._in_turn if self._go_on(draws, samples, resamples)]
-        self._is_first = not (self._resampled or self._in_turn)
-        return resamples.build(is_last=self._is_first)
-
-    def _go_on(
-        self, draws: SequentialSampling, samples: SampleResult, resamples: ResampleBuilder
-    ) -> bool:
-        """Moves a row with mirostat on to its next draw, once the current one has been made;
-        returns whether more of its draws are to come.
+        """Replaces tokens that are not allowed by the next allowed ones; returns the rows to
+        resample.
         """
-        if draws.entry not in resamples.masks:
-            if not draws.go_on(samples):
+        resample = ResampleBuilder()
+        to_close, self._to_close = self._to_close, []
+        if self._is_first:
+            self._processed.clear()
+            self._verify(samples, kept, resample)
+            to_close = [entry for entry in self._to_verify if self._may_close(entry)]
+        for entry in to_close:
+            if entry in resample.masks:
+                self._to_close.append(entry)
+            elif not samples.failed[entry]:
+                self._close(entry, samples, resample)
+        self._sequential = [
+            each for each in self._sequential if self._advance(each, samples, resample)
+        ]
+        self._is_first = not (self._to_close or self._sequential)
+        return resample.build(is_last=self._is_first)
+
+    def _advance(
+        self, sequential: SequentialSampling, samples: SampleResult, resample: ResampleBuilder
+    ) -> bool:
+        """Advances a row with mirostat to its next sample once the current one is decided; returns
+        whether any is left.
+        """
+        entry = sequential.entry
+        if entry not in resample.masks:
+            if not sequential.advance(samples):
                 return False
-            resamples.masks[draws.entry] = draws.mask
-            if self._may_close(draws.entry):
-                self._resampled.append(draws.entry)
-        resamples.mirostat_mus[draws.entry] = draws.mu
-        if draws.entry in self._changed:
-            resamples.logits[draws.entry] = self._changed[draws.entry]
+            entry = sequential.entry
+            resample.masks[entry] = sequential.mask
+            if self._may_close(entry):
+                self._to_close.append(entry)
+        resample.mirostat_mus[entry] = sequential.mu
+        if entry in self._processed:
+            resample.logits[entry] = self._processed[entry]
         return True
 
-    def _look(self, samples: SampleResult, kept: SampledLogits, resamples: ResampleBuilder) -> None:
-        """Finds what is wrong with the draws."""
+    def _verify(
+        self, samples: SampleResult, kept: SampledLogits, resample: ResampleBuilder
+    ) -> None:
         token_ids, failed = samples.token_ids.tolist(), samples.failed.tolist()
-        witnesses = [] if samples.witnesses is None else samples.witnesses.tolist()
-        wrong, to_mask = [], []
-        for entry, draw in self._draws.items():
-            if draw.is_search:
-                self._search(entry, draw, samples, kept.logits(entry))
-            elif draw.processors:
-                self._process(entry, draw, samples, kept, resamples)
-            elif draw.is_deferred or failed[entry]:
+        proofs = [] if samples.witnesses is None else samples.witnesses.tolist()
+        rejected, to_mask = [], []
+        for entry, sample in self._to_verify.items():
+            if sample.is_search:
+                self._search(entry, sample, samples, kept.logits(entry))
+            elif sample.processors:
+                self._process(entry, sample, samples, kept, resample)
+            elif sample.is_deferred or failed[entry]:
                 to_mask.append(entry)
-            elif draw.skips_cutoffs:
-                holds = self._takes_cut(draw, witnesses[entry])
-                if not (holds or self._takes_only(entry, draw, samples, resamples)):
+            elif sample.skips_cutoffs:
+                is_accepted = self._accept_proof(sample, proofs[entry])
+                if not (is_accepted or self._set_only_token(entry, sample, samples, resample)):
                     to_mask.append(entry)
             elif not (
-                self._takes(draw, token_ids[entry])
-                or self._takes_only(entry, draw, samples, resamples)
+                self._accept(sample, token_ids[entry])
+                or self._set_only_token(entry, sample, samples, resample)
             ):
-                wrong.append(entry)
-        if wrong:
-            to_mask += self._replace(wrong, samples, kept, resamples)
+                rejected.append(entry)
+        if rejected:
+            to_mask += self._replace(rejected, samples, kept, resample)
         if to_mask:
-            self._mask_all(to_mask, resamples)
+            self._mask_all(to_mask, resample)
 
     def _search(
-        self, entry: int, draw: SampleToVerify, samples: SampleResult, logits: Logits
+        self, entry: int, sample: SampleToVerify, samples: SampleResult, logits: Logits
     ) -> None:
-        """Gives a beam the logprobs of its best legal tokens."""
+        """Gives a beam the logprobs of its best allowed tokens."""
         if samples.failed[entry]:
             return
-        legal = unpacked_mask(self._mask(draw), len(logits))
+        legal = unpacked_mask(self._make_mask(sample), len(logits))
         samples.failed[entry] = not legal.any()
         write_best_legal(samples, entry, logits, legal)
 
     def _may_close(self, entry: int) -> bool:
-        """Returns whether a draw comes near the end of its text's length."""
-        draw = self._draws.get(entry)
-        if draw is None or not draw.closes:
+        """Returns whether a sample is near its text's length limit."""
+        sample = self._to_verify.get(entry)
+        if sample is None or not sample.closes:
             return False
-        num_left = self._texts.max_num_tokens[entry] - int(self._texts.ends[entry])
+        num_left = self._contexts.max_num_tokens[entry] - int(self._contexts.ends[entry])
         return num_left <= CLOSE_TOKENS
 
-    def _close(self, entry: int, samples: SampleResult, resamples: ResampleBuilder) -> None:
-        """Has a draw give way to the short way to the end, where its text could not be completed
-        behind it.
+    def _close(self, entry: int, samples: SampleResult, resample: ResampleBuilder) -> None:
+        """Replaces a token by the shortest completion's next one if the text could not be
+        completed after it.
         """
-        draw, num_tokens = self._draws[entry], int(self._texts.ends[entry])
-        place = TextPosition(draw.row, num_tokens, draw.num_drafts)
-        num_left = self._texts.max_num_tokens[entry] - num_tokens
-        drawn = int(samples.token_ids[entry])
-        if self._grammars.closes_after(place, drawn, num_left - 1):
+        sample, num_tokens = self._to_verify[entry], int(self._contexts.ends[entry])
+        position = TextPosition(sample.row, num_tokens, sample.num_drafts)
+        num_left = self._contexts.max_num_tokens[entry] - num_tokens
+        token_id = int(samples.token_ids[entry])
+        if self._grammars.closes_after(position, token_id, num_left - 1):
             return
-        way = self._grammars.closing(place, num_left)
-        if way and way[0] != drawn:
-            self._set(entry, way[0], samples, resamples)
+        completion = self._grammars.closing(position, num_left)
+        if completion and completion[0] != token_id:
+            self._set(entry, completion[0], samples, resample)
 
     def _set(
-        self, entry: int, token_id: int, samples: SampleResult, resamples: ResampleBuilder
+        self, entry: int, token_id: int, samples: SampleResult, resample: ResampleBuilder
     ) -> None:
-        """Sets a draw's token; where logprobs are wanted, the draw that tells them is made."""
+        """Sets an entry's token; if logprobs are wanted, by resampling."""
         if samples.logprobs is None:
             samples.token_ids[entry] = token_id
         else:
-            resamples.masks[entry] = self._grammars.mask_of(token_id)
+            resample.masks[entry] = self._grammars.make_token_mask(token_id)
 
     def _replace(
         self,
-        wrong: Sequence[int],
+        rejected: Sequence[int],
         samples: SampleResult,
         kept: SampledLogits,
-        resamples: ResampleBuilder,
+        resample: ResampleBuilder,
     ) -> list[int]:
-        """Takes the first legal candidate of each draw; returns the draws that have none."""
+        """Sets the first allowed candidate of each entry; returns the entries that have none."""
         left = []
-        candidates = kept.candidates(np.array(wrong, np.int32)).tolist()
-        for entry, ids in zip(wrong, candidates, strict=True):
-            draw = self._draws[entry]
-            token_id = next((i for i in ids if i >= 0 and self._takes(draw, i)), None)
+        candidates = kept.candidates(np.array(rejected, np.int32)).tolist()
+        for entry, ids in zip(rejected, candidates, strict=True):
+            sample = self._to_verify[entry]
+            token_id = next((i for i in ids if i >= 0 and self._accept(sample, i)), None)
             if token_id is None:
                 left.append(entry)
             else:
-                self._set(entry, token_id, samples, resamples)
+                self._set(entry, token_id, samples, resample)
         return left
 
-    def _mask_all(self, entries: Sequence[int], resamples: ResampleBuilder) -> None:
-        """Has draws made under the masks of their grammars, which are made together."""
-        draws = [self._draws[entry] for entry in entries]
-        self._grammars.make_masks([draw.row for draw in draws if not draw.num_drafts])
-        resamples.masks |= {
-            entry: self._mask(draw) for entry, draw in zip(entries, draws, strict=True)
-        }
+    def _mask_all(self, entries: Sequence[int], resample: ResampleBuilder) -> None:
+        """Resamples entries under the masks of their grammars, which are built together."""
+        samples = [self._to_verify[entry] for entry in entries]
+        self._grammars.make_masks([sample.row for sample in samples if not sample.num_drafts])
+        for entry, sample in zip(entries, samples, strict=True):
+            resample.masks[entry] = self._make_mask(sample)
 
     def _process(
         self,
         entry: int,
-        draw: SampleToVerify,
+        sample: SampleToVerify,
         samples: SampleResult,
         kept: SampledLogits,
-        resamples: ResampleBuilder,
+        resample: ResampleBuilder,
     ) -> None:
-        """Has a row drawn from what its processors make of its logits."""
+        """Resamples an entry from its processed logits."""
         logits = kept.logits(entry)
         if np.isnan(logits).any():
-            return  # the draw has failed, and says so
+            return  # the sample has failed already
+        token_ids = self._contexts.token_ids[sample.row, : self._contexts.ends[entry]]
         try:
-            changed = self._processors.apply(
-                draw.processors, self._texts.before(entry, draw.row), logits
-            )
+            processed = self._processors.apply(sample.processors, token_ids, logits)
         except ProcessorFault as error:
             self._faults[entry] = str(error)
             samples.failed[entry] = True
             return
-        self._changed[entry] = resamples.logits[entry] = changed
-        resamples.masks[entry] = self._mask(draw)
+        self._processed[entry] = resample.logits[entry] = processed
+        resample.masks[entry] = self._make_mask(sample)
 
-    def _takes_only(
-        self, entry: int, draw: SampleToVerify, samples: SampleResult, resamples: ResampleBuilder
+    def _set_only_token(
+        self, entry: int, sample: SampleToVerify, samples: SampleResult, resample: ResampleBuilder
     ) -> bool:
-        """Sets a draw to the one token that its grammar allows; returns whether there is one."""
-        if draw.num_drafts or not draw.is_free:
+        """Sets the only token that an entry's grammar allows; returns whether there is one."""
+        if sample.num_drafts or not sample.is_free:
             return False
-        token_id = self._grammars.only_token(draw.row)
-        if token_id is None or not self._takes(draw, token_id):
+        token_id = self._grammars.only_token(sample.row)
+        if token_id is None or not self._accept(sample, token_id):
             return False
-        self._set(entry, token_id, samples, resamples)
+        self._set(entry, token_id, samples, resample)
         return True
 
-    def _takes_cut(self, draw: SampleToVerify, witnesses: Sequence[int]) -> bool:
-        """Returns whether a token drawn without cuts is the masked draw with them, as far as its
-        witnesses show; -1 stands behind the last.
+    def _accept_proof(self, sample: SampleToVerify, proof: Sequence[int]) -> bool:
+        """Returns whether a token sampled without cut-offs is the masked sample with them, as far
+        as its cut-off proof shows. The token comes first, -1 follows the last one.
         """
-        drawn, *others = witnesses
-        for token_id in others:
-            if token_id < 0:
+        token_id, *others = proof
+        for other in others:
+            if other < 0:
                 break
-            if not self._grammars.allows(draw.row, token_id, num_drafts=draw.num_drafts):
+            if not self._grammars.allows(sample.row, other, num_drafts=sample.num_drafts):
                 return False
-        return drawn >= 0 and self._takes(draw, drawn)
+        return token_id >= 0 and self._accept(sample, token_id)
 
-    def _takes(self, draw: SampleToVerify, token_id: int) -> bool:
-        """Returns whether a token is legal; a row's own matcher takes it in at once, where nothing
-        else is to be asked of it before.
+    def _accept(self, sample: SampleToVerify, token_id: int) -> bool:
+        """Returns whether a token is allowed. A row's own matcher accepts it at once, unless it is
+        asked about other tokens first.
         """
-        if draw.num_drafts or draw.closes:
-            return self._grammars.allows(draw.row, token_id, num_drafts=draw.num_drafts)
-        return self._grammars.try_accept(draw.row, token_id)
+        if sample.num_drafts or sample.closes:
+            return self._grammars.allows(sample.row, token_id, num_drafts=sample.num_drafts)
+        return self._grammars.try_accept(sample.row, token_id)
 
-    def _mask(self, draw: SampleToVerify) -> Bits:
-        legal = self._grammars.mask_or_none(draw.row, num_drafts=draw.num_drafts)
-        return legal if draw.allowed is None else legal & draw.allowed
+    def _make_mask(self, sample: SampleToVerify) -> Bits:
+        legal = self._grammars.mask_or_none(sample.row, num_drafts=sample.num_drafts)
+        return legal if sample.allowed is None else legal & sample.allowed
 
 
-def _marked(entries: Sequence[int], num_samples: int) -> NDArray[np.bool_] | None:
-    """Returns `[S]` with some entries true; None where there are none."""
+def _make_flags(entries: Sequence[int], num_samples: int) -> NDArray[np.bool_] | None:
+    """Returns `[S]` with some entries true; None if there are none."""
     if not entries:
         return None
-    found = np.zeros(num_samples, np.bool_)
-    found[entries] = True
-    return found
+    flags = np.zeros(num_samples, np.bool_)
+    flags[entries] = True
+    return flags

@@ -1,9 +1,8 @@
-"""The sampling state of every running request: one record per row, so that a step's SamplingBatch
-is one gather.
+"""Sampling state of the running requests: one record per permanent row, so that a step's
+SamplingBatch is one gather.
 
-What few requests want (bias, bans, penalties, allowed ids) lies beside the records and costs only
-the requests that want it. Owns no logits and draws nothing, which is the backend's work; the rules
-are in `executor/sampling.py`.
+What few requests use (bias, bans, penalties, allowed ids) lies beside the records and costs only
+the requests that use it. Samples nothing itself; the rules are in `executor/sampling.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from octavo.executor.batch import (
     sampling_records,
 )
 from octavo.worker.csr import Csr
-from octavo.worker.sampling.dry import DryMatches, dry_matches
+from octavo.worker.sampling.dry import DryMatches, make_dry_matches
 from octavo.worker.sampling.grammar_matchers import GrammarMatchers
 from octavo.worker.sampling.logits_processors import LogitsProcessors
 from octavo.worker.sampling.logits_state import ANY_TOKEN, LogitsState
-from octavo.worker.sampling.sample_verifier import SampleToVerify, SampleVerifier, Texts
+from octavo.worker.sampling.sample_verifier import SampleContexts, SampleToVerify, SampleVerifier
 from octavo.worker.sampling.sequential_sampling import MirostatRule, SequentialSampling
 from octavo.worker.sampling.token_counts import TokenCounts
 
@@ -40,25 +39,8 @@ get_record_options = operator.attrgetter(*OPTIONS.record)
 """Returns the options of SamplingParams that are in the sampling record."""
 
 
-class Masks:
-    """The distinct masks of a step's rows, in the order in which they are first met."""
-
-    def __init__(self) -> None:
-        self.arrays: list[Bits] = []
-        self._places: dict[int, int] = {}
-
-    def place(self, mask: Bits) -> int:
-        """Returns a mask's place. Rows that allow the same ids share one array, so identity tells
-        masks apart.
-        """
-        place = self._places.setdefault(id(mask), len(self.arrays))
-        if place == len(self.arrays):
-            self.arrays.append(mask)
-        return place
-
-
 class SamplingStates:
-    """Owns the sampling records of `N` permanent rows."""
+    """Sampling records of `N` permanent rows."""
 
     def __init__(
         self,
@@ -69,98 +51,94 @@ class SamplingStates:
         processors: LogitsProcessors,
         closes: bool,
     ) -> None:
-        """`closes`: answers of a given form are completed before their length ends."""
+        """`closes`: structured outputs are completed before their length limit."""
         self._vocab_size = vocab_size
         self._closes = closes
         self._grammars = grammars
         self._processors = processors
         self._records = sampling_records(max_rows)
         self.logits_states: dict[int, LogitsState] = {}
-        """What rows have beside their record, by row."""
-        self._mirostats: dict[int, MirostatRule] = {}
+        """Options beside the records, by row."""
+        self.mirostat_rules: dict[int, MirostatRule] = {}
+        self.special_rows: set[int] = set()
+        """Rows with a LogitsState or a MirostatRule. Without any, a step samples by records alone.
+        """
+        self.logprob_token_ids: dict[int, NDArray[np.int32]] = {}
+        """Further tokens whose logprobs samples report, by row."""
         self._all_tokens = packed_masks(np.ones((1, vocab_size), np.bool_))[0]
-        self._listed: dict[int, NDArray[np.int32]] = {}
-        """Tokens whose logprobs are wanted, by row."""
+        self._no_masks = np.zeros((0, mask_words(vocab_size)), np.uint32)
         self._masks: WeakValueDictionary[tuple[int, ...], Bits] = WeakValueDictionary()
 
     def add(self, row: int, new: NewRequest) -> None:
-        """Fills a row from a request's parameters; position and mask are set with each step."""
+        """Sets a row from a request's parameters; position and mask are set with each step."""
         params = new.params
-        assert isinstance(params, SamplingParams), "a row that draws has the params of its draws"
-        mu = 2 * params.mirostat_tau if new.mirostat_mu is None else new.mirostat_mu
+        assert isinstance(params, SamplingParams), "a request that samples has SamplingParams"
+        num_logprobs = -1
+        if params.logprobs is not None:
+            num_logprobs = (
+                0 if params.logprob_token_ids is not None else self.get_num_top(params.logprobs)
+            )
         values = dict(zip(OPTIONS.record, get_record_options(params), strict=True)) | {
             "seed": new.seed & 0xFFFF_FFFF_FFFF_FFFF,
             "sample_index": new.sample_index,
-            "num_logprobs": self._num_logprobs(params),
-            "mirostat_mu": mu,
+            "num_logprobs": num_logprobs,
+            "mirostat_mu": 2 * params.mirostat_tau if new.mirostat_mu is None else new.mirostat_mu,
         }
         self._records[row] = make_record(values)
         if params.logprob_token_ids is not None:
-            self._listed[row] = np.array(params.logprob_token_ids, np.int32)
+            self.logprob_token_ids[row] = np.array(params.logprob_token_ids, np.int32)
         if params.mirostat_mode:
-            self._mirostats[row] = MirostatRule(params.mirostat_tau, params.mirostat_eta)
+            self.mirostat_rules[row] = MirostatRule(params.mirostat_tau, params.mirostat_eta)
+            self.special_rows.add(row)
         state = self._make_logits_state(row, new, params)
         if state is not None:
             self.logits_states[row] = state
+            self.special_rows.add(row)
 
     def free(self, row: int) -> None:
-        """Drops what a row holds beside its record."""
-        self._mirostats.pop(row, None)
-        self._listed.pop(row, None)
-        self.logits_states.pop(row, None)
+        self.logprob_token_ids.pop(row, None)
+        if row in self.special_rows:
+            self.special_rows.remove(row)
+            self.mirostat_rules.pop(row, None)
+            self.logits_states.pop(row, None)
 
     def close(self) -> None:
-        """Ends what calls logits processors."""
         self._processors.close()
 
-    def num_top(self, num_logprobs: int) -> int:
-        """Returns how many top alternatives `num_logprobs` means; -1 is the whole vocabulary."""
+    def get_num_top(self, num_logprobs: int) -> int:
+        """Returns the number of top alternatives; -1 stands for the whole vocabulary."""
         return self._vocab_size if num_logprobs == -1 else min(num_logprobs, self._vocab_size)
 
-    def listed(self, row: int) -> NDArray[np.int32] | None:
-        """Returns the tokens whose logprobs a row wants besides its own; None for the best ones."""
-        return self._listed.get(row)
+    def get_logprob_targets(self, rows: NDArray[np.intp]) -> list[tuple[int, NDArray[np.int32]]]:
+        """Returns the samples from `rows [D]` that report further tokens' logprobs, and the ids."""
+        return [
+            (sample, self.logprob_token_ids[row])
+            for sample, row in enumerate(rows.tolist())
+            if row in self.logprob_token_ids
+        ]
 
-    def _num_logprobs(self, params: SamplingParams) -> int:
-        """Returns the record's number of best alternatives."""
-        if params.logprobs is None:
-            return -1
-        return 0 if params.logprob_token_ids is not None else self.num_top(params.logprobs)
-
-    @property
-    def may_verify(self) -> bool:
-        """Whether any row may have samples to verify."""
-        return bool(self.logits_states or self._mirostats)
-
-    def surprised(self, row: int, surprise: float) -> float | None:
-        """Moves the bound of a row's mirostat after a token of `surprise` bits; returns it, rounded
-        as it is kept, or None without mirostat.
+    def update_mirostat(self, row: int, surprise: float) -> float | None:
+        """Updates a row's mirostat bound after a token of `surprise` bits; returns it, rounded as
+        it is kept, or None without mirostat.
         """
-        rule = self._mirostats.get(row)
+        rule = self.mirostat_rules.get(row)
         if rule is None:
             return None
         mu = rule.after(float(self._records["mirostat_mu"][row]), surprise)
         self._records["mirostat_mu"][row] = mu
         return mu
 
-    def samples_sequentially(self, row: int) -> bool:
-        """Returns whether how a row is drawn changes with what it drew before, not with its tokens
-        alone.
-        """
-        return row in self._mirostats
-
     def accept_token(self, row: int, token_id: int) -> None:
-        """Counts a row's sampled token."""
         state = self.logits_states.get(row)
         if state is not None:
             state.accept_token(token_id)
 
     def may_append(self, row: int, token_id: int, num_tokens: int) -> bool:
-        """Returns whether the one token that a grammar allows after `num_tokens` is taken without a
-        draw: nothing else may ban it, and no logprob of it is wanted.
+        """Returns whether the only token that a grammar allows after `num_tokens` needs no sample:
+        nothing else may ban it, and no logprob of it is wanted.
         """
         state, record = self.logits_states.get(row), self._records[row]
-        if state is None or record["num_logprobs"] >= 0 or row in self._mirostats:
+        if state is None or record["num_logprobs"] >= 0 or row in self.mirostat_rules:
             return False
         if state.bad_words or state.allowed_mask is not None or state.processors:
             return False
@@ -168,77 +146,78 @@ class SamplingStates:
         return not is_banned or self._grammars.is_complete(row)
 
     def must_verify(self, row: int, *, has_drafts: bool, is_search: bool) -> bool:
-        """Returns whether a row's draws have to be looked at once they are made."""
-        if has_drafts and row in self._mirostats:
+        """Returns whether a row's samples cannot be masked before the step."""
+        if has_drafts and row in self.mirostat_rules:
             return True
         state = self.logits_states.get(row)
         if state is None:
             return False
         return bool(state.processors) or ((self._closes or is_search) and row in self._grammars)
 
-    def make_verifier(self, rows: NDArray[np.intp], texts: Texts) -> SampleVerifier | None:
-        """Returns which of the draws from `rows [S]` after `texts` are looked at once they are
-        made; None where none is.
-        """
-        if not (self.logits_states or self._mirostats):
-            return None
-        checked: dict[int, SampleToVerify] = {}
-        in_turn: dict[int, list[int]] = {}
+    def make_verifier(
+        self, rows: NDArray[np.intp], contexts: SampleContexts
+    ) -> SampleVerifier | None:
+        """Returns the verifier of the samples from `rows [D]`; None if none is to be verified."""
+        to_verify: dict[int, SampleToVerify] = {}
+        sequential: dict[int, list[int]] = {}
         known: dict[int, int] = {}
-        for entry, (row, end) in enumerate(zip(rows.tolist(), texts.ends.tolist(), strict=True)):
-            draw = self._checked_draw(row, end, end - known.setdefault(row, end), texts, entry)
-            if draw is not None:
-                checked[entry] = draw
-            if row in self._mirostats:
-                in_turn.setdefault(row, []).append(entry)
+        ends = contexts.ends.tolist()
+        for entry, (row, end) in enumerate(zip(rows.tolist(), ends, strict=True)):
+            num_drafts = end - known.setdefault(row, end)
+            sample = self._make_sample(row, end, num_drafts, is_search=contexts.searches[entry])
+            if sample is not None:
+                to_verify[entry] = sample
+            if row in self.mirostat_rules:
+                sequential.setdefault(row, []).append(entry)
         chains = [
-            self._in_turn(
-                row,
-                entries,
-                texts.token_ids[row, known[row] : texts.ends[entries[-1]]].tolist(),
+            self._make_sequential(
+                row, entries, contexts.token_ids[row, known[row] : ends[entries[-1]]].tolist()
             )
-            for row, entries in in_turn.items()
+            for row, entries in sequential.items()
             if len(entries) > 1
         ]
-        if not (checked or chains):
+        if not (to_verify or chains):
             return None
-        return SampleVerifier(checked, self._grammars, self._processors, texts, chains)
+        return SampleVerifier(to_verify, self._grammars, self._processors, contexts, chains)
 
-    def _checked_draw(
-        self, row: int, num_tokens: int, num_drafts: int, texts: Texts, entry: int
+    def _make_sample(
+        self, row: int, num_tokens: int, num_drafts: int, *, is_search: bool
     ) -> SampleToVerify | None:
-        """Returns what is looked at of a draw after `num_tokens`, the last of them guesses; None
-        where nothing is.
+        """Returns how to verify a sample after `num_tokens`, the last `num_drafts` of them draft
+        tokens; None if it is not to be verified.
         """
         state = self.logits_states.get(row)
         if state is None or state.to_verify is None:
             return None
-        if texts.searches[entry]:
+        if is_search:
             return state.to_verify._replace(
                 num_drafts=num_drafts, is_search=True, skips_cutoffs=False
             )
-        closes = self._closes and self._may_close(row, state, num_tokens)
+        # A text is completed before its length limit if its grammar alone restricts it.
+        closes = (
+            self._closes
+            and row in self._grammars
+            and state.allowed_mask is None
+            and not state.bad_words
+            and num_tokens >= state.min_num_tokens
+        )
         if not (num_drafts or closes):
             return state.to_verify
         return state.to_verify._replace(num_drafts=num_drafts, closes=closes)
 
-    def _may_close(self, row: int, state: LogitsState, num_tokens: int) -> bool:
-        """Returns whether a row's text is completed before its length ends: its grammar alone says
-        what may come.
+    def _make_sequential(
+        self, row: int, entries: list[int], draft_ids: list[int]
+    ) -> SequentialSampling:
+        """Returns the samples of a row with mirostat, of which each but the first follows a draft
+        token.
         """
-        is_free = state.allowed_mask is None and not state.bad_words
-        is_long_enough = num_tokens >= state.min_num_tokens
-        return row in self._grammars and is_free and is_long_enough
-
-    def _in_turn(self, row: int, entries: list[int], draft_ids: list[int]) -> SequentialSampling:
-        """Returns the draws of a row, of which each but the first comes after a guess."""
         state = self.logits_states.get(row)
         masks = [
-            None if state is None else self._mask(row, state, num_drafts)
+            None if state is None else self._make_mask(row, state, num_drafts)
             for num_drafts in range(1, len(entries))
         ]
         return SequentialSampling(
-            self._mirostats[row],
+            self.mirostat_rules[row],
             float(self._records["mirostat_mu"][row]),
             entries[0],
             draft_ids,
@@ -246,8 +225,8 @@ class SamplingStates:
         )
 
     def plain_records(self, rows: NDArray[np.intp], ends: NDArray[np.int32]) -> NDArray[np.void]:
-        """Returns how `rows [S]` draw after their first `ends [S]` tokens, without what needs more
-        than a record or changes from draw to draw, and without logprobs.
+        """Returns the records of `rows [S]` after their first `ends [S]` tokens, without logprobs
+        and without what needs more than a record or changes with each sample.
         """
         records: NDArray[np.void] = self._records[rows]
         records["position"] = ends
@@ -264,10 +243,10 @@ class SamplingStates:
         ends: NDArray[np.int32],
         verifier: SampleVerifier | None = None,
     ) -> SamplingBatch:
-        """Returns how to draw from `rows [S]`, each after the first `ends [S]` of its `token_ids
-        [N, context]`. Rows that `checks` has get no mask of their grammars. A row that occurs
-        several times is drawn from after guesses: those behind its first end. The last token of a
-        row may be known to the device alone.
+        """Returns how to sample from `rows [S]`, each after the first `ends [S]` of its `token_ids
+        [N, context]`. Samples of the verifier get no grammar mask. If a row occurs several times,
+        its tokens behind its first end are draft tokens. The last token of a row may be known to
+        the device alone.
         """
         records = self._records[rows]
         records["position"] = ends
@@ -280,24 +259,22 @@ class SamplingStates:
             bias_starts=starts,
             bias_ids=NO_IDS,
             bias_values=NO_VALUES,
-            allowed_masks=np.zeros((0, mask_words(self._vocab_size)), np.uint32),
+            allowed_masks=self._no_masks,
         )
         if self.logits_states:
-            self._add_extras(batch, rows.tolist(), token_ids, ends.tolist(), verifier)
+            self._add_logits_states(batch, rows.tolist(), token_ids, ends.tolist(), verifier)
         if verifier is not None:
             batch.keeps_logits = True
-            batch.late, batch.uncut = verifier.late(len(rows)), verifier.uncut(len(rows))
+            batch.late = verifier.get_deferred(len(rows))
+            batch.uncut = verifier.get_without_cutoffs(len(rows))
         return batch
 
     def follows_tokens(self, rows: NDArray[np.intp]) -> bool:
-        """Returns whether what is added to the logits of some of `rows [S]`, or a bound of
-        mirostat, changes with their tokens.
-        """
-        if not (self.logits_states or self._mirostats):
-            return False
-        state = [self.logits_states[row] for row in rows.tolist() if row in self.logits_states]
-        return any(each.follows_tokens for each in state) or not self._mirostats.keys().isdisjoint(
-            rows.tolist()
+        """Returns whether a bias or mirostat bound of `rows [S]` changes with each token."""
+        return any(
+            row in self.mirostat_rules
+            or (row in self.logits_states and self.logits_states[row].follows_tokens)
+            for row in rows.tolist()
         )
 
     def follow(
@@ -307,16 +284,15 @@ class SamplingStates:
         token_ids: NDArray[np.int32],
         ends: NDArray[np.int32],
     ) -> None:
-        """Sets in a batch that was gathered from `rows [S]` what follows from the tokens
-        that these have by now, `ends [S]` of them. Prompt tokens and others that the batch has
-        behind these rows stay as they are.
+        """Updates the biases and mirostat bounds of a batch that was gathered from `rows [S]`,
+        which have `ends [S]` tokens by now. Further entries of the batch stay as they are.
         """
         batch.records["mirostat_mu"][: len(rows)] = self._records["mirostat_mu"][rows]
         self._add_bias(batch, rows.tolist(), token_ids, ends.tolist())
         num_targets = len(batch.records) - len(rows)
         batch.bias_starts = np.pad(batch.bias_starts, (0, num_targets), "edge")
 
-    def _add_extras(
+    def _add_logits_states(
         self,
         batch: SamplingBatch,
         rows: list[int],
@@ -325,30 +301,36 @@ class SamplingStates:
         verifier: SampleVerifier | None,
     ) -> None:
         self._add_bias(batch, rows, token_ids, ends)
-        history, masks = Csr(), Masks()
+        history = Csr()
+        # Rows with the same allowed ids share one array, so identity distinguishes masks.
+        masks: list[Bits] = []
+        mask_indices: dict[int, int] = {}
         lags = np.zeros(len(rows), np.bool_)
         known: dict[int, int] = {}
-        self._grammars.make_masks(self._masked_rows(rows, verifier))
+        self._grammars.make_masks(self._get_masked_rows(rows, verifier))
         for entry, (row, end) in enumerate(zip(rows, ends, strict=True)):
             state = self.logits_states.get(row)
             if state is None:
                 continue
             num_drafts = end - known.setdefault(row, end)
             if state.counts is not None:
-                guesses = token_ids[row, end - num_drafts : end]
-                history.add(entry, *state.counts.arrays_after(guesses.tolist()))
+                draft_ids = token_ids[row, end - num_drafts : end].tolist()
+                history.add(entry, *state.counts.arrays_after(draft_ids))
                 lags[entry] = state.lags(end - num_drafts)
-            is_checked = verifier is not None and entry in verifier
-            mask = state.allowed_mask if is_checked else self._mask(row, state, num_drafts)
+            is_verified = verifier is not None and entry in verifier
+            mask = state.allowed_mask if is_verified else self._make_mask(row, state, num_drafts)
             if mask is not None:
-                batch.records["allowed_mask"][entry] = masks.place(mask)
+                index = mask_indices.setdefault(id(mask), len(masks))
+                if index == len(masks):
+                    masks.append(mask)
+                batch.records["allowed_mask"][entry] = index
         if history.ids:
             batch.history_starts = history.starts(len(rows))
             batch.history_ids = np.concatenate(history.ids)
             batch.history_counts = np.concatenate(history.values)
             batch.counts_last = lags if lags.any() else None
-        if masks.arrays:
-            batch.allowed_masks = np.stack(masks.arrays)
+        if masks:
+            batch.allowed_masks = np.stack(masks)
 
     def _add_bias(
         self, batch: SamplingBatch, rows: list[int], token_ids: NDArray[np.int32], ends: list[int]
@@ -381,8 +363,8 @@ class SamplingStates:
         batch.bias_ids = np.concatenate([NO_IDS, *bias.ids])
         batch.bias_values = np.concatenate([NO_VALUES, *bias.values])
 
-    def _masked_rows(self, rows: list[int], verifier: SampleVerifier | None) -> list[int]:
-        """Returns the rows whose first draws have the masks of their grammars."""
+    def _get_masked_rows(self, rows: list[int], verifier: SampleVerifier | None) -> list[int]:
+        """Returns the rows whose first samples have the masks of their grammars."""
         found = dict.fromkeys(
             row
             for entry, row in enumerate(rows)
@@ -390,9 +372,9 @@ class SamplingStates:
         )
         return list(found)
 
-    def _mask(self, row: int, state: LogitsState, num_drafts: int) -> Bits | None:
-        """Returns the tokens that a row may draw after `num_drafts` guesses, by its grammar and
-        its allowed ids.
+    def _make_mask(self, row: int, state: LogitsState, num_drafts: int) -> Bits | None:
+        """Returns the tokens that a row's grammar and its allowed ids allow after `num_drafts`
+        draft tokens.
         """
         allowed = state.allowed_mask
         legal = self._grammars.mask(row, num_drafts=num_drafts)
@@ -403,24 +385,26 @@ class SamplingStates:
     def _make_logits_state(
         self, row: int, new: NewRequest, params: SamplingParams
     ) -> LogitsState | None:
-        penalised = (
+        has_penalties = (
             params.repetition_penalty != 1
             or params.presence_penalty != 0
             or params.frequency_penalty != 0
         )
-        wanted = (
-            params.logit_bias,
-            params.min_tokens,
-            params.bad_words_token_ids,
-            params.allowed_token_ids,
-            penalised,
-            params.dry_multiplier,
-            new.grammar,
-            params.logits_processors,
-        )
-        if not any(wanted):
+        if not (
+            has_penalties
+            or params.logit_bias
+            or params.min_tokens
+            or params.bad_words_token_ids
+            or params.allowed_token_ids
+            or params.dry_multiplier
+            or new.grammar
+            or params.logits_processors
+        ):
             return None
         num_prompt = new.num_prompt_tokens
+        counts = None
+        if has_penalties:
+            counts = TokenCounts(new.token_ids[:num_prompt], new.token_ids[num_prompt:])
         state = LogitsState(
             logit_bias=params.logit_bias or {},
             end_token_ids=new.end_token_ids,
@@ -428,11 +412,9 @@ class SamplingStates:
             num_known=len(new.token_ids),
             min_num_tokens=num_prompt + params.min_tokens,
             bad_words=params.bad_words_token_ids or [],
-            counts=TokenCounts(new.token_ids[:num_prompt], new.token_ids[num_prompt:])
-            if penalised
-            else None,
-            allowed_mask=self._allowed_mask(params),
-            dry=dry_matches(params),
+            counts=counts,
+            allowed_mask=self._get_allowed_mask(params),
+            dry=make_dry_matches(params),
             processors=params.logits_processors or [],
         )
         if new.grammar is not None or state.processors:
@@ -454,7 +436,7 @@ class SamplingStates:
             )
         return state
 
-    def _allowed_mask(self, params: SamplingParams) -> Bits | None:
+    def _get_allowed_mask(self, params: SamplingParams) -> Bits | None:
         """Returns the mask `[ceil(V / 32)]` of the allowed ids, one array for all requests with the
         same ones.
         """

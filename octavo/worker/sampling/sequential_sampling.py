@@ -1,7 +1,6 @@
-"""Draws that follow from each other beyond their tokens: mirostat's bound moves with the surprise
-of each token, so a draw after a guess can be made only once the draw before it is known.
-
-Such a row is drawn again, one draw after the other, as far as its guesses hold. Knows one row.
+"""Sequential sampling: with mirostat each sample depends on the surprise of the token before it, so
+the sample after a draft token can be made only once the sample before is decided. Such a row is
+resampled, one sample after the other, as far as its draft tokens are accepted.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from octavo.executor.batch import Bits, SampleResult
 
 
 class MirostatRule(NamedTuple):
-    """How the bound of a row's mirostat moves."""
+    """How a row's mirostat bound is updated."""
 
     tau: float
-    """Surprise aimed at, in bits."""
+    """Target surprise, in bits."""
     eta: float
     """Share of the error that is corrected."""
 
@@ -30,21 +29,21 @@ class MirostatRule(NamedTuple):
 
 @dataclass(slots=True)
 class SequentialSampling:
-    """The draws of one row with mirostat, each made after a guess but the first."""
+    """The samples of one row with mirostat, each but the first after a draft token."""
 
     rule: MirostatRule
     mu: float
-    """Bound of the current draw."""
+    """Bound of the current sample."""
     entry: int
-    """Current draw among the sampled rows."""
+    """Current sample among the sampled rows."""
     draft_ids: Sequence[int]
-    """Guesses behind it."""
+    """Draft tokens after it."""
     masks: Sequence[Bits]
-    """Tokens that the draws behind the first may take."""
+    """Tokens that the samples after the first may have."""
 
-    def go_on(self, samples: SampleResult) -> bool:
-        """Moves on to the next draw, where the guess before it holds; returns whether it does."""
-        assert samples.surprises is not None, "a row with mirostat tells its surprise"
+    def advance(self, samples: SampleResult) -> bool:
+        """Advances to the next sample if the draft token before it is accepted; returns whether."""
+        assert samples.surprises is not None, "a row with mirostat reports its surprise"
         if not self.draft_ids or samples.failed[self.entry]:
             return False
         if int(samples.token_ids[self.entry]) != self.draft_ids[0]:
@@ -56,5 +55,5 @@ class SequentialSampling:
 
     @property
     def mask(self) -> Bits:
-        """The tokens that the current draw may take; the first one is never drawn again."""
+        """Tokens allowed in the current sample; the first one is never resampled."""
         return self.masks[-1 - len(self.draft_ids)]

@@ -1,7 +1,5 @@
-"""How a step's rows are shared out where more of them are sampled than a backend has checked at
-once.
-
-A row's numbers depend on no other row, so what is computed together is free to choose.
+"""Splits a step in which more samples are to be verified than the backend verifies at once. A row's
+numbers depend on no other row, so any split gives the same results.
 """
 
 from __future__ import annotations
@@ -13,33 +11,34 @@ from octavo.worker.input_batch import InputBatch
 
 
 def split_verified(
-    scheduled: Sequence[ScheduledRequest], rows: InputBatch, most: int
+    scheduled: Sequence[ScheduledRequest], rows: InputBatch, max_verified: int
 ) -> list[Sequence[ScheduledRequest]]:
-    """Returns the rows in parts: those that have to be checked by themselves, of at most `most`
+    """Returns the requests in parts: those to verify by themselves, of at most `max_verified`
     sampled rows each.
     """
-    if sum(map(_most_samples, scheduled)) <= most:
-        return [scheduled]
-    checked = [
-        row.wants == "draw"
-        and rows.sampling.must_verify(
-            index, has_drafts=bool(row.draft_ids), is_search=row.search_of != ""
-        )
-        for row, index in zip(scheduled, rows.indices(scheduled).tolist(), strict=True)
-    ]
-    if not any(checked):
+    if sum(map(_get_max_samples, scheduled)) <= max_verified:
         return [scheduled]
     parts: list[list[ScheduledRequest]] = [[]]
-    for row, is_checked in zip(scheduled, checked, strict=True):
-        if is_checked:
-            if sum(map(_most_samples, parts[-1])) + _most_samples(row) > most:
-                parts.append([])
-            parts[-1].append(row)
-    others = [row for row, is_checked in zip(scheduled, checked, strict=True) if not is_checked]
+    others = []
+    num_samples = 0
+    for request, row in zip(scheduled, rows.indices(scheduled).tolist(), strict=True):
+        is_verified = request.wants == "draw" and rows.sampling.must_verify(
+            row, has_drafts=bool(request.draft_ids), is_search=request.search_of != ""
+        )
+        if not is_verified:
+            others.append(request)
+            continue
+        if num_samples + _get_max_samples(request) > max_verified:
+            parts.append([])
+            num_samples = 0
+        parts[-1].append(request)
+        num_samples += _get_max_samples(request)
+    if len(others) == len(scheduled):
+        return [scheduled]
     return [part for part in (others, *parts) if part]
 
 
-def _most_samples(row: ScheduledRequest) -> int:
-    """Returns the most sampled rows that a row of the plan comes to."""
-    num_targets = 0 if row.num_prompt_logprobs is None else row.num_tokens
-    return num_targets + (len(row.draft_ids) + 1 if row.wants == "draw" else 0)
+def _get_max_samples(request: ScheduledRequest) -> int:
+    """Returns the largest number of sampled rows of a request."""
+    num_targets = 0 if request.num_prompt_logprobs is None else request.num_tokens
+    return num_targets + (len(request.draft_ids) + 1 if request.wants == "draw" else 0)

@@ -103,7 +103,7 @@ class HiddenReceiver:
             for request_id, count, end in zip(header.request_ids, header.counts, ends, strict=True)
         }
 
-    def of(self, rows: Sequence[ScheduledRequest]) -> NDArray:
+    def get(self, rows: Sequence[ScheduledRequest]) -> NDArray:
         """Returns the hidden states `[T, W]` of some of the step's rows, in their order."""
         if len(rows) == 1:
             return self._held[rows[0].request_id]

@@ -1,7 +1,7 @@
-"""Runs steps of a Program that makes hidden states for another stage, and hands them on.
+"""Runs the steps of a pipeline stage but the last, and sends its hidden states to the next stage.
 
-Knows rows and arrays; draws nothing. The tokens that the last stage draws come back through
-`InputBatch.learn`.
+Knows rows and arrays; samples nothing. The tokens that the last stage samples come back through
+`InputBatch.write_tokens`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.executor.kv import KvCache
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.model_input import ModelInput, ProgramRunner
 from octavo.worker.stages.stage_link import StageLink
-from octavo.worker.step_arrays import Spans, gather
+from octavo.worker.step_arrays import gather_scheduled
 
 
 class StageRunner(ProgramRunner):
@@ -29,11 +29,11 @@ class StageRunner(ProgramRunner):
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:
         """Gathers the arrays of a step; changes no row."""
-        rows = self._rows.indices(scheduled)
-        batch = gather(self._rows, Spans.of(scheduled, rows))
+        model_input = gather_scheduled(self._rows, scheduled)
+        model_input.runner = self
         if self._link.before is not None:
-            batch.hidden = self._link.before.of(scheduled)
-        return [ModelInput(self, scheduled, batch, rows)]
+            model_input.hidden = self._link.before.get(scheduled)
+        return [model_input]
 
     def results(self, model_input: ModelInput, output: StepOutput) -> list[RowResult]:
         """Hands hidden states to the next stage; returns results without tokens."""

@@ -57,7 +57,7 @@ def checked_native(logits, batch, level, check):
     step = case.batch(len(logits), pad=2)
     step.sampling = batch
     runnable = case.native(level, threads=2)
-    return runnable.run_verified(step, case.memory(runnable), check).samples
+    return runnable.run(step, case.memory(runnable), check).samples
 
 
 def sample_repeated(level):
@@ -300,7 +300,7 @@ def test_best_rows_that_are_checked_keep_their_logits(level, rows, vocab):
         read["logits"] = [kept.logits(s) for s in range(rows)]
         read["candidates"] = kept.candidates(some)
 
-    found = runnable.run_verified(step, memory, look).samples
+    found = runnable.run(step, memory, look).samples
     np.testing.assert_array_equal(read["logits"], logits)
     np.testing.assert_array_equal(found.token_ids, logits.argmax(axis=1))
     wanted = [sampling.row_candidates(logits[s], step.sampling, s) for s in some]

@@ -9,9 +9,9 @@ import pytest
 
 from octavo.engine.protocol.step import ScheduledRequest
 from octavo.executor.batch import sampling_records
-from octavo.executor.noise import gumbel, noise_words, noise_words_of, philox
+from octavo.executor.noise import gumbel, noise_words, noise_words_for, philox
 from octavo.executor.sampling import sample
-from octavo.worker.sampling.draft_acceptance import StepRows, accept_drafts, draws_of
+from octavo.worker.sampling.draft_layout import accept_drafts
 from octavo.worker.sampling.draft_sampling import DraftSampling, DraftVocabulary
 
 ROWS, VOCAB = 300, 60
@@ -27,8 +27,8 @@ def records_of(count, **fields):
 def guesses(logits, records, ids=SAME_IDS):
     """Returns what is guessed from `logits [S, V]` of a draft model for rows with `records`."""
     draws = DraftSampling(ids, records)
-    samples = sample(logits, draws.batch())
-    found = [draws.tokens_of(samples, entry) for entry in range(len(records))]
+    samples = sample(logits, draws.make_batch())
+    found = [draws.get_draft_ids(samples, entry) for entry in range(len(records))]
     assert all(len(each) <= 1 for each in found)
     return [each[0] if each else None for each in found]
 
@@ -40,7 +40,7 @@ def test_shared_noise_guesses_more_than_the_likeliest_token(temperature):
     logits = (2 * g.normal(size=(ROWS, VOCAB))).astype(np.float32)
     near = (logits + 0.5 * g.normal(size=logits.shape)).astype(np.float32)
     records = records_of(ROWS, temperature=temperature)
-    drawn = sample(logits, DraftSampling(SAME_IDS, records).batch()).token_ids
+    drawn = sample(logits, DraftSampling(SAME_IDS, records).make_batch()).token_ids
     shared = np.mean(drawn == guesses(near, records))
     likeliest = np.mean(drawn == near.argmax(axis=1))
     assert shared > 0.6 and shared > 1.4 * likeliest
@@ -59,7 +59,7 @@ def test_its_own_logits_guess_every_draw_under_filters():
         xtc_probability=0.5,
         xtc_threshold=0.1,
     )
-    drawn = sample(logits, DraftSampling(SAME_IDS, records).batch()).token_ids
+    drawn = sample(logits, DraftSampling(SAME_IDS, records).make_batch()).token_ids
     assert guesses(logits, records) == drawn.tolist()
 
 
@@ -98,10 +98,10 @@ def test_the_next_guesses_are_what_is_drawn_without_those_before(has_own_ids):
         DraftVocabulary(VOCAB, VOCAB, VOCAB, np.zeros(VOCAB, np.int64)) if has_own_ids else SAME_IDS
     )
     draws = DraftSampling(ids, records, width=3)
-    samples = sample(logits, draws.batch())
-    found = np.array([draws.tokens_of(samples, entry) for entry in range(ROWS)])
+    samples = sample(logits, draws.make_batch())
+    found = np.array([draws.get_draft_ids(samples, entry) for entry in range(ROWS)])
     for rank in range(3):
-        drawn = sample(logits, DraftSampling(SAME_IDS, records).batch()).token_ids
+        drawn = sample(logits, DraftSampling(SAME_IDS, records).make_batch()).token_ids
         np.testing.assert_array_equal(found[:, rank], drawn)
         logits[np.arange(ROWS), drawn] = -np.inf
 
@@ -109,7 +109,7 @@ def test_the_next_guesses_are_what_is_drawn_without_those_before(has_own_ids):
 def test_the_words_of_some_tokens_are_those_of_all():
     record = records_of(3, sample_index=2)[1]
     some = np.array([17, 3, 8, 59, 0])
-    np.testing.assert_array_equal(noise_words_of(record, some), noise_words(record, VOCAB)[some])
+    np.testing.assert_array_equal(noise_words_for(record, some), noise_words(record, VOCAB)[some])
 
 
 # -- texts drawn with guesses --
@@ -151,9 +151,9 @@ def test_texts_with_guesses_have_their_probabilities(error):
         row = ScheduledRequest(
             "r", 0, 3, [], wants="draw", draft_ids=[int(guessed[0][text]), int(guessed[1][text])]
         )
-        draws = draws_of([row], StepRows.of([row]), [False]).owners
+        owners = [0] * (len(row.draft_ids) + 1)
         tokens = [int(each[text]) for each in target]
-        kept = [tokens[at] for at in accept_drafts([row], draws, tokens, [False] * LENGTH).entries]
+        kept = [tokens[at] for at in accept_drafts([row], owners, tokens, [False] * LENGTH).entries]
         num_held += len(kept) - 1
         # What a later step draws behind them follows the same rule, without guesses.
         texts.append(kept + [int(each[text]) for each in plain[len(kept) :]])

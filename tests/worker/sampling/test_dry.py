@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from octavo.api.errors import InvalidRequest
 from octavo.api.sampling_params import SamplingParams
 from octavo.frontend.params_resolver import DrySequenceBreakers
-from octavo.worker.sampling.dry import dry_matches
+from octavo.worker.sampling.dry import make_dry_matches
 from tests.support.llm_tools import make_llm, prompts_of
 from tests.support.tiny_models import tiny_model
 
@@ -34,7 +34,7 @@ def by_definition(tokens, *, allowed, last_n, breakers, multiplier, base):
 
 
 def matches_of(breakers=(), **fields):
-    return dry_matches(
+    return make_dry_matches(
         SamplingParams(dry_sequence_breaker_ids=list(breakers), **{"dry_multiplier": 0.8} | fields)
     )
 

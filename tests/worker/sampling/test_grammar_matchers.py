@@ -167,9 +167,9 @@ def test_a_step_that_does_not_end_gives_its_tokens_back():
     rows = GrammarMatchers(FakeGrammars(), vocab_size=32)
     for row in (3, 4):
         rows.add(row, new_row([9], 1, spec()))
-    assert rows.try_accept(3, 5) and rows.takes(4, 5)
+    assert rows.try_accept(3, 5) and rows.try_accept(4, 5)
     rows.accept_token(4, 5)
-    rows.take_back()
+    rows.rollback()
     assert [rows.mask(row).tolist() for row in (3, 4)] == [[1 << 5], [1 << 4]]
 
 
@@ -180,4 +180,4 @@ def test_another_token_than_the_one_taken_in_takes_its_place():
     rows.accept_token(3, 4)
     assert rows.fault(3) == "4 is not 5"
     rows.free(3)
-    rows.take_back()
+    rows.rollback()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from octavo.api.sampling_params import SamplingParams
-from octavo.worker.sampling.dry import dry_matches
+from octavo.worker.sampling.dry import make_dry_matches
 from octavo.worker.sampling.logits_state import ANY_TOKEN, LogitsState
 
 VOCAB = 5
@@ -22,7 +22,7 @@ def extras_of(g, *, num_prompt, min_num_tokens):
         bad_words=words,
         counts=None,
         allowed_mask=None,
-        dry=dry_matches(SamplingParams(dry_multiplier=0.8)) if repeats else None,
+        dry=make_dry_matches(SamplingParams(dry_multiplier=0.8)) if repeats else None,
         processors=[],
     )
 

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.executor.batch import SAMPLING_RECORD
-from octavo.executor.noise import DRAW_PURPOSE
+from octavo.executor.noise import SAMPLE_PURPOSE
 from octavo.executor.torch.draws import word_of
 from octavo.executor.torch.triton.tuning import tuned
 
@@ -38,7 +38,7 @@ POSITION = tl.constexpr(word_of("position"))
 SAMPLE_INDEX = tl.constexpr(word_of("sample_index"))
 TOP_K = tl.constexpr(word_of("top_k"))
 TOP_P = tl.constexpr(word_of("top_p"))
-PURPOSE = tl.constexpr(DRAW_PURPOSE)
+PURPOSE = tl.constexpr(SAMPLE_PURPOSE)
 
 LEAST_NOISE = tl.constexpr(-3.14)
 """Lower bound of g, at u = 2^-33; the token with d = 0 exceeds it."""

@@ -19,6 +19,7 @@ from octavo.engine.protocol.step import (
     StepResult,
 )
 from octavo.worker.input_batch import InputBatch
+from octavo.worker.model_runner import ModelRunner
 from octavo.worker.sampling.sampling_states import SamplingStates
 from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
@@ -146,7 +147,6 @@ READ = {
     },
     ScheduledRequest: {
         "search_of",
-        "program",
         "wants",
         "start",
         "num_tokens",
@@ -222,9 +222,9 @@ def raise_when_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SamplingStates, "add", add)
 
 
-def raise_when_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+def raise_when_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises while a step's arrays are gathered, from the bad request's second token on."""
-    own, bad = InputBatch.indices, set()
+    own, bad = ModelRunner.prepare, set()
     add = InputBatch.add
 
     def note(rows: InputBatch, new: NewRequest) -> None:
@@ -232,16 +232,18 @@ def raise_when_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
         if new.seed == BAD_SEED:
             bad.add(new.request_id)
 
-    def indices(rows: InputBatch, scheduled: Sequence[ScheduledRequest]) -> Any:
+    def prepare(
+        runner: ModelRunner, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
+    ) -> Any:
         if any(row.request_id in bad and row.start >= 20 for row in scheduled):
             raise RuntimeError("poison")
-        return own(rows, scheduled)
+        return own(runner, scheduled, num_steps)
 
     monkeypatch.setattr(InputBatch, "add", note)
-    monkeypatch.setattr(InputBatch, "indices", indices)
+    monkeypatch.setattr(ModelRunner, "prepare", prepare)
 
 
-@pytest.mark.parametrize("inject", [raise_when_added, raise_when_indexed])
+@pytest.mark.parametrize("inject", [raise_when_added, raise_when_prepared])
 @pytest.mark.parametrize(
     "options",
     [
