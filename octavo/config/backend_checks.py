@@ -100,7 +100,7 @@ def _check_rank_address(config: EngineConfig) -> None:
 
 
 def _check_ranks(config: EngineConfig) -> None:
-    option, num_ranks = config.backend.meeting_option
+    option, num_ranks = config.backend.rank_option
     _check_rank_address(config)
     if config.backend.pipeline_parallel_size > 1:
         _check_stages(config)
@@ -170,7 +170,7 @@ def _check_fleet(config: EngineConfig) -> None:
     if num_engines > MAX_ENGINES:
         raise ConfigError(f"{got}, allowed is at most {MAX_ENGINES}")
     if config.backend.num_stage_ranks > 1 and config.backend.backend == "torch":
-        option, size = config.backend.meeting_option
+        option, size = config.backend.rank_option
         raise ConfigError(
             f"{got}, allowed is 1 with {option} {size} on the torch backend",
             hint="start a server for each group of ranks",

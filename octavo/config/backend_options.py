@@ -114,7 +114,7 @@ class BackendChoice:
         return self.tensor_parallel_size * self.expert_parallel_size
 
     @property
-    def meeting_option(self) -> tuple[str, int]:
+    def rank_option(self) -> tuple[str, int]:
         """Name and value of the option that makes ranks synchronize within a step."""
         if self.tensor_parallel_size == 1 < self.expert_parallel_size:
             return "expert_parallel_size", self.expert_parallel_size

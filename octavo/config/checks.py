@@ -165,7 +165,7 @@ def _check_speculation(config: EngineConfig) -> None:
     if options.spec_method not in PROGRAM_METHODS:
         return
     others = {
-        config.backend.meeting_option[0]: config.backend.num_stage_ranks > 1,
+        config.backend.rank_option[0]: config.backend.num_stage_ranks > 1,
         "weights_memory_bytes": config.offload.weights_memory_bytes is not None,
         "kv_transfer": config.transfer.kv_transfer is not None,
         "kv_cache": not config.cache.kv_cache,
@@ -185,7 +185,7 @@ def _check_trees(config: EngineConfig) -> None:
         raise ConfigError(f"spec_tree_width: got {width}, allowed is at most {MAX_TREE_WIDTH}")
     against = {
         "without spec_method": not config.scheduler.guesses,
-        f"beside {backend.meeting_option[0]}": backend.num_stage_ranks > 1,
+        f"beside {backend.rank_option[0]}": backend.num_stage_ranks > 1,
         "beside kv_layout virtual": config.cache.kv_layout == "virtual",
         "without a kv_cache": not config.cache.kv_cache,
     }
@@ -204,7 +204,7 @@ def against_async_scheduling(config: EngineConfig) -> str:
     if config.backend.backend != "torch":
         return f"the {config.backend.backend} backend computes where the plans are made"
     if config.backend.num_stage_ranks > 1:
-        return f"ranks ({config.backend.meeting_option[0]}) carry out one step at a time"
+        return f"ranks ({config.backend.rank_option[0]}) carry out one step at a time"
     if config.scheduler.guesses:
         return "what is guessed (spec_method) follows from the last token"
     if not config.cache.kv_cache:

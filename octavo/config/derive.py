@@ -122,5 +122,5 @@ def _parallel_size(config: EngineConfig) -> tuple[str, int]:
     """Returns the option that splits the model over processes, and its value."""
     backend = config.backend
     if backend.num_stage_ranks > 1:
-        return backend.meeting_option
+        return backend.rank_option
     return "pipeline_parallel_size", backend.pipeline_parallel_size

@@ -75,7 +75,7 @@ def _check_importance(config: EngineConfig) -> None:
     against = {
         "without prefix_cache_dir": cache.prefix_cache_dir is None,
         "with the backend torch": backend.backend == "torch",
-        f"beside {backend.meeting_option[0]}": backend.num_stage_ranks > 1,
+        f"beside {backend.rank_option[0]}": backend.num_stage_ranks > 1,
         "beside engines that share experts": config.fleet.num_sharing > 1,
         "beside kv_transfer": config.transfer.kv_transfer is not None,
         "beside spec_method": config.scheduler.guesses,
@@ -224,7 +224,7 @@ def _check_activations(config: EngineConfig) -> None:
             hint=f"set backend to native, or leave {name} out",
         )
     if config.backend.num_stage_ranks > 1:
-        option, size = config.backend.meeting_option
+        option, size = config.backend.rank_option
         raise ConfigError(
             f"{name}: allowed where {option} is 1, got {size}", hint=f"leave {name} out"
         )

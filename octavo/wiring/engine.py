@@ -49,7 +49,6 @@ from octavo.wiring.events import open_publishers
 from octavo.wiring.grammars import end_token_ids, lazy_grammars
 from octavo.wiring.hearing import hears, transcriptions_of
 from octavo.wiring.images import reader_of
-from octavo.wiring.meeting import among_engines
 from octavo.wiring.model import (
     Model,
     build_tokenizer,
@@ -59,6 +58,7 @@ from octavo.wiring.model import (
 from octavo.wiring.place import RankPlace
 from octavo.wiring.processes import start_processes
 from octavo.wiring.ranks import start_other_ranks
+from octavo.wiring.rendezvous import among_engines
 from octavo.wiring.sampling_defaults import sampling_defaults
 from octavo.wiring.tiers import build_tiers
 from octavo.worker.loaded_model import LoadedModel, device_memory
@@ -68,7 +68,7 @@ from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
     from octavo.frontend.kv_event_publisher import KVEventPublisher
-    from octavo.wiring.engine_meetings import EnginePlace
+    from octavo.wiring.engine_rendezvous import EngineEndpoint
     from octavo.worker.engine_links import EngineLinks
     from octavo.worker.joined_executor import JoinedExecutor
     from octavo.worker.ranks.other_ranks import OtherRanks
@@ -250,16 +250,16 @@ def build_core_of_options(
     return built.core, built.info
 
 
-def _among_engines(place: Sequence[int]) -> tuple[EnginePlace | None, EngineLinks | None]:
+def _among_engines(place: Sequence[int]) -> tuple[EngineEndpoint | None, EngineLinks | None]:
     """Returns this engine's place among the engines that share experts, and its connections to
     them; None without expert sharing.
     """
     if not place:
         return None, None
-    from octavo.wiring import engine_meetings
+    from octavo.wiring import engine_rendezvous
     from octavo.worker import engine_links
 
-    engine = engine_meetings.EnginePlace.of_numbers(place)
+    engine = engine_rendezvous.EngineEndpoint.from_numbers(place)
     return engine, engine_links.EngineLinks(engine.index, engine.links)
 
 
@@ -273,7 +273,7 @@ def build_core(
     model: Model,
     report: Report,
     texts: CoreTexts,
-    engine: EnginePlace | None = None,
+    engine: EngineEndpoint | None = None,
     links: EngineLinks | None = None,
 ) -> BuiltCore:
     """Loads the weights, allocates the KV cache and builds the scheduler; starts other ranks first.

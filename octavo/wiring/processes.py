@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.engine.clients.fleet import FleetClient
     from octavo.engine.clients.process import ProcessClient
     from octavo.engine.clients.supervised import SupervisedClient
-    from octavo.wiring.engine_meetings import EngineMeetings
+    from octavo.wiring.engine_rendezvous import EngineGenerations
 
 BUILD = "octavo.wiring.engine:build_core_of_options"
 
@@ -38,11 +38,11 @@ def start_processes(model: Model, report: Report) -> SupervisedClient | FleetCli
     targets = [Target(f"engine {index}", pool=pool) for index in range(num_engines)]
     router = Router(ROUTING_POLICIES[model.config.fleet.routing_policy](), targets)
     clients: list[SupervisedClient] = []
-    meetings = _meetings(model)
+    generations = _make_generations(model)
     try:
         for index in range(num_engines):
             own = options | _own(model, index)
-            clients.append(_start_core(model, own, report, meetings, index))
+            clients.append(_start_core(model, own, report, generations, index))
     except BaseException:
         for client in clients:
             client.close()
@@ -50,21 +50,21 @@ def start_processes(model: Model, report: Report) -> SupervisedClient | FleetCli
     return FleetClient(clients, router, BLOCK_SIZE)
 
 
-def _meetings(model: Model) -> EngineMeetings | None:
+def _make_generations(model: Model) -> EngineGenerations | None:
     """Returns the rendezvous of engines that share experts; None without expert sharing."""
     if model.config.fleet.num_sharing == 1:
         return None
-    from octavo.wiring.engine_meetings import EngineMeetings
+    from octavo.wiring.engine_rendezvous import EngineGenerations
 
     options = model.config.backend
-    return EngineMeetings(model.config.fleet.num_sharing, options.pipeline_parallel_size)
+    return EngineGenerations(model.config.fleet.num_sharing, options.pipeline_parallel_size)
 
 
 def _start_core(
     model: Model,
     options: dict[str, Any],
     report: Report,
-    meetings: EngineMeetings | None = None,
+    generations: EngineGenerations | None = None,
     index: int = 0,
 ) -> SupervisedClient:
     """Starts core `index`."""
@@ -77,9 +77,9 @@ def _start_core(
         if record is not None and num_before:
             record = f"{record}.{num_before}"
         own = options | {"record": record}
-        if meetings is None:
+        if generations is None:
             return ProcessClient(BUILD, own)
-        with meetings.place(index, num_before) as place:
+        with generations.place(index, num_before) as place:
             files = place.descriptors
             return ProcessClient(BUILD, own, place=place.to_numbers(), inherited=files)
 
@@ -87,7 +87,7 @@ def _start_core(
         start,
         stall_timeout_s=model.config.observe.stall_timeout,
         report=report,
-        shares_steps=meetings is not None,
+        shares_steps=generations is not None,
     )
 
 

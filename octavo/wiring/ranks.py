@@ -15,7 +15,6 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.rank_address import parse_rank_address
 from octavo.utils.progress import quiet
 from octavo.wiring.grammars import lazy_grammars
-from octavo.wiring.meeting import ModelMeeting, joining
 from octavo.wiring.model import (
     Model,
     build_tokenizer,
@@ -24,13 +23,14 @@ from octavo.wiring.model import (
     part_of,
 )
 from octavo.wiring.place import RankPlace
+from octavo.wiring.rendezvous import ModelRendezvous, joining
 from octavo.wiring.tiers import rank_connector
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.ranks.messages import RankSetup
 from octavo.worker.ranks.start import start_ranks
 
 if TYPE_CHECKING:
-    from octavo.wiring.engine_meetings import EnginePlace
+    from octavo.wiring.engine_rendezvous import EngineEndpoint
     from octavo.worker.ranks.joining import JoiningRanks
     from octavo.worker.ranks.other_ranks import OtherRanks
 
@@ -38,7 +38,7 @@ LOAD = "octavo.wiring.ranks:load_rank"
 
 
 def start_other_ranks(
-    model: Model, engine: EnginePlace | None = None
+    model: Model, engine: EngineEndpoint | None = None
 ) -> tuple[RankPlace, OtherRanks]:
     """Starts and connects the other ranks; `engine` is the engine's place among those that share
     experts.
@@ -49,16 +49,16 @@ def start_other_ranks(
     options = model.options() | {"record": None}
     joining_ranks = _joining_ranks(config)
     try:
-        meeting = ModelMeeting(config, engine)
+        rendezvous = ModelRendezvous(config, engine)
         start = None if joining_ranks is None else joining_ranks.start
         num_ranks = config.backend.num_ranks
         try:
-            return start_ranks(LOAD, options, num_ranks, meeting, meeting.join, start=start)
+            return start_ranks(LOAD, options, num_ranks, rendezvous, rendezvous.join, start=start)
         except BaseException:
-            meeting.give_up()
+            rendezvous.give_up()
             raise
         finally:
-            meeting.close()
+            rendezvous.close()
     finally:
         if joining_ranks is not None:
             joining_ranks.close()

@@ -11,7 +11,7 @@ import pytest
 
 from octavo.api.errors import EngineDead, PeerEngineDead
 from octavo.engine.protocol.step import StepPlan, StepResult
-from octavo.wiring.engine_meetings import EngineMeetings, EnginePlace
+from octavo.wiring.engine_rendezvous import EngineEndpoint, EngineGenerations
 from octavo.worker.engine_links import EngineLinks
 from octavo.worker.joined_executor import JoinedExecutor
 
@@ -137,23 +137,23 @@ def test_a_fault_ends_the_engine_and_another_s_end_is_its_reason(pair: list[Engi
 
 
 def test_generations_meet_apart_and_a_missed_one_is_left() -> None:
-    meetings = EngineMeetings(2, 1)
-    with meetings.place(0, 0) as one:
+    generations = EngineGenerations(2, 1)
+    with generations.place(0, 0) as one:
         first = socket.socket(fileno=os.dup(one.links[0]))
-    with meetings.place(1, 0) as two:
+    with generations.place(1, 0) as two:
         second = socket.socket(fileno=os.dup(two.links[0]))
     first.sendall(b"x")
     assert second.recv(1) == b"x"
     second.close()
-    assert first.recv(1) == b""  # nothing of the meeting is held here any more
+    assert first.recv(1) == b""  # nothing of the rendezvous is held here any more
     first.close()
-    with meetings.place(0, 1) as one:
+    with generations.place(0, 1) as one:
         waiting = socket.socket(fileno=os.dup(one.links[0]))
-    with meetings.place(1, 2):
+    with generations.place(1, 2):
         assert waiting.recv(1) == b""  # the other engine never comes to generation 1
     waiting.close()
 
 
 def test_a_place_is_the_same_in_numbers() -> None:
-    place = EnginePlace(1, (7, 8), (9,))
-    assert EnginePlace.of_numbers(place.to_numbers()) == place
+    place = EngineEndpoint(1, (7, 8), (9,))
+    assert EngineEndpoint.from_numbers(place.to_numbers()) == place

@@ -23,7 +23,7 @@ from tests.support.free_ports import free_port
 SECRET = "of three ranks"
 
 
-class Meeting:
+class Rendezvous:
     """A first rank that awaits two others, in a thread for each that comes."""
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class Meeting:
 
 
 @pytest.fixture
-def meeting() -> Iterator[Meeting]:
-    meeting = Meeting()
-    yield meeting
-    meeting.ranks.close()
-    for end in [*meeting.own, *(end for _, end in meeting.theirs)]:
+def rendezvous() -> Iterator[Rendezvous]:
+    rendezvous = Rendezvous()
+    yield rendezvous
+    rendezvous.ranks.close()
+    for end in [*rendezvous.own, *(end for _, end in rendezvous.theirs)]:
         end.close()
 
 
@@ -67,22 +67,24 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "RETRY_S", 0.05)
 
 
-def test_ranks_come_in_any_order_and_are_told_apart(meeting: Meeting) -> None:
-    threads = [meeting.come(2), meeting.come(1)]
-    first, second = meeting.start(1), meeting.start(2)
+def test_ranks_come_in_any_order_and_are_told_apart(rendezvous: Rendezvous) -> None:
+    threads = [rendezvous.come(2), rendezvous.come(1)]
+    first, second = rendezvous.start(1), rendezvous.start(2)
     for thread in threads:
         thread.join(10)
     for number, end in ((1, first), (2, second)):
         end.send_bytes(bytes([number]))
-    assert all(end.recv_bytes() == bytes([rank]) for rank, end in meeting.theirs)
+    assert all(end.recv_bytes() == bytes([rank]) for rank, end in rendezvous.theirs)
 
 
 @pytest.mark.usefixtures("soon")
-def test_one_that_goes_at_once_or_speaks_bit_by_bit_holds_up_no_other(meeting: Meeting) -> None:
+def test_one_that_goes_at_once_or_speaks_bit_by_bit_holds_up_no_other(
+    rendezvous: Rendezvous,
+) -> None:
     """Whatever looks for open ports ends its connection before it can be looked at."""
-    with socket.create_connection(("127.0.0.1", meeting.port)) as gone:
+    with socket.create_connection(("127.0.0.1", rendezvous.port)) as gone:
         gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    slow = socket.create_connection(("127.0.0.1", meeting.port))
+    slow = socket.create_connection(("127.0.0.1", rendezvous.port))
 
     def drip() -> None:
         with contextlib.suppress(OSError):
@@ -93,37 +95,37 @@ def test_one_that_goes_at_once_or_speaks_bit_by_bit_holds_up_no_other(meeting: M
     dripping = threading.Thread(target=drip, daemon=True)
     dripping.start()
     began = time.monotonic()
-    coming = meeting.come(1)
-    end = meeting.start(1)
+    coming = rendezvous.come(1)
+    end = rendezvous.start(1)
     assert time.monotonic() - began < 1.4
     coming.join(10)
     end.send_bytes(b"here")
-    assert meeting.theirs[0][1].recv_bytes() == b"here"
+    assert rendezvous.theirs[0][1].recv_bytes() == b"here"
     slow.close()
     dripping.join(10)
 
 
 @pytest.mark.usefixtures("soon")
 def test_those_without_the_secret_are_left_and_hold_up_no_other(
-    meeting: Meeting, caplog: pytest.LogCaptureFixture
+    rendezvous: Rendezvous, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another secret, none, a number that is no rank, bytes that mean nothing, and silence."""
-    silent = socket.create_connection(("127.0.0.1", meeting.port))
-    noise = socket.create_connection(("127.0.0.1", meeting.port))
+    silent = socket.create_connection(("127.0.0.1", rendezvous.port))
+    noise = socket.create_connection(("127.0.0.1", rendezvous.port))
     noise.sendall(b"\x00\x00\x00\x20" + bytes(32))
-    meeting.come(1, "another")
-    meeting.come(1, None)
-    meeting.come(7)
+    rendezvous.come(1, "another")
+    rendezvous.come(1, None)
+    rendezvous.come(7)
     time.sleep(0.2)
-    meeting.come(1)
-    meeting.start(1)
+    rendezvous.come(1)
+    rendezvous.start(1)
     assert caplog.text.count("is no rank") >= 4
     silent.close()
     noise.close()
 
 
 def test_a_rank_that_is_started_again_before_its_turn_takes_its_place(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connected: list[socket.socket] = []
     connect = socket.create_connection
@@ -135,16 +137,16 @@ def test_a_rank_that_is_started_again_before_its_turn_takes_its_place(
     monkeypatch.setattr(joining.socket, "create_connection", create_connection)
     coming = []
     for rank in (2, 2, 1):
-        coming.append(meeting.come(rank))
+        coming.append(rendezvous.come(rank))
         while len(connected) < len(coming):
             time.sleep(0.01)
-    meeting.start(1)
-    end = meeting.start(2)
+    rendezvous.start(1)
+    end = rendezvous.start(2)
     for thread in coming:
         thread.join(10)
     end.send_bytes(b"x")
     found = []
-    for rank, end in meeting.theirs:
+    for rank, end in rendezvous.theirs:
         if rank == 2:
             try:
                 found.append(end.recv_bytes())
@@ -154,9 +156,9 @@ def test_a_rank_that_is_started_again_before_its_turn_takes_its_place(
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_rank_that_does_not_come_is_named(meeting: Meeting) -> None:
+def test_a_rank_that_does_not_come_is_named(rendezvous: Rendezvous) -> None:
     with pytest.raises(EngineDead, match=r"rank 2 of 3 has not come to 127.0.0.1:\d+ in 1.5 s"):
-        meeting.start(2)
+        rendezvous.start(2)
 
 
 @pytest.mark.usefixtures("soon")
@@ -165,9 +167,9 @@ def test_a_first_rank_that_is_not_there_is_named() -> None:
         join_first("127.0.0.1", free_port(), None, 1)
 
 
-def test_an_address_that_is_taken_is_named(meeting: Meeting) -> None:
+def test_an_address_that_is_taken_is_named(rendezvous: Rendezvous) -> None:
     with pytest.raises(ConfigError, match="cannot be listened on"):
-        JoiningRanks("127.0.0.1", meeting.port, None)
+        JoiningRanks("127.0.0.1", rendezvous.port, None)
 
 
 TORCH = {"backend": "torch", "device": "cpu", "tensor_parallel_size": 2}

@@ -21,17 +21,17 @@ from octavo.executor.rank_grid import RankGrid
 class SharedMemory:
     """The first rank's memory file, inherited by the other ranks as a file descriptor.
 
-    Implements `ranks.Meeting`.
+    Implements `ranks.Rendezvous`.
     """
 
     def __init__(self) -> None:
         self.address: int = _file_in_memory()
         """File descriptor, in this process and in those that inherit it."""
 
-    def address_of(self, rank: int) -> list[int]:
+    def get_address(self, rank: int) -> list[int]:
         return [self.address]
 
-    def inherited_by(self, rank: int) -> tuple[int, ...]:
+    def get_inherited(self, rank: int) -> tuple[int, ...]:
         return (self.address,)
 
     def close(self) -> None:

@@ -18,18 +18,18 @@ class RanksInThreads:
 
     def __init__(self, num_ranks: int) -> None:
         self._given: list[NDArray | None] = [None] * num_ranks
-        self._meeting = threading.Barrier(num_ranks)
+        self._barrier = threading.Barrier(num_ranks)
 
     def exchange_of(self, rank: int) -> Exchange:
         def exchange(x: NDArray) -> Sequence[NDArray]:
             self._given[rank] = x
-            self._meeting.wait()
+            self._barrier.wait()
             given = [part for part in self._given if part is not None]
-            self._meeting.wait()  # every rank has read this round before the next one overwrites it
+            self._barrier.wait()  # every rank has read this round before the next one overwrites it
             return given
 
         return exchange
 
     def abort(self) -> None:
         """Unblocks the other ranks with BrokenBarrierError after one has failed."""
-        self._meeting.abort()
+        self._barrier.abort()

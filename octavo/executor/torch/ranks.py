@@ -35,7 +35,7 @@ watchdog; the frontend's `stall_timeout` is."""
 
 
 class Rendezvous:
-    """The first rank's store, which the other ranks join. Implements `ranks.Meeting`."""
+    """The first rank's store, which the other ranks join. Implements `ranks.Rendezvous`."""
 
     def __init__(self, num_ranks: int, host: str = HOST) -> None:
         """`host` is this machine's address, reachable by the other ranks."""
@@ -54,10 +54,10 @@ class Rendezvous:
         )
         self._listener.detach()  # the store closes it
 
-    def address_of(self, rank: int) -> list[int]:
+    def get_address(self, rank: int) -> list[int]:
         return [self.address]
 
-    def inherited_by(self, rank: int) -> tuple[int, ...]:
+    def get_inherited(self, rank: int) -> tuple[int, ...]:
         return ()
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ class RankSetup(msgspec.Struct, tag=True):
     rank: int
     num_ranks: int
     address: list[int]
-    """Address that the `Meeting` at which all ranks join has for this one."""
+    """Address that the `Rendezvous` at which all ranks join has for this one."""
 
 
 class Measure(msgspec.Struct, tag=True):

@@ -23,7 +23,7 @@ import msgspec
 
 from octavo.api.errors import EngineDead, OctavoError
 from octavo.engine.protocol.kv_messages import ConnectorReport
-from octavo.executor.ranks import Meeting
+from octavo.executor.ranks import Rendezvous
 from octavo.utils.child_process import ChildFailed, describe_exit, end_process, start_bound
 from octavo.worker.ranks.messages import CloseRank, FromRank, RankReport, RankSetup, ToRank
 
@@ -157,7 +157,7 @@ class OtherRanks:
         build: str,
         options: dict[str, Any],
         num_ranks: int,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         start: StartRank = start_here,
     ) -> None:
         """`build` names a `process.BuildRank`, "module:function"."""
@@ -172,8 +172,8 @@ class OtherRanks:
         self._ranks: list[RankLink] = []
         try:
             for rank in range(1, num_ranks):
-                setup = RankSetup(build, options, rank, num_ranks, meeting.address_of(rank))
-                started = start(setup, meeting.inherited_by(rank))
+                setup = RankSetup(build, options, rank, num_ranks, rendezvous.get_address(rank))
+                started = start(setup, rendezvous.get_inherited(rank))
                 self._ranks.append(RankLink(setup, started, self.lose))
         except BaseException:
             self.close()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.engine.protocol.kv_messages import ConnectorReport
 from octavo.engine.protocol.ports import ConnectorWorker
-from octavo.executor.ranks import Abortable, Meeting
+from octavo.executor.ranks import Abortable, Rendezvous
 from octavo.utils.progress import Report
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.memory import KvBudget
@@ -48,7 +48,7 @@ def start_ranks(
     build: str,
     options: dict[str, Any],
     num_ranks: int,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     join: Callable[[], Joined],
     *,
     start: StartRank | None = None,
@@ -60,7 +60,7 @@ def start_ranks(
     """
     from octavo.worker.ranks.other_ranks import OtherRanks, start_here
 
-    others = OtherRanks(build, options, num_ranks, meeting, start or start_here)
+    others = OtherRanks(build, options, num_ranks, rendezvous, start or start_here)
     try:
         others.expect(RankStarted)
         ranks = join()

@@ -42,7 +42,7 @@ class StageLink:
 class StagePipes:
     """The pipes of all stages, made by the process of the last one before it starts the others.
 
-    The last stage is rank 0, which draws; rank r is stage r - 1. Implements `ranks.Meeting`.
+    The last stage is rank 0, which draws; rank r is stage r - 1. Implements `ranks.Rendezvous`.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -51,12 +51,12 @@ class StagePipes:
         self._num_stages = num_stages
         self._pipes = [Pipe(duplex=False) for _ in range(num_stages - 1)]
 
-    def address_of(self, rank: int) -> list[int]:
+    def get_address(self, rank: int) -> list[int]:
         """Returns the descriptors of the pipe that a rank reads and the one that it writes."""
         before, behind = self._ends_of(rank)
         return [NO_PIPE if end is None else end.fileno() for end in (before, behind)]
 
-    def inherited_by(self, rank: int) -> tuple[int, ...]:
+    def get_inherited(self, rank: int) -> tuple[int, ...]:
         return tuple(end.fileno() for end in self._ends_of(rank) if end is not None)
 
     def join(self) -> StageLink:

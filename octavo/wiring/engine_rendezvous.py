@@ -19,7 +19,7 @@ from octavo.executor.native.ranks import SharedMemory
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlace:
+class EngineEndpoint:
     """An engine's index and the file descriptors that its process inherits."""
 
     index: int
@@ -36,12 +36,12 @@ class EnginePlace:
         return [self.index, len(self.rooms), *self.descriptors]
 
     @staticmethod
-    def of_numbers(numbers: Sequence[int]) -> EnginePlace:
+    def from_numbers(numbers: Sequence[int]) -> EngineEndpoint:
         index, num_rooms, *files = numbers
-        return EnginePlace(index, tuple(files[:num_rooms]), tuple(files[num_rooms:]))
+        return EngineEndpoint(index, tuple(files[:num_rooms]), tuple(files[num_rooms:]))
 
 
-class EngineMeeting:
+class EngineRendezvous:
     """Memory and connections of one generation, until each engine has started or been skipped."""
 
     def __init__(self, num_engines: int, num_stages: int) -> None:
@@ -51,9 +51,9 @@ class EngineMeeting:
         for a, b in combinations(range(num_engines), 2):
             self._ends[a][b], self._ends[b][a] = socket.socketpair()
 
-    def place_of(self, engine: int) -> EnginePlace:
+    def get_endpoint(self, engine: int) -> EngineEndpoint:
         ends = self._ends[engine]
-        return EnginePlace(
+        return EngineEndpoint(
             engine,
             tuple(room.address for room in self._rooms),
             tuple(ends[other].fileno() for other in sorted(ends)),
@@ -71,35 +71,35 @@ class EngineMeeting:
             self._rooms.clear()
 
 
-class EngineMeetings:
+class EngineGenerations:
     """All generations of one group of engines."""
 
     def __init__(self, num_engines: int, num_stages: int) -> None:
         self._num_engines = num_engines
         self._num_stages = num_stages
-        self._meetings: dict[int, EngineMeeting] = {}
+        self._rendezvous: dict[int, EngineRendezvous] = {}
         self._next = [0] * num_engines
         """First generation that each engine has neither joined nor skipped."""
         self._lock = threading.Lock()
 
     @contextmanager
-    def place(self, engine: int, generation: int) -> Iterator[EnginePlace]:
+    def place(self, engine: int, generation: int) -> Iterator[EngineEndpoint]:
         """Yields an engine's place in a generation, for starting its process; skips earlier
         generations.
         """
         with self._lock:
             for missed in range(self._next[engine], generation):
-                self._meeting(missed).leave(engine)
+                self._get_rendezvous(missed).leave(engine)
             self._next[engine] = generation + 1
-            meeting = self._meeting(generation)
+            rendezvous = self._get_rendezvous(generation)
             try:
-                yield meeting.place_of(engine)
+                yield rendezvous.get_endpoint(engine)
             finally:
-                meeting.leave(engine)
+                rendezvous.leave(engine)
                 done = min(self._next)
-                self._meetings = {at: one for at, one in self._meetings.items() if at >= done}
+                self._rendezvous = {at: one for at, one in self._rendezvous.items() if at >= done}
 
-    def _meeting(self, generation: int) -> EngineMeeting:
-        if generation not in self._meetings:
-            self._meetings[generation] = EngineMeeting(self._num_engines, self._num_stages)
-        return self._meetings[generation]
+    def _get_rendezvous(self, generation: int) -> EngineRendezvous:
+        if generation not in self._rendezvous:
+            self._rendezvous[generation] = EngineRendezvous(self._num_engines, self._num_stages)
+        return self._rendezvous[generation]

@@ -22,7 +22,7 @@ from octavo.worker.stages.stage_link import StagePipes, joined
 if TYPE_CHECKING:
     from octavo.executor.native.ranks import SharedMemory
     from octavo.executor.torch.ranks import Rendezvous
-    from octavo.wiring.engine_meetings import EnginePlace
+    from octavo.wiring.engine_rendezvous import EngineEndpoint
 
 LOOPBACK = "127.0.0.1"
 NUM_PIPES = 2
@@ -33,10 +33,10 @@ descriptor.
 """
 
 
-class ModelMeeting:
-    """Implements `ranks.Meeting`."""
+class ModelRendezvous:
+    """Implements `ranks.Rendezvous`."""
 
-    def __init__(self, config: EngineConfig, engine: EnginePlace | None = None) -> None:
+    def __init__(self, config: EngineConfig, engine: EngineEndpoint | None = None) -> None:
         """`engine` is the engine's place among those that share experts."""
         options = config.backend
         self._config = config
@@ -54,19 +54,19 @@ class ModelMeeting:
         ]
         """Chains of pipes through the stages, one for each rank within a stage."""
 
-    def address_of(self, rank: int) -> list[int]:
+    def get_address(self, rank: int) -> list[int]:
         block, within = divmod(rank, self._num_ranks)
-        room = self._rooms[block].address_of(within) if self._rooms else []
+        room = self._rooms[block].get_address(within) if self._rooms else []
         if self._engine is not None:
             room = [*room, self._engine.index, self._engine.rooms[block]]
-        return room + (self._pipes[within].address_of(block) if self._pipes else [])
+        return room + (self._pipes[within].get_address(block) if self._pipes else [])
 
-    def inherited_by(self, rank: int) -> tuple[int, ...]:
+    def get_inherited(self, rank: int) -> tuple[int, ...]:
         block, within = divmod(rank, self._num_ranks)
-        room = self._rooms[block].inherited_by(within) if self._rooms else ()
+        room = self._rooms[block].get_inherited(within) if self._rooms else ()
         if self._engine is not None:
             room = (*room, self._engine.rooms[block])
-        return room + (self._pipes[within].inherited_by(block) if self._pipes else ())
+        return room + (self._pipes[within].get_inherited(block) if self._pipes else ())
 
     def join(self) -> RankPlace:
         """Makes this process the first rank, after all others have started."""
