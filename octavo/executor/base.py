@@ -294,7 +294,7 @@ class Backend(ABC):
 
     @property
     def has_own_device(self) -> bool:
-        """Whether steps are computed on a device of its own while Python goes on."""
+        """Whether steps are computed on a device of its own while Python continues."""
         return False
 
     @abstractmethod

@@ -1,8 +1,6 @@
-"""Finds PyTorch, its build and the device that it computes on, before anything of `executor/torch`
-is imported.
+"""Finds PyTorch, its build and its device, before anything of `executor/torch` is imported.
 
-PyTorch is imported inside the functions, and only where the answer needs it. Knows the packages'
-names and no op.
+PyTorch is imported inside the functions, and only if needed.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ Device = Literal["cpu", "cuda"]
 LEAST_TORCH = (2, 9)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 NVIDIA_SIGNS = (NVIDIA_DRIVER, Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Files that show an NVIDIA driver: the kernel module's own, which some containers hide; its
-device; the one through which WSL reaches Windows's."""
+"""Files that exist with an NVIDIA driver: the kernel module's, which some containers hide; its
+device; that of WSL."""
 INSTALL = "pip install 'octavo[torch]'"
 INSTALL_FLASHINFER = "pip install flashinfer-python"
 REINSTALL = "pip install --force-reinstall torch"
@@ -31,14 +29,12 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def has_nvidia_driver(signs: Sequence[Path] = NVIDIA_SIGNS) -> bool:
-    """Tells whether the machine has an NVIDIA driver, by a look at some files instead of PyTorch's
-    import.
-    """
+    """Returns whether the machine has an NVIDIA driver, without importing PyTorch."""
     return any(sign.exists() for sign in signs)
 
 
 def default_backend() -> Literal["torch", "native"]:
-    """Returns torch where it can be used and has a CUDA device, else native."""
+    """Returns torch if it can be used and has a CUDA device, else native."""
     if not has_nvidia_driver() or importlib.util.find_spec("torch") is None:
         return "native"
     try:
@@ -48,14 +44,14 @@ def default_backend() -> Literal["torch", "native"]:
 
 
 def require_torch() -> Any:
-    """Imports PyTorch; BackendUnavailable has the command that installs it, and names the build."""
+    """Imports PyTorch; BackendUnavailable names the build and the command that installs it."""
     try:
         torch = import_torch()
     except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
         raise BackendUnavailable(
             f"the torch backend needs PyTorch 2.9 or newer: {error}", hint=install_hint()
         ) from error
-    if version_of(torch.__version__) < LEAST_TORCH:
+    if parse_version(torch.__version__) < LEAST_TORCH:
         raise BackendUnavailable(
             f"the torch backend needs PyTorch 2.9 or newer, got {torch.__version__}",
             hint=install_hint(),
@@ -64,7 +60,7 @@ def require_torch() -> Any:
 
 
 def require_flashinfer() -> Any:
-    """Imports FlashInfer; BackendUnavailable has the command that installs it."""
+    """Imports FlashInfer; BackendUnavailable names the command that installs it."""
     try:
         return import_module("flashinfer")
     except ImportError as error:
@@ -74,9 +70,8 @@ def require_flashinfer() -> Any:
 
 
 def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
-    """Returns the wanted device, by default cuda where there is one, else cpu.
-
-    BackendUnavailable says why there is none, or that there are too few.
+    """Returns the wanted device, by default cuda if there is one, else cpu; BackendUnavailable if
+    there are too few.
     """
     cuda = require_torch().cuda
     if wanted == "cuda" and not cuda.is_available():
@@ -100,7 +95,7 @@ def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
 
 
 def driver_version(driver: Path = NVIDIA_DRIVER) -> str | None:
-    """Returns the version of NVIDIA's kernel module as it states it; None where it states none."""
+    """Returns the version of NVIDIA's kernel module; None if it reports none."""
     found = (
         re.search(r"Kernel Module.*?(\d+\.\d+(\.\d+)?)", driver.read_text())
         if driver.exists()
@@ -110,9 +105,7 @@ def driver_version(driver: Path = NVIDIA_DRIVER) -> str | None:
 
 
 def cuda_build() -> str | None:
-    """Returns the CUDA version that the installed PyTorch is built for; None for a build without
-    CUDA.
-    """
+    """Returns the CUDA version of the installed PyTorch; None for a build without CUDA."""
     build = import_torch().version.cuda
     return None if build is None else str(build)
 
@@ -128,8 +121,8 @@ def install_hint() -> str:
 
 
 def no_device_hint() -> str | None:
-    """Names the build that would show a CUDA device where there is a driver but this PyTorch shows
-    none; None without a driver.
+    """Returns the hint to install a CUDA build if there is a driver but PyTorch finds no device;
+    None without a driver.
     """
     if not has_nvidia_driver():
         return None
@@ -142,14 +135,14 @@ def no_device_hint() -> str | None:
     )
 
 
-def version_of(text: str) -> tuple[int, int]:
+def parse_version(text: str) -> tuple[int, int]:
     """Returns (major, minor) of a version such as 2.13.0+cpu."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
 
 
 def import_torch() -> Any:
-    """Imports PyTorch, of any version; ImportError or OSError where it cannot be loaded."""
+    """Imports PyTorch, of any version; ImportError or OSError if it cannot be loaded."""
     import torch
 
     return torch

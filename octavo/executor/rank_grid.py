@@ -1,7 +1,7 @@
-"""The places of the ranks that share out one model's layers: by heads and widths, and by experts.
+"""Tensor-parallel and expert-parallel groups of the ranks of one model.
 
-Rank r has the tensor place r % num_tensor and the expert place r // num_tensor. A collective is met
-by all ranks, since all compute the same ops; each reads the parts of its own row or column.
+Rank r has the tensor index r % num_tensor and the expert index r // num_tensor. All ranks take part
+in a collective, since all compute the same ops; each reads the parts of its own group.
 """
 
 from __future__ import annotations
@@ -14,46 +14,44 @@ from octavo.program.program import Op
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """One rank's place among `num_tensor * num_experts`."""
+    """One rank among `num_tensor * num_experts`."""
 
     rank: int = 0
     num_tensor: int = 1
-    """Ranks that share out heads and widths."""
+    """Size of a tensor-parallel group."""
     num_experts: int = 1
-    """Groups of such ranks that share out the experts."""
+    """Size of an expert-parallel group."""
 
     @property
     def num_ranks(self) -> int:
         return self.num_tensor * self.num_experts
 
     @property
-    def tensor_place(self) -> int:
+    def tensor_index(self) -> int:
         return self.rank % self.num_tensor
 
     @property
-    def expert_place(self) -> int:
+    def expert_index(self) -> int:
         return self.rank // self.num_tensor
 
     @property
     def tensor_ranks(self) -> range:
-        """The ranks that share out the heads and widths of this one's experts, itself too."""
-        first = self.rank - self.tensor_place
+        """This rank's tensor-parallel group."""
+        first = self.rank - self.tensor_index
         return range(first, first + self.num_tensor)
 
     @property
     def expert_ranks(self) -> range:
-        """The ranks that have the same share of the heads and widths, in the order of their
-        experts, itself too.
-        """
-        return range(self.tensor_place, self.num_ranks, self.num_tensor)
+        """This rank's expert-parallel group."""
+        return range(self.tensor_index, self.num_ranks, self.num_tensor)
 
 
 ALONE = RankGrid()
-"""The place of the only rank."""
+"""Grid of an engine with one rank."""
 
 
 def misplaced(op: Op, grid: RankGrid) -> str | None:
-    """Says what keeps a collective op from being one of these ranks'; None where nothing does."""
+    """Returns why a collective op does not fit these ranks; None if it does."""
     if isinstance(op, rank_ops.AllGather) and len(op.widths) != grid.num_tensor:
         return f"AllGather over {len(op.widths)} ranks on one of {grid.num_tensor}"
     if isinstance(op, rank_ops.AllReduce) and grid.num_tensor == 1:

@@ -352,7 +352,7 @@ def _build_core(
         tiers=off_device.tiers,
         stop_texts=texts.stop_texts,
         num_adapter_slots=config.lora.num_slots,
-        redraws=loaded.redraws,
+        redraws=loaded.can_resample,
         names_generated=reuses_generated(config),
         num_micro_batches=config.backend.pipeline_parallel_size,
         original=original_context(loaded.program),
@@ -428,7 +428,7 @@ def _open_log(
             max_model_len=budget.demand.max_model_len,
             kv_bytes=budget.num_bytes,
             tiers=tiers,
-            redraws=loaded.redraws,
+            redraws=loaded.can_resample,
             original=original_context(loaded.program),
         )
     )

@@ -70,7 +70,7 @@ from octavo.wiring.speculation.draft_head import OpenedHead, Reader, describe_un
 from octavo.wiring.speech_tokens import with_timestamps
 from octavo.wiring.tiers import check_tiers
 from octavo.wiring.tokenizer_files import tokenizer_source_of
-from octavo.worker.capacity import capacity_of
+from octavo.worker.capacity import get_capacity
 from octavo.worker.kv_connectors.fingerprint import fingerprint
 from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition
 from octavo.worker.load_bar import LoadBar
@@ -350,9 +350,9 @@ def part_of(
         check_experts(whole, of_engines.num_experts, "enable_expert_parallel")
     num_stages = options.pipeline_parallel_size
     own = stages(whole, num_stages)[stage_of(rank // grid.num_ranks, num_stages)]
-    own = share_experts(own, of_engines.expert_place, of_engines.num_experts, num_engines)
+    own = share_experts(own, of_engines.expert_index, of_engines.num_experts, num_engines)
     units = input_units(formats_of(config, header, whole))
-    return shard(own, grid.tensor_place, grid.num_tensor, units)
+    return shard(own, grid.tensor_index, grid.num_tensor, units)
 
 
 def formats_of(config: EngineConfig, header: ModelHeader, whole: Program) -> FormatOf:
@@ -405,7 +405,7 @@ def _check_fits(
     available_bytes = host_bytes(config) if memory is None else memory.kv_bytes
     if available_bytes is not None:
         share = SAFE_SHARE if memory is None else 1.0
-        capacity_of(config, footprint, available_bytes, share=share).check(name)
+        get_capacity(config, footprint, available_bytes, share=share).check(name)
     num_ranks, num_stages = config.backend.num_stage_ranks, config.backend.pipeline_parallel_size
     each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     each += f" on the last of {num_stages} stages" if num_stages > 1 else ""

@@ -26,7 +26,7 @@ from octavo.wiring.model import (
 from octavo.wiring.model_hooks import model_hooks, transform, transform_part
 from octavo.wiring.score_tokens import set_score_tokens
 from octavo.wiring.speculation.draft import footprint_of_both
-from octavo.worker.capacity import Capacity, capacity_of
+from octavo.worker.capacity import Capacity, get_capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
         config=config,
         info=info,
         num_parameters=sum(math.prod(weight.shape) for weight in weights),
-        capacity=capacity_of(config, footprint, memory_bytes),
+        capacity=get_capacity(config, footprint, memory_bytes),
         footprint=footprint,
         work=work_of(gather_early(program)),
         generates="pooled" not in program.outputs,

@@ -17,7 +17,7 @@ from octavo.executor.devices import Device, choose_device
 from octavo.executor.rank_grid import RankGrid
 from octavo.executor.ranks import Ranks
 from octavo.wiring.place import RankPlace, grid_among_engines, grid_of
-from octavo.worker.stages.stage_link import StagePipes, joined
+from octavo.worker.stages.stage_link import StagePipes, join_stage
 
 if TYPE_CHECKING:
     from octavo.executor.native.ranks import SharedMemory
@@ -111,7 +111,7 @@ def joining(config: EngineConfig, rank: int, address: Sequence[int]) -> Callable
 
     def join() -> RankPlace:
         ranks = None if join_ranks is None else join_ranks()
-        link = joined(block, num_stages, pipes) if pipes else None
+        link = join_stage(block, num_stages, pipes) if pipes else None
         place = RankPlace(rank, ranks, link)
         return among_engines(config, place, *of_engine) if of_engine else place
 

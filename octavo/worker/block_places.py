@@ -1,11 +1,10 @@
-"""Places of a plan's blocks in the backend's KV memory: at their ids, or one after another in a
-range of the request's own.
+"""Places of a plan's blocks in the backend's KV memory: paged, or contiguous per request.
 
-The control plane deals in block ids in both layouts. In the paged one an id is a place. In the
-virtual one an id is the right to one block's memory: a running request (a row) has a range of
-addresses as long as the context, and its blocks lie there in the order of its tokens. Memory is
-given to what is written, and taken back when the request leaves or the id goes to another. Source:
-vAttention (Prabhu et al. 2024).
+The control plane uses block ids in both layouts. In the paged layout a block's id is its place. In
+the virtual layout an id is the right to one block's memory: each running request (row) has a range
+of addresses as long as the context, with its blocks in the order of its tokens. Memory is used once
+a block is written, and released when the request finishes or the id is reused. Source: vAttention
+(Prabhu et al. 2024).
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from octavo.config.sizes import format_bytes
 from octavo.executor.kv import BLOCK_SIZE, OnDemandKvCache
 
 NOWHERE = -1
-"""Place of a hole, and of a block id that has no memory."""
+"""Place of a hole, and of a block id without memory."""
 
 
 class BlockPlaces(Protocol):
     """Map from block ids to places: indices of blocks in the backend's `KvCache`."""
 
     num_bytes: int | None
-    """Bytes of memory that requests have now; None where all of it is given at the start."""
+    """Bytes of memory in use by requests; None if all of it is allocated at the start."""
 
     def put(self, group: int, row: int, first: int, block_ids: Sequence[int]) -> NDArray[np.int32]:
-        """Places blocks that stand in the table of `row` from the index `first` on; returns their
-        places. Holes stay holes.
+        """Places the blocks of a row's table from the index `first` on; returns their places. Holes
+        stay holes.
         """
         ...
 
@@ -49,7 +48,7 @@ class BlockPlaces(Protocol):
         ...
 
     def clear(self, row: int) -> None:
-        """Releases the memory of a row whose request has left."""
+        """Releases the memory of a row that is freed."""
         ...
 
 
@@ -65,24 +64,22 @@ class PagedPlaces:
         return block_id
 
     def shorten(self, group: int, row: int, num_blocks: int) -> None:
-        """Does nothing: the next request that gets the blocks writes over them."""
+        """No-op: the next owner overwrites the blocks."""
 
     def clear(self, row: int) -> None:
-        """Does nothing: the next request that gets the blocks writes over them."""
+        """No-op: the next owner overwrites the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RangeShape:
-    """A request's range in one cache group: whole pages of every piece, so that no two requests
-    share a page.
-    """
+    """A request's range in one cache group. Every piece has whole pages, so requests share none."""
 
     num_ids: int
     """Blocks of the group that may have memory at once."""
     num_blocks: int
     """Blocks of one range."""
     pieces: tuple[int, ...]
-    """Bytes of a block's contiguous pieces, in one layer."""
+    """Bytes of each contiguous piece of a block in one layer."""
     num_layers: int
 
     @staticmethod
@@ -96,12 +93,12 @@ class RangeShape:
 
     @property
     def most_lost_bytes(self) -> int:
-        """Most bytes lost at the end of a request, where a block is no multiple of a page."""
+        """Upper bound on the bytes lost per request if a block is no multiple of a page."""
         return self.num_layers * sum(
             mmap.PAGESIZE - math.gcd(mmap.PAGESIZE, piece) for piece in self.pieces
         )
 
-    def bytes_of(self, first: int, end: int) -> int:
+    def get_num_bytes(self, first: int, end: int) -> int:
         """Returns the bytes of the range's blocks from `first` up to `end`, in whole pages."""
         page = mmap.PAGESIZE
         return self.num_layers * sum(
@@ -110,8 +107,8 @@ class RangeShape:
 
 
 def check_addressable(ranges: Sequence[RangeShape], *, num_rows: int) -> None:
-    """Raises ConfigError where slots (32 bits) cannot number the ranges' tokens, or the system
-    takes no memory back.
+    """Raises ConfigError if 32-bit slots cannot address the ranges' tokens, or the system cannot
+    release memory.
     """
     if sys.platform != "linux":
         raise ConfigError(
@@ -170,9 +167,8 @@ class VirtualPlaces:
 
 
 class _GroupPlaces:
-    """The places of one cache group.
-
-    A block id has at most one place, so no more blocks have memory than there are ids.
+    """Places of one cache group. A block id has at most one place, so at most as many blocks have
+    memory as there are ids.
     """
 
     def __init__(self, kv: OnDemandKvCache, group: int, shape: RangeShape, num_rows: int) -> None:
@@ -197,14 +193,14 @@ class _GroupPlaces:
         live = block_ids[block_ids >= 0]
         for place in self.places[live]:
             if place != NOWHERE:
-                self._leave(int(place))
+                self._release(int(place))
         self.places[live] = found[block_ids >= 0]
         self._ids[found[block_ids >= 0]] = live
-        self._hold(row, self._firsts[row], max(self._ends[row], first + len(block_ids)))
+        self._set_range(row, self._firsts[row], max(self._ends[row], first + len(block_ids)))
         return found
 
     def shorten(self, row: int, num_blocks: int) -> None:
-        """Takes the memory of a row's blocks but for its first `num_blocks`."""
+        """Releases the memory of a row's blocks behind the first `num_blocks`."""
         if self._ends[row] <= num_blocks:
             return
         # To the end of the range, which is one of a page: pages that reach further would stay.
@@ -213,25 +209,24 @@ class _GroupPlaces:
         self.places[ids[ids >= 0]] = NOWHERE
         ids[:] = NOWHERE
         self._kv.give_back(self._group, first + num_blocks, len(ids))
-        self._hold(row, min(self._firsts[row], num_blocks), num_blocks)
+        self._set_range(row, min(self._firsts[row], num_blocks), num_blocks)
 
     def clear(self, row: int) -> None:
         self.shorten(row, 0)
 
-    def _leave(self, place: int) -> None:
-        """Takes the memory of a block whose id another one gets.
-
-        It lies behind a window: nothing reads it any more, nor what comes before it in its range.
+    def _release(self, place: int) -> None:
+        """Releases the memory of a block whose id is reused. It is outside of the attention window,
+        so nothing reads it or earlier blocks of its range any more.
         """
         row, index = divmod(place, self._shape.num_blocks)
         self._ids[place] = NOWHERE
         if index >= self._firsts[row]:
             self._kv.give_back(self._group, row * self._shape.num_blocks, index + 1)
-            self._hold(row, index + 1, self._ends[row])
+            self._set_range(row, index + 1, self._ends[row])
 
-    def _hold(self, row: int, first: int, end: int) -> None:
-        """Sets which blocks of a row's range may have memory, and counts their bytes."""
-        self.num_bytes -= self._shape.bytes_of(self._firsts[row], self._ends[row])
+    def _set_range(self, row: int, first: int, end: int) -> None:
+        """Sets which blocks of a row's range may have memory, and updates the byte count."""
+        self.num_bytes -= self._shape.get_num_bytes(self._firsts[row], self._ends[row])
         self._firsts[row] = first
         self._ends[row] = end
-        self.num_bytes += self._shape.bytes_of(first, end)
+        self.num_bytes += self._shape.get_num_bytes(first, end)

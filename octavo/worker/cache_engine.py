@@ -1,8 +1,8 @@
-"""Moves whole KV blocks as a plan says: on the device, to host memory and back, to a connector's
-slots and back.
+"""Moves whole KV blocks as a plan says: on the device, to and from host memory, and to and from a
+connector's slots.
 
-Owns the KV bytes of a worker, on the device and swapped; those in slots are the connector's. Only
-kernels look inside them, and only the BlockManager says which block is whose.
+Owns the KV bytes of a worker, on the device and swapped; the connector owns its slots. Only kernels
+look inside blocks, and only the BlockManager knows which request has which block.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class SingleBlockMover:
             self._kv.write_block(group, block_id, memory)
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
-        """Does nothing: copies from and to any memory take the same way."""
+        """No-op: all host memory is copied alike."""
 
     def settle(self) -> float:
         return 0.0
 
 
 def batches(moves: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
-    """Yields runs of moves of one kind and group, in order; a block that was just copied to is read
-    by a later batch only.
+    """Yields runs of moves of one kind and group, in order. A block that is the target of a copy is
+    read by a later batch only.
     """
     batch: list[BlockMove] = []
     targets: set[int] = set()
@@ -74,7 +74,7 @@ def batches(moves: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
 
 
 class CacheEngine:
-    """The KV memory of a worker: the device's, and the host's for swapped requests."""
+    """The KV memory of a worker: on the device, and on the host for swapped requests."""
 
     def __init__(
         self,
@@ -84,14 +84,14 @@ class CacheEngine:
         places: BlockPlaces | None = None,
         counters: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """`host`: sizes by group; memory that is never written costs nothing. `places`: where a
-        block of `kv` lies. `counters`: counts that extensions keep of `kv`.
+        """`host`: sizes by group; memory that is never written costs nothing. `places`: where the
+        blocks of `kv` are. `counters`: counters of extensions for `kv`.
         """
         self.kv = kv
         self.connector = connector
         self.places: BlockPlaces = places or PagedPlaces()
         self.counters = counters
-        """Returns the counts that extensions keep of the KV memory; None if there are none."""
+        """Returns the counters of extensions for the KV memory; None if there are none."""
         self._mover: BlockMover = (
             kv.copies if isinstance(kv, BatchedKvCache) else SingleBlockMover(kv)
         )
@@ -101,7 +101,7 @@ class CacheEngine:
             self._mover.pin(memory)
 
     def apply(self, moves: Sequence[BlockMove]) -> None:
-        """Makes the moves in the plan's order, before the step computes."""
+        """Performs moves in the plan's order, before the step is computed."""
         find = self.places.find
         for batch in batches(moves):
             group, kind = batch[0].group, batch[0].kind
@@ -117,13 +117,13 @@ class CacheEngine:
                 self._mover.write(group, [find(group, move.target) for move in batch], data)
 
     def settle(self, moves: Sequence[BlockMove]) -> float:
-        """Waits until what these moves brought off the device is there; returns for how many
-        seconds blocks were copied, 0 where that is not measured.
+        """Waits until blocks that these moves read from the device are on the host; returns the
+        seconds spent copying, 0 if not measured.
         """
         return self._mover.settle() if any(move.kind != "copy" for move in moves) else 0.0
 
     def _off_device(self, move: BlockMove, index: int) -> NDArray[np.uint8]:
-        """Returns the memory of a move's end off the device, `[block_bytes]`."""
+        """Returns the host memory of a move, `[block_bytes]`."""
         if move.kind in ("swap_out", "swap_in"):
             host: NDArray[np.uint8] = self._host[move.group][index]
             return host

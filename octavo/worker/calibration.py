@@ -1,11 +1,10 @@
-"""How strongly each input of a Program's matrices is used, by which packing to 4 bits weighs its
-errors.
+"""Importance of each input of a Program's matrices, by which 4-bit packing weighs its errors.
 
-A few channels of the residual stream are hundreds of times as strong as the rest, and no weight
-alone tells which. So the Program runs once before it is packed, over tokens drawn at random, with
-one op's weights in memory at a time. Needs neither tokenizer nor text. Float64, a fixed seed and
-powers of two as results: every load packs the same bits, whatever the number of BLAS threads.
-Source of the idea that activations say which weights matter: AWQ, Lin et al. 2023.
+A few channels of the residual stream are hundreds of times stronger than the rest, which weights
+alone do not show. So the Program runs once over random tokens before it is packed, with one op's
+weights in memory at a time. Needs neither tokenizer nor text. Float64, a fixed seed and powers of
+two as results: every load packs the same bits, whatever the number of BLAS threads. Source of
+activation-aware weighting: AWQ, Lin et al. 2023.
 """
 
 from __future__ import annotations
@@ -35,17 +34,15 @@ all of Opticks).
 
 SEED = 0
 FLOOR = 1e-3
-"""Least importance against the mean; a tenth of it and ten times as much give SmolLM2 the same
-rise.
+"""Lower bound on importance relative to the mean; SmolLM2's perplexity is the same with a tenth of
+it and with ten times as much.
 """
 
 SMALL_PRODUCT = 1 << 18
-"""Multiplications of a product that OpenBLAS computes with one thread."""
+"""Multiplications of a matmul that OpenBLAS computes with one thread."""
 
 CHUNK_VALUES = 1 << 17
-"""Values of a matrix turned into float64 at a time; they stay in the second-level cache while all
-rows meet them.
-"""
+"""Values of a matrix converted to float64 at a time, which fit in the L2 cache."""
 
 
 def input_powers(
@@ -62,7 +59,7 @@ def input_powers(
 
 
 def _random_tokens(num_tokens: int, vocab_size: int) -> NDArray[np.int32]:
-    """Draws `[num_tokens]` ids uniformly, from 53 bits of Philox each."""
+    """Returns `[num_tokens]` uniform random ids, from 53 bits of Philox each."""
     x0, x1, _, _ = philox((SEED, 0), (np.arange(num_tokens), 0, 0, 0))
     u = ((x0 << np.uint64(21)) | (x1 >> np.uint64(11))) * 2.0**-53
     return (u * vocab_size).astype(np.int32)
@@ -71,8 +68,8 @@ def _random_tokens(num_tokens: int, vocab_size: int) -> NDArray[np.int32]:
 def mean_squares(
     program: Program, load: LoadWeight, token_ids: NDArray[np.int32]
 ) -> dict[str, Floats]:
-    """Returns the mean square of each input over one text, by the reference's formulas but for
-    products of many rows at once.
+    """Returns the mean square of each input over one text, by the reference's formulas, with
+    matmuls of many rows at once.
     """
     groups = program.groups
     last_axis = max((op.axis for op in program.ops if isinstance(op, Embedding)), default=0)
@@ -109,7 +106,7 @@ def _compute(op: Op, step: ReferenceStep, load: LoadWeight) -> None:
 
 
 def _floats(packed: StoredWeight) -> NDArray:
-    """Returns vectors in float64, and matrices in fp32, to be widened as they are used."""
+    """Returns vectors in float64, and matrices in fp32, which are widened when used."""
     array = packed.dequantize()
     return array.astype(np.float64) if array.ndim == 1 else array
 
@@ -152,9 +149,9 @@ def _multiply(matrix: NDArray, x: Floats) -> Floats:
 
 
 def _small_products(matrix: NDArray, x: Floats) -> Floats:
-    """Multiplies in pieces of 8 outputs by few enough rows that BLAS starts no threads for one. Its
-    threads spin while they wait: beside busy neighbours whole products took ten times as long (two
-    cores); alone they are a third faster.
+    """Multiplies in chunks of 8 outputs and so few rows that BLAS starts no threads. Its threads
+    spin while they wait: beside busy processes whole matmuls took 10x as long on two cores; alone
+    they are a third faster.
     """
     num_outputs, num_inputs = matrix.shape
     wide = np.zeros((-(-num_outputs // 8) * 8, num_inputs))
@@ -169,8 +166,8 @@ def _small_products(matrix: NDArray, x: Floats) -> Floats:
 
 
 def _power_of_two(power: Floats) -> NDArray[np.float32]:
-    """Returns powers of two against the mean, at least `FLOOR` of it; ones where nothing comes in,
-    or values that are not numbers.
+    """Returns powers of two relative to the mean, at least `FLOOR`; ones if all inputs are zero or
+    some are NaN.
     """
     mean = power.mean()
     if not np.isfinite(mean) or mean == 0:

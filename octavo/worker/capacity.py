@@ -1,8 +1,7 @@
-"""How much of a machine's memory an engine takes, and how many requests then fit, before anything
-is loaded.
+"""Estimates an engine's memory and how many requests fit, before anything is loaded.
 
-Knows sizes only: bytes of weights, of a step's buffers, of KV blocks. `memory.py` decides what the
-KV cache really gets.
+Knows sizes only: bytes of weights, of a step's buffers, of KV blocks. `memory.py` decides the size
+of the KV cache.
 """
 
 from __future__ import annotations
@@ -37,34 +36,34 @@ SPARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The memory of an engine, by what takes it."""
+    """The memory of an engine, by use."""
 
     memory_bytes: int
-    """All memory that the engine may take."""
+    """All memory that the engine may use."""
     weight_bytes: int
     step_bytes: int
     groups: tuple[GroupSize, ...]
     demand: KvDemand
     wanted_kv_bytes: int | None = None
-    """Bytes of the KV cache that the options name."""
+    """Bytes of the KV cache that the options set."""
     planner: KvPlanner | None = None
-    """Plans a KV cache of which a part is in a file; None if all is in memory."""
+    """Plans a KV cache that is partly in a file; None if all is in memory."""
     share: float = SAFE_SHARE
-    """Largest share of the memory left that the KV cache gets where the options name none."""
+    """Largest share of the free memory for the KV cache if the options set no size."""
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes taken apart from the KV cache."""
+        """Bytes used besides the KV cache."""
         return self.weight_bytes + self.step_bytes + PROCESS_BYTES
 
     @property
     def left_bytes(self) -> int:
-        """Bytes left for the KV cache; below 0 where not even the weights fit."""
+        """Bytes left for the KV cache; below 0 if not even the weights fit."""
         return self.memory_bytes - self.fixed_bytes
 
     @property
     def least_kv_bytes(self) -> int:
-        """Bytes that the options name for the KV cache, else those of one request of the longest
+        """Bytes that the options set for the KV cache, else those of one request of the longest
         context.
         """
         least = sum(group.block_bytes * group.least_blocks(self.demand) for group in self.groups)
@@ -72,21 +71,19 @@ class Capacity:
 
     @property
     def shortfall_bytes(self) -> int:
-        """Bytes that are missing; 0 where the engine fits."""
+        """Missing bytes; 0 if the engine fits."""
         return max(0, self.least_kv_bytes - self.left_bytes)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that the KV cache may have: as the options name them, else what is left but for
-        some to spare.
-        """
+        """Bytes for the KV cache: as set by the options, else what is left minus a reserve."""
         if self.wanted_kv_bytes is not None:
             return self.wanted_kv_bytes
         return max(0, int(self.left_bytes * (1 - SPARE)))
 
     @property
     def kv_token_bytes(self) -> float:
-        """Bytes of a token in all groups but those of states, before any window releases it."""
+        """Bytes of a token in all groups but states, before any window releases it."""
         return (
             sum(group.stored_bytes for group in self.groups if not group.spec.is_rewritten)
             / BLOCK_SIZE
@@ -94,7 +91,7 @@ class Capacity:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose K and V there is room for, in memory or in a file."""
+        """Tokens whose K and V fit, in memory or in a file."""
         if self.planner is not None:
             return self.budget().num_tokens
         return round(self.kv_bytes / self.kv_token_bytes)
@@ -112,8 +109,8 @@ class Capacity:
         )
 
     def max_requests(self, num_tokens: int) -> int:
-        """Returns how many requests of `num_tokens` tokens each fit at once; where none keeps any
-        KV, as many as may run.
+        """Returns how many requests of `num_tokens` tokens each fit at once; without KV, as many as
+        may run.
         """
         if self.planner is not None:
             return self.kv_tokens // num_tokens
@@ -134,7 +131,7 @@ class Capacity:
         return low
 
     def check(self, name: str) -> None:
-        """Raises ConfigError where the model cannot fit, with what is missing."""
+        """Raises ConfigError with the missing bytes if the model cannot fit."""
         if self.shortfall_bytes:
             kv = f"KV cache {format_bytes(self.least_kv_bytes)}"
             if self.wanted_kv_bytes is None:
@@ -164,14 +161,14 @@ class Capacity:
         )
 
 
-def capacity_of(
+def get_capacity(
     config: EngineConfig,
     footprint: Footprint,
     memory_bytes: int,
     *,
     share: float = SAFE_SHARE,
 ) -> Capacity:
-    """Returns what an engine with these options takes of `memory_bytes`."""
+    """Returns the use of `memory_bytes` by an engine with these options."""
     return Capacity(
         memory_bytes=memory_bytes,
         weight_bytes=footprint.resident_bytes,

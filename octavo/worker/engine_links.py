@@ -1,8 +1,7 @@
-"""One engine's connections to those with which it shares its experts: who has begun which step, and
-who has ended.
+"""Connections among engines that share experts: which step each has begun, and which have ended.
 
-Every engine computes the same number of steps. The first that begins one tells the others, and
-those without work take part in it with no rows. Knows numbers and sockets.
+Every engine computes the same number of steps. The first that begins one notifies the others, and
+those without work join it with a dummy step. Knows numbers and sockets.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from collections.abc import Callable, Sequence
 from octavo.api.errors import OctavoError, PeerEngineDead
 
 NOTICE_S = 1.0
-"""Time within which the end of another engine is noticed once an exchange with it has broken, in
-seconds."""
+"""Seconds within which another engine's end is noticed after an exchange with it fails."""
 NUMBER_BYTES = 8
 """Size of a message: the number of a step that has begun."""
 
@@ -26,7 +24,7 @@ class EngineLinks:
     """The connections of engine `index`, with a thread that reads them."""
 
     def __init__(self, index: int, files: Sequence[int]) -> None:
-        """`files` are descriptors of sockets to the other engines, in their order."""
+        """`files`: descriptors of sockets to the other engines, by index."""
         self.begun = 0
         """Number of the last step that any engine has begun."""
         self._taken = 0
@@ -52,7 +50,7 @@ class EngineLinks:
         return self.begun > self._taken
 
     def begin(self) -> None:
-        """Begins this engine's next step, and tells the others if it is the first to do so."""
+        """Begins this engine's next step, and notifies the others if it is the first."""
         with self._lock:
             self._taken += 1
             if self._taken <= self.begun:
@@ -64,13 +62,13 @@ class EngineLinks:
                 link.sendall(message)
 
     def when_called(self, on_call: Callable[[], None]) -> None:
-        """Arranges for calls, from another thread, whenever this engine has fallen behind."""
+        """Registers a callback, from another thread, for whenever this engine is behind."""
         self._on_call = on_call
         if self.is_behind:
             on_call()
 
     def when_lost(self, on_loss: Callable[[OctavoError], None]) -> None:
-        """Arranges for one call when another engine has ended; now if one has."""
+        """Registers a callback for the end of another engine; called now if one has ended."""
         with self._lock:
             if self._lost is None:
                 self._on_loss.append(on_loss)
@@ -78,14 +76,12 @@ class EngineLinks:
         on_loss(self._lost)
 
     def await_loss(self, timeout_s: float = NOTICE_S) -> OctavoError | None:
-        """Returns why another engine's end is the end of this one, None where none has ended within
-        the time.
-        """
+        """Returns the error of another engine's end; None if none ends within the timeout."""
         self._is_lost.wait(timeout_s)
         return self._lost
 
     def close(self) -> None:
-        """Ends the connections, which the others take for this engine's end."""
+        """Closes the connections, which ends the other engines too."""
         self._closing = True
         for link in self._sockets.values():
             with contextlib.suppress(OSError):
@@ -101,12 +97,12 @@ class EngineLinks:
                 selector.register(link, selectors.EVENT_READ, engine)
             while not self._closing:
                 for key, _ in selector.select():
-                    if not self._take(key.data, rests[key.data]):
+                    if not self._receive(key.data, rests[key.data]):
                         self._note_loss(key.data)
                         return
 
-    def _take(self, engine: int, rest: bytearray) -> bool:
-        """Reads what an engine says; returns False once it has ended."""
+    def _receive(self, engine: int, rest: bytearray) -> bool:
+        """Reads an engine's messages; returns False once it has ended."""
         try:
             data = self._sockets[engine].recv(4096)
         except OSError:

@@ -1,7 +1,7 @@
-"""An executor whose steps are those of several engines at once, since they share their experts.
+"""An executor of engines that share experts: each step is computed by all of them together.
 
-A plan with rows begins the next common step; a plan without takes part in one that another engine
-has begun. Any fault ends the engine: the others wait for it within the step.
+A plan with rows begins the next common step; a dummy step joins one that another engine has begun.
+Any fault ends the engine, since the others wait for it within the step.
 """
 
 from __future__ import annotations
@@ -86,16 +86,14 @@ class JoinedExecutor:
         self._executor.close()
 
     def _joined(self, plan: StepPlan) -> StepPlan:
-        """Returns the plan as it is carried out, and begins a common step where it computes one."""
+        """Returns the plan to carry out, and begins a common step if it computes one."""
         if not plan.rows and not self._links.is_behind:
             return plan
         self._links.begin()
         return plan if plan.rows else msgspec.structs.replace(plan, joins=True)
 
     def _ended_by(self, error: Exception) -> EngineDead:
-        """Returns the error to raise after a fault: why another engine has ended, where that was
-        the reason.
-        """
+        """Returns the error to raise after a fault: another engine's end, if that is the cause."""
         lost = self._links.await_loss() if isinstance(error, EngineDead) else None
         if isinstance(lost, EngineDead):
             return lost

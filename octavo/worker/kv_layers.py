@@ -1,7 +1,6 @@
-"""Layers of blocks on the device, read while a step writes them; and what has a connector send
-them.
+"""Reads layers of blocks while a step writes them, and streams them through a connector.
 
-Owns no byte and no thread. A layer may be read once the step has counted its write, and until the
+Owns no memory and no thread. A layer may be read once the step has counted its write, until the
 step's caller has the result: afterwards the block may be another request's.
 """
 
@@ -22,7 +21,7 @@ from octavo.worker.model_input import ModelInput
 
 
 class KvLayers:
-    """The layers that a Program's steps write, in the order in which they do."""
+    """The layers that a Program's steps write, in order."""
 
     def __init__(
         self,
@@ -32,7 +31,7 @@ class KvLayers:
         layouts: Sequence[KvLayout],
     ) -> None:
         self.writes = list(runnable.kv_writes or ())
-        """The (group, layer) of each write."""
+        """(group, layer) of each write."""
         self._runnable = runnable
         self._kv = kv
         self._places = places
@@ -44,7 +43,6 @@ class KvLayers:
         return self._runnable.kv_written
 
     def layer_bytes(self, group: int) -> int:
-        """Returns the bytes of a group's block in one layer."""
         return self._layer_bytes[group]
 
     def read(self, group: int, layer: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
@@ -63,31 +61,30 @@ class LayerSender(Protocol):
     def sends_layers(self) -> bool: ...
 
     def begin_stream(self, blocks: Sequence[StreamedBlock], layers: KvLayers) -> None:
-        """Begins to send the layers that the coming step writes; returns at once."""
+        """Begins to send the layers that the next step writes; returns at once."""
         ...
 
     def end_stream(self) -> None:
-        """Takes what the step has written by its end; afterwards no block is read."""
+        """Reads what the step has written by its end; afterwards no block is read."""
         ...
 
 
 class LayerStreaming:
-    """Has the blocks of a plan sent while the rows are computed that fill them."""
+    """Sends the blocks of a plan while the step that fills them is computed."""
 
     def __init__(self, sender: LayerSender, layers: KvLayers) -> None:
         self._sender = sender
         self._layers = layers
         self._blocks: Sequence[StreamedBlock] = ()
 
-    def take(self, plan: ConnectorPlan | None) -> None:
-        """Notes the blocks of the plan that is carried out now."""
+    def set_plan(self, plan: ConnectorPlan | None) -> None:
+        """Sets the blocks of the current plan."""
         self._blocks = () if plan is None else plan.stream
 
     @contextmanager
     def during(self, inputs: Sequence[ModelInput]) -> Iterator[None]:
-        """Streams the blocks of a step's rows while the caller computes it. A step of several
-        inputs writes the layers of each in turn, so that their count says nothing of a block's:
-        its blocks come whole.
+        """Streams the blocks of a step while the caller computes it. Blocks of a step of several
+        inputs are not streamed, since it writes each layer several times.
         """
         ids = {row.request_id for row in inputs[0].scheduled} if len(inputs) == 1 else set()
         blocks = [block for block in self._blocks if block.request_id in ids]
@@ -108,8 +105,8 @@ def layer_streaming(
     places: BlockPlaces,
     layouts: Sequence[KvLayout],
 ) -> LayerStreaming | None:
-    """Returns what streams a Program's blocks; None where its backend cannot say which layers are
-    written, or no other engine would get them.
+    """Returns the streaming of a Program's blocks; None if its backend does not report written
+    layers, or the connector sends none.
     """
     if not (isinstance(connector, LayerSender) and connector.sends_layers):
         return None

@@ -1,6 +1,4 @@
-"""A progress bar while weights load: it stands between a backend and the reader of its weights, and
-counts them.
-"""
+"""A progress bar for loading weights, between a backend and the reader of its weights."""
 
 from __future__ import annotations
 
@@ -12,18 +10,18 @@ from octavo.quant.blocks import StoredWeight
 from octavo.utils.progress import Bar
 
 PATIENCE_S = 0.5
-"""Seconds before the bar appears; a load that is over sooner shows nothing."""
+"""Seconds before the bar appears; faster loads show nothing."""
 
 
 class LoadBar:
-    """A bar over `total` weights, shown while it is entered."""
+    """A progress bar over `total` weights, as a context manager."""
 
     def __init__(self, load: LoadWeight, total: int) -> None:
         self._load = load
         self._bar = Bar("weights", total, patience_s=PATIENCE_S)
 
     def load(self, weight: Weight) -> StoredWeight:
-        """Reads a weight and moves the bar on."""
+        """Reads a weight and advances the bar."""
         packed = self._load(weight)
         self._bar.advance()
         return packed

@@ -1,6 +1,4 @@
-"""A model whose weights are in place, or one rank's part of it: how many KV blocks fit beside them,
-and the worker over these blocks.
-"""
+"""A loaded model, or one rank's part of it: plans its KV blocks and builds its worker."""
 
 from __future__ import annotations
 
@@ -56,12 +54,12 @@ from octavo.worker.worker import Worker
 
 
 class LoadedDraft(NamedTuple):
-    """The prepared Program of a model, or a head, that drafts for another."""
+    """The prepared Program of a draft model or head."""
 
     runnable: Runnable
     ids: DraftVocabulary
     features: int | None = None
-    """Group of the features that a head reads."""
+    """Cache group of the features that a head reads."""
 
 
 MakeConnector: TypeAlias = "Callable[[LoadedModel, RankSlots, TellReport], ConnectorWorker]"
@@ -69,31 +67,30 @@ MakeConnector: TypeAlias = "Callable[[LoadedModel, RankSlots, TellReport], Conne
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model or one rank's part of it, its Programs prepared. `config` has every option derived.
-    Implements `ranks.process.LoadedRank`.
+    """A model or one rank's part of it, with its Programs prepared. All options of `config` are
+    derived.
     """
 
     config: EngineConfig
     programs: Mapping[str, Program]
-    """The model's Programs by name, the one that its requests run first."""
+    """The model's Programs by name, that of its requests first."""
     backend: Backend
     rows: InputBatch
-    """Arrays of the running requests, which the worker keeps."""
+    """Rows of the running requests."""
     runnables: Mapping[str, Runnable]
-    """The prepared Programs by the same names. Each runs over batches of its own, all over one KV
-    cache."""
+    """The prepared Programs by the same names, which share one KV cache."""
     adapters: AdapterStore | None = None
-    """Adapters of its rows; None where the engine takes none."""
+    """Adapters of its rows; None without LoRA."""
     tower: ImageTower | None = None
-    """Tower for images; None where the model reads none."""
+    """Image encoder; None if the model reads no images."""
     draft: LoadedDraft | None = None
-    """Model that drafts for it, over the same cache groups."""
+    """Draft model over the same cache groups."""
     side: Runnable | None = None
-    """Program of an extension, prepared from the first one's weights; None if there is none."""
+    """Program of an extension, prepared from the first one's weights."""
     link: StageLink | None = None
-    """Place among the stages that share out the layers; None where there is one."""
+    """Pipes to the neighbouring pipeline stages; None without pipeline parallelism."""
     make_connector: MakeConnector | None = None
-    """Function that makes the connector of a rank other than the first; None on that one."""
+    """Makes the connector of a rank other than the first; None on the first."""
 
     @property
     def program(self) -> Program:
@@ -107,19 +104,19 @@ class LoadedModel:
         return encoders[0] if encoders else None
 
     @property
-    def redraws(self) -> bool:
-        """Whether rows of a step can be drawn again once all are drawn."""
+    def can_resample(self) -> bool:
+        """Whether samples of a step can be verified and resampled."""
         return next(iter(self.runnables.values())).max_verified > 0
 
     @property
     def layouts(self) -> tuple[KvLayout, ...]:
-        """Layouts of the model's cache groups, which all Programs with KV have in common."""
+        """Layouts of the model's cache groups, which all its Programs share."""
         drafting = {} if self.draft is None else {"draft": self.draft.runnable}
         return common_layouts({**self.runnables, **drafting})
 
     def kv_budget(self) -> KvBudget:
-        """Returns the KV cache's size: as the options say, else a safe share of the machine's
-        memory, or all that is left of a device's own.
+        """Returns the size of the KV cache: as set by options, else a safe share of the machine's
+        memory, or the rest of a device's memory.
         """
         config = self.config
         memory = device_memory(self.backend)
@@ -133,11 +130,10 @@ class LoadedModel:
         )
 
     def num_blocks(self) -> Sequence[int]:
-        """Returns how many KV blocks of each cache group fit."""
         return self.kv_budget().num_blocks
 
     def connect(self, slots: RankSlots, tell: TellReport) -> ConnectorWorker:
-        """Makes what moves this rank's part of blocks to other engines and back."""
+        """Makes this rank's connector to other engines."""
         assert self.make_connector is not None, "the first rank makes its own"
         return self.make_connector(self, slots, tell)
 
@@ -148,8 +144,8 @@ class LoadedModel:
         connector: ConnectorWorker | None = None,
         report: Report = lambda text: None,
     ) -> Worker:
-        """Makes the worker, with memory for this many blocks of each group, on the device and for
-        swapped requests.
+        """Makes the worker with this many blocks of each group, on the device and for swapped
+        requests.
         """
         kv, places = self._kv_memory(num_blocks, report)
         host = [
@@ -186,7 +182,7 @@ class LoadedModel:
 
     @property
     def writes_layers(self) -> bool:
-        """Whether its steps say, while they compute, which layers' keys and values are written."""
+        """Whether its steps report written layers while they compute."""
         return next(iter(self.runnables.values())).kv_writes is not None
 
     def _media(self) -> StepMedia | None:
@@ -195,13 +191,13 @@ class LoadedModel:
         return StepMedia(self.tower, self.rows, num_axes=num_position_axes(self.program))
 
     def await_input(self, plan: StepPlan) -> None:
-        """Waits for the hidden states of the stage before, where there is one."""
+        """Waits for the hidden states of the previous stage, if there is one."""
         if plan.rows and self.link is not None and self.link.before is not None:
             self.link.before.receive()
 
-    def append_tokens(self, drawn: Sequence[SampledTokens]) -> None:
-        """Notes tokens that the last stage has drawn."""
-        for tokens in drawn:
+    def append_tokens(self, sampled: Sequence[SampledTokens]) -> None:
+        """Appends tokens that the last stage has sampled."""
+        for tokens in sampled:
             self.rows.write_tokens(tokens.request_id, tokens.start, tokens.token_ids)
 
     def _draft_model(self, kv: KvCache) -> DraftModel | None:
@@ -218,7 +214,7 @@ class LoadedModel:
         )
 
     def _runner(self, name: str, kv: KvCache, media: StepMedia | None) -> ProgramRunner:
-        """Makes what runs a Program's steps, by what the Program makes of its rows."""
+        """Makes the runner of a Program, by its outputs."""
         program, runnable = self.programs[name], self.runnables[name]
         if "hidden" in program.outputs:
             assert self.link is not None, "only one of several stages hands on hidden states"
@@ -231,9 +227,7 @@ class LoadedModel:
         return PoolingRunner(runnable, kv, self.rows, num_position_axes=num_axes)
 
     def _kv_memory(self, num_blocks: Sequence[int], report: Report) -> tuple[KvCache, BlockPlaces]:
-        """Allocates the device's memory for KV in the layout that the options name, and says where
-        blocks lie in it.
-        """
+        """Allocates the KV memory in the layout of the options; returns it with its places."""
         config, backend, layouts = self.config, self.backend, self.layouts
         if config.cache.kv_layout == "paged":
             return backend.allocate(layouts, num_blocks), PagedPlaces()
@@ -259,7 +253,7 @@ class LoadedModel:
 
 
 def common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...]:
-    """Returns the layouts that prepared Programs share; ConfigError where two of them differ."""
+    """Returns the layouts that prepared Programs share; ConfigError if two differ."""
     name = ""
     layouts: tuple[KvLayout, ...] = ()
     for other, runnable in runnables.items():
@@ -278,8 +272,8 @@ def common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...]:
 def make_input_batch(
     config: EngineConfig, options: BackendOptions, program: Program, grammars: Grammars
 ) -> InputBatch:
-    """Makes the arrays of as many requests as may run; ConfigError, before any weight is read,
-    where they do not fit into memory.
+    """Makes the rows of as many requests as may run; ConfigError, before any weight is read, if
+    they do not fit in memory.
     """
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "derive() has set it"
@@ -312,13 +306,13 @@ def make_input_batch(
 
 
 def device_memory(backend: Backend) -> DeviceMemory | None:
-    """Returns the memory of a device that has its own; None where it is the machine's."""
+    """Returns the memory of a device that has its own; None if it is the machine's."""
     return backend.memory()
 
 
 def host_bytes(config: EngineConfig) -> int | None:
-    """Returns the bytes of the machine's memory that are free, or one rank's share of them; None
-    where the system does not say.
+    """Returns the free bytes of the machine's memory, or one rank's share of them; None if the
+    system does not report them.
     """
     available = Machine().available_bytes()
     return None if available is None else available // config.backend.num_ranks

@@ -1,8 +1,8 @@
-"""What this process may use of the machine: compute threads and memory, under affinity masks,
-control groups (v1 and v2), `ulimit -v`.
+"""Compute threads and memory available to this process, under affinity masks, control groups (v1
+and v2) and `ulimit -v`.
 
-Only reads; every path is below `root`, so that tests can describe other machines. Source: the
-kernel's documents cgroup-v1, cgroup-v2, sysfs.
+Only reads; every path is below `root`, so tests can describe other machines. Source: the kernel
+documentation of cgroup-v1, cgroup-v2, sysfs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 UNLIMITED_BYTES = 1 << 60
-"""Bytes from which a limit counts as none: cgroup v1 writes "no limit" as a number near 2^63."""
+"""Limits from here on count as none: cgroup v1 writes "no limit" as a number near 2^63."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A view of the machine from this process."""
+    """The machine as this process sees it."""
 
     root: Path = Path("/")
 
@@ -39,8 +39,8 @@ class Machine:
         return "unnamed CPU"
 
     def available_bytes(self) -> int | None:
-        """Returns the memory that can still be taken without swapping or being killed; None where
-        the system does not say.
+        """Returns the memory that can be allocated without swapping or being killed; None if the
+        system does not report it.
         """
         limits = [
             value
@@ -59,11 +59,11 @@ class Machine:
             if hasattr(os, "sched_getaffinity")
             else set(range(os.cpu_count() or 1))
         )
-        cores = {self._core_of(cpu) for cpu in cpus}
+        cores = {self._get_core(cpu) for cpu in cpus}
         return len(cores)
 
-    def _core_of(self, cpu: int) -> str:
-        """Returns a text that is the same for the hardware threads of one core."""
+    def _get_core(self, cpu: int) -> str:
+        """Returns a key that the hardware threads of one core share."""
         topology = self.root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         siblings = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")
         return siblings or f"cpu{cpu}"
@@ -102,8 +102,8 @@ class Machine:
         return int(limit[1]) - int(taken[1]) * 1024 if limit and taken else None
 
     def _group_free_bytes(self) -> Iterator[int]:
-        """Yields what is left of each control group's limit; pages of files that can be dropped
-        count as free.
+        """Yields what is left of each control group's limit; reclaimable page cache counts as
+        free.
         """
         names = {
             "": ("memory.max", "memory.current", "inactive_file"),
@@ -116,8 +116,8 @@ class Machine:
                     yield limit - usage + _statistic(group / "memory.stat", cached_name)
 
     def _groups(self, controller: str) -> Iterator[Path]:
-        """Yields this process's control group of a v1 controller ("" is v2) and all above it, as
-        they are mounted here.
+        """Yields the directories of this process's control group of a v1 controller ("" is v2), and
+        of all above it.
         """
         mount = self.root / "sys/fs/cgroup"
         for line in (_read(self.root / "proc/self/cgroup") or "").splitlines():

@@ -29,28 +29,28 @@ from octavo.executor.kv import BLOCK_SIZE, KvLayout
 from octavo.program.program import CacheGroup
 
 SAFE_SHARE = 0.5
-"""Share of the free memory that the KV cache gets; the rest is for the step's buffers, the page
-cache of mapped weights, and the machine's other processes.
+"""Share of the free memory for the KV cache; the rest is for the step's buffers, the page cache of
+mapped weights, and other processes.
 """
 
 STATE_SHARE = 0.5
-"""Share of the KV cache's bytes that states may take, where they do not all fit."""
+"""Share of the KV cache's bytes for states if they do not all fit."""
 
 CHECKPOINT_TOKENS = 256
-"""Tokens from one named state to the next. Each step of a prompt ends there, and a request that
-finds a prefix computes fewer tokens than this behind it.
+"""Tokens between two hashed states. Each step of a prompt ends at one, and a request with a prefix
+hit computes fewer tokens than this again.
 """
 
 UNKNOWN_BYTES = 2 << 30
-"""Bytes taken as free where the system does not say what is."""
+"""Free memory to assume if the system does not report it, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """A cache group as the budget sees it."""
+    """Sizes of a cache group's blocks."""
 
     block_bytes: int
-    """Bytes that a block takes in memory, whatever is in a file."""
+    """Bytes of a block in memory, even if a part is in a file."""
     spec: AnyKVCacheSpec = GROWING
     record_bytes: int = 0
     """Bytes of a block in one of the layers whose blocks may be in a file."""
@@ -59,29 +59,29 @@ class GroupSize:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of a block, be they in memory or in a file."""
+        """Bytes of a block, in memory or in a file."""
         return self.block_bytes + self.num_in_file * self.record_bytes
 
     def least_blocks(self, demand: KvDemand) -> int:
-        """Counts the blocks without which the longest request cannot run."""
+        """Returns the number of blocks that the longest request needs."""
         return self.spec.least_blocks(demand, BLOCK_SIZE)
 
     def most_blocks(self, demand: KvDemand) -> int:
-        """Counts the blocks beyond which no request would ever wait for this group."""
+        """Returns the number of blocks with which no request ever waits for this group."""
         return self.spec.most_blocks(demand, BLOCK_SIZE)
 
     def most_running(self, demand: KvDemand) -> int:
-        """Counts the blocks of `most_blocks` that are not there for checkpoints."""
+        """Returns the blocks of `most_blocks` besides those for checkpoints."""
         return demand.max_num_seqs if self.spec.is_rewritten else self.most_blocks(demand)
 
 
 def life_of(
     group: CacheGroup, *, keeps_kv: bool, max_encoder_len: int = 0, finds_prefixes: bool = True
 ) -> AnyKVCacheSpec:
-    """Returns how long the blocks of a Program's cache group live.
+    """Returns the spec of a Program's cache group.
 
-    Where KV is not kept from step to step (`keeps_kv`), a step writes whole contexts again, and no
-    window releases anything. Where no prefix is found again, no state is kept for that.
+    Without `keeps_kv` each step writes whole contexts again, so no window releases blocks. Without
+    prefix caching no state is kept as a checkpoint.
     """
     if group.one_step:
         return EncoderSpec(max_encoder_len) if group.of_input else SingleStepSpec()
@@ -112,7 +112,7 @@ def group_sizes(config: EngineConfig, layouts: Sequence[KvLayout]) -> list[Group
 
 
 def demand_of(config: EngineConfig) -> KvDemand:
-    """Returns the largest demand of an engine with these options on its KV cache."""
+    """Returns the largest demand on the KV cache under these options."""
     assert config.model.max_model_len is not None, "derive() has set it"
     options = config.scheduler
     return KvDemand(
@@ -132,11 +132,11 @@ class KvBudget:
     groups: tuple[GroupSize, ...]
     demand: KvDemand
     num_kept: int = 0
-    """Blocks that memory keeps of each layer whose blocks may be in a file."""
+    """Blocks in memory of each layer whose blocks may be in a file."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all requests together, in the groups that keep every token."""
+        """Tokens of all requests in the groups that keep every token."""
         bounding = [
             count
             for count, group in zip(self.num_blocks, self.groups, strict=True)
@@ -146,7 +146,7 @@ class KvBudget:
 
     @property
     def bounds_tokens(self) -> bool:
-        """Whether the blocks bound the tokens, and not only the number of requests."""
+        """Whether blocks limit the number of tokens, not only that of requests."""
         specs = [group.spec for group in self.groups]
         return any(spec.keeps_every_token for spec in specs) or all(spec.grows for spec in specs)
 
@@ -200,12 +200,11 @@ def plan_kv(
     planner: KvPlanner | None = None,
 ) -> KvBudget:
     """Plans blocks for `wanted_bytes`; by default for `max_num_seqs` whole contexts, within a share
-    of what is free. A `planner` plans instead, if blocks may be in a file.
+    of the free memory. A `planner` plans instead if blocks may be in a file.
 
-    All groups get the same number, except those that never need as many, and states, which have
-    their places first: one for each request, within a share of the bytes, and then as many
-    checkpoints as the other groups' tokens have. ConfigError where not even one request of
-    `max_model_len` tokens fits.
+    All groups get the same number, except those that never need as many, and states. States come
+    first: one for each request, within a share of the bytes, then as many checkpoints as the other
+    groups' tokens have. ConfigError if not even one request of `max_model_len` tokens fits.
     """
     if planner is not None:
         return planner(groups, demand)
@@ -233,15 +232,15 @@ def plan_kv(
 
 
 def _kept_bytes(group: GroupSize, num_blocks: int, num_kept: int) -> int:
-    """Returns the bytes in memory of the layers whose blocks may be in a file: one layer's in
-    whole, and what each keeps.
+    """Returns the bytes in memory of the layers whose blocks may be in a file: all blocks of one
+    layer, and the kept ones of each.
     """
     return (num_blocks + num_kept * group.num_in_file) * group.record_bytes
 
 
 def most_blocks(num_bytes: int, groups: Sequence[GroupSize], demand: KvDemand) -> list[int]:
-    """Returns the most blocks of each group: as many as it ever needs; of states, apart from their
-    checkpoints, as many as fit into their share, and at least one.
+    """Returns the largest number of blocks of each group: as many as it ever needs; of states,
+    besides checkpoints, as many as fit in their share, at least one.
     """
     states = sum(group.block_bytes for group in groups if isinstance(group.spec, StateSpec))
     fit = max(1, int(num_bytes * STATE_SHARE) // states) if states else 0
@@ -261,8 +260,8 @@ def _too_little(
     *,
     share: float | None,
 ) -> ConfigError:
-    """Returns the error for `num_blocks` blocks in `given_bytes`, fewer than one request needs;
-    `share` of the free memory they are, None where the options name the bytes.
+    """Returns the error for `num_blocks` blocks in `given_bytes`, fewer than one request needs.
+    `share`: their share of the free memory, None if the options set the bytes.
     """
     length = f"set max_model_len to at most {num_blocks * BLOCK_SIZE}"
     if share is None:
@@ -281,7 +280,7 @@ def _too_little(
 
 
 def memory_table(memory: DeviceMemory, kv_bytes: int) -> str:
-    """Describes a device's memory once the KV cache lies in it, a line for each part."""
+    """Describes a device's memory with the KV cache, one line per part."""
     free = memory.total_bytes - sum(memory.parts.values()) - kv_bytes
     rows = {"device": memory.total_bytes, **memory.parts, "KV cache": kv_bytes, "left free": free}
     width = max(map(len, rows))
@@ -304,7 +303,7 @@ def _most_within(
 def block_counts(
     num_blocks: int, groups: Sequence[GroupSize], caps: Sequence[int], *, keeps_checkpoints: bool
 ) -> list[int]:
-    """Returns the blocks of each group where those that grow get `num_blocks`, up to their caps."""
+    """Returns the blocks of each group if growing groups get `num_blocks`, up to their caps."""
     num_tokens = num_blocks * BLOCK_SIZE if keeps_checkpoints else 0
     return [
         cap + group.spec.num_checkpoints(num_tokens)

@@ -1,8 +1,7 @@
-"""How one memory is shared best between weights that are streamed and K and V, where many requests
-share each arrival of the weights.
+"""The best split of one memory between streamed weights and K and V, for many concurrent requests.
 
-A byte of K and V takes the place of a pinned weight's, which is then read for each step; decision
-0032 has why nothing else is tried first. Knows sizes and rates only.
+A byte of K and V replaces a byte of pinned weights, which is then read in each step; decision 0032
+explains why nothing else is tried first. Knows sizes and rates only.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from octavo.config.sizes import format_bytes
 from octavo.worker.speed import Roofline
 
 CLEARLY = 1.1
-"""Factor by which a split has to be faster than the given one to count as better."""
+"""Factor by which a split must be faster than the given one to count as better."""
 AS_GOOD = 0.99
-"""Share of the highest rate that is as good as that."""
+"""Share of the highest rate that counts as equally good."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySplit:
-    """A memory for weights, one for K and V, and what they make of requests that run at once."""
+    """Memory for weights and for K and V, and the throughput of concurrent requests with them."""
 
     weights_bytes: int
     kv_bytes: int
@@ -30,10 +29,9 @@ class MemorySplit:
     streamed_bytes: int
     """Bytes that each step reads."""
     tokens_per_s: float
-    """Tokens per second of all requests together, at most."""
+    """Upper bound on tokens per second of all requests together."""
 
     def describe(self) -> str:
-        """Returns what stands beside the weights' memory."""
         return (
             f"and {format_bytes(self.kv_bytes)} for KV: {self.requests:,} requests of"
             f" {self.context:,} tokens, at most {self.tokens_per_s:.3g} tokens/s together"
@@ -41,9 +39,9 @@ class MemorySplit:
 
 
 def better_split(given: Roofline, context: int) -> MemorySplit | None:
-    """Returns the split of a plan's memory that makes most tokens a second of requests of `context`
-    tokens; None where the given one is about as good, or no weights are streamed from a disk whose
-    rate is known.
+    """Returns the split of a plan's memory with the highest throughput for requests of `context`
+    tokens. None if the given one is about as good, or no weights are streamed from a disk of known
+    rate.
     """
     footprint, capacity = given.footprint, given.capacity
     if not footprint.streamed_bytes or footprint.read_in_part or given.ceilings.disk is None:
@@ -55,9 +53,7 @@ def better_split(given: Roofline, context: int) -> MemorySplit | None:
 
 
 def best_split(given: Roofline, context: int) -> MemorySplit | None:
-    """Returns the split of the fewest requests that is as good as any; None where not one request
-    fits.
-    """
+    """Returns an equally good split with the fewest requests; None if not one request fits."""
     most = given.capacity.demand.max_num_seqs
     found = (_split(given, context, count) for count in range(1, most + 1))
     splits = [split for split in found if split is not None]
@@ -66,8 +62,8 @@ def best_split(given: Roofline, context: int) -> MemorySplit | None:
 
 
 def _split(given: Roofline, context: int, requests: int) -> MemorySplit | None:
-    """Returns the split for a number of requests; None where these do not fit, nor one of the
-    longest context.
+    """Returns the split for a number of requests; None if they do not fit, nor one of the longest
+    context.
     """
     footprint, capacity = given.footprint, given.capacity
     longest_bytes = capacity.request_bytes(capacity.demand.max_model_len)

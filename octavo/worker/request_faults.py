@@ -1,5 +1,5 @@
 """Faults of single requests: a request that cannot be set up, prepared or computed fails, and the
-others of its step go on.
+others of its step continue.
 
 Preparing depends on the plan alone, so every rank meets the same fault and drops the same request.
 A fault while rows are computed is narrowed to one request by running the requests one by one, which

@@ -1,9 +1,9 @@
-"""An executor that computes nothing: a step takes as long as a table says, on a clock of its own.
+"""An executor that computes nothing: a step advances a simulated clock by a tabulated time.
 Implements `ports.Executor`.
 
-For whatever asks how the scheduler would fare: tests of starvation and fairness, comparisons of
-policies, what-if questions about a machine. Its tokens mean nothing. The real scheduler drives it,
-through the real EngineCore with `SimulatedClock` as its clock.
+For scheduler experiments: tests of starvation and fairness, comparisons of policies, what-if
+questions about a machine. Its tokens mean nothing. The real scheduler drives it, through the real
+EngineCore with `SimulatedClock` as its clock.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ November 2026.
 """
 
 TOKEN = 7
-"""Id of the token that every row yields."""
+"""Id of the token that every sample has."""
 
 
 LIKELY = TokenLogprobs(
@@ -47,7 +47,7 @@ LIKELY = TokenLogprobs(
 
 @dataclass(slots=True)
 class SimulatedClock:
-    """A clock in seconds that only the executor moves on."""
+    """A clock in seconds that only the executor advances."""
 
     now: float = 0.0
 
@@ -60,13 +60,11 @@ class SimulatedCosts:
     """The time that a step takes."""
 
     table: tuple[tuple[int, float], ...] = SMOLLM2_ON_2_CORES
-    """(tokens in the step, seconds), ascending; straight lines between its points, and beyond the
-    last as before it.
-    """
+    """(tokens in the step, seconds), ascending; interpolated and extrapolated linearly."""
     context_token_s: float = 1e-6
-    """Seconds for each earlier token that a row attends to."""
+    """Seconds per earlier token that a row attends to."""
     move_s: float = 1e-4
-    """Seconds for each block copied, out to the host or in again."""
+    """Seconds per block copied to or from the host."""
 
     def compute_s(self, num_tokens: int) -> float:
         if num_tokens <= self.table[0][0]:
@@ -77,7 +75,7 @@ class SimulatedCosts:
 
 
 class SimulatedExecutor:
-    """An executor whose steps only move the clock on."""
+    """An executor whose steps only advance the clock."""
 
     def __init__(self, clock: SimulatedClock, costs: SimulatedCosts | None = None) -> None:
         self.clock = clock
@@ -107,11 +105,11 @@ class SimulatedExecutor:
 
     @property
     def progress(self) -> int:
-        """Constant: a step takes no time in which it could hang."""
+        """Constant: a step takes no real time."""
         return 0
 
     def compute_s(self, rows: list[ScheduledRequest]) -> float:
-        """Returns the seconds that a step of these rows takes."""
+        """Returns the seconds of a step of these rows."""
         if not rows:
             return 0.0
         num_tokens = num_context = 0
@@ -121,16 +119,16 @@ class SimulatedExecutor:
         return self.costs.compute_s(num_tokens) + self.costs.context_token_s * num_context
 
     def close(self) -> None:
-        """Does nothing: nothing is held."""
+        """No-op."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A step on its way through simulated stages. Implements `ports.Launched`."""
+    """A step in simulated stages. Implements `ports.Launched`."""
 
     made: StepResult
     end: float
-    """When the last stage has computed it."""
+    """Time at which the last stage has computed it."""
     clock: SimulatedClock
 
     def result(self) -> StepResult:
@@ -151,13 +149,13 @@ class SimulatedPipeline:
         *,
         whole: SimulatedExecutor | None = None,
     ) -> None:
-        """`whole` is the executor, on a clock of its own, whose steps the stages share out; by
-        default one of these costs.
+        """`whole`: executor with its own clock whose steps the stages divide; by default one with
+        these costs.
         """
         self.clock = clock
         self._whole = whole or SimulatedExecutor(SimulatedClock(), costs)
         self._free = [0.0] * num_stages
-        """When each stage has computed all that it was given."""
+        """Time at which each stage has computed all its steps."""
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
         made = self._whole.execute(plan)
@@ -172,11 +170,11 @@ class SimulatedPipeline:
 
     @property
     def progress(self) -> int:
-        """Constant: a step takes no time in which it could hang."""
+        """Constant: a step takes no real time."""
         return 0
 
     def close(self) -> None:
-        """Does nothing: nothing is held."""
+        """No-op."""
 
 
 def _result(row: ScheduledRequest) -> RowResult:

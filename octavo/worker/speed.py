@@ -1,11 +1,10 @@
-"""The roofline of a model on a machine: how many tokens per second it cannot exceed, in prefill and
-in decode.
+"""The roofline of a model on a machine: upper bounds on tokens per second in prefill and decode.
 
-A step takes at least the time to read its weights, K and V from memory, at least the time of its
-products, and at least the time to read its streamed weights from the disk; what takes longest
-counts. Source: Williams et al. 2009. For one request that decodes, weights are read at the rates
-that products of one row reach in their sizes, K and V at the rate of attention, and other stages
-take time of their own: with these measured, its rate is an estimate rather than a bound.
+A step takes at least the time to read its weights, K and V from memory, the time of its matmuls,
+and the time to read its streamed weights from disk; the longest one counts. Source: Williams et al.
+2009. For one decoding request, weights are read at the measured rates of one-row matmuls of their
+sizes, K and V at the rate of attention, and other stages add time: its rate is an estimate rather
+than a bound.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ class Roofline:
     ceilings: Ceilings
 
     def prefill_tokens_per_s(self, num_tokens: int) -> float:
-        """Returns the tokens per second of one prompt alone, in the chunks that the engine
-        makes.
-        """
+        """Returns the tokens per second of one prompt alone, in the engine's chunks."""
         chunk = self.capacity.demand.max_step_tokens
         seconds = 0.0
         for first in range(0, num_tokens, chunk):
@@ -44,7 +41,7 @@ class Roofline:
         return num_tokens / seconds
 
     def decode_tokens_per_s(self, num_requests: int, context: int) -> float:
-        """Returns the tokens per second of `num_requests` that decode together, each with `context`
+        """Returns the tokens per second of `num_requests` decoding together, each with `context`
         tokens before the new one.
         """
         products = (
@@ -59,7 +56,7 @@ class Roofline:
         return num_requests / self._seconds(num_requests * products, reading)
 
     def _seconds(self, products: int, reading: float) -> float:
-        """Returns the seconds of a step that takes `reading` to read its weights, K and V."""
+        """Returns the seconds of a step that needs `reading` seconds for its weights, K and V."""
         return max(
             2 * products / self.ceilings.operations,
             reading,
@@ -67,8 +64,8 @@ class Roofline:
         )
 
     def _one_row_seconds(self) -> float:
-        """Returns the seconds in which one token's step reads its weights, and of its stages beside
-        products.
+        """Returns the seconds for reading the weights of a one-token step and for its stages
+        besides matmuls.
         """
         footprint, ceilings = self.footprint, self.ceilings
 
@@ -81,8 +78,8 @@ class Roofline:
         return dense + experts + footprint.num_stages * ceilings.stage_seconds
 
     def _weights_read(self, num_tokens: int) -> float:
-        """Returns the bytes of weights read for `num_tokens` tokens; of experts those that some
-        token is routed to, if each is as likely.
+        """Returns the bytes of weights read for `num_tokens` tokens, assuming uniform routing to
+        experts.
         """
         sizes = self.footprint.weight_bytes
         dense = sum(sizes[weight] for weight in self.work.read_by_all)

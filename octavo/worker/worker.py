@@ -311,7 +311,7 @@ class Worker:
         if plan.connector is not None and self._connector is not None:
             self._connector.begin(plan.connector)
         if self._layers is not None:
-            self._layers.take(plan.connector)
+            self._layers.set_plan(plan.connector)
 
     def _move(self, moves: Sequence[BlockMove]) -> float:
         began = time.perf_counter()

@@ -17,7 +17,7 @@ class BlockArena:
         self._free = list(range(num_places - 1, -1, -1))
 
     def put(self, data: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Copies bytes into a free place and returns them there; None where none is free."""
+        """Copies bytes into a free place and returns them there; None if none is free."""
         assert len(data) <= self._place_bytes, "a block that is larger than a place"
         if not self._free:
             return None

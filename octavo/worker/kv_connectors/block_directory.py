@@ -149,7 +149,7 @@ class BlockDirectory:
         return gone
 
     def read(self, block: SlotBlock, into: memoryview) -> bool:
-        """Reads a block's bytes; False where its file is not there, or damaged, which is reported
+        """Reads a block's bytes; False if its file is not there, or damaged, which is reported
         and ends with its removal.
         """
         path = self.path_of(block.name)
@@ -271,7 +271,7 @@ class BlockDirectory:
         return sorted(before - self._names())
 
     def _set_time(self, path: Path, when: float) -> bool:
-        """Sets a file's time; False where it is gone: another engine has removed it, or it was
+        """Sets a file's time; False if it is gone: another engine has removed it, or it was
         damaged.
         """
         try:
@@ -299,7 +299,7 @@ class BlockDirectory:
 
 
 def open_root(text: str) -> Path:
-    """Returns the directory that an option names, made where it is not there; ConfigError where
+    """Returns the directory that an option names, made where it is not there; ConfigError if
     nothing can be written into it.
     """
     root = user_path(text).absolute()
@@ -315,7 +315,7 @@ def open_root(text: str) -> Path:
 
 
 def check_size(max_bytes: int, block_bytes: Sequence[int]) -> None:
-    """Raises ConfigError where not even one block of each cache group fits."""
+    """Raises ConfigError if not even one block of each cache group fits."""
     if max_bytes < sum(block_bytes):
         raise ConfigError(
             f"prefix_cache_size: got {max_bytes}, allowed is at least one block of each cache"
@@ -336,7 +336,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """Reads a file's status; None where another engine has removed it since it was listed."""
+    """Reads a file's status; None if another engine has removed it since it was listed."""
     try:
         return entry.stat(follow_symlinks=False)
     except OSError:
@@ -344,7 +344,7 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
 
 
 def _time_of(path: Path) -> float:
-    """Returns a file's time of change; 0 where there is none."""
+    """Returns a file's time of change; 0 if there is none."""
     try:
         return path.stat().st_mtime
     except OSError:

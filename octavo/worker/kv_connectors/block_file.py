@@ -37,7 +37,7 @@ def header_of(fingerprint: bytes, group: int, key: BlockKey, num_bytes: int) -> 
 
 
 def write_block_file(path: Path, temporary: Path, header: bytes, data: memoryview) -> int:
-    """Writes a block; returns how many bytes the file has. OSError where it cannot be written, and
+    """Writes a block; returns how many bytes the file has. OSError if it cannot be written, and
     then nothing of it is left.
     """
     try:

@@ -75,7 +75,7 @@ class LeavingPiece:
 
     name: BlockName
     data: bytes | None
-    """Bytes of the block; None where the send_buffer has them, whose places others may get."""
+    """Bytes of the block; None if the send_buffer has them, whose places others may get."""
     ask: Ask
 
 
@@ -120,7 +120,7 @@ class BlockSender:
         self._arena = None if mover is None else _arena_of(mover, slots, ends)
         self.send_buffer = SendBuffer(ends.max_bytes, self._release)
         self.socket = None if ends.listen is None else _listen(context, ends.listen, ends.secret)
-        """Socket at which others ask; None where this engine only fetches."""
+        """Socket at which others ask; None if this engine only fetches."""
         self._leaving: defaultdict[bytes, deque[Leaving | LeavingPiece]] = defaultdict(deque)
         """Messages that a peer's socket did not take yet."""
         self._stream: LayerStream | None = None
@@ -193,7 +193,7 @@ class BlockSender:
 
     def _send_group(self, group: StreamedGroup, num_layers: int) -> None:
         """Queues the first `num_layers` copied layers of a group for each ask that waits for its
-        blocks, but for those that it has been sent.
+        blocks, except for those that it has been sent.
         """
         waiting: defaultdict[tuple[Ask, int], list[int]] = defaultdict(list)
         for at, block in enumerate(group.blocks):

@@ -108,7 +108,7 @@ class MemoryServer:
             connection.close()
 
     def _next_request(self, connection: socket.socket) -> Sequence[NDArray[np.uint8]] | None:
-        """Waits for a request and returns the memory that it asks for; None where it may not."""
+        """Waits for a request and returns the memory that it asks for; None if it may not."""
         (count,) = COUNT.unpack(receive(connection, COUNT.size))
         if count > MAX_RANGES:
             return None
@@ -118,7 +118,7 @@ class MemoryServer:
         return wanted if len(wanted) == count else None
 
     def _memory_at(self, address: int, num_bytes: int) -> NDArray[np.uint8] | None:
-        """Returns a range of the registered memory; None where it does not lie within it."""
+        """Returns a range of the registered memory; None if it does not lie within it."""
         for memory in self._memories:
             first = address - memory.ctypes.data
             if 0 <= first <= len(memory) - num_bytes:
@@ -137,14 +137,14 @@ def set_timeout(connection: socket.socket, which: int, seconds: float) -> None:
 
 
 def receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Receives a number of bytes; OSError where they do not come."""
+    """Receives a number of bytes; OSError if they do not come."""
     data = np.empty(num_bytes, np.uint8)
     receive_into(connection, data)
     return data.tobytes()
 
 
 def receive_into(connection: socket.socket, into: NDArray[np.uint8]) -> None:
-    """Fills memory with the bytes that come next; OSError where they do not come."""
+    """Fills memory with the bytes that come next; OSError if they do not come."""
     done = 0
     while done < len(into):
         count = connection.recv_into(into[done:].data, 0, socket.MSG_WAITALL)
@@ -154,6 +154,6 @@ def receive_into(connection: socket.socket, into: NDArray[np.uint8]) -> None:
 
 
 def leave(connection: socket.socket) -> None:
-    """Ends a connection, so that the thread that waits for it goes on."""
+    """Ends a connection, so that the thread that waits for it continues."""
     with contextlib.suppress(OSError):  # the other side may have ended it
         connection.shutdown(socket.SHUT_RDWR)

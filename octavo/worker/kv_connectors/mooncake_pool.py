@@ -99,7 +99,7 @@ class MooncakePool:
 
 
 def check_pool(text: str) -> str:
-    """Returns the master's HOST:PORT; ConfigError or BackendUnavailable where an option names none,
+    """Returns the master's HOST:PORT; ConfigError or BackendUnavailable if an option names none,
     nothing listens there, or Mooncake cannot be imported.
     """
     if not text.startswith(SCHEME):

@@ -24,7 +24,7 @@ from octavo.transfer.block_transport import RemoteBytes, pieces_of
 TIMEOUT_S = 5.0
 """Seconds after which a read from an engine that stands still is given up."""
 POLL_S = 50e-6
-"""Seconds between two looks at a read that goes on."""
+"""Seconds between two looks at a read that continues."""
 INSTALL = "pip install 'octavo[nixl]'"
 
 logger = logging.getLogger(__name__)

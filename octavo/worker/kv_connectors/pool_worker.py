@@ -43,7 +43,7 @@ READ_PAUSE_S = 5.0
 LONG_S = 0.5
 """Seconds from which a failed read counts as one that took long."""
 CLOSE_S = 3.0
-"""Seconds for which each thread may go on after the engine has closed."""
+"""Seconds for which each thread may continue after the engine has closed."""
 MOST_AT_ONCE = 32
 """Blocks that are read or written together."""
 HEADER_BYTES = 1024
@@ -160,7 +160,7 @@ class PoolWorker:
         ]
 
     def _value(self, block: SlotBlock, place: NDArray[np.uint8]) -> StoreValue | None:
-        """Returns where a block's value lies in a place; None where it is too long for it."""
+        """Returns where a block's value lies in a place; None if it is too long for it."""
         num_bytes = len(self._header(block)) + self._slot_bytes(block) + CHECKSUM.size
         if num_bytes > len(place):
             return None
@@ -174,7 +174,7 @@ class PoolWorker:
         return int(self._slots[block.group].shape[1])
 
     def _take(self, block: SlotBlock, data: NDArray[np.uint8]) -> bool:
-        """Copies a value's block into its slot; False where it is another block, or damaged."""
+        """Copies a value's block into its slot; False if it is another block, or damaged."""
         header, end = self._header(block), len(data) - CHECKSUM.size
         (checksum,) = CHECKSUM.unpack(data[end:].tobytes())
         if data[: len(header)].tobytes() != header or checksum_of(data[:end]) != checksum:

@@ -126,7 +126,7 @@ class SentReports:
         self._send = send
 
     def begin(self, plan: ConnectorPlan) -> None:
-        """Does nothing: the first rank counts."""
+        """No-op: the first rank counts."""
 
     def add(self, report: ConnectorReport) -> None:
         self._send(report)

@@ -1,8 +1,8 @@
 """Block transfers over plain TCP, out of the sender's memory and straight into the slots.
 
-ZeroMQ copies what it receives into memory of its own first, which costs more than the network does
-on one machine. What is read here is neither encrypted nor, but for a token, authenticated: engines
-that share a secret send blocks in messages instead.
+ZeroMQ copies received data into its own memory first, which costs more than the network does on one
+machine. Reads are neither encrypted nor, except for a token, authenticated: engines that share a
+secret send blocks in messages instead.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SocketMover:
                 self._forget(session)
 
     def _connection_to(self, session: str) -> socket.socket:
-        """Returns the connection to an engine; ValueError where the session is none."""
+        """Returns the connection to an engine; ValueError if the session is none."""
         if session not in self._connections:
             address, _, token = session.partition("/")
             host, _, port = address.rpartition(":")

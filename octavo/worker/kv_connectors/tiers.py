@@ -49,7 +49,7 @@ something to do.
 PAUSE_S = 30.0
 """Seconds for which nothing is written after the disk has refused a write."""
 CLOSE_S = 3.0
-"""Seconds for which writes may go on after the engine has closed."""
+"""Seconds for which writes may continue after the engine has closed."""
 NICENESS = 10
 """Niceness of the thread that writes: computing goes first."""
 
@@ -200,7 +200,7 @@ class TierWorker:
                 (report.not_kept if gone is None else report.kept).append(block.name)
 
     def _write(self, block: SlotBlock) -> list[BlockName] | None:
-        """Writes a block's file; returns the names of those that went for it, None where it could
+        """Writes a block's file; returns the names of those that went for it, None if it could
         not be written.
         """
         assert self._directory is not None

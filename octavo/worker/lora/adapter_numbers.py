@@ -1,7 +1,7 @@
-"""An adapter's matrices in the precision that they are kept in.
+"""An adapter's matrices in their stored precision.
 
-int8 is symmetric, with one scale for each rank of A and one for each of B: the product of both is
-the only multiplication that it adds, and sums stay sums of exact numbers in fp32.
+int8 is symmetric, with one scale per rank of A and one of B: their product is the only extra
+multiplication, and sums stay exact in fp32.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ MAX_CODE = 127
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptMatrices:
-    """A and B of one module as they are kept."""
+    """A and B of one module in their stored precision."""
 
     a: NDArray
     """A `[r, in]`, of a table `[r, V]`."""
     b: NDArray
     """B `[out, r]`."""
     scales: NDArray[np.float64]
-    """Scale of each rank `[r]`, of the numbers alone: that of the adapter is not in it."""
+    """Scale of each rank `[r]`, without the adapter's own scale."""
 
     @staticmethod
     def of(a: NDArray, b: NDArray, dtype: LoraDtype) -> KeptMatrices:
-        """Converts A and B; `auto` keeps bfloat16 where both are, and else float32."""
+        """Converts A and B; `auto` keeps bfloat16 if both are, else float32."""
         if dtype == "int8":
             a_codes, a_scales = _codes(a, axis=1)
             b_codes, b_scales = _codes(b, axis=0)
@@ -46,7 +46,7 @@ class KeptMatrices:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all numbers are finite, as the largest of float32 are not in bfloat16."""
+        """Whether all numbers are finite; large ones of float32 are not in bfloat16."""
         arrays = (self.a, self.b, self.scales)
         with np.errstate(over="ignore"):
             return all(np.isfinite(each.astype(np.float32)).all() for each in arrays)
@@ -57,14 +57,14 @@ class KeptMatrices:
 
 
 def kept_digest(digest: bytes, dtype: LoraDtype) -> bytes:
-    """Returns the digest of an adapter's content in the precision that it is kept in."""
+    """Returns the digest of an adapter's content in its stored precision."""
     if dtype == "auto":
         return digest
     return hashlib.blake2b(digest, digest_size=len(digest), key=dtype.encode()).digest()
 
 
 def describe_lora_dtype(dtype: LoraDtype) -> str:
-    """Returns what a start says of the precision of adapters; "" where none is approximate."""
+    """Returns the startup message on the precision of adapters; "" if it is exact."""
     if dtype != "int8":
         return ""
     return "approximate: adapters are kept in int8, with a scale for each rank"

@@ -1,8 +1,8 @@
-"""Reads an adapter for one Program: finds the site of each of its modules and cuts its matrices to
-the Program's.
+"""Reads an adapter for one Program: finds the site of each module and slices its matrices for the
+Program's weights.
 
-Owns no bytes: what it returns goes into a backend's slot. An adapter none of whose modules is the
-Program's, or one with a module that is not, is refused.
+Owns no memory: adapters are put into a backend's slots. An adapter is rejected if it has no module
+of the Program, or a module that the model does not have.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from octavo.program.program import Program, Weight
 from octavo.worker.lora.adapter_numbers import KeptMatrices, LoraDtype, kept_digest
 
 HEADER_BYTES = 1 << 12
-"""Bytes of a file's header that are more than enough for one module."""
+"""Upper bound on a file header's bytes per module."""
 
 SAME_MATRIX = 0.2
-"""Largest error, as a share of the whole, of a packed matrix against the one it was packed from."""
+"""Largest relative error of a packed matrix against the one it was packed from."""
 
 Dequantize = Callable[[Weight], NDArray[np.float32]]
-"""Gives the values of a weight as it is packed."""
+"""Returns the values of a packed weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Adapter:
     """An adapter that fits its Program."""
 
     digest: bytes
-    """A digest of its content, in the precision that it is kept in."""
+    """Digest of its content in its stored precision."""
     updates: Updates
 
     @property
@@ -57,10 +57,10 @@ class AdapterReader:
         dtype: LoraDtype = "auto",
         whole: Program | None = None,
     ) -> None:
-        """Takes the whole Program, with its sites, where `program` is one rank's part of it."""
+        """`whole`: the whole Program with its sites, if `program` is one rank's part of it."""
         everywhere = dict(sites_of(whole or program))
         self._elsewhere = frozenset(map(bare_name, everywhere))
-        """Modules that this rank or another has."""
+        """Modules of this rank or another."""
         self._shapes = list(map(_whole_shape, everywhere.values()))
         self._dequantize = dequantize
         self._max_rank = max_rank
@@ -69,7 +69,7 @@ class AdapterReader:
         for site in dict.fromkeys(sites_of(program)):
             self._sites.setdefault(bare_name(site[0]), []).append(site)
         self._tables = tables_of(program)
-        self._biases = _biases_of(program)
+        self._biases = _get_biases(program)
 
     def read(self, path: Path) -> Adapter:
         """Reads and checks an adapter; WeightMismatch or UnsupportedModel names what is wrong."""
@@ -80,7 +80,7 @@ class AdapterReader:
             if update.module not in self._sites and update.module in self._elsewhere:
                 num_elsewhere += 1
                 continue
-            for site in self._sites_of(update, found):
+            for site in self._get_sites(update, found):
                 if (low_rank := self._fitted(update, site, found)) is not None:
                     updates[site] = low_rank
         if not (updates or num_elsewhere):
@@ -91,7 +91,7 @@ class AdapterReader:
         return Adapter(kept_digest(found.digest, self._dtype), updates)
 
     def _max_bytes(self) -> int:
-        """Returns the bytes of the largest adapter there can be, with the tables saved along."""
+        """Returns the bytes of the largest possible adapter, saved tables included."""
         numbers = sum(
             self._max_rank * (rows + inputs) + 3 * rows + HEADER_BYTES
             for rows, inputs in self._shapes
@@ -99,8 +99,8 @@ class AdapterReader:
         tables = 2 * max((rows * inputs for rows, inputs in self._shapes), default=0)
         return 4 * (numbers + tables)
 
-    def _sites_of(self, update: ModuleUpdate, found: PeftAdapter) -> list[Site]:
-        """Returns the module's sites: a table's, or those of products."""
+    def _get_sites(self, update: ModuleUpdate, found: PeftAdapter) -> list[Site]:
+        """Returns the module's sites: that of a table, or those of matmuls."""
         sites = [
             site
             for site in self._sites.get(update.module, ())
@@ -115,14 +115,14 @@ class AdapterReader:
         return sites
 
     def _is_base_table(self, update: ModuleUpdate, site: Site) -> bool:
-        """Whether an update holds nothing but a table's own rows, saved along."""
+        """Whether an update has only the table's own rows."""
         return update.a is None and update.base is not None and self.is_table(site)
 
     def is_table(self, site: Site) -> bool:
         return site in self._tables
 
     def _fitted(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> LowRank | None:
-        """Returns the part of a module's update that is a site's; None where it changes nothing."""
+        """Returns a site's part of a module's update; None if it changes nothing."""
         self._check_base(update, site[1], found)
         self._check_shapes(update, site, found)
         kept = self._kept(update, site, found)
@@ -160,7 +160,7 @@ class AdapterReader:
         return shape[::-1] if self.is_table(site) else shape
 
     def _kept(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> KeptMatrices:
-        """Returns the matrices as they are kept; empty ones where the module has none."""
+        """Returns the matrices in their stored precision; empty ones if the module has none."""
         rows, inputs = self._shape(site)
         a, b = update.a, update.b
         if a is None or b is None:
@@ -177,7 +177,7 @@ class AdapterReader:
         self, update: ModuleUpdate, kept: KeptMatrices, weight: Weight, found: PeftAdapter
     ) -> NDArray[np.float32]:
         """Returns the gain of each output: its magnitude over the norm of its row, W + scale * B A.
-        The norm is of whole rows, of which a rank may have a part.
+        The norm is of whole rows, even if the rank has only a part.
         """
         assert update.magnitude is not None
         own = _own(weight)
@@ -200,8 +200,8 @@ class AdapterReader:
         gain: NDArray[np.float32] | None,
         found: PeftAdapter,
     ) -> NDArray[np.float32] | None:
-        """Returns what is added to the outputs beside the base's biases; None for nothing, as on
-        ranks that have a later part of the inputs.
+        """Returns the bias added to the base's; None for none, as on ranks with a later part of the
+        inputs.
         """
         if weight.cut is not None and weight.cut.inputs is not None and weight.cut.inputs[0] > 0:
             return None
@@ -221,7 +221,7 @@ class AdapterReader:
         return total
 
     def _check_base(self, update: ModuleUpdate, weight: Weight, found: PeftAdapter) -> None:
-        """Checks that a matrix of the base model that was saved along is this model's own."""
+        """Checks that a base matrix saved with the adapter is this model's own."""
         if update.base is None:
             return
         own = _own(weight)
@@ -241,28 +241,28 @@ class AdapterReader:
 
 
 def _own(weight: Weight) -> slice | list[int]:
-    """Returns the rows of the module's matrix that a weight is."""
+    """Returns a weight's rows of the module's matrix."""
     return slice(None) if weight.row_indices is None else list(weight.row_indices)
 
 
 def _own_inputs(weight: Weight) -> slice:
-    """Returns the inputs of the module's matrix that a weight has; of a table, its columns."""
+    """Returns a weight's inputs of the module's matrix; of a table, its columns."""
     span = None if weight.cut is None else weight.cut.inputs
     return slice(None) if span is None else slice(*span)
 
 
 def _table(kept: KeptMatrices, scales: NDArray[np.float64], table: Weight) -> LowRank:
-    """Returns the update of a table, or of the part of its rows and columns that is here."""
+    """Returns the update of a table, or of the rank's part of its rows and columns."""
     a = np.ascontiguousarray(kept.a.T[_own(table)])
     return LowRank(a, kept.b[_own_inputs(table)], scales)
 
 
 def _whole_shape(weight: Weight) -> tuple[int, int]:
-    """Returns the outputs and inputs of the module that a matrix is, or is a part of."""
+    """Returns the outputs and inputs of the whole module of a matrix."""
     return weight.tensor_rows, weight.whole.shape[-1]
 
 
-def _biases_of(program: Program) -> dict[Weight, Weight]:
+def _get_biases(program: Program) -> dict[Weight, Weight]:
     """Returns the bias of each matrix that has one."""
     found: dict[Weight, Weight] = {}
     linears: Iterable[Linear] = (op for op in program.ops if isinstance(op, Linear))

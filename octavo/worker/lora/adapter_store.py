@@ -1,7 +1,7 @@
-"""The adapters of one worker: reads them in a thread beside the steps, keeps those used last in
-host memory, and puts them into the slots of the prepared Programs.
+"""The adapters of one worker: reads them in a background thread, caches the most recently used ones
+in host memory, and puts them into the slots of the prepared Programs.
 
-Which adapter has which slot is the engine's choice (`engine/adapters.py`).
+The engine decides which adapter has which slot (`engine/adapters.py`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Packed = Sequence[PackedAdapter]
 
 
 class AdapterStore:
-    """Adapters on their way into slots, and those that are kept."""
+    """Adapters that are being loaded, and those cached in host memory."""
 
     def __init__(self, read: ReadAdapter, slots: Sequence[AdapterSlots], max_kept: int) -> None:
         self._read = read
         self._slots = slots
         self._max_kept = max_kept
         self._kept: OrderedDict[bytes, Packed] = OrderedDict()
-        """Adapters in host memory by digest, the least recently used first."""
+        """Adapters in host memory by digest, least recently used first."""
         self._pending: dict[int, tuple[AdapterRef, Future[Packed]]] = {}
         """Adapters that are being read, by slot."""
         self._pool: ThreadPoolExecutor | None = None
 
     def begin(self, loads: Sequence[AdapterLoad]) -> None:
-        """Frees the slots of these adapters and begins to read those that are not kept."""
+        """Frees the slots of these adapters and begins to read those that are not cached."""
         for load in loads:
             for slots in self._slots:
                 slots.drop(load.slot)
@@ -50,8 +50,8 @@ class AdapterStore:
             self._pending[load.slot] = (load.ref, future)
 
     def take_loaded(self, *, wait_s: float) -> list[AdapterLoaded]:
-        """Puts what has been read into its slots and says so; waits at most `wait_s` seconds for
-        the first.
+        """Puts adapters that have been read into their slots and returns them; waits at most
+        `wait_s` seconds for the first.
         """
         if not self._pending:
             return []
@@ -60,9 +60,8 @@ class AdapterStore:
         return [self._put(slot, *self._pending.pop(slot)) for slot in done]
 
     def await_slots(self, slots: Iterable[int]) -> None:
-        """Waits for the adapters that are on their way into these slots: of several ranks the
-        first one's are there before rows use them, and others may read theirs later. WorkerFailed
-        where one cannot be loaded here.
+        """Waits for the adapters of these slots. With several ranks, only the first one's are
+        certain to be loaded when rows use them. WorkerFailed if one cannot be loaded here.
         """
         for slot in slots:
             if slot in self._pending:
@@ -71,12 +70,12 @@ class AdapterStore:
                     raise WorkerFailed(loaded.fault)
 
     def close(self) -> None:
-        """Ends the thread, once it has read what it is at."""
+        """Ends the thread after the adapter that it reads."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, ref: AdapterRef, kept: Packed | None) -> Packed:
-        """Reads and packs an adapter that is not kept; called in the thread."""
+        """Reads and packs an adapter that is not cached; called in the thread."""
         if kept is not None:
             return kept
         found = self._read(Path(ref.path))

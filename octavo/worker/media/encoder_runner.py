@@ -1,7 +1,7 @@
-"""Runs the encoder before a decoder over the inputs of requests, once for each of them.
+"""Runs the encoder of an encoder-decoder model, once for each request's input.
 
-Leaves the keys and values that the decoder attends to; knows rows and arrays, nothing of queues,
-blocks' owners or text.
+Writes the keys and values that the decoder attends to. Knows rows and arrays; knows nothing of
+queues, blocks' owners or text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EncoderRunner(ProgramRunner):
         return [model_input]
 
     def results(self, model_input: ModelInput, output: StepOutput) -> list[RowResult]:
-        """Returns the results of the requests whose input could not be encoded."""
+        """Returns the failures of requests whose input could not be encoded."""
         what = "the rows that the encoder made of the input hold what is not a number (NaN)"
         fit = np.isfinite(output.arrays["encoded"]).all(axis=1)
         return [

@@ -1,7 +1,7 @@
-"""A model's tower: makes rows for the decoder of an image's pixels.
+"""A model's vision tower: encodes an image's pixels as rows of the decoder.
 
-Each image is computed by itself, so that its rows depend on nothing else; the keys of its patches
-live as long as that takes.
+Each image is computed by itself, so its rows depend on nothing else; the keys of its patches are
+kept only while it is computed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from octavo.program.program import Program
 from octavo.worker.media.patches import (
     PixelScale,
     Rows,
-    num_blocks_of,
-    patches_of,
+    cut_patches,
+    get_num_blocks,
     rows_batch,
     tower_batch,
 )
@@ -26,22 +26,22 @@ from octavo.worker.media.patches import (
 
 @dataclass(frozen=True, slots=True)
 class ImageTower:
-    """The prepared Programs of a tower, and how an image becomes their rows."""
+    """The prepared Programs of a tower and their image layout."""
 
     layout: ImageLayout
     scale: PixelScale
     programs: dict[str, Program]
     runnables: dict[str, Runnable]
     backend: Backend
-    """Backend that prepared them, with limits of its own."""
+    """Backend that prepared them, with its own limits."""
 
     def encode(self, image: MediaPixels) -> Rows:
-        """Returns the decoder's rows of an image, row by row on it, `[num_tokens, W]`."""
-        patches = patches_of(image, self.layout, self.scale)
+        """Returns the decoder's rows of an image, in raster order, `[num_tokens, W]`."""
+        patches = cut_patches(image, self.layout, self.scale)
         vision, projector = (self.programs[name] for name in TOWER)
         batch = tower_batch(patches, vision.groups)
         runnable = self.runnables[vision.name]
-        kv = self.backend.allocate(runnable.kv_layouts, num_blocks_of(batch))
+        kv = self.backend.allocate(runnable.kv_layouts, get_num_blocks(batch))
         rows = runnable.run(batch, kv).arrays["rows"]
         cell_rows = self.layout.cell**2
         if any(value.axis == "requests" for value in projector.outputs.values()):

@@ -1,7 +1,7 @@
-"""The rows that a tower reads of an image, and the step that computes them.
+"""Cuts images into patches for a vision tower, and builds the step that encodes them.
 
-Knows pixels, layouts and batches; what the tower makes of them is its Programs' business. Source of
-the orders: the image processors and towers of transformers.
+Knows pixels, layouts and batches; knows nothing of the tower's ops. Source of the orders: the image
+processors and towers of transformers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Rows = NDArray[np.floating]
 
 @dataclass(frozen=True, slots=True)
 class PixelScale:
-    """The numbers that pixels become: (pixel * factor - mean) / std, colour by colour."""
+    """Normalization of pixels: (pixel * factor - mean) / std, per color."""
 
     factor: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def apply(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Returns pixels `[rows, columns, colours]` as numbers, rounded as transformers does."""
+        """Normalizes pixels `[rows, columns, colors]`, rounded as in transformers."""
         scaled = (pixels.astype(np.float64) * self.factor).astype(np.float32)
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         made: NDArray[np.float32] = (scaled - mean) / std
@@ -41,17 +41,17 @@ class Patches:
     """An image's patches in the order of a tower's rows."""
 
     rows: NDArray[np.float32]
-    """Pixels of each patch: colours, frames, rows, columns, `[T, ...]`."""
+    """Pixels of each patch: colors, frames, rows, columns, `[T, ...]`."""
     positions: NDArray[np.int32]
     """Positions of each patch, `[P, T]`."""
     window_starts: NDArray[np.int32]
-    """First patch of each window, `[R+1]`; one window where the tower has none."""
+    """First patch of each window, `[R+1]`; one window if the tower has none."""
     cell_order: NDArray[np.intp]
-    """Index of each cell, row by row on the image, among the tower's cells."""
+    """Index among the tower's cells of each cell in raster order."""
 
 
-def patches_of(image: MediaPixels, layout: ImageLayout, scale: PixelScale) -> Patches:
-    """Cuts an image into patches: cell by cell, window by window where the layout has windows."""
+def cut_patches(image: MediaPixels, layout: ImageLayout, scale: PixelScale) -> Patches:
+    """Cuts an image into patches: cell by cell, and window by window if the layout has windows."""
     pixels = np.frombuffer(image.data, np.uint8).reshape(image.height, image.width, -1)
     rows, columns = layout.grid_of(image.height, image.width)
     order, counts = _windows(rows, columns, layout.window)
@@ -72,7 +72,7 @@ def patches_of(image: MediaPixels, layout: ImageLayout, scale: PixelScale) -> Pa
 
 
 def _windows(rows: int, columns: int, window: int | None) -> tuple[NDArray[np.intp], list[int]]:
-    """Returns the cells in the order of windows, and the number of cells of each window."""
+    """Returns the cells in window order, and the number of cells of each window."""
     cells = np.arange(rows * columns).reshape(rows, columns)
     if window is None:
         return cells.reshape(-1), [cells.size]
@@ -94,8 +94,8 @@ def _positions(rows: int, columns: int, layout: ImageLayout) -> NDArray[np.int32
 
 
 def tower_batch(patches: Patches, groups: tuple[CacheGroup, ...]) -> StepBatch:
-    """Returns the step that makes a row of each patch. Each window is a request; in groups of the
-    whole image all of them read the same blocks.
+    """Returns the step over all patches. Each window is a request; in groups of the whole image all
+    windows read the same blocks.
     """
     starts, count = patches.window_starts, len(patches.rows)
     lengths = np.diff(starts)
@@ -128,13 +128,13 @@ def tower_batch(patches: Patches, groups: tuple[CacheGroup, ...]) -> StepBatch:
     )
 
 
-def num_blocks_of(batch: StepBatch) -> list[int]:
+def get_num_blocks(batch: StepBatch) -> list[int]:
     """Returns how many blocks of each group a step writes to."""
     return [int(table.max(initial=-1)) + 1 for table in batch.block_tables]
 
 
 def rows_batch(rows: Rows, rows_a_request: int) -> StepBatch:
-    """Returns a step without keys over given rows, `rows_a_request` of them in each request."""
+    """Returns a step without keys over given rows, `rows_a_request` in each request."""
     count = len(rows)
     starts = np.arange(0, count + 1, rows_a_request, dtype=np.int32)
     num = len(starts) - 1

@@ -1,7 +1,5 @@
-"""The images of an engine's steps: rows by digest, and what a step's arrays say of them.
-
-Encodes and drops what plans say; which images are kept is the scheduler's business
-(`engine/media.py`).
+"""The images of an engine's steps: encodes them, keeps their rows by digest, and adds them to
+steps. The scheduler decides which images are kept (`engine/media.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepMedia:
-    """Rows of images, and their places in steps. `num_axes`: axes of the decoder's positions."""
+    """Rows of encoded images. `num_axes`: axes of the decoder's positions."""
 
     def __init__(self, tower: ImageTower, rows: InputBatch, *, num_axes: int) -> None:
         self._tower = tower
@@ -31,7 +29,7 @@ class StepMedia:
         self._made: dict[bytes, Rows] = {}
         self._faults: dict[bytes, str] = {}
         self._dropping: list[bytes] = []
-        """Images that the plan before dropped; a step in flight may be computed again."""
+        """Images that the previous plan dropped; an in-flight step may be computed again."""
 
     def apply(self, plan: StepPlan) -> list[bytes]:
         """Drops and encodes a plan's images; returns those that could not be encoded."""
@@ -73,7 +71,7 @@ class StepMedia:
             )
             places = model_input.places[part]
             if self._num_axes > 1:
-                model_input.positions[:, part] = positions_of(places, media, self._num_axes)
+                model_input.positions[:, part] = get_positions(places, media, self._num_axes)
             for item in media:
                 inside = np.flatnonzero((places >= item.place) & (places < item.end))
                 if not len(inside):
@@ -81,7 +79,7 @@ class StepMedia:
                 at = part.start + inside
                 first = sum(map(len, given))
                 taken[at] = first + np.arange(len(inside), dtype=np.int32)
-                given.append(self._rows_of(item)[places[inside] - item.place])
+                given.append(self._get_rows(item)[places[inside] - item.place])
                 if item.is_whole:
                     limits[at] = item.end
         if given:
@@ -89,25 +87,25 @@ class StepMedia:
         if (limits > model_input.places + 1).any():
             model_input.limits = limits
 
-    def _rows_of(self, item: MediaItem) -> Rows:
+    def _get_rows(self, item: MediaItem) -> Rows:
         if item.digest in self._faults:
             raise RuntimeError(f"an image cannot be encoded: {self._faults[item.digest]}")
         return self._made[item.digest]
 
     @property
     def progress(self) -> int:
-        """Counter that grows while an image is encoded; another thread may read it."""
+        """Counter that grows while an image is encoded; other threads may read it."""
         return sum(runnable.progress for runnable in self._tower.runnables.values())
 
     def close(self) -> None:
         self._tower.close()
 
 
-def positions_of(
+def get_positions(
     places: NDArray[np.int32], media: Iterable[MediaItem], num_axes: int
 ) -> NDArray[np.int32]:
-    """Returns the positions of tokens by time, row and column, `[num_axes, T]`: an image's turn by
-    its grid, and text goes on behind the largest of them (M-RoPE, Wang et al. 2024).
+    """Returns the positions of tokens by time, row and column, `[num_axes, T]`: an image's follow
+    its grid, and text continues after the largest of them (M-RoPE, Wang et al. 2024).
     """
     positions = np.repeat(places[None], num_axes, axis=0)
     shift = 0

@@ -1,9 +1,10 @@
-"""A Program run op by op over calibration texts, with one op's weights and one layer's keys in
-memory at a time; its user sees an op's rows before they are multiplied, and may replace weights.
+"""Runs a Program op by op over calibration texts, with one op's weights and one layer's keys in
+memory at a time. The caller sees an op's input rows before they are multiplied, and may replace
+weights.
 
-The formulas are the reference backend's, but for products and attention over whole texts, which are
-computed many rows at once in fp32. What is made is kept in fp64 between ops. At points where only
-few Values are alive the state can be taken out and put back, so that a run can go on elsewhere.
+The formulas are the reference backend's, except for matmuls and attention over whole texts, which
+are computed many rows at once in fp32. Values are kept in fp64 between ops. The state can be saved
+and restored at points with few live Values, so a run can continue in another process.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class CalibrationRun:
         self.index += 1
 
     def state(self) -> dict[str, NDArray] | None:
-        """Returns what the rest of the run needs; None where that is more than the residual
+        """Returns what the rest of the run needs; None if that is more than the residual
         stream.
         """
         alive = {

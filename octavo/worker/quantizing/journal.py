@@ -1,7 +1,7 @@
 """How far a quantisation has come, in the directory that it writes: what was done, and the state
-from which it goes on.
+from which it continues.
 
-The directory bears another name until all is written. A later run goes on where this one was
+The directory bears another name until all is written. A later run continues where this one was
 interrupted if it is the same in everything; otherwise it is refused.
 """
 
@@ -38,7 +38,7 @@ class Journal:
     def __init__(self, output: Path, identity: Mapping[str, Any]) -> None:
         """Opens the journal of an interrupted run, or makes the directory for a new one.
 
-        Raises ConfigError where the output exists or cannot be made, where an interrupted run was
+        Raises ConfigError if the output exists or cannot be made, where an interrupted run was
         another one, or where one is at work.
         """
         self._output = output.resolve()
@@ -70,7 +70,7 @@ class Journal:
         self.done.extend(names)
 
     def check_room(self, num_bytes: int) -> None:
-        """Raises ConfigError where the disk has no room for `num_bytes` of state, twice."""
+        """Raises ConfigError if the disk has no room for `num_bytes` of state, twice."""
         free = shutil.disk_usage(self.folder).free
         if self.index == 0 and free < STATES * num_bytes:
             raise ConfigError(
@@ -81,7 +81,7 @@ class Journal:
             )
 
     def save(self, index: int, state: Mapping[str, NDArray]) -> None:
-        """Notes the op to go on at, and the state there."""
+        """Notes the op to continue at, and the state there."""
         before = self._state_file
         self.index = index
         with self._state_file.open("wb") as file:

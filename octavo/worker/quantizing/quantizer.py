@@ -61,7 +61,7 @@ def plan_matrices(
     destination: Destination,
     bits_of: Callable[[Weight], int],
 ) -> QuantizePlan:
-    """Returns what will be quantised; UnsupportedModel where nothing can be."""
+    """Returns what will be quantised; UnsupportedModel if nothing can be."""
     matrices: dict[str, MatrixPlan] = {}
     left: dict[str, None] = {}
     chosen = set(map(id, chosen_ops(program)))
@@ -200,7 +200,7 @@ class Quantizer:
         self, run: CalibrationRun, op: Linear, statistics: RowStatistics
     ) -> NDArray[np.float64] | None:
         """Returns how the errors of what is added to an op's products go together with its inputs,
-        `[out, in]`; None where nothing is.
+        `[out, in]`; None if nothing is.
         """
         added = self._added.get(op.outs[0].name)
         if added is None or self._exact is None or op.weights_[0].row_indices is not None:
@@ -239,7 +239,7 @@ class Quantizer:
         return nearest(self._weight(plan), importance, self.destination.fit(plan))
 
     def _weight(self, plan: MatrixPlan) -> Floats32:
-        """Returns a matrix in fp32; WeightMismatch where it holds what is no number, or one for
+        """Returns a matrix in fp32; WeightMismatch if it holds what is no number, or one for
         which there is no scale in fp16.
         """
         weight: Floats32 = self.checkpoint.tensor(plan.name).dequantize()
@@ -269,7 +269,7 @@ class Quantizer:
     def _factors_of(
         self, run: CalibrationRun, x: Value, statistics: RowStatistics
     ) -> Floats32 | None:
-        """Returns the factors of a Value's columns; None where they have nowhere to go. They are
+        """Returns the factors of a Value's columns; None if they have nowhere to go. They are
         chosen, and what makes the Value is divided by them, where they are first asked for.
         """
         fold = self._folds.get(x.name)

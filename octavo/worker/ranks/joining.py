@@ -1,8 +1,8 @@
-"""Ranks that come from other machines: the first one listens, each other one connects, shows that
-it knows the secret, and says which rank it is.
+"""Ranks on other machines: the first rank listens; each other one connects, authenticates with the
+shared secret, and sends its rank.
 
-From then on the connection is what a pipe to a process of this machine is. Nothing of what a peer
-sends is taken before it has shown the secret, and nothing is unpickled.
+Then the connection serves like a pipe to a local process. Nothing that a peer sends is processed
+before it has authenticated, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from octavo.worker.ranks.messages import RankSetup
 from octavo.worker.ranks.other_ranks import StartedRank
 
 JOIN_S = 600.0
-"""Seconds for which the first rank waits for the others, and each of these for the first."""
+"""Seconds for which the first rank waits for the others, and each of them for the first."""
 HANDSHAKE_S = 5.0
-"""Seconds in which one that connects must have shown the secret and said which rank it is."""
+"""Seconds within which a peer must authenticate and send its rank."""
 RETRY_S = 0.5
-"""Seconds until a rank whose first one is not there tries again."""
+"""Seconds between connection attempts to the first rank."""
 NO_SECRET = b"octavo"
 
 logger = logging.getLogger(__name__)
 
 
 class RankHello(msgspec.Struct, tag=True):
-    """First message of a rank that has shown the secret."""
+    """First message of an authenticated rank."""
 
     rank: int
     version: str
 
 
 class JoiningRanks:
-    """The first rank's address, at which the others are awaited."""
+    """The first rank's listener for the others."""
 
     def __init__(self, host: str, port: int, secret: str | None) -> None:
-        """Listens from now on; ConfigError where that cannot be."""
+        """Starts listening; ConfigError if that fails."""
         self._name = f"{host}:{port}"
-        self._secret = _key_of(secret)
-        self._come: dict[int, Connection] = {}
-        """Ranks that have come before their turn."""
+        self._secret = _get_key(secret)
+        self._connected: dict[int, Connection] = {}
+        """Connected ranks that were not started yet."""
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
@@ -59,12 +59,12 @@ class JoiningRanks:
             ) from error
 
     def start(self, setup: RankSetup, inherited: tuple[int, ...]) -> StartedRank:
-        """Waits for a rank. Implements `other_ranks.StartRank`; nothing is inherited."""
+        """Waits for a rank. An `other_ranks.StartRank`; nothing is inherited."""
         give_up_at = time.monotonic() + JOIN_S
         logger.warning(
             "rank %d of %d is awaited at %s (octavo rank)", setup.rank, setup.num_ranks, self._name
         )
-        while setup.rank not in self._come:
+        while setup.rank not in self._connected:
             left_s = give_up_at - time.monotonic()
             if left_s <= 0:
                 raise EngineDead(
@@ -74,21 +74,21 @@ class JoiningRanks:
                 )
             self._listener.settimeout(left_s)
             with contextlib.suppress(TimeoutError):
-                self._take(*self._listener.accept(), setup.num_ranks)
-        return StartedRank(self._come.pop(setup.rank), None)
+                self._accept(*self._listener.accept(), setup.num_ranks)
+        return StartedRank(self._connected.pop(setup.rank), None)
 
     def close(self) -> None:
-        """Listens no longer; ranks that came and were not taken are left."""
+        """Stops listening and disconnects ranks that were not started."""
         self._listener.close()
-        for connection in self._come.values():
+        for connection in self._connected.values():
             connection.close()
-        self._come.clear()
+        self._connected.clear()
 
-    def _take(self, peer: socket.socket, address: Sequence[object], num_ranks: int) -> None:
-        """Takes in a rank that has connected; one that knows no secret, or is of another version,
-        is left.
+    def _accept(self, peer: socket.socket, address: Sequence[object], num_ranks: int) -> None:
+        """Accepts a connected rank; disconnects it if it fails to authenticate or has another
+        version.
         """
-        where, connection = str(address[0]), _connection_of(peer)
+        where, connection = str(address[0]), _make_connection(peer)
         try:
             with _within(connection, HANDSHAKE_S):
                 deliver_challenge(connection, self._secret)
@@ -104,9 +104,9 @@ class JoiningRanks:
             what = f"it is rank {hello.rank}, allowed are 1 to {num_ranks - 1}"
             self._refuse(connection, where, what)
         else:
-            if before := self._come.pop(hello.rank, None):
+            if before := self._connected.pop(hello.rank, None):
                 before.close()  # it was started again
-            self._come[hello.rank] = connection
+            self._connected[hello.rank] = connection
 
     def _refuse(self, connection: Connection, where: str, reason: str) -> None:
         logger.warning("one that came to %s from %s is no rank: %s", self._name, where, reason)
@@ -114,11 +114,11 @@ class JoiningRanks:
 
 
 def join_first(host: str, port: int, secret: str | None, rank: int) -> Connection:
-    """Connects to the first rank, which may still have to come, and shows who this is."""
+    """Connects to the first rank, which may start later, authenticates and sends this rank."""
     give_up_at = time.monotonic() + JOIN_S
     while True:
         try:
-            return _joined(host, port, _key_of(secret), rank)
+            return _joined(host, port, _get_key(secret), rank)
         except (OSError, EOFError) as error:
             if time.monotonic() > give_up_at:
                 raise ConfigError(
@@ -129,7 +129,7 @@ def join_first(host: str, port: int, secret: str | None, rank: int) -> Connectio
 
 
 def _joined(host: str, port: int, key: bytes, rank: int) -> Connection:
-    connection = _connection_of(socket.create_connection((host, port), HANDSHAKE_S))
+    connection = _make_connection(socket.create_connection((host, port), HANDSHAKE_S))
     try:
         with _within(connection, HANDSHAKE_S):
             answer_challenge(connection, key)
@@ -146,12 +146,12 @@ def _joined(host: str, port: int, key: bytes, rank: int) -> Connection:
     return connection
 
 
-def _key_of(secret: str | None) -> bytes:
+def _get_key(secret: str | None) -> bytes:
     return NO_SECRET if secret is None else secret.encode()
 
 
-def _connection_of(peer: socket.socket) -> Connection:
-    """Returns a socket as a connection of messages, which blocks."""
+def _make_connection(peer: socket.socket) -> Connection:
+    """Returns a socket as a blocking connection of messages."""
     peer.settimeout(None)
     with contextlib.suppress(OSError):  # the other side may have gone, as the first read says
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -161,7 +161,7 @@ def _connection_of(peer: socket.socket) -> Connection:
 
 @contextlib.contextmanager
 def _within(connection: Connection, seconds: float) -> Iterator[None]:
-    """Ends a connection on which a conversation takes longer, however it comes bit by bit."""
+    """Closes a connection if the exchange takes longer in all."""
     with socket.socket(fileno=os.dup(connection.fileno())) as peer:
         is_late = threading.Event()
 

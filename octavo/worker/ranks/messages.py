@@ -15,7 +15,7 @@ from octavo.utils.child_process import ChildFailed
 
 
 class RankSetup(msgspec.Struct, tag=True):
-    """The first message: load your part of the model."""
+    """First message: load this rank's part of the model."""
 
     build: str
     """Name of a `process.BuildRank`, "module:function"."""
@@ -24,7 +24,7 @@ class RankSetup(msgspec.Struct, tag=True):
     rank: int
     num_ranks: int
     address: list[int]
-    """Address that the `Rendezvous` at which all ranks join has for this one."""
+    """This rank's address of the `Rendezvous`."""
 
 
 class Measure(msgspec.Struct, tag=True):
@@ -32,7 +32,7 @@ class Measure(msgspec.Struct, tag=True):
 
 
 class RankSlots(msgspec.Struct):
-    """The part of a connector to other engines that all ranks have in common."""
+    """What all ranks share of a connector to other engines."""
 
     num_slots: int
     """Slots of each cache group."""
@@ -47,7 +47,7 @@ class Allocate(msgspec.Struct, tag=True):
     num_host_blocks: list[int]
     """Blocks in host memory, for swapped requests."""
     slots: RankSlots | None = None
-    """Slots through which blocks go to other engines; None where they do not."""
+    """Slots of the connector to other engines; None without one."""
 
 
 class Execute(msgspec.Struct, tag=True):
@@ -57,7 +57,7 @@ class Execute(msgspec.Struct, tag=True):
 
 
 class SampledTokens(msgspec.Struct):
-    """Tokens that a step has drawn for a request, from the place `start` of its text on."""
+    """Tokens that a step has sampled for a request, from the index `start` on."""
 
     request_id: str
     start: int
@@ -65,9 +65,9 @@ class SampledTokens(msgspec.Struct):
 
 
 class AppendTokens(msgspec.Struct, tag=True):
-    """Note tokens that another rank has drawn; comes before the steps that compute them."""
+    """Append tokens that another rank has sampled; sent before the steps that compute them."""
 
-    drawn: list[SampledTokens]
+    sampled: list[SampledTokens]
 
 
 class CloseRank(msgspec.Struct, tag=True):
@@ -80,11 +80,11 @@ ToRank = RankSetup | Measure | Allocate | Execute | AppendTokens | CloseRank
 
 
 class RankStarted(msgspec.Struct, tag=True):
-    """The rank has found all that it needs to meet the others."""
+    """The rank is ready to join the others."""
 
 
 class RankLoaded(msgspec.Struct, tag=True):
-    """The rank's part of the model is in place."""
+    """The rank has loaded its part of the model."""
 
 
 class FittingBlocks(msgspec.Struct, tag=True):
@@ -94,16 +94,16 @@ class FittingBlocks(msgspec.Struct, tag=True):
 
 
 class RankReady(msgspec.Struct, tag=True):
-    """The rank takes plans from now on, and no longer replies."""
+    """The rank accepts plans from now on, and no longer replies."""
 
 
 class RankReport(msgspec.Struct, tag=True):
-    """Tells the outcome of the rank's part of blocks that leave and come; sent at any time."""
+    """Outcome of the rank's part of block transfers; sent at any time."""
 
     report: ConnectorReport
 
 
 TellReport: TypeAlias = Callable[[ConnectorReport], None]
-"""Takes a report of a rank, from any thread."""
+"""Receives a report of a rank, in any thread."""
 
 FromRank = RankStarted | RankLoaded | FittingBlocks | RankReady | RankReport | ChildFailed

@@ -1,7 +1,7 @@
-"""The other ranks as the first one sees them: has them started, talks to all of them alike, and
-notices when one is gone.
+"""The other ranks, managed by the first one: starts them, sends messages to all, and detects their
+ends.
 
-A rank that ends, for whatever reason, takes the engine along: its weights and KV are lost.
+The end of any rank ends the engine, since its weights and KV are lost.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from octavo.worker.ranks.messages import CloseRank, FromRank, RankReport, RankSe
 
 MAIN = "octavo.worker.ranks.process:main"
 END_S = 5.0
-"""Time that closed ranks have to end before they are killed, in seconds."""
+"""Seconds in which closed ranks must end before they are killed."""
 NOTICE_S = 5.0
-"""Time within which the loss of a rank is noticed once its connections have broken, in seconds."""
+"""Seconds within which the loss of a rank is noticed after its connections break."""
 
 Message = TypeVar("Message", bound=FromRank)
 OnReport = Callable[[int, ConnectorReport], None]
-"""Is told, from another thread, what a rank reports."""
+"""Receives a rank's report, in another thread."""
 OnLoss = Callable[[OctavoError], None]
-"""Is told, from another thread, why a rank has ended."""
+"""Receives the reason for a rank's end, in another thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,19 @@ class StartedRank:
 
     connection: Connection
     process: subprocess.Popen[bytes] | None
-    """Process of the rank; None where it is another machine's."""
+    """Process of the rank; None if it is another machine's."""
 
 
 class StartRank(Protocol):
-    """Starts a rank, or waits until it has come."""
+    """Starts a rank, or waits until it has joined."""
 
     def __call__(self, setup: RankSetup, inherited: tuple[int, ...]) -> StartedRank:
-        """`inherited` are the descriptors that its process inherits."""
+        """`inherited`: descriptors that its process inherits."""
         ...
 
 
 def start_here(setup: RankSetup, inherited: tuple[int, ...]) -> StartedRank:
-    """Starts a rank as a process of this machine, which ends with this one."""
+    """Starts a rank as a local process, which ends with this one."""
     connection, theirs = Pipe()
     # The kernel counts the thread that starts a process as its parent, so the child may be
     # killed with that thread only if it is the main one, which lives as long as the process.
@@ -70,18 +70,18 @@ def start_here(setup: RankSetup, inherited: tuple[int, ...]) -> StartedRank:
 
 
 class RankLink:
-    """The connection to one other rank, and a thread that reads what it says."""
+    """The connection to one other rank, with a thread that reads its messages."""
 
     def __init__(self, setup: RankSetup, started: StartedRank, on_loss: OnLoss) -> None:
         self._name = f"rank {setup.rank} of {setup.num_ranks}"
         self._rank = setup.rank
         self._on_loss = on_loss
         self.on_report: OnReport | None = None
-        """Set before the rank has anything to report."""
+        """Set before the rank reports anything."""
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._said: queue.SimpleQueue[FromRank | OctavoError] = queue.SimpleQueue()
         self.is_closing = False
-        """Whether it was told to end, so that its end is no loss."""
+        """Whether it was asked to end, so its end is no loss."""
         self._connection = started.connection
         self.process = started.process
         self._reader = threading.Thread(
@@ -91,12 +91,12 @@ class RankLink:
         self.send(msgspec.msgpack.encode(setup))
 
     def send(self, message: bytes) -> None:
-        """Sends a message; does nothing if the rank is gone, which `on_loss` tells."""
+        """Sends a message; no-op if the rank is gone, which `on_loss` reports."""
         with contextlib.suppress(OSError):
             self._connection.send_bytes(message)
 
     def expect(self, kind: type[Message]) -> Message:
-        """Returns what the rank says next; raises why it has ended if it has."""
+        """Returns the rank's next message; raises the reason if it has ended."""
         said = self._said.get()
         if isinstance(said, OctavoError):
             raise said
@@ -104,14 +104,14 @@ class RankLink:
         return said
 
     def kill(self) -> None:
-        """Ends a process of this machine at once, whatever it waits for."""
+        """Kills a local process."""
         if self.process is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self.process.kill()
 
     def close(self, patience_s: float) -> None:
-        """Waits for a rank that was told to end, and kills it if that takes longer; one of another
-        machine loses its connection, and ends with it.
+        """Waits for a rank that was asked to end, and kills it after the timeout. A rank on another
+        machine ends when its connection is closed.
         """
         if self.process is not None:
             end_process(self.process, patience_s)
@@ -165,7 +165,7 @@ class OtherRanks:
         self._encoder = msgspec.msgpack.Encoder()
         self._lost: OctavoError | None = None
         self._dead: EngineDead | None = None
-        """Error of every step from the first fault of any rank on."""
+        """Error of every step after the first fault of any rank."""
         self._is_lost = threading.Event()
         self._on_loss: list[OnLoss] = []
         self._lock = threading.Lock()
@@ -181,16 +181,15 @@ class OtherRanks:
 
     @property
     def pids(self) -> list[int]:
-        """Processes of this machine."""
         return [rank.process.pid for rank in self._ranks if rank.process is not None]
 
     @property
     def lost(self) -> OctavoError | None:
-        """Reason why the first rank that ended by itself did so; None while all live."""
+        """Reason of the first rank that ended by itself; None while all are alive."""
         return self._lost
 
     def when_lost(self, on_loss: OnLoss) -> None:
-        """Arranges for one call of `on_loss` when a rank has ended by itself; now if one has."""
+        """Registers a callback for a rank that ends by itself; called now if one has."""
         with self._lock:
             if self._lost is None:
                 self._on_loss.append(on_loss)
@@ -198,20 +197,20 @@ class OtherRanks:
         on_loss(self._lost)
 
     def when_reported(self, on_report: OnReport) -> None:
-        """Arranges for a call of `on_report` with each report of a rank."""
+        """Registers a callback for the ranks' reports."""
         for rank in self._ranks:
             rank.on_report = on_report
 
     def check(self) -> None:
-        """Raises EngineDead from the first fault of any rank on."""
+        """Raises EngineDead after the first fault of any rank."""
         if self._lost is not None:
             self._die(self._lost, "")
         if self._dead is not None:
             raise self._dead
 
     def ended_by(self, error: Exception, place: str) -> EngineDead:
-        """Ends all ranks after a step has failed at `place`, this process's part of the model, and
-        returns the error to raise: why a rank has ended by itself, where that was the reason.
+        """Ends all ranks after a step has failed at `place`, this process's part of the model.
+        Returns the error to raise: a rank's own end, if that is the cause.
         """
         self._is_lost.wait(NOTICE_S)
         return self._die(self._lost or error, place)
@@ -222,13 +221,13 @@ class OtherRanks:
             rank.send(data)
 
     def expect(self, kind: type[Message]) -> list[Message]:
-        """Returns the next message of each rank, in rank order; raises why one has ended."""
+        """Returns the next message of each rank, in rank order; raises the reason if one ends."""
         return [rank.expect(kind) for rank in self._ranks]
 
     def close(self, *, patience_s: float = END_S) -> None:
-        """Ends all ranks; does nothing the second time.
+        """Ends all ranks; a second call is a no-op.
 
-        Ranks that wait for one that is lost never see the message, so they are killed at once.
+        Ranks that wait for a lost one never read the message, so they are killed at once.
         """
         for rank in self._ranks:
             rank.is_closing = True
@@ -239,7 +238,7 @@ class OtherRanks:
         self._ranks.clear()
 
     def _die(self, error: Exception, place: str) -> EngineDead:
-        """Ends all ranks at the first fault: once out of step, none of them is of any use."""
+        """Ends all ranks at the first fault, after which they are out of step."""
         if self._dead is None:
             what = (
                 error.message
@@ -251,9 +250,9 @@ class OtherRanks:
         return self._dead
 
     def lose(self, error: OctavoError) -> None:
-        """Notes why the engine has ended, the first time, and ends all ranks of this machine: they
-        may wait for the lost one in another stage than the first rank's, where nothing else ends
-        that, and this process then waits for them.
+        """Stores the first reason for the engine's end and kills all local ranks. In another
+        pipeline stage than the first rank's, nothing else ends their wait for the lost rank, for
+        which this process would wait in turn.
         """
         with self._lock:
             if self._lost is not None:

@@ -2,8 +2,8 @@
 plan that the first rank sends.
 
 Started by `other_ranks.py` with a pipe to the first rank, or by `octavo rank` on another machine.
-Ends when it is told to, when that pipe
-or its standard input closes, and when anything fails, since it is then out of step with the others.
+Ends when asked to, when that pipe or its standard input closes, and when anything fails, since it
+is then out of step with the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from octavo.worker.ranks.messages import (
 )
 
 PR_SET_PDEATHSIG = 1
-"""Option of Linux' prctl(2) that ends even a process that is stopped or stuck with its parent."""
+"""Option of Linux prctl(2) that kills a process with its parent, even if it is stopped or stuck."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +55,15 @@ Message = TypeVar("Message")
 
 
 class LoadedRank(Protocol):
-    """A rank's part of a model, its weights in place."""
+    """A rank's loaded part of a model."""
 
     def num_blocks(self) -> Sequence[int]:
         """Returns how many KV blocks fit, per cache group."""
         ...
 
     def connect(self, slots: RankSlots, tell: TellReport) -> ConnectorWorker:
-        """Makes what moves this rank's part of blocks to other engines and back; `tell` takes its
-        reports, from any thread.
+        """Makes this rank's connector to other engines; `tell` receives its reports, in any
+        thread.
         """
         ...
 
@@ -77,18 +77,18 @@ class LoadedRank(Protocol):
         ...
 
     def await_input(self, plan: StepPlan) -> None:
-        """Waits for what the plan's step reads of another rank's, if anything."""
+        """Waits for the input that the plan's step reads from another rank, if any."""
         ...
 
-    def append_tokens(self, drawn: Sequence[SampledTokens]) -> None:
-        """Notes tokens that another rank has drawn."""
+    def append_tokens(self, sampled: Sequence[SampledTokens]) -> None:
+        """Appends tokens that another rank has sampled."""
         ...
 
 
 BuildRank: TypeAlias = Callable[[RankSetup, Callable[[], None]], LoadedRank]
-"""Meets the other ranks and loads this one's part.
+"""Joins the other ranks and loads this one's part.
 
-Calls its second argument before, once everything that may be missing has been found.
+Calls its second argument before, once everything that it needs is known to exist.
 """
 
 
@@ -111,9 +111,7 @@ def main() -> None:
 
 
 def run_joined(connection: Connection) -> bool:
-    """Runs a rank that has come to the first one from its own machine; returns whether it was told
-    to end.
-    """
+    """Runs a rank on another machine than the first; returns whether it was asked to end."""
     loop = RankLoop(connection)
     try:
         loop.run()
@@ -125,17 +123,17 @@ def run_joined(connection: Connection) -> bool:
 
 
 class RankLoop:
-    """The process's main loop: one message after another, as the first rank sends them."""
+    """The process's main loop over the first rank's messages."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        """Held while a message is sent: reports come from threads of their own."""
+        """Held while a message is sent: reports come from other threads."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToRank)
 
     def run(self) -> None:
-        """Loads, agrees on the KV cache and computes plans until told to end."""
+        """Loads, allocates the KV cache and computes plans until asked to end."""
         setup = self._expect(RankSetup)
         module, _, function = setup.build.partition(":")
         build: BuildRank = getattr(importlib.import_module(module), function)
@@ -150,7 +148,7 @@ class RankLoop:
         self._send(RankReady())
         while isinstance(message := self._receive(), Execute | AppendTokens):
             if isinstance(message, AppendTokens):
-                loaded.append_tokens(message.drawn)
+                loaded.append_tokens(message.sampled)
             else:
                 loaded.await_input(message.plan)
                 worker.execute(message.plan)
@@ -158,9 +156,9 @@ class RankLoop:
         worker.close()
 
     def fail(self, error: Exception) -> None:
-        """Tells the first rank why, and ends the process at once.
+        """Sends the error to the first rank, and ends the process at once.
 
-        Nothing is cleaned up: other threads may be blocked for good in a collective.
+        Nothing is cleaned up: other threads may be blocked in a collective forever.
         """
         if not isinstance(error, OctavoError):
             logger.exception("a rank ends", exc_info=error)
@@ -168,7 +166,7 @@ class RankLoop:
         os._exit(1)
 
     def _tell(self, report: ConnectorReport) -> None:
-        """Sends a report; the loop notices by itself when the first rank has gone."""
+        """Sends a report; the loop detects the end of the first rank."""
         with contextlib.suppress(OSError):
             self._send(RankReport(report))
 

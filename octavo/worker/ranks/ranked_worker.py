@@ -1,6 +1,6 @@
 """The first rank's worker and the other ranks as one executor.
 
-Every plan goes to all ranks, all compute it in step, and the first one's result counts.
+Every plan is sent to all ranks, which compute it together; the first one's result counts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from octavo.worker.worker import Worker
 
 
 class RankedWorker:
-    """An executor over several ranks; raises EngineDead from the first fault of any of them on.
+    """An executor over several ranks; raises EngineDead after the first fault of any of them.
 
     Implements `ports.Executor`, `ports.Profiler` and `ports.Losable`.
     """

@@ -1,7 +1,7 @@
-"""The first rank's work before the first step: it starts the others, meets them, and agrees with
-them on a number of KV blocks.
+"""Startup of the first rank: starts and joins the others, and determines the common number of KV
+blocks.
 
-Every function also serves an engine of one rank, for which `others` is None.
+Every function also works for an engine of one rank, for which `others` is None.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Joined = TypeVar("Joined", bound=Abortable)
 
 @dataclass(frozen=True, slots=True)
 class SharedSlots:
-    """A connector whose blocks lie in parts on all ranks."""
+    """A connector whose blocks are split over all ranks."""
 
     slots: RankSlots
     take_report: Callable[[int, ConnectorReport], None]
-    """Function that takes what a rank reports; called by other threads."""
+    """Receives a rank's report; called by other threads."""
 
 
 def start_ranks(
@@ -53,10 +53,10 @@ def start_ranks(
     *,
     start: StartRank | None = None,
 ) -> tuple[Joined, OtherRanks]:
-    """Starts the other ranks and meets them.
+    """Starts the other ranks and joins them.
 
     `build` names a `process.BuildRank`, "module:function"; `join` makes this process the first one.
-    Without `start` the others are processes of this machine.
+    Without `start` the others are local processes.
     """
     from octavo.worker.ranks.other_ranks import OtherRanks, start_here
 
@@ -71,9 +71,8 @@ def start_ranks(
 
 
 def end_ranks(others: OtherRanks, error: BaseException) -> BaseException:
-    """Ends the other ranks because of `error`; returns the error to raise.
-
-    If one of them had ended by itself, that is the cause of what this process met.
+    """Ends the other ranks because of `error`; returns the error to raise: a rank's own end, if
+    that is the cause.
     """
     lost = others.lost
     others.close(patience_s=0.0)
@@ -102,7 +101,7 @@ def common_worker(
     report: Report,
 ) -> Worker | RankedWorker | PipelinedWorker:
     """Allocates the KV cache on every rank, block counts per cache group; returns the executor.
-    `sharing` says what the others do of the connector's work, if anything.
+    `sharing`: connector whose blocks are split over the ranks, if any.
     """
     if others is not None:
         if sharing is not None:

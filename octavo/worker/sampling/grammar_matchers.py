@@ -302,7 +302,7 @@ class GrammarMatchers:
             self._faults[row] = error
             return None
 
-    def closing(self, position: TextPosition, max_tokens: int) -> list[int] | None:
+    def find_completion(self, position: TextPosition, max_tokens: int) -> list[int] | None:
         """Returns at most `max_tokens` tokens that complete a row's text; None if not found."""
         known = self._closings.get(position.row)
         if (
@@ -314,7 +314,7 @@ class GrammarMatchers:
         matcher = self._matcher_at(position)
         return None if matcher is None else self._find_completion(matcher, max_tokens)
 
-    def closes_advance(self, position: TextPosition, token_id: int, max_tokens: int) -> bool:
+    def can_complete_after(self, position: TextPosition, token_id: int, max_tokens: int) -> bool:
         """Returns whether a row's text with one more, allowed token can be completed by at most
         `max_tokens` tokens; true after a draft token that is not allowed.
         """

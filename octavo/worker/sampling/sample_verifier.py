@@ -235,9 +235,9 @@ class SampleVerifier:
         position = TextPosition(sample.row, num_tokens, sample.num_drafts)
         num_left = self._contexts.max_num_tokens[entry] - num_tokens
         token_id = int(samples.token_ids[entry])
-        if self._grammars.closes_after(position, token_id, num_left - 1):
+        if self._grammars.can_complete_after(position, token_id, num_left - 1):
             return
-        completion = self._grammars.closing(position, num_left)
+        completion = self._grammars.find_completion(position, num_left)
         if completion and completion[0] != token_id:
             self._set(entry, completion[0], samples, resample)
 

@@ -1,1 +1,1 @@
-"""The stages of a model whose layers several processes share out, one behind another."""
+"""Pipeline parallelism: stages of a model in several processes."""

@@ -1,7 +1,7 @@
-"""The hidden states on their way from one stage's process to the next, over one pipe each.
+"""Sends hidden states from one pipeline stage's process to the next, over a pipe.
 
-A message is one step's rows with the requests that they are of. Knows arrays and pipes, nothing of
-Programs. A stage that ends closes its pipe, which the next one meets as EngineDead.
+A message is one step's rows with their requests. Knows arrays and pipes, nothing of Programs. A
+stage that ends closes its pipe, which raises EngineDead in the next one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 DTYPES = ("float32", "float64")
-"""Types of numbers that backends make hidden states of."""
+"""Types of hidden states."""
 
 
 class HiddenHeader(msgspec.Struct):
-    """The first part of a message: what the bytes in its second part are."""
+    """First part of a message: describes the bytes of the second part."""
 
     request_ids: list[str]
     counts: list[int]
@@ -36,7 +36,7 @@ class HiddenHeader(msgspec.Struct):
 
 
 class HiddenSender:
-    """The sending end: a thread writes, so that a stage may go on with the next step."""
+    """The sending end. A thread writes, so the stage can continue with the next step."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -46,7 +46,7 @@ class HiddenSender:
         self._thread.start()
 
     def send(self, rows: Sequence[ScheduledRequest], hidden: NDArray) -> None:
-        """Hands on the hidden states `[T, W]` of a step's rows, which nothing may change later."""
+        """Queues the hidden states `[T, W]` of a step's rows, which must not change later."""
         header = HiddenHeader(
             [row.request_id for row in rows],
             [row.num_tokens for row in rows],
@@ -71,18 +71,18 @@ class HiddenSender:
 
 
 class HiddenReceiver:
-    """The receiving end, which holds the hidden states of the step that is computed."""
+    """The receiving end, which holds the hidden states of the current step."""
 
     def __init__(self, connection: Connection, source: str) -> None:
-        """`source` names the stage before in errors."""
+        """`source`: name of the previous stage in errors."""
         self._connection = connection
         self._source = source
         self._decoder = msgspec.msgpack.Decoder(HiddenHeader)
         self._held: dict[str, NDArray] = {}
 
     def receive(self) -> None:
-        """Waits for the next step's rows, which take the place of those before; EngineDead where
-        the stage before has ended.
+        """Waits for the next step's rows, which replace the current ones; EngineDead if the
+        previous stage has ended.
         """
         try:
             header = self._decoder.decode(self._connection.recv_bytes())
@@ -104,11 +104,11 @@ class HiddenReceiver:
         }
 
     def get(self, rows: Sequence[ScheduledRequest]) -> NDArray:
-        """Returns the hidden states `[T, W]` of some of the step's rows, in their order."""
+        """Returns the hidden states `[T, W]` of some requests of the step, in their order."""
         if len(rows) == 1:
             return self._held[rows[0].request_id]
         return np.concatenate([self._held[row.request_id] for row in rows])
 
     def close(self) -> None:
-        """Ends a wait for the stage before, too."""
+        """Closes the pipe, which also ends a wait for the previous stage."""
         self._connection.close()

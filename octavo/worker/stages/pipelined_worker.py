@@ -1,7 +1,8 @@
-"""The last stage's worker and the other stages as one executor, with a plan of each lane in flight.
+"""The last stage's worker and the other stages as one executor, with a plan of each micro-batch in
+flight.
 
-A plan goes to all stages when it is launched. The first stages compute it at once; the last one,
-in this process, computes it when its result is asked for, and tells the others what it has drawn.
+A plan is sent to all stages when it is launched. The first stages compute it at once; the last one,
+in this process, computes it when its result is requested, and sends its samples to the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from octavo.worker.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class PipelinedStep:
-    """A plan that is on its way through the stages. Implements `ports.Launched`."""
+    """A plan that the stages compute. Implements `ports.Launched`."""
 
     plan: StepPlan
     worker: PipelinedWorker
@@ -29,7 +30,7 @@ class PipelinedStep:
 
 
 class PipelinedWorker:
-    """An executor over several stages; raises EngineDead from the first fault of any of them on.
+    """An executor over several stages; raises EngineDead after the first fault of any of them.
 
     Implements `ports.AsyncExecutor`, `ports.Profiler` and `ports.Losable`.
     """
@@ -49,7 +50,7 @@ class PipelinedWorker:
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> PipelinedStep:
-        assert plan.num_steps == 1, "a stage learns of a token when the last one has drawn it"
+        assert plan.num_steps == 1, "a stage knows a token once the last one has sampled it"
         self._others.check()
         self._others.send(Execute(plan))
         self._launched.append(PipelinedStep(plan, self))
@@ -59,20 +60,20 @@ class PipelinedWorker:
         """Computes the last stage of the oldest plan in flight."""
         self._others.check()
         first = self._launched.popleft()
-        assert first is step, "steps are taken in in the order of their launches"
+        assert first is step, "steps return in the order of their launches"
         try:
             if step.plan.rows:
                 self._before.receive()
             result = self._worker.execute(step.plan)
         except Exception as error:
             raise self._others.ended_by(error, "the last stage") from error
-        drawn = [
-            SampledTokens(row.request_id, row.start + row.num_tokens, made.token_ids)
-            for row, made in zip(step.plan.rows, result.rows, strict=True)
-            if made.token_ids
+        sampled = [
+            SampledTokens(row.request_id, row.start + row.num_tokens, computed.token_ids)
+            for row, computed in zip(step.plan.rows, result.rows, strict=True)
+            if computed.token_ids
         ]
-        if drawn:
-            self._others.send(AppendTokens(drawn))
+        if sampled:
+            self._others.send(AppendTokens(sampled))
         return result
 
     def when_lost(self, on_loss: OnLoss) -> None:

@@ -1,4 +1,4 @@
-"""One stage's place in the chain of a model's stages, and the pipes by which they are joined."""
+"""The pipes that connect the pipeline stages of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 NO_PIPE = -1
-"""Descriptor that stands for no pipe."""
+"""Descriptor for no pipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class StageLink:
     stage: int
     num_stages: int
     before: HiddenReceiver | None
-    """Hidden states of the stage before; None on the first stage."""
+    """Hidden states of the previous stage; None on the first stage."""
     behind: HiddenSender | None
-    """Way to the stage behind; None on the last stage."""
+    """Hidden states for the next stage; None on the last stage."""
 
     def abort(self) -> None:
-        """Does nothing: the pipe of a stage that has ended breaks, which ends the wait for it."""
+        """No-op: the pipe of a stage that ends breaks, which ends the wait for it."""
 
     def close(self) -> None:
         if self.before is not None:
@@ -42,7 +42,7 @@ class StageLink:
 class StagePipes:
     """The pipes of all stages, made by the process of the last one before it starts the others.
 
-    The last stage is rank 0, which draws; rank r is stage r - 1. Implements `ranks.Rendezvous`.
+    The last stage is rank 0, which samples; rank r is stage r - 1. Implements `ranks.Rendezvous`.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -60,7 +60,7 @@ class StagePipes:
         return tuple(end.fileno() for end in self._ends_of(rank) if end is not None)
 
     def join(self) -> StageLink:
-        """Makes this process the last stage; the other stages' ends are closed here, so that a pipe
+        """Makes this process the last stage and closes the other stages' ends here, so a pipe
         breaks when its stage ends.
         """
         last, _ = self._ends_of(0)
@@ -89,14 +89,12 @@ def stage_of(rank: int, num_stages: int) -> int:
 
 
 def name_of(stage: int, num_stages: int) -> str:
-    """Returns the words for a stage in messages."""
+    """Returns a stage's name for messages."""
     return f"stage {stage} of {num_stages}"
 
 
-def joined(rank: int, num_stages: int, address: Sequence[int]) -> StageLink:
-    """Makes this process a stage, or a further rank of the last one, by the address that it was
-    given.
-    """
+def join_stage(rank: int, num_stages: int, address: Sequence[int]) -> StageLink:
+    """Makes this process a stage, or another rank of the last one, by its address."""
     from multiprocessing.connection import Connection
 
     before, behind = address
