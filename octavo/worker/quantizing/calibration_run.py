@@ -35,7 +35,7 @@ from octavo.program.program import Op, Program, Value, Weight
 from octavo.quant.blocks import StoredWeight
 
 FINISHED_SHARE = 2
-"""Values of the residual stream's width that may be alive where a state is taken."""
+"""Largest number of live Values of the residual stream's width when a state is saved."""
 
 
 class CalibrationRun:
@@ -61,7 +61,6 @@ class CalibrationRun:
 
     @property
     def op(self) -> Op | None:
-        """The next op."""
         ops = self._program.ops
         return ops[self.index] if self.index < len(ops) else None
 
@@ -74,7 +73,7 @@ class CalibrationRun:
         return self._step.get(value)
 
     def advance(self, weights: Mapping[Weight, NDArray] | None = None) -> None:
-        """Computes the next op, with these matrices in place of the model's own."""
+        """Computes the next op, with these matrices instead of the model's own."""
         op = self.op
         assert op is not None, "the run is at its end"
         with np.errstate(all="ignore"):
@@ -86,9 +85,7 @@ class CalibrationRun:
         self.index += 1
 
     def state(self) -> dict[str, NDArray] | None:
-        """Returns what the rest of the run needs; None if that is more than the residual
-        stream.
-        """
+        """Returns the state to resume from; None if it is more than the residual stream."""
         alive = {
             name: array
             for name, array in self._step.values.items()
@@ -99,7 +96,7 @@ class CalibrationRun:
         return None if has_keys or len(floats) > FINISHED_SHARE else alive
 
     def restore(self, index: int, values: Mapping[str, NDArray]) -> None:
-        """Goes on at an op with the state that was taken there."""
+        """Continues at an op with the state saved there."""
         for op in self._program.ops[:index]:
             self._unread.subtract(value.name for value in op.inputs)
         self._step.values = dict(values)
@@ -168,7 +165,7 @@ class CalibrationRun:
 
 
 class _LayerLives:
-    """The ops between which each layer of a cache group holds keys."""
+    """The ops between which each layer of a cache group is in use."""
 
     def __init__(self, spans: Mapping[tuple[str, int], tuple[int, int]]) -> None:
         self._spans = spans
@@ -179,12 +176,12 @@ class _LayerLives:
 
 
 def _with_few_layers(program: Program) -> tuple[Program, _LayerLives]:
-    """Returns the Program with cache groups of as many layers as are in use at once, each layer in
-    a place that is free again.
+    """Returns the Program with cache groups of as many layers as are in use at once; layers reuse
+    the memory of finished ones.
     """
     spans: dict[tuple[str, int], tuple[int, int]] = {}
     for index, op in enumerate(program.ops):
-        key = _layer_of(op)
+        key = _get_layer(op)
         if key is not None:
             spans[key] = (spans.get(key, (index, index))[0], index)
     places: dict[tuple[str, int], int] = {}
@@ -201,14 +198,14 @@ def _with_few_layers(program: Program) -> tuple[Program, _LayerLives]:
     return replace(program, ops=ops, groups=groups), _LayerLives(spans)
 
 
-def _layer_of(op: Op) -> tuple[str, int] | None:
+def _get_layer(op: Op) -> tuple[str, int] | None:
     """Returns the layer of a cache group that an op writes or reads."""
     group, layer = getattr(op, "group", None), getattr(op, "layer", None)
     return None if group is None or layer is None else (group, layer)
 
 
 def _in_place(op: Any, places: Mapping[tuple[str, int], int]) -> Op:
-    key = _layer_of(op)
+    key = _get_layer(op)
     placed: Op = op if key is None else replace(op, layer=places[key])
     return placed
 

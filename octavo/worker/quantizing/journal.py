@@ -1,8 +1,7 @@
-"""How far a quantisation has come, in the directory that it writes: what was done, and the state
-from which it continues.
+"""Progress of a quantization, in its output directory: what is done, and the state to resume from.
 
-The directory bears another name until all is written. A later run continues where this one was
-interrupted if it is the same in everything; otherwise it is refused.
+The directory has a temporary name until everything is written. An interrupted run is resumed by a
+run with the same options; other runs are rejected.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ NEW_JOURNAL = f"new-{JOURNAL}"
 STATE = "octavo-quantize-state-{}.npz"
 PARTIAL = ".partial"
 STATES = 2
-"""States that stand side by side while the later one is written."""
+"""Number of states that exist while the newer one is written."""
 
 
 class Journal:
-    """The journal of one quantisation into `output`; the directory is its own until it is left."""
+    """The journal of one quantization into `output`; locks the directory until it is closed."""
 
     def __init__(self, output: Path, identity: Mapping[str, Any]) -> None:
         """Opens the journal of an interrupted run, or makes the directory for a new one.
 
-        Raises ConfigError if the output exists or cannot be made, where an interrupted run was
-        another one, or where one is at work.
+        Raises ConfigError if the output exists or cannot be made, if an interrupted run had other
+        options, or if one is running.
         """
         self._output = output.resolve()
         self._identity = dict(identity)
@@ -49,7 +48,7 @@ class Journal:
         self.listed: list[str] = []
         """Experts that no calibration token reached."""
         self.goes_on = False
-        """Whether an earlier run has reserved the disk's space and written what stays."""
+        """Whether an earlier run has reserved disk space and written the unchanged tensors."""
         with writing_to(self.folder):
             self._check_output()
             self._open()
@@ -61,16 +60,16 @@ class Journal:
         os.close(self._lock)
 
     def began(self) -> None:
-        """Notes that the disk's space is reserved and what stays as it is is written."""
+        """Records that disk space is reserved and unchanged tensors are written."""
         self.goes_on = True
         self._write()
 
     def wrote(self, names: Sequence[str]) -> None:
-        """Notes matrices that are written."""
+        """Records matrices that are written."""
         self.done.extend(names)
 
     def check_room(self, num_bytes: int) -> None:
-        """Raises ConfigError if the disk has no room for `num_bytes` of state, twice."""
+        """Raises ConfigError if the disk has no space for two states of `num_bytes`."""
         free = shutil.disk_usage(self.folder).free
         if self.index == 0 and free < STATES * num_bytes:
             raise ConfigError(
@@ -81,7 +80,7 @@ class Journal:
             )
 
     def save(self, index: int, state: Mapping[str, NDArray]) -> None:
-        """Notes the op to continue at, and the state there."""
+        """Saves the op to resume at, and the state there."""
         before = self._state_file
         self.index = index
         with self._state_file.open("wb") as file:
@@ -92,7 +91,7 @@ class Journal:
             before.unlink(missing_ok=True)
 
     def note(self) -> None:
-        """Writes what is done so far."""
+        """Writes the journal."""
         self._write()
 
     def state(self) -> dict[str, NDArray]:
@@ -107,7 +106,7 @@ class Journal:
             ) from None
 
     def finish(self) -> None:
-        """Gives the directory its own name; only what belongs to the model is left in it."""
+        """Renames the directory to its final name; only the model's files remain."""
         for file in self.folder.rglob("*"):
             if file.is_file():
                 sync_path(file)
@@ -138,7 +137,7 @@ class Journal:
             )
 
     def _open(self) -> None:
-        """Makes the directory, or reads the journal in it; holds it until the end of the run."""
+        """Makes the directory, or reads its journal; locks it until the end of the run."""
         has_journal = (self.folder / JOURNAL).is_file()
         self.folder.mkdir(parents=True, exist_ok=True)
         if not has_journal and any(file.name != NEW_JOURNAL for file in self.folder.iterdir()):
@@ -203,7 +202,7 @@ class Journal:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Turns what the system says against writing into a ConfigError that names the folder."""
+    """Raises ConfigError with the folder's name for system errors of writing."""
     try:
         yield
     except BrokenPipeError:
@@ -216,6 +215,6 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def _remove_journal(folder: Path) -> None:
-    """Removes from a finished model what is no part of it, the journal last."""
+    """Removes all files that are no part of a finished model, the journal last."""
     for file in (*folder.glob(STATE.format("*")), folder / NEW_JOURNAL, folder / JOURNAL):
         file.unlink(missing_ok=True)

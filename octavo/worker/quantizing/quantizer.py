@@ -1,8 +1,8 @@
-"""Quantises a model layer by layer: each matrix is rounded as soon as the run over the calibration
-texts has come to it, and what follows sees the rounded one.
+"""Quantizes a model layer by layer: each matrix is rounded when the calibration run reaches it, and
+later ops see the rounded one.
 
-Owns the order of the work and what waits: a matrix whose rows may still be divided by the factors
-of a later input is written once these are known. Knows formats through `Destination` only.
+Owns the order of the work: a matrix whose rows may still be divided by the factors of a later input
+is written once these are known. Knows formats through `Destination` only.
 """
 
 from __future__ import annotations
@@ -35,20 +35,18 @@ from octavo.worker.quantizing.targets import (
     added_values,
     chosen_ops,
     folds,
-    matrices_of,
+    get_matrices,
 )
 
 LARGEST = float(np.finfo(np.float16).max)
-"""Largest number of a matrix for which every format has a scale."""
+"""Largest value of a matrix for which every format has a scale."""
 EXACT = "exact:"
-"""Begin of the names of the exact run's Values in a journal."""
+"""Prefix of the exact run's Values in a journal."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizePlan:
-    """The matrices that are quantised, by their tensors' names in order of use, and those that stay
-    floats.
-    """
+    """The matrices to quantize, by tensor name in order of use, and those that stay floats."""
 
     matrices: Mapping[str, MatrixPlan]
     left: tuple[str, ...]
@@ -61,14 +59,14 @@ def plan_matrices(
     destination: Destination,
     bits_of: Callable[[Weight], int],
 ) -> QuantizePlan:
-    """Returns what will be quantised; UnsupportedModel if nothing can be."""
+    """Returns the plan; UnsupportedModel if nothing can be quantized."""
     matrices: dict[str, MatrixPlan] = {}
     left: dict[str, None] = {}
     chosen = set(map(id, chosen_ops(program)))
     for op in program.ops:
         if not isinstance(op, Linear | GroupedLinear):
             continue
-        for weight in matrices_of(op):
+        for weight in get_matrices(op):
             for name in weight.tensor_names:
                 stored = checkpoint.stored(name)
                 shape, bits = stored.shape, bits_of(weight)
@@ -93,7 +91,7 @@ def plan_matrices(
 
 @dataclass(slots=True)
 class Quantizer:
-    """One quantisation of a model, from `begin` on."""
+    """One quantization of a model, from `begin` on."""
 
     program: Program
     checkpoint: Checkpoint
@@ -105,12 +103,12 @@ class Quantizer:
     _waiting: dict[str, RoundedMatrix] = field(default_factory=dict)
     """Matrices that are not written yet."""
     _values: dict[str, Floats32] = field(default_factory=dict)
-    """Numbers of rounded matrices that a later op multiplies with, too."""
+    """Values of rounded matrices that a later op also multiplies with."""
     _exact: CalibrationRun | None = None
-    """The run of the model that is not rounded, at the same op, where its inputs are asked for."""
+    """Run of the unrounded model at the same op, if its inputs are needed."""
     _added: Mapping[str, Value] = field(default_factory=dict)
-    """Value that is added to the products of a matrix, by the products' name: they make up for its
-    errors.
+    """Value that is added to the outputs of a matrix, by the outputs' name; the outputs compensate
+    its errors.
     """
     _statistics: tuple[str, RowStatistics] | None = None
     """Statistics of the Value read last."""
@@ -159,7 +157,7 @@ class Quantizer:
         assert not self._waiting, "every matrix is written behind the last op"
 
     def _advance(self, run: CalibrationRun, bar: Bar) -> None:
-        """Rounds what the next op multiplies with, and computes it."""
+        """Rounds the matrices of the next op, and computes it."""
         op = run.op
         weights: dict[Weight, NDArray] = {}
         if isinstance(op, Linear):
@@ -169,7 +167,7 @@ class Quantizer:
                     if name not in self._values:
                         self._round_linear(run, op, name)
                         bar.advance()
-                    weights[weight] = _rows_of(self._values[name], weight)
+                    weights[weight] = _get_rows(self._values[name], weight)
         elif isinstance(op, GroupedLinear):
             for weight in op.matrices:
                 if weight.tensor_names[0] in self.plan.matrices:
@@ -181,9 +179,9 @@ class Quantizer:
     # -- one matrix ----------------------------------------------------------------------------
 
     def _round_linear(self, run: CalibrationRun, op: Linear, name: str) -> None:
-        statistics = self._statistics_of(run, op.x)
+        statistics = self._get_statistics(run, op.x)
         plan = self.plan.matrices[name]
-        factors = self._factors_of(run, op.x, statistics)
+        factors = self._get_factors(run, op.x, statistics)
         weight = self._weight(plan)
         if self._exact is not None:
             weight = statistics.gptq.meant(weight, self._missed(run, op, statistics))
@@ -199,8 +197,8 @@ class Quantizer:
     def _missed(
         self, run: CalibrationRun, op: Linear, statistics: RowStatistics
     ) -> NDArray[np.float64] | None:
-        """Returns how the errors of what is added to an op's products go together with its inputs,
-        `[out, in]`; None if nothing is.
+        """Returns the correlation of the errors of the Value added to an op's outputs with its
+        inputs, `[out, in]`; None if none is added.
         """
         added = self._added.get(op.outs[0].name)
         if added is None or self._exact is None or op.weights_[0].row_indices is not None:
@@ -210,7 +208,7 @@ class Quantizer:
     def _round_experts(
         self, run: CalibrationRun, op: GroupedLinear, weight: Weight, bar: Bar
     ) -> NDArray:
-        """Rounds the matrices of all experts, each over the rows that were sent to it."""
+        """Rounds the matrices of all experts, each over the rows routed to it."""
         rows, experts = run.rows(op.x), run.rows(op.ids).reshape(-1)
         made = []
         for expert, name in enumerate(weight.tensor_names):
@@ -239,8 +237,8 @@ class Quantizer:
         return nearest(self._weight(plan), importance, self.destination.fit(plan))
 
     def _weight(self, plan: MatrixPlan) -> Floats32:
-        """Returns a matrix in fp32; WeightMismatch if it holds what is no number, or one for
-        which there is no scale in fp16.
+        """Returns a matrix in fp32; WeightMismatch if it has a NaN or a value without a scale in
+        fp16.
         """
         weight: Floats32 = self.checkpoint.tensor(plan.name).dequantize()
         if not np.isfinite(weight).all():
@@ -257,7 +255,7 @@ class Quantizer:
             )
         return weight
 
-    def _statistics_of(self, run: CalibrationRun, x: Value) -> RowStatistics:
+    def _get_statistics(self, run: CalibrationRun, x: Value) -> RowStatistics:
         if self._statistics is None or self._statistics[0] != x.name:
             exact = None if self._exact is None else self._exact.rows(x)
             found = RowStatistics(run.rows(x), self.recipe.damp_percent, exact)
@@ -266,11 +264,11 @@ class Quantizer:
 
     # -- factors -------------------------------------------------------------------------------
 
-    def _factors_of(
+    def _get_factors(
         self, run: CalibrationRun, x: Value, statistics: RowStatistics
     ) -> Floats32 | None:
-        """Returns the factors of a Value's columns; None if they have nowhere to go. They are
-        chosen, and what makes the Value is divided by them, where they are first asked for.
+        """Returns the factors of a Value's columns; None if they cannot be folded. The first call
+        chooses them and divides the Value's producer by them.
         """
         fold = self._folds.get(x.name)
         if fold is None or (self.recipe.method == "smoothquant" and isinstance(fold, RowsFold)):
@@ -301,8 +299,8 @@ class Quantizer:
         return awq_factors(weights, statistics.hessian, strength, quick)
 
     def _folded(self, fold: Fold, factors: Floats32) -> Floats32:
-        """Divides what makes an input by its factors; returns the factors that this comes to in the
-        numbers' own precision.
+        """Divides the producer of an input by its factors; returns the factors as rounded in the
+        producer's precision.
         """
         if isinstance(fold, NormFold):
             whole = self._vector(fold.weight) + np.float32(fold.offset)
@@ -350,13 +348,13 @@ class Quantizer:
             name: index
             for index, op in enumerate(ops)
             if isinstance(op, Linear | GroupedLinear)
-            for weight in matrices_of(op)
+            for weight in get_matrices(op)
             for name in weight.tensor_names
             if name in self.plan.matrices
         }
 
     def _last_folds(self, ops: Sequence[Op]) -> dict[str, int]:
-        """Returns the op behind which each matrix keeps its rows."""
+        """Returns the op after which each matrix's rows no longer change."""
         found = {}
         for index, op in enumerate(ops):
             fold = self._folds.get(op.x.name) if isinstance(op, Linear) else None
@@ -371,7 +369,7 @@ class Quantizer:
         self.journal.wrote(ready)
 
     def _save(self, run: CalibrationRun) -> None:
-        """Notes how far the run has come where little has to be kept for the rest."""
+        """Saves the run's state at ops where it is small."""
         state = None if self._waiting or self._values else run.state()
         if state is not None and sum(array.dtype == np.float64 for array in state.values()) == 1:
             last = self.journal.index
@@ -382,7 +380,7 @@ class Quantizer:
                 self.journal.save(run.index, both)
 
     def _restore(self, run: CalibrationRun) -> None:
-        """Goes on with the runs where the journal has them."""
+        """Resumes the runs from the journal."""
         state = self.journal.state()
         own = {name: array for name, array in state.items() if not name.startswith(EXACT)}
         run.restore(self.journal.index, own)
@@ -395,6 +393,6 @@ def _going_on(done: int, total: int) -> str:
     return f"going on behind {done} of {total} matrices"
 
 
-def _rows_of(values: Floats32, weight: Weight) -> NDArray:
-    """Returns the rows of a tensor that a weight is."""
+def _get_rows(values: Floats32, weight: Weight) -> NDArray:
+    """Returns a weight's rows of its tensor."""
     return values if weight.row_indices is None else values[np.array(weight.row_indices)]

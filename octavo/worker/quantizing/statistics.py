@@ -1,6 +1,4 @@
-"""What a quantiser knows of the rows that a matrix multiplies: how its inputs go together, how
-strong and how large each is.
-"""
+"""Statistics of a matrix's input rows for quantization: correlations, strengths and maxima."""
 
 from __future__ import annotations
 
@@ -16,24 +14,22 @@ CHUNK_ROWS = 4096
 
 
 class RowStatistics:
-    """Statistics of rows `[T, in]`, each computed when it is asked for."""
+    """Lazily computed statistics of rows `[T, in]`."""
 
     def __init__(self, rows: NDArray, damp_percent: float, exact: NDArray | None = None) -> None:
-        """`exact [T, in]` are the rows that the model makes before it is rounded, where they are
-        known.
-        """
+        """`exact [T, in]`: rows of the unrounded model, if known."""
         self._rows = rows
         self._damp_percent = damp_percent
         self._exact = exact
 
     @property
     def is_empty(self) -> bool:
-        """Whether no calibration token came by."""
+        """Whether no calibration token was routed here."""
         return len(self._rows) == 0
 
     @cached_property
     def hessian(self) -> NDArray[np.float64]:
-        """Sum of x x^T, `[in, in]`: products in fp32, sums of some thousand rows in fp64."""
+        """Sum of x x^T, `[in, in]`: matmuls in fp32, sums of some thousand rows in fp64."""
         total = np.zeros((self._rows.shape[1],) * 2)
         for start in range(0, len(self._rows), CHUNK_ROWS):
             part = self._rows[start : start + CHUNK_ROWS].astype(np.float32)
@@ -46,8 +42,8 @@ class RowStatistics:
         return None if self._exact is None else self.missed(self._exact, self._rows)
 
     def missed(self, exact: NDArray, found: NDArray) -> NDArray[np.float64]:
-        """Returns the sum of r y^T, `[width, in]`, where r are the rows by which `exact [T, width]`
-        differs from `found`, and y these rows.
+        """Returns the sum of r y^T, `[width, in]`, with r = `exact [T, width]` - `found` and these
+        rows y.
         """
         total = np.zeros((exact.shape[1], self._rows.shape[1]))
         for start in range(0, len(self._rows), CHUNK_ROWS):

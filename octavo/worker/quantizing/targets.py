@@ -1,8 +1,8 @@
-"""Which of a Program's matrices are quantised, and where factors of their inputs can go: into the
-norm, the gated product or the values that make the input.
+"""Selects the matrices of a Program to quantize, and where factors of their inputs can be folded:
+into the norm, the gated matmul or the values that produce the input.
 
-Reads the Program alone, so that no family is named: a new one whose ops stand in this order is
-quantised like the others.
+Reads only the Program and names no family: a new family with the same order of ops is quantized
+like the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from octavo.program.program import Op, Program, Value, Weight
 
 @dataclass(frozen=True, slots=True)
 class NormFold:
-    """The norm that makes an input: its weight and bias take the factors."""
+    """The norm that produces an input: factors are folded into its weight and bias."""
 
     weight: Weight
     bias: Weight | None
@@ -37,7 +37,7 @@ class NormFold:
 
 @dataclass(frozen=True, slots=True)
 class RowsFold:
-    """The matrix whose rows make an input: row `rows[i]` for input i."""
+    """The matrix whose rows produce an input: row `rows[i]` for input i."""
 
     weight: Weight
     bias: Weight | None
@@ -48,7 +48,7 @@ Fold = NormFold | RowsFold
 
 
 def chosen_ops(program: Program) -> list[Linear | GroupedLinear]:
-    """Returns the products whose matrices are quantised: not output layers, not routers."""
+    """Returns the linear ops to quantize: neither output layers nor routers."""
     routed = {op.logits.name for op in program.ops if isinstance(op, Route)}
     return [
         op
@@ -61,14 +61,14 @@ def chosen_ops(program: Program) -> list[Linear | GroupedLinear]:
     ]
 
 
-def matrices_of(op: Linear | GroupedLinear) -> tuple[Weight, ...]:
+def get_matrices(op: Linear | GroupedLinear) -> tuple[Weight, ...]:
     """Returns the matrices that an op multiplies with."""
     return op.weights_ if isinstance(op, Linear) else op.matrices
 
 
 def added_values(program: Program) -> dict[str, Value]:
-    """Returns what is added to the products of one matrix, by the name of the products' Value: the
-    residual stream, where it is known before they are.
+    """Returns the Value added to the outputs of a matrix, by the outputs' name: the residual
+    stream, if it is computed before them.
     """
     makers = {value.name: index for index, op in enumerate(program.ops) for value in op.outputs}
     readers = Counter(value.name for op in program.ops for value in op.inputs)
@@ -91,14 +91,14 @@ def added_values(program: Program) -> dict[str, Value]:
 
 
 def folds(program: Program, quantized: set[str]) -> dict[str, Fold]:
-    """Returns where the factors of a Value can go, by its name: of those Values that only quantised
-    matrices read. `quantized` are the names of the tensors that will be quantised.
+    """Returns where the factors of a Value can be folded, by its name, for Values that only
+    quantized matrices read. `quantized`: names of the tensors to quantize.
     """
     return _Folds(program, quantized).found()
 
 
 class _Folds:
-    """Makers and readers of a Program's Values."""
+    """Producers and readers of a Program's Values."""
 
     def __init__(self, program: Program, quantized: set[str]) -> None:
         self._program = program
@@ -142,7 +142,7 @@ class _Folds:
         return None
 
     def _values_fold(self, attention: Attention) -> RowsFold | None:
-        """Returns the rows of values that make each column of an attention's output."""
+        """Returns the rows of V that produce each column of an attention's output."""
         layer = (attention.group, attention.layer)
         at_layer = [
             op
