@@ -276,7 +276,7 @@ def _other_engines(
             original_context(loaded.program),
             sum(block_bytes) / BLOCK_SIZE,
         ),
-        None if num_ranks == 1 else SharedSlots(slots, reports.add_of),
+        None if num_ranks == 1 else SharedSlots(slots, reports.add_rank),
     )
 
 

@@ -1,12 +1,12 @@
-"""A directory of KV blocks in files, named by what they hold, for any number of engines at once;
-the least recently used are removed first.
+"""A directory of KV block files, named by block hash, shared by any number of engines, with LRU
+eviction.
 
     ROOT/<fingerprint>/<first byte of the digest>/<digest>-<group>.kv
     ROOT/tmp/ for files being written
 
-A file's time of change says when it was last used; a time in the future, until when it is pinned.
-So nothing has to agree with anything else after a crash, or between engines: each sees what is
-there, and a file that another one removed is a miss.
+A file's modification time is that of its last use; a time in the future means that it is pinned
+until then. So engines share no other state, and none has to be repaired after a crash: each lists
+the directory, and a file that another engine removed is a miss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.config.paths import user_path
 from octavo.engine.protocol.kv_messages import BlockName, BlockPin, SlotBlock, StoredBytes
 from octavo.worker.kv_connectors.block_file import (
     DamagedFile,
-    header_of,
+    make_header,
     read_block_file,
     write_block_file,
 )
@@ -35,16 +35,15 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".kv"
 TOUCH_S = 60.0
-"""Seconds within which a file's time of use is not written a second time."""
+"""Seconds within which a file's time is not updated again."""
 ABANDONED_S = 60.0
-"""Seconds after which a file that is still being written counts as a crashed engine's."""
+"""Seconds after which an unfinished file counts as left by a crashed engine."""
 ROOM = 0.1
-"""Share of the size that is freed at a time, so that the directory is not listed for every block.
-"""
+"""Share of the size that is freed at a time, so the directory is not listed for every block."""
 
 
 class DirectoryFull(Exception):
-    """Pinned files leave no room."""
+    """Pinned files use all the space."""
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryChanges:
-    """Changes of this fingerprint's blocks since the directory was last looked at."""
+    """Changes of this fingerprint's blocks since the last listing."""
 
     found: list[BlockName] = field(default_factory=list)
     gone: list[BlockName] = field(default_factory=list)
@@ -67,7 +66,7 @@ class DirectoryChanges:
 
 
 class BlockDirectory:
-    """Used by two threads: one reads, one does all else. `clock`: seconds since 1970."""
+    """Used by two threads: one reads, the other does the rest. `clock`: seconds since 1970."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class BlockDirectory:
         self._num_bytes = 0
         self._pinned_bytes = self._foreign_pinned_bytes = 0
         self._pins: dict[BlockName, float] = {}
-        """Pins of blocks that are not there yet."""
+        """Pins of blocks that are not stored yet."""
         self._num_damaged = 0
         self._num_write_errors = 0
         self._make_folders()
@@ -100,10 +99,8 @@ class BlockDirectory:
                 folder.mkdir(mode=0o700, exist_ok=True)
 
     def look(self) -> DirectoryChanges:
-        """Lists the directory, removes what crashed engines left half written, and the least
-        recently used files where there is too much.
-
-        A directory that was removed is made again.
+        """Lists the directory, removes unfinished files of crashed engines, and evicts files if it
+        is too large. A removed directory is made again.
         """
         before = self._names()
         self._make_folders()
@@ -114,26 +111,26 @@ class BlockDirectory:
         pins = [
             BlockPin(name, entry.used_at)
             for path, entry in self._pinned()
-            if (name := self._name_of(path)) is not None
+            if (name := self._parse_name(path)) is not None
         ]
         return DirectoryChanges(sorted(now - before), sorted(before - now), pins)
 
     def stored(self) -> StoredBytes:
-        """Returns the sizes as far as this engine knows without looking."""
+        """Returns the sizes as of the last listing and this engine's changes."""
         pinned = (self._pinned_bytes, self._foreign_pinned_bytes)
         return StoredBytes(self._num_bytes, *pinned, self._num_damaged, self._num_write_errors)
 
     # -- one block ---------------------------------------------------------------------------------
 
     def write(self, block: SlotBlock, data: memoryview) -> list[BlockName]:
-        """Writes a block's file; returns the names of those that had to go. OSError or
-        DirectoryFull where it cannot be kept, and then nothing of it is left.
+        """Writes a block's file; returns the evicted blocks. OSError or DirectoryFull if it cannot
+        be stored, and then nothing of it is left.
 
         A file that another engine has written and pinned stays pinned.
         """
-        path = self.path_of(block.name)
-        until = max(self._pins.get(block.name, 0.0), _time_of(path))
-        header = header_of(self._fingerprint, block.group, block.key, len(data))
+        path = self.get_path(block.name)
+        until = max(self._pins.get(block.name, 0.0), _get_time(path))
+        header = make_header(self._fingerprint, block.group, block.key, len(data))
         gone = self._make_room(len(header) + len(data))
         try:
             num_bytes = write_block_file(path, self._new_temporary(), header, data)
@@ -149,13 +146,13 @@ class BlockDirectory:
         return gone
 
     def read(self, block: SlotBlock, into: memoryview) -> bool:
-        """Reads a block's bytes; False if its file is not there, or damaged, which is reported
-        and ends with its removal.
+        """Reads a block's bytes; False if its file does not exist, or is damaged, which is logged
+        and removes it.
         """
-        path = self.path_of(block.name)
+        path = self.get_path(block.name)
         try:
             read_block_file(
-                path, header_of(self._fingerprint, block.group, block.key, len(into)), into
+                path, make_header(self._fingerprint, block.group, block.key, len(into)), into
             )
         except FileNotFoundError:
             return False
@@ -170,25 +167,25 @@ class BlockDirectory:
         return True
 
     def touch(self, name: BlockName) -> None:
-        """Notes that a block is used now."""
-        path, now = self.path_of(name), self._clock()
+        """Marks a block as used now."""
+        path, now = self.get_path(name), self._clock()
         entry = self._files.get(path)
         if entry is not None and entry.used_at < now - TOUCH_S:
             self._set_time(path, now)
 
     def pin(self, pins: Iterable[BlockPin]) -> None:
-        """Pins blocks; a time that is past unpins one, and a block that is not there yet is pinned
-        once it is.
+        """Pins blocks; a time in the past unpins one. A block that is not stored yet is pinned when
+        it is.
         """
         for name, until in pins:
-            path = self.path_of(name)
+            path = self.get_path(name)
             if path not in self._files or not self._set_time(path, max(until, self._clock())):
                 self._pins[name] = until
         self._count_pinned()
 
     def remove(self, name: BlockName) -> None:
         """Removes a block's file and its pin."""
-        path = self.path_of(name)
+        path = self.get_path(name)
         self._pins.pop(name, None)
         self._drop(path)
         _unlink(path)
@@ -196,14 +193,13 @@ class BlockDirectory:
     def remove_all(self) -> None:
         """Removes all files of this fingerprint."""
         self._list_again()
-        for path in [path for path in self._files if self._name_of(path) is not None]:
+        for path in [path for path in self._files if self._parse_name(path) is not None]:
             self._drop(path)
             _unlink(path)
         self._pins.clear()
         self._count_pinned()
 
-    def path_of(self, name: BlockName) -> Path:
-        """Returns the path of a block's file, whether or not it is there."""
+    def get_path(self, name: BlockName) -> Path:
         digest = name.digest.hex()
         return self._folder / digest[:2] / f"{digest}-{name.group}{SUFFIX}"
 
@@ -227,7 +223,7 @@ class BlockDirectory:
         pinned = self._pinned()
         self._pinned_bytes = sum(entry.num_bytes for _, entry in pinned)
         self._foreign_pinned_bytes = sum(
-            entry.num_bytes for path, entry in pinned if self._name_of(path) is None
+            entry.num_bytes for path, entry in pinned if self._parse_name(path) is None
         )
 
     def _pinned(self) -> list[tuple[Path, StoredFile]]:
@@ -235,7 +231,7 @@ class BlockDirectory:
         return [(path, entry) for path, entry in self._files.items() if entry.used_at > now]
 
     def _names(self) -> set[BlockName]:
-        return {name for path in self._files if (name := self._name_of(path)) is not None}
+        return {name for path in self._files if (name := self._parse_name(path)) is not None}
 
     def _drop(self, path: Path) -> None:
         entry = self._files.pop(path, None)
@@ -251,8 +247,8 @@ class BlockDirectory:
                 _unlink(Path(entry.path))
 
     def _make_room(self, num_bytes: int) -> list[BlockName]:
-        """Removes the least recently used files until `num_bytes` more fit, and some room besides;
-        DirectoryFull where they cannot. Returns the names of those that went.
+        """Evicts files until `num_bytes` more fit with some reserve; DirectoryFull if they cannot.
+        Returns the evicted blocks.
         """
         if self._num_bytes + num_bytes <= self.max_bytes:
             return []
@@ -271,9 +267,7 @@ class BlockDirectory:
         return sorted(before - self._names())
 
     def _set_time(self, path: Path, when: float) -> bool:
-        """Sets a file's time; False if it is gone: another engine has removed it, or it was
-        damaged.
-        """
+        """Sets a file's time; False if it does not exist any more."""
         try:
             os.utime(path, (when, when))
         except OSError:
@@ -285,10 +279,8 @@ class BlockDirectory:
     def _new_temporary(self) -> Path:
         return self._temporary / f"{os.getpid()}-{id(self):x}-{next(self._counter)}"
 
-    def _name_of(self, path: Path) -> BlockName | None:
-        """Returns the block that a file holds; None for another fingerprint's, and for what is no
-        block at all.
-        """
+    def _parse_name(self, path: Path) -> BlockName | None:
+        """Returns a file's block; None for another fingerprint's and for other files."""
         if path.parent.parent != self._folder:
             return None
         digest, _, group = path.stem.partition("-")
@@ -299,9 +291,7 @@ class BlockDirectory:
 
 
 def open_root(text: str) -> Path:
-    """Returns the directory that an option names, made where it is not there; ConfigError if
-    nothing can be written into it.
-    """
+    """Returns the directory of an option, created if necessary; ConfigError if not writable."""
     root = user_path(text).absolute()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -343,8 +333,8 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
         return None
 
 
-def _time_of(path: Path) -> float:
-    """Returns a file's time of change; 0 if there is none."""
+def _get_time(path: Path) -> float:
+    """Returns a file's modification time; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:

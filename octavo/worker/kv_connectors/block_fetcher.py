@@ -1,10 +1,8 @@
-"""The side of a transfer worker that asks other engines for blocks, and writes what comes into the
-slots that are held for them.
+"""Receiver of a transfer channel: requests blocks from other engines and writes them into slots.
 
-Every ask has an epoch, and what answers an older one lands nowhere. Where the other engine's ranks
-share out the KV heads in another way, a block comes in pieces from several of them. Whatever does
-not come, or not whole, is reported; the prompt is computed here. One thread uses this, that of
-`transfer_mail.py`.
+Every request has an epoch, and replies to older ones are dropped. If the other engine partitions KV
+heads differently, a block comes in pieces from several of its ranks. Blocks that do not arrive
+completely are reported, and their tokens are computed here. Used by the thread of `transfer.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from octavo.transfer.messages import (
 from octavo.utils.secure_sockets import lock_client
 from octavo.worker.kv_connectors.block_reader import BlockReader, OfferedPiece, PieceName
 from octavo.worker.kv_connectors.byte_cover import ByteCover
-from octavo.worker.kv_connectors.checksum import checksum_of
+from octavo.worker.kv_connectors.checksum import get_checksum
 from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition
 from octavo.worker.kv_connectors.link_meter import LinkMeter
 from octavo.worker.kv_connectors.send_buffer import LEASE_S
@@ -53,46 +51,46 @@ from octavo.worker.kv_connectors.transfer_status import ReportBlocks
 logger = logging.getLogger(__name__)
 
 SILENCE_S = 3.0
-"""Seconds of silence after which a peer that owes blocks counts as lost."""
+"""Seconds of silence after which a peer with pending blocks counts as lost."""
 RENEWAL_S = LEASE_S / 3
-"""Seconds after which the leases of blocks that are still to be read begin again."""
+"""Seconds between renewals of leases of blocks that are still to be read."""
 READER_CLOSE_S = 1.0
 """Seconds in which the reader must end."""
 NO_HEADS: Span = (0, 0)
-"""Heads of a cache group of which a rank is asked for nothing."""
+"""Heads of a cache group of which nothing is requested."""
 
 
 @dataclass(slots=True, eq=False)
 class ArrivingPiece:
-    """The heads of a block that come from one rank of another engine, on their way into a slot."""
+    """A block's heads from one rank of another engine, while they are received."""
 
     epoch: int
-    """Epoch of the ask that it answers."""
+    """Epoch of the request."""
     memory: NDArray[np.uint8]
-    """Bytes of the slot that are the piece's until the block is whole."""
+    """Bytes of the slot that the piece uses until the block is complete."""
     cover: ByteCover = field(default_factory=ByteCover)
-    """Bytes that have come."""
+    """Bytes received so far."""
     is_read: bool = False
-    """Whether a mover writes to the slot, which is no one else's until it has ended."""
+    """Whether a mover writes to the slot, which is reserved until it has ended."""
 
 
 @dataclass(slots=True, eq=False)
 class ArrivingBlock:
-    """A block on its way into a slot."""
+    """A block that is being received."""
 
     block: SlotBlock
     until: float
-    """When it is given up, on the monotonic clock."""
+    """Deadline on the monotonic clock."""
     heads: list[Span]
     """Heads of each of its pieces."""
     missing: dict[str, ArrivingPiece] = field(default_factory=dict)
-    """Pieces that have not come, by the endpoint that they come from."""
+    """Pieces that have not arrived, by endpoint of their rank."""
     is_dropped: bool = False
-    """Whether the block is not wanted any more, once the movers have ended."""
+    """Whether the block is discarded once its movers have ended."""
 
 
 class BlockFetcher:
-    """The sockets to the engines that blocks are fetched from, and the blocks on their way."""
+    """Sockets to the engines that blocks are fetched from, and the blocks being received."""
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class BlockFetcher:
         heads: KVHeadPartition,
         poller: zmq.Poller,
     ) -> None:
-        """Registers its sockets with `poller` as they come and go."""
+        """Registers its sockets with `poller`."""
         self._context = context
         self._poller = poller
         self._slots = slots
@@ -116,19 +114,19 @@ class BlockFetcher:
         self._sources: dict[str, zmq.Socket[bytes]] = {}
         """Sockets to the engines that blocks are fetched from, by address."""
         self._heard: dict[str, float] = {}
-        """When each of them was last heard of, or first asked."""
+        """Time of each one's last message, or of the first request to it."""
         self._arriving: dict[BlockName, ArrivingBlock] = {}
         self._epoch = 0
-        """Epoch of the newest ask."""
+        """Epoch of the newest request."""
         self.link = LinkMeter()
-        """Rate at which blocks come from other engines."""
+        """Measures the transfer rate from other engines."""
         self._renewed_at = 0.0
         self._replies = msgspec.msgpack.Decoder(WorkerReplyMessage)
         self._encode = msgspec.msgpack.Encoder().encode
 
     @property
     def is_reading(self) -> bool:
-        """Whether the outcome of a mover's read is still to be taken."""
+        """Whether the result of a mover's read is pending."""
         return self._reader is not None and self._reader.is_busy
 
     def close(self) -> None:
@@ -140,7 +138,7 @@ class BlockFetcher:
     # -- what the scheduler half wants -------------------------------------------------------------
 
     def ask(self, source: str, blocks: Sequence[SlotBlock]) -> None:
-        """Asks the ranks of another engine, whose endpoints are `source`, for blocks."""
+        """Requests blocks from the ranks of another engine with the endpoints `source`."""
         endpoints = split_endpoints(source)
         try:
             pieces = [
@@ -173,7 +171,7 @@ class BlockFetcher:
     def _ask_rank(
         self, endpoint: str, blocks: Sequence[SlotBlock], heads: Mapping[int, Span]
     ) -> None:
-        """Asks one rank for pieces of blocks, of the heads that it has in each cache group."""
+        """Requests from one rank its pieces of blocks."""
         if not any(endpoint in one.missing for one in self._arriving.values()):
             self._heard[endpoint] = time.monotonic()
         for block in blocks:
@@ -187,10 +185,8 @@ class BlockFetcher:
         )
         self._send(endpoint, message)
 
-    def give_up(self, names: Sequence[BlockName]) -> None:
-        """Ends fetches that nothing waits for any more, here and at the other engine; those that
-        have ended are left alone.
-        """
+    def cancel(self, names: Sequence[BlockName]) -> None:
+        """Cancels fetches, here and at the other engine, unless they have ended."""
         by_source: defaultdict[str, list[BlockName]] = defaultdict(list)
         for name in dict.fromkeys(names):
             for source in self._arriving[name].missing if name in self._arriving else ():
@@ -219,7 +215,7 @@ class BlockFetcher:
     # -- what comes --------------------------------------------------------------------------------
 
     def take_replies(self) -> None:
-        """Takes in what other engines have sent."""
+        """Processes messages of other engines."""
         for source, socket in list(self._sources.items()):
             while source in self._sources and socket.poll(0):
                 self._take(source, socket.recv_multipart(copy=False))
@@ -235,11 +231,11 @@ class BlockFetcher:
             data = frames[1].buffer if len(frames) == 2 else b""
             self.link.note(source, len(data), self._heard[source], has_more=message.more)
             if isinstance(message, BlockPart):
-                self._take_part(source, message, data)
+                self._receive_part(source, message, data)
             else:
-                self._take_layer(source, message, data)
+                self._receive_layer(source, message, data)
         elif isinstance(message, BlockAt):
-            self._take_offer(source, message)
+            self._receive_offer(source, message)
         elif isinstance(message, NoBlocks):
             names = [name for name in message.names if self._answers(name, source, message.epoch)]
             self._end(names)
@@ -247,7 +243,7 @@ class BlockFetcher:
             self._lose(source, message.reason)
 
     def _answers(self, name: BlockName, source: str, epoch: int) -> bool:
-        """Returns whether a message answers the ask on which a piece of a block is on its way."""
+        """Returns whether a message replies to the request of a pending piece."""
         arriving = self._arriving.get(name)
         piece = None if arriving is None else arriving.missing.get(source)
         return piece is not None and piece.epoch == epoch
@@ -255,21 +251,21 @@ class BlockFetcher:
     def _piece(self, name: BlockName, source: str) -> ArrivingPiece:
         return self._arriving[name].missing[source]
 
-    def _take_part(self, source: str, part: BlockPart, data: Any) -> None:
-        """Writes a part of a block into its slot; one of another size, or damaged, ends it."""
+    def _receive_part(self, source: str, part: BlockPart, data: Any) -> None:
+        """Writes a part of a block into its slot; a wrong size or damage ends the fetch."""
         if not self._answers(part.name, source, part.epoch):
             return
         is_whole = part.num_bytes == len(self._piece(part.name, source).memory)
-        if not is_whole or checksum_of(data) != part.checksum:
+        if not is_whole or get_checksum(data) != part.checksum:
             self._end_damaged(source, [part.name])
         else:
             self._write(source, part.name, part.offset, data)
 
-    def _take_layer(self, source: str, part: LayerPart, data: Any) -> None:
-        """Writes one layer of each of some blocks into their slots; damaged bytes end them all."""
+    def _receive_layer(self, source: str, part: LayerPart, data: Any) -> None:
+        """Writes one layer of some blocks into their slots; damage ends their fetches."""
         wanted = {name for name in part.names if self._answers(name, source, part.epoch)}
         size, rest = divmod(len(data), max(1, len(part.names)))
-        if rest or checksum_of(data) != part.checksum:
+        if rest or get_checksum(data) != part.checksum:
             self._end_damaged(source, sorted(wanted))
             return
         for at, name in enumerate(part.names):
@@ -277,7 +273,7 @@ class BlockFetcher:
                 self._write(source, name, part.offset, data[at * size : (at + 1) * size])
 
     def _write(self, source: str, name: BlockName, offset: int, data: Any) -> None:
-        """Writes bytes of a piece to its place; such as lie outside of it end the block."""
+        """Writes bytes of a piece; an offset outside of it ends the fetch."""
         piece, end = self._piece(name, source), offset + len(data)
         if piece.is_read or not 0 <= offset < end <= len(piece.memory):
             self._end_damaged(source, [name])
@@ -285,10 +281,10 @@ class BlockFetcher:
         piece.memory[offset:end] = np.frombuffer(data, np.uint8)
         piece.cover.add(offset, end)
         if piece.cover.num_bytes == len(piece.memory):
-            self._take_piece(name, source)
+            self._complete_piece(name, source)
 
-    def _take_piece(self, name: BlockName, source: str) -> None:
-        """Notes that a piece has come; the block is there when each of them has."""
+    def _complete_piece(self, name: BlockName, source: str) -> None:
+        """Completes a piece, and its block if it is the last one."""
         arriving = self._arriving[name]
         del arriving.missing[source]
         if not arriving.missing:
@@ -301,9 +297,9 @@ class BlockFetcher:
         logger.warning("KV blocks of %s came damaged; they are computed here", source)
         self._end(names)
 
-    def _take_offer(self, source: str, offer: BlockAt) -> None:
-        """Begins to read a block out of another engine's memory into its slot; gives one back that
-        is not to be read.
+    def _receive_offer(self, source: str, offer: BlockAt) -> None:
+        """Begins to read a block from another engine's memory into its slot; releases it if it is
+        not wanted.
         """
         if not self._answers(offer.name, source, offer.epoch):
             self._send(source, TookBlocks([offer.name], offer.epoch))
@@ -323,7 +319,7 @@ class BlockFetcher:
             )
 
     def take_read(self) -> None:
-        """Tells of the blocks whose reads are over, also those engines whose memory it was."""
+        """Reports finished reads, also to the engines whose memory was read."""
         if self._reader is None:
             return
         taken: defaultdict[tuple[str, int], list[BlockName]] = defaultdict(list)
@@ -336,7 +332,7 @@ class BlockFetcher:
             elif not arriving.is_dropped:
                 logger.warning("a KV block could not be read whole; it is computed here")
             if has_come and not arriving.is_dropped:
-                self._take_piece(name, source)
+                self._complete_piece(name, source)
             else:
                 arriving.missing[source].is_read = False
                 self._end([name])
@@ -345,7 +341,7 @@ class BlockFetcher:
                 self._send(source, TookBlocks(names, epoch))
 
     def renew_leases(self) -> None:
-        """Begins the leases of blocks that are still to be read again."""
+        """Renews the leases of blocks that are still to be read."""
         held: defaultdict[tuple[str, int], list[BlockName]] = defaultdict(list)
         for name, arriving in self._arriving.items():
             for source, piece in arriving.missing.items():
@@ -357,8 +353,8 @@ class BlockFetcher:
     # -- what does not come ------------------------------------------------------------------------
 
     def note_time(self, now: float) -> None:
-        """Ends the blocks that take too long, and those of engines that have fallen silent. While
-        one's memory is read it need not say anything: a mover notices by itself that it is gone.
+        """Ends fetches that time out, and those from silent engines. An engine whose memory is read
+        may be silent: the mover detects its end.
         """
         self._end([name for name, one in self._arriving.items() if one.until <= now])
         missing = [item for one in self._arriving.values() for item in one.missing.items()]
@@ -371,7 +367,7 @@ class BlockFetcher:
             self.renew_leases()
 
     def _lose(self, source: str, reason: str) -> None:
-        """Gives up an engine that owes blocks; it may be asked again later."""
+        """Ends all fetches from an engine; later requests to it are possible."""
         names = [name for name, one in self._arriving.items() if source in one.missing]
         logger.warning(
             "%d KV blocks of %s do not come, they are computed here: %s", len(names), source, reason
@@ -383,8 +379,8 @@ class BlockFetcher:
         self._end(names)
 
     def _end(self, names: Sequence[BlockName]) -> None:
-        """Reports blocks that were not fetched. A slot that a mover writes to is given back when
-        that has ended.
+        """Reports blocks that were not fetched. A slot that a mover writes to is freed when the
+        mover has ended.
         """
         ended = []
         for name in names:

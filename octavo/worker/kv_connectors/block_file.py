@@ -1,12 +1,12 @@
-"""One KV block as a file: what it is, its bytes, a checksum. It is written whole under another name
-first, so that a crash leaves none half done.
+"""File format of one KV block: a header, its bytes, a checksum. It is written under a temporary
+name first, so a crash leaves no incomplete file.
 
     magic 8 | version, group, tokens, extras u32 | bytes u64 | fingerprint 32 | digest 16 | parent
     16 | token ids i32 | each extra: bytes u32, digest | the block | xxh3 u64
 
-All numbers are little-endian. The fingerprint is that of the model and of all else that a block's
+All numbers are little-endian. The fingerprint covers the model and everything else that a block's
 bytes depend on (`fingerprint.py`); the extras are digests of the media in the block. The checksum
-finds damage, not malice: every program that may write into the directory is trusted.
+detects damage, not malice: every program that may write into the directory is trusted.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import struct
 from pathlib import Path
 
 from octavo.engine.protocol.kv_messages import BlockKey
-from octavo.worker.kv_connectors.checksum import CHECKSUM, checksum_of
+from octavo.worker.kv_connectors.checksum import CHECKSUM, get_checksum
 
 MAGIC = b"OCTAVOKV"
 VERSION = 3
-"""Version of this format and of how blocks are named; part of the fingerprint."""
+"""Version of this format and of block hashes; part of the fingerprint."""
 
 
 class DamagedFile(Exception):
-    """A file is not the block that its name says, or not whole."""
+    """A file is incomplete or does not contain the block of its name."""
 
 
-def header_of(fingerprint: bytes, group: int, key: BlockKey, num_bytes: int) -> bytes:
-    """Returns all that comes before the block; what is read is compared with it."""
+def make_header(fingerprint: bytes, group: int, key: BlockKey, num_bytes: int) -> bytes:
+    """Returns the header of a block, with which read files are compared."""
     count = len(key.token_ids)
     numbers = struct.pack("<8sIIIIQ", MAGIC, VERSION, group, count, len(key.extra), num_bytes)
     token_ids = struct.pack(f"<{count}i", *key.token_ids)
@@ -37,13 +37,13 @@ def header_of(fingerprint: bytes, group: int, key: BlockKey, num_bytes: int) -> 
 
 
 def write_block_file(path: Path, temporary: Path, header: bytes, data: memoryview) -> int:
-    """Writes a block; returns how many bytes the file has. OSError if it cannot be written, and
-    then nothing of it is left.
+    """Writes a block; returns the file's size in bytes. OSError if it cannot be written, and then
+    nothing of it is left.
     """
     try:
         with open(temporary, "wb", buffering=0, opener=_open_private) as file:
             num_bytes = 0
-            for part in (header, data, CHECKSUM.pack(checksum_of(header, data))):
+            for part in (header, data, CHECKSUM.pack(get_checksum(header, data))):
                 num_bytes += _write(file.fileno(), memoryview(part))
         path.parent.mkdir(exist_ok=True)
         temporary.replace(path)
@@ -54,8 +54,8 @@ def write_block_file(path: Path, temporary: Path, header: bytes, data: memoryvie
 
 
 def read_block_file(path: Path, header: bytes, into: memoryview) -> None:
-    """Reads a block's bytes; DamagedFile where the file is not that block, whole, FileNotFoundError
-    where there is none.
+    """Reads a block's bytes. DamagedFile if the file is not the complete block, FileNotFoundError
+    if there is none.
     """
     with path.open("rb", buffering=0) as file:
         size, wanted = os.fstat(file.fileno()).st_size, len(header) + len(into) + CHECKSUM.size
@@ -65,7 +65,7 @@ def read_block_file(path: Path, header: bytes, into: memoryview) -> None:
             raise DamagedFile("its header is not that of the block it is named after")
         _read_into(file.fileno(), into)
         (checksum,) = CHECKSUM.unpack(_read(file.fileno(), CHECKSUM.size))
-    if checksum != checksum_of(header, into):
+    if checksum != get_checksum(header, into):
         raise DamagedFile("its checksum is wrong")
 
 

@@ -1,4 +1,4 @@
-"""Reads blocks out of other engines' memory in a thread of its own, and checks what has come."""
+"""Reads blocks from other engines' memory in a background thread, and verifies their checksums."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 
 from octavo.engine.protocol.kv_messages import BlockName
 from octavo.transfer.block_transport import BlockTransport, RemoteBytes
-from octavo.worker.kv_connectors.checksum import checksum_of
+from octavo.worker.kv_connectors.checksum import get_checksum
 
-MOST_BLOCKS = 64
-"""Blocks that are read in one batch."""
+MAX_BLOCKS = 64
+"""Largest number of blocks read in one batch."""
 
 logger = logging.getLogger(__name__)
 
 
 class PieceName(NamedTuple):
-    """The name of a block, and the endpoint of the rank that all of it or some heads come from."""
+    """A block's name and the endpoint of the rank that has it, or some of its heads."""
 
     block: BlockName
     source: str
@@ -33,9 +33,7 @@ class PieceName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OfferedPiece:
-    """A block, or a piece of one, that lies in another engine's memory, and the memory that it is
-    read into.
-    """
+    """A block, or a piece of one, in another engine's memory, and the memory to read it into."""
 
     name: PieceName
     session: str
@@ -45,7 +43,7 @@ class OfferedPiece:
 
 
 class BlockReader:
-    """The reads that one worker has under way, in the order in which they were asked for."""
+    """Pending reads of one worker, in the order of their requests."""
 
     def __init__(self, mover: BlockTransport) -> None:
         self._mover = mover
@@ -53,40 +51,40 @@ class BlockReader:
         self._done: deque[tuple[PieceName, bool]] = deque()
         self._num_under_way = 0
         self._dropped: set[PieceName] = set()
-        """Blocks that are not wanted any more, until their outcomes are taken."""
+        """Cancelled blocks, until their results are taken."""
         self._rates: deque[tuple[int, float]] = deque()
-        """Bytes of each read that has come whole, and its seconds."""
+        """Bytes and seconds of each complete read."""
         self._thread = threading.Thread(target=self._run, name="octavo-kv-read", daemon=True)
         self._thread.start()
 
     @property
     def is_busy(self) -> bool:
-        """Whether an outcome is still to be taken."""
+        """Whether a result is pending."""
         return self._num_under_way > 0
 
     def read(self, block: OfferedPiece) -> None:
-        """Asks for a block, whose slot is written until the outcome is taken."""
+        """Requests a block, whose slot may be written until the result is taken."""
         self._num_under_way += 1
         self._asked.put(block)
 
     def drop(self, name: PieceName) -> None:
-        """Leaves out a block whose read has not begun; its outcome is still to be taken."""
+        """Cancels a block whose read has not begun; its result is still to be taken."""
         self._dropped.add(name)
 
     def take_done(self) -> list[tuple[PieceName, bool]]:
-        """Returns the blocks whose reads are over, and whether each has come unharmed."""
+        """Returns the finished blocks, and whether each is intact."""
         done = [self._done.popleft() for _ in range(len(self._done))]
         self._num_under_way -= len(done)
         self._dropped.difference_update(name for name, _ in done)
         return done
 
     def take_rate(self) -> tuple[int, float]:
-        """Returns the bytes read since the last call, and the seconds in which they came."""
+        """Returns the bytes read since the last call, and the seconds for them."""
         reads = [self._rates.popleft() for _ in range(len(self._rates))]
         return sum(num_bytes for num_bytes, _ in reads), sum(seconds for _, seconds in reads)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread, and gives the mover's memory back unless a read is stuck."""
+        """Ends the thread, and releases the mover's memory unless a read is stuck."""
         self._asked.put(None)
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
@@ -106,21 +104,21 @@ class BlockReader:
                     return
                 waiting.append(block)
             batch = [waiting.popleft()]
-            while waiting and waiting[0].session == batch[0].session and len(batch) < MOST_BLOCKS:
+            while waiting and waiting[0].session == batch[0].session and len(batch) < MAX_BLOCKS:
                 batch.append(waiting.popleft())
             left_out = self._dropped & {block.name for block in batch}
             self._done.extend((name, False) for name in left_out)
             self._read([block for block in batch if block.name not in left_out])
 
     def _read(self, batch: Sequence[OfferedPiece]) -> None:
-        """Reads blocks, each of which is checked as soon as it has come, out of the caches."""
+        """Reads blocks and verifies each while it is in the CPU's caches."""
         if not batch:
             return
         wanted = [RemoteBytes(block.address, block.memory) for block in batch]
         began, num_come = time.monotonic(), 0
         try:
             for _, block in zip(self._mover.read(batch[0].session, wanted), batch, strict=False):
-                is_good = checksum_of(block.memory) == block.checksum
+                is_good = get_checksum(block.memory) == block.checksum
                 self._done.append((block.name, is_good))
                 num_come += 1
         except Exception:

@@ -1,9 +1,9 @@
-"""The side of a transfer worker that other engines ask for blocks: it answers from an `SendBuffer`,
-lends what a mover reads, and sends the layers of blocks that are being computed.
+"""Sender of a transfer channel: serves other engines' requests from a `SendBuffer`, leases memory
+that a mover reads, and sends the layers of blocks that are being computed.
 
-A peer asks by name, often before a block is computed, and waits; its memory is its own concern. It
-wants all of this rank's heads, or a piece of them, which is cut when its turn comes and always goes
-in messages. One thread uses this, that of `transfer_mail.py`.
+A peer requests blocks by name, often before they are computed, and waits. It wants all of this
+rank's heads, or a piece of them, which is cut when it is sent and always goes in messages. Used by
+the thread of `transfer.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from octavo.transfer.messages import (
 )
 from octavo.utils.secure_sockets import lock_server
 from octavo.worker.kv_connectors.block_arena import BlockArena
-from octavo.worker.kv_connectors.checksum import checksum_of
+from octavo.worker.kv_connectors.checksum import get_checksum
 from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition
 from octavo.worker.kv_connectors.layer_stream import LayerStream, StreamedGroup
 from octavo.worker.kv_connectors.send_buffer import Ask, BlockData, SendBuffer
@@ -50,12 +50,12 @@ from octavo.worker.kv_connectors.transfer_status import BUSY_MS, IDLE_MS, Report
 logger = logging.getLogger(__name__)
 
 PARTS_IN_TURN = 16
-"""Messages that one peer is sent before the next one's turn."""
+"""Messages sent to one peer before the next one's turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeavingPart:
-    """A part of a block that is to be sent, from `offset` on."""
+    """A part of a block to send, from `offset` on."""
 
     name: BlockName
     data: BlockData
@@ -63,25 +63,25 @@ class LeavingPart:
     epoch: int
 
     def frames(self, *, more: bool) -> tuple[BlockPart, Any]:
-        """Returns the message and its bytes; `more`: another one waits behind it."""
+        """Returns the message and its bytes; `more`: another one follows."""
         part = _view(self.data)[self.offset : self.offset + PART_BYTES]
-        size, checksum = len(self.data), checksum_of(part)
+        size, checksum = len(self.data), get_checksum(part)
         return BlockPart(self.name, size, self.offset, checksum, self.epoch, more), part
 
 
 @dataclass(frozen=True, slots=True)
 class LeavingPiece:
-    """Some heads of a block that are to be cut out and sent."""
+    """Some heads of a block to cut out and send."""
 
     name: BlockName
     data: bytes | None
-    """Bytes of the block; None if the send_buffer has them, whose places others may get."""
+    """Bytes of the block; None if they are in the send buffer, which may evict them."""
     ask: Ask
 
 
 @dataclass(frozen=True, slots=True)
 class LeavingLayers:
-    """One layer of some blocks that is to be sent."""
+    """One layer of some blocks to send."""
 
     names: list[BlockName]
     data: NDArray[np.uint8]
@@ -91,16 +91,16 @@ class LeavingLayers:
     epoch: int
 
     def frames(self, *, more: bool) -> tuple[LayerPart, Any]:
-        """Returns the message and its bytes; `more`: another one waits behind it."""
+        """Returns the message and its bytes; `more`: another one follows."""
         data = self.data.reshape(-1).data
-        return LayerPart(self.names, self.offset, checksum_of(data), self.epoch, more), data
+        return LayerPart(self.names, self.offset, get_checksum(data), self.epoch, more), data
 
 
 Leaving = LeavingPart | LeavingLayers | bytes
 
 
 class BlockSender:
-    """The socket at which other engines ask, and what is on its way out through it."""
+    """The socket for other engines' requests, and the messages queued for it."""
 
     def __init__(
         self,
@@ -117,18 +117,18 @@ class BlockSender:
         self._ends = ends
         self._note = note
         self._mover = mover
-        self._arena = None if mover is None else _arena_of(mover, slots, ends)
+        self._arena = None if mover is None else _make_arena(mover, slots, ends)
         self.send_buffer = SendBuffer(ends.max_bytes, self._release)
         self.socket = None if ends.listen is None else _listen(context, ends.listen, ends.secret)
-        """Socket at which others ask; None if this engine only fetches."""
+        """Socket for requests; None if this engine only fetches."""
         self._leaving: defaultdict[bytes, deque[Leaving | LeavingPiece]] = defaultdict(deque)
-        """Messages that a peer's socket did not take yet."""
+        """Messages queued for each peer."""
         self._stream: LayerStream | None = None
         """Blocks that are being computed."""
         self._num_sent: dict[tuple[Ask, BlockName], int] = {}
-        """Layers of the stream's blocks that each ask has been sent."""
+        """Number of layers sent for each request of the stream's blocks."""
         self._streamed: set[BlockName] = set()
-        """Blocks that have been sent in layers, until they are kept or their prompt has ended."""
+        """Blocks sent by layers, until they are buffered or their prompt has finished."""
         self._requests = msgspec.msgpack.Decoder(WorkerRequestMessage)
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -144,7 +144,7 @@ class BlockSender:
     # -- what the scheduler half wants -------------------------------------------------------------
 
     def keep(self, block: SlotBlock) -> None:
-        """Keeps a block for others and sends it to those that wait for it."""
+        """Buffers a block and sends it to waiting peers."""
         now, slot = time.monotonic(), self._slots[block.group][block.slot]
         gone = self.send_buffer.make_room(len(slot), now)
         place = slot.tobytes() if self._arena is None else self._arena.put(slot)
@@ -162,7 +162,7 @@ class BlockSender:
             self.send_block(ask, block.name, data)
 
     def tell_absent(self, names: Iterable[BlockName]) -> None:
-        """Tells those that wait for blocks that these will not come."""
+        """Notifies waiting peers that blocks will not be available."""
         absent: defaultdict[Ask, list[BlockName]] = defaultdict(list)
         for name in names:
             self._streamed.discard(name)
@@ -174,7 +174,7 @@ class BlockSender:
     # -- layers of blocks that are being computed --------------------------------------------------
 
     def stream(self, stream: LayerStream) -> None:
-        """Sends the layers of some blocks to those that wait for them, as they are written."""
+        """Sends the layers of blocks to waiting peers while they are written."""
         self.send_layers()
         self._stream = stream
         self._num_sent.clear()
@@ -192,8 +192,8 @@ class BlockSender:
             self._stream = None
 
     def _send_group(self, group: StreamedGroup, num_layers: int) -> None:
-        """Queues the first `num_layers` copied layers of a group for each ask that waits for its
-        blocks, except for those that it has been sent.
+        """Queues the first `num_layers` copied layers of a group for each request that waits for
+        its blocks, except those already sent.
         """
         waiting: defaultdict[tuple[Ask, int], list[int]] = defaultdict(list)
         for at, block in enumerate(group.blocks):
@@ -211,8 +211,8 @@ class BlockSender:
     def send_layer(
         self, ask: Ask, names: Sequence[BlockName], offset: int, data: NDArray[np.uint8]
     ) -> None:
-        """Sends one layer of some blocks of a group, `[blocks, layer_bytes]`, in as few messages as
-        may be large; it lies at `offset` of each block.
+        """Sends one layer of blocks of a group, `[blocks, layer_bytes]`, at `offset` of each block,
+        in messages of the maximum size.
         """
         group = names[0].group
         if not self._heads.is_whole(group, ask.heads[group]):
@@ -226,7 +226,7 @@ class BlockSender:
     # -- messages ----------------------------------------------------------------------------------
 
     def take_requests(self) -> None:
-        """Takes in what other engines ask."""
+        """Processes requests of other engines."""
         while self.socket is not None and self.socket.poll(0):
             self._take(self.socket.recv_multipart())
 
@@ -249,7 +249,7 @@ class BlockSender:
             self._answer(peer, message)
 
     def _refusal(self, message: WantBlocks) -> str:
-        """Says why a peer gets no block of this engine; "" where it may."""
+        """Returns why a peer is rejected; "" if it is not."""
         if message.fingerprint != self._ends.fingerprint:
             return "this engine's blocks have other bytes: model, options or versions differ"
         if len(message.heads) != len(self._heads.groups):
@@ -281,7 +281,7 @@ class BlockSender:
             self._leaving[peer].append(self._encode(NoBlocks(refused, ask.epoch)))
 
     def send_block(self, ask: Ask, name: BlockName, data: BlockData) -> None:
-        """Sends a block's bytes, or lends those in memory that the peer reads."""
+        """Sends a block's bytes, or leases the memory that the peer reads."""
         messages = self._leaving[ask.peer]
         if not self._heads.is_whole(name.group, ask.heads[name.group]):
             own = data if isinstance(data, bytes) else None
@@ -295,10 +295,10 @@ class BlockSender:
             offer = BlockAt(name, session, address, len(data), checksum, ask.epoch)
             messages.append(self._encode(offer))
             return
-        messages.extend(_parts_of(name, data, ask))
+        messages.extend(_split(name, data, ask))
 
     def _first(self, messages: deque[Leaving | LeavingPiece]) -> Leaving:
-        """Returns the first of some messages; a piece becomes those that it is sent in."""
+        """Returns the first message; a piece is split into its messages first."""
         first = messages[0]
         if not isinstance(first, LeavingPiece):
             return first
@@ -308,17 +308,17 @@ class BlockSender:
         return parts[0]
 
     def _cut(self, piece: LeavingPiece) -> list[Leaving]:
-        """Returns the messages of a piece; that the block is absent where it has gone by now."""
+        """Returns the messages of a piece, or that the block is absent if it was evicted."""
         name, ask = piece.name, piece.ask
         data = self.send_buffer.peek(name) if piece.data is None else piece.data
         self.send_buffer.end_leases(ask, [name])
         if data is None:
             return [self._encode(NoBlocks([name], ask.epoch))]
         cut = self._heads.cut(name.group, np.frombuffer(data, np.uint8), ask.heads[name.group])
-        return list(_parts_of(name, cut, ask))
+        return list(_split(name, cut, ask))
 
     def sign(self, now: float) -> None:
-        """Ends waits whose time is up, and shows the other peers a sign of life."""
+        """Ends waits that timed out, and sends keep-alives to the other peers."""
         self.send_buffer.expire(now)
         for peer in self.send_buffer.waiting_peers:
             self._leaving[peer].append(self._encode(StillThere()))
@@ -330,8 +330,8 @@ class BlockSender:
         return [peer, self._encode(head), data]
 
     def send_leaving(self) -> int:
-        """Sends what the sockets take now, of each peer's messages a few in turn; returns the
-        milliseconds for which there is nothing to send unless a message comes.
+        """Sends queued messages, a few of each peer in turn, as long as sockets accept them.
+        Returns the milliseconds until there may be more to send.
         """
         pause_ms = IDLE_MS if self._stream is None else BUSY_MS
         for peer, messages in list(self._leaving.items()):
@@ -369,7 +369,7 @@ def _listen(
     return router
 
 
-def _parts_of(name: BlockName, data: BlockData, ask: Ask) -> Iterator[LeavingPart]:
+def _split(name: BlockName, data: BlockData, ask: Ask) -> Iterator[LeavingPart]:
     """Yields the messages of a block, or of a piece of one."""
     for offset in range(0, len(data), PART_BYTES):
         yield LeavingPart(name, data, offset, ask.epoch)
@@ -379,10 +379,10 @@ def _view(data: BlockData) -> memoryview:
     return memoryview(data) if isinstance(data, bytes) else data.data
 
 
-def _arena_of(
+def _make_arena(
     mover: BlockTransport, slots: Sequence[NDArray[np.uint8]], ends: TransferEnds
 ) -> BlockArena | None:
-    """Registers the slots, and the memory that others read blocks from, where they may."""
+    """Registers the slots, and the memory that others may read blocks from."""
     for group in slots:
         mover.register(group.reshape(-1))
     if ends.listen is None:

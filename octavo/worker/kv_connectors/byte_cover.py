@@ -1,4 +1,4 @@
-"""Counts which bytes of a block have come, in whatever parts and however often."""
+"""Tracks which bytes of a block have arrived, in any parts, with repetitions."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from bisect import bisect_left, bisect_right
 
 
 class ByteCover:
-    """Ranges of bytes, which may touch, repeat or overlap each other."""
+    """A set of byte ranges, which may touch, repeat or overlap."""
 
     __slots__ = ("_ends", "_starts", "num_bytes")
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        """Bytes in any of the ranges."""
+        """Number of bytes in the union of the ranges."""
         self._starts: list[int] = []
         self._ends: list[int] = []
-        """Ends of the joined ranges, in the order of `_starts`; no two of these touch."""
+        """Ends of the merged ranges, in the order of `_starts`; no two of them touch."""
 
     def add(self, start: int, end: int) -> None:
         """Adds the bytes from `start` up to `end`."""

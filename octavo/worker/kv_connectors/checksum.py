@@ -1,7 +1,7 @@
-"""The checksum of KV blocks' bytes, wherever they lie outside of the engine that computed them.
+"""Checksum of KV blocks outside of the engine that computed them.
 
-XXH3 with 64 bits finds damage, not malice. It reads memory several times as fast as a network
-brings it, which CRC-32 does not. Source: xxHash (Collet), by way of the package `xxhash`.
+64-bit XXH3 detects damage, not malice. It is several times faster than a network, which CRC-32 is
+not. Source: xxHash (Collet), through the package `xxhash`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ CHECKSUM = struct.Struct("<Q")
 Data = bytes | memoryview | NDArray[np.uint8]
 
 
-def checksum_of(*parts: Data) -> int:
-    """Returns the checksum of the parts' bytes, one part after the other."""
+def get_checksum(*parts: Data) -> int:
+    """Returns the checksum of the concatenated parts."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part.data if isinstance(part, np.ndarray) else part)

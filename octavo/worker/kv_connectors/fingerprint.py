@@ -1,8 +1,8 @@
-"""The fingerprint of stored blocks: one number for all that their bytes depend on, the weights and
-everything about how they are computed with and laid out.
+"""Fingerprint of stored blocks: a hash of everything that their bytes depend on, such as the
+weights and the options of computation and layout.
 
-Weights are known by a hash of their files' contents. It is kept beside the blocks, and holds for as
-long as a file's size, time and inode are the same, so that a second start reads no weights.
+Weights are hashed by their files' contents. The hash is cached beside the blocks and is valid while
+a file's size, time and inode are unchanged, so a second start reads no weights.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def fingerprint(parts: Mapping[str, Any], weight_files: Sequence[Path], *, cache: Path) -> bytes:
-    """Returns 32 bytes for these parts and files. `cache`: the directory in which the files' hashes
-    are kept.
-    """
+    """Returns 32 bytes for these parts and files. `cache`: directory of the cached file hashes."""
     known = _read(cache / DIGESTS)
     with ThreadPoolExecutor() as pool:
         entries = list(pool.map(lambda path: _entry(path, known), weight_files))
@@ -52,7 +50,7 @@ def _entry(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Reads the hashes that were kept; {} where there are none that can be read."""
+    """Reads the cached hashes; {} if there are none or they cannot be read."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -61,10 +59,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, entries: Mapping[str, Any]) -> None:
-    """Writes the hashes, whole or not at all; several engines, of this process or of others, may
-    write at once, and the last one stays.
+    """Writes the hashes atomically; several engines may write at once, and the last one wins.
 
-    Where the disk is full the next start reads the weights again, and nothing else is lost.
+    If the disk is full, the next start only reads the weights again.
     """
     temporary = None
     try:

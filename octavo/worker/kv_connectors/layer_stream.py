@@ -1,8 +1,8 @@
-"""The blocks that one step fills, as they are sent: layer by layer, while it computes.
+"""Sends the blocks that a step fills layer by layer while the step is computed.
 
-A copy of each layer is taken once the step has counted its write, by the thread that sends or, at
-the step's end, by the one that computed it. A step that fails, or is computed once more, leaves a
-stream without its last layers; its blocks come whole later, or not at all.
+Each layer is copied once the step has counted its write, by the sending thread or, at the step's
+end, by the computing one. If a step fails or is computed again, the stream lacks its last layers;
+its blocks are sent as a whole later, or not at all.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class LayerStream:
     """The layers of one step's blocks. Two threads may use it."""
 
     def __init__(self, blocks: Sequence[StreamedBlock], layers: KvLayers) -> None:
-        """`blocks` are those that the step fills which begins now."""
+        """`blocks`: blocks that the step fills which begins now."""
         self._layers = layers
         self._step = layers.written[0] + 1
         self._lock = threading.Lock()
         self._num_copied = 0
-        """Number of the step's writes whose bytes have been copied, if they are of its blocks."""
+        """Number of the step's writes that have been copied."""
         self.is_over = False
-        """Whether no layer is copied any more."""
+        """Whether copying has ended."""
         self.groups = {
             index: StreamedGroup(
                 [block for block in blocks if block.group == index],
@@ -56,7 +56,7 @@ class LayerStream:
             )
             for index in sorted({block.group for block in blocks})
         }
-        """The groups that have blocks, by their numbers."""
+        """Groups with blocks, by index."""
 
     def copy_written(self) -> None:
         """Copies the layers that have been written since the last call."""
@@ -65,7 +65,7 @@ class LayerStream:
                 self._copy()
 
     def end(self) -> None:
-        """Copies what the step has written by its end, and no more from now on."""
+        """Copies what the step has written by its end, and ends copying."""
         with self._lock:
             self._copy()
             self.is_over = True

@@ -1,27 +1,26 @@
-"""Measures how fast blocks come over the link from other engines.
+"""Measures the transfer rate of blocks from other engines.
 
-An engine that sends a part says whether another one was waiting behind it. The time between two
-such parts is the link's; where nothing waited, it may have been the other engine's, and says
-nothing.
+Each part of a block says whether another one was queued after it. If so, the time until the next
+part is that of the link; otherwise it may be the sender's, and is not counted.
 """
 
 from __future__ import annotations
 
 LEAST_GAP_S = 1e-6
-"""Seconds that two parts are taken to be apart at least."""
+"""Lower bound on the seconds between two parts."""
 
 
 class LinkMeter:
-    """Sums of bytes and of the seconds in which they came."""
+    """Sums of received bytes and of the seconds for them."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self.seconds = 0.0
         self._before: dict[str, float] = {}
-        """When the last part of each source came, of those behind which another one waited."""
+        """Arrival time of the last part of each source, if another one was queued after it."""
 
     def note(self, source: str, num_bytes: int, now: float, *, has_more: bool) -> None:
-        """Takes in a part that has come from a source at the moment `now`."""
+        """Records a part that arrived from a source at the time `now`."""
         before = self._before.pop(source, None)
         if before is not None:
             self.add(num_bytes, max(LEAST_GAP_S, now - before))
@@ -29,6 +28,6 @@ class LinkMeter:
             self._before[source] = now
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        """Takes in bytes and the seconds in which they came."""
+        """Adds bytes and the seconds for them."""
         self.num_bytes += num_bytes
         self.seconds += seconds

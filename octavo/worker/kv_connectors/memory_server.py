@@ -1,9 +1,9 @@
 """Lets other engines read registered memory over plain TCP connections.
 
-A reader shows a token that it was told in a message, and then asks for ranges of addresses, as
-often as it likes; the bytes follow as they are, in the order asked for. Ranges outside of the
-registered memory end the connection. One thread accepts, and each connection has one of its own.
-Nothing is encrypted: engines that share a secret send blocks in messages instead.
+A reader sends a token that it received in a message, and then any number of requests for ranges of
+addresses; the raw bytes follow in the requested order. Ranges outside of registered memory end the
+connection. One thread accepts, and each connection has its own. Nothing is encrypted: engines that
+share a secret send blocks in messages instead.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from numpy.typing import NDArray
 
 TOKEN_BYTES = 16
 COUNT = struct.Struct("<I")
-"""Number of ranges, before them."""
+"""Number of ranges, which precedes them."""
 RANGE = struct.Struct("<QQ")
 """An address and a number of bytes."""
 MAX_RANGES = 4096
-"""Most ranges that are asked for at once."""
+"""Largest number of ranges per request."""
 MAX_READERS = 64
-"""Most connections at once; further ones are closed."""
+"""Largest number of connections; further ones are closed."""
 SEND_TIMEOUT_S = 5.0
-"""Seconds after which a reader is left that takes no bytes, or shows no token."""
+"""Seconds after which a reader is disconnected that reads nothing or sends no token."""
 RETRY_S = 0.1
-"""Seconds until readers are accepted again after that has failed."""
+"""Seconds until accepting is retried after a failure."""
 CLOSE_S = 1.0
 """Seconds in which the thread must end."""
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryServer:
-    """A listening socket, and the memory that may be read through it."""
+    """A listening socket, and the memory that readers may read."""
 
     def __init__(self, host: str) -> None:
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -53,16 +53,16 @@ class MemoryServer:
         self._listener = socket.create_server((host, 0))
         port = self._listener.getsockname()[1]
         self.session = f"{host}:{port}/{self._token.hex()}"
-        """Address and token, by which engines that are told them read."""
+        """Address and token for readers."""
         self._thread = threading.Thread(target=self._accept, name="octavo-kv-lend", daemon=True)
         self._thread.start()
 
     def register(self, memory: NDArray[np.uint8]) -> None:
-        """Makes memory readable; before the first reader comes."""
+        """Registers readable memory, before the first reader connects."""
         self._memories.append(memory)
 
     def close(self) -> None:
-        """Ends all connections. Memory lives on until the last thread has ended."""
+        """Ends all connections. Memory is referenced until the last thread has ended."""
         with self._lock:
             self._is_closed = True
             sockets = [self._listener, *self._readers]
@@ -108,7 +108,7 @@ class MemoryServer:
             connection.close()
 
     def _next_request(self, connection: socket.socket) -> Sequence[NDArray[np.uint8]] | None:
-        """Waits for a request and returns the memory that it asks for; None if it may not."""
+        """Waits for a request and returns its memory; None if it is not allowed."""
         (count,) = COUNT.unpack(receive(connection, COUNT.size))
         if count > MAX_RANGES:
             return None
@@ -118,7 +118,7 @@ class MemoryServer:
         return wanted if len(wanted) == count else None
 
     def _memory_at(self, address: int, num_bytes: int) -> NDArray[np.uint8] | None:
-        """Returns a range of the registered memory; None if it does not lie within it."""
+        """Returns a range of registered memory; None if it is outside."""
         for memory in self._memories:
             first = address - memory.ctypes.data
             if 0 <= first <= len(memory) - num_bytes:
@@ -127,9 +127,9 @@ class MemoryServer:
 
 
 def set_timeout(connection: socket.socket, which: int, seconds: float) -> None:
-    """Bounds how long the kernel waits for bytes, or for room for them; 0: for ever.
+    """Sets the kernel's timeout for receiving or sending; 0: none.
 
-    Python's own timeouts look at the socket before each call, and do not wait for whole buffers.
+    Python's own timeouts poll the socket before each call, and do not wait for whole buffers.
     """
     whole = int(seconds)
     timeval = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
@@ -137,14 +137,14 @@ def set_timeout(connection: socket.socket, which: int, seconds: float) -> None:
 
 
 def receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Receives a number of bytes; OSError if they do not come."""
+    """Receives a number of bytes; OSError if they do not arrive."""
     data = np.empty(num_bytes, np.uint8)
     receive_into(connection, data)
     return data.tobytes()
 
 
 def receive_into(connection: socket.socket, into: NDArray[np.uint8]) -> None:
-    """Fills memory with the bytes that come next; OSError if they do not come."""
+    """Fills memory with received bytes; OSError if they do not arrive."""
     done = 0
     while done < len(into):
         count = connection.recv_into(into[done:].data, 0, socket.MSG_WAITALL)
@@ -154,6 +154,6 @@ def receive_into(connection: socket.socket, into: NDArray[np.uint8]) -> None:
 
 
 def leave(connection: socket.socket) -> None:
-    """Ends a connection, so that the thread that waits for it continues."""
+    """Closes a connection, which unblocks the thread that waits for it."""
     with contextlib.suppress(OSError):  # the other side may have ended it
         connection.shutdown(socket.SHUT_RDWR)

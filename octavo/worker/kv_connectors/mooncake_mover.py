@@ -1,7 +1,7 @@
 """Block transfers by Mooncake's transfer engine over TCP, without a metadata server.
 
-Its own traffic is neither encrypted nor authenticated, whatever secret the messages have: memory
-that is registered may be read and written by all that reach its port.
+Its own traffic is neither encrypted nor authenticated, even if messages use a secret: everyone who
+reaches its port may read and write registered memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.api.errors import BackendUnavailable
 from octavo.transfer.block_transport import RemoteBytes, pieces_of
 
 TIMEOUT_S = 5
-"""Seconds after which a transfer with an engine that stands still fails."""
+"""Seconds without progress after which a transfer fails."""
 INSTALL = "pip install mooncake-transfer-engine-non-cuda"
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class MooncakeMover:
     """Implements `block_transport.BlockTransport`."""
 
     def __init__(self, host: str) -> None:
-        """`host` is the address of this machine by which others reach it."""
+        """`host`: address of this machine for other engines."""
         self._engine: Any = _engine_class()()
         if self._engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
             raise BackendUnavailable(
@@ -64,7 +64,7 @@ class MooncakeMover:
 
 
 def require_mooncake() -> None:
-    """Raises BackendUnavailable, with what is missing, where Mooncake cannot be imported."""
+    """Raises BackendUnavailable if Mooncake cannot be imported."""
     _engine_class()
 
 

@@ -1,7 +1,7 @@
-"""A shared store of Mooncake's: a master that knows where values lie, and nodes that have them.
+"""Client of a Mooncake store: a master that locates values, and nodes that store them.
 
-Its traffic is neither encrypted nor authenticated: all that reach the master or a node may read and
-change what is stored.
+Its traffic is neither encrypted nor authenticated: everyone who reaches the master or a node may
+read and change values.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ SCHEME = "mooncake://"
 CONNECT_S = 5.0
 """Seconds in which the master must accept a connection."""
 BUFFER_BYTES = 16 << 20
-"""Memory that the client takes for itself."""
+"""Memory of the client itself."""
 INSTALL = "pip install mooncake-transfer-engine-non-cuda"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreValue:
-    """A key, and the registered bytes that go there or come from there."""
+    """A key and the registered memory of its value."""
 
     key: str
     data: NDArray[np.uint8]
     is_pinned: bool = False
-    """Whether the store is asked to evict it late."""
+    """Whether the store should evict it last."""
 
 
 class MooncakePool:
-    """Values by their keys. Any method may raise, which to its callers is a miss."""
+    """Values by key. Any method may raise, which callers treat as a miss."""
 
     def __init__(self, master: str, *, lends_bytes: int, num_replicas: int) -> None:
-        """`master` is HOST:PORT; this engine lends memory to the pool where it is to."""
+        """`master`: HOST:PORT. `lends_bytes`: memory that this engine adds to the pool."""
         store_class, self._replicate_config, self._soft_pin = _classes()
         host = _own_address(master)
         self._num_replicas = num_replicas
@@ -55,12 +55,12 @@ class MooncakePool:
             )
 
     def register(self, memory: NDArray[np.uint8]) -> None:
-        """Makes memory known before values lie in it; it must outlive the store."""
+        """Registers memory for values; it must outlive the store."""
         if self._store.register_buffer(memory.ctypes.data, memory.nbytes) != 0:
             raise BackendUnavailable(f"kv_pool: {memory.nbytes:,} bytes cannot be registered")
 
     def put(self, values: Sequence[StoreValue]) -> list[bool]:
-        """Stores values; returns which of them are there afterwards."""
+        """Stores values; returns which of them are stored afterwards."""
         stored: dict[str, bool] = {}
         for is_pinned in (False, True):
             some = [value for value in values if value.is_pinned is is_pinned]
@@ -72,7 +72,7 @@ class MooncakePool:
         return [stored[value.key] for value in values]
 
     def get(self, values: Sequence[StoreValue]) -> list[bool]:
-        """Reads values of exactly the given sizes; returns which of them have come."""
+        """Reads values of exactly the given sizes; returns which of them were read."""
         if not values:
             return []
         found = self._store.batch_get_into(*_arguments(values))
@@ -84,7 +84,7 @@ class MooncakePool:
         self._store.remove(key)
 
     def remove_all(self, prefix: str) -> None:
-        """Removes all keys that begin alike."""
+        """Removes all keys with a prefix."""
         self._store.remove_by_regex(f"^{re.escape(prefix)}")
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Block transfers by NIXL over UCX, in host memory.
 
-A session is an agent's metadata, which says by which addresses its memory is reached. NIXL's own
-traffic is neither encrypted nor authenticated, whatever secret the messages have: memory that is
-registered may be read and written by all that have the metadata and reach its port.
+A session is an agent's metadata, which contains the addresses of its memory. NIXL's own traffic is
+neither encrypted nor authenticated, even if messages use a secret: everyone who has the metadata
+and reaches its port may read and write registered memory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from octavo.api.errors import BackendUnavailable
 from octavo.transfer.block_transport import RemoteBytes, pieces_of
 
 TIMEOUT_S = 5.0
-"""Seconds after which a read from an engine that stands still is given up."""
+"""Seconds without progress after which a read fails."""
 POLL_S = 50e-6
-"""Seconds between two looks at a read that continues."""
+"""Seconds between polls of a pending read."""
 INSTALL = "pip install 'octavo[nixl]'"
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ class NixlMover:
             ) from None
         self._registered: list[Any] = []
         self._remotes: dict[str, str] = {}
-        """Names of the agents that were met, by their sessions."""
+        """Names of the connected agents, by session."""
 
     @functools.cached_property
     def session(self) -> str:
-        """Metadata of this agent, once all its memory is registered."""
+        """Metadata of this agent, after all its memory is registered."""
         return base64.b64encode(self._agent.get_agent_metadata()).decode()
 
     def register(self, memory: NDArray[np.uint8]) -> None:
@@ -88,14 +88,14 @@ class NixlMover:
             self._forget(session)
 
     def _remote(self, session: str) -> str:
-        """Returns the name of an agent, which is met first where it was not."""
+        """Returns the name of an agent; connects to it first if necessary."""
         if session not in self._remotes:
             name = self._agent.add_remote_agent(base64.b64decode(session))
             self._remotes[session] = name.decode() if isinstance(name, bytes) else name
         return self._remotes[session]
 
     def _forget(self, session: str) -> None:
-        """Ends the connection to an agent, and with it all reads from there."""
+        """Closes the connection to an agent, which ends all reads from it."""
         name = self._remotes.pop(session, None)
         if name is not None:
             self._agent.remove_remote_agent(name)
@@ -109,7 +109,7 @@ class NixlMover:
 
 
 def require_nixl() -> None:
-    """Raises BackendUnavailable, with what is missing, where NIXL cannot be imported."""
+    """Raises BackendUnavailable if NIXL cannot be imported."""
     _agent_classes()
 
 

@@ -1,10 +1,10 @@
-"""The worker half of a prefix cache that several engines share: blocks in slots of host memory, and
-behind them a `MooncakePool`.
+"""Worker half of a prefix cache shared by several engines: blocks in slots of host memory, backed
+by a `MooncakePool`.
 
-Owns the slots' bytes and two threads: one reads from the store, one writes to it, several blocks at
-a time. A value is a block as `block_file.py` lays it out, checked in all its parts when it comes.
-Any failure is a miss; after a failed write nothing is written for a while, and after a read that
-took long and failed nothing is read for a while.
+Owns the slots' memory and two threads: one reads from the store, one writes to it, several blocks
+at a time. A value has the format of `block_file.py` and is verified when it is read. Any failure is
+a miss; after a failed write, or after a slow read that failed, the store is not written or read for
+a while.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from octavo.engine.protocol.kv_messages import (
     StoredBytes,
 )
 from octavo.worker.cache_engine import HostShape
-from octavo.worker.kv_connectors.block_file import header_of
-from octavo.worker.kv_connectors.checksum import CHECKSUM, checksum_of
+from octavo.worker.kv_connectors.block_file import make_header
+from octavo.worker.kv_connectors.checksum import CHECKSUM, get_checksum
 from octavo.worker.kv_connectors.mooncake_pool import MooncakePool, StoreValue
 
 logger = logging.getLogger(__name__)
@@ -37,17 +37,17 @@ logger = logging.getLogger(__name__)
 LATE_S = 5.0
 """Seconds after which a request that waits for the store computes instead."""
 PAUSE_S = 30.0
-"""Seconds for which nothing is written after a write has failed."""
+"""Pause in seconds after a failed write."""
 READ_PAUSE_S = 5.0
-"""Seconds for which nothing is read after a read that took long has failed."""
+"""Pause in seconds after a slow read that failed."""
 LONG_S = 0.5
-"""Seconds from which a failed read counts as one that took long."""
+"""Seconds from which a read counts as slow."""
 CLOSE_S = 3.0
 """Seconds for which each thread may continue after the engine has closed."""
-MOST_AT_ONCE = 32
-"""Blocks that are read or written together."""
+MAX_BATCH = 32
+"""Blocks read or written together."""
 HEADER_BYTES = 1024
-"""Room for what stands before a block; one with more before it is not kept."""
+"""Maximum size of a block's header; blocks with a larger one are not stored."""
 
 EMPTY = ConnectorReport()
 
@@ -66,13 +66,13 @@ class PoolWorker:
         self._prefix = f"{fingerprint.hex()[:32]}/"
         self._report = ConnectorReport()
         self._changed = threading.Condition()
-        """Guards the report and what is under way; notified when something is added."""
+        """Guards the report and pending blocks; notified when something is added."""
         self._fetching: dict[BlockName, float] = {}
-        """Start of each fetch, on the monotonic clock; a late one is no longer in it."""
+        """Start of each fetch that is not late, on the monotonic clock."""
         self._num_under_way = 0
         self._num_damaged = self._num_write_errors = 0
         self.writes_from = self.reads_from = 0.0
-        """When the store is written to and read from again, on the monotonic clock."""
+        """Times on the monotonic clock from which the store is written and read again."""
         self._pins: dict[BlockName, float] = {}
         """Times until which blocks are pinned, in seconds since 1970."""
         largest = max(shape.block_bytes for shape in shapes) + HEADER_BYTES
@@ -81,7 +81,7 @@ class PoolWorker:
 
     def _places(self, num_bytes: int) -> NDArray[np.uint8]:
         """Returns registered memory of one thread's values."""
-        places = np.zeros((MOST_AT_ONCE, num_bytes), np.uint8)
+        places = np.zeros((MAX_BATCH, num_bytes), np.uint8)
         self._store.register(places.reshape(-1))
         return places
 
@@ -100,7 +100,7 @@ class PoolWorker:
         self._reader.put(plan.fetch)
         self._writer.put(plan.keep)
         for name in plan.forget:
-            self._writer.call(partial(self._store.remove, self._key_of(name)))
+            self._writer.call(partial(self._store.remove, self._get_key(name)))
 
     def report(self, *, wait_s: float) -> ConnectorReport | None:
         with self._changed:
@@ -120,18 +120,18 @@ class PoolWorker:
         return report
 
     def close(self) -> None:
-        """Ends the threads; a store that does not answer one of them is left to itself."""
+        """Ends the threads; one that waits for the store is abandoned."""
         has_ended = [thread.close(CLOSE_S) for thread in (self._reader, self._writer)]
         if all(has_ended):
             self._store.close()
 
-    def _key_of(self, name: BlockName) -> str:
+    def _get_key(self, name: BlockName) -> str:
         return f"{self._prefix}{name.digest.hex()}-{name.group}"
 
     # -- in the threads ----------------------------------------------------------------------------
 
     def _fetch(self, blocks: Sequence[SlotBlock], places: NDArray[np.uint8]) -> None:
-        """Reads blocks into their slots by way of the thread's memory, and reports each."""
+        """Reads blocks into their slots through the thread's memory, and reports each."""
         have_come = [False] * len(blocks)
         try:
             if time.monotonic() >= self.reads_from:
@@ -160,15 +160,15 @@ class PoolWorker:
         ]
 
     def _value(self, block: SlotBlock, place: NDArray[np.uint8]) -> StoreValue | None:
-        """Returns where a block's value lies in a place; None if it is too long for it."""
+        """Returns a block's value in a buffer; None if it is too long for it."""
         num_bytes = len(self._header(block)) + self._slot_bytes(block) + CHECKSUM.size
         if num_bytes > len(place):
             return None
         is_pinned = self._pins.get(block.name, 0.0) > time.time()
-        return StoreValue(self._key_of(block.name), place[:num_bytes], is_pinned)
+        return StoreValue(self._get_key(block.name), place[:num_bytes], is_pinned)
 
     def _header(self, block: SlotBlock) -> bytes:
-        return header_of(self._fingerprint, block.group, block.key, self._slot_bytes(block))
+        return make_header(self._fingerprint, block.group, block.key, self._slot_bytes(block))
 
     def _slot_bytes(self, block: SlotBlock) -> int:
         return int(self._slots[block.group].shape[1])
@@ -177,7 +177,7 @@ class PoolWorker:
         """Copies a value's block into its slot; False if it is another block, or damaged."""
         header, end = self._header(block), len(data) - CHECKSUM.size
         (checksum,) = CHECKSUM.unpack(data[end:].tobytes())
-        if data[: len(header)].tobytes() != header or checksum_of(data[:end]) != checksum:
+        if data[: len(header)].tobytes() != header or get_checksum(data[:end]) != checksum:
             logger.warning("a KV block of the pool is damaged; it is computed instead")
             self._num_damaged += 1
             return False
@@ -185,7 +185,7 @@ class PoolWorker:
         return True
 
     def _keep(self, blocks: Sequence[SlotBlock], places: NDArray[np.uint8]) -> None:
-        """Writes blocks out of their slots by way of the thread's memory, and reports each."""
+        """Writes blocks from their slots through the thread's memory, and reports each."""
         are_kept = [False] * len(blocks)
         try:
             if time.monotonic() >= self.writes_from:
@@ -219,7 +219,7 @@ class PoolWorker:
         header, end = self._header(block), len(data) - CHECKSUM.size
         data[: len(header)] = np.frombuffer(header, np.uint8)
         data[len(header) : end] = self.slot(block.group, block.slot)
-        data[end:] = np.frombuffer(CHECKSUM.pack(checksum_of(data[:end])), np.uint8)
+        data[end:] = np.frombuffer(CHECKSUM.pack(get_checksum(data[:end])), np.uint8)
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[ConnectorReport]:
@@ -229,12 +229,12 @@ class PoolWorker:
 
 
 DoBlocks = Callable[[Sequence[SlotBlock], NDArray[np.uint8]], None]
-"""Moves some blocks by way of a thread's memory, `[places, bytes]`."""
+"""Moves blocks through a thread's memory, `[buffers, bytes]`."""
 
 
 class _BatchThread:
-    """A thread that takes as many waiting blocks at a time as it has places for; calls come in
-    their turn among them.
+    """A thread that processes as many queued blocks at a time as it has buffers for; calls are
+    queued with them.
     """
 
     def __init__(self, name: str, do: DoBlocks, places: NDArray[np.uint8]) -> None:

@@ -1,8 +1,8 @@
-"""What the transfer workers of one engine have to report, until its scheduler half takes it.
+"""Collects the reports of an engine's transfer workers for its scheduler half.
 
-Every rank moves its own share of a block. A block has come, or is kept, when that is so on all
-ranks; it has not when all have told and one has failed. A rank that dies takes the engine along, so
-that none is waited for in vain.
+Every rank transfers its own part of a block. A block counts as received, or stored, when all ranks
+report it; it has failed when all ranks have reported and one has failed. A rank that dies ends the
+engine, so no report is waited for in vain.
 """
 
 from __future__ import annotations
@@ -23,35 +23,33 @@ EMPTY = ConnectorReport()
 
 
 class Reports(Protocol):
-    """Takes the reports of a rank's transfer worker; threads may use it."""
+    """Receives the reports of a rank's transfer worker; thread-safe."""
 
     def begin(self, plan: ConnectorPlan) -> None:
-        """Notes what is under way from now on."""
+        """Records the transfers that a plan begins."""
         ...
 
     def add(self, report: ConnectorReport) -> None:
-        """Adds what has become of plans on this rank."""
+        """Adds results of this rank."""
         ...
 
     def take(self, *, wait_s: float) -> ConnectorReport | None:
-        """Returns all that has been added since the last call; waits at most `wait_s` seconds for
-        the first of it while something is under way.
+        """Returns everything added since the last call; waits at most `wait_s` seconds for the
+        first result while transfers are pending.
         """
         ...
 
 
 @dataclass(slots=True)
 class JoinedOutcome:
-    """The outcomes of one block on the ranks that have told."""
+    """Outcomes of one block on the ranks that have reported it."""
 
     num_told: int = 0
     is_good: bool = True
 
 
 class ReportBox:
-    """The reports of all ranks of an engine as those of one worker; the first rank's. Implements
-    `Reports`.
-    """
+    """Merges the reports of all ranks, on the first one. Implements `Reports`."""
 
     def __init__(self, num_ranks: int = 1) -> None:
         self._num_ranks = num_ranks
@@ -60,7 +58,7 @@ class ReportBox:
         self._changed = threading.Condition()
         """Guards all of it; notified when something is added."""
         self._fetches: dict[BlockName, JoinedOutcome] = {}
-        """Fetches that some ranks have told of, and not all."""
+        """Fetches that some ranks have reported, but not all."""
         self._keeps: dict[BlockName, JoinedOutcome] = {}
         self._stored: dict[int, StoredBytes] = {}
         """Newest sums of each rank."""
@@ -70,10 +68,10 @@ class ReportBox:
             self._num_under_way += len(plan.fetch) + len(plan.keep)
 
     def add(self, report: ConnectorReport) -> None:
-        self.add_of(0, report)
+        self.add_rank(0, report)
 
-    def add_of(self, rank: int, report: ConnectorReport) -> None:
-        """Adds what one rank has to report."""
+    def add_rank(self, rank: int, report: ConnectorReport) -> None:
+        """Adds the report of one rank."""
         with self._changed:
             sums = self._report
             for name in report.gone:  # which other ranks may be about to keep
@@ -87,7 +85,7 @@ class ReportBox:
             self._join(kept, report.not_kept, sums.kept, sums.not_kept, is_good=False)
             if report.stored is not None:
                 self._stored[rank] = report.stored
-                sums.stored = sum_of(self._stored.values())
+                sums.stored = add_up(self._stored.values())
             self._changed.notify_all()
 
     def _join(
@@ -99,7 +97,7 @@ class ReportBox:
         *,
         is_good: bool = True,
     ) -> None:
-        """Takes in a rank's outcome of some blocks; those of which all have told are reported."""
+        """Records a rank's outcome of blocks; reports those that all ranks have reported."""
         for name in names:
             outcome = told.setdefault(name, JoinedOutcome())
             outcome.num_told += 1
@@ -118,15 +116,13 @@ class ReportBox:
 
 
 class SentReports:
-    """The reports of a rank other than the first, which go to that one at once. Implements
-    `Reports`.
-    """
+    """Sends the reports of another rank to the first one at once. Implements `Reports`."""
 
     def __init__(self, send: Callable[[ConnectorReport], None]) -> None:
         self._send = send
 
     def begin(self, plan: ConnectorPlan) -> None:
-        """No-op: the first rank counts."""
+        """No-op: the first rank counts transfers."""
 
     def add(self, report: ConnectorReport) -> None:
         self._send(report)
@@ -135,8 +131,8 @@ class SentReports:
         return None
 
 
-def sum_of(stored: Iterable[StoredBytes]) -> StoredBytes:
-    """Adds up what the ranks of an engine store and fetch, which they do at the same time."""
+def add_up(stored: Iterable[StoredBytes]) -> StoredBytes:
+    """Returns the sums over the ranks of an engine, which transfer concurrently."""
     ranks = list(stored)
     return StoredBytes(
         sum(one.num_bytes for one in ranks),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from octavo.engine.protocol.kv_messages import BlockKey, BlockName
 from octavo.transfer.messages import WantedBlock
-from octavo.worker.kv_connectors.checksum import checksum_of
+from octavo.worker.kv_connectors.checksum import get_checksum
 
 LEASE_S = 30.0
 """Duration of a lease in seconds."""
@@ -97,7 +97,7 @@ class SendBuffer:
             return False, gone
         self._absent.pop(name, None)
         self.remove(name)
-        checksum = 0 if isinstance(data, bytes) else checksum_of(data)
+        checksum = 0 if isinstance(data, bytes) else get_checksum(data)
         self._blocks[name] = SendBufferBlock(key, data, now + LEASE_S, checksum)
         self.num_bytes += len(data)
         return True, gone

@@ -1,9 +1,9 @@
-"""The worker half of the prefix cache's lower tiers: blocks in slots of host memory, and behind
-them files on disk.
+"""Worker half of the prefix cache's lower tiers: blocks in slots of host memory, backed by files on
+disk.
 
-Owns the slots' bytes and two threads: one prefetches from files, one writes to them. A block stays
-in its slot until it is written, so the memory is bounded. Decides nothing: the scheduler half
-(`engine/kv/tier_connector.py`) says which block lies in which slot.
+Owns the slots' memory and two threads: one prefetches from files, one writes to them. A block stays
+in its slot until it is written, so memory is bounded. Decides nothing: the scheduler half
+(`engine/kv/tier_connector.py`) assigns blocks to slots.
 """
 
 from __future__ import annotations
@@ -43,35 +43,30 @@ LATE_S = 5.0
 """Seconds after which a request that waits for a file, or for an answer about files, computes
 instead."""
 LOOK_S = 30.0
-"""Seconds between two listings of the directory for what other engines have done, while there is
-something to do.
+"""Seconds between two listings of the directory for changes of other engines, while there is work.
 """
 PAUSE_S = 30.0
-"""Seconds for which nothing is written after the disk has refused a write."""
+"""Pause in seconds after a failed write."""
 CLOSE_S = 3.0
 """Seconds for which writes may continue after the engine has closed."""
 NICENESS = 10
-"""Niceness of the thread that writes: computing goes first."""
+"""Niceness of the writing thread: computing has priority."""
 
 
 class BlockRater(Protocol):
-    """Rates stored blocks in slots for requests that choose among them."""
+    """Rates stored blocks for requests that choose among them."""
 
     def prepare(self, query: BlockQuery) -> Any:
-        """Returns what rating needs of the query's tokens; None on failure. May use all compute
-        threads.
-        """
+        """Computes the query's part of a rating; None on failure. May use all compute threads."""
         ...
 
     def rate(self, query: BlockQuery, prepared: Any, blocks: NDArray[np.uint8]) -> list[float]:
-        """Returns the rating of each of `blocks [B, block_bytes]`; [] on failure. Any thread may
-        call it.
-        """
+        """Returns the rating of each of `blocks [B, block_bytes]`; [] on failure. Thread-safe."""
         ...
 
 
 class TierWorker:
-    """Slots of host memory with a directory of files behind them, or none. Implements
+    """Slots of host memory, optionally backed by a directory of files. Implements
     `ports.ConnectorWorker`.
     """
 
@@ -81,7 +76,7 @@ class TierWorker:
         directory: BlockDirectory | None = None,
         rater: BlockRater | None = None,
     ) -> None:
-        """`rater` answers queries; None if nothing asks."""
+        """`rater`: rates blocks for queries; None without queries."""
         self._slots = [
             np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
         ]
@@ -91,7 +86,7 @@ class TierWorker:
         self._changed = threading.Condition()
         """Guards the report; notified when something is added."""
         self._fetching: dict[BlockName, float] = {}
-        """Start of each fetch, on the monotonic clock; a late one is no longer in it."""
+        """Start of each fetch that is not late, on the monotonic clock."""
         self._rating: dict[str, float] = {}
         """Start of each query by request, likewise."""
         self._num_under_way = 0
@@ -150,8 +145,8 @@ class TierWorker:
         self._writer.close(CLOSE_S)
 
     def _answer(self, query: BlockQuery) -> None:
-        """Has a query answered behind the fetches of its plan, by the thread that makes them; what
-        the rater computes first, it computes here, while that thread reads.
+        """Queues a query after the fetches of its plan, in the thread that makes them. The query's
+        own part is computed here, while that thread reads.
         """
         assert self._rater is not None, "nothing asks an engine that cannot answer"
         prepared = self._rater.prepare(query)
@@ -200,9 +195,7 @@ class TierWorker:
                 (report.not_kept if gone is None else report.kept).append(block.name)
 
     def _write(self, block: SlotBlock) -> list[BlockName] | None:
-        """Writes a block's file; returns the names of those that went for it, None if it could
-        not be written.
-        """
+        """Writes a block's file; returns the evicted blocks, None if it could not be written."""
         assert self._directory is not None
         if time.monotonic() < self._paused_until:
             return None
@@ -216,7 +209,7 @@ class TierWorker:
             return None
 
     def _look(self) -> None:
-        """Reports how the directory has changed; it is listed every LOOK_S seconds at most."""
+        """Reports changes of the directory, which is listed at most every LOOK_S seconds."""
         assert self._directory is not None
         changes = DirectoryChanges()
         if time.monotonic() - self._looked_at > LOOK_S:
@@ -239,7 +232,7 @@ EMPTY = ConnectorReport()
 
 
 def _take_late(since: dict[Any, float]) -> list[Any]:
-    """Removes what has taken too long, by its starts on the monotonic clock, and returns it."""
+    """Removes and returns the late ones, by their starts on the monotonic clock."""
     late = [name for name, start in since.items() if time.monotonic() - start > LATE_S]
     for name in late:
         del since[name]
@@ -247,7 +240,7 @@ def _take_late(since: dict[Any, float]) -> list[Any]:
 
 
 class _JobThread:
-    """A thread that does jobs one after another; started with the first."""
+    """A thread that runs jobs in order; started with the first one."""
 
     def __init__(self, name: str, *, niceness: int = 0) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

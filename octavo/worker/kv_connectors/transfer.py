@@ -1,12 +1,12 @@
-"""The worker half of a connector to other engines: blocks in slots of host memory, sent to those
-that ask for them and fetched from those that compute them, over ZeroMQ.
+"""Worker half of a connector to other engines: blocks in slots of host memory, sent and fetched
+over ZeroMQ.
 
-Owns the slots' bytes and one thread, which has all sockets. A block is asked for by its name,
-often before it is computed: the engine that computes it sends it once its own scheduler half has
-saved it, and those of a prompt's last step layer by layer, as the step writes them. The bytes go
-to memory that the fetching side holds until it has told the outcome, so that nothing that comes
-late can land elsewhere. Any failure is a miss: the prompt is computed here. Where several ranks
-share out the heads each has such a worker, for its own.
+Owns the slots' memory and one thread, which has all sockets. A block is requested by name, often
+before it is computed: the computing engine sends it once its scheduler half has saved it, and
+blocks of a prompt's last step layer by layer, while the step writes them. Bytes are written to
+memory that the fetching side reserves until it has reported the outcome, so late bytes cannot be
+written elsewhere. Any failure is a miss: the prompt is computed here. With several ranks, each has
+a worker for its own heads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CLOSE_S = 2.0
 
 
 class TransferWorker:
-    """Slots of host memory, and the sockets behind them. Implements `ports.ConnectorWorker` and
+    """Slots of host memory and their transfer channel. Implements `ports.ConnectorWorker` and
     `kv_layers.LayerSender`.
     """
 
@@ -59,9 +59,9 @@ class TransferWorker:
         heads: KVHeadPartition | None = None,
         reports: Reports | None = None,
     ) -> None:
-        """Takes a `mover` that reads whole blocks out of memory; without one they come in messages,
-        as layers always do. `heads` are those of this rank, and `reports` is where its reports go;
-        the only rank has all heads, and keeps its reports.
+        """`mover`: reads whole blocks from other engines' memory; without one they come in
+        messages, as layers always do. `heads`: KV heads of this rank, by default all. `reports`:
+        receives this rank's reports, by default its own `ReportBox`.
         """
         self._slots = [
             np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
@@ -70,7 +70,7 @@ class TransferWorker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake, listener = self._pair()
         self.sends_layers = ends.listen is not None
-        """Whether layers of a block may leave while the step computes that fills it."""
+        """Whether layers of a block may be sent while its step is computed."""
         self._stream: LayerStream | None = None
         """Blocks of the step that is being computed."""
         self._plans: deque[ConnectorPlan | LayerStream | None] = deque()
@@ -94,7 +94,7 @@ class TransferWorker:
         self._thread.start()
 
     def _pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """Returns two joined sockets, one for each thread."""
+        """Returns two connected sockets, one for each thread."""
         ends = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         ends[0].bind("inproc://plans")
         ends[1].connect("inproc://plans")
@@ -148,7 +148,7 @@ class TransferWorker:
             self._context.term()
 
     def _run(self, listener: zmq.Socket[bytes]) -> None:
-        """Moves messages until the worker is closed; a fault of one message ends no other."""
+        """Processes messages until the worker is closed; a faulty message affects no other."""
         with contextlib.closing(self._channel), contextlib.closing(listener):
             self._channel.poller.register(listener, zmq.POLLIN)
             while True:

@@ -75,7 +75,7 @@ class TransferChannel:
                 self._take_own(blocks)
         for block in plan.keep:
             self.sender.keep(block)
-        self.fetcher.give_up(plan.cancel)
+        self.fetcher.cancel(plan.cancel)
         self.sender.tell_absent(plan.complete)
 
     def stream(self, stream: LayerStream) -> None:

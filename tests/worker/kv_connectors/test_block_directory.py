@@ -23,7 +23,7 @@ from octavo.worker.kv_connectors.fingerprint import DIGESTS, fingerprint
 SIZE = 1000
 MODEL = b"m" * 32
 FILE_BYTES = (
-    len(block_file.header_of(MODEL, 0, BlockKey(bytes(16), bytes(16), (0,) * 16), SIZE))
+    len(block_file.make_header(MODEL, 0, BlockKey(bytes(16), bytes(16), (0,) * 16), SIZE))
     + SIZE
     + CHECKSUM.size
 )
@@ -80,7 +80,7 @@ def set_time(directory: BlockDirectory, number: int, when: float) -> None:
 
 
 def path_of(directory: BlockDirectory, number: int) -> Path:
-    return directory.path_of(block(number).name)
+    return directory.get_path(block(number).name)
 
 
 def there(directory: BlockDirectory) -> set[int]:

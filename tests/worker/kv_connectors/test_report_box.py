@@ -38,17 +38,17 @@ KEPT, REFUSED = ConnectorReport(kept=[NAME]), ConnectorReport(not_kept=[NAME])
 def test_a_block_is_there_when_it_is_so_on_all_ranks(told, expected) -> None:
     box = ReportBox(2)
     for _ in range(2):  # the second time as the first
-        box.add_of(1, told[0])
+        box.add_rank(1, told[0])
         assert box.take(wait_s=0.0) is None
-        box.add_of(0, told[1])
+        box.add_rank(0, told[1])
         assert box.take(wait_s=0.0) == expected
 
 
 def test_a_block_that_one_rank_let_go_before_another_kept_it_is_not_kept() -> None:
     box = ReportBox(2)
-    box.add_of(1, KEPT)
-    box.add_of(1, ConnectorReport(gone=[NAME]))
-    box.add_of(0, KEPT)
+    box.add_rank(1, KEPT)
+    box.add_rank(1, ConnectorReport(gone=[NAME]))
+    box.add_rank(0, KEPT)
     report = box.take(wait_s=0.0)
     assert report is not None and report.not_kept == [NAME] and report.kept == []
     assert report.gone == [NAME]
@@ -59,7 +59,7 @@ def test_a_rank_may_tell_before_the_first_one_has_begun() -> None:
     box = ReportBox(2)
     began = time.monotonic()
     assert box.take(wait_s=5.0) is None
-    box.add_of(1, FETCHED)
+    box.add_rank(1, FETCHED)
     box.begin(ConnectorPlan(fetch=[BLOCK]))
     threading.Timer(0.05, box.add_of, (0, FETCHED)).start()
     assert box.take(wait_s=20.0) == FETCHED
@@ -70,9 +70,9 @@ def test_a_rank_may_tell_before_the_first_one_has_begun() -> None:
 def test_sums_of_ranks_that_work_at_the_same_time() -> None:
     """Bytes add up; the seconds of a link are those of one rank."""
     box = ReportBox(2)
-    box.add_of(0, ConnectorReport(stored=Stored(10, link_bytes=100, link_s=1.0)))
-    box.add_of(1, ConnectorReport(stored=Stored(20, num_expired_leases=1, link_bytes=80)))
-    box.add_of(1, ConnectorReport(stored=Stored(30, num_expired_leases=1, link_bytes=90)))
+    box.add_rank(0, ConnectorReport(stored=Stored(10, link_bytes=100, link_s=1.0)))
+    box.add_rank(1, ConnectorReport(stored=Stored(20, num_expired_leases=1, link_bytes=80)))
+    box.add_rank(1, ConnectorReport(stored=Stored(30, num_expired_leases=1, link_bytes=90)))
     report = box.take(wait_s=0.0)
     assert report is not None
     assert report.stored == Stored(40, num_expired_leases=1, link_bytes=190, link_s=0.5)

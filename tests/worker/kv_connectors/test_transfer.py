@@ -32,7 +32,7 @@ from octavo.transfer.messages import (
 )
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.kv_connectors import block_fetcher
-from octavo.worker.kv_connectors.checksum import checksum_of
+from octavo.worker.kv_connectors.checksum import get_checksum
 from octavo.worker.kv_connectors.transfer import TransferWorker
 from tests.support.free_ports import free_port
 from tests.support.slow_relay import SlowRelay
@@ -217,7 +217,7 @@ def test_a_damaged_part_makes_it_a_miss(fetcher, part):
         fetch(fetcher, f"tcp://127.0.0.1:{port}", 7)
         peer, _ = router.recv_multipart()
         data = part.pop("data", bytes(100))
-        checksum = checksum_of(bytes(100))
+        checksum = get_checksum(bytes(100))
         usual = {"num_bytes": NUM_BYTES, "offset": 0, "checksum": checksum, "epoch": 1}
         head = BlockPart(name=BlockName(0, key_of(7).digest), **{**usual, **part})
         router.send_multipart([peer, msgspec.msgpack.encode(head), data])
@@ -246,7 +246,7 @@ def test_a_damaged_layer_makes_its_blocks_a_miss(fetcher, part):
         fetcher.begin(ConnectorPlan(fetch=blocks))
         peer, _ = router.recv_multipart()
         data = part.pop("data", bytes(100))
-        usual = {"names": names, "offset": 0, "checksum": checksum_of(data), "epoch": 1}
+        usual = {"names": names, "offset": 0, "checksum": get_checksum(data), "epoch": 1}
         head = LayerPart(**{**usual, **part})
         router.send_multipart([peer, msgspec.msgpack.encode(head), data])
         missed = reported(fetcher).not_fetched
@@ -289,7 +289,7 @@ def test_a_slot_is_never_written_after_its_end_was_reported(fetcher):
 
 def part_of(number: int, data: bytes, *, epoch: int, offset: int = 0) -> BlockPart:
     name = BlockName(0, key_of(number).digest)
-    return BlockPart(name, NUM_BYTES, offset, checksum_of(data), epoch)
+    return BlockPart(name, NUM_BYTES, offset, get_checksum(data), epoch)
 
 
 def test_what_answers_an_older_ask_lands_nowhere_and_ends_nothing(fetcher):
