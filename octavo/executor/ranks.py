@@ -64,7 +64,7 @@ class Ranks(Protocol[Array]):
         ...
 
 
-class Rendezvous(Protocol):
+class RankRendezvous(Protocol):
     """How ranks find each other, made by the first one before it starts the others."""
 
     def get_address(self, rank: int) -> list[int]:

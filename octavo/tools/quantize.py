@@ -37,7 +37,7 @@ from octavo.utils.version import __version__
 from octavo.wiring.gguf_outline import gguf_outline
 from octavo.worker.quantizing.journal import Journal, writing_to
 from octavo.worker.quantizing.quantizer import QuantizePlan, Quantizer, plan_matrices
-from octavo.worker.quantizing.targets import chosen_ops, matrices_of
+from octavo.worker.quantizing.targets import chosen_ops, get_matrices
 
 WIDE_BITS = 8
 GROUPS = (128, 64, 32, 16)
@@ -198,7 +198,7 @@ def _with_group(recipe: Recipe, program: Program, checkpoint: Checkpoint, report
     widths = {
         weight.name: weight.shape[-1]
         for op in chosen_ops(program)
-        for weight in matrices_of(op)
+        for weight in get_matrices(op)
         if checkpoint.output_major or not weight.transposed
     }
     common = math.gcd(*widths.values())

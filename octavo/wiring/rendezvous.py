@@ -34,7 +34,7 @@ descriptor.
 
 
 class ModelRendezvous:
-    """Implements `ranks.Rendezvous`."""
+    """Implements `ranks.RankRendezvous`."""
 
     def __init__(self, config: EngineConfig, engine: EngineEndpoint | None = None) -> None:
         """`engine` is the engine's place among those that share experts."""

@@ -21,7 +21,7 @@ from octavo.executor.rank_grid import RankGrid
 class SharedMemory:
     """The first rank's memory file, inherited by the other ranks as a file descriptor.
 
-    Implements `ranks.Rendezvous`.
+    Implements `ranks.RankRendezvous`.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ dist: Any = torch_distributed  # its stores and groups are not in its typed name
 HOST = "127.0.0.1"
 """Rendezvous address for ranks on one machine."""
 
-MEETING_S = 120.0
+RENDEZVOUS_S = 120.0
 """Seconds that the first rank waits for the others to start."""
 
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
@@ -35,7 +35,7 @@ watchdog; the frontend's `stall_timeout` is."""
 
 
 class Rendezvous:
-    """The first rank's store, which the other ranks join. Implements `ranks.Rendezvous`."""
+    """The first rank's store, which the other ranks join. Implements `ranks.RankRendezvous`."""
 
     def __init__(self, num_ranks: int, host: str = HOST) -> None:
         """`host` is this machine's address, reachable by the other ranks."""
@@ -50,7 +50,7 @@ class Rendezvous:
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=self._listener.fileno(),
-            timeout=timedelta(seconds=MEETING_S),
+            timeout=timedelta(seconds=RENDEZVOUS_S),
         )
         self._listener.detach()  # the store closes it
 
@@ -169,7 +169,7 @@ def _joined_store(host: str, port: int, num_ranks: int) -> Any:
         num_ranks,
         is_master=False,
         wait_for_workers=False,
-        timeout=timedelta(seconds=MEETING_S),
+        timeout=timedelta(seconds=RENDEZVOUS_S),
     )
 
 

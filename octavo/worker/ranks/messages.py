@@ -24,7 +24,7 @@ class RankSetup(msgspec.Struct, tag=True):
     rank: int
     num_ranks: int
     address: list[int]
-    """This rank's address of the `Rendezvous`."""
+    """This rank's address of the `RankRendezvous`."""
 
 
 class Measure(msgspec.Struct, tag=True):

@@ -23,7 +23,7 @@ import msgspec
 
 from octavo.api.errors import EngineDead, OctavoError
 from octavo.engine.protocol.kv_messages import ConnectorReport
-from octavo.executor.ranks import Rendezvous
+from octavo.executor.ranks import RankRendezvous
 from octavo.utils.child_process import ChildFailed, describe_exit, end_process, start_bound
 from octavo.worker.ranks.messages import CloseRank, FromRank, RankReport, RankSetup, ToRank
 
@@ -157,7 +157,7 @@ class OtherRanks:
         build: str,
         options: dict[str, Any],
         num_ranks: int,
-        rendezvous: Rendezvous,
+        rendezvous: RankRendezvous,
         start: StartRank = start_here,
     ) -> None:
         """`build` names a `process.BuildRank`, "module:function"."""

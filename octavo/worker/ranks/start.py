@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.engine.protocol.kv_messages import ConnectorReport
 from octavo.engine.protocol.ports import ConnectorWorker
-from octavo.executor.ranks import Abortable, Rendezvous
+from octavo.executor.ranks import Abortable, RankRendezvous
 from octavo.utils.progress import Report
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.memory import KvBudget
@@ -48,7 +48,7 @@ def start_ranks(
     build: str,
     options: dict[str, Any],
     num_ranks: int,
-    rendezvous: Rendezvous,
+    rendezvous: RankRendezvous,
     join: Callable[[], Joined],
     *,
     start: StartRank | None = None,

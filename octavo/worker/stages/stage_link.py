@@ -42,7 +42,8 @@ class StageLink:
 class StagePipes:
     """The pipes of all stages, made by the process of the last one before it starts the others.
 
-    The last stage is rank 0, which samples; rank r is stage r - 1. Implements `ranks.Rendezvous`.
+    The last stage is rank 0, which samples; rank r is stage r - 1. Implements
+    `ranks.RankRendezvous`.
     """
 
     def __init__(self, num_stages: int) -> None:
