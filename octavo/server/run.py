@@ -37,6 +37,7 @@ from octavo.server.state.pulled_models import PulledModels
 from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store, StoreLimits, open_store
 from octavo.server.stored_work import StoredWork
+from octavo.server.throughput_log import ThroughputLog
 
 LAST_WORDS_S = 2.0
 """Seconds for sending the errors of aborted requests at shutdown."""
@@ -84,7 +85,7 @@ def serve(
             keys: KeyRing = app.state.service.keys
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
         residency: Residency = app.state.service.residency
-        async with stored_work(app), residency.watching():
+        async with stored_work(app), residency.watching(), throughput_log(models, settings):
             yield
         await asyncio.to_thread(models.close)
         if app.state.tracer is not None:
@@ -174,6 +175,18 @@ async def stored_work(app: FastAPI) -> AsyncIterator[None]:
     yield
     await work.stop()
     await asyncio.to_thread(store.close)
+
+
+@asynccontextmanager
+async def throughput_log(models: ModelDirectory, settings: ServerSettings) -> AsyncIterator[None]:
+    """Logs load and throughput in the background, unless the interval is 0."""
+    if not settings.log_stats_interval_s:
+        yield
+        return
+    task = asyncio.create_task(ThroughputLog(models, _say).run(settings.log_stats_interval_s))
+    yield
+    task.cancel()
+    await task
 
 
 class Start:

@@ -233,6 +233,9 @@ class ServerSettings:
     slow_request_s: float | None = option(
         None, "Logging", "Log requests slower than N seconds, with their timings", low=0
     )
+    log_stats_interval_s: float = option(
+        10.0, "Logging", "Log throughput every N seconds, 0: never", low=0
+    )
     otlp_traces_endpoint: str | None = option(
         None,
         "Logging",

@@ -26,6 +26,7 @@ VLLM_ROWS = (
     rename(VLLM, "--speculative-model", "--spec-model", extra=("--spec-method=draft_model",)),
     rename(VLLM, "--num-speculative-tokens", "--spec-tokens"),
     switch(VLLM, "--no-async-scheduling", "--async-scheduling=off"),
+    switch(VLLM, "--disable-log-stats", "--log-stats-interval-s=0"),
     ignore(VLLM, "nothing", "--trust-remote-code", "no code of a checkpoint is ever run"),
     ignore(
         VLLM,
@@ -43,7 +44,7 @@ VLLM_ROWS = (
         VLLM,
         "nothing",
         "--disable-log-requests --no-disable-log-requests --no-enable-log-requests"
-        " --disable-log-stats --no-disable-log-stats --disable-uvicorn-access-log"
+        " --no-disable-log-stats --disable-uvicorn-access-log"
         " --no-enable-log-outputs --no-enable-log-deltas --log-error-stack --no-log-error-stack",
         "requests are not logged; see --access-log and --slow-request-s",
     ),
