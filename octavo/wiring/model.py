@@ -78,14 +78,14 @@ from octavo.worker.loaded_model import (
     LoadedDraft,
     LoadedModel,
     device_memory,
-    host_bytes,
+    get_host_bytes,
     make_input_batch,
 )
 from octavo.worker.lora.adapter_numbers import describe_lora_dtype
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE
 from octavo.worker.sampling.draft_sampling import DraftVocabulary
-from octavo.worker.stages.stage_link import stage_of
+from octavo.worker.stages.stage_link import get_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +349,7 @@ def part_of(
     if num_engines > 1:
         check_experts(whole, of_engines.num_experts, "enable_expert_parallel")
     num_stages = options.pipeline_parallel_size
-    own = stages(whole, num_stages)[stage_of(rank // grid.num_ranks, num_stages)]
+    own = stages(whole, num_stages)[get_stage(rank // grid.num_ranks, num_stages)]
     own = share_experts(own, of_engines.expert_index, of_engines.num_experts, num_engines)
     units = input_units(formats_of(config, header, whole))
     return shard(own, grid.tensor_index, grid.num_tensor, units)
@@ -391,7 +391,7 @@ def _check_cache(
         hooks.check_backend(config, backend)
     block_bytes = [layout.block_bytes for layout in footprint.kv_layouts]
     if config.transfer.kv_transfer is not None:
-        heads = KVHeadPartition.of(footprint.kv_layouts, whole.groups, num_ranks=num_ranks)
+        heads = KVHeadPartition.build(footprint.kv_layouts, whole.groups, num_ranks=num_ranks)
         block_bytes = heads.block_bytes()
     check_tiers(cache, config.transfer, block_bytes, num_ranks)
 
@@ -402,7 +402,7 @@ def _check_fits(
     """Raises ConfigError if the weights and the minimal KV cache do not fit in memory."""
     config, name = model.config, str(model.config.model.served_model_name)
     memory = device_memory(backend)
-    available_bytes = host_bytes(config) if memory is None else memory.kv_bytes
+    available_bytes = get_host_bytes(config) if memory is None else memory.kv_bytes
     if available_bytes is not None:
         share = SAFE_SHARE if memory is None else 1.0
         get_capacity(config, footprint, available_bytes, share=share).check(name)

@@ -245,7 +245,7 @@ def _other_engines(
 ) -> BuiltTiers:
     """Builds a tier for KV transfer with other engines."""
     options, num_ranks = loaded.config.transfer, loaded.config.backend.tensor_parallel_size
-    heads = KVHeadPartition.of(loaded.layouts, groups, 0, num_ranks)
+    heads = KVHeadPartition.build(loaded.layouts, groups, 0, num_ranks)
     block_bytes = heads.block_bytes()
     num_slots = _num_slots(loaded.config.cache, sum(block_bytes), has_more=True)
     parts = _transfer_parts(checkpoint, loaded, heads, groups)
@@ -287,7 +287,7 @@ def rank_connector(
     model's.
     """
     num_ranks = loaded.config.backend.tensor_parallel_size
-    heads = KVHeadPartition.of(loaded.layouts, groups, rank, num_ranks)
+    heads = KVHeadPartition.build(loaded.layouts, groups, rank, num_ranks)
     return _transfer_worker(loaded, heads, slots, SentReports(tell))
 
 

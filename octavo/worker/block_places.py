@@ -83,7 +83,7 @@ class RangeShape:
     num_layers: int
 
     @staticmethod
-    def of(
+    def build(
         num_ids: int, context_blocks: int, pieces: tuple[int, ...], num_layers: int
     ) -> RangeShape:
         """Returns the shape of ranges that hold at least `context_blocks` blocks."""

@@ -20,7 +20,7 @@ from octavo.worker.memory import (
     GroupSize,
     KvBudget,
     KvPlanner,
-    demand_of,
+    get_kv_demand,
     group_sizes,
     plan_kv,
 )
@@ -174,7 +174,7 @@ def get_capacity(
         weight_bytes=footprint.resident_bytes,
         step_bytes=footprint.step_bytes,
         groups=tuple(group_sizes(config, footprint.kv_layouts)),
-        demand=demand_of(config),
+        demand=get_kv_demand(config),
         wanted_kv_bytes=config.cache.kv_cache_memory_bytes,
         planner=kv_planner(config),
         share=share,

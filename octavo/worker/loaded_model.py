@@ -40,7 +40,7 @@ from octavo.worker.machine import Machine
 from octavo.worker.media.encoder_runner import EncoderRunner
 from octavo.worker.media.image_tower import ImageTower
 from octavo.worker.media.step_media import StepMedia
-from octavo.worker.memory import SAFE_SHARE, KvBudget, demand_of, group_sizes, plan_kv
+from octavo.worker.memory import SAFE_SHARE, KvBudget, get_kv_demand, group_sizes, plan_kv
 from octavo.worker.model_input import ProgramRunner
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.pooling_runner import PoolingRunner
@@ -112,7 +112,7 @@ class LoadedModel:
     def layouts(self) -> tuple[KvLayout, ...]:
         """Layouts of the model's cache groups, which all its Programs share."""
         drafting = {} if self.draft is None else {"draft": self.draft.runnable}
-        return common_layouts({**self.runnables, **drafting})
+        return get_common_layouts({**self.runnables, **drafting})
 
     def kv_budget(self) -> KvBudget:
         """Returns the size of the KV cache: as set by options, else a safe share of the machine's
@@ -122,10 +122,10 @@ class LoadedModel:
         memory = device_memory(self.backend)
         return plan_kv(
             group_sizes(config, self.layouts),
-            demand_of(config),
+            get_kv_demand(config),
             planner=kv_planner(config),
             wanted_bytes=config.cache.kv_cache_memory_bytes,
-            available_bytes=host_bytes(config) if memory is None else memory.kv_bytes,
+            available_bytes=get_host_bytes(config) if memory is None else memory.kv_bytes,
             share=SAFE_SHARE if memory is None else 1.0,
         )
 
@@ -238,7 +238,7 @@ class LoadedModel:
             -(-config.model.max_model_len // BLOCK_SIZE),
         )
         ranges = [
-            RangeShape.of(
+            RangeShape.build(
                 count,
                 1 if layout.group.kind == "state" else context_blocks,
                 layout.pieces,
@@ -252,7 +252,7 @@ class LoadedModel:
         return kv, VirtualPlaces(kv, ranges, num_rows=num_rows)
 
 
-def common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...]:
+def get_common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...]:
     """Returns the layouts that prepared Programs share; ConfigError if two differ."""
     name = ""
     layouts: tuple[KvLayout, ...] = ()
@@ -310,7 +310,7 @@ def device_memory(backend: Backend) -> DeviceMemory | None:
     return backend.memory()
 
 
-def host_bytes(config: EngineConfig) -> int | None:
+def get_host_bytes(config: EngineConfig) -> int | None:
     """Returns the free bytes of the machine's memory, or one rank's share of them; None if the
     system does not report them.
     """

@@ -75,7 +75,7 @@ class GroupSize:
         return demand.max_num_seqs if self.spec.is_rewritten else self.most_blocks(demand)
 
 
-def life_of(
+def get_kv_cache_spec(
     group: CacheGroup, *, keeps_kv: bool, max_encoder_len: int = 0, finds_prefixes: bool = True
 ) -> AnyKVCacheSpec:
     """Returns the spec of a Program's cache group.
@@ -94,11 +94,11 @@ def life_of(
 
 def group_sizes(config: EngineConfig, layouts: Sequence[KvLayout]) -> list[GroupSize]:
     """Returns the sizes of a model's cache groups under the options."""
-    max_encoder_len = demand_of(config).max_encoder_len
+    max_encoder_len = get_kv_demand(config).max_encoder_len
     return [
         GroupSize(
             layout.resident_bytes,
-            life_of(
+            get_kv_cache_spec(
                 layout.group,
                 keeps_kv=config.cache.kv_cache,
                 max_encoder_len=max_encoder_len,
@@ -111,7 +111,7 @@ def group_sizes(config: EngineConfig, layouts: Sequence[KvLayout]) -> list[Group
     ]
 
 
-def demand_of(config: EngineConfig) -> KvDemand:
+def get_kv_demand(config: EngineConfig) -> KvDemand:
     """Returns the largest demand on the KV cache under these options."""
     assert config.model.max_model_len is not None, "derive() has set it"
     options = config.scheduler

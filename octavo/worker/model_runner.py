@@ -347,7 +347,7 @@ class ModelRunner(ProgramRunner):
         """Returns why nothing could be sampled: a NaN, or bans that leave no token."""
         num_tokens, verifier = int(model_input.sample_ends[sample]), model_input.verifier
         if verifier is not None and (fault := verifier.fault(sample)):
-            return f"nothing can be drawn after {num_tokens} tokens: {fault}"
+            return f"nothing can be sampled after {num_tokens} tokens: {fault}"
         if fault := self._rows.grammars.fault(int(model_input.owner_rows[sample])):
             return f"the grammar cannot be followed after {num_tokens} tokens: {fault}"
         sampling = model_input.sampling
@@ -364,7 +364,7 @@ class ModelRunner(ProgramRunner):
             " min_tokens"
         )
         return (
-            f"no token can be drawn after {num_tokens} tokens: {bans} leave none, or the model's"
+            f"no token can be sampled after {num_tokens} tokens: {bans} leave none, or the model's"
             " logits are not numbers (NaN)"
         )
 

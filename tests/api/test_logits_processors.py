@@ -86,7 +86,7 @@ FAULTS = {
     "raises": r"processor 'raises' raised ValueError: it does not like 4 tokens",
     "returns_short": r"returned float32 of the shape \(\d+,\), needed are numbers of the shape",
     "returns_nan": "returned logits that are no numbers",
-    "bans_all": "no token can be drawn after 4 tokens: .*logits_processors",
+    "bans_all": "no token can be sampled after 4 tokens: .*logits_processors",
 }
 
 

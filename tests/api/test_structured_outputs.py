@@ -223,7 +223,7 @@ def test_bans_that_leave_no_token_fail_that_request_alone(llm):
         params(StructuredOutputs(choice=["a"])),
     ]
     failed, fine = llm.generate(prompts_of(4, 5), wanted)
-    assert "no token can be drawn" in failed.error and "the grammar" in failed.error
+    assert "no token can be sampled" in failed.error and "the grammar" in failed.error
     assert fine.outputs[0].text == "a"
 
 
@@ -319,7 +319,7 @@ def test_what_bans_a_token_without_a_choice_fails_its_request(llm):
     (b,) = llm.get_tokenizer().encode("b", add_special_tokens=False)
     for ban in ({"bad_words": ["b"]}, {"allowed_token_ids": [b - 1, b + 1]}):
         (output,) = llm.generate(prompts_of(4), params(form, **ban))
-        assert "no token can be drawn" in output.error
+        assert "no token can be sampled" in output.error
 
 
 def search(form, **options) -> SamplingParams:

@@ -9,7 +9,7 @@ from octavo.executor.base import BackendOptions
 from octavo.executor.native.backend import NativeBackend
 from octavo.executor.torch.backend import TorchBackend
 from octavo.quant.packed import PackedWeight
-from octavo.worker.loaded_model import common_layouts
+from octavo.worker.loaded_model import get_common_layouts
 from tests.executor.test_places import attention_program, batch_of, load
 from tests.support.native_harness import require_native
 
@@ -54,10 +54,10 @@ def test_a_program_runs_the_same_beside_one_of_another_precision(kind):
 def test_programs_of_one_model_must_agree_on_their_layouts():
     backend, program = backend_of(TorchBackend), attention_program(None)
     precise, halved = backend.prepare(program, load), backend.prepare(program, load_bf16)
-    assert common_layouts({"encoder": precise, "decoder": precise}) == precise.kv_layouts
+    assert get_common_layouts({"encoder": precise, "decoder": precise}) == precise.kv_layouts
     with pytest.raises(
         ConfigError,
         match="the Programs encoder and decoder keep K and V differently, got fp32 and bf16\n"
         "hint: name one kv_cache_dtype",
     ):
-        common_layouts({"encoder": precise, "decoder": halved})
+        get_common_layouts({"encoder": precise, "decoder": halved})

@@ -24,7 +24,7 @@ from octavo.executor.torch.backend import TorchBackend
 from octavo.models.registry import build_programs
 from octavo.program.ops import Embedding, original_context
 from octavo.program.program import Program
-from octavo.worker.loaded_model import common_layouts
+from octavo.worker.loaded_model import get_common_layouts
 
 
 @dataclass
@@ -84,7 +84,7 @@ class PagedRunner:
             name: self.backend.prepare(program, load) for name, program in self.programs.items()
         }
         self.groups = next(iter(self.programs.values())).groups
-        self.layouts = common_layouts(self.runnables)
+        self.layouts = get_common_layouts(self.runnables)
         self.kv = self.backend.allocate(self.layouts, [num_blocks] * len(self.groups))
         generator = np.random.default_rng(seed)
         self._free = [list(generator.permutation(num_blocks)) for _ in self.groups]

@@ -116,7 +116,7 @@ def make_worker(
     )
     kv, places = FakeKv(num_groups, num_blocks), None
     if virtual:
-        shape = RangeShape.of(num_blocks, -(-max_model_len // BLOCK_SIZE), (PAGESIZE,), 1)
+        shape = RangeShape.build(num_blocks, -(-max_model_len // BLOCK_SIZE), (PAGESIZE,), 1)
         kv = FakeKv(num_groups, max_rows * shape.num_blocks)
         places = VirtualPlaces(kv, [shape] * num_groups, num_rows=max_rows)
     cache_engine = CacheEngine(

@@ -121,7 +121,7 @@ def test_requests_come_and_go_in_any_order(seed):
 def places_of(
     piece_bytes: int, *, num_ids: int = 8, num_rows: int = 3
 ) -> tuple[FakeKv, VirtualPlaces]:
-    shape = RangeShape.of(num_ids, 6, (piece_bytes,), 2)
+    shape = RangeShape.build(num_ids, 6, (piece_bytes,), 2)
     kv = FakeKv(1, num_rows * shape.num_blocks)
     kv.tokens[:] = 0
     return kv, VirtualPlaces(kv, [shape], num_rows=num_rows)
@@ -187,7 +187,7 @@ def test_an_id_that_goes_elsewhere_takes_its_memory_along():
     [(PAGESIZE, 6), (2 * PAGESIZE, 6), (PAGESIZE // 4, 8), (PAGESIZE * 3 // 2, 6), (96, 128)],
 )
 def test_ranges_share_no_page(piece, num_blocks):
-    shape = RangeShape.of(8, 6, (piece,), 1)
+    shape = RangeShape.build(8, 6, (piece,), 1)
     assert shape.num_blocks == num_blocks and shape.num_blocks * piece % PAGESIZE == 0
 
 
@@ -202,7 +202,7 @@ def test_what_is_said_at_the_start():
 
 
 def test_what_slots_cannot_number_is_refused():
-    shape = RangeShape.of(8, 1 << 20, (PAGESIZE,), 1)
+    shape = RangeShape.build(8, 1 << 20, (PAGESIZE,), 1)
     check_addressable([shape], num_rows=127)
     with pytest.raises(
         ConfigError, match="kv_layout: virtual takes addresses for 2,147,483,648 tokens"

@@ -77,7 +77,7 @@ class KVHeadPartition:
     """Number of ranks among which the heads are divided."""
 
     @classmethod
-    def of(
+    def build(
         cls,
         layouts: Sequence[KvLayout],
         groups: Sequence[CacheGroup],

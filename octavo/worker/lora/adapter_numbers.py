@@ -20,7 +20,7 @@ MAX_CODE = 127
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptMatrices:
+class LoraMatrices:
     """A and B of one module in their stored precision."""
 
     a: NDArray
@@ -31,18 +31,18 @@ class KeptMatrices:
     """Scale of each rank `[r]`, without the adapter's own scale."""
 
     @staticmethod
-    def of(a: NDArray, b: NDArray, dtype: LoraDtype) -> KeptMatrices:
+    def convert(a: NDArray, b: NDArray, dtype: LoraDtype) -> LoraMatrices:
         """Converts A and B; `auto` keeps bfloat16 if both are, else float32."""
         if dtype == "int8":
             a_codes, a_scales = _codes(a, axis=1)
             b_codes, b_scales = _codes(b, axis=0)
-            return KeptMatrices(a_codes, b_codes, a_scales * b_scales)
+            return LoraMatrices(a_codes, b_codes, a_scales * b_scales)
         if dtype == "auto":
             both = {a.dtype.name, b.dtype.name}
             dtype = "bfloat16" if both == {"bfloat16"} else "float32"
         wanted = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
         with np.errstate(over="ignore"):
-            return KeptMatrices(a.astype(wanted), b.astype(wanted), np.ones(len(a)))
+            return LoraMatrices(a.astype(wanted), b.astype(wanted), np.ones(len(a)))
 
     @property
     def is_finite(self) -> bool:
@@ -56,7 +56,7 @@ class KeptMatrices:
         return (self.b[rows].astype(np.float64) * self.scales) @ self.a.astype(np.float64)
 
 
-def kept_digest(digest: bytes, dtype: LoraDtype) -> bytes:
+def get_stored_digest(digest: bytes, dtype: LoraDtype) -> bytes:
     """Returns the digest of an adapter's content in its stored precision."""
     if dtype == "auto":
         return digest

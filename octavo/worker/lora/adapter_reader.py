@@ -20,7 +20,7 @@ from octavo.program.low_rank import LowRank, Site, Updates
 from octavo.program.ops import Linear
 from octavo.program.passes.adapters import sites_of, tables_of
 from octavo.program.program import Program, Weight
-from octavo.worker.lora.adapter_numbers import KeptMatrices, LoraDtype, kept_digest
+from octavo.worker.lora.adapter_numbers import LoraDtype, LoraMatrices, get_stored_digest
 
 HEADER_BYTES = 1 << 12
 """Upper bound on a file header's bytes per module."""
@@ -88,7 +88,7 @@ class AdapterReader:
                 f"{path}: no tensor of the adapter changes a module of this model",
                 hint="it was made for another model, or its files are damaged",
             )
-        return Adapter(kept_digest(found.digest, self._dtype), updates)
+        return Adapter(get_stored_digest(found.digest, self._dtype), updates)
 
     def _max_bytes(self) -> int:
         """Returns the bytes of the largest possible adapter, saved tables included."""
@@ -159,13 +159,13 @@ class AdapterReader:
         shape = _whole_shape(site[1])
         return shape[::-1] if self.is_table(site) else shape
 
-    def _kept(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> KeptMatrices:
+    def _kept(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> LoraMatrices:
         """Returns the matrices in their stored precision; empty ones if the module has none."""
         rows, inputs = self._shape(site)
         a, b = update.a, update.b
         if a is None or b is None:
             a, b = np.zeros((0, inputs), np.float32), np.zeros((rows, 0), np.float32)
-        kept = KeptMatrices.of(a, b, self._dtype)
+        kept = LoraMatrices.convert(a, b, self._dtype)
         if not kept.is_finite:
             raise WeightMismatch(
                 f"{found.path}: {site[0]} has numbers that are too large for {self._dtype}",
@@ -174,7 +174,7 @@ class AdapterReader:
         return kept
 
     def _gain(
-        self, update: ModuleUpdate, kept: KeptMatrices, weight: Weight, found: PeftAdapter
+        self, update: ModuleUpdate, kept: LoraMatrices, weight: Weight, found: PeftAdapter
     ) -> NDArray[np.float32]:
         """Returns the gain of each output: its magnitude over the norm of its row, W + scale * B A.
         The norm is of whole rows, even if the rank has only a part.
@@ -251,7 +251,7 @@ def _own_inputs(weight: Weight) -> slice:
     return slice(None) if span is None else slice(*span)
 
 
-def _table(kept: KeptMatrices, scales: NDArray[np.float64], table: Weight) -> LowRank:
+def _table(kept: LoraMatrices, scales: NDArray[np.float64], table: Weight) -> LowRank:
     """Returns the update of a table, or of the rank's part of its rows and columns."""
     a = np.ascontiguousarray(kept.a.T[_own(table)])
     return LowRank(a, kept.b[_own_inputs(table)], scales)

@@ -54,42 +54,42 @@ class StagePipes:
 
     def get_address(self, rank: int) -> list[int]:
         """Returns the descriptors of the pipe that a rank reads and the one that it writes."""
-        before, behind = self._ends_of(rank)
+        before, behind = self._get_ends(rank)
         return [NO_PIPE if end is None else end.fileno() for end in (before, behind)]
 
     def get_inherited(self, rank: int) -> tuple[int, ...]:
-        return tuple(end.fileno() for end in self._ends_of(rank) if end is not None)
+        return tuple(end.fileno() for end in self._get_ends(rank) if end is not None)
 
     def join(self) -> StageLink:
         """Makes this process the last stage and closes the other stages' ends here, so a pipe
         breaks when its stage ends.
         """
-        last, _ = self._ends_of(0)
+        last, _ = self._get_ends(0)
         assert last is not None
         self.close(keep=last)
         return StageLink(self._num_stages - 1, self._num_stages, self._receiver(last), None)
 
     def _receiver(self, last: Connection) -> HiddenReceiver:
-        return HiddenReceiver(last, name_of(self._num_stages - 2, self._num_stages))
+        return HiddenReceiver(last, get_stage_name(self._num_stages - 2, self._num_stages))
 
     def close(self, keep: Connection | None = None) -> None:
         for end in (end for pipe in self._pipes for end in pipe):
             if end is not keep and not end.closed:
                 end.close()
 
-    def _ends_of(self, rank: int) -> tuple[Connection | None, Connection | None]:
-        stage = stage_of(rank, self._num_stages)
+    def _get_ends(self, rank: int) -> tuple[Connection | None, Connection | None]:
+        stage = get_stage(rank, self._num_stages)
         before = self._pipes[stage - 1][0] if stage else None
         behind = self._pipes[stage][1] if stage + 1 < self._num_stages else None
         return before, behind
 
 
-def stage_of(rank: int, num_stages: int) -> int:
+def get_stage(rank: int, num_stages: int) -> int:
     """Returns the stage that a rank computes."""
     return num_stages - 1 if rank == 0 else rank - 1
 
 
-def name_of(stage: int, num_stages: int) -> str:
+def get_stage_name(stage: int, num_stages: int) -> str:
     """Returns a stage's name for messages."""
     return f"stage {stage} of {num_stages}"
 
@@ -99,10 +99,10 @@ def join_stage(rank: int, num_stages: int, address: Sequence[int]) -> StageLink:
     from multiprocessing.connection import Connection
 
     before, behind = address
-    stage = stage_of(rank, num_stages)
+    stage = get_stage(rank, num_stages)
     receiver = sender = None
     if before != NO_PIPE:
-        source = name_of(stage - 1, num_stages)
+        source = get_stage_name(stage - 1, num_stages)
         receiver = HiddenReceiver(Connection(before, writable=False), source)
     if behind != NO_PIPE:
         sender = HiddenSender(Connection(behind, readable=False))

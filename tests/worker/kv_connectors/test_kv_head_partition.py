@@ -149,8 +149,8 @@ def test_layouts_say_how_much_of_a_block_each_head_has(layout_of, dtype: str, na
     """A rank's block has as many bytes as the heads that it has; states are on every rank."""
     group = GROUPS[name]
     layout = layout_of(group, dtype)
-    held = KVHeadPartition.of([layout], [group], 0, 2)
-    assert KVHeadPartition.of([layout], [group]).block_bytes() == [layout.block_bytes]
+    held = KVHeadPartition.build([layout], [group], 0, 2)
+    assert KVHeadPartition.build([layout], [group]).block_bytes() == [layout.block_bytes]
     first, last = held.span(0)
     of_rank = group if name == "state" else replace(group, num_kv_heads=last - first)
     assert held.groups[0].head_bytes * (last - first) == layout_of(of_rank, dtype).block_bytes
