@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -49,12 +49,8 @@ class StartedRank:
     """Process of the rank; None if it is another machine's."""
 
 
-class StartRank(Protocol):
-    """Starts a rank, or waits until it has joined."""
-
-    def __call__(self, setup: RankSetup, inherited: tuple[int, ...]) -> StartedRank:
-        """`inherited`: descriptors that its process inherits."""
-        ...
+StartRank = Callable[[RankSetup, tuple[int, ...]], StartedRank]
+"""Starts a rank whose process inherits these descriptors, or waits until it has joined."""
 
 
 def start_here(setup: RankSetup, inherited: tuple[int, ...]) -> StartedRank:

@@ -16,16 +16,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
 
 from octavo.api.errors import OctavoError
 from octavo.engine.protocol.kv_messages import ConnectorReport
-from octavo.engine.protocol.ports import ConnectorWorker, Executor
-from octavo.engine.protocol.step import StepPlan
 from octavo.utils.child_process import ChildFailed, bind_to_parent
 from octavo.worker.ranks.messages import (
     Allocate,
@@ -39,12 +37,12 @@ from octavo.worker.ranks.messages import (
     RankReady,
     RankReport,
     RankSetup,
-    RankSlots,
     RankStarted,
-    SampledTokens,
-    TellReport,
     ToRank,
 )
+
+if TYPE_CHECKING:
+    from octavo.worker.loaded_model import LoadedModel
 
 PR_SET_PDEATHSIG = 1
 """Option of Linux prctl(2) that kills a process with its parent, even if it is stopped or stuck."""
@@ -54,38 +52,7 @@ logger = logging.getLogger(__name__)
 Message = TypeVar("Message")
 
 
-class LoadedRank(Protocol):
-    """A rank's loaded part of a model."""
-
-    def num_blocks(self) -> Sequence[int]:
-        """Returns how many KV blocks fit, per cache group."""
-        ...
-
-    def connect(self, slots: RankSlots, tell: TellReport) -> ConnectorWorker:
-        """Makes this rank's connector to other engines; `tell` receives its reports, in any
-        thread.
-        """
-        ...
-
-    def worker(
-        self,
-        num_blocks: Sequence[int],
-        num_host_blocks: Sequence[int],
-        connector: ConnectorWorker | None = None,
-    ) -> Executor:
-        """Allocates the KV cache, block counts per cache group, and returns what executes plans."""
-        ...
-
-    def await_input(self, plan: StepPlan) -> None:
-        """Waits for the input that the plan's step reads from another rank, if any."""
-        ...
-
-    def append_tokens(self, sampled: Sequence[SampledTokens]) -> None:
-        """Appends tokens that another rank has sampled."""
-        ...
-
-
-BuildRank: TypeAlias = Callable[[RankSetup, Callable[[], None]], LoadedRank]
+BuildRank: TypeAlias = "Callable[[RankSetup, Callable[[], None]], LoadedModel]"
 """Joins the other ranks and loads this one's part.
 
 Calls its second argument before, once everything that it needs is known to exist.
