@@ -54,7 +54,6 @@ class ModelRunner(ProgramRunner):
         self._media = media
         self._before = before
         self._max_verified = runnable.max_verified
-        self._max_forced_requests = runnable.max_forced_requests
         self._in_one_part = in_one_part
 
     def prepare(
@@ -261,7 +260,7 @@ class ModelRunner(ProgramRunner):
         """
         rows = self._rows
         scheduled = model_input.scheduled
-        if not rows.grammars or len(scheduled) > self._max_forced_requests:
+        if not rows.grammars or len(scheduled) > self.runnable.max_forced_requests:
             return
         for request, row, result in zip(
             scheduled, model_input.rows.tolist(), results, strict=False

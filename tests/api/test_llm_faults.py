@@ -148,8 +148,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[MakeError], None]:
 
 
 def _raising(run: Callable[..., Any], error: MakeError) -> Callable[..., Any]:
-    def run_or_raise(self: Any, batch: Any, kv: Any) -> Any:
-        output = run(self, batch, kv)
+    def run_or_raise(self: Any, batch: Any, kv: Any, verify: Any = None) -> Any:
+        output = run(self, batch, kv, verify)
         if BAD in batch.token_ids:
             raise error()
         return output
