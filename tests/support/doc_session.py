@@ -112,7 +112,10 @@ class DocSession:
             if self._command != DEFAULT_SERVER:
                 self._serve(DEFAULT_SERVER, DEFAULT_SERVER.split())
         if example.language == "python":
-            return self._run([sys.executable, "-c", text])
+            name = Path(example.page).stem if example.page.endswith(".py") else "example"
+            script = self.folder / f"{name}.py"
+            script.write_text(text)
+            return self._run([sys.executable, str(script)])
         return self._run(["bash", "-c", text], TYPED.get(example.text, ""))
 
     def close(self) -> None:
