@@ -7,9 +7,12 @@ calling threads, one steps the engine for all, and each receives its own outputs
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,6 +55,8 @@ from octavo.frontend.transcription import (
 from octavo.text.ports import Rendering, Tokenizer
 from octavo.utils.progress import Bar, Report, to_stderr
 from octavo.wiring.engine import build_in_process
+
+REQUEST_ID = attrgetter("request_id")
 
 
 class LLM:
@@ -214,11 +219,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Runs requests to completion and returns their final outputs, in order."""
         done: dict[str, RequestOutput] = {}
-        with Bar(what, len(requests), enabled=use_tqdm) as bar:
+        is_shown = use_tqdm and sys.stderr.isatty()
+        with Bar(what, len(requests)) if is_shown else nullcontext() as bar:
             for output in self._run(requests, streaming=False):
                 done[output.request_id] = output
-                bar.advance()
-        return [done[request.request_id] for request in requests]
+                if bar is not None:
+                    bar.advance()
+        return list(map(done.__getitem__, map(REQUEST_ID, requests)))
 
     def beam_search(
         self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams, **options: Any
@@ -358,36 +365,28 @@ class LLM:
         lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
     ) -> list[ParentRequest]:
         """Checks and tokenizes all prompts of one call."""
-        of_each = params_for_each(
-            self.get_default_sampling_params() if params is None else params, len(prompts)
-        )
-        origins = map(RequestContext, priority_for_each(priority, len(prompts)))
-        adapters = adapter_for_each(lora_request, len(prompts))
-        return [
-            self._request(adapter, prompt, one, origin)
-            for adapter, prompt, one, origin in zip(
-                adapters, prompts, of_each, origins, strict=True
-            )
-        ]
-
-    def _request(
-        self,
-        named: LoRARequest | None,
-        prompt: Prompt,
-        params: SamplingParams,
-        origin: RequestContext,
-    ) -> ParentRequest:
-        adapter = None if named is None else self.front.adapter(named)
-        request_id = str(next(self._request_ids))
-        request = self.front.prepare(request_id, prompt, params, origin, adapter=adapter)
-        request.lora_request = named
-        return request
+        if params is None:
+            params = self.get_default_sampling_params()
+        requests = []
+        for prompt, own, own_priority, named in zip(
+            prompts,
+            params_for_each(params, len(prompts)),
+            priority_for_each(priority, len(prompts)),
+            adapter_for_each(lora_request, len(prompts)),
+            strict=True,
+        ):
+            adapter = None if named is None else self.front.adapter(named)
+            request_id, context = str(next(self._request_ids)), RequestContext(own_priority)
+            request = self.front.prepare(request_id, prompt, own, context, adapter=adapter)
+            request.lora_request = named
+            requests.append(request)
+        return requests
 
     def _run(self, requests: list[ParentRequest], *, streaming: bool) -> Iterator[RequestOutput]:
         """Yields outputs as they change (`streaming`) or finish; closing it aborts the remaining
         requests.
         """
-        unfinished = {request.request_id for request in requests}
+        unfinished = set(map(REQUEST_ID, requests))
         try:
             with self._turn:
                 for request in requests:

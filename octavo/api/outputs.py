@@ -128,6 +128,8 @@ class Timings:
 
     @staticmethod
     def merged(parts: Sequence[Timings]) -> Timings:
+        if len(parts) == 1:
+            return parts[0]
         num_steps = sum(part.num_steps for part in parts)
         waits: dict[str, float] = {}
         for part in parts:

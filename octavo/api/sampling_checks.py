@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,13 +53,9 @@ def _check_values(params: Params, options: SamplingOptions) -> None:
         words = f"None, or a whole number from n ({params.n}) to {MAX_N}"
         check("best_of", params.best_of, is_in_range, words)
         params.best_of = best_of
-    ceiling = math.inf if params.max_tokens is None else params.max_tokens
-    check(
-        "min_tokens",
-        params.min_tokens,
-        params.min_tokens <= ceiling,
-        f"a whole number from 0 to max_tokens ({params.max_tokens})",
-    )
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        allowed = f"a whole number from 0 to max_tokens ({params.max_tokens})"
+        check("min_tokens", params.min_tokens, False, allowed)
     if params.prompt_logprob_start is not None and params.prompt_logprobs is None:
         raise InvalidRequest(
             "prompt_logprob_start: allowed only with prompt_logprobs",
@@ -118,15 +113,18 @@ def _take_listed(params: Params, ids: list[int]) -> None:
 
 
 def _check_structure(params: Params) -> None:
-    params.repetition_detection = detection_of(params.repetition_detection)
+    if params.repetition_detection is not None:
+        params.repetition_detection = detection_of(params.repetition_detection)
     form: object = params.structured_outputs
     if isinstance(form, Mapping):
         form = params.structured_outputs = StructuredOutputs(**form)
     if params.logits_processors is not None:
         params.logits_processors = _processors(params, params.logits_processors)
-    ok = form is None or isinstance(form, StructuredOutputs)
+    if form is None:
+        return
+    ok = isinstance(form, StructuredOutputs)
     check("structured_outputs", form, ok, "None, or StructuredOutputs")
-    if form is not None and params.ignore_eos:
+    if params.ignore_eos:
         raise InvalidRequest(
             "ignore_eos: got True with structured_outputs, whose end tells that the answer is"
             " complete",
@@ -183,23 +181,16 @@ def _check_beam_search(params: Params, width: int, options: SamplingOptions) -> 
 
 
 def _check_greedy(params: Params, options: SamplingOptions) -> None:
-    for name, value in (("n", params.n), ("best_of", params.num_samples)):
-        check(
-            name,
-            value,
-            value == 1,
-            "1 when the temperature is 0",
-            hint="greedy samples are all alike; set temperature above 0",
-        )
+    for name in ("n", "best_of"):
+        value = getattr(params, name)
+        if value not in (1, None):
+            hint = "greedy samples are all alike; set temperature above 0"
+            check(name, value, False, "1 when the temperature is 0", hint=hint)
     for name, neutral in options.greedy_values.items():
         value = getattr(params, name)
-        check(
-            name,
-            value,
-            value == neutral,
-            f"{neutral} when the temperature is 0",
-            hint="set temperature above 0, or leave it out",
-        )
+        if value != neutral:
+            hint = "set temperature above 0, or leave it out"
+            check(name, value, False, f"{neutral} when the temperature is 0", hint=hint)
     params.temperature = 0.0
     for name, neutral in options.ignored_by_greedy.items():
         setattr(params, name, neutral)

@@ -30,6 +30,7 @@ class AdapterPlaces:
     """Slots of the device, and the adapters in them."""
 
     def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._resident: dict[bytes, _Resident] = {}
         """Adapters by digest, the least recently used first."""
@@ -37,16 +38,10 @@ class AdapterPlaces:
         self._is_short = False
         """Whether a request of this step found no slot; those behind it then take none."""
 
-    def begin_step(self) -> None:
-        """Begins to plan a step."""
-        self._is_short = False
-
-    def is_ready(self, request_id: str, ref: AdapterRef | None) -> bool:
-        """Returns whether a request may start with its adapter; has it loaded where it is not
-        there and a slot can be had.
+    def is_ready(self, request_id: str, ref: AdapterRef) -> bool:
+        """Returns whether a request may start with its adapter. If the adapter has no slot and one
+        is available, the next plan loads it.
         """
-        if ref is None:
-            return True
         found = self._resident.get(ref.digest)
         if found is not None and request_id in found.users:
             return True
@@ -55,24 +50,24 @@ class AdapterPlaces:
         found = found or self._load(ref)
         return found is not None and found.is_ready
 
-    def hold(self, request_id: str, ref: AdapterRef | None) -> None:
-        """Notes that a request that starts uses its adapter, which is ready."""
-        if ref is not None:
-            found = self._resident.pop(ref.digest)
-            found.users.add(request_id)
-            self._resident[ref.digest] = found
+    def hold(self, request_id: str, ref: AdapterRef) -> None:
+        """Holds the adapter of a request that starts, which is ready."""
+        found = self._resident.pop(ref.digest)
+        found.users.add(request_id)
+        self._resident[ref.digest] = found
 
-    def release(self, request_id: str, ref: AdapterRef | None) -> None:
-        """Notes that a request has ended, whether it held its adapter or not."""
-        if ref is not None and (found := self._resident.get(ref.digest)) is not None:
+    def release(self, request_id: str, ref: AdapterRef) -> None:
+        """Releases the adapter of a request that has ended, if it held one."""
+        if (found := self._resident.get(ref.digest)) is not None:
             found.users.discard(request_id)
 
-    def slot_of(self, ref: AdapterRef | None) -> int:
-        """Returns the slot of an adapter that is held; NO_SLOT for none."""
-        return NO_SLOT if ref is None else self._resident[ref.digest].slot
+    def get_slot(self, ref: AdapterRef) -> int:
+        """Returns the slot of an adapter that is held."""
+        return self._resident[ref.digest].slot
 
     def take_loads(self) -> list[AdapterLoad]:
-        """Removes and returns the adapters that the next plan has read."""
+        """Removes and returns the adapters that the next plan loads, and ends the step."""
+        self._is_short = False
         loads, self._to_load = self._to_load, []
         return loads
 

@@ -304,7 +304,9 @@ class EngineCore:
         elif self._log is not None:
             self._log.write(StepComputed(result))
         if step.is_first and plan.rows:
-            num_tokens = plan.num_tokens
+            num_tokens = 0
+            for row in plan.rows:
+                num_tokens += row.num_tokens + row.num_encoded
             self._kv_meter.observe(result, self.scheduler, num_tokens)
             self._step_tokens.add(num_tokens)
         self._holds_memory = bool(result.kv_bytes)
@@ -369,11 +371,9 @@ class EngineCore:
         """Fails the request that the others wait for if steps have computed nothing for
         `stall_timeout_s`.
         """
-        is_busy = (
-            self._in_flight
-            or self.scheduler.grammars.is_compiling  # the frontend has seen the grammar compile
-            or self.scheduler.pause_s(now)
-        )
+        # Every compilation ends: the frontend has compiled the grammar before.
+        is_compiling = self.scheduler.resources.grammars.is_compiling
+        is_busy = self._in_flight or is_compiling or self.scheduler.pause_s(now)
         first = None if is_busy else self.scheduler.queues.first_idle
         if first is None or self._moved is None:
             self._moved = now
@@ -389,7 +389,7 @@ class EngineCore:
         """Closes the executor once the connector has saved its blocks, for CLOSE_S at most."""
         self.settle()
         end = time.monotonic() + CLOSE_S
-        while self.scheduler.blocks.connector.has_work and time.monotonic() < end:
+        while self.scheduler.blocks.has_transfers and time.monotonic() < end:
             self.step()
         self.settle()
         self.executor.close()

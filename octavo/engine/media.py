@@ -18,7 +18,7 @@ class MediaPlaces:
 
     def __init__(self, capacity_tokens: int = 0) -> None:
         self._capacity_tokens = capacity_tokens
-        self._kept: dict[bytes, int] = {}
+        self.kept: dict[bytes, int] = {}
         """Numbers of rows by digest, the least recently used first."""
         self._used: set[bytes] = set()
         """Media that the step reads."""
@@ -34,10 +34,10 @@ class MediaPlaces:
 
     def _use(self, item: MediaItem, pixels: Iterable[MediaPixels]) -> None:
         self._used.add(item.digest)
-        if self._kept.pop(item.digest, None) is None:
+        if self.kept.pop(item.digest, None) is None:
             self._encodes.append(next(each for each in pixels if each.digest == item.digest))
             self.num_encoded += 1
-        self._kept[item.digest] = item.num_tokens
+        self.kept[item.digest] = item.num_tokens
 
     def take_encodes(self) -> list[MediaPixels]:
         """Removes and returns the media that the next plan has encoded."""
@@ -48,9 +48,9 @@ class MediaPlaces:
         """Removes and returns the media whose rows are more than there is room for; ends the
         step.
         """
-        excess = sum(self._kept.values()) - self._capacity_tokens
+        excess = sum(self.kept.values()) - self._capacity_tokens
         dropped: list[bytes] = []
-        for digest, num_tokens in self._kept.items():
+        for digest, num_tokens in self.kept.items():
             if excess <= 0:
                 break
             if digest not in self._used:
@@ -63,9 +63,9 @@ class MediaPlaces:
     def forget(self, digests: Iterable[bytes]) -> None:
         """Forgets media whose rows the worker may not have: they are encoded when next needed."""
         for digest in digests:
-            self._kept.pop(digest, None)
+            self.kept.pop(digest, None)
 
     @property
     def digests(self) -> list[bytes]:
         """Digests of the media that are kept, the least recently used first."""
-        return list(self._kept)
+        return list(self.kept)

@@ -163,7 +163,8 @@ class Frontend:
         """
         if isinstance(params, PoolingParams):
             return self.pools("embed", "classify").process(request_id, prompt, params, origin)
-        self.check_generates()
+        if self.pooling is not None:
+            self.check_generates()
         if isinstance(prompt, TextPair):
             raise InvalidRequest(
                 "prompt: got a pair of texts, allowed is one: pairs are for classifiers",

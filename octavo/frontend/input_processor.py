@@ -177,17 +177,22 @@ class InputProcessor:
         origin = self.checked_origin(origin)
         token_ids = read.decoder_ids
         self.check_prompt(token_ids)
-        self._check_beams(len(token_ids), params)
+        if params.beam_width is not None:
+            self._check_beams(len(token_ids), params)
         params = self.params.resolve(params)
         if self.encoder is not None:
             params = _for_encoder(params, self.encoder)
-        _check_prompt_logprob_start(params.prompt_logprob_start, len(token_ids))
-        grammar = self._grammar(params)
+        if params.prompt_logprob_start is not None:
+            _check_prompt_logprob_start(params.prompt_logprob_start, len(token_ids))
+        own, grammar = params, None
+        if params.structured_outputs is not None:
+            grammar = self._grammar(params)
+            own = msgspec.structs.replace(params, structured_outputs=None)
         arrival_time = time.monotonic()
         first = EngineRequest(
             self.next_core_id(),
             token_ids,
-            msgspec.structs.replace(params, structured_outputs=None),
+            own,
             seed=self._draw_seed() if params.seed is None else params.seed,
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
             cache_salt=read.salt,
@@ -360,8 +365,8 @@ def _for_encoder(params: SamplingParams, encoder: EncoderInputs) -> SamplingPara
     return msgspec.structs.replace(params, logit_bias={**(params.logit_bias or {}), **banned})
 
 
-def _check_prompt_logprob_start(start: int | None, num_prompt_tokens: int) -> None:
-    if start is not None and start >= num_prompt_tokens:
+def _check_prompt_logprob_start(start: int, num_prompt_tokens: int) -> None:
+    if start >= num_prompt_tokens:
         message = (
             f"prompt_logprob_start: got {start}, the prompt has {num_prompt_tokens} tokens; allowed"
             f" are 0 to {num_prompt_tokens - 1}"

@@ -115,8 +115,10 @@ class RequestState:
     @property
     def num_tokens(self) -> int:
         """Number of its tokens, prompt and samples together."""
-        num_new = sum(len(sample.token_ids) for sample in self.samples)
-        return len(self.request.prompt_token_ids) + num_new
+        num_tokens = len(self.request.prompt_token_ids)
+        for sample in self.samples:
+            num_tokens += len(sample.token_ids)
+        return num_tokens
 
     def returned(self) -> list[Sample]:
         """Returns the samples that the user gets, by index; the best ones first where they are

@@ -46,21 +46,22 @@ class ParamsResolver:
                 param="sampling_params",
             )
         params = msgspec.structs.replace(params)
-        for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
-            for text in texts:
+        for name in ("stop", "bad_words"):
+            for text in getattr(params, name) or ():
                 check_unicode(text, name)
-        self.check_ids("stop_token_ids", params.stop_token_ids or ())
-        self.check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self.check_ids("logit_bias", params.logit_bias or ())
-        self.check_ids("logprob_token_ids", params.logprob_token_ids or ())
-        if params.logprob_token_ids is None:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
+            if getattr(params, name):
+                self.check_ids(name, getattr(params, name))
+        if params.logprobs is not None and params.logprob_token_ids is None:
             self._check_logprobs("logprobs", params.logprobs)
-        self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
+        if params.prompt_logprobs is not None:
+            self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
         for name in ("stop", "stop_regex"):
             if getattr(params, name):
                 words = f"{name}: stop texts need a tokenizer, and this engine has none"
                 need_tokenizer(self._tokenizer, words, name)
-        self._check_processors(params.logits_processors or ())
+        if params.logits_processors:
+            self._check_processors(params.logits_processors)
         if params.dry_multiplier:
             params.dry_sequence_breaker_ids = self._breakers.ids(params.dry_sequence_breakers)
         if params.bad_words:
@@ -87,9 +88,7 @@ class ParamsResolver:
                     param="logits_processors",
                 )
 
-    def _check_logprobs(self, name: str, value: int | None) -> None:
-        if value is None:
-            return
+    def _check_logprobs(self, name: str, value: int) -> None:
         wanted = self._vocab_size if value == -1 else value
         if wanted > self._max_logprobs:
             whole = f" (the whole vocabulary, {wanted})" if value == -1 else ""

@@ -42,7 +42,8 @@ class RecentRequests(Generic[FinishedT]):
 
     def add(self, request_id: str, request: FinishedT) -> None:
         """Keeps a request, in place of an earlier one of that id; older ones make room."""
-        self.drop(request_id)
+        if request_id in self._kept:
+            self.drop(request_id)
         self._kept[request_id] = request
         self._num_tokens += request.num_tokens
         self._sweep(request.ended_at)

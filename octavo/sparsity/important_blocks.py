@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from octavo.engine.kv.block_choice import BlockChoiceSpec, PromptPart
-from octavo.engine.kv.prefix_finder import PrefixFinder
+from octavo.engine.kv.hashed_blocks import PrefixFinder
+from octavo.engine.kv.kv_connector import KVConnector
 from octavo.engine.protocol.kv_messages import BlockKey, BlockQuery
-from octavo.engine.protocol.ports import Connector
 
 MAX_TOKENS = 128
 """Most prompt tokens computed to obtain queries: the first block and the last tokens."""
@@ -51,7 +51,12 @@ class ImportantBlocks:
     """Block choices of requests with a stored prefix."""
 
     def __init__(
-        self, finder: PrefixFinder, connector: Connector, spec: BlockChoiceSpec, *, num_groups: int
+        self,
+        finder: PrefixFinder,
+        connector: KVConnector,
+        spec: BlockChoiceSpec,
+        *,
+        num_groups: int,
     ) -> None:
         self._finder = finder
         self._connector = connector

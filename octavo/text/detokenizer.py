@@ -8,7 +8,7 @@ completion is completed.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from octavo.api.sampling_params import SamplingParams
 from octavo.text.ports import Tokenizer
@@ -56,7 +56,7 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._begun = get_unfinished_bytes(tokenizer, prompt_token_ids)
         """Bytes of the prompt's incomplete last character, until the first output bytes."""
-        self._stops = StopSearch(params)
+        self._stops = StopSearch(params) if params.ends_by_text else None
         self._keeps_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._parts: list[str] = []
@@ -72,11 +72,16 @@ class Detokenizer:
         self.stop: str | None = None
         """The stop string or pattern that ended the text."""
 
-    def push(self, token_ids: Iterable[int]) -> str | None:
+    def push(self, token_ids: Sequence[int]) -> str | None:
         """Adds token ids; returns the stop string if one matched. Later ids are dropped.
 
         A stop string cannot match within the first `min_tokens` tokens.
         """
+        if self._stops is None and self._watch is None and not self._begun:
+            shown = [token_id for token_id in token_ids if token_id not in self._skipped]
+            self._num_tokens += len(token_ids)
+            self._add(self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, shown))))
+            return self.stop
         for token_id in token_ids:
             if self.stop is not None:
                 break
@@ -86,8 +91,9 @@ class Detokenizer:
                 if self._begun and new:
                     new = self._begun_with(new)
                 self._add(self._decoder.decode(new))
-            elif self._stops:
-                self._skip(self._tokenizer.token_bytes(token_id).decode(errors="replace"))
+            elif self._stops is not None:
+                text = self._tokenizer.token_bytes(token_id).decode(errors="replace")
+                self._skip(self._stops, text)
             if self._watch is not None and self._watch.is_inside:
                 self.num_reasoning_tokens = self._num_tokens
         return self.stop
@@ -100,8 +106,8 @@ class Detokenizer:
 
     def change_stops(self, params: SamplingParams) -> None:
         """Replaces the stop strings; a match may begin in earlier text."""
-        self._stops = StopSearch(params)
-        num_kept = self._stops.num_kept
+        self._stops = StopSearch(params) if params.ends_by_text else None
+        num_kept = 0 if self._stops is None else self._stops.num_kept
         self._recent = self._tail(max(0, self._length - num_kept)) if num_kept else ""
         self._spelled = None
 
@@ -135,39 +141,42 @@ class Detokenizer:
         self._length += len(piece)
         if self._watch is not None and not self._watch.is_over:
             piece = self._answer_in(self._watch, piece)
-        if not self._stops or not piece:
+        stops = self._stops
+        if stops is None or not piece:
             return
         window = self._recent + piece
         if self._num_tokens > self._min_tokens:
-            found = self._stops.first(window, len(self._recent))
+            found = stops.first(window, len(self._recent))
             if found is not None:
                 self.stop = found.stop
                 self._cut(len(window) - (found.end if self._keeps_stop else found.start))
         if self._spelled is not None and self.stop is None:
-            self._search_spelled(self._spelled, piece, is_shown=True)
-        self._recent = window[-self._stops.num_kept :] if self._stops.num_kept else ""
+            self._search_spelled(stops, self._spelled, piece, is_shown=True)
+        self._recent = window[-stops.num_kept :] if stops.num_kept else ""
 
-    def _skip(self, token: str) -> None:
+    def _skip(self, stops: StopSearch, token: str) -> None:
         """Searches for stop strings that contain a special token, which is not part of the text."""
         is_inside = self._watch is not None and self._watch.is_inside
-        if is_inside or not self._stops.holds(token):
+        if is_inside or not stops.holds(token):
             return
         if self._spelled is None:
             self._spelled = SpelledText(self._recent)
-        self._search_spelled(self._spelled, token, is_shown=False)
+        self._search_spelled(stops, self._spelled, token, is_shown=False)
 
-    def _search_spelled(self, spelled: SpelledText, piece: str, *, is_shown: bool) -> None:
+    def _search_spelled(
+        self, stops: StopSearch, spelled: SpelledText, piece: str, *, is_shown: bool
+    ) -> None:
         num_old = len(spelled.text)
         spelled.add(piece, is_shown=is_shown)
         if self._num_tokens > self._min_tokens:
-            found = self._stops.first_string(spelled.text, num_old)
+            found = stops.first_string(spelled.text, num_old)
             if found is not None:
                 self.stop = found.stop
                 self._cut(spelled.num_shown_after(found.start))
                 if self._keeps_stop:
                     self._parts.append(found.stop)
                     self._length += len(found.stop)
-        spelled.keep(self._stops.reach)
+        spelled.keep(stops.reach)
 
     def _answer_in(self, watch: ReasoningWatch, piece: str) -> str:
         """Returns the part of a token's characters outside of reasoning, in which stop strings
@@ -186,8 +195,9 @@ class Detokenizer:
 
     def _shown(self) -> int:
         """Returns how many characters may be shown so far."""
-        holding = bool(self._stops) and not self._keeps_stop and self.stop is None
-        return max(0, self._length - (self._stops.reach if holding else 0))
+        if self._stops is None or self._keeps_stop or self.stop is not None:
+            return self._length
+        return max(0, self._length - self._stops.reach)
 
     def _broken_bytes(self) -> str:
         """Decodes the remaining incomplete character; empty after a stop string."""

@@ -169,7 +169,7 @@ class Tokenizer(Protocol):
         """Returns a readable form of a token, as in logprobs."""
         ...
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int, /) -> bytes:
         """Returns a token's bytes; empty for ids without a token.
 
         A text is the concatenation of its tokens' bytes in UTF-8.

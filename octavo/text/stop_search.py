@@ -36,9 +36,6 @@ class StopSearch:
         self.num_kept = self.reach + 1 if self._patterns else self.reach
         """Number of last characters that the next search needs."""
 
-    def __bool__(self) -> bool:
-        return bool(self._strings or self._patterns)
-
     def first(self, text: str, num_old: int) -> FoundStop | None:
         """Returns the earliest match that ends after the first `num_old` characters."""
         return min(self._hits(text, num_old), key=lambda hit: hit.start, default=None)

@@ -40,23 +40,21 @@ def format_token(content: bytes) -> str:
         return before.decode() + spelled + format_token(content[error.end :])
 
 
-class TokenBytes:
+class TokenBytes(dict[int, bytes]):
     """Cached token bytes. `strips_space`: the tokenizer's decoder drops a text's first space."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
         self._spelling, self.strips_space = _spelling(tokenizer)
         self._added = {
             i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()
         }
         self._table = byte_level_table()
-        self._known: dict[int, bytes] = {}
 
-    def __getitem__(self, token_id: int) -> bytes:
+    def __missing__(self, token_id: int) -> bytes:
         """Returns a token's bytes; empty for ids without a token (vocabularies are padded)."""
-        known = self._known.get(token_id)
-        if known is None:
-            known = self._known[token_id] = self._spell(token_id)
+        known = self[token_id] = self._spell(token_id)
         return known
 
     def _spell(self, token_id: int) -> bytes:

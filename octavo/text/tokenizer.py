@@ -150,9 +150,6 @@ class TextTokenizer:
         """Returns a readable form of a token; incomplete characters as byte values."""
         return format_token(self._bytes[token_id])
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._bytes[token_id]
-
     @property
     def has_chat_template(self) -> bool:
         return self._templates.default.exists
@@ -306,6 +303,11 @@ class TextTokenizer:
     @cached_property
     def _bytes(self) -> TokenBytes:
         return TokenBytes(self._tokenizer)
+
+    @cached_property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """Function that returns the bytes of a token; none for an id without one."""
+        return self._bytes.__getitem__
 
     @cached_property
     def _length_bound(self) -> LengthBound:

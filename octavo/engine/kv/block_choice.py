@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from octavo.engine.kv.prefix_finder import PrefixFinder
 from octavo.engine.protocol.kv_messages import BlockKey
-from octavo.engine.protocol.ports import Connector
 from octavo.utils.extensions import load_classes
+
+if TYPE_CHECKING:
+    from octavo.engine.kv.hashed_blocks import PrefixFinder
+    from octavo.engine.kv.kv_connector import KVConnector
 
 
 class BlockChoiceSpec(NamedTuple):
@@ -50,7 +52,7 @@ class BlockChoice(Protocol):
 
 
 def make_block_choice(
-    spec: BlockChoiceSpec | None, finder: PrefixFinder, connector: Connector, *, num_groups: int
+    spec: BlockChoiceSpec | None, finder: PrefixFinder, connector: KVConnector, *, num_groups: int
 ) -> BlockChoice | None:
     """Makes the choice that the spec asks for; None if requests load all blocks."""
     if spec is None:

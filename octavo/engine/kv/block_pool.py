@@ -1,23 +1,26 @@
-"""The KV blocks of one cache group: reference counts, the free queue, and the names under which
-full blocks are found.
+"""KV blocks of one cache group: reference counts, the free queue, and the prefix cache.
 
-A block is free when nothing refers to it; free blocks without a name are taken first, then the
-least recently used named ones. Knows no request: which table a block stands in is
-`block_tables.py`'s business.
+A block is free if it has no reference. Free blocks without a hash are allocated first, then the
+least recently used hashed ones. A prefix cache hit is verified by token ids, so that a hash
+collision is a miss. Source: PagedAttention (Kwon et al. 2023).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
-from octavo.engine.kv.prefix_cache import PrefixCache
+from octavo.engine.protocol.block_events import BlockEventLog
 from octavo.engine.protocol.kv_cache_spec import GROWING, AnyKVCacheSpec
+from octavo.engine.protocol.kv_messages import BlockKey
 from octavo.engine.protocol.stats import GroupBlocks
 
 HOLE = -1
-"""Place of a block in a table that nothing reads any more, or that no step has written."""
+"""Entry of a block table that is not read any more, or that no step has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,86 @@ class BlockGroup:
     """Blocks in host memory, for swapped requests."""
 
 
+BY_TOKENS = attrgetter("token_ids")
+
+
+class PartialMatch(NamedTuple):
+    """A cached block that begins with the wanted tokens."""
+
+    key: BlockKey
+    num_tokens: int
+    """Number of tokens that it has in common with the wanted ones."""
+
+
+class PrefixCache:
+    """Map between block hashes and blocks: one block per hash, one hash per block."""
+
+    def __init__(self, log: BlockEventLog | None = None) -> None:
+        self._log = log
+        self._block_of: dict[bytes, int] = {}
+        self.key_of: dict[int, BlockKey] = {}
+        """Keys by block."""
+        self._after: dict[bytes, list[BlockKey]] = {}
+        """Keys by their parent's digest, sorted by token ids: the one with the longest common
+        beginning is a neighbour.
+        """
+
+    def find(self, key: BlockKey) -> int | None:
+        """Returns the block with that key; None if there is none."""
+        block_id = self._block_of.get(key.digest)
+        return block_id if block_id is not None and self.key_of[block_id] == key else None
+
+    def find_partial(self, parent: bytes, token_ids: tuple[int, ...]) -> PartialMatch | None:
+        """Returns the block after `parent` with the longest common beginning with `token_ids`,
+        which do not fill a block; None if the first tokens differ.
+
+        Blocks that contain media do not match: their tokens do not identify their content.
+        """
+        siblings = self._after.get(parent)
+        if siblings is None:
+            return None
+        index = bisect_left(siblings, token_ids, key=BY_TOKENS)
+        best = None
+        for key in siblings[max(0, index - 1) : index + 1]:
+            num_common = 0 if key.extra else _num_common(key.token_ids, token_ids)
+            if num_common and (best is None or num_common > best.num_tokens):
+                best = PartialMatch(key, num_common)
+        return best
+
+    def add(self, block_id: int, key: BlockKey) -> None:
+        """Adds a full block, unless another block has the same key."""
+        if key.digest not in self._block_of:
+            self._block_of[key.digest] = block_id
+            self.key_of[block_id] = key
+            siblings = self._after.setdefault(key.parent, [])
+            siblings.insert(bisect_left(siblings, key.token_ids, key=BY_TOKENS), key)
+            if self._log is not None:
+                self._log.stored(key.digest, key.parent, key.token_ids)
+
+    def remove(self, block_id: int) -> None:
+        """Removes a block, if it is cached."""
+        key = self.key_of.pop(block_id, None)
+        if key is None:
+            return
+        if self._log is not None:
+            self._log.removed(key)
+        del self._block_of[key.digest]
+        siblings = self._after[key.parent]
+        index = bisect_left(siblings, key.token_ids, key=BY_TOKENS)
+        while siblings[index] != key:  # others have the same tokens and other media
+            index += 1
+        del siblings[index]
+        if not siblings:
+            del self._after[key.parent]
+
+    def remove_keys(self, keys: Iterable[BlockKey]) -> None:
+        """Removes the blocks with these keys."""
+        for key in keys:
+            block_id = self.find(key)
+            if block_id is not None:
+                self.remove(block_id)
+
+
 class BlockPool:
     """The blocks of one group on the device."""
 
@@ -40,42 +123,43 @@ class BlockPool:
         self.ref_counts = [0] * group.num_blocks
         """References to each block from requests' tables."""
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(group.num_blocks))
-        """Free blocks, the next one to be taken first."""
+        """Free blocks, in the order of allocation."""
         self.cache = PrefixCache()
-        """Names of the full blocks, held or free."""
+        """Hashed blocks, held or free."""
         self._num_references = 0
         self._num_shared = 0
 
     def counts(self) -> GroupBlocks:
-        """Returns how the blocks are used now."""
+        """Returns how many blocks are used, and how."""
         return GroupBlocks(
             window=self.spec.window_tokens,
             num_blocks=self.num_blocks,
             num_held=self.num_blocks - len(self.free),
             num_shared=self._num_shared,
             num_references=self._num_references,
-            num_named=len(self.cache),
+            num_named=len(self.cache.key_of),
         )
 
     def take(self) -> int:
-        """Takes a free block for writing; its name, if it has one, is forgotten."""
+        """Allocates a free block and removes it from the prefix cache."""
         block_id, _ = self.free.popitem(last=False)
-        self.cache.forget(block_id)
+        if block_id in self.cache.key_of:
+            self.cache.remove(block_id)
         self.ref_counts[block_id] = 1
         self._num_references += 1
         return block_id
 
     def is_shared(self, block_id: int) -> bool:
-        """Says whether a block must not be written: others hold it, or may find it by its name."""
-        return self.ref_counts[block_id] > 1 or block_id in self.cache
+        """Returns whether a block must not be written: others hold it or may find it."""
+        return self.ref_counts[block_id] > 1 or block_id in self.cache.key_of
 
-    def give_up_name(self, block_id: int) -> bool:
-        """Forgets the name of a block that one table holds, so that it may be written, where no
-        block is free for a copy; says whether that was done.
+    def uncache_to_write(self, block_id: int) -> bool:
+        """Removes a block from the prefix cache so that its one holder may write it, if no block is
+        free for a copy; returns whether it was removed.
         """
         if self.free or self.ref_counts[block_id] > 1:
             return False
-        self.cache.forget(block_id)
+        self.cache.remove(block_id)
         return True
 
     def hold(self, block_id: int) -> None:
@@ -87,13 +171,13 @@ class BlockPool:
         self._num_shared += self.ref_counts[block_id] == 2
 
     def release(self, block_id: int) -> None:
-        """Drops a reference to a block; after the last one the block is free."""
+        """Removes a reference to a block, which is free after the last one."""
         self.ref_counts[block_id] -= 1
         self._num_references -= 1
         self._num_shared -= self.ref_counts[block_id] == 1
         if self.ref_counts[block_id] == 0:
             self.free[block_id] = None
-            if block_id not in self.cache:
+            if block_id not in self.cache.key_of:
                 self.free.move_to_end(block_id, last=False)
 
     def hold_all(self, table: Iterable[int]) -> None:
@@ -103,13 +187,13 @@ class BlockPool:
                 self.hold(block_id)
 
     def release_all(self, table: Sequence[int]) -> None:
-        """Drops the references of a table, last block first: chains are evicted from their end."""
+        """Removes the references of a table, last block first, so that it is evicted first."""
         for block_id in reversed(table):
             if block_id != HOLE:
                 self.release(block_id)
 
     def has_room(self, kept: Sequence[int | None], num_blocks: int, reserve: int) -> bool:
-        """Says whether `fill` can be done with `reserve` blocks left free."""
+        """Returns whether `reserve` blocks stay free after `fill`."""
         num_idle = num_new = 0
         for block_id in kept:
             if block_id is None:
@@ -119,26 +203,38 @@ class BlockPool:
         return len(self.free) - num_idle >= num_new + max(0, num_blocks - len(kept)) + reserve
 
     def fill(self, kept: Sequence[int | None], num_blocks: int) -> list[int]:
-        """Returns a table of `num_blocks`: the kept blocks held, new ones in place of each None
-        among them and behind them.
+        """Returns a table of `num_blocks`: the kept blocks, with new ones for each None and after
+        them.
         """
-        for block_id in kept:
+        for block_id in kept:  # before any is allocated
             if block_id is not None and block_id != HOLE:
                 self.hold(block_id)
-        table = [self.take() if block_id is None else block_id for block_id in kept]
-        return table + [self.take() for _ in range(num_blocks - len(kept))]
+        table = []
+        for block_id in kept:
+            table.append(self.take() if block_id is None else block_id)
+        for _ in range(num_blocks - len(kept)):
+            table.append(self.take())
+        return table
 
     def release_unread(
         self, table: list[int], num_tokens: int, block_size: int, *, in_flight: bool
     ) -> None:
-        """Releases what nothing reads any more once `num_tokens` tokens are computed; holes take
-        its place.
-        """
+        """Replaces the blocks that are not read after `num_tokens` computed tokens by holes."""
         index = self.spec.num_released(num_tokens, len(table), block_size, in_flight=in_flight) - 1
         while index >= 0:
             if table[index] != HOLE:
                 self.release(table[index])
                 table[index] = HOLE
             elif self.spec.outlives_step:
-                break  # everything before a hole has been released by an earlier step
+                break  # earlier steps have released all blocks before a hole
             index -= 1
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns the length of the common beginning of two sequences."""
+    num_common = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        num_common += 1
+    return num_common

@@ -1,4 +1,4 @@
-"""Block tables: the device blocks of each request, in the order of its tokens, for every cache
+"""Block tables: the device blocks of each request, in the order of its tokens, for each cache
 group.
 
 Each change is made in all groups or in none. The group's spec
@@ -50,14 +50,14 @@ class BlockTables:
     """The block tables of all requests on the device, by request id."""
 
     def __init__(self, pools: Sequence[BlockPool], block_size: int) -> None:
-        self.of: dict[str, list[list[int]]] = {}
+        self.pools = pools
+        self.block_size = block_size
+        self.tables: dict[str, list[list[int]]] = {}
         """Block ids by request and group."""
         self._leaves: dict[str, LeafBlocks] = {}
         """Blocks of the draft trees in flight, by request."""
         self._reserved: set[str] = set()
         """Requests whose tables may extend beyond their tokens."""
-        self._pools = pools
-        self._block_size = block_size
         specs = [pool.spec for pool in pools]
         self._growing = [index for index, spec in enumerate(specs) if spec.grows]
         self._rewritten = [index for index, spec in enumerate(specs) if spec.is_rewritten]
@@ -81,134 +81,130 @@ class BlockTables:
 
         `spared`: a block of each group, or a hole, that must not be allocated.
         """
-        wanted = [
-            max(len(table), pool.spec.blocks_at_start(extent, self._block_size))
-            for pool, table in zip(self._pools, kept, strict=True)
-        ]
-        entries = list(zip(self._pools, kept, wanted, strict=True))
-        if not all(
-            pool.has_room(table, num_blocks, reserve + bool(spared) if pool.spec.grows else 0)
-            for pool, table, num_blocks in entries
-        ):
-            return False
-        # A spared block is free but for this hold, and filling takes free blocks.
-        for pool, block_id in zip(self._pools, spared, strict=False):
+        counts = []
+        for pool, table in zip(self.pools, kept, strict=True):
+            num_blocks = max(len(table), pool.spec.blocks_at_start(extent, self.block_size))
+            spare = reserve + bool(spared) if pool.spec.grows else 0
+            if not pool.has_room(table, num_blocks, spare):
+                return False
+            counts.append(num_blocks)
+        # A spared block may be free, and filling allocates free blocks.
+        for pool, block_id in zip(self.pools, spared, strict=False):
             pool.hold_all([block_id])
-        self.of[request_id] = [pool.fill(table, num_blocks) for pool, table, num_blocks in entries]
-        for pool, block_id in zip(self._pools, spared, strict=False):
+        self.tables[request_id] = tables = []
+        for pool, table, num_blocks in zip(self.pools, kept, counts, strict=True):
+            tables.append(pool.fill(table, num_blocks))
+        for pool, block_id in zip(self.pools, spared, strict=False):
             pool.release_all([block_id])
         return True
-
-    def put(self, request_id: str, tables: list[list[int]]) -> None:
-        """Sets the tables of a request that is swapped in, whose blocks are allocated already."""
-        self.of[request_id] = tables
 
     def kept(self, request_id: str, num_tokens: int) -> list[list[int]]:
         """Returns the beginning of a request's tables that the token after its first `num_tokens`
         reads; holes stand for the blocks that it does not read.
         """
-        size = self._block_size
+        size = self.block_size
         found = []
-        for pool, table in zip(self._pools, self.of[request_id], strict=True):
+        for pool, table in zip(self.pools, self.tables[request_id], strict=True):
             written = table[: pool.spec.blocks_written(num_tokens, len(table), size)]
             unread = min(pool.spec.first_read(num_tokens, size), len(written))
             found.append([HOLE] * unread + written[unread:])
         return found
 
     def can_fork(self, parent_id: str, num_tokens: int) -> bool:
-        """Says whether another row can share what the parent has of its first `num_tokens`
-        tokens: every block that the next token reads.
+        """Returns whether another row can share the parent's first `num_tokens` tokens: the parent
+        has every block that the next token reads.
         """
-        if parent_id not in self.of or not self._allows_forks:
+        if parent_id not in self.tables or not self._allows_forks:
             return False
         return all(
-            HOLE not in table[pool.spec.first_read(num_tokens, self._block_size) :]
-            for pool, table in zip(self._pools, self.kept(parent_id, num_tokens), strict=True)
+            HOLE not in table[pool.spec.first_read(num_tokens, self.block_size) :]
+            for pool, table in zip(self.pools, self.kept(parent_id, num_tokens), strict=True)
         )
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
-        """Gives the child the parent's blocks that hold its first `num_tokens` tokens."""
+        """Shares the parent's blocks of its first `num_tokens` tokens with the child."""
         shared = self.kept(parent_id, num_tokens)
-        for pool, table in zip(self._pools, shared, strict=True):
+        for pool, table in zip(self.pools, shared, strict=True):
             pool.hold_all(table)
-        self.of[child_id] = shared
+        self.tables[child_id] = shared
 
     def grow(self, request_id: str, first_token: int, end: int) -> BlockAllocation | None:
-        """Makes room for writing the tokens from `first_token` up to `end`: appends blocks, and
-        copies a shared one.
-
-        None, and nothing changed, where not enough blocks are free.
+        """Allocates blocks for the tokens from `first_token` up to `end`: appends blocks, and
+        copies a shared one. Returns None and changes nothing if too few are free.
         """
-        tables = self.of[request_id]
-        index, num_blocks = first_token // self._block_size, blocks_for(end, self._block_size)
+        tables = self.tables[request_id]
+        index, num_blocks = first_token // self.block_size, blocks_for(end, self.block_size)
         for group in self._rewritten:
-            if self._pools[group].is_shared(tables[group][0]):
+            if self.pools[group].is_shared(tables[group][0]):
                 return self._extend(tables, index, num_blocks)
         for group in self._growing:
             table = tables[group]
             if (
                 len(table) < num_blocks
-                or table[num_blocks - 1] == HOLE
-                or self._must_replace(group, table[index])
+                or HOLE in (table[num_blocks - 1], table[index])
+                or self.pools[group].is_shared(table[index])
             ):
                 return self._extend(tables, index, num_blocks)
         return NO_ALLOCATION
 
     def reserve(self, ends: Mapping[str, int]) -> dict[str, list[list[int]]] | None:
-        """Appends the blocks that tables lack to reach to their `ends`; returns them for the
-        requests that lack any.
+        """Extends tables up to their `ends`, for several decode steps or draft tokens of requests
+        that have just grown; returns the appended blocks of the requests that needed any.
 
-        For requests that have just grown, so that nothing is copied. None, and nothing changed,
-        where not enough are free for all, or where a step's blocks are released at its end.
+        Returns None and changes nothing if too few are free for all, or if blocks are released at
+        the end of each step.
         """
         if not self._outlive_steps:
             return None
-        missing = {
-            request_id: self._missing(self.of[request_id], blocks_for(end, self._block_size))
-            for request_id, end in ends.items()
-        }
-        missing = {request_id: counts for request_id, counts in missing.items() if any(counts)}
-        for group, pool in enumerate(self._pools):
-            if sum(counts[group] for counts in missing.values()) > len(pool.free):
-                return None
-        self._reserved |= missing.keys()
-        return {
-            request_id: self._append(self.of[request_id], counts)
-            for request_id, counts in missing.items()
-        }
+        missing: dict[str, list[int]] = {}
+        num_free = [len(pool.free) for pool in self.pools]
+        for request_id, end in ends.items():
+            counts = self._missing(self.tables[request_id], blocks_for(end, self.block_size))
+            if any(counts):
+                missing[request_id] = counts
+                for group, count in enumerate(counts):
+                    num_free[group] -= count
+        if min(num_free) < 0:
+            return None
+        added = {}
+        for request_id, counts in missing.items():
+            self._reserved.add(request_id)
+            added[request_id] = self._append(self.tables[request_id], counts)
+        return added
 
     def cut(self, request_id: str, num_tokens: int) -> list[int] | None:
-        """Releases the blocks that were reserved behind those of a request's first `num_tokens`
-        tokens; returns how many each table has left, None where there are no such blocks.
+        """Releases the reserved blocks after a request's first `num_tokens` tokens; returns how
+        many blocks each table has left, None if there were none to release.
         """
         if request_id not in self._reserved:
             return None
         self._reserved.discard(request_id)
-        tables, num_blocks = self.of[request_id], blocks_for(num_tokens, self._block_size)
-        if all(len(tables[group]) <= num_blocks for group in self._growing):
-            return None
+        tables, num_blocks = self.tables[request_id], blocks_for(num_tokens, self.block_size)
+        is_cut = False
         for group in self._growing:
             table = tables[group]
-            self._pools[group].release_all(table[num_blocks:])
-            del table[num_blocks:]
-        return [len(table) for table in tables]
+            if len(table) > num_blocks:
+                is_cut = True
+                self.pools[group].release_all(table[num_blocks:])
+                del table[num_blocks:]
+        return list(map(len, tables)) if is_cut else None
 
     def branch(self, request_id: str, start: int, ends: Sequence[int]) -> LeafBlocks | None:
-        """Gives paths of a guess blocks of their own from the token `start` on, the first one that
-        the step writes, up to their `ends`. The request's own tables reach to them all.
+        """Allocates blocks for the paths of a draft tree from the token `start` on, the first that
+        the step writes, up to their `ends`. The request's own tables reach to all ends.
 
-        None, and nothing changed, where not enough blocks are free.
+        Returns None and changes nothing if too few blocks are free.
         """
-        size = self._block_size
+        size = self.block_size
         first = start // size
         counts = [blocks_for(end, size) - first for end in ends]
-        if any(len(self._pools[group].free) < sum(counts) for group in self._growing):
+        if any(len(self.pools[group].free) < sum(counts) for group in self._growing):
             return None
         leaves = LeafBlocks([[] for _ in ends])
-        tables = self.of[request_id]
+        tables = self.tables[request_id]
         for entries, count in zip(leaves.entries, counts, strict=True):
             for group in self._growing:
-                pool, table = self._pools[group], tables[group]
+                pool, table = self.pools[group], tables[group]
                 entries += [(group, index, pool.take()) for index in range(first, first + count)]
                 if start % size and table[first] != HOLE:
                     leaves.moves.append(BlockMove(group, table[first], entries[-count][2]))
@@ -216,28 +212,28 @@ class BlockTables:
         return leaves
 
     def keep_path(self, request_id: str, path: int) -> None:
-        """Puts the blocks of one path of a request's guess in its tables, 0 for those that are
-        there, and releases those of all others.
+        """Puts the blocks of one path of a request's draft tree into its tables (0: the first path,
+        whose blocks are there) and releases those of the others.
         """
         leaves = self._leaves.pop(request_id, NO_LEAVES)
-        tables = self.of[request_id]
+        tables = self.tables[request_id]
         for at, entries in enumerate(leaves.entries, start=1):
             for group, index, block_id in entries:
                 left = block_id
                 if at == path:
                     left, tables[group][index] = tables[group][index], block_id
-                self._pools[group].release_all([left])
+                self.pools[group].release_all([left])
 
     def release_unread(self, request_id: str, num_computed_tokens: int, *, in_flight: bool) -> None:
-        """Releases the blocks that nothing reads any more behind the computed tokens.
+        """Releases the blocks that are not read after the computed tokens.
 
         `in_flight`: another step of the request is being computed.
         """
         for group in self._releasing:
-            self._pools[group].release_unread(
-                self.of[request_id][group],
+            self.pools[group].release_unread(
+                self.tables[request_id][group],
                 num_computed_tokens,
-                self._block_size,
+                self.block_size,
                 in_flight=in_flight,
             )
 
@@ -246,25 +242,24 @@ class BlockTables:
         if request_id in self._leaves:
             self.keep_path(request_id, 0)
         self._reserved.discard(request_id)
-        for pool, table in zip(self._pools, self.of.pop(request_id, []), strict=False):
+        for pool, table in zip(self.pools, self.tables.pop(request_id, []), strict=False):
             pool.release_all(table)
 
-    def _must_replace(self, group: int, block_id: int) -> bool:
-        return block_id == HOLE or self._pools[group].is_shared(block_id)
-
     def _missing(self, tables: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
-        return [
-            max(0, num_blocks - len(table)) if pool.spec.grows else 0
-            for pool, table in zip(self._pools, tables, strict=True)
-        ]
+        """Returns how many blocks each table lacks of `num_blocks`."""
+        counts = [0] * len(tables)
+        for group in self._growing:
+            counts[group] = max(0, num_blocks - len(tables[group]))
+        return counts
 
     def _append(self, tables: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
-        added = [
-            [pool.take() for _ in range(count)]
-            for pool, count in zip(self._pools, counts, strict=True)
-        ]
-        for table, block_ids in zip(tables, added, strict=True):
+        added = []
+        for pool, table, count in zip(self.pools, tables, counts, strict=True):
+            block_ids: list[int] = []
+            for _ in range(count):
+                block_ids.append(pool.take())
             table += block_ids
+            added.append(block_ids)
         return added
 
     def _extend(
@@ -276,7 +271,7 @@ class BlockTables:
         ]
         if any(
             len(pool.free) < count + len(entries)
-            for pool, count, entries in zip(self._pools, missing, replaced, strict=True)
+            for pool, count, entries in zip(self.pools, missing, replaced, strict=True)
         ):
             return None
         grant = BlockAllocation()
@@ -287,15 +282,16 @@ class BlockTables:
         return grant
 
     def _to_replace(self, group: int, table: list[int], index: int, num_blocks: int) -> list[int]:
-        """Lists the entries that cannot be written as they are: a shared block, and holes.
+        """Returns the entries that need another block before they are written: a shared block, and
+        holes.
 
         Only the first block written can be shared: a fork shares up to its first uncomputed token,
-        and a hit has full blocks. A state that others hold or may find goes on in a copy; where
-        no block is free for it, the name is given up.
+        and a hit has full blocks. A state that others hold or may find is copied; if no block is
+        free for the copy, it is removed from the prefix cache.
         """
-        pool = self._pools[group]
+        pool = self.pools[group]
         if pool.spec.is_rewritten:
-            is_kept = pool.is_shared(table[0]) and not pool.give_up_name(table[0])
+            is_kept = pool.is_shared(table[0]) and not pool.uncache_to_write(table[0])
             return [0] if is_kept else []
         if not pool.spec.grows:
             return []
@@ -307,7 +303,7 @@ class BlockTables:
         ]
 
     def _replace(self, group: int, table: list[int], index: int, grant: BlockAllocation) -> None:
-        pool, source = self._pools[group], table[index]
+        pool, source = self.pools[group], table[index]
         target = table[index] = pool.take()
         if source != HOLE:
             pool.release(source)

@@ -1,19 +1,24 @@
-"""Block hashes of requests: hashes full blocks and adds them to the prefix cache and the connector.
+"""Automatic prefix caching: hashes full blocks, and finds the longest cached prefix of a prompt.
 
-Owns a `BlockChain` for each request. A full block is hashed once it is computed; then the prefix
-cache of its group finds it, and the connector may store it. If another engine waits for a request's
-blocks, the connector is told which will come and which will not.
+Owns a `BlockChain` for each request. A full block is hashed once it is computed; the prefix cache
+of its group then finds it, and the connector may store it. If another engine waits for a request's
+blocks, the connector is told which will come and which will not. Which blocks a hit needs depends
+on the group's spec (`octavo/engine/protocol/kv_cache_spec.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from octavo.engine.kv.block_pool import HOLE, BlockPool
-from octavo.engine.kv.block_tables import BlockTables
+from octavo.engine.kv.block_tables import Kept
+from octavo.engine.kv.kv_connector import KVConnector
 from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
 from octavo.engine.protocol.kv_messages import BlockKey, BlockName, StreamedBlock
-from octavo.engine.protocol.ports import Connector
+
+ABSENT = -2
+"""Entry for a block that is neither in the prefix cache nor stored."""
 
 
 class HashedBlocks:
@@ -22,8 +27,8 @@ class HashedBlocks:
     def __init__(
         self,
         pools: Sequence[BlockPool],
-        tables: BlockTables,
-        connector: Connector,
+        tables: Mapping[str, list[list[int]]],
+        connector: KVConnector | None,
         *,
         block_size: int,
         is_used: bool,
@@ -36,13 +41,16 @@ class HashedBlocks:
         self._block_size = block_size
         intervals = [pool.spec.checkpoint_tokens for pool in pools]
         self._checkpoint_tokens = min(filter(None, intervals), default=0)
-        self._chains: dict[str, BlockChain] = {}
+        self.has_checkpoints = is_used and self._checkpoint_tokens > 0
+        """Whether steps end at checkpoints (`step_end`)."""
+        self.chains: dict[str, BlockChain] = {}
+        """Hash chains by request; removing one leaves its blocks in the prefix cache."""
 
     def chain(self, request_id: str, naming: BlockHashing) -> BlockChain:
         """Returns a request's hash chain, creating it if needed."""
-        chain = self._chains.get(request_id)
+        chain = self.chains.get(request_id)
         if chain is None:
-            chain = self._chains[request_id] = BlockChain(naming)
+            chain = self.chains[request_id] = BlockChain(naming)
         return chain
 
     def keys(
@@ -52,26 +60,23 @@ class HashedBlocks:
         num_blocks = len(token_ids) // self._block_size
         return self.chain(request_id, naming).extend(token_ids, num_blocks, self._block_size)
 
-    def given(self, request_id: str) -> Sequence[BlockKey]:
+    def hashed(self, request_id: str) -> Sequence[BlockKey]:
         """Returns the keys of the request's hashed blocks."""
-        return self._chains[request_id].named()
+        return self.chains[request_id].named()
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
         """Copies the parent's hashes of the first `num_tokens` tokens to the child."""
-        self._chains[child_id] = self._chains[parent_id].fork(num_tokens // self._block_size)
+        self.chains[child_id] = self.chains[parent_id].fork(num_tokens // self._block_size)
 
-    def drop(self, request_id: str) -> None:
-        """Removes a request's chain; its blocks stay in the prefix cache."""
-        self._chains.pop(request_id, None)
-
-    def forget(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         """Removes a request's blocks from the prefix cache, such as those of a failed request."""
-        chain = self._chains.get(request_id)
+        chain = self.chains.get(request_id)
         if chain is None:
             return
         for group, pool in enumerate(self._pools):
-            pool.cache.forget_keys(chain.named())
-            self._connector.forget(group, chain.named())
+            pool.cache.remove_keys(chain.named())
+            if self._connector is not None:
+                self._connector.forget(group, chain.named())
 
     # -- computed steps ----------------------------------------------------------------------------
 
@@ -79,17 +84,15 @@ class HashedBlocks:
         """Returns the end of a step from `start` to at most `end`: the next checkpoint if one lies
         between them.
         """
-        if not (self.is_used and self._checkpoint_tokens):
+        if not self.has_checkpoints:
             return end
-        interval, mark = self._checkpoint_tokens, self._chains[request_id].last_mark
+        interval, mark = self._checkpoint_tokens, self.chains[request_id].last_mark
         end = min(end, (start // interval + 1) * interval)
         return min(end, mark) if mark > start else end
 
-    def give(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Hashes the blocks that the request's first `num_tokens` tokens have filled."""
-        if not self.is_used:
-            return
-        chain = self._chains[request_id]
+    def add_full(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Adds the blocks that the request's first `num_tokens` tokens fill to the prefix cache."""
+        chain = self.chains[request_id]
         limit = chain.num_named_tokens
         num_full = min(num_tokens, limit) // self._block_size
         if num_full <= chain.num_named:
@@ -97,7 +100,7 @@ class HashedBlocks:
         chain.extend(token_ids, num_full, self._block_size)
         named = list(chain.name_until(num_full))
         for group, (pool, table) in enumerate(
-            zip(self._pools, self._tables.of[request_id], strict=True)
+            zip(self._pools, self._tables[request_id], strict=True)
         ):
             if pool.spec.is_rewritten:
                 is_kept = num_tokens <= limit and self._is_mark(chain, num_tokens)
@@ -107,7 +110,8 @@ class HashedBlocks:
             for block_id, key in entries:
                 if block_id != HOLE:
                     pool.cache.add(block_id, key)
-                    self._connector.offer(group, key)
+                    if self._connector is not None:
+                        self._connector.offer(group, key)
 
     def _is_mark(self, chain: BlockChain, num_tokens: int) -> bool:
         """Returns whether the state after `num_tokens` tokens (whole blocks) is cached."""
@@ -119,23 +123,24 @@ class HashedBlocks:
     @property
     def streams(self) -> bool:
         """Whether blocks are streamed to other engines while they are computed."""
-        return self._connector.streams and self.is_used
+        return self._connector is not None and self._connector.streams and self.is_used
 
     def offer_cached(self, request_id: str) -> None:
         """Offers the cached blocks of a request that has just started to the connector again, which
         may have evicted them since they were computed.
         """
-        for group, key in self._by_group(self.given(request_id)):
-            self._connector.offer(group, key)
+        if self._connector is not None:
+            for group, key in self._by_group(self.hashed(request_id)):
+                self._connector.offer(group, key)
 
     def stream(self, request_id: str, token_ids: Sequence[int], start: int, end: int) -> None:
         """Streams the blocks that the next step, of the tokens `start` to `end`, fills."""
-        if not self.streams:
+        if self._connector is None or not self.streams:
             return
-        chain = self._chains[request_id]
+        chain = self.chains[request_id]
         num_full = min(end, chain.naming.num_named_tokens) // self._block_size
         keys = chain.extend(token_ids, num_full, self._block_size)
-        for group, table in enumerate(self._tables.of[request_id]):
+        for group, table in enumerate(self._tables[request_id]):
             spec = self._pools[group].spec
             if spec.is_named and not spec.is_rewritten:
                 for index in range(start // self._block_size, num_full):
@@ -145,12 +150,189 @@ class HashedBlocks:
 
     def complete(self, request_id: str, token_ids: Sequence[int], naming: BlockHashing) -> None:
         """Tells the connector that the prompt is finished: no more blocks of it will come."""
-        keys = self.keys(request_id, token_ids, naming)
-        self._connector.complete(
-            BlockName(group, key.digest) for group, key in self._by_group(keys)
-        )
+        if self._connector is not None:
+            keys = self.keys(request_id, token_ids, naming)
+            self._connector.complete(
+                BlockName(group, key.digest) for group, key in self._by_group(keys)
+            )
 
     def _by_group(self, keys: Sequence[BlockKey]) -> list[tuple[int, BlockKey]]:
         """Lists the keys with each cache group that is hashed."""
         groups = [index for index, pool in enumerate(self._pools) if pool.spec.is_named]
         return [(group, key) for key in keys for group in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The beginning of a prompt that is computed already."""
+
+    kept: Kept = field(default_factory=list)
+    """Blocks of each group in the order of their names; None stands for one that the connector
+    has.
+    """
+    num_blocks: int = 0
+    """Whole blocks that are found."""
+    num_tokens: int = 0
+    """Tokens that are found, those of a partial block included."""
+    sources: list[int] = field(default_factory=list)
+    """The partial block in each group, to be copied; a hole where a group needs none, and [] where
+    the hit ends with a whole block.
+    """
+
+    def stored(self) -> list[tuple[int, int]]:
+        """Lists (group, index) of the blocks that the connector has, in the order of the tokens."""
+        return sorted(
+            (
+                (group, index)
+                for group, table in enumerate(self.kept)
+                for index, block_id in enumerate(table)
+                if block_id is None
+            ),
+            key=lambda place: place[1],
+        )
+
+
+NO_HIT = Hit()
+
+
+class PrefixFinder:
+    """Finds cached prefixes of prompts in all groups, and in what the connector has."""
+
+    def __init__(
+        self, pools: Sequence[BlockPool], block_size: int, connector: KVConnector | None
+    ) -> None:
+        specs = [pool.spec for pool in pools]
+        self.can_hit = all(spec.allows_hits for spec in specs) and any(
+            spec.is_named for spec in specs
+        )
+        """Whether a request may begin behind tokens that another has computed: every group allows
+        it, and names tell what was computed.
+        """
+        self._first_named = next((pool for pool in pools if pool.spec.is_named), None)
+        self._finds_parts = all(spec.keeps_parts for spec in specs)
+        """Whether a request may go on behind the beginning of another one's block."""
+        self._pools = pools
+        self._connector = connector
+        self._block_size = block_size
+        self._partly_read = [
+            index for index, pool in enumerate(pools) if not pool.spec.keeps_every_token
+        ]
+        """Groups of which the next token does not read all blocks."""
+
+    def find(
+        self,
+        keys: Sequence[BlockKey],
+        rest: tuple[int, ...],
+        *,
+        root: bytes,
+        left_out: Collection[bytes] = (),
+    ) -> Hit:
+        """Finds the longest beginning of a prompt from which every group can go on.
+
+        `keys` are those of the prompt's full blocks, `root` is the parent of the first; `rest` are
+        the tokens behind them, less than a block. Blocks of the digests `left_out` are holes.
+        """
+        if not self.can_hit:
+            return NO_HIT
+        is_stored = None if self._connector is None else self._connector.has
+        kept = self._longest(self._found(keys, is_stored, left_out)) if keys else self._no_blocks()
+        num_blocks = len(kept[0])
+        num_tokens = num_blocks * self._block_size
+        wanted = rest
+        if num_blocks < len(keys):  # the tokens of a block with media do not say what it holds
+            wanted = () if keys[num_blocks].extra else keys[num_blocks].token_ids
+        # The block at which the hit ends may share its beginning with one that is known.
+        parent = keys[num_blocks - 1].digest if num_blocks else root
+        sources, num_common = self._partial_block(parent, wanted)
+        return Hit(kept, num_blocks, num_tokens + num_common, sources)
+
+    def find_whole(
+        self,
+        keys: Sequence[BlockKey],
+        is_stored: Callable[[int, BlockKey], bool],
+        left_out: Collection[bytes] = (),
+    ) -> Hit:
+        """Finds full blocks only; `is_stored` returns whether the connector has a block."""
+        if not self.can_hit:
+            return NO_HIT
+        kept = self._longest(self._found(keys, is_stored, left_out))
+        return Hit(kept, len(kept[0]), len(kept[0]) * self._block_size)
+
+    def read_after(self, keys: Sequence[BlockKey]) -> list[BlockName]:
+        """Names the blocks that the token after these blocks reads."""
+        names = []
+        for group, first in enumerate(self._firsts(len(keys))):
+            if self._pools[group].spec.is_named:
+                names += [BlockName(group, key.digest) for key in keys[first:]]
+        return names
+
+    def _partial_block(self, parent: bytes, wanted: tuple[int, ...]) -> tuple[list[int], int]:
+        """Finds a cached block that begins with the wanted tokens: its id in each group, and the
+        number of common tokens; ([], 0) if there is none.
+        """
+        if self._first_named is None or not (wanted and self._finds_parts):
+            return [], 0
+        match = self._first_named.cache.find_partial(parent, wanted)
+        if match is None:
+            return [], 0
+        sources = []
+        for pool in self._pools:
+            block_id = pool.cache.find(match.key) if pool.spec.is_named else HOLE
+            if block_id is None:
+                return [], 0
+            sources.append(block_id)
+        return sources, match.num_tokens
+
+    def _found(
+        self,
+        keys: Sequence[BlockKey],
+        is_stored: Callable[[int, BlockKey], bool] | None,
+        left_out: Collection[bytes],
+    ) -> Kept:
+        """Returns the blocks with these keys, up to the first that a group which needs all blocks
+        lacks; holes for those that are left out.
+        """
+        found = self._no_blocks()
+        for key in keys:
+            if key.digest in left_out:
+                for table in found:
+                    table.append(HOLE)
+                continue
+            blocks: list[int | None] = []
+            for group, pool in enumerate(self._pools):
+                block_id = pool.cache.find(key)
+                if block_id is None and not (
+                    pool.spec.is_named and is_stored is not None and is_stored(group, key)
+                ):
+                    if pool.spec.keeps_every_token:
+                        return found
+                    block_id = ABSENT
+                blocks.append(block_id)
+            for table, block_id in zip(found, blocks, strict=True):
+                table.append(block_id)
+        return found
+
+    def _longest(self, found: Kept) -> Kept:
+        """Returns the longest beginning that has, in every group, the blocks that the token after
+        it reads.
+        """
+        for num_blocks in range(len(found[0]), 0, -1):
+            firsts = self._firsts(num_blocks)
+            if all(
+                ABSENT not in found[group][firsts[group] : num_blocks]
+                for group in self._partly_read
+            ):
+                return [
+                    [*[HOLE] * first, *table[first:num_blocks]]
+                    for first, table in zip(firsts, found, strict=True)
+                ]
+        return self._no_blocks()
+
+    def _no_blocks(self) -> Kept:
+        return [[] for _ in self._pools]
+
+    def _firsts(self, num_blocks: int) -> list[int]:
+        """Returns for each group the first block that must be found for the token after
+        `num_blocks` blocks.
+        """
+        return [pool.spec.first_found(num_blocks, self._block_size) for pool in self._pools]

@@ -2,8 +2,8 @@
 behind them.
 
 Knows names, slots and what is on its way; no byte, no file, no clock. What it decides leaves as
-moves and as a ConnectorPlan; what became of it comes back as a ConnectorReport. Implements
-`ports.Connector`; its worker half is `worker/kv_connectors/tiers.py`.
+moves and as a ConnectorPlan; what became of it comes back as a ConnectorReport. Its worker half is
+`worker/kv_connectors/tiers.py`.
 """
 
 from __future__ import annotations
@@ -122,11 +122,6 @@ class KVConnector:
         self._load_budget = LOADED_BYTES_PER_STEP
         if tiers.first is not None:
             self.take(tiers.first)
-
-    @property
-    def reaches(self) -> bool:
-        """Whether there are slots at all."""
-        return self.stats.num_slots > 0
 
     @property
     def has_work(self) -> bool:
@@ -473,8 +468,3 @@ class KVConnector:
         self.stats.num_used_slots = sum(map(len, self.slots))
         self.stats.num_stored_blocks = len(self._behind)
         return msgspec.structs.replace(self.stats)
-
-
-def no_connector(num_groups: int) -> KVConnector:
-    """Returns a connector without slots, which keeps nothing."""
-    return KVConnector(Tiers([0] * num_groups, 0))

@@ -12,9 +12,9 @@ from functools import partial
 
 from octavo.engine.kv.block_choice import BlockChoice, PromptPart
 from octavo.engine.kv.block_pool import BlockPool
-from octavo.engine.kv.prefix_finder import Hit, PrefixFinder
+from octavo.engine.kv.hashed_blocks import Hit, PrefixFinder
+from octavo.engine.kv.kv_connector import KVConnector
 from octavo.engine.protocol.kv_messages import BlockKey, BlockMove
-from octavo.engine.protocol.ports import Connector
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class PrefixLoader:
         self,
         pools: Sequence[BlockPool],
         finder: PrefixFinder,
-        connector: Connector,
+        connector: KVConnector,
         choice: BlockChoice | None = None,
     ) -> None:
-        """Takes in `choice` what chooses the blocks that prompts load; None: they load all."""
+        """`choice` chooses the blocks that prompts load; None: they load all of them."""
         self._choice = choice
         self._pools = pools
         self._finder = finder

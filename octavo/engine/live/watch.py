@@ -30,7 +30,7 @@ from octavo.engine.protocol.view import (
 )
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.timings import STEP_RUNNING
-from octavo.engine.scheduler.admission import NO_BLOCKS
+from octavo.engine.scheduler.admission_control import NO_BLOCKS
 from octavo.engine.scheduler.scheduler import Scheduler
 
 CACHED_CELL, FREE_CELL = (CACHED, ""), (FREE, "")

@@ -4,20 +4,14 @@ importing it. Those of prompts are in `prompt_ports.py`, those of files in `chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, Protocol, runtime_checkable
 
 from octavo.api.errors import OctavoError
 from octavo.api.outputs import Profile
 from octavo.engine.protocol.kv_messages import (
-    BlockKey,
-    BlockMove,
-    BlockName,
-    BlockQuery,
     ConnectorPlan,
     ConnectorReport,
-    ConnectorStats,
-    StreamedBlock,
 )
 from octavo.engine.protocol.step import StepPlan, StepResult
 
@@ -113,137 +107,6 @@ class Profiler(Protocol):
         ...
 
     def stop_profile(self) -> Profile: ...
-
-
-class Connector(Protocol):
-    """The scheduler half of a store outside the device where KV blocks live: host memory, disk,
-    another worker. Knows names, no byte.
-
-    Every block passes through a slot of host memory. What the connector decides leaves as moves and
-    as a ConnectorPlan; the outcome comes back in a ConnectorReport. `engine/kv/tier_connector.py`
-    implements it.
-    """
-
-    @property
-    def reaches(self) -> bool:
-        """Whether the store can hold anything at all."""
-        ...
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step is to be made for its sake, though no request runs."""
-        ...
-
-    def has(self, group: int, key: BlockKey) -> bool:
-        """Returns whether the next step can load the block."""
-        ...
-
-    def can_fetch(self, group: int, key: BlockKey, source: str = "") -> bool:
-        """Returns whether the block is near or can be brought near in some steps, which may fail.
-        `source` is the address of an engine that computes it; "" where there is none.
-        """
-        ...
-
-    def fetch(
-        self, request_id: str, wanted: Iterable[tuple[int, BlockKey]], source: str = ""
-    ) -> bool:
-        """Prefetches blocks in this order and holds them for the request; returns False where none
-        has to be waited for.
-        """
-        ...
-
-    def has_fetched(self, request_id: str) -> bool: ...
-
-    def is_waiting(self, request_id: str) -> bool: ...
-
-    def release(self, request_id: str) -> None:
-        """Lets go of the blocks held for a request, which has started or ended; one that never
-        fetched is left alone.
-        """
-        ...
-
-    def ask(self, query: BlockQuery, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Asks the worker half to rate the blocks that are near, or on their way; returns these."""
-        ...
-
-    def take_answer(self, request_id: str) -> Sequence[float] | None:
-        """Returns the ratings that a request asked for, once; None until they are there."""
-        ...
-
-    def cancel_query(self, request_id: str) -> None:
-        """Drops a request's query, whose answer is no longer wanted."""
-        ...
-
-    def rate(self, keys: Sequence[BlockKey], ratings: Sequence[float]) -> None:
-        """Notes the ratings of blocks; those with higher ones stay near."""
-        ...
-
-    def may_load(self, places: Sequence[tuple[int, int]]) -> bool:
-        """Returns whether this step may still load blocks at these places, (group, index), without
-        keeping others waiting.
-        """
-        ...
-
-    def load(self, group: int, key: BlockKey, block_id: int) -> BlockMove:
-        """Returns the move that loads a block which is near."""
-        ...
-
-    def touch(self, group: int, keys: Iterable[BlockKey]) -> None:
-        """Notes that blocks were found and used."""
-        ...
-
-    def offer(self, group: int, key: BlockKey) -> None:
-        """Notes that the device has a full block of that name; the connector chooses whether to
-        save it.
-        """
-        ...
-
-    @property
-    def streams(self) -> bool:
-        """Whether layers of a block may leave while the step computes that fills it."""
-        ...
-
-    def stream(self, block: StreamedBlock) -> None:
-        """Has the layers of a block that the coming step fills leave while it computes."""
-        ...
-
-    def complete(self, names: Iterable[BlockName]) -> None:
-        """Notes that a prompt which was computed for another engine has ended: of these blocks
-        those that the device has are saved, and the others never will be.
-        """
-        ...
-
-    def forget(self, group: int, keys: Iterable[BlockKey]) -> None: ...
-
-    def reset(self) -> None:
-        """Forgets everything."""
-        ...
-
-    def knows(self, name: BlockName) -> bool:
-        """Returns whether the block is kept beyond the engine's life, or will be."""
-        ...
-
-    def pin(self, names: Sequence[BlockName], *, until: float, now: float) -> None:
-        """Keeps blocks stored until a time, in seconds since 1970, which replaces an earlier one;
-        raises InvalidRequest where they are too many.
-        """
-        ...
-
-    def begin_step(self, find: Callable[[int, BlockKey], int | None]) -> list[BlockMove]:
-        """Returns the moves that come before all others of the step; `find` returns the device's
-        block of a name.
-        """
-        ...
-
-    def end_step(self) -> ConnectorPlan | None: ...
-
-    def step_done(self, report: ConnectorReport | None) -> None: ...
-
-    def step_failed(self) -> None:
-        """Forgets what the oldest step was to do: its moves may have been made or not."""
-        ...
-
-    def snapshot(self) -> ConnectorStats: ...
 
 
 class ConnectorWorker(Protocol):

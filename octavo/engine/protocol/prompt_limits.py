@@ -74,19 +74,34 @@ class PromptLimits:
         at_least: bool = False,
         num_needed: int = 1,
     ) -> AdmissionDecision:
-        """Returns OK or NEVER for a prompt of that length, or with `at_least` of that length at
-        least; `beam_width` is None without beams. `num_needed`: tokens that must find room after
-        the prompt.
+        """Returns OK or NEVER for a prompt of that length, or with `at_least` of at least that
+        length; `beam_width` is None without beams. `num_needed`: number of tokens for which there
+        must be room after the prompt.
         """
-        got = f"at least {num_prompt_tokens}" if at_least else str(num_prompt_tokens)
-        decision = self._judge_prompt(num_prompt_tokens, got, num_needed)
-        if decision is not OK:
-            return decision
-        if beam_width is None:
-            decision = self._judge_room(num_prompt_tokens, got, num_needed)
-        else:
-            decision = self._judge_beams(num_prompt_tokens, beam_width)
-        return self._judge_whole(num_prompt_tokens, got) if decision is OK else decision
+        num = num_prompt_tokens
+        got = f"at least {num}" if at_least else str(num)
+        if self.max_prompt_len is not None and num > self.max_prompt_len:
+            limit = f"The prompt limit is {self.max_prompt_len} tokens"
+            return _never(limit, num, got, self.max_prompt_len, "raise max_prompt_len")
+        if num + num_needed > self.max_model_len:
+            limit = f"This model's maximum context length is {self.max_model_len} tokens"
+            return _never(limit, num, got, self.max_model_len - num_needed)
+        if beam_width is not None:
+            decision = self._judge_beams(num, beam_width)
+            if decision is not OK:
+                return decision
+        elif num + num_needed > self.kv_capacity_tokens:
+            limit = f"The KV cache holds {self.kv_capacity_tokens} tokens"
+            allowed = self.kv_capacity_tokens - num_needed
+            return _never(limit, num, got, allowed, "raise kv_cache_memory_bytes")
+        if self.max_whole_prompt is not None and num > self.max_whole_prompt:
+            limit = (
+                f"The batch limit is {self.max_whole_prompt} tokens a step, and prompts are not"
+                " chunked"
+            )
+            hint = "raise max_num_batched_tokens, or allow chunked prefill"
+            return _never(limit, num, got, self.max_whole_prompt, hint)
+        return OK
 
     def _judge_beams(self, num_prompt_tokens: int, beam_width: int) -> AdmissionDecision:
         if not self.shares_blocks:
@@ -120,37 +135,6 @@ class PromptLimits:
                 f"{what}: too few for these beams after a prompt of {num_prompt_tokens}",
                 "raise kv_cache_memory_bytes",
             )
-        return OK
-
-    def _judge_prompt(self, num: int, got: str, num_needed: int) -> AdmissionDecision:
-        """Compares a prompt with the limits of its length alone; `got` is its number of tokens as
-        messages say it.
-        """
-        if self.max_prompt_len is not None and num > self.max_prompt_len:
-            limit = f"The prompt limit is {self.max_prompt_len} tokens"
-            return _never(limit, num, got, self.max_prompt_len, "raise max_prompt_len")
-        if num + num_needed > self.max_model_len:
-            limit = f"This model's maximum context length is {self.max_model_len} tokens"
-            return _never(limit, num, got, self.max_model_len - num_needed)
-        return OK
-
-    def _judge_room(self, num: int, got: str, num_needed: int) -> AdmissionDecision:
-        """Compares a prompt with what the KV cache holds of one row."""
-        if num + num_needed > self.kv_capacity_tokens:
-            limit = f"The KV cache holds {self.kv_capacity_tokens} tokens"
-            allowed = self.kv_capacity_tokens - num_needed
-            return _never(limit, num, got, allowed, "raise kv_cache_memory_bytes")
-        return OK
-
-    def _judge_whole(self, num: int, got: str) -> AdmissionDecision:
-        """Compares a prompt with the tokens of a step, where it has to fit into one."""
-        if self.max_whole_prompt is not None and num > self.max_whole_prompt:
-            limit = (
-                f"The batch limit is {self.max_whole_prompt} tokens a step, and prompts are not"
-                " chunked"
-            )
-            hint = "raise max_num_batched_tokens, or allow chunked prefill"
-            return _never(limit, num, got, self.max_whole_prompt, hint)
         return OK
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from octavo.engine.protocol.step import StepPlan, StepResult
 
+KIND, NUM_TOKENS = attrgetter("kind"), attrgetter("num_tokens")
 MAX_SINGLE_TOKENS = 16
 """Highest number of tokens with a point of its own; beyond, one point serves up to the next power
 of two.
@@ -96,7 +97,7 @@ class StepCosts(msgspec.Struct, frozen=True):
         """Returns the seconds of a step without its keys: interpolated between two points, those of
         the first point below it, and in proportion to the tokens beyond the last.
         """
-        index = bisect_left(points, num_tokens, key=attrgetter("num_tokens"))
+        index = bisect_left(points, num_tokens, key=NUM_TOKENS)
         if index == len(points):
             last = points[-1]
             return self._without_keys_s(last) * num_tokens / last.num_tokens
@@ -151,7 +152,7 @@ class StepCostMeter:
     def observe(self, plan: StepPlan, result: StepResult, elapsed_s: float) -> None:
         """Measures a step that took `elapsed_s` of wall clock time, Python's share included."""
         self._costs = None
-        if result.moved_s > 0 and any(move.kind != "copy" for move in plan.moves):
+        if result.moved_s > 0 and set(map(KIND, plan.moves)) - {"copy"}:
             old, new = self._swap_blocks_per_s, len(plan.moves) / result.moved_s
             self._swap_blocks_per_s = new if old is None else old + WEIGHT * (new - old)
         step_s = elapsed_s - result.moved_s

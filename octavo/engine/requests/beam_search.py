@@ -128,10 +128,6 @@ class BeamSearch:
         """Refuses: how likely each beam still is to win was judged by the length."""
         raise AssertionError("the front changes no length of a beam search")
 
-    def rows(self, request: SequenceState) -> Sequence[SequenceState]:
-        """Returns the live beams; the request itself, their trunk, while there are none."""
-        return self.beams or (request,)
-
     def num_plain_draws(self, num_tokens: int) -> int:
         """Returns 1: each step decides which beams go on."""
         return 1
@@ -151,7 +147,7 @@ class BeamSearch:
         """Takes in what one row yielded. Once all have, the next beams branch off, or the search
         ends with all that it has found.
         """
-        rows = self.rows(request)
+        rows: Sequence[SequenceState] = self.beams or (request,)
         self._yields[row.request_id] = result
         if len(self._yields) < len(rows):
             return None

@@ -59,6 +59,7 @@ class PlainGeneration:
     wants: Wants = "draw"
     reads_logprobs = False
     num_seqs = 1
+    beams: tuple[SequenceState, ...] = ()
 
     def __init__(
         self, params: SamplingParams, rules: EndRules, *, has_grammar: bool = False
@@ -77,9 +78,6 @@ class PlainGeneration:
 
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
         self._rules = replace(self._rules, max_num_tokens=max_num_tokens)
-
-    def rows(self, request: SequenceState) -> Sequence[SequenceState]:
-        return (request,)
 
     def num_plain_draws(self, num_tokens: int) -> int:
         """Returns the tokens up to its length, or up to where the worker must be told that end
@@ -127,7 +125,8 @@ def _follows_tokens(params: SamplingParams) -> bool:
     is_penalised = (
         params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     )
-    bans_words = any(len(word) > 1 for word in params.bad_words_token_ids or ())
+    words = params.bad_words_token_ids
+    bans_words = words is not None and any(len(word) > 1 for word in words)
     return bool(is_penalised or params.dry_multiplier or bans_words)
 
 

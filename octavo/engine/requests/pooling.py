@@ -5,8 +5,6 @@ Implements `ResultConsumer`. It ends with the row that the step with its last to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from octavo.api.pooling_params import PoolingParams
 from octavo.engine.protocol.step import RowResult, Wants
 from octavo.engine.requests.result_consumer import RequestProgress
@@ -19,6 +17,7 @@ class Pooling:
     wants: Wants = "pool"
     reads_logprobs = False
     num_seqs = 1
+    beams: tuple[SequenceState, ...] = ()
     may_draft = False
     may_branch = False
     samples_sequentially = False
@@ -29,9 +28,6 @@ class Pooling:
 
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
         """Does nothing: no token comes after the prompt's."""
-
-    def rows(self, request: SequenceState) -> Sequence[SequenceState]:
-        return (request,)
 
     def num_plain_draws(self, num_tokens: int) -> int:
         return 1

@@ -20,11 +20,12 @@ from octavo.engine.protocol.step import (
     TokenLogprobs,
     WeightArrivals,
 )
-from octavo.engine.requests.beam_search import BeamSearch, StopTexts
+from octavo.engine.requests.beam_search import BeamSearch
 from octavo.engine.requests.plain_generation import EndRules, PlainGeneration
 from octavo.engine.requests.pooling import Pooling
 from octavo.engine.requests.result_consumer import ResultConsumer
 from octavo.engine.requests.sequence_state import Finish, SequenceState
+from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.requests.timings import Stopwatch
 
 
@@ -75,10 +76,10 @@ class Request(SequenceState):
         source: EngineRequest,
         *,
         max_num_tokens: int,
-        stop_texts: StopTexts | None = None,
+        make_stop_texts: MakeStopTexts | None = None,
         original: OriginalContext = ONE_CONTEXT,
     ) -> None:
-        """Takes `stop_texts` for a beam search with stop strings."""
+        """`make_stop_texts`: for beam searches with stop strings."""
         super().__init__(source.request_id, [*source.prompt_token_ids, *source.output_token_ids])
         self.mirostat_mu = source.mirostat_mu
         params = source.params
@@ -107,7 +108,7 @@ class Request(SequenceState):
         self.watch = Stopwatch(source.arrival_time, resumed=source.resumed)
         self.scheduled_ts: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.consumer = self._make_consumer(stop_texts)
+        self.consumer = self._make_consumer(make_stop_texts)
         self.original = original
         self.first_position = 0
         """Position of its first token."""
@@ -115,11 +116,14 @@ class Request(SequenceState):
         """Most tokens that its positions hold for; with more all are computed again."""
         self._place(self.num_tokens)
 
-    def _make_consumer(self, stop_texts: StopTexts | None) -> ResultConsumer:
+    def _make_consumer(self, make_stop_texts: MakeStopTexts | None) -> ResultConsumer:
         source, params = self.source, self.params
         if isinstance(params, PoolingParams):
             return Pooling(params)
         if params.beam_width is not None:
+            stop_texts = None
+            if make_stop_texts is not None and params.stop_strings:
+                stop_texts = make_stop_texts(params)
             return BeamSearch(
                 self.request_id,
                 params,
@@ -157,7 +161,7 @@ class Request(SequenceState):
     @property
     def rows(self) -> Sequence[SequenceState]:
         """The rows that are computed of the request."""
-        return self.consumer.rows(self)
+        return self.consumer.beams or (self,)
 
     @property
     def num_seqs(self) -> int:
@@ -221,9 +225,9 @@ class Request(SequenceState):
         """Number of tokens that may be found in the prefix cache: a prompt logprob needs the
         activations of the token before.
         """
-        return (
-            self.params.first_prompt_logprob - 1 if self.wants_prompt_logprobs else self.num_tokens
-        )
+        if self.params.prompt_logprobs is None or not self.wants_prompt_logprobs:
+            return len(self.token_ids)
+        return self.params.first_prompt_logprob - 1
 
     def take_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
         """Takes in logprobs of the prompt's tokens from `position` on; drops those before the first

@@ -62,8 +62,13 @@ class ResultConsumer(Protocol):
         ...
 
     @property
+    def beams(self) -> Sequence[SequenceState]:
+        """Rows that are computed instead of the request's own; empty if there are none."""
+        ...
+
+    @property
     def num_seqs(self) -> int:
-        """Most rows that the request may come to have."""
+        """Maximum number of rows that the request may have."""
         ...
 
     @property
@@ -102,10 +107,6 @@ class ResultConsumer(Protocol):
 
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
         """Changes the most tokens that a row may come to hold, prompt included."""
-        ...
-
-    def rows(self, request: SequenceState) -> Sequence[SequenceState]:
-        """Returns what is computed of the request: its one row, or the rows that branched off."""
         ...
 
     def num_plain_draws(self, num_tokens: int) -> int:

@@ -1,10 +1,8 @@
-"""Where each request's time went: what it waited for, prefill, decode, preemptions, and the batches
-that it ran in.
+"""Timings of requests: what each waited for, prefill, decode, preemptions, and batch sizes.
 
-The scheduler tells what happens. Decides nothing and reads no clock: a step's end is its beginning
-plus the seconds that the executor was busy. No work is done for each request in each step: waiting
-requests share one total of seconds for each reason, running ones one count of steps, and a request
-remembers how these stood when it began to wait or to run.
+Reads no clock: a step's end is its start plus the seconds that the executor was busy. There is no
+work per request and step: waiting requests share one total of seconds for each reason, running
+ones one count of steps, and each request stores the totals at the time it began to wait or run.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ BEFORE_PLANS = (STEP_RUNNING, ON_ITS_WAY, ENGINE_REPLACED)
 
 
 class RunningSpan(NamedTuple):
-    """The steps of a request between its start or return and its preemption or end."""
+    """Steps of a request between its start and its preemption or end."""
 
     num_steps: int
     num_rows: int
@@ -53,9 +51,7 @@ class Stopwatch:
         self.arrival = arrival
         self.resumed = resumed
         self.waits: dict[str, float] = {}
-        """Seconds by reason; until it starts, what is to be taken from the totals of all
-        requests.
-        """
+        """Seconds by reason; until it starts, minus the totals at its arrival."""
         self.started: float | None = None
         self.first_token: float | None = None
         self.since: tuple[int, int] | None = None
@@ -67,7 +63,7 @@ class Stopwatch:
 
 
 class Timekeeper:
-    """The stopwatches of all requests, told by the scheduler what happens."""
+    """Measures the times of all requests."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -97,18 +93,24 @@ class Timekeeper:
     # -- steps -------------------------------------------------------------------------------------
 
     def begin_step(self, now: float) -> None:
-        """Notes that a step is planned: requests have waited until now for what they waited for."""
+        """Starts scheduling a step: adds the seconds that requests have waited until now."""
         if self.waits_for:
             self._waited[self.waits_for] = self._waited.get(self.waits_for, 0.0) + now - self._now
         for watch in self._arrived:
-            watch.waits = {
-                reason: -total for reason, total in self._waited.items()
-            } | self._before_plans(watch, now)
+            for reason, total in self._waited.items():
+                watch.waits[reason] = -total
+            since_arrival_s = max(0.0, now - watch.arrival)
+            if watch.resumed:
+                watch.waits[ENGINE_REPLACED] = since_arrival_s
+            else:
+                running_s = max(0.0, min(self._end, now) - watch.arrival)
+                watch.waits[STEP_RUNNING] = running_s
+                watch.waits[ON_ITS_WAY] = max(0.0, now - watch.arrival - running_s)
         self._arrived.clear()
         self._now = self._end = now
 
     def planned(self, num_rows: int, waits_for: str) -> None:
-        """Notes a plan of `num_rows` rows, and what keeps requests from starting from now on."""
+        """Counts a plan of `num_rows` rows; `waits_for` is why waiting requests did not start."""
         self.waits_for = waits_for
         self._begun.append((self._now, num_rows))
         if num_rows == 0:
@@ -138,11 +140,11 @@ class Timekeeper:
     # -- requests ----------------------------------------------------------------------------------
 
     def arrived(self, watch: Stopwatch) -> None:
-        """Notes a new request, which the next plan considers first."""
+        """Adds a new request."""
         self._arrived.append(watch)
 
     def runs(self, watch: Stopwatch) -> None:
-        """Notes that a request runs, for the first time or again."""
+        """Marks a request as running, for the first time or again."""
         watch.since = (self._num_steps, self._num_rows)
         if watch.paused is not None:
             watch.preempted_s += self._now - watch.paused
@@ -152,13 +154,13 @@ class Timekeeper:
             watch.started = self._now
 
     def preempted(self, watch: Stopwatch) -> None:
-        """Notes that a running request lost its blocks."""
+        """Marks a running request as preempted."""
         watch.paused = self._now
         watch.spans.append(self._running_span(watch))
         watch.since = None
 
     def yielded(self, watch: Stopwatch) -> None:
-        """Notes a request's first token."""
+        """Sets the time of a request's first token."""
         watch.first_token = self._end
 
     def so_far(self, watch: Stopwatch) -> Timings:
@@ -169,7 +171,11 @@ class Timekeeper:
         started = end if watch.started is None else watch.started
         first_token = end if watch.first_token is None else watch.first_token
         spans = watch.spans if watch.since is None else [*watch.spans, self._running_span(watch)]
-        num_steps = sum(span.num_steps for span in spans)
+        num_steps = num_rows = largest = 0
+        for span in spans:
+            num_steps += span.num_steps
+            num_rows += span.num_rows
+            largest = max(largest, span.largest)
         return Timings(
             queued_s=max(0.0, started - watch.arrival),
             prefill_s=first_token - started,
@@ -177,27 +183,25 @@ class Timekeeper:
             preempted_s=watch.preempted_s
             + (0.0 if watch.paused is None else max(0.0, end - watch.paused)),
             num_steps=num_steps,
-            mean_batch_size=sum(span.num_rows for span in spans) / num_steps if num_steps else 0.0,
-            max_batch_size=max((span.largest for span in spans), default=0),
+            mean_batch_size=num_rows / num_steps if num_steps else 0.0,
+            max_batch_size=largest,
             waits=self._waits(watch) if watch.started is None else watch.waits,
         )
-
-    def _before_plans(self, watch: Stopwatch, now: float) -> dict[str, float]:
-        """Returns what a request waited for until the first plan that considers it."""
-        if watch.resumed:
-            return {ENGINE_REPLACED: max(0.0, now - watch.arrival)}
-        running_s = max(0.0, min(self._end, now) - watch.arrival)
-        return {STEP_RUNNING: running_s, ON_ITS_WAY: max(0.0, now - watch.arrival - running_s)}
 
     def _waits(self, watch: Stopwatch) -> dict[str, float]:
         """Returns the seconds by reason of a request that has not started."""
         if watch in self._arrived:
             return {}
-        found = {
-            reason: total + watch.waits.get(reason, 0.0) for reason, total in self._waited.items()
-        }
-        found |= {reason: watch.waits[reason] for reason in BEFORE_PLANS if reason in watch.waits}
-        return {reason: seconds for reason, seconds in found.items() if seconds > 0}
+        found: dict[str, float] = {}
+        for reason, total in self._waited.items():
+            seconds = total + watch.waits.get(reason, 0.0)
+            if seconds > 0:
+                found[reason] = seconds
+        for reason in BEFORE_PLANS:
+            seconds = watch.waits.get(reason, 0.0)
+            if seconds > 0:
+                found[reason] = seconds
+        return found
 
     def _running_span(self, watch: Stopwatch) -> RunningSpan:
         """Returns the span of a running request up to the last step computed."""

@@ -1,65 +1,69 @@
-"""Starts swapped and waiting requests in a step, as far as policy, batching, blocks and the step's
-budget allow.
+"""Admission control: starts swapped and waiting requests in a step, as far as the queue's order,
+batching, KV blocks and the step's budget allow.
 
-Knows nothing of running requests beyond how many there are; who computes which tokens is the
-scheduler's business.
+A decision is OK, LATER (with the resource that the request waits for), or NEVER (with the exceeded
+limit).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from octavo.engine.adapters import AdapterPlaces
-from octavo.engine.protocol.prompt_limits import OK, AdmissionDecision
+from octavo.engine.protocol.prompt_limits import OK, AdmissionDecision, AllocStatus, PromptLimits
 from octavo.engine.requests.request import Request, RequestStatus
-from octavo.engine.scheduler.admission import (
-    COMPILING,
-    HELD_BACK,
-    LOADING,
-    NO_BLOCKS,
-    NO_PROMPT,
-    READING,
-    STEP_FULL,
-)
 from octavo.engine.scheduler.batching import Batching, BatchingState, PromptStep
-from octavo.engine.scheduler.grammar_gate import GrammarGate
 from octavo.engine.scheduler.kv_allocator import KVAllocator
 from octavo.engine.scheduler.request_queues import RequestQueues
+from octavo.engine.scheduler.request_resources import RequestResources
 from octavo.engine.scheduler.step_builder import StepBuilder
+
+BATCH_FULL = AdmissionDecision(AllocStatus.LATER, "batch full")
+STEP_FULL = AdmissionDecision(AllocStatus.LATER, "step full")
+NO_BLOCKS = AdmissionDecision(AllocStatus.LATER, "KV full")
+READING = AdmissionDecision(AllocStatus.LATER, "reading the prefix cache")
+COMPILING = AdmissionDecision(AllocStatus.LATER, "compiling its grammar")
+LOADING = AdmissionDecision(AllocStatus.LATER, "loading its adapter")
+NO_PROMPT = AdmissionDecision(AllocStatus.LATER, "the prompt that it shares is not computed")
+
+HELD_BACK = "held back by the policy"
+"""Reason of requests whose tenant runs as many as it may."""
 
 
 @dataclass(slots=True)
 class AdmissionControl:
-    """Decides which requests start to run in each step of one engine."""
+    """Decides which requests start in each step."""
 
     queues: RequestQueues
-    batching: Batching
+    limits: PromptLimits
+    batching: Batching | None
+    """Rule by which waiting requests start; None: whenever there is room (continuous batching)."""
     kv_allocator: KVAllocator
-    grammars: GrammarGate
-    adapters: AdapterPlaces
+    resources: RequestResources
     max_num_seqs: int
     prompt_since: float | None = None
     """Time at which the last step was planned, if it computes prompt tokens."""
     last_prompt: PromptStep = field(default_factory=PromptStep)
 
+    def get_limits(self, kv_capacity_tokens: int) -> PromptLimits:
+        """Returns the limits of a request whose rows have room for `kv_capacity_tokens`."""
+        return replace(self.limits, kv_capacity_tokens=kv_capacity_tokens)
+
     def begin_step(self, now: float) -> None:
         if self.prompt_since is not None:
             self.last_prompt = PromptStep(now, now - self.prompt_since)
-        self.adapters.begin_step()
 
     def end_step(self, step: StepBuilder) -> None:
         self.prompt_since = step.now if step.has_prompt else None
 
     def opens_at(self, now: float) -> float:
         """Returns when waiting requests may start if nothing else happens."""
+        assert self.batching is not None, "with continuous batching they may start now"
         return self.batching.opens_at(self._batching_state(now))
 
     def resume_swapped(self, step: StepBuilder) -> Iterator[Request]:
         """Yields the swapped requests that return; the caller runs each before the next."""
         queues = self.queues
-        if not queues.swapped:
-            return
         for request in list(queues.waiting.ranked(queues.swapped)):
             num_seqs = queues.num_running_seqs + request.num_seqs
             if step.budget == 0 or num_seqs > self.max_num_seqs:
@@ -71,19 +75,20 @@ class AdmissionControl:
             yield request
 
     def admit_waiting(self, step: StepBuilder) -> Iterator[Request]:
-        """Yields the waiting requests that start, in the policy's order; none while a request is
-        swapped out. The caller runs each before the next.
+        """Yields the waiting requests that start, in the order of their queue; none while a request
+        is swapped out. The caller runs each before the next.
         """
         queues = self.queues
         if queues.swapped:
             step.waits_for = NO_BLOCKS.reason
-        if queues.swapped or not len(queues.waiting):
             return
         step.waits_for = HELD_BACK
-        room = self.batching.room(self._batching_state(step.now))
+        room = self.max_num_seqs - queues.num_batch_seqs
+        if self.batching is not None:
+            room = self.batching.room(self._batching_state(step.now))
         started: list[Request] = []
         for request in queues.waiting.order():
-            if step.is_out_of_time:
+            if step.time is not None and step.time.is_full(len(step.moves)):
                 step.waits_for = STEP_FULL.reason
                 break
             # If nothing runs, a request starts even if its rows exceed the batch's room.
@@ -96,34 +101,62 @@ class AdmissionControl:
                 yield request
                 continue
             step.waits_for = decision.reason
-            # The next in order may go before one that waits for nothing scarce.
+            # The next in order may overtake one that waits for nothing scarce.
             if decision not in (NO_PROMPT, READING, COMPILING, LOADING):
                 break
         for request in started:
             queues.leave_waiting(request)
 
     def _try_start(self, request: Request, step: StepBuilder, room: int) -> AdmissionDecision:
-        """Gives a waiting request its blocks if it may start. A preempted one, or one whose parent
-        sample runs, belongs to the batch already: it needs no more than a free row.
+        """Allocates a waiting request's blocks if it may start; `room` is the number of rows that
+        may be added.
         """
-        source, queues = request.source, self.queues
-        if not self.adapters.is_ready(source.request_id, source.adapter):
-            return LOADING
-        if not self.grammars.is_ready(source.grammar):
-            return COMPILING
+        queues, allocator = self.queues, self.kv_allocator
         num_running = queues.num_running_seqs
-        parent = None if request.fork_of is None else queues.find(request.fork_of)
+        parent = None if request.fork_of is None else queues.by_id.get(request.fork_of)
+        # A preempted request, or one whose parent runs, belongs to the batch already.
         if request.has_run:
             room = self.max_num_seqs - num_running
         elif parent is not None and parent.status is RequestStatus.RUNNING:
-            room = self.batching.max_num_seqs - num_running
-        decision = self.kv_allocator.start(
-            request, parent, step, room=room, num_running=num_running
-        )
-        if decision is OK:
-            queues.waiting.started(request)
-            self.adapters.hold(source.request_id, source.adapter)
-        return decision
+            most = self.max_num_seqs if self.batching is None else self.batching.max_num_seqs
+            room = most - num_running
+        if parent is not None and not allocator.is_shareable(request, parent):
+            parent = None
+        decision = self._check_ready(request, parent, step)
+        if decision is not OK:
+            return decision
+        if room < request.num_seqs:
+            return BATCH_FULL
+        num_whole = 0 if parent is not None else request.num_input_tokens
+        num_tokens, whole = len(request.token_ids), self.limits.max_whole_prompt
+        # A prompt that is not chunked needs room for all of its tokens.
+        least = num_tokens if whole is not None and num_tokens <= whole else 1
+        if step.budget < num_whole + least:
+            return STEP_FULL
+        if not allocator.start(request, parent, step, num_running=num_running):
+            return NO_BLOCKS
+        if queues.fair is not None:
+            queues.fair.started(request)
+        if self.resources.is_used:
+            self.resources.hold(request.source)
+        return OK
+
+    def _check_ready(
+        self, request: Request, parent: Request | None, step: StepBuilder
+    ) -> AdmissionDecision:
+        """Returns what a request waits for besides blocks and the step's budget."""
+        if self.resources.is_used:
+            if not self.resources.is_loaded(request.source):
+                return LOADING
+            if not self.resources.is_compiled(request.source):
+                return COMPILING
+        if parent is not None:
+            is_computed = self.kv_allocator.has_shared_tokens(request, parent)
+            return OK if is_computed else NO_PROMPT
+        if self.kv_allocator.has_connector:
+            num_running = self.queues.num_running_seqs
+            return READING if self.kv_allocator.is_reading(request, step, num_running) else OK
+        return OK
 
     def _has_time_for(self, request: Request, step: StepBuilder) -> bool:
         """Returns whether a swapped request's blocks can return within the step's target."""
@@ -138,7 +171,7 @@ class AdmissionControl:
         return BatchingState(
             now,
             num_running=self.queues.num_batch_seqs,
-            num_waiting=len(self.queues.waiting),
+            num_waiting=self.queues.waiting.num_requests,
             arrival_time=now if oldest is None else oldest.source.arrival_time,
             last_prompt=self.last_prompt,
         )

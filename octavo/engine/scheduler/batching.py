@@ -1,9 +1,9 @@
-"""How many waiting requests may start in this step: all that fit, or, for comparison, batches that
-run to their end before the next one starts.
+"""Batching rules: how many waiting requests may start in a step. With continuous batching all that
+fit; for comparison, batches that run to their end before the next one starts.
 
-Each policy returns a number; none knows blocks or reads a clock. `static` takes what waits once the
-last batch has ended; `dynamic` waits up to a window for the batch to fill; `none` takes one request
-at a time. The delay keeps prompts that cannot be chunked from starving requests that decode.
+`static` starts what waits once the last batch has ended; `dynamic` waits up to a window for the
+batch to fill; `none` runs one request at a time. The delay keeps prompts that cannot be chunked
+from starving requests that decode.
 Sources: continuous batching (Orca, Yu et al. 2022), which these are compared with; the delay factor
 is vLLM's.
 """
@@ -27,7 +27,7 @@ class PromptStep:
 
 @dataclass(frozen=True, slots=True)
 class BatchingState:
-    """State of the queues when a step is planned, by which a rule says how many may start."""
+    """State of the queues when a step is planned."""
 
     now: float
     num_running: int
@@ -43,7 +43,7 @@ class Batching(Protocol):
 
     @property
     def max_num_seqs(self) -> int:
-        """Most rows of a batch."""
+        """Maximum number of rows in a batch."""
         ...
 
     def room(self, state: BatchingState) -> int:
@@ -57,7 +57,7 @@ class Batching(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ContinuousBatching:
-    """Requests start whenever there is a place."""
+    """Requests start whenever there is room."""
 
     max_num_seqs: int
 
@@ -70,9 +70,7 @@ class ContinuousBatching:
 
 @dataclass(frozen=True, slots=True)
 class StaticBatching:
-    """A batch starts when the last one has ended, and is full or has waited `window_s`. With a
-    window of 0 it is what waits then; with one place there is no batch at all.
-    """
+    """A batch starts when the last one has ended, once it is full or has waited `window_s`."""
 
     max_num_seqs: int
     window_s: float = 0.0
@@ -90,10 +88,9 @@ class StaticBatching:
 
 @dataclass(frozen=True, slots=True)
 class DelayedBatching:
-    """Lets running requests go on alone after a step with a prompt, for `factor` times as long as
-    it took.
+    """After a step with a prompt, starts no other for `factor` times as long as it took.
 
-    vLLM counts from the first request's arrival instead, which holds back nothing once a queue has
+    vLLM counts from the first request's arrival instead, which delays nothing once a queue has
     formed.
     """
 
@@ -114,8 +111,10 @@ class DelayedBatching:
 
 def build_batching(
     kind: Kind, *, max_num_seqs: int, window_s: float, delay_factor: float
-) -> Batching:
-    """Returns the rule of that name; a `delay_factor` of 0 delays nothing."""
+) -> Batching | None:
+    """Returns the rule of that name, None for continuous batching without a delay."""
+    if kind == "continuous" and not delay_factor:
+        return None
     batching: Batching = ContinuousBatching(max_num_seqs)
     if kind != "continuous":
         batching = StaticBatching(

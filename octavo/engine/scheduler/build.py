@@ -19,13 +19,10 @@ from octavo.engine.protocol.kv_events import parse_events_config
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.prompt_limits import PromptLimits
 from octavo.engine.requests.stop_strings import MakeStopTexts
-from octavo.engine.scheduler.admission import Admission
-from octavo.engine.scheduler.background import BackgroundLast
 from octavo.engine.scheduler.batching import build_batching
 from octavo.engine.scheduler.kv_allocator import KVAllocator
 from octavo.engine.scheduler.multi_step import MultiStepPolicy
-from octavo.engine.scheduler.policy import Fair, FirstComeFirstServed, Policy, Priority
-from octavo.engine.scheduler.preemption_policy import PreemptionPolicy
+from octavo.engine.scheduler.request_queues import FairQueue, WaitingQueue
 from octavo.engine.scheduler.scheduler import Scheduler
 from octavo.engine.scheduler.step_builder import StepLimits
 from octavo.engine.speculation.speculation import SpeculationOptions
@@ -57,20 +54,10 @@ def build_scheduler(
         enable_prefix_caching=cache.enable_prefix_caching and cache.kv_cache,
         shares_blocks=shares_blocks(cache),
         max_step_tokens=options.max_num_batched_tokens,
-        connector=None if tiers is None else KVConnector(tiers),
+        connector=KVConnector(tiers) if tiers is not None and tiers.num_slots else None,
         logs_events=parse_events_config(cache.kv_events_config).enable_kv_cache_events,
         original=original,
         choice=None if tiers is None else tiers.choice,
-    )
-    admission = Admission(
-        prompt_limits(
-            options,
-            cache,
-            max_model_len=max_model_len,
-            kv_capacity_tokens=blocks.capacity_tokens,
-            block_size=block_size,
-        ),
-        watermark_blocks=math.ceil(options.watermark * min(group.num_blocks for group in groups)),
     )
     return Scheduler(
         blocks,
@@ -82,8 +69,14 @@ def build_scheduler(
             keeps_kv=cache.kv_cache,
             num_micro_batches=num_micro_batches,
         ),
-        admission=admission,
-        policy=build_policy(options),
+        prompt_limits=prompt_limits(
+            options,
+            cache,
+            max_model_len=max_model_len,
+            kv_capacity_tokens=blocks.capacity_tokens,
+            block_size=block_size,
+        ),
+        waiting=build_waiting_queue(options),
         batching=build_batching(
             options.batching,
             max_num_seqs=options.max_num_seqs,
@@ -92,10 +85,12 @@ def build_scheduler(
         ),
         kv_allocator=KVAllocator(
             blocks,
-            admission,
-            PreemptionPolicy(blocks, options.preemption_mode),
+            watermark_blocks=math.ceil(
+                options.watermark * min(group.num_blocks for group in groups)
+            ),
             names_generated=names_generated,
         ),
+        preemption_mode=options.preemption_mode,
         multi_step_policy=MultiStepPolicy(blocks, options.num_scheduler_steps or 1),
         drafting=_drafting(options, redraws=redraws),
         stop_texts=stop_texts,
@@ -146,12 +141,9 @@ def shares_blocks(cache: CacheOptions) -> bool:
     return cache.kv_cache and cache.kv_layout == "paged"
 
 
-def build_policy(options: SchedulerOptions) -> Policy:
-    """Returns the policy that the options name, with background requests behind all others."""
-    return BackgroundLast(_ordinary_policy(options))
-
-
-def _ordinary_policy(options: SchedulerOptions) -> Policy:
+def build_waiting_queue(options: SchedulerOptions) -> WaitingQueue:
     if options.scheduling_policy == "fair":
-        return Fair(weights=tenant_weights(options), max_running=options.max_num_seqs_per_tenant)
-    return Priority() if options.scheduling_policy == "priority" else FirstComeFirstServed()
+        return FairQueue(
+            weights=tenant_weights(options), max_running=options.max_num_seqs_per_tenant
+        )
+    return WaitingQueue()

@@ -19,20 +19,20 @@ class GrammarGate:
     """The grammars of one engine's requests."""
 
     def __init__(self) -> None:
-        self._to_ask: list[GrammarSpec] = []
+        self.to_compile: list[GrammarSpec] = []
         self._asked: set[bytes] = set()
         self._ready: dict[bytes, None] = {}
 
-    def want(self, spec: GrammarSpec | None) -> None:
-        """Has a grammar compiled that is not known yet."""
-        if spec is None or spec.digest in self._ready or spec.digest in self._asked:
+    def want(self, spec: GrammarSpec) -> None:
+        """Requests the compilation of a grammar, unless it is known."""
+        if spec.digest in self._ready or spec.digest in self._asked:
             return
         self._asked.add(spec.digest)
-        self._to_ask.append(spec)
+        self.to_compile.append(spec)
 
-    def is_ready(self, spec: GrammarSpec | None) -> bool:
-        """Returns whether a request with that grammar need not wait for it."""
-        return spec is None or spec.digest not in self._asked
+    def is_ready(self, spec: GrammarSpec) -> bool:
+        """Returns whether a request with that grammar may start."""
+        return spec.digest not in self._asked
 
     @property
     def is_compiling(self) -> bool:
@@ -40,8 +40,8 @@ class GrammarGate:
         return bool(self._asked)
 
     def take_wanted(self) -> list[GrammarSpec]:
-        """Removes and returns the grammars that the next plan has compiled."""
-        wanted, self._to_ask = self._to_ask, []
+        """Removes and returns the grammars whose compilation the next plan begins."""
+        wanted, self.to_compile = self.to_compile, []
         return wanted
 
     def compiled(self, digests: Iterable[bytes]) -> None:

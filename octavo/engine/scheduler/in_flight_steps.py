@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from octavo.engine.requests.request import Request
 from octavo.engine.requests.sequence_state import SequenceState
 from octavo.engine.scheduler.step_builder import StepBuilder
 
+REQUEST_ID = attrgetter("request_id")
 SWAPPING = "blocks are on their way to the host"
 """Reason to wait after a swap: if that step fails, the swapped requests start over."""
 SHORT = "a request is to be preempted whose blocks a step in flight writes"
-"""Reason to wait where a row found no block: preempting is left until nothing is in flight."""
+"""Reason to wait if a row found no block: nothing is preempted while a step is in flight."""
 ALL_MAY_END = "no request has a token to compute until a step in flight is back"
-"""Reason to wait where each running request may end with the token that is being drawn."""
+"""Reason to wait if each running request may end with the token that is being sampled."""
 
 
 @dataclass(slots=True)
@@ -43,37 +45,23 @@ class InFlightSteps:
     def __init__(self, *, draws_ahead: bool = True) -> None:
         """`draws_ahead`: a step may compute tokens that an in-flight step has not sampled yet."""
         self._draws_ahead = draws_ahead
-        self._steps: deque[PlannedStep] = deque()
+        self.steps: deque[PlannedStep] = deque()
+        """Launched plans, the oldest first."""
         self.decoding: PlannedStep | None = None
         """The multi-step plan that is being executed."""
         self._num_left = 0
         """Maximum number of steps left in that plan."""
 
-    def __bool__(self) -> bool:
-        return bool(self._steps)
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
     def add(self, builder: StepBuilder) -> None:
-        self._steps.append(
-            PlannedStep(
-                builder.owners,
-                [new.request_id for new in builder.new_rows],
-                builder.swapped_out,
-                builder.is_short,
-            )
+        new_rows = list(map(REQUEST_ID, builder.new_rows))
+        self.steps.append(
+            PlannedStep(builder.owners, new_rows, builder.swapped_out, builder.is_short)
         )
 
     def end_decode(self) -> list[tuple[Request, SequenceState]]:
         """Ends a multi-step plan; returns its requests and rows, [] if there is none."""
         step, self.decoding = self.decoding, None
         return [] if step is None else step.owners
-
-    @property
-    def oldest(self) -> PlannedStep:
-        """The step whose result arrives next."""
-        return self._steps[0]
 
     def take(self, num_steps: int) -> PlannedStep:
         """Returns the step whose result has arrived: the next one of a multi-step plan, or the
@@ -84,25 +72,29 @@ class InFlightSteps:
             step.is_first = False
             self._num_left -= 1
         else:
-            step = self._steps.popleft()
+            step = self.steps.popleft()
             self._num_left = num_steps - 1
         self.decoding = step if self._num_left else None
         return step
 
     def computes(self, request: Request) -> bool:
         """Returns whether an in-flight step computes the request."""
-        return any(owner is request for step in self._steps for owner, _ in step.owners)
+        for step in self.steps:
+            for owner, _ in step.owners:
+                if owner is request:
+                    return True
+        return False
 
     def not_readded(self, freed_rows: Sequence[str]) -> list[str]:
         """Returns the rows freed by the oldest step that no later step has added again."""
-        again = {name for step in list(self._steps)[1:] for name in step.new_rows}
+        again = {name for step in list(self.steps)[1:] for name in step.new_rows}
         return [name for name in freed_rows if name not in again]
 
     def reason_to_wait(self, running: Sequence[Request]) -> str:
         """Returns why the next plan needs outstanding results; "" if some request can be scheduled
         without them.
         """
-        last = self._steps[-1]
+        last = self.steps[-1]
         if last.swapped_out or last.is_short:
             return SWAPPING if last.swapped_out else SHORT
         reason = ALL_MAY_END

@@ -1,8 +1,7 @@
-"""Allocates and frees the KV blocks of requests: found in the prefix cache, shared with another
-request, newly allocated, or swapped in; and frees their rows on the worker.
+"""Allocates and frees the KV blocks of requests: new ones, from the prefix cache, shared with
+another request, or swapped in. Also frees their rows on the worker.
 
-All rows of a request are allocated and freed together. The scheduler decides which request is next;
-this class reports whether it fits, and what it waits for if it does not.
+All rows of a request are allocated and freed together.
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ from octavo.engine.kv.prefix_loader import Prefetch
 from octavo.engine.protocol.block_hashes import BlockHashing, media_of_blocks
 from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 from octavo.engine.protocol.kv_messages import BlockMove
-from octavo.engine.protocol.prompt_limits import OK, AdmissionDecision
 from octavo.engine.protocol.step import TableEnd
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.result_consumer import Branch
 from octavo.engine.requests.sequence_state import SequenceState
-from octavo.engine.scheduler.admission import NO_BLOCKS, NO_PROMPT, READING, Admission
-from octavo.engine.scheduler.preemption_policy import PreemptionPolicy
 from octavo.engine.scheduler.step_builder import StepBuilder
 
 
@@ -32,79 +28,67 @@ class KVAllocator:
     """
 
     def __init__(
-        self,
-        blocks: BlockManager,
-        admission: Admission,
-        preemption_policy: PreemptionPolicy,
-        *,
-        names_generated: bool = True,
+        self, blocks: BlockManager, *, watermark_blocks: int, names_generated: bool = True
     ) -> None:
-        """`names_generated`: whether blocks of generated tokens enter the prefix cache; False if
-        their K and V differ from those of a prompt.
+        """`watermark_blocks`: blocks that stay free when a request starts while others run, so that
+        it does not cause the next preemption. `names_generated`: whether blocks of generated tokens
+        enter the prefix cache; False if their K and V differ from those of a prompt.
         """
         self._names_generated = names_generated
         self._blocks = blocks
-        self._admission = admission
-        self._preemption_policy = preemption_policy
+        self._watermark_blocks = watermark_blocks
+        self.has_connector = blocks.connector is not None
         self.freed_rows: list[str] = []
         """Rows that the worker frees with the next plan."""
         self.table_ends: list[TableEnd] = []
         """Tables that the worker shortens with the next plan."""
 
-    def take_freed_rows(self) -> list[str]:
-        """Removes and returns the rows that the worker frees with the next plan."""
-        freed, self.freed_rows = self.freed_rows, []
-        return freed
-
-    def take_table_ends(self) -> list[TableEnd]:
-        """Removes and returns the tables that the worker shortens with the next plan."""
-        ends, self.table_ends = self.table_ends, []
-        return ends
-
-    def free_again(self, freed_rows: Sequence[str]) -> None:
-        """Frees the rows of a failed plan again; freeing a row twice is harmless."""
-        self.freed_rows += freed_rows
-
     # -- a request starts --------------------------------------------------------------------------
 
-    def start(
-        self,
-        request: Request,
-        parent: Request | None,
-        builder: StepBuilder,
-        *,
-        room: int,
-        num_running: int,
-    ) -> AdmissionDecision:
-        """Allocates the blocks of a waiting request if it may start, or shares those of `parent`,
-        the sample that computes the same prompt. `room` is the number of rows that may be added.
+    def reserve(self, num_running: int) -> int:
+        """Returns the number of blocks to keep free when a request starts: one for each running
+        row, at least the watermark; none if nothing runs.
         """
-        if parent is not None and not self._is_shareable(request, parent):
-            parent = None
-        if parent is not None and not self._has_shared_tokens(request, parent):
-            return NO_PROMPT
-        if parent is None:
-            prefetch = self.prefetch(request, num_running, at_once=not num_running)
-            builder.moves += prefetch.moves
-            if prefetch.is_waiting:
-                return READING
-        decision = self._admission.may_start(
-            request.num_tokens,
-            budget=builder.budget,
-            room=room,
-            num_seqs=request.num_seqs,
-            num_whole=0 if parent is not None else request.num_input_tokens,
+        return max(num_running, self._watermark_blocks) if num_running else 0
+
+    def start(
+        self, request: Request, parent: Request | None, builder: StepBuilder, *, num_running: int
+    ) -> bool:
+        """Allocates the blocks of a waiting request, or shares those of `parent`, the sample that
+        computes the same prompt; returns False if too few are free.
+        """
+        if parent is not None:
+            return self._fork(request, parent, builder)
+        reserve = self.reserve(num_running)
+        if request.num_seqs > 1:
+            # Rows that branch off write a block each, one of them the request's last.
+            reserve += request.num_seqs - (request.num_tokens % self._blocks.block_size != 0)
+        start = self._blocks.start(
+            request.request_id,
+            request.token_ids,
+            naming=self._naming(request),
+            max_cached_tokens=request.max_cached_tokens,
+            reserve=reserve,
+            step_tokens=builder.budget,
+            num_fixed_tokens=request.num_input_tokens,
         )
-        if decision is not OK:
-            return decision
-        if parent is None:
-            moves = self._take_blocks(request, builder, num_running)
-        else:
-            moves = self._fork(request, parent, builder)
-        if moves is None:
-            return NO_BLOCKS
-        builder.moves += moves
-        return OK
+        if start is None:
+            return False
+        if request.source.sends_kv:
+            self._blocks.hashes.offer_cached(request.request_id)
+        request.num_computed_tokens = start.num_cached_tokens
+        if not request.has_run:
+            request.num_cached_tokens = start.num_cached_tokens
+        builder.moves += start.moves
+        return True
+
+    def is_reading(self, request: Request, builder: StepBuilder, num_running: int) -> bool:
+        """Loads a waiting request's prefix from outside the device; returns whether the request
+        must wait for it. It does not if nothing else runs.
+        """
+        prefetch = self.prefetch(request, num_running, at_once=not num_running)
+        builder.moves += prefetch.moves
+        return prefetch.is_waiting
 
     def prefetch(self, request: Request, num_running: int, *, at_once: bool) -> Prefetch:
         """Starts loading a waiting request's prefix from host memory, disk or another engine; with
@@ -115,7 +99,7 @@ class KVAllocator:
             request.token_ids,
             naming=self._naming(request),
             max_cached_tokens=request.max_cached_tokens,
-            reserve=self._admission.reserve(num_running),
+            reserve=self.reserve(num_running),
             at_once=at_once,
             source=_kv_source(request),
         )
@@ -124,29 +108,28 @@ class KVAllocator:
         """Makes a waiting request compute its prompt here instead of in another engine."""
         if request.source.kv_source and request.status is RequestStatus.WAITING:
             request.source = msgspec.structs.replace(request.source, kv_source="")
-            self._blocks.connector.release(request.request_id)
+            if self._blocks.connector is not None:
+                self._blocks.connector.release(request.request_id)
 
     def stream(self, builder: StepBuilder) -> None:
         """Streams, layer by layer, the blocks that a step completes with the last tokens of prompts
         computed for other engines.
         """
-        if not self._blocks.names.streams:
+        if not self._blocks.hashes.streams:
             return
         for (request, row), scheduled in zip(builder.owners, builder.rows, strict=True):
             end = scheduled.start + scheduled.num_tokens
             if request.source.sends_kv and scheduled.start < request.num_prompt_tokens <= end:
-                self._blocks.names.stream(row.request_id, row.token_ids, scheduled.start, end)
+                self._blocks.hashes.stream(row.request_id, row.token_ids, scheduled.start, end)
 
     def sent(self, request: Request) -> None:
         """Handles the end of a request computed for another engine: announces which blocks of the
         prompt that engine gets.
         """
-        if request.source.sends_kv:
-            prompt = request.token_ids[: request.num_prompt_tokens]
-            naming = self._naming(request)
-            self._blocks.names.complete(request.request_id, prompt, naming)
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        self._blocks.hashes.complete(request.request_id, prompt, self._naming(request))
 
-    def _is_shareable(self, request: Request, parent: Request) -> bool:
+    def is_shareable(self, request: Request, parent: Request) -> bool:
         """Returns whether the parent has blocks to share or is computing the same prompt. It may
         have been preempted, have freed blocks outside a window, or use other rotary positions.
         """
@@ -154,48 +137,13 @@ class KVAllocator:
         is_placed_alike = request.first_position == parent.first_position
         if not self._blocks.shares_blocks or has_lost_them or not is_placed_alike:
             return False
-        if not self._has_shared_tokens(request, parent):
+        if not self.has_shared_tokens(request, parent):
             return request.source.fork_tokens is None
         return self._blocks.can_fork(parent.request_id, self._num_shared_tokens(request, parent))
 
-    def _take_blocks(
-        self, request: Request, builder: StepBuilder, num_running: int
-    ) -> list[BlockMove] | None:
-        """Allocates blocks for all of the request's tokens, from the prefix cache or new; returns
-        None and changes nothing if there are too few.
-        """
-        start = self._blocks.start(
-            request.request_id,
-            request.token_ids,
-            naming=self._naming(request),
-            max_cached_tokens=request.max_cached_tokens,
-            reserve=self._admission.reserve(num_running) + self._branches_reserve(request),
-            step_tokens=builder.budget,
-            num_fixed_tokens=request.num_input_tokens,
-        )
-        if start is None:
-            return None
-        if request.source.sends_kv:
-            self._blocks.names.offer_cached(request.request_id)
-        request.num_computed_tokens = start.num_cached_tokens
-        if not request.has_run:
-            request.num_cached_tokens = start.num_cached_tokens
-        return start.moves
-
-    def _branches_reserve(self, request: Request) -> int:
-        """Returns the blocks to keep free for rows that will branch off: each writes a block of its
-        own, one of them the request's last.
-        """
-        if request.num_seqs == 1:
-            return 0
-        return request.num_seqs - (request.num_tokens % self._blocks.block_size != 0)
-
-    def _fork(
-        self, request: Request, parent: Request, builder: StepBuilder
-    ) -> list[BlockMove] | None:
-        """Shares the parent's blocks of the request's tokens and returns the moves that copy the
-        last one, since the last token is recomputed for its logits; None if no block is free for
-        it.
+    def _fork(self, request: Request, parent: Request, builder: StepBuilder) -> bool:
+        """Shares the parent's blocks of the request's tokens, and copies the last one, since the
+        last token is recomputed for its logits; returns False if no block is free for it.
         """
         num_computed = self._num_shared_tokens(request, parent)
         self._blocks.fork(parent.request_id, request.request_id, num_computed)
@@ -203,10 +151,11 @@ class KVAllocator:
         grant = self._blocks.grow(request.request_id, num_computed, end)
         if grant is None:
             self._blocks.free(request.request_id)
-            return None
+            return False
         request.num_computed_tokens = request.num_cached_tokens = num_computed
         request.is_encoded = True  # by the parent, whose keys it shares
-        return grant.moves
+        builder.moves += grant.moves
+        return True
 
     # -- branching ---------------------------------------------------------------------------------
 
@@ -233,7 +182,7 @@ class KVAllocator:
         """
         if row.num_tokens_in_flight:
             return
-        num_blocks = self._blocks.cut(row.request_id, row.num_tokens)
+        num_blocks = self._blocks.cut(row.request_id, len(row.token_ids))
         if num_blocks is not None:
             self.table_ends.append(TableEnd(row.request_id, num_blocks))
 
@@ -246,7 +195,7 @@ class KVAllocator:
     def remove_from_cache(self, request: Request) -> None:
         """Removes a request's blocks from the prefix cache."""
         for row in request.rows:
-            self._blocks.names.forget(row.request_id)
+            self._blocks.hashes.remove(row.request_id)
 
     def free(self, request: Request) -> None:
         """Frees all blocks and rows that a request holds."""
@@ -254,11 +203,13 @@ class KVAllocator:
             self._blocks.free(row.request_id)
         self._leave_worker(request)
 
-    def swap_out(self, request: Request, builder: StepBuilder) -> list[BlockMove] | None:
-        """Returns the moves that swap a request to host memory; None, with nothing changed, if it
-        should be recomputed.
+    def swap_out(self, request: Request) -> list[BlockMove] | None:
+        """Returns the moves that swap a request to host memory; None, with nothing changed, if
+        there is no room.
         """
-        moves = self._preemption_policy.swap_out(request, builder)
+        moves = self._blocks.swap_out(
+            {row.request_id: row.num_computed_tokens for row in request.rows}
+        )
         if moves is not None:
             self._leave_worker(request)
         return moves
@@ -272,7 +223,7 @@ class KVAllocator:
                 SwappedRow(row.request_id, row.num_computed_tokens, row.num_tokens)
                 for row in request.rows
             ],
-            reserve=self._admission.reserve(num_running),
+            reserve=self.reserve(num_running),
             step_tokens=builder.budget,
         )
         builder.moves += moves or []
@@ -293,7 +244,7 @@ class KVAllocator:
             UNBOUNDED if self._names_generated else parent.num_prompt_tokens,
         )
 
-    def _has_shared_tokens(self, request: Request, parent: Request) -> bool:
+    def has_shared_tokens(self, request: Request, parent: Request) -> bool:
         """Returns whether the parent has computed the shared tokens on the device."""
         if parent.status is not RequestStatus.RUNNING:
             return False
@@ -310,7 +261,7 @@ class KVAllocator:
             source.cache_salt,
             b"" if source.adapter is None else source.adapter.digest,
             b"" if source.encoder_input is None else source.encoder_input.digest,
-            media_of_blocks(source.media, self._blocks.block_size),
+            media_of_blocks(source.media, self._blocks.block_size) if source.media else {},
             num_named_tokens=UNBOUNDED if self._names_generated else request.num_prompt_tokens,
             first_position=request.first_position,
         )

@@ -15,24 +15,22 @@ from octavo.engine.requests.request import Request
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Number of decoding requests that one step may still take; None: no limit."""
+    """Number of decoding requests that one step may still take."""
 
-    room: int | None
+    room: int
 
     @staticmethod
     def of(running: Sequence[Request], num_micro_batches: int) -> MicroBatch:
         """Returns the limit of the next step if `num_micro_batches` steps are in flight."""
-        if num_micro_batches == 1:
-            return MicroBatch(None)
         return MicroBatch(-(-sum(map(_generates, running)) // num_micro_batches))
 
     def has_room_for(self, request: Request) -> bool:
-        return self.room is None or self.room > 0 or not _generates(request)
+        return self.room > 0 or not _generates(request)
 
     def take(self, request: Request) -> None:
         """Counts a request of the step."""
         # A prompt whose last tokens were just scheduled decodes from the next step on.
-        if self.room is not None and _generates(request):
+        if _generates(request):
             self.room -= 1
 
 

@@ -1,8 +1,8 @@
-"""How many decode steps one plan may hold: as many as can be computed one after another with
-nothing to decide between them.
+"""Multi-step decode: how many decode steps a plan has, as many as need no decision by the
+scheduler.
 
-Python's share of a step is paid once for all of them. Returns a number, and gives the plan's rows
-the blocks that these steps take; reads no clock. Source: multi-step scheduling (vLLM 0.6, 2024).
+Scheduling and preparing a step costs once for all of them. Source: multi-step scheduling (vLLM 0.6,
+2024).
 """
 
 from __future__ import annotations
@@ -11,58 +11,55 @@ from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.scheduler.step_builder import StepBuilder
 
 MAX_CALL_S = 0.1
-"""Upper bound on the decode steps of one plan, in seconds (decision 0019). Requests and aborts end
+"""Upper bound in seconds on the decode steps of one plan (decision 0019). Requests and aborts end
 them at once; the work of connectors waits for the next plan.
 """
 
 
 class MultiStepPolicy:
-    """Decides how many decode steps a plan holds, `max_num_steps` at most."""
+    """Decides how many decode steps a plan has, `max_num_steps` at most."""
 
     def __init__(self, blocks: BlockManager, max_num_steps: int) -> None:
         self._blocks = blocks
         self._max_num_steps = max_num_steps
 
     def num_steps(self, builder: StepBuilder, *, num_running: int) -> int:
-        """Returns the decode steps of a step that is composed, while no request waits, and grants
-        its rows the blocks for the tokens of all of them.
+        """Returns the number of decode steps of a plan while no request waits, and allocates the
+        blocks for all of them. More than one only if all running requests decode, no block moves,
+        and no request ends or samples in another way before the last step.
         """
-        num_steps = self._allowed(builder, num_running)
-        while num_steps > 1 and not self._reserve(builder, num_steps):
-            num_steps //= 2
-        return max(1, num_steps)
-
-    def _allowed(self, builder: StepBuilder, num_running: int) -> int:
-        """Returns the number without a look at blocks: all running requests decode, no block
-        moves, and before the last step none ends or draws in another way.
-        """
-        if (
-            self._max_num_steps == 1
-            or builder.moves
-            or builder.has_prompt
-            or not builder.rows
-            or len(builder.rows) != num_running
-        ):
+        rows = builder.rows
+        if self._max_num_steps == 1 or builder.moves or builder.has_prompt:
             return 1
-        num_keys = sum(row.start + 1 for row in builder.rows)
-        step_s = builder.costs.step_s(len(builder.rows), num_keys)
+        if not rows or len(rows) != num_running:
+            return 1
+        num_keys = 0
+        for row in rows:
+            if row.wants != "draw" or row.num_tokens != 1:
+                return 1
+            num_keys += row.start + 1
+        step_s = builder.costs.step_s(len(rows), num_keys)
         if not step_s:
             return 1
-        most = min(self._max_num_steps, int(MAX_CALL_S / step_s))
-        if most < 2 or not all(row.wants == "draw" and row.num_tokens == 1 for row in builder.rows):
-            return 1
-        ends = [
-            self._blocks.names.step_end(row.request_id, row.start, row.start + most) - row.start
-            for row in builder.rows
-        ]
-        return min(most, *ends, *(request.num_plain_draws for request, _ in builder.owners))
+        num_steps = min(self._max_num_steps, int(MAX_CALL_S / step_s))
+        hashes = self._blocks.hashes
+        for (request, _), row in zip(builder.owners, rows, strict=True):
+            num_steps = min(num_steps, request.num_plain_draws)
+            if hashes.has_checkpoints:
+                end = hashes.step_end(row.request_id, row.start, row.start + num_steps)
+                num_steps = end - row.start
+        return self._reserve(builder, num_steps)
 
-    def _reserve(self, builder: StepBuilder, num_steps: int) -> bool:
-        """Grants blocks for all rows' tokens, or for none; returns which."""
-        grants = self._blocks.reserve(
-            {row.request_id: row.start + num_steps for row in builder.rows}
-        )
-        if grants is None:
-            return False
-        builder.add_blocks(grants)
-        return True
+    def _reserve(self, builder: StepBuilder, num_steps: int) -> int:
+        """Allocates the rows' blocks for `num_steps`, or for as many steps as there are blocks;
+        returns their number.
+        """
+        while num_steps > 1:
+            ends = {row.request_id: row.start + num_steps for row in builder.rows}
+            added = self._blocks.reserve(ends)
+            if added is not None:
+                if added:
+                    builder.add_blocks(added)
+                return num_steps
+            num_steps //= 2
+        return 1

@@ -1,26 +1,36 @@
-"""Preempts running requests that hold the KV blocks which others need."""
+"""Preempts running requests whose KV blocks others need: all blocks of a request are swapped to
+host memory, or freed and recomputed later.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.requests.request import Request
 from octavo.engine.requests.timings import Timekeeper
-from octavo.engine.scheduler.admission import NO_BLOCKS
+from octavo.engine.scheduler.admission_control import NO_BLOCKS
 from octavo.engine.scheduler.kv_allocator import KVAllocator
 from octavo.engine.scheduler.request_queues import RequestQueues
 from octavo.engine.scheduler.step_builder import StepBuilder
 
+Mode = Literal["auto", "swap", "recompute"]
+
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """Takes the blocks of the request that the policy names, all of them or none."""
+    """Preempts the request that the queue names. `auto` swaps while a cost is unknown: the first
+    swap measures it.
+    """
 
     queues: RequestQueues
+    blocks: BlockManager
     kv_allocator: KVAllocator
     times: Timekeeper
     stats: EngineStats
+    mode: Mode
 
     def make_room(self, request: Request, step: StepBuilder) -> bool:
         """Preempts a request to free blocks for another; returns False if that is the request
@@ -40,12 +50,11 @@ class Preemption:
         self.queues.start_over(request)
 
     def _preempt(self, request: Request, step: StepBuilder) -> None:
-        """Takes all blocks of a running request, which is swapped out or recomputed later."""
         request.num_preemptions += 1
         self.times.preempted(request.watch)
         step.preempted = True
         step.drop_rows(request)
-        moves = self.kv_allocator.swap_out(request, step)
+        moves = self.kv_allocator.swap_out(request) if self._should_swap(request, step) else None
         if moves is None:
             self.start_over(request)
         else:
@@ -54,3 +63,17 @@ class Preemption:
             step.swapped_out.append(request)
             self.stats.num_swaps += 1
         self.stats.num_preemptions += 1
+
+    def _should_swap(self, request: Request, step: StepBuilder) -> bool:
+        """Returns whether a request is swapped. `auto` compares moving its blocks out and in with a
+        prefill that finds nothing in the prefix cache; blocks that beams share count twice in both.
+        """
+        num_tokens = sum(row.num_computed_tokens for row in request.rows)
+        if num_tokens == 0 or self.mode != "auto":
+            return num_tokens > 0 and self.mode == "swap"
+        swap_blocks_per_s = step.costs.swap_blocks_per_s
+        prefill_s = step.costs.prefill_s(num_tokens, step.max_chunk)
+        if swap_blocks_per_s is None or prefill_s is None:
+            return True
+        num_blocks = len(self.blocks.pools) * -(-num_tokens // self.blocks.block_size)
+        return 2 * num_blocks / swap_blocks_per_s < prefill_s

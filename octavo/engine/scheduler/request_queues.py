@@ -1,55 +1,273 @@
-"""The unfinished requests by state: waiting, running, or swapped out to host memory.
+"""Request queues: which requests wait, run or are swapped out, in which order waiting requests
+start, and which running request is preempted.
 
-The one owner of these states and of the counts that follow from them. Decides nothing: in which
-order the waiting ones start is the policy's business.
+Knows neither blocks nor time. Source of the fair policy: virtual token counters (Sheng et al. 2024,
+Fairness in Serving Large Language Models).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
 import msgspec
 
+from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
+from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.requests.request import Request, RequestStatus
-from octavo.engine.scheduler.policy import Policy
+
+KEPT_IDLE_TENANTS = 500
+"""Maximum number of idle tenants whose counters are kept; any text in a request's `user` field is
+a tenant.
+"""
+PRIORITY = attrgetter("source.priority")
+
+
+def _is_background(request: Request) -> bool:
+    return request.source.priority >= BACKGROUND_PRIORITY
+
+
+class WaitingQueue:
+    """Waiting requests. The lowest priority value starts first; with equal priorities, as under
+    the policy fcfs, the first to arrive. The last to start of the highest value is preempted.
+
+    Background requests have the highest value: they start last and are preempted first.
+    """
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self._queues: dict[int | str, OrderedDict[str, Request]] = {}
+        """Requests by priority or, if ordered by tenants, by tenant."""
+
+    def _key(self, request: Request) -> int | str:
+        return request.source.priority
+
+    def add(self, request: Request, *, first: bool = False) -> None:
+        """Adds a request, with `first` (after a preemption) before those with the same key."""
+        queue = self._queues.setdefault(self._key(request), OrderedDict())
+        queue[request.request_id] = request
+        self.num_requests += 1
+        if first:
+            queue.move_to_end(request.request_id, last=False)
+
+    def remove(self, request: Request) -> None:
+        key = self._key(request)
+        del self._queues[key][request.request_id]
+        self.num_requests -= 1
+        if not self._queues[key]:
+            del self._queues[key]
+
+    def order(self) -> Iterator[Request]:
+        """Yields the requests in the order in which they start. The caller reads only as far as
+        requests can start, and starts each before it reads the next.
+        """
+        for priority in sorted(self._queues):
+            yield from self._queues[priority].values()
+
+    def oldest(self) -> Request | None:
+        """Returns the request that arrived first."""
+        heads = (next(iter(queue.values())) for queue in self._queues.values())
+        return min(heads, key=lambda request: request.source.arrival_time, default=None)
+
+    def max_chunk(self, num_tokens: int, running: Sequence[Request]) -> int:
+        """Returns the most tokens that a step computes of one prompt: half of `num_tokens` while a
+        background request runs and another waits, so that this one can start beside it.
+        """
+        is_behind = len(self._queues) > (BACKGROUND_PRIORITY in self._queues)
+        if is_behind and any(map(_is_background, running)):
+            return -(-num_tokens // 2)
+        return num_tokens
+
+    def ranked(self, running: Sequence[Request]) -> Sequence[Request]:
+        """Returns running requests in the order in which they share a step's tokens."""
+        return sorted(running, key=PRIORITY)
+
+    def victim(self, running: Sequence[Request]) -> Request:
+        """Returns the running request to preempt."""
+        return max(reversed(running), key=PRIORITY)
+
+
+@dataclass(slots=True)
+class Tenant:
+    """A tenant's account in a fair queue."""
+
+    weight: float
+    counter: float
+    """Tokens served divided by the weight; raised to that of busy tenants after idleness."""
+    num_waiting: int = 0
+    num_running: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_waiting and not self.num_running
+
+
+class FairQueue(WaitingQueue):
+    """Waiting requests, of which the tenant starts first that was served least for its weight; the
+    last to start of the tenant served most is preempted.
+
+    A prompt counts when it starts, each new token when it is sampled. A tenant that returns from
+    idleness gets the counter of those that are served now, so that it cannot save up idle time. At
+    most `max_running` requests of a tenant run. Background requests belong to no tenant.
+    """
+
+    def __init__(self, *, weights: Mapping[str, float], max_running: int | None) -> None:
+        super().__init__()
+        self._tenants: dict[str, Tenant] = {}
+        self._weights = weights
+        self._max_running = max_running
+        self._served_now = 0.0
+        """Counter of the tenant that started last, which a new tenant gets."""
+        self._num_present = 0
+        """Number of tenants that have a request."""
+        self._sweep_at = 2 * KEPT_IDLE_TENANTS
+
+    @property
+    def num_tenants(self) -> int:
+        """Number of tenants whose counters are kept."""
+        return len(self._tenants)
+
+    def _key(self, request: Request) -> int | str:
+        return BACKGROUND_PRIORITY if _is_background(request) else request.source.tenant
+
+    def add(self, request: Request, *, first: bool = False) -> None:
+        if not _is_background(request):
+            tenant = self._tenant(request.source.tenant)
+            if tenant.is_idle:
+                tenant.counter = max(tenant.counter, self._served_now)
+                self._num_present += 1
+            tenant.num_waiting += 1
+        super().add(request, first=first)
+
+    def remove(self, request: Request) -> None:
+        if not _is_background(request):
+            tenant = self._tenants[request.source.tenant]
+            tenant.num_waiting -= 1
+            self._num_present -= tenant.is_idle
+        super().remove(request)
+
+    def order(self) -> Iterator[Request]:
+        queues = {name: iter(queue.values()) for name, queue in self._queues.items()}
+        background = queues.pop(BACKGROUND_PRIORITY, iter(()))
+        while open_names := [
+            name for name in queues if isinstance(name, str) and self._may_run(self._tenants[name])
+        ]:
+            name = min(open_names, key=lambda name: self._tenants[name].counter)
+            request = next(queues[name], None)
+            if request is None:
+                del queues[name]
+            else:
+                yield request
+        yield from background
+
+    def max_chunk(self, num_tokens: int, running: Sequence[Request]) -> int:
+        """Also returns half while another tenant has a request, so that its prompt can start."""
+        num_tokens = super().max_chunk(num_tokens, running)
+        return num_tokens if self._num_present < 2 else -(-num_tokens // 2)
+
+    def ranked(self, running: Sequence[Request]) -> Sequence[Request]:
+        return sorted(running, key=self._rank)
+
+    def victim(self, running: Sequence[Request]) -> Request:
+        return max(reversed(running), key=self._rank)
+
+    def started(self, request: Request) -> None:
+        """Counts a request that starts and its prompt. A swapped request has never stopped."""
+        if _is_background(request):
+            return
+        tenant = self._tenants[request.source.tenant]
+        tenant.num_running += 1
+        self._served_now = max(self._served_now, tenant.counter)
+        if not request.has_run:
+            tenant.counter += (request.num_tokens - request.num_computed_tokens) / tenant.weight
+
+    def stopped(self, request: Request) -> None:
+        """Counts a request that has ended, or starts over later."""
+        if not _is_background(request):
+            tenant = self._tenants[request.source.tenant]
+            tenant.num_running -= 1
+            self._num_present -= tenant.is_idle
+
+    def count(self, request: Request, num_tokens: int) -> None:
+        """Counts new tokens of a request."""
+        if not _is_background(request):
+            tenant = self._tenants[request.source.tenant]
+            tenant.counter += num_tokens / tenant.weight
+
+    def _rank(self, request: Request) -> tuple[bool, float]:
+        if _is_background(request):
+            return True, 0.0
+        return False, self._tenants[request.source.tenant].counter
+
+    def _may_run(self, tenant: Tenant) -> bool:
+        return self._max_running is None or tenant.num_running < self._max_running
+
+    def _tenant(self, name: str) -> Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            self._sweep()
+            tenant = self._tenants[name] = Tenant(self._weights.get(name, 1.0), self._served_now)
+        return tenant
+
+    def _sweep(self) -> None:
+        """Removes idle tenants, those served least first; they start as new ones if they return."""
+        if len(self._tenants) < self._sweep_at:
+            return
+        idle = sorted(
+            (name for name, tenant in self._tenants.items() if tenant.is_idle),
+            key=lambda name: self._tenants[name].counter,
+        )
+        for name in idle[:-KEPT_IDLE_TENANTS]:
+            del self._tenants[name]
+        self._sweep_at = len(self._tenants) + KEPT_IDLE_TENANTS
 
 
 class RequestQueues:
-    """Every unfinished request, each in exactly one state."""
+    """All unfinished requests, each in exactly one state: waiting, running or swapped."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, waiting: WaitingQueue) -> None:
+        self.waiting = waiting
+        self.fair = waiting if isinstance(waiting, FairQueue) else None
+        """The waiting queue if it counts the tokens of tenants."""
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         """Requests whose blocks are in host memory, the last one preempted first."""
-        self.waiting = policy
         self.num_running_seqs = 0
-        """Rows that the running requests have, or may come to have."""
+        """Rows that the running requests have or may come to have."""
         self.num_waiting_tokens = 0
         self.by_id: dict[str, Request] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self.by_id)
-
-    def find(self, request_id: str) -> Request | None:
-        return self.by_id.get(request_id)
-
     @property
     def first_idle(self) -> Request | None:
-        """The request that runs next: the first that is swapped out, else the first that waits."""
+        """The request that runs next: the first swapped one, else the first waiting one."""
         return self.swapped[0] if self.swapped else next(self.waiting.order(), None)
 
     @property
     def num_batch_seqs(self) -> int:
-        """Rows of the running and the swapped requests together."""
-        return self.num_running_seqs + sum(request.num_seqs for request in self.swapped)
+        """Rows of the running and the swapped requests."""
+        num_seqs = self.num_running_seqs
+        for request in self.swapped:
+            num_seqs += request.num_seqs
+        return num_seqs
+
+    def set_gauges(self, stats: EngineStats) -> None:
+        stats.num_running = self.num_running_seqs
+        stats.num_swapped = len(self.swapped)
+        stats.num_waiting = self.waiting.num_requests
+        stats.num_waiting_tokens = self.num_waiting_tokens
 
     # -- from state to state -----------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Takes in a new request, which waits."""
+    def add(self, request: Request, *, first: bool = False) -> None:
+        """Adds a request to the waiting ones, with `first` after a preemption."""
         self.by_id[request.request_id] = request
-        self._wait(request)
+        self.waiting.add(request, first=first)
+        self.num_waiting_tokens += request.num_tokens
 
     def run(self, request: Request) -> None:
-        """Moves a request to the running. One that waited stays in its queue until
+        """Moves a request to the running ones. A waiting one stays in its queue until
         `leave_waiting`.
         """
         if request.status is RequestStatus.SWAPPED:
@@ -59,45 +277,48 @@ class RequestQueues:
         self.num_running_seqs += request.num_seqs
 
     def set_priority(self, request: Request, priority: int) -> None:
-        """Gives a request another priority; where it waits, it goes behind those that wait with
-        that one, one that has run before them.
+        """Changes a request's priority. A waiting one moves behind those with that priority; one
+        that has run moves before them.
         """
         if priority == request.source.priority:
             return
         waits = request.status is RequestStatus.WAITING
         if waits:
-            self.waiting.leave(request)
+            self.waiting.remove(request)
         request.source = msgspec.structs.replace(request.source, priority=priority)
         if waits:
-            self.waiting.join(request, first=request.has_run)
+            self.waiting.add(request, first=request.has_run)
 
     def leave_waiting(self, request: Request) -> None:
-        """Takes a request that has started or ended out of the waiting."""
-        self.waiting.leave(request)
+        """Removes a request that has started or ended from the waiting ones."""
+        self.waiting.remove(request)
         self.num_waiting_tokens -= request.num_tokens
 
     def swap_out(self, request: Request) -> None:
-        """Moves a running request to the swapped."""
+        """Moves a running request to the swapped ones."""
         self._stop_running(request)
         request.swap_out()
         self.swapped.insert(0, request)
 
     def start_over(self, request: Request) -> None:
-        """Moves a running or swapped request to the front of the waiting, with nothing computed."""
+        """Moves a running or swapped request to the front of the waiting ones, with nothing
+        computed.
+        """
         if request.status is RequestStatus.SWAPPED:
             self.swapped.remove(request)
         else:
             self._stop_running(request)
         request.start_over()
-        self.waiting.stopped(request)
-        self._wait(request, first=True)
+        if self.fair is not None:
+            self.fair.stopped(request)
+        self.add(request, first=True)
 
     def end(self, request: Request) -> None:
-        """Marks a request as finished and forgets it; `drop_finished` takes a running one out."""
+        """Marks a request as finished and removes it; `drop_finished` removes a running one."""
         if request.status is RequestStatus.WAITING:
             self.leave_waiting(request)
-        else:
-            self.waiting.stopped(request)
+        elif self.fair is not None:
+            self.fair.stopped(request)
         if request.status is RequestStatus.SWAPPED:
             self.swapped.remove(request)
         elif request.status is RequestStatus.RUNNING:
@@ -106,14 +327,10 @@ class RequestQueues:
         del self.by_id[request.request_id]
 
     def drop_finished(self) -> None:
-        """Takes finished requests out of the running, all of them in one pass."""
+        """Removes finished requests from the running ones, all of them in one pass."""
         self.running = [
             request for request in self.running if request.status is RequestStatus.RUNNING
         ]
-
-    def _wait(self, request: Request, *, first: bool = False) -> None:
-        self.waiting.join(request, first=first)
-        self.num_waiting_tokens += request.num_tokens
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)

@@ -1,7 +1,4 @@
-"""A step being composed: what is left of its token budget, and the parts of its StepPlan.
-
-Knows requests as far as a row of the plan needs them; decides nothing.
-"""
+"""StepBuilder: a StepPlan under construction, and what is left of its token budget."""
 
 from __future__ import annotations
 
@@ -14,46 +11,39 @@ from octavo.engine.protocol.step import MediaItem, NewRequest, ScheduledRequest
 from octavo.engine.protocol.step_costs import StepCosts
 from octavo.engine.requests.request import Request
 from octavo.engine.requests.sequence_state import SequenceState
-from octavo.engine.scheduler.policy import Policy
 from octavo.engine.scheduler.step_time import StepTime
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Upper bounds on what one step holds."""
+    """Limits of one step."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_chunk: int | None
-    """Most tokens of one request; None where prompts are not chunked."""
+    """Maximum number of tokens of one request; None if prompts are not chunked."""
     itl_target_s: float | None = None
-    """Longest time between two tokens that a step is to leave to the rows that generate."""
+    """Target for the time between two tokens of the rows that generate, in seconds."""
     keeps_kv: bool = True
-    """False: every step computes all of a request's tokens again, for comparison."""
+    """False: each step recomputes all tokens of a request, for comparison."""
     num_micro_batches: int = 1
-    """Steps in flight at once over which the requests that generate are shared out. A request's
-    next token is planned once the last one has come back.
+    """Steps in flight at once, over which the generating requests are distributed. A request's next
+    token is scheduled once the last one has returned.
     """
-
-    def chunk(self, policy: Policy) -> int:
-        """Returns the most tokens of one request in the coming step."""
-        if self.max_chunk is None:
-            return self.max_num_batched_tokens
-        return policy.max_chunk(self.max_chunk)
 
 
 @dataclass(slots=True)
 class StepBuilder:
-    """The parts of one StepPlan, gathered request by request."""
+    """The parts of one StepPlan, added request by request."""
 
     now: float
     costs: StepCosts
     budget: int
     """Number of tokens that may still be added."""
     max_chunk: int
-    """Most tokens of one row."""
+    """Maximum number of tokens of one row."""
     time: StepTime | None = None
-    """Predicted time of the step, where it has a target."""
+    """Predicted time of the step, if it has a target."""
     rows: list[ScheduledRequest] = field(default_factory=list)
     owners: list[tuple[Request, SequenceState]] = field(default_factory=list)
     """Request and row of each of `rows`."""
@@ -69,23 +59,28 @@ class StepBuilder:
     runs_ahead: bool = False
     """Whether a step is in flight, so that no request is preempted."""
     draws_ahead: bool = False
-    """Whether the tokens that a step in flight draws are planned with before they are known."""
+    """Whether tokens are computed that a step in flight has not sampled yet."""
     is_short: bool = False
     """Whether a row found no block, and another request would have to be preempted."""
 
-    def end_of(self, request: Request, row: SequenceState, start: int) -> int:
+    def get_end(self, request: Request, row: SequenceState, start: int) -> int:
         """Returns one past the last token that the step computes of a row from `start` on: all
-        known tokens, and one more where a step in flight draws the next.
+        known tokens, and one more if a step in flight samples the next.
         """
         num_tokens = len(row.token_ids)
         if self.draws_ahead and start == num_tokens and request.may_run_ahead:
             num_tokens += 1
-        budget = max(0, self.budget - request.num_unencoded)
+        budget = self.budget
+        if not request.is_encoded:
+            budget = max(0, budget - request.num_input_tokens)
         end = min(num_tokens, start + min(budget, self.max_chunk))
         if self.time is not None and end > start:
             end = start + self.time.room(row.request_id, start, end - start, len(self.moves))
-        whole = _cut_medium(request.source.media, start, end)
-        return end if whole is None else self._end_beside(whole, start)
+        if request.source.media:
+            whole = _cut_medium(request.source.media, start, end)
+            if whole is not None:
+                return self._end_beside(whole, start)
+        return end
 
     def _end_beside(self, whole: MediaItem, start: int) -> int:
         """Returns the end of a chunk that reaches into a medium whose tokens are computed in one
@@ -95,16 +90,12 @@ class StepBuilder:
             return whole.place
         return whole.end if whole.end - start <= self.budget else start
 
-    @property
-    def is_out_of_time(self) -> bool:
-        """Whether the step's target leaves no time for a further prompt."""
-        return self.time is not None and self.time.is_full(len(self.moves))
-
     def add_row(
         self, request: Request, row: SequenceState, start: int, end: int, grant: BlockAllocation
     ) -> None:
-        """Adds the tokens from `start` up to `end` of a row, with the blocks granted for them."""
-        num_encoded, request.is_encoded = request.num_unencoded, True
+        """Adds the tokens from `start` up to `end` of a row, with the blocks allocated for them."""
+        num_encoded = 0 if request.is_encoded else request.num_input_tokens
+        request.is_encoded = True
         row.num_tokens_in_flight += end - start
         self.budget -= end - start + num_encoded
         if self.time is not None:
@@ -112,11 +103,12 @@ class StepBuilder:
         self.has_prompt = self.has_prompt or start < request.num_prompt_tokens
         self.moves += grant.moves
         num_known = len(row.token_ids)
-        scores_prompt = (
+        num_prompt_logprobs = request.params.prompt_logprobs
+        if num_prompt_logprobs is not None and not (
             request.wants_prompt_logprobs
             and request.params.first_prompt_logprob <= end <= num_known
-        )
-        num_prompt_logprobs = request.params.prompt_logprobs if scores_prompt else None
+        ):
+            num_prompt_logprobs = None
         search_of = request.request_id if request.consumer.reads_logprobs else ""
         self.owners.append((request, row))
         self.rows.append(
@@ -143,8 +135,8 @@ class StepBuilder:
         parents: Sequence[int] = (),
         leaves: LeafBlocks = NO_LEAVES,
     ) -> None:
-        """Adds guesses behind the last token of a row, for which it has the blocks; where they
-        branch, each one's parent, and the blocks of the paths but the first.
+        """Adds draft tokens after the last token of a row, which has blocks for them; for a draft
+        tree also each token's parent, and the blocks of all paths but the first.
         """
         scheduled = self.rows[index]
         scheduled.draft_ids, scheduled.draft_parents = draft_ids, list(parents)
@@ -155,7 +147,7 @@ class StepBuilder:
         self.budget -= len(draft_ids)
 
     def add_blocks(self, grants: Mapping[str, list[list[int]]]) -> None:
-        """Adds blocks to those that rows gain in the step, by request and group."""
+        """Adds newly allocated blocks to the step's rows, by request and group."""
         for row in self.rows:
             if added := grants.get(row.request_id):
                 row.new_block_ids = [
@@ -187,9 +179,7 @@ class StepBuilder:
         )
 
     def drop_rows(self, request: Request) -> None:
-        """Takes a preempted request's rows out of the step, and gives their tokens back to the
-        budget.
-        """
+        """Removes a preempted request's rows and returns their tokens to the budget."""
         for index in range(len(self.rows) - 1, -1, -1):
             if self.owners[index][0] is request:
                 self.budget += self.rows[index].num_tokens + self.rows[index].num_encoded

@@ -83,14 +83,8 @@ class StepTime:
         return step_s + num_moves / rate
 
 
-def step_time(
-    costs: StepCosts, target_s: float | None, running: Iterable[Request]
-) -> StepTime | None:
-    """Returns the time of a step that begins, with the rows set aside that wait for their next
-    token; None without a target.
-    """
-    if target_s is None:
-        return None
+def step_time(costs: StepCosts, target_s: float, running: Iterable[Request]) -> StepTime:
+    """Returns the predicted time of a step with the next token of each row that generates."""
     time = StepTime(costs, target_s)
     for request in running:
         for row in request.rows:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.protocol.draft_tree import DraftTree
@@ -87,55 +87,8 @@ cache does not delay a step.
 """
 
 
-class Speculator(Protocol):
-    """Speculation as the scheduler uses it."""
-
-    is_active: bool
-    """Whether drafts are possible. With method "grammar" there are none until a running request
-    reaches a forced token.
-    """
-
-    def add_drafts(self, builder: StepBuilder) -> bool:
-        """Adds the drafts that are worth verifying to a step; returns whether the step must be
-        the only one of its call.
-        """
-        ...
-
-    def should_end_decode(self, owners: Sequence[tuple[Request, SequenceState]]) -> bool:
-        """Returns whether a call of several decode steps should end after the last one."""
-        ...
-
-    def record(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
-        """Records the result of a row's draft, of which the request kept `num_taken` tokens;
-        returns how many of these were draft tokens.
-        """
-        ...
-
-    def remove_request(self, request: Request) -> None:
-        """Removes the state of a finished request."""
-        ...
-
-
-class NoSpeculation:
-    """Speculation that drafts nothing. Implements `Speculator`."""
-
-    is_active = False
-
-    def add_drafts(self, builder: StepBuilder) -> bool:
-        return False
-
-    def should_end_decode(self, owners: Sequence[tuple[Request, SequenceState]]) -> bool:
-        return False
-
-    def record(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
-        return 0
-
-    def remove_request(self, request: Request) -> None:
-        """Does nothing."""
-
-
 class Speculation:
-    """Speculation of one engine, with a proposer for each row. Implements `Speculator`."""
+    """Speculation of one engine, with a proposer for each row."""
 
     def __init__(
         self,
@@ -157,6 +110,9 @@ class Speculation:
         self._drafts_by_grammar = drafting.method == "grammar"
         """Whether all drafts are tokens that grammars force, returned with step results."""
         self.is_active = not self._drafts_by_grammar
+        """Whether drafts are possible. With method "grammar" there are none until a running request
+        reaches a forced token.
+        """
         self._previous_outputs = (
             PreviousOutputs(drafting.history_bytes) if drafting.history_bytes else None
         )
@@ -285,7 +241,9 @@ class Speculation:
             num_left = max(0, num_left - history.follow(row.token_ids, num_left))
             most = min(self._max_tokens, request.num_draftable_tokens - row.num_tokens)
             first = scheduled.start + scheduled.num_tokens
-            end = self._blocks.names.step_end(row.request_id, scheduled.start, first + max(0, most))
+            end = self._blocks.hashes.step_end(
+                row.request_id, scheduled.start, first + max(0, most)
+            )
             most = end - first
             if most < 1 or not _can_draft(scheduled, request):
                 continue

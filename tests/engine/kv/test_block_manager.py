@@ -14,9 +14,8 @@ from hypothesis.stateful import (
 )
 
 from octavo.engine.kv.block_manager import BlockManager, SwappedRow
-from octavo.engine.kv.block_pool import HOLE, BlockGroup
+from octavo.engine.kv.block_pool import HOLE, BlockGroup, PrefixCache
 from octavo.engine.kv.block_tables import NO_ALLOCATION
-from octavo.engine.kv.prefix_cache import PrefixCache
 from octavo.engine.protocol.kv_cache_spec import SlidingWindowSpec
 from octavo.engine.protocol.kv_messages import BlockKey
 from tests.support.tiers import examples
@@ -61,7 +60,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             ):
                 block_id = table[position // BLOCK]
                 assert pool.ref_counts[block_id] == 1, "a shared block is never written"
-                assert block_id not in pool.cache, "a named block is never written"
+                assert block_id not in pool.cache.key_of, "a named block is never written"
                 contents[block_id, position % BLOCK] = self.tokens[request_id][position]
         self.computed[request_id] = end
         self.blocks.record(request_id, self.tokens[request_id], end)
@@ -148,7 +147,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             for table, contents, pool in zip(tables, self.contents, self.blocks.pools, strict=True):
                 for position, token in enumerate(path, start):
                     block_id = table[position // BLOCK]
-                    assert pool.ref_counts[block_id] == 1 and block_id not in pool.cache
+                    assert pool.ref_counts[block_id] == 1 and block_id not in pool.cache.key_of
                     contents[block_id, position % BLOCK] = token
         kept %= len(paths)
         self.blocks.keep_path(request_id, kept)
@@ -230,7 +229,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             if (rest := [row for row in family if row != request_id])
         ]
         if forget:
-            self.blocks.names.forget(request_id)
+            self.blocks.hashes.remove(request_id)
         self.blocks.free(request_id)
         self.tokens.pop(request_id, None)
         self.computed.pop(request_id, None)
@@ -239,7 +238,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         assert self.blocks.reset_prefix_cache()
-        assert all(len(pool.cache) == 0 for pool in self.blocks.pools)
+        assert all(len(pool.cache.key_of) == 0 for pool in self.blocks.pools)
 
     @invariant()
     def reference_counts_add_up(self):

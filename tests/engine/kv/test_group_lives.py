@@ -107,12 +107,12 @@ class LivesMachine(RuleBasedStateMachine):
         """Computes a step, and maybe plans the next one before it is taken in."""
         request_id = self.running()[which % len(self.running())]
         first = self.computed[request_id]
-        end = self.blocks.names.step_end(request_id, first, first + num_tokens)
+        end = self.blocks.hashes.step_end(request_id, first, first + num_tokens)
         tokens = self.tokens[request_id]
         tokens += [0] * (end + num_ahead - len(tokens))
         if not self.grow(request_id, first, end):
             return
-        num_ahead = self.blocks.names.step_end(request_id, end, end + num_ahead) - end
+        num_ahead = self.blocks.hashes.step_end(request_id, end, end + num_ahead) - end
         ahead = num_ahead > 0 and self.grow(request_id, end, end + num_ahead)
         self.computed[request_id] = end
         self.blocks.record(request_id, tokens, end, in_flight=ahead)
@@ -153,7 +153,7 @@ class LivesMachine(RuleBasedStateMachine):
                 written = [table[index] for index in blocks_between(first, end)]
                 assert HOLE not in written
                 assert all(pool.ref_counts[block_id] == 1 for block_id in written)
-                assert not any(block_id in pool.cache for block_id in written)
+                assert not any(block_id in pool.cache.key_of for block_id in written)
         self.check_read(request_id, first)
 
     def check_read(self, request_id, position):
@@ -249,7 +249,7 @@ class LivesMachine(RuleBasedStateMachine):
             )
             assert pool.ref_counts == [references[block_id] for block_id in range(NUM_BLOCKS)]
             assert len(references) + len(pool.free) == NUM_BLOCKS
-            assert pool.spec.is_named or len(pool.cache) == 0
+            assert pool.spec.is_named or len(pool.cache.key_of) == 0
 
     def teardown(self):
         for request_id in list(getattr(self, "tokens", ())):
@@ -366,7 +366,7 @@ def run(blocks: BlockManager, request_id: str, tokens: list[int]) -> tuple[int, 
     assert started is not None
     first, num_copied = started.num_cached_tokens, 0
     while first < len(tokens):
-        end = blocks.names.step_end(request_id, first, len(tokens))
+        end = blocks.hashes.step_end(request_id, first, len(tokens))
         grant = blocks.grow(request_id, first, end)
         assert grant is not None
         num_copied += sum(move.group == 1 for move in grant.moves)

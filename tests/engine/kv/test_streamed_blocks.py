@@ -25,7 +25,7 @@ def manager(*, streams: bool = True, num_groups: int = 1) -> BlockManager:
 def streamed(blocks: BlockManager, start: int, end: int) -> list[StreamedBlock]:
     """Returns what a step's plan streams that computes these tokens of a request."""
     blocks.begin_step()
-    blocks.names.stream("a", TOKENS, start, end)
+    blocks.hashes.stream("a", TOKENS, start, end)
     plan = blocks.connector.end_step()
     return [] if plan is None else plan.stream
 

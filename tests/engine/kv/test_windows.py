@@ -88,7 +88,7 @@ def test_a_hit_needs_only_what_the_next_token_sees():
     window = blocks.pools[1]
     for key in blocks.pools[0].cache.key_of.values():
         if key.token_ids[0] < 16:
-            window.cache.forget(window.cache.find(key))
+            window.cache.remove(window.cache.find(key))
     assert blocks.start("b", [*tokens, 99], reserve=0).num_cached_tokens == 32, (
         "the window's first four blocks are not needed"
     )
@@ -130,4 +130,4 @@ def test_a_failed_requests_blocks_behind_the_window_are_not_found_either():
     core.step()
     executor.fail_on = {"bad": "NaN"}
     run_all(core)
-    assert all(len(pool.cache) == 0 for pool in core.scheduler.blocks.pools)
+    assert all(len(pool.cache.key_of) == 0 for pool in core.scheduler.blocks.pools)

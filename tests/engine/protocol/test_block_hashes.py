@@ -8,8 +8,7 @@ from hashlib import blake2b
 import pytest
 
 from octavo.engine.kv.block_manager import BlockManager
-from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.kv.prefix_cache import PrefixCache
+from octavo.engine.kv.block_pool import BlockGroup, PrefixCache
 from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
 from octavo.engine.protocol.kv_messages import BlockKey
 
@@ -76,9 +75,9 @@ def test_blocks_with_the_same_tokens_and_other_media_are_not_taken_for_each_othe
     assert [cache.find(key) for key in found.values()] == [0, 1, 2]
     root = BlockHashing().root()
     assert cache.find_partial(root, (7, 7)).key == found[()], "only tokens say what it holds"
-    cache.forget(2)
+    cache.remove(2)
     assert cache.find_partial(root, (7, 7)) is None
-    cache.forget(0)
+    cache.remove(0)
     assert [cache.find(key) for key in found.values()] == [None, 1, None]
 
 

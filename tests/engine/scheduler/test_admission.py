@@ -6,7 +6,6 @@ from octavo.api.errors import ConfigError
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.prompt_limits import OK, AllocStatus, PromptLimits
-from octavo.engine.scheduler.admission import Admission
 from tests.support.engine_fakes import (
     FakeExecutor,
     expected_tokens,
@@ -75,9 +74,9 @@ def test_later_says_what_is_waited_for():
 
 
 def test_the_watermark_stays_free_beside_others_only():
-    admission = Admission(LIMITS, watermark_blocks=5)
-    assert [admission.reserve(num_running) for num_running in (0, 1, 5, 7)] == [0, 5, 5, 7]
     core = make_core(num_blocks=10, watermark=0.5)
+    reserve = core.scheduler.kv_allocator.reserve
+    assert [reserve(num_running) for num_running in (0, 1, 5, 7)] == [0, 5, 5, 7]
     for name in "ab":
         core.add(make_request(name, [ord(name)] * 40, max_tokens=2))
     core.step()
@@ -151,7 +150,7 @@ def test_fair_forgets_tenants_that_are_gone():
         if index % 7 == 0:
             run_all(core)
     run_all(core)
-    assert core.scheduler.queues.waiting.ordinary.num_tenants <= 1000
+    assert core.scheduler.queues.waiting.num_tenants <= 1000
 
 
 def test_static_batches_end_before_the_next_begins():

@@ -1,0 +1,83 @@
+"""What some requests need besides KV blocks: compiled grammars, adapters in slots of the device,
+and encoded media. Plain requests need none of it.
+"""
+
+from __future__ import annotations
+
+from octavo.engine.adapters import NO_SLOT, AdapterPlaces
+from octavo.engine.media import MediaPlaces
+from octavo.engine.protocol.requests import EngineRequest
+from octavo.engine.protocol.step import StepPlan, StepResult
+from octavo.engine.scheduler.grammar_gate import GrammarGate
+
+
+class RequestResources:
+    """The grammars, adapters and media of one engine."""
+
+    def __init__(self, num_adapter_slots: int, media_cache_tokens: int) -> None:
+        self.is_used = False
+        """Whether any request needed one; the other methods do nothing before."""
+        self.grammars = GrammarGate()
+        self._adapters = AdapterPlaces(num_adapter_slots)
+        self._media = MediaPlaces(media_cache_tokens)
+
+    def request(self, source: EngineRequest) -> None:
+        """Registers what a new request needs, and requests the compilation of its grammar."""
+        if source.grammar is not None or source.adapter is not None or source.media:
+            self.is_used = True
+        if source.grammar is not None:
+            self.grammars.want(source.grammar)
+
+    def is_loaded(self, source: EngineRequest) -> bool:
+        """Returns whether a request's adapter is in a slot; otherwise loads it if there is one."""
+        adapter = source.adapter
+        return adapter is None or self._adapters.is_ready(source.request_id, adapter)
+
+    def is_compiled(self, source: EngineRequest) -> bool:
+        """Returns whether a request need not wait for its grammar."""
+        return source.grammar is None or self.grammars.is_ready(source.grammar)
+
+    def hold(self, source: EngineRequest) -> None:
+        """Holds the adapter of a request that starts."""
+        if source.adapter is not None:
+            self._adapters.hold(source.request_id, source.adapter)
+
+    def release(self, source: EngineRequest) -> None:
+        """Releases the adapter of a request that has ended."""
+        if source.adapter is not None:
+            self._adapters.release(source.request_id, source.adapter)
+
+    def get_adapter_slot(self, source: EngineRequest) -> int:
+        """Returns the slot of the adapter that a request holds; NO_SLOT without one."""
+        return NO_SLOT if source.adapter is None else self._adapters.get_slot(source.adapter)
+
+    def read_media(self, source: EngineRequest, start: int, end: int) -> None:
+        """Schedules the encoding of the media among a request's tokens from `start` to `end`."""
+        self._media.use(source, start, end)
+
+    def add_to_plan(self, plan: StepPlan) -> None:
+        """Adds what the worker compiles, loads, encodes and drops with a plan."""
+        if self.grammars.to_compile:
+            plan.compiles = self.grammars.take_wanted()
+        if self._adapters.num_slots:
+            plan.adapters = self._adapters.take_loads()
+        if self._media.kept:
+            plan.encodes = self._media.take_encodes()
+            plan.dropped_media = self._media.take_dropped()
+
+    def update(self, result: StepResult) -> dict[bytes, str]:
+        """Processes a plan's result; returns the reasons why adapters could not be loaded, by
+        digest.
+        """
+        if result.compiled:
+            self.grammars.compiled(result.compiled)
+        if result.not_encoded:
+            self._media.forget(result.not_encoded)
+        return self._adapters.loaded(result.adapters) if result.adapters else {}
+
+    def plan_failed(self, plan: StepPlan) -> None:
+        """Repeats what a failed plan may not have begun."""
+        # Grammars whose compilation did not begin are compiled with their rows.
+        self.grammars.compiled(spec.digest for spec in plan.compiles)
+        self._adapters.load_again(plan.adapters)
+        self._media.forget(pixels.digest for pixels in plan.encodes)
