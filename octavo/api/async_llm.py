@@ -22,10 +22,11 @@ from octavo.api.pooling_params import PoolingParams, PoolingTask, RequestParams
 from octavo.api.sampling_params import SamplingParams
 from octavo.api.transcription import Transcription
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.clients.client import EngineInfo, ViewEngine, as_view
+from octavo.engine.clients.client import EngineInfo, as_view
 from octavo.engine.live.feed import EngineFeed, FeedReader
 from octavo.engine.protocol.block_events import BlocksCleared
 from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.engine.protocol.requests import ResetPrefixCache, ViewEngine
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.protocol.step import AdapterRef
 from octavo.frontend.admission import AdmissionLimits
@@ -396,9 +397,8 @@ class AsyncLLM:
         False and does nothing if requests are running.
         """
         self.start()
-        done = await asyncio.to_thread(
-            self._front.reset_prefix_cache, reset_connector=reset_connector
-        )
+        query = ResetPrefixCache(reset_connector)
+        done = bool(await asyncio.to_thread(self._front.client.query, query))
         if done:
             # The core's own event may come later than the next request.
             self._transfers.note_blocks([BlocksCleared()])

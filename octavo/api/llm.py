@@ -31,6 +31,7 @@ from octavo.api.transcription import Transcription
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineInfo
 from octavo.engine.protocol.ports import Profiler
+from octavo.engine.protocol.requests import ResetPrefixCache
 from octavo.engine.protocol.stats import EngineStats
 from octavo.frontend.arguments import (
     Messages,
@@ -317,7 +318,7 @@ class LLM:
         """Clears the prefix cache, with `reset_connector` also in host memory and on disk. Returns
         False and does nothing if requests are running.
         """
-        return self.front.reset_prefix_cache(reset_connector=reset_connector)
+        return bool(self.front.client.query(ResetPrefixCache(reset_connector)))
 
     def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
         """Computes a prompt and keeps its full blocks in `prefix_cache_dir` for `ttl_s` seconds
@@ -427,5 +428,5 @@ class LLM:
             for request_id in changed:
                 is_final = self._changed.pop(request_id)
                 if streaming or is_final:
-                    outputs.append(self.front.output(request_id))
+                    outputs.append(self.front.outputs.output(request_id))
         return outputs

@@ -18,7 +18,14 @@ from octavo.engine.kv_meter import KvMeter
 from octavo.engine.live.watch import EngineWatch, view_of
 from octavo.engine.protocol.outputs import CoreOutputs, EngineOutput
 from octavo.engine.protocol.ports import AsyncExecutor, DecodingExecutor, Executor, Launched
-from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
+from octavo.engine.protocol.requests import (
+    EngineRequest,
+    Pin,
+    Query,
+    QueryAnswer,
+    RequestChange,
+    ViewEngine,
+)
 from octavo.engine.protocol.stats import EngineStats, StepTokens
 from octavo.engine.protocol.step import RowResult, StepPlan, StepResult
 from octavo.engine.protocol.step_costs import UNMEASURED, StepCostMeter, StepCosts
@@ -35,7 +42,7 @@ from octavo.engine.recording.recorder import (
     StepComputed,
     StepPlanned,
 )
-from octavo.engine.requests.sequence_state import Finish
+from octavo.engine.requests.generation import Finish
 from octavo.engine.scheduler.scheduler import Scheduler
 
 CLOSE_S = 2.0
@@ -133,13 +140,8 @@ class EngineCore:
             or self.scheduler.has_work
             or self._holds_memory
             or bool(self._early)
-            or self._has_events
+            or bool(self.scheduler.blocks.events)
         )
-
-    @property
-    def _has_events(self) -> bool:
-        events = self.scheduler.blocks.events
-        return events is not None and bool(events)
 
     @property
     def plans_in_flight(self) -> list[StepPlan]:
@@ -184,28 +186,29 @@ class EngineCore:
         """
         self._watch = EngineWatch(self.scheduler, period_s) if period_s else None
 
-    def view(self, *, with_blocks: bool) -> EngineView:
-        """Returns a view of the engine as it is now, without recent steps."""
-        return view_of(self.scheduler, self._clock(), with_blocks=with_blocks)
-
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+    def query(self, query: Query) -> QueryAnswer:
+        """Returns the answer to a query; raises InvalidRequest if the sender is at fault."""
+        blocks = self.scheduler.blocks
+        if isinstance(query, ViewEngine):
+            return view_of(self.scheduler, self._clock(), with_blocks=query.with_blocks)
+        if isinstance(query, Pin):
+            self._end_decode()
+            self._record(PrefixPinned(query))
+            return blocks.pin_prefix(query)
         self.settle()
-        self._record(PrefixCacheReset(reset_connector))
-        return self.scheduler.blocks.reset_prefix_cache(reset_connector=reset_connector)
-
-    def pin_prefix(self, pin: Pin) -> int:
-        """Keeps a prompt in the prefix cache for a time; returns the number of its tokens that are
-        kept. Raises InvalidRequest if that exceeds the limit.
-        """
-        self._end_decode()
-        self._record(PrefixPinned(pin))
-        return self.scheduler.blocks.pin_prefix(pin)
+        self._record(PrefixCacheReset(query.reset_connector))
+        return int(blocks.reset_prefix_cache(reset_connector=query.reset_connector))
 
     def pause_s(self) -> float | None:
         """Returns the seconds for which steps do nothing unless a request is added or ends; None
         if there is no work at all.
         """
-        if self._decode is not None or self._in_flight or self._early or self._has_events:
+        if (
+            self._decode is not None
+            or self._in_flight
+            or self._early
+            or self.scheduler.blocks.events
+        ):
             return 0.0
         if not (self.scheduler.has_work or self._holds_memory):
             return None
@@ -220,7 +223,7 @@ class EngineCore:
         outputs, self._early = self._early, []
         step = None if self._decode is None else self._next_decode_step(self._decode)
         if step is None:
-            if self._may_plan():
+            if not self._in_flight or self._may_plan():
                 now, costs = self._clock(), self._meter.costs
                 plan = self.scheduler.schedule(now, costs)
                 if self._log is not None:
@@ -237,9 +240,12 @@ class EngineCore:
         return self._outputs(outputs, with_view=True)
 
     def _outputs(self, outputs: list[EngineOutput], *, with_view: bool = False) -> CoreOutputs:
-        # Statistics do not change between the decode steps of a plan.
-        stats = self._last_stats if self._decode is not None else self._stats()
-        made = CoreOutputs(outputs, stats)
+        if self._decode is None:  # statistics do not change between the decode steps of a plan
+            self._last_stats = self.scheduler.stats()
+            self._last_stats.kv, self._last_stats.kv_sums = self._kv_meter.now, self._kv_meter.sums
+            tokens = self._step_tokens
+            self._last_stats.step_tokens = StepTokens(list(tokens.counts), tokens.total)
+        made = CoreOutputs(outputs, self._last_stats)
         events, now = self.scheduler.blocks.events, self._measured_until
         if events is not None:
             made.block_events = events.take()
@@ -251,11 +257,9 @@ class EngineCore:
         return made
 
     def _may_plan(self) -> bool:
-        """Returns whether a step can be scheduled now: not after a step that could not be launched,
-        and not if it needs outstanding results.
+        """Returns whether a step can be scheduled while others are in flight: not after one that
+        could not be launched, and not if it needs outstanding results.
         """
-        if not self._in_flight:
-            return True
         is_done = isinstance(self._in_flight[-1].outcome, StepResult | Exception)
         return not (is_done or self.scheduler.waits_for_results)
 
@@ -339,12 +343,6 @@ class EngineCore:
             now = self._clock()
             watch.spent(now, now - began)
         return view
-
-    def _stats(self) -> EngineStats:
-        self._last_stats = stats = self.scheduler.stats()
-        stats.kv, stats.kv_sums = self._kv_meter.now, self._kv_meter.sums
-        stats.step_tokens = StepTokens(list(self._step_tokens.counts), self._step_tokens.total)
-        return stats
 
     def _wait(self, plan: StepPlan, outcome: Exception | Launched) -> StepResult:
         """Waits for a step's result. An exception fails the step's requests and no others; only

@@ -19,17 +19,10 @@ from octavo.api.outputs import RequestOutput
 from octavo.api.pooling_params import PoolingParams, PoolingTask, RequestParams, TextPair
 from octavo.api.sampling_params import SamplingParams
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.clients.client import (
-    EngineClient,
-    EngineInfo,
-    ResetPrefixCache,
-    ViewEngine,
-    as_number,
-    as_view,
-)
+from octavo.engine.clients.client import EngineClient, EngineInfo, as_number, as_view
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.ports import Profiler
-from octavo.engine.protocol.requests import RequestChange
+from octavo.engine.protocol.requests import RequestChange, ViewEngine
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.protocol.step import AdapterRef
 from octavo.engine.protocol.view import EngineView
@@ -367,12 +360,6 @@ class Frontend:
         """Raises Unavailable while an engine that hung is being replaced."""
         if self.client.trouble:
             raise Unavailable(self.client.trouble)
-
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forgets the KV of earlier prompts, with `reset_connector` in host memory and on disk too;
-        returns False, and does nothing, while requests run.
-        """
-        return bool(self.client.query(ResetPrefixCache(reset_connector)))
 
     def pin_params(self, ttl_s: float | None) -> SamplingParams:
         """Returns the params under which a prompt is computed in order to be pinned; InvalidRequest

@@ -219,7 +219,7 @@ class InputProcessor:
         """Reads a prompt that the decoder itself reads, with its images in their places."""
         text, token_ids, salt = self.prompts.read_prompt(prompt)
         placed = None
-        if images := images_of(prompt):
+        if isinstance(prompt, Mapping) and (images := images_of(prompt)):
             placed = self.prompts.images.placed(token_ids, images)
             token_ids = placed.token_ids
         return ReadInput(text, token_ids, token_ids, salt, images=placed)
@@ -338,7 +338,8 @@ class InputProcessor:
             raise InvalidRequest(
                 f"tenant: got {shown(origin.tenant)}, allowed is a text", param="tenant"
             )
-        check_unicode(origin.tenant, "tenant")
+        if origin.tenant:
+            check_unicode(origin.tenant, "tenant")
         return replace(origin, priority=priority)
 
     def _draw_seed(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from octavo.api.errors import InvalidRequest
 from octavo.api.outputs import (
@@ -52,11 +53,6 @@ class Sample:
         self.catch_up()
         finished = self.finish_reason is not None
         return "" if self.detokenizer is None else self.detokenizer.text(finished=finished)
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Number of its tokens that are reasoning, as far as they have been detokenized."""
-        return 0 if self.detokenizer is None else self.detokenizer.num_reasoning_tokens
 
     def change_stops(self, params: SamplingParams) -> None:
         """Looks for other stop strings from now on."""
@@ -120,7 +116,7 @@ class RequestState:
             num_tokens += len(sample.token_ids)
         return num_tokens
 
-    def returned(self) -> list[Sample]:
+    def get_returned(self) -> list[Sample]:
         """Returns the samples that the user gets, by index; the best ones first where they are
         ranked.
         """
@@ -172,19 +168,22 @@ class OutputProcessor:
                 f"request_id: {request.request_id!r} is in use by an unfinished request",
                 param="request_id",
             )
-        samples = [self._make_sample(request, sample.sample_index) for sample in request.samples]
         params = request.params
+        is_ranked = params.is_ranked
+        samples: list[Sample] = []
         state = RequestState(
             request,
             samples,
-            len(samples),
+            len(request.samples),
             RequestMetrics(arrival_time=request.arrival_time),
-            is_read_at_end=params.is_ranked or params.beam_width is not None,
+            is_read_at_end=is_ranked or params.beam_width is not None,
             ends_by_text=params.ends_by_text,
         )
         self._states[request.request_id] = state
         self._recent.drop(request.request_id)
-        for engine_request, sample in zip(request.samples, samples, strict=True):
+        for engine_request in request.samples:
+            sample = self._make_sample(request, engine_request.sample_index, is_ranked=is_ranked)
+            samples.append(sample)
             self._samples[engine_request.request_id] = (state, sample)
 
     def unfinished_ids(self, request_id: str) -> list[str]:
@@ -259,12 +258,15 @@ class OutputProcessor:
         if finished:
             del self._states[request_id]
         request = state.request
+        merged = None
+        if finished and len(state.timings) > 1:
+            merged = Timings.merged(state.timings)
         made = RequestOutput(
             request_id=request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=(
-                list(map(_gained if only_new else _completion, state.returned()))
+                list(map(partial(_make_completion, only_new=only_new), state.get_returned()))
                 if finished or not state.is_read_at_end
                 else []
             ),
@@ -275,7 +277,7 @@ class OutputProcessor:
             error=state.error,
             pooled=state.pooled,
             lora_request=request.lora_request,
-            timings=Timings.merged(state.timings) if finished and state.timings else None,
+            timings=state.timings[0] if finished and len(state.timings) == 1 else merged,
         )
         if finished:
             samples = [replace(sample, logprobs=None) for sample in state.samples]
@@ -298,12 +300,14 @@ class OutputProcessor:
             return None
         return Detokenizer(self._tokenizer, params, request.samples[0].prompt_token_ids)
 
-    def _make_sample(self, request: ParentRequest, index: int) -> Sample:
+    def _make_sample(
+        self, request: ParentRequest, index: int, *, is_ranked: bool = False
+    ) -> Sample:
         params = request.params
         sample = Sample(index, self._make_detokenizer(request))
         if params.logprobs is not None:
             sample.logprobs = []
-        if params.logprobs is not None or params.is_ranked:
+        if params.logprobs is not None or is_ranked:
             sample.cumulative_logprob = 0.0
         return sample
 
@@ -407,31 +411,18 @@ class OutputProcessor:
         return found
 
 
-def _completion(sample: Sample) -> CompletionOutput:
-    return CompletionOutput(
-        index=sample.index,
-        text=sample.text(),
-        token_ids=list(sample.token_ids),
-        cumulative_logprob=sample.cumulative_logprob,
-        logprobs=None if sample.logprobs is None else list(sample.logprobs),
-        finish_reason=sample.finish_reason,
-        stop_reason=sample.stop_reason,
-        score=sample.score,
-        num_reasoning_tokens=sample.num_reasoning_tokens,
-    )
-
-
-def _gained(sample: Sample) -> CompletionOutput:
-    """Returns what a sample gained since the last call; nothing new after its end was given."""
+def _make_completion(sample: Sample, *, only_new: bool) -> CompletionOutput:
+    """Returns all of a sample so far, or with `only_new` what it gained since the last call."""
     sample.catch_up()
-    start, sample.num_given = sample.num_given, len(sample.token_ids)
-    finished = sample.finish_reason is not None
-    text = (
-        ""
-        if sample.detokenizer is None or sample.end_given
-        else sample.detokenizer.delta(finished=finished)
-    )
-    sample.end_given = finished
+    detokenizer, finished = sample.detokenizer, sample.finish_reason is not None
+    start, text = 0, ""
+    if only_new:
+        start, sample.num_given = sample.num_given, len(sample.token_ids)
+        if detokenizer is not None and not sample.end_given:
+            text = detokenizer.delta(finished=finished)
+        sample.end_given = finished
+    elif detokenizer is not None:
+        text = detokenizer.text(finished=finished)
     return CompletionOutput(
         index=sample.index,
         text=text,
@@ -441,5 +432,5 @@ def _gained(sample: Sample) -> CompletionOutput:
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
         score=sample.score,
-        num_reasoning_tokens=sample.num_reasoning_tokens,
+        num_reasoning_tokens=0 if detokenizer is None else detokenizer.num_reasoning_tokens,
     )

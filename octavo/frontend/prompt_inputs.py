@@ -18,7 +18,7 @@ from octavo.frontend.encoder_inputs import EncoderInputs
 from octavo.frontend.images import KEY, ImageInputs, images_of, taken_out
 from octavo.frontend.params_resolver import need_tokenizer
 from octavo.text.ports import Rendering, Tokenizer
-from octavo.text.unicode import check_unicode, is_long
+from octavo.text.unicode import LONG_TEXT_CHARACTERS, check_unicode
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", KEY)
 TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt")
@@ -49,8 +49,9 @@ class PromptInputs:
         """Returns a prompt's text if it has one, its token ids and its cache salt."""
         text = None
         salt = ""
-        has_images = bool(images_of(prompt))
+        has_images = False
         if isinstance(prompt, Mapping):
+            has_images = bool(images_of(prompt))
             text, prompt, salt = self._open_dict(prompt)
         if isinstance(prompt, str):
             if not may_be_long:
@@ -83,7 +84,7 @@ class PromptInputs:
         """Refuses long texts that cannot fit into one prompt, before the seconds that tokenizing
         them would take.
         """
-        if self.tokenizer is None or not any(map(is_long, texts)):
+        if self.tokenizer is None or max(map(len, texts)) <= LONG_TEXT_CHARACTERS:
             return
         least = sum(map(self.tokenizer.fewest_tokens, texts))
         if self.encoder is not None:

@@ -78,7 +78,9 @@ class Detokenizer:
         A stop string cannot match within the first `min_tokens` tokens.
         """
         if self._stops is None and self._watch is None and not self._begun:
-            shown = [token_id for token_id in token_ids if token_id not in self._skipped]
+            shown = token_ids
+            if not self._skipped.isdisjoint(token_ids):
+                shown = [token_id for token_id in token_ids if token_id not in self._skipped]
             self._num_tokens += len(token_ids)
             self._add(self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, shown))))
             return self.stop

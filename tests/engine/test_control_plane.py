@@ -17,7 +17,7 @@ from hypothesis.stateful import initialize, rule
 
 from octavo.api.errors import InvalidRequest
 from octavo.engine.protocol.prompt_limits import AllocStatus
-from octavo.engine.protocol.requests import Pin
+from octavo.engine.protocol.requests import Pin, ResetPrefixCache
 from tests.engine.control_plane_invariants import (
     MAX_NUM_SEQS,
     NUM_BLOCKS,
@@ -163,7 +163,7 @@ class ControlPlaneMachine(ControlPlaneInvariants):
         """
         prompt, max_tokens, fields = self.given[request_id]
         scheduler, width = self.core.scheduler, fields["beam_width"]
-        limits = scheduler.admission.limits_of(scheduler.blocks.capacity_of(width))
+        limits = scheduler.admission.get_limits(scheduler.blocks.capacity_of(width))
         if limits.judge(len(prompt), width).status is AllocStatus.NEVER:
             return None
         room = limits.max_num_tokens(len(prompt), width) - len(prompt)
@@ -204,7 +204,7 @@ class ControlPlaneMachine(ControlPlaneInvariants):
     def reset(self, connector):
         self.core.settle()
         holds = bool(self.core.scheduler.blocks.tables or self.core.scheduler.queues.swapped)
-        assert self.core.reset_prefix_cache(reset_connector=connector) != holds
+        assert self.core.query(ResetPrefixCache(connector)) != holds
 
     @rule()
     def crash(self):
@@ -220,9 +220,7 @@ class ControlPlaneMachine(ControlPlaneInvariants):
         connector = self.core.scheduler.blocks.connector
         before = dict(connector.pins)
         try:
-            num_tokens = self.core.pin_prefix(
-                Pin(prompt, salt, self.disk.now + ttl_s, self.disk.now)
-            )
+            num_tokens = self.core.query(Pin(prompt, salt, self.disk.now + ttl_s, self.disk.now))
         except InvalidRequest:
             assert ttl_s and connector.pins == before, "there is always room for less"
             return

@@ -10,10 +10,9 @@ import msgspec
 import pytest
 
 from octavo.api.sampling_params import SamplingParams
-from octavo.engine.clients.client import ViewEngine
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.clients.process import ProcessClient
-from octavo.engine.protocol.requests import RequestChange
+from octavo.engine.protocol.requests import RequestChange, ViewEngine
 from octavo.engine.protocol.view import CACHED, HELD, SHARED
 from octavo.engine.recording.recorder import RequestChanged, read_log
 from octavo.engine.recording.replay import Replay
@@ -135,7 +134,7 @@ def test_changes_and_forks_are_in_the_recording(tmp_path):
 
 
 def parent_agrees(core, parent, prompt):
-    request = core.scheduler.queues.find(parent)
+    request = core.scheduler.queues.by_id.get(parent)
     return request is not None and request.token_ids[:8] == prompt[:8] and len(prompt) >= 8
 
 
@@ -210,7 +209,7 @@ def test_a_fork_whose_parent_has_no_blocks_is_a_request_by_itself(gone):
         core = make_core(num_blocks=12, num_host_blocks=12, preemption_mode=mode)
         for name in "bca":
             core.add(make_request(name, prompt, max_tokens=60))
-        while core.scheduler.queues.find("a").status.value == "running":
+        while core.scheduler.queues.by_id.get("a").status.value == "running":
             core.step()
     core.add(make_request("f", [*prompt, 9], max_tokens=4, fork_of="a", fork_tokens=50))
     found = run_all(core)
@@ -304,7 +303,7 @@ def test_a_view_says_why_requests_wait():
     for name in "abc":
         core.add(make_request(name, [1, 2, 3]))
     core.step()
-    first, second, third = core.view(with_blocks=False).requests
+    first, second, third = core.query(ViewEngine(with_blocks=False)).requests
     assert (first.request_id, first.state, first.waits_for) == ("a", "running", "")
     assert second.waits_for == third.waits_for == "batch full"
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(second))["state"] == "waiting"

@@ -18,6 +18,7 @@ from octavo.engine.protocol.block_events import (
 )
 from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
 from octavo.engine.protocol.kv_events import hash_of, parse_events_config
+from octavo.engine.protocol.requests import ResetPrefixCache
 from octavo.frontend.kv_event_publisher import END, SNAPSHOT, KVEventPublisher
 from tests.support.engine_fakes import make_core, make_request
 from tests.support.free_ports import free_port
@@ -237,7 +238,7 @@ def test_events_tell_what_a_core_finds():
         while core.has_work:
             step()
         if draw.random() < 0.1:
-            assert core.reset_prefix_cache()
+            assert core.query(ResetPrefixCache())
             assert core.has_work, "an idle core tells of it at once"
             step()
             assert not held and not core.has_work

@@ -13,7 +13,7 @@ import msgspec
 
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.outputs import CoreOutputs
-from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
+from octavo.engine.protocol.requests import EngineRequest, Query, QueryAnswer, RequestChange
 from octavo.engine.protocol.view import EngineView
 from octavo.transfer.messages import TransferFacts
 
@@ -48,25 +48,6 @@ class EngineInfo(msgspec.Struct):
     """Facts that are compared with engines of which it fetches blocks; None where it does not."""
     original: OriginalContext = ONE_CONTEXT
     """Context of the model before its longer angles."""
-
-
-class ViewEngine(msgspec.Struct, tag=True):
-    """Query: what the core holds now."""
-
-    with_blocks: bool
-
-
-class ResetPrefixCache(msgspec.Struct, tag=True):
-    """Query: forget cached blocks on the device; the answer is 1, or 0 while requests hold blocks,
-    which are kept then.
-    """
-
-    reset_connector: bool = False
-    """Whether those in host memory and on disk are forgotten too."""
-
-
-Query = ResetPrefixCache | Pin | ViewEngine
-QueryAnswer = int | EngineView
 
 
 class EngineClient(Protocol):

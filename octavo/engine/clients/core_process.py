@@ -26,7 +26,7 @@ from octavo.engine.clients.heartbeat import (
     HeartbeatThread,
     MonitoredExecutor,
 )
-from octavo.engine.clients.in_process import apply_command, run_query
+from octavo.engine.clients.in_process import apply_command
 from octavo.engine.clients.messages import (
     CalledToStep,
     Connected,
@@ -178,7 +178,7 @@ class CoreLoop:
 
 def _result_of(core: EngineCore, command: RunQuery) -> QueryResult:
     try:
-        return QueryResult(command.number, run_query(core, command.query))
+        return QueryResult(command.number, core.query(command.query))
     except InvalidRequest as error:
         return QueryResult(command.number, refusal=error.message, hint=error.hint)
 

@@ -21,19 +21,19 @@ from octavo.api.errors import (
     PeerEngineDead,
     Unavailable,
 )
-from octavo.engine.clients.client import (
-    EngineInfo,
-    Query,
-    QueryAnswer,
-    ResetPrefixCache,
-    ViewEngine,
-    as_number,
-    as_view,
-)
+from octavo.engine.clients.client import EngineInfo, as_number, as_view
 from octavo.engine.clients.supervised import SupervisedClient
 from octavo.engine.protocol.block_hashes import BlockHashing, note_events
 from octavo.engine.protocol.outputs import CoreOutputs
-from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
+from octavo.engine.protocol.requests import (
+    EngineRequest,
+    Pin,
+    Query,
+    QueryAnswer,
+    RequestChange,
+    ResetPrefixCache,
+    ViewEngine,
+)
 from octavo.engine.protocol.stats import EngineStats, total_stats
 from octavo.engine.protocol.view import EngineView
 from octavo.engine.routing.job import RoutingJob

@@ -16,14 +16,11 @@ from octavo.engine.clients.client import (
     ChangeRequests,
     Command,
     EngineInfo,
-    Query,
-    QueryAnswer,
-    ViewEngine,
     WatchEngine,
 )
 from octavo.engine.core import EngineCore
 from octavo.engine.protocol.outputs import CoreOutputs
-from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
+from octavo.engine.protocol.requests import EngineRequest, Query, QueryAnswer, RequestChange
 
 
 class InProcessClient:
@@ -73,7 +70,7 @@ class InProcessClient:
     def query(self, query: Query) -> QueryAnswer:
         with self._lock:
             self._apply_commands()
-            answer = run_query(self.core, query)
+            answer = self.core.query(query)
         self._arrival.set()  # the core may have something to tell now
         return answer
 
@@ -101,15 +98,6 @@ class InProcessClient:
         with contextlib.suppress(queue.Empty):
             while True:
                 apply_command(self.core, self._inbox.get_nowait())
-
-
-def run_query(core: EngineCore, query: Query) -> QueryAnswer:
-    """Returns the core's answer; raises InvalidRequest if the sender is at fault."""
-    if isinstance(query, Pin):
-        return core.pin_prefix(query)
-    if isinstance(query, ViewEngine):
-        return core.view(with_blocks=query.with_blocks)
-    return int(core.reset_prefix_cache(reset_connector=query.reset_connector))
 
 
 def apply_command(core: EngineCore, command: Command) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from octavo.api.errors import InvalidRequest
-from octavo.engine.clients.client import AddRequests, Command, EngineInfo, QueryAnswer
+from octavo.engine.clients.client import AddRequests, Command, EngineInfo
 from octavo.engine.protocol.outputs import CoreOutputs
-from octavo.engine.protocol.requests import EngineRequest
+from octavo.engine.protocol.requests import EngineRequest, QueryAnswer
 from octavo.utils.child_process import ChildFailed
 
 

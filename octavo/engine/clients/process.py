@@ -28,8 +28,6 @@ from octavo.engine.clients.client import (
     CloseCore,
     Command,
     EngineInfo,
-    Query,
-    QueryAnswer,
     RunQuery,
     WatchEngine,
 )
@@ -45,7 +43,7 @@ from octavo.engine.clients.messages import (
     encode_requests,
 )
 from octavo.engine.protocol.outputs import CoreOutputs
-from octavo.engine.protocol.requests import EngineRequest, RequestChange
+from octavo.engine.protocol.requests import EngineRequest, Query, QueryAnswer, RequestChange
 from octavo.utils.child_process import ChildFailed, describe_exit, end_process, start_bound
 from octavo.utils.progress import Report
 

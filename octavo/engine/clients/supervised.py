@@ -17,7 +17,7 @@ import msgspec
 
 from octavo.api.errors import OctavoError, PeerEngineDead
 from octavo.api.outputs import FinishReason
-from octavo.engine.clients.client import EngineInfo, Query, QueryAnswer
+from octavo.engine.clients.client import EngineInfo
 from octavo.engine.clients.ledger import RequestLedger, UnfinishedRequest
 from octavo.engine.clients.messages import encode_requests
 from octavo.engine.clients.process import ProcessClient
@@ -25,7 +25,7 @@ from octavo.engine.clients.suspects import Suspects
 from octavo.engine.clients.watchdog import RestartBackoff, Watchdog
 from octavo.engine.protocol.block_events import BlocksCleared
 from octavo.engine.protocol.outputs import CoreOutputs, EngineOutput
-from octavo.engine.protocol.requests import EngineRequest, RequestChange
+from octavo.engine.protocol.requests import EngineRequest, Query, QueryAnswer, RequestChange
 from octavo.engine.protocol.stats import EngineStats
 from octavo.utils.progress import Report
 

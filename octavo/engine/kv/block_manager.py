@@ -394,11 +394,11 @@ class BlockManager(BlockTables):
     def _copies(self, request_id: str, hit: Hit) -> list[BlockMove]:
         """Returns the copies of a hit's partial block to the first block that is written."""
         tables = self.tables[request_id]
-        return [
-            BlockMove(group, source, tables[group][hit.num_blocks])
-            for group, source in enumerate(hit.sources)
-            if source != HOLE
-        ]
+        moves = []
+        for group, source in enumerate(hit.sources):
+            if source != HOLE:
+                moves.append(BlockMove(group, source, tables[group][hit.num_blocks]))
+        return moves
 
     def _count_external(
         self, request_id: str, chain: BlockChain, num_tokens: int, hit: Hit

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from octavo.engine.kv.block_pool import HOLE, BlockPool
 from octavo.engine.protocol.kv_cache_spec import Extent, blocks_for
 from octavo.engine.protocol.kv_messages import BlockMove
 
+FREE = attrgetter("free")
 Kept = list[list[int | None]]
 """Beginning of a table in each group: existing blocks, holes, and None for blocks to allocate."""
 
@@ -157,7 +159,7 @@ class BlockTables:
         if not self._outlive_steps:
             return None
         missing: dict[str, list[int]] = {}
-        num_free = [len(pool.free) for pool in self.pools]
+        num_free = list(map(len, map(FREE, self.pools)))
         for request_id, end in ends.items():
             counts = self._missing(self.tables[request_id], blocks_for(end, self.block_size))
             if any(counts):

@@ -214,6 +214,7 @@ class PrefixFinder:
         self._pools = pools
         self._connector = connector
         self._block_size = block_size
+        self._nothing: Kept = [[] for _ in pools]
         self._partly_read = [
             index for index, pool in enumerate(pools) if not pool.spec.keeps_every_token
         ]
@@ -235,7 +236,7 @@ class PrefixFinder:
         if not self.can_hit:
             return NO_HIT
         is_stored = None if self._connector is None else self._connector.has
-        kept = self._longest(self._found(keys, is_stored, left_out)) if keys else self._no_blocks()
+        kept = self._longest(self._found(keys, is_stored, left_out)) if keys else self._nothing
         num_blocks = len(kept[0])
         num_tokens = num_blocks * self._block_size
         wanted = rest
@@ -292,7 +293,7 @@ class PrefixFinder:
         """Returns the blocks with these keys, up to the first that a group which needs all blocks
         lacks; holes for those that are left out.
         """
-        found = self._no_blocks()
+        found: Kept = [[] for _ in self._pools]
         for key in keys:
             if key.digest in left_out:
                 for table in found:
@@ -326,10 +327,7 @@ class PrefixFinder:
                     [*[HOLE] * first, *table[first:num_blocks]]
                     for first, table in zip(firsts, found, strict=True)
                 ]
-        return self._no_blocks()
-
-    def _no_blocks(self) -> Kept:
-        return [[] for _ in self._pools]
+        return self._nothing
 
     def _firsts(self, num_blocks: int) -> list[int]:
         """Returns for each group the first block that must be found for the token after

@@ -10,6 +10,7 @@ import msgspec
 from octavo.api.pooling_params import RequestParams
 from octavo.api.structured_outputs import GrammarSpec
 from octavo.engine.protocol.step import AdapterRef, EncoderInput, MediaItem, MediaPixels
+from octavo.engine.protocol.view import EngineView
 
 ON_ITS_WAY = "on its way to the engine"
 
@@ -93,3 +94,23 @@ class Pin(msgspec.Struct, tag=True):
     """End of the pin, in seconds since 1970; not after `now`, it ends an earlier pin."""
     now: float
     """Time at which the pin was made, in seconds since 1970."""
+
+
+class ViewEngine(msgspec.Struct, tag=True):
+    """Query: the state of the engine now."""
+
+    with_blocks: bool
+
+
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    """Query: clear the prefix cache on the device. The answer is 1, or 0 if nothing was cleared
+    because requests hold blocks.
+    """
+
+    reset_connector: bool = False
+    """Whether host memory and disk are cleared too."""
+
+
+Query = ResetPrefixCache | Pin | ViewEngine
+QueryAnswer = int | EngineView
+"""For Pin the number of tokens that are kept."""

@@ -14,23 +14,13 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from octavo.api.sampling_params import SamplingParams
 from octavo.engine.protocol.outputs import BeamOutput
 from octavo.engine.protocol.step import RowResult, TokenLogprobs, Wants
-from octavo.engine.requests.result_consumer import Branch, RequestProgress
-from octavo.engine.requests.sequence_state import Finish, SequenceState
-
-
-class StopTexts(Protocol):
-    """Finds stop strings in token ids. `engine/requests/stop_strings.py` implements it."""
-
-    def ended_by(self, token_ids: Sequence[int], token_id: int) -> str | None:
-        """Returns the stop string that `token_id` completes after `token_ids`; None where it
-        completes none.
-        """
-        ...
+from octavo.engine.requests.generation import Branch, Finish, RequestProgress, SequenceState
+from octavo.engine.requests.stop_strings import TokenizedStops
 
 
 class Beam(SequenceState):
@@ -86,7 +76,7 @@ class BeamSearch:
         eos_token_ids: Sequence[int],
         num_prompt_tokens: int,
         max_num_tokens: int,
-        stop_texts: StopTexts | None = None,
+        stop_texts: TokenizedStops | None = None,
         has_grammar: bool = False,
     ) -> None:
         assert params.beam_width is not None

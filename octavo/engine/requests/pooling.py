@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from octavo.api.pooling_params import PoolingParams
 from octavo.engine.protocol.step import RowResult, Wants
-from octavo.engine.requests.result_consumer import RequestProgress
-from octavo.engine.requests.sequence_state import Finish, SequenceState
+from octavo.engine.requests.generation import Finish, RequestProgress, SequenceState
 
 
 class Pooling:

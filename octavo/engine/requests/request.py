@@ -21,10 +21,14 @@ from octavo.engine.protocol.step import (
     WeightArrivals,
 )
 from octavo.engine.requests.beam_search import BeamSearch
-from octavo.engine.requests.plain_generation import EndRules, PlainGeneration
+from octavo.engine.requests.generation import (
+    EndRules,
+    Finish,
+    PlainGeneration,
+    ResultConsumer,
+    SequenceState,
+)
 from octavo.engine.requests.pooling import Pooling
-from octavo.engine.requests.result_consumer import ResultConsumer
-from octavo.engine.requests.sequence_state import Finish, SequenceState
 from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.requests.timings import Stopwatch
 
@@ -114,7 +118,8 @@ class Request(SequenceState):
         """Position of its first token."""
         self.num_exact_tokens = original.num_tokens
         """Most tokens that its positions hold for; with more all are computed again."""
-        self._place(self.num_tokens)
+        if len(self.token_ids) > original.num_tokens:
+            self._place(len(self.token_ids))
 
     def _make_consumer(self, make_stop_texts: MakeStopTexts | None) -> ResultConsumer:
         source, params = self.source, self.params

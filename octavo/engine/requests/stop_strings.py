@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from octavo.api.sampling_params import SamplingParams
-from octavo.engine.requests.beam_search import StopTexts
 from octavo.text.detokenizer import skipped_ids
 from octavo.text.ports import Tokenizer
 
 
 class TokenizedStops:
-    """The stop strings of one request; implements `beam_search.StopTexts`."""
+    """The stop strings of one request."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
@@ -56,7 +55,7 @@ class TokenizedStops:
         return b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
 
 
-MakeStopTexts: TypeAlias = Callable[[SamplingParams], StopTexts]
+MakeStopTexts: TypeAlias = Callable[[SamplingParams], TokenizedStops]
 
 
 class LazyStopTexts:
@@ -66,7 +65,7 @@ class LazyStopTexts:
         self._read = read
         self._tokenizer: Tokenizer | None = None
 
-    def __call__(self, params: SamplingParams) -> StopTexts:
+    def __call__(self, params: SamplingParams) -> TokenizedStops:
         self._tokenizer = self._tokenizer or self._read()
         assert self._tokenizer is not None, (
             "the front refuses stop strings where there is no tokenizer"

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from octavo.engine.requests.generation import SequenceState
 from octavo.engine.requests.request import Request
-from octavo.engine.requests.sequence_state import SequenceState
 from octavo.engine.scheduler.step_builder import StepBuilder
 
 REQUEST_ID = attrgetter("request_id")

@@ -16,9 +16,8 @@ from octavo.engine.protocol.block_hashes import BlockHashing, media_of_blocks
 from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.engine.protocol.step import TableEnd
+from octavo.engine.requests.generation import Branch, SequenceState
 from octavo.engine.requests.request import Request, RequestStatus
-from octavo.engine.requests.result_consumer import Branch
-from octavo.engine.requests.sequence_state import SequenceState
 from octavo.engine.scheduler.step_builder import StepBuilder
 
 

@@ -8,7 +8,7 @@ Fairness in Serving Large Language Models).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -29,6 +29,10 @@ def _is_background(request: Request) -> bool:
     return request.source.priority >= BACKGROUND_PRIORITY
 
 
+def _get_tenant(request: Request) -> int | str:
+    return BACKGROUND_PRIORITY if _is_background(request) else request.source.tenant
+
+
 class WaitingQueue:
     """Waiting requests. The lowest priority value starts first; with equal priorities, as under
     the policy fcfs, the first to arrive. The last to start of the highest value is preempted.
@@ -40,9 +44,7 @@ class WaitingQueue:
         self.num_requests = 0
         self._queues: dict[int | str, OrderedDict[str, Request]] = {}
         """Requests by priority or, if ordered by tenants, by tenant."""
-
-    def _key(self, request: Request) -> int | str:
-        return request.source.priority
+        self._key: Callable[[Request], int | str] = PRIORITY
 
     def add(self, request: Request, *, first: bool = False) -> None:
         """Adds a request, with `first` (after a preemption) before those with the same key."""
@@ -115,6 +117,7 @@ class FairQueue(WaitingQueue):
 
     def __init__(self, *, weights: Mapping[str, float], max_running: int | None) -> None:
         super().__init__()
+        self._key = _get_tenant
         self._tenants: dict[str, Tenant] = {}
         self._weights = weights
         self._max_running = max_running
@@ -128,9 +131,6 @@ class FairQueue(WaitingQueue):
     def num_tenants(self) -> int:
         """Number of tenants whose counters are kept."""
         return len(self._tenants)
-
-    def _key(self, request: Request) -> int | str:
-        return BACKGROUND_PRIORITY if _is_background(request) else request.source.tenant
 
     def add(self, request: Request, *, first: bool = False) -> None:
         if not _is_background(request):

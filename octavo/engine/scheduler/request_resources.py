@@ -16,15 +16,14 @@ class RequestResources:
 
     def __init__(self, num_adapter_slots: int, media_cache_tokens: int) -> None:
         self.is_used = False
-        """Whether any request needed one; the other methods do nothing before."""
+        """Whether any request has needed one."""
         self.grammars = GrammarGate()
         self._adapters = AdapterPlaces(num_adapter_slots)
         self._media = MediaPlaces(media_cache_tokens)
 
     def request(self, source: EngineRequest) -> None:
-        """Registers what a new request needs, and requests the compilation of its grammar."""
-        if source.grammar is not None or source.adapter is not None or source.media:
-            self.is_used = True
+        """Begins to provide what a new request needs."""
+        self.is_used = True
         if source.grammar is not None:
             self.grammars.want(source.grammar)
 

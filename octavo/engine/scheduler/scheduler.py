@@ -20,9 +20,8 @@ from octavo.engine.protocol.requests import EngineRequest, RequestChange
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.protocol.step import RowResult, ScheduledRequest, StepPlan, StepResult
 from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
+from octavo.engine.requests.generation import Finish, RequestProgress, SequenceState
 from octavo.engine.requests.request import Request, RequestStatus
-from octavo.engine.requests.result_consumer import RequestProgress
-from octavo.engine.requests.sequence_state import Finish, SequenceState
 from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.scheduler.admission_control import AdmissionControl
@@ -74,7 +73,7 @@ class Scheduler:
         self.leaving: list[Request] = []
         """Finished requests whose last step is still in flight; freed when it returns."""
         self._limits = limits
-        self._admission = AdmissionControl(
+        self.admission = AdmissionControl(
             self.queues, prompt_limits, batching, kv_allocator, self.resources, limits.max_num_seqs
         )
         self._multi_step_policy = multi_step_policy
@@ -118,17 +117,17 @@ class Scheduler:
         # Blocks freed by a preemption are for the requests that continue.
         if not (step.preempted or step.is_short):
             if queues.swapped:
-                for request in self._admission.resume_swapped(step):
+                for request in self.admission.resume_swapped(step):
                     self._run(request, step)
             if queues.waiting.num_requests:
-                for request in self._admission.admit_waiting(step):
+                for request in self.admission.admit_waiting(step):
                     self._run(request, step)
         return self._build_plan(step)
 
     def _begin_plan(self, now: float, costs: StepCosts) -> StepBuilder:
         queues, limits = self.queues, self._limits
-        if self._admission.batching is not None:
-            self._admission.begin_step(now)
+        if self.admission.batching is not None:
+            self.admission.begin_step(now)
         max_chunk = limits.max_num_batched_tokens
         if limits.max_chunk is not None:
             max_chunk = queues.waiting.max_chunk(limits.max_chunk, queues.running)
@@ -196,8 +195,8 @@ class Scheduler:
         if self.resources.is_used:
             self.resources.add_to_plan(plan)
         self.in_flight.add(step)
-        if self._admission.batching is not None:
-            self._admission.end_step(step)
+        if self.admission.batching is not None:
+            self.admission.end_step(step)
         self._stats.num_steps += 1
         self.times.planned(len(step.rows), step.waits_for if queues.waiting.num_requests else "")
         return plan
@@ -374,9 +373,9 @@ class Scheduler:
         error, with the next update.
         """
         width = source.params.beam_width
-        limits = self._admission.limits
+        limits = self.admission.limits
         if width is not None:
-            limits = self._admission.get_limits(self.blocks.capacity_of(width))
+            limits = self.admission.get_limits(self.blocks.capacity_of(width))
         num_prompt_tokens = len(source.prompt_token_ids)
         max_num_tokens = limits.max_num_tokens(num_prompt_tokens, width or 1)
         request = Request(
@@ -401,7 +400,8 @@ class Scheduler:
             self._outputs.append(self._final_output(request, finish))
             return
         self.queues.add(request)
-        self.resources.request(source)
+        if source.grammar is not None or source.adapter is not None or source.media:
+            self.resources.request(source)
         if request.fork_of is None and self.blocks.connector is not None:
             self.kv_allocator.prefetch(request, self.queues.num_running_seqs, at_once=True)
 
@@ -415,7 +415,7 @@ class Scheduler:
         self.queues.set_priority(request, change.priority)
         if change.computes_here:
             self.kv_allocator.forget_source(request)
-        most = self._admission.limits.max_num_tokens(request.num_prompt_tokens)
+        most = self.admission.limits.max_num_tokens(request.num_prompt_tokens)
         request.change(change.params, max_num_tokens=most)
         if request.num_tokens >= request.max_num_tokens:
             self.end(request.request_id, Finish("length"))
@@ -432,7 +432,7 @@ class Scheduler:
     def _finish(self, request: Request, finish: Finish) -> EngineOutput:
         """Ends a request, frees all that it holds and returns its final output."""
         self.queues.end(request)
-        if self._speculation is not None:
+        if self._speculation is not None and self._speculation.is_active:
             self._speculation.remove_request(request)
         if request.source.sends_kv:
             self.kv_allocator.sent(request)
@@ -487,9 +487,9 @@ class Scheduler:
         """Returns the seconds for which a batch waits to fill unless a request is added or ends."""
         queues = self.queues
         is_busy = queues.running or queues.swapped or self._outputs or not queues.by_id
-        if is_busy or self.blocks.has_transfers or self._admission.batching is None:
+        if is_busy or self.blocks.has_transfers or self.admission.batching is None:
             return 0.0
-        return max(0.0, self._admission.opens_at(now) - now)
+        return max(0.0, self.admission.opens_at(now) - now)
 
     def stats(self) -> EngineStats:
         """Returns a snapshot of the counters."""

@@ -9,8 +9,8 @@ from octavo.engine.kv.block_tables import NO_LEAVES, BlockAllocation, LeafBlocks
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.engine.protocol.step import MediaItem, NewRequest, ScheduledRequest
 from octavo.engine.protocol.step_costs import StepCosts
+from octavo.engine.requests.generation import SequenceState
 from octavo.engine.requests.request import Request
-from octavo.engine.requests.sequence_state import SequenceState
 from octavo.engine.scheduler.step_time import StepTime
 
 

@@ -12,10 +12,9 @@ import time
 import pytest
 
 from octavo.api.errors import ConfigError, EngineDead, InvalidRequest, Unavailable
-from octavo.engine.clients.client import ResetPrefixCache, ViewEngine
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.clients.process import ProcessClient
-from octavo.engine.protocol.requests import Pin
+from octavo.engine.protocol.requests import Pin, ResetPrefixCache, ViewEngine
 from tests.support.core_builders import INFO, build
 from tests.support.engine_fakes import expected_tokens, make_request
 

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from octavo.engine.clients.client import ResetPrefixCache, ViewEngine
 from octavo.engine.clients.fleet import FleetClient
+from octavo.engine.protocol.requests import ResetPrefixCache, ViewEngine
 from octavo.engine.protocol.stats import EngineStats, GroupBlocks, KvBytes, total_stats
 from octavo.engine.routing.policies import ROUTING_POLICIES
 from octavo.engine.routing.router import Router

@@ -12,6 +12,7 @@ from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.protocol.kv_cache_spec import SlidingWindowSpec
+from octavo.engine.protocol.requests import ResetPrefixCache
 from octavo.engine.recording.recorder import (
     FORMAT,
     Recorder,
@@ -82,7 +83,7 @@ def traffic(core, seed, *, num_requests=60):
         if draw.random() < 0.1:
             core.abort(str(draw.randrange(index + 1)))
         if draw.random() < 0.05:
-            core.reset_prefix_cache()
+            core.query(ResetPrefixCache())
     while core.has_work:
         core.step()
     core.close()

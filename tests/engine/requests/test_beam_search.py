@@ -80,7 +80,7 @@ def test_searches_that_crowd_each_other_out(mode, windows, num_blocks, caching, 
     outputs = run_all(core)
     for name, (prompt, width) in CROWD.items():
         assert tokens_of(outputs[f"plain {name}"]) == expected_tokens(prompt, 60)
-        longest = core.scheduler.admission.limits_of(
+        longest = core.scheduler.admission.get_limits(
             core.scheduler.blocks.capacity_of(width)
         ).max_num_tokens(len(prompt), width)
         max_tokens = min(60, longest - len(prompt))
@@ -228,7 +228,7 @@ def test_beams_without_states_are_refused_by_their_number():
     (output,) = run_all(core)["a"]
     wanted = "beam_width: got 4, but the KV cache has no room for 4 sequences at once"
     assert (output.finish_reason, output.error) == ("error", wanted)
-    three = scheduler.admission.limits_of(scheduler.blocks.capacity_of(3))
+    three = scheduler.admission.get_limits(scheduler.blocks.capacity_of(3))
     assert three.judge(20, 3).status is AllocStatus.OK
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from octavo.engine.clients.heartbeat import PAGE_BYTES, HeartbeatPage, MonitoredExecutor
 from octavo.engine.core import EngineCore
+from octavo.engine.protocol.requests import ResetPrefixCache
 from octavo.engine.scheduler.in_flight_steps import ALL_MAY_END, SHORT, SWAPPING
 from tests.support.engine_fakes import (
     LaunchingExecutor,
@@ -280,9 +281,9 @@ def test_the_cache_is_reset_once_nothing_is_in_flight():
     core.add(make_request("a", prompt, max_tokens=30, eos=(expected_tokens(prompt, 2)[1],)))
     while not any(output.finish_reason for output in core.step().outputs):
         pass
-    assert core.plans_in_flight and core.reset_prefix_cache() and not core.plans_in_flight
+    assert core.plans_in_flight and core.query(ResetPrefixCache()) and not core.plans_in_flight
     core.add(make_request("b", prompt))
-    assert tokens_of(core.step().outputs) == [] and not core.reset_prefix_cache(), "b runs"
+    assert tokens_of(core.step().outputs) == [] and not core.query(ResetPrefixCache()), "b runs"
     assert tokens_of(run_all(core)["b"]) == expected_tokens(prompt, 8), (
         "what was taken in meanwhile comes with the next step"
     )

@@ -7,6 +7,7 @@ import pytest
 
 from octavo.api.structured_outputs import GrammarSpec
 from octavo.engine.core import EngineCore
+from octavo.engine.protocol.requests import ResetPrefixCache
 from tests.support.engine_fakes import (
     FakeExecutor,
     expected_tokens,
@@ -153,7 +154,7 @@ def test_a_block_that_was_forgotten_while_it_is_kept_is_kept_anew():
         while core.scheduler.queues.by_id:
             core.step()
         core.step()
-        assert core.reset_prefix_cache(reset_connector=True)
+        assert core.query(ResetPrefixCache(True))
     core.add(make_request("b", prompt))
     tiers.pace = 1
     run_all(core)
