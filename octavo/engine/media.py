@@ -27,7 +27,7 @@ class MediaPlaces:
         """Media that were sent to be encoded since the start."""
 
     def use(self, source: EngineRequest, start: int, end: int) -> None:
-        """Notes that a step computes the tokens from `start` up to `end` of a request."""
+        """Records that a step computes the tokens from `start` up to `end` of a request."""
         for item in source.media:
             if item.place < end and start < item.end:
                 self._use(item, source.pixels)
@@ -61,7 +61,7 @@ class MediaPlaces:
         return dropped
 
     def forget(self, digests: Iterable[bytes]) -> None:
-        """Forgets media whose rows the worker may not have: they are encoded when next needed."""
+        """Removes media whose rows the worker may not have: they are encoded when next needed."""
         for digest in digests:
             self.kept.pop(digest, None)
 

@@ -74,7 +74,7 @@ class QueueLimit:
             self._left.popleft()
 
     def check(self, more: Size, *, num_unfinished: int, now: float) -> None:
-        """Raises Overloaded where more may not be sent now, and InvalidRequest where it never may.
+        """Raises Overloaded where more may not be sent now, and InvalidRequest if it never may.
         What finds a place among the running does not wait.
 
         `num_unfinished` counts the requests known here: those aborted since the last step, which
@@ -190,5 +190,5 @@ def _size(request: ParentRequest) -> Size:
 
 
 def _is_background(request: ParentRequest) -> bool:
-    """Tells whether a request goes behind all others, and so delays none."""
+    """Returns whether a request goes behind all others, and so delays none."""
     return request.origin.priority == BACKGROUND_PRIORITY

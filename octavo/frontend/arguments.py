@@ -66,7 +66,7 @@ def conversation_list(messages: Messages | Iterable[Messages]) -> list[Messages]
 
 
 def check_messages(messages: Any) -> Messages:
-    """Raises InvalidRequest where the argument is not a conversation; returns it if it is."""
+    """Raises InvalidRequest if the argument is not a conversation; returns it if it is."""
     if isinstance(messages, str):
         raise _not_messages(messages, [{"role": "user", "content": messages}])
     if isinstance(messages, Mapping):

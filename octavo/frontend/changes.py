@@ -57,7 +57,7 @@ class Fork:
 
 
 def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) -> ParentRequest:
-    """Returns the request with new values; InvalidRequest where they are out of their range."""
+    """Returns the request with new values; InvalidRequest if they are out of their range."""
     request, params = state.request, state.request.sampling_params
     fields: dict[str, Any] = {}
     if update == RequestUpdate():
@@ -162,7 +162,7 @@ def _continue_grammar(
     added: Sequence[int],
     fork: Fork,
 ) -> None:
-    """Puts a fork at its place in the parent's grammar; InvalidRequest where it cannot go on
+    """Puts a fork at its place in the parent's grammar; InvalidRequest if it cannot go on
     there.
     """
     spec, before = made.samples[0].grammar, parent.samples[0].grammar

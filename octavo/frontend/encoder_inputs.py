@@ -34,7 +34,7 @@ class EncoderInputs:
     """Whether the input is a sound's, and no text."""
 
     def of_tokens(self, token_ids: list[int]) -> EncoderInput:
-        """Returns the input that is a text; ContextTooLong where the encoder cannot take it."""
+        """Returns the input that is a text; ContextTooLong if the encoder cannot take it."""
         if self.hears:
             raise InvalidRequest(
                 "prompt: got a text, but the model hears sounds and reads none",

@@ -68,7 +68,7 @@ class Frontend:
     transcriptions: Transcriptions | None = None
     """Maker of requests of sounds; None for a model that does not hear."""
     adapters: AdapterNames | None = None
-    """Adapters that requests may name; None where the engine takes none."""
+    """Adapters that requests may name; None if the engine takes none."""
     profiler: Profiler | None = None
     """Profiler of a core in this process; None for one in a process of its own."""
     publishers: Sequence[KVEventPublisher] = ()
@@ -88,7 +88,7 @@ class Frontend:
 
     @property
     def default_params(self) -> SamplingParams:
-        """Params of a request that sets none; InvalidRequest where the model generates nothing."""
+        """Params of a request that sets none; InvalidRequest if the model generates nothing."""
         self.check_generates()
         return self.sampling.params
 
@@ -100,7 +100,7 @@ class Frontend:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; InvalidRequest where the engine runs without one."""
+        """The model's tokenizer; InvalidRequest if the engine runs without one."""
         if self.inputs.tokenizer is None:
             raise InvalidRequest(
                 "this engine has no tokenizer", hint="start it without skip_tokenizer_init"
@@ -135,7 +135,7 @@ class Frontend:
         add_special_tokens: bool = True,
         truncation: Truncation | None = None,
     ) -> dict[str, Any]:
-        """Returns a prompt with its token ids, for `prepare`; ContextTooLong where it cannot fit.
+        """Returns a prompt with its token ids, for `prepare`; ContextTooLong if it cannot fit.
         Any thread may call it at any time.
         """
         return self.inputs.prompts.tokenize(
@@ -170,14 +170,14 @@ class Frontend:
         return self.inputs.knows_form(params)
 
     def check_form(self, params: SamplingParams) -> None:
-        """Compiles the form of a request's answer; InvalidRequest where it cannot be kept. Any
+        """Compiles the form of a request's answer; InvalidRequest if it cannot be kept. Any
         thread may call it at any time.
         """
         self.inputs.check_form(params)
 
     def adapter(self, request: LoRARequest) -> AdapterRef:
         """Returns the adapter that a request names, once its files are read and checked;
-        InvalidRequest where they are not sound. Any thread may call it.
+        InvalidRequest if they are not sound. Any thread may call it.
         """
         if self.adapters is None:
             raise InvalidRequest(
@@ -188,7 +188,7 @@ class Frontend:
         return self.adapters.find(request)
 
     def pools(self, *tasks: PoolingTask) -> PoolingInputs:
-        """Returns the checks of requests for a pooled row; InvalidRequest where the model does
+        """Returns the checks of requests for a pooled row; InvalidRequest if the model does
         none of the tasks.
         """
         name = self.config.model.served_model_name
@@ -218,7 +218,7 @@ class Frontend:
         return self.transcriptions
 
     def check_generates(self) -> None:
-        """Raises InvalidRequest where the model generates no text."""
+        """Raises InvalidRequest if the model generates no text."""
         if self.pooling is not None:
             name = self.config.model.served_model_name
             does = TASKS[self.pooling.pools.task]
@@ -259,7 +259,7 @@ class Frontend:
         return self.outputs.output(request_id, only_new=only_new)
 
     def is_finished(self, request_id: str) -> bool:
-        """Tells whether the request's next output is its final one."""
+        """Returns whether the request's next output is its final one."""
         return self.outputs.is_finished(request_id)
 
     def lost(self, request_id: str) -> LostRequest | None:
@@ -345,7 +345,7 @@ class Frontend:
         return self.inputs.prompts.chat_prompt(messages, rendering, truncation)
 
     def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
-        """Returns the prompt that asks for the text between two texts; InvalidRequest where the
+        """Returns the prompt that asks for the text between two texts; InvalidRequest if the
         model's vocabulary has no tokens for that.
         """
         return self.inputs.prompts.infill_prompt(prefix, suffix)

@@ -102,7 +102,7 @@ class ImageInputs:
         return text
 
     def read(self, sources: Sequence[Any]) -> list[ReadImage]:
-        """Reads images; InvalidRequest where the model reads none."""
+        """Reads images; InvalidRequest if the model reads none."""
         if self._reader is None:
             raise InvalidRequest(
                 "image: got an image, and this engine's model reads text only",

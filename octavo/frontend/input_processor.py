@@ -278,7 +278,7 @@ class InputProcessor:
 
     def check_form(self, params: SamplingParams) -> None:
         """Compiles the form that an answer is to have, so that `process` need not; any thread may.
-        InvalidRequest where it cannot be kept.
+        InvalidRequest if it cannot be kept.
         """
         self._grammar(params)
 

@@ -78,7 +78,7 @@ class KVEventPublisher:
     def __init__(
         self, config: KVEventsConfig, *, engine: int, root: bytes, block_size: int
     ) -> None:
-        """Binds the addresses, those of engine number `engine`; ConfigError where one is taken."""
+        """Binds the addresses, those of engine number `engine`; ConfigError if one is taken."""
         self._engine = engine
         self._root = root
         self._block_size = block_size
@@ -131,7 +131,7 @@ class KVEventPublisher:
         self._context.destroy(linger=100)
 
     def _bound(self, kind: int, config: KVEventsConfig, name: str) -> Any:
-        """Returns a socket bound to the address of a field; None where it names none."""
+        """Returns a socket bound to the address of a field; None if it names none."""
         address = getattr(config, name)
         if address is None:
             return None

@@ -1,7 +1,7 @@
 """Early rejection: predicts when a new request would have its first token and how fast its tokens
 would follow, and refuses it where that is too late, before anything is computed for it.
 
-Lives in the front process; reads no clock itself. It counts what it has sent and what has come
+Lives in the frontend process; reads no clock itself. It counts what it has sent and what has come
 back, and knows from the core what steps cost. Unknown are the lengths of answers: those of the
 requests that have just ended stand for them. Source of the idea: Mooncake (Qin et al. 2025).
 """

@@ -1,6 +1,6 @@
 """Unfinished and just finished requests as their users see them: a state, reasons, tokens, text.
 
-Puts together what the front knows (prompts, texts, who asked) and what the core knows (who runs,
+Puts together what the frontend knows (prompts, texts, who asked) and what the core knows (who runs,
 who waits and why). Data and its making only; decides nothing.
 """
 
@@ -62,8 +62,8 @@ STATES = ("running", "swapped", "waiting", "finished")
 def live_request(
     state: RequestState, views: Mapping[str, RequestView], *, trouble: str = ""
 ) -> LiveRequest:
-    """Returns one request of the front beside what the core says of its samples, by the core's ids;
-    `trouble` is why there is no core at the moment.
+    """Returns one request with the core's views of its samples; `trouble` is why there is no core
+    at the moment.
     """
     request = state.request
     found = [views.get(one.request_id) for one in request.samples]

@@ -286,13 +286,13 @@ class OutputProcessor:
         return made
 
     def forget(self, request_id: str) -> None:
-        """Drops a request whose outputs are not read any more."""
+        """Removes a request whose outputs are not read any more."""
         state = self._states.pop(request_id, None)
         for sample in state.request.samples if state is not None else ():
             self._samples.pop(sample.request_id, None)
 
     def _make_detokenizer(self, request: ParentRequest) -> Detokenizer | None:
-        """Returns what makes text of a sample's tokens; None where none is wanted."""
+        """Returns what makes text of a sample's tokens; None if none is wanted."""
         params = request.params
         if self._tokenizer is None or not isinstance(params, SamplingParams):
             return None

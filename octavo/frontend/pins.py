@@ -1,4 +1,4 @@
-"""Pinning the beginning of prompts: the front has the core compute it, then keep it.
+"""Pinning the beginning of prompts: the frontend has the core compute it, then keep it.
 
 A pin ends at a time of the wall clock, since it outlives engines.
 """
@@ -35,7 +35,7 @@ def pin_of(output: RequestOutput, prompt: Any, ttl_s: float | None) -> Pin:
 
 
 def check_pin(ttl_s: float | None, cache: CacheOptions) -> None:
-    """Raises InvalidRequest where a pin cannot be made, before anything is computed."""
+    """Raises InvalidRequest if a pin cannot be made, before anything is computed."""
     if ttl_s is not None and not (0 <= ttl_s <= FOR_GOOD_S and math.isfinite(ttl_s)):
         raise InvalidRequest(
             f"ttl_s: got {ttl_s!r}, allowed is None (for good) or seconds from 0 to"

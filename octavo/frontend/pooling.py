@@ -60,7 +60,7 @@ class Pools:
     """Names of a classifier's labels."""
     pair_template: str | None = None
     """Jinja template of a pair of texts, for a tokenizer whose chat template reads none; "" where
-    only such a chat template will do, None where special tokens stand between the texts.
+    only such a chat template will do, None if special tokens stand between the texts.
     """
     dimensions: Sequence[int] = ()
     """Widths to which an embedding may be cut, as the checkpoint says."""
@@ -73,7 +73,7 @@ class ReadPrompt(NamedTuple):
     text: str | None = None
     """Text that the token ids came from, where it is one text."""
     second_start: int | None = None
-    """Index of the first token of the second segment; None where there is one segment only."""
+    """Index of the first token of the second segment; None if there is one segment only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class PoolingInputs:
         )
 
     def _limit(self, params: PoolingParams) -> int | None:
-        """Returns the number of tokens that a prompt is cut to; None where it is not cut."""
+        """Returns the number of tokens that a prompt is cut to; None if it is not cut."""
         limit = params.truncate_prompt_tokens
         most = self.inputs.limits.prompts.most_tokens(params.num_needed_tokens)
         if limit == MODEL_LIMIT:
@@ -222,7 +222,7 @@ class PoolingInputs:
 
 
 def _check_half(text: object) -> None:
-    """Raises InvalidRequest where one of a pair's texts is none."""
+    """Raises InvalidRequest if one of a pair's texts is none."""
     if not isinstance(text, str):
         raise InvalidRequest(
             f"prompt: got {shown(text)} in a pair, allowed are two texts", param="prompt"
@@ -230,7 +230,7 @@ def _check_half(text: object) -> None:
 
 
 def _second_start(type_ids: list[int]) -> int | None:
-    """Returns where the second segment starts; None where there is none."""
+    """Returns where the second segment starts; None if there is none."""
     if 1 not in type_ids:
         return None
     start = type_ids.index(1)
@@ -281,7 +281,7 @@ class PoolingJob(Generic[OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class PoolingJobs:
-    """Maker of jobs from what users pass in; InvalidRequest where the model lacks the task."""
+    """Maker of jobs from what users pass in; InvalidRequest if the model lacks the task."""
 
     pools: Callable[..., PoolingInputs]
     """Returns the checks of a model that does one of the named tasks, or refuses it."""
@@ -343,7 +343,7 @@ class PoolingJobs:
 
 
 def _check_scores(pools: Pools) -> None:
-    """Raises InvalidRequest where the model gives a pair of texts more than one score."""
+    """Raises InvalidRequest if the model gives a pair of texts more than one score."""
     if pools.task == "classify" and pools.width != 1:
         raise InvalidRequest(
             f"model: got one with {pools.width} labels, needed for scoring is one label, or"
@@ -378,7 +378,7 @@ def _check_counts(num_first: int, num_second: int) -> None:
 
 
 def _text(prompt: Prompt, name: str) -> str:
-    """Returns a prompt's text; InvalidRequest where it has token ids."""
+    """Returns a prompt's text; InvalidRequest if it has token ids."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) and len(prompt) == 1 else prompt
     if not isinstance(text, str):
         raise InvalidRequest(

@@ -60,7 +60,7 @@ class PrefillService:
         self._requests = msgspec.msgpack.Decoder(FrontRequestMessage)
 
     def start(self) -> None:
-        """Begins to listen, in the running event loop; ConfigError where the port is taken."""
+        """Begins to listen, in the running event loop; ConfigError if the port is taken."""
         if self._task is not None:
             return
         host, port = parse_address(self._options.kv_transfer_address, name="kv_transfer_address")

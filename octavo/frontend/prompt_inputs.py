@@ -158,7 +158,7 @@ class PromptInputs:
         add_special_tokens: bool = True,
         truncation: Truncation | None = None,
     ) -> dict[str, Any]:
-        """Returns a prompt with its token ids; ContextTooLong where it cannot fit."""
+        """Returns a prompt with its token ids; ContextTooLong if it cannot fit."""
         text, token_ids, salt = self.read_prompt(
             prompt, add_special_tokens=add_special_tokens, may_be_long=truncation is not None
         )

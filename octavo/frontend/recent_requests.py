@@ -54,7 +54,7 @@ class RecentRequests(Generic[FinishedT]):
         return self._kept.get(request_id)
 
     def drop(self, request_id: str) -> None:
-        """Forgets a request, if it is kept."""
+        """Removes a request, if it is kept."""
         found = self._kept.pop(request_id, None)
         if found is not None:
             self._num_tokens -= found.num_tokens

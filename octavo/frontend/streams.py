@@ -131,7 +131,7 @@ class RequestStreams:
 
     def start(self) -> bool:
         """Listens to the core from now on, in this event loop; returns whether it did not before.
-        InvalidRequest where another loop, still open, does.
+        InvalidRequest if another loop, still open, does.
         """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
@@ -170,7 +170,7 @@ class RequestStreams:
             self._call(function)
 
     def join(self) -> None:
-        """Waits for the thread, which ends once the front is closed."""
+        """Waits for the thread, which ends once the frontend is closed."""
         if self._reader is not None:
             self._reader.join()
 

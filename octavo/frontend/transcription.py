@@ -38,7 +38,7 @@ Sound = bytes | str | Path
 
 
 def sound_bytes(sound: Sound) -> bytes:
-    """Returns a file's bytes; InvalidRequest where a path cannot be read."""
+    """Returns a file's bytes; InvalidRequest if a path cannot be read."""
     if isinstance(sound, bytes):
         return sound
     if not isinstance(sound, str | Path):
@@ -63,7 +63,7 @@ class SpeechTokens:
     """Token of each language's code; {} for a model of English alone."""
     tasks: Mapping[str, int] = field(default_factory=dict)
     no_timestamps: int | None = None
-    """Token that asks for text alone; None where the model has none."""
+    """Token that asks for text alone; None if the model has none."""
     banned_at_start: tuple[int, ...] = ()
     """Tokens that are no beginning of a text."""
     num_timestamps: int = 0
@@ -71,7 +71,7 @@ class SpeechTokens:
     max_tokens: int = 224
     """Most tokens of a window's text; a decoder's context is twice as long."""
     previous: int | None = None
-    """Token before a text that goes before a sound's; None where the model has none."""
+    """Token before a text that goes before a sound's; None if the model has none."""
     ends: tuple[int, ...] = ()
     """Tokens that end a text."""
 
@@ -106,7 +106,7 @@ class Hearing(Protocol):
         ...
 
     def sound(self, data: bytes) -> HeardSound:
-        """Returns a file's sound; InvalidRequest where it is none."""
+        """Returns a file's sound; InvalidRequest if it is none."""
         ...
 
 
@@ -147,7 +147,7 @@ class Transcriptions:
     inputs: InputProcessor
 
     def checked(self, options: SpeechOptions) -> SpeechOptions:
-        """Returns the options with none left open but the language; InvalidRequest where the model
+        """Returns the options with none left open but the language; InvalidRequest if the model
         cannot do what is asked.
         """
         languages, language = self.tokens.languages, options.language

@@ -60,7 +60,7 @@ class Transfers:
             self._peers.place(request)
 
     def ended(self, request_id: str) -> None:
-        """Notes that a request has ended: nothing is to be computed for it any more."""
+        """Records that a request has ended: nothing is to be computed for it any more."""
         if self._peers is not None:
             self._peers.withdraw(request_id)
 

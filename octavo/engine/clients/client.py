@@ -1,4 +1,4 @@
-"""The protocol by which a front reaches an engine core, and the commands that cross to it.
+"""The protocol by which a frontend reaches an engine core, and the commands that cross to it.
 
 Knows requests and outputs, and no text. Where the core runs is the implementation's business:
 `in_process.py` calls it directly, `process.py` talks to a process of its own, `supervised.py`
@@ -34,7 +34,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct):
-    """Facts that a front needs of a core that has started."""
+    """Facts that a frontend needs of a core that has started."""
 
     vocab_size: int
     max_model_len: int
@@ -45,13 +45,13 @@ class EngineInfo(msgspec.Struct):
     """Memory of the machine that the KV cache may take, in bytes; 0 on a device with its own."""
     model: ModelFacts = ModelFacts()
     transfer: TransferFacts | None = None
-    """Facts that are compared with engines of which it fetches blocks; None where it does not."""
+    """Facts that are compared with engines of which it fetches blocks; None if it does not."""
     original: OriginalContext = ONE_CONTEXT
     """Context of the model before its longer angles."""
 
 
 class EngineClient(Protocol):
-    """A front's way to one engine core. One thread calls `receive`, any thread the other methods.
+    """A frontend's client of one engine. One thread calls `receive`, any thread the other methods.
 
     Every request that `add` accepts ends in exactly one output with a finish_reason, unless
     `receive` raises EngineDead.

@@ -1,7 +1,7 @@
 """The core's own process: builds a core, reports its loading, then turns commands into steps.
 
 Started by `process.py` with two ZeroMQ endpoints and the heartbeat page. Blocks on its socket while
-there is no work; ends by itself when the front's process does.
+there is no work; ends by itself when the frontend's process does.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CoreLoop:
         self._replies.send(self._encoder.encode(reply))
 
     def run(self) -> None:
-        """Builds the core, then serves it until the front closes it; raises what ends it early."""
+        """Builds the core and runs it until the frontend closes it."""
         setup = msgspec.msgpack.decode(self._commands.recv(), type=CoreSetup)
         self.send(Connected())
         module, _, function = setup.build.partition(":")
@@ -184,7 +184,7 @@ def _result_of(core: EngineCore, command: RunQuery) -> QueryResult:
 
 
 def _bind(commands: zmq.Socket, endpoint: str) -> bool:
-    """Binds the socket; returns False if the front has ended and removed the endpoint's folder."""
+    """Binds the socket; returns False if the frontend has removed the endpoint's folder."""
     try:
         commands.bind(endpoint)
     except zmq.ZMQError:
@@ -199,7 +199,7 @@ def _file_of(endpoint: str) -> Path:
 
 
 def _remove_files(endpoints: list[str]) -> None:
-    """Removes the endpoints' folder, which a front leaves if it is killed before Connected."""
+    """Removes the endpoints' folder, which a frontend leaves if it is killed before Connected."""
     with contextlib.suppress(OSError):
         for endpoint in endpoints:
             _file_of(endpoint).unlink(missing_ok=True)

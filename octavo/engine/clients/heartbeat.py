@@ -1,5 +1,5 @@
-"""The core's heartbeat: a page of memory, mapped by core and front, that the front can read even if
-the core hangs or has died.
+"""The heartbeat of the core: a shared page of memory, which the frontend can read even if the core
+hangs or has died.
 
 The core names the requests of a step before it computes them, and increments a counter with each
 step, and within a long step whenever the executor has made progress. How long the counter may stand
@@ -31,7 +31,7 @@ HEARTBEAT_INTERVAL_S = 0.25
 
 
 class HeartbeatPage:
-    """The shared page, written by the core's process and read by the front's.
+    """The shared page, written by the core's process and read by the frontend's.
 
     `fd` is a file of PAGE_BYTES; each process maps it for itself.
     """

@@ -1,4 +1,4 @@
-"""What a front has sent and got back, kept so that a new core can be told where each request is.
+"""What a frontend has sent and got back, kept so that a new core can be told where each request is.
 
 Owned by `supervised.py`, whose lock guards it against the threads that add and abort.
 """
@@ -55,7 +55,7 @@ class RequestLedger:
             self._num_sent_tokens += len(request.prompt_token_ids)
 
     def give_up(self, request_id: str) -> EngineRequest:
-        """Forgets an unfinished request as if it had never been sent; returns it as another core
+        """Removes an unfinished request as if it had never been sent; returns it as another core
         takes it in.
         """
         given = self.unfinished.pop(request_id)

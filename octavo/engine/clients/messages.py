@@ -82,7 +82,7 @@ def encode_requests(requests: list[EngineRequest]) -> bytes:
     """Returns the AddRequests command as bytes that a core can read.
 
     Raises InvalidRequest if a value does not fit the wire format, such as an integer of more than
-    64 bits. All fields but the prompt, whose tokens the front has checked, are read back as the
+    64 bits. All fields but the prompt, whose tokens the frontend has checked, are read back as the
     core will read them: a request that it could not read would end it.
     """
     try:

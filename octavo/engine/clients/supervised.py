@@ -231,9 +231,9 @@ class SupervisedClient:
         return msgspec.structs.replace(step, stats=self._stats)
 
     def _note_end(self, request: UnfinishedRequest, output: EngineOutput) -> None:
-        """Forgets a request that has ended; one whose trial ends is cleared and goes on.
+        """Removes a request that has ended; one whose trial ends is cleared and goes on.
 
-        On trial a request ends with "abort" after one token, which the front never learns.
+        On trial a request ends with "abort" after one token, which the frontend never learns.
         """
         if (
             output.finish_reason == "abort"

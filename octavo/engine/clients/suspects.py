@@ -77,7 +77,7 @@ class Suspects:
             self._case = []
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended."""
+        """Removes a request that has ended."""
         if request_id in self._held:
             self._held.remove(request_id)
         if request_id in self._case:

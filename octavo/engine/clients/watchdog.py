@@ -38,7 +38,7 @@ class Watchdog:
         return 0 < self.timeout_s <= self._still_s
 
     def reset(self) -> None:
-        """Forgets what it measured: the core has no work, or it is a new one."""
+        """Removes what it measured: the core has no work, or it is a new one."""
         self._beats = None
 
 

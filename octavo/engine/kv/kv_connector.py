@@ -131,12 +131,12 @@ class KVConnector:
     # -- what is there -----------------------------------------------------------------------------
 
     def has(self, group: int, key: BlockKey) -> bool:
-        """Says whether the next step can load the block."""
+        """Returns whether the next step can load the block."""
         slot = self.slots[group].find(key)
         return slot is not None and slot.ready
 
     def can_fetch(self, group: int, key: BlockKey, source: str = "") -> bool:
-        """Says whether the block is in a slot or on its way to one, or in a readable file, or
+        """Returns whether the block is in a slot or on its way to one, or in a readable file, or
         computed by the engine at `source`, or may be in a store that has to be asked.
         """
         name = BlockName(group, key.digest)
@@ -182,11 +182,11 @@ class KVConnector:
         return slot
 
     def has_fetched(self, request_id: str) -> bool:
-        """Says whether a request has fetched blocks and not been released since."""
+        """Returns whether a request has fetched blocks and not been released since."""
         return request_id in self.held
 
     def is_waiting(self, request_id: str) -> bool:
-        """Says whether some of the blocks that a request fetched are not there yet."""
+        """Returns whether some of the blocks that a request fetched are not there yet."""
         return any(slot.is_awaited for _, slot in self.held.get(request_id, ()))
 
     def release(self, request_id: str) -> None:
@@ -227,7 +227,7 @@ class KVConnector:
         return ratings
 
     def cancel_query(self, request_id: str) -> None:
-        """Drops the answer to a request's query."""
+        """Removes the answer to a request's query."""
         self._answers.pop(request_id, None)
 
     def rate(self, keys: Sequence[BlockKey], ratings: Sequence[float]) -> None:
@@ -256,7 +256,7 @@ class KVConnector:
     # -- a request starts --------------------------------------------------------------------------
 
     def may_load(self, places: Sequence[tuple[int, int]]) -> bool:
-        """Says whether this step may still load blocks at these places, (group, index), while
+        """Returns whether this step may still load blocks at these places, (group, index), while
         others compute.
         """
         return sum(self._block_bytes[group] for group, _ in places) <= self._load_budget
@@ -272,7 +272,7 @@ class KVConnector:
         return BlockMove(group, slot.index, block_id, "load")
 
     def touch(self, group: int, keys: Iterable[BlockKey]) -> None:
-        """Notes that blocks were found and used, on the device or here: their files stay longer."""
+        """Marks blocks as used, on the device or here, so that their files stay longer."""
         if self.keeps:
             self._plan.touch += [
                 name for key in keys if (name := BlockName(group, key.digest)) in self._behind
@@ -307,7 +307,7 @@ class KVConnector:
                 self._plan.forget.append(name)
 
     def reset(self) -> None:
-        """Forgets all blocks, in slots and files."""
+        """Removes all blocks, in slots and files."""
         for slots in self.slots:
             for slot in slots:
                 slots.drop(slot)
@@ -317,11 +317,11 @@ class KVConnector:
         self._plan = ConnectorPlan(fetch=self._plan.fetch, forget_all=self.keeps)
 
     def knows(self, name: BlockName) -> bool:
-        """Says whether the block is in a file, or will be."""
+        """Returns whether the block is in a file, or will be."""
         return name in self._behind or name in self.keeping or name in self._unsaved
 
     def pin(self, names: Sequence[BlockName], *, until: float, now: float) -> None:
-        """Pins blocks until a time, in seconds since 1970; InvalidRequest where that is more than
+        """Pins blocks until a time, in seconds since 1970; InvalidRequest if that is more than
         may be pinned.
         """
         pins = {name: end for name, end in self.pins.items() if end > now}
@@ -389,7 +389,7 @@ class KVConnector:
         return slot if slot is not None and slot.ready else None
 
     def end_step(self) -> ConnectorPlan | None:
-        """Returns what the worker half begins after the step's moves; None where it is nothing."""
+        """Returns what the worker half begins after the step's moves; None if it is nothing."""
         if self._completed and not self._unsaved:
             self._plan.complete += self._completed
             self._completed = []

@@ -42,7 +42,7 @@ class SwapIn:
         self._kept = [self._still_there(row) for row in rows]
 
     def has_room(self, reserve: int) -> bool:
-        """Says whether `reserve` blocks stay free when all rows are filled."""
+        """Returns whether `reserve` blocks stay free when all rows are filled."""
         needed: list[int | None] = []
         shared: set[int] = set()
         for row, kept in zip(self._rows, self._kept, strict=True):

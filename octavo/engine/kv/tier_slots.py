@@ -60,7 +60,7 @@ class TierSlots:
         return iter(list(self._slots.values()))
 
     def has_name(self, key: BlockKey) -> bool:
-        """Says whether a slot has this digest: this block's, or another's in a collision."""
+        """Returns whether a slot has this digest: this block's, or another's in a collision."""
         return key.digest in self._slots
 
     def find(self, key: BlockKey) -> Slot | None:
@@ -69,7 +69,7 @@ class TierSlots:
         return slot if slot is not None and slot.key == key else None
 
     def claim(self, key: BlockKey) -> Slot | None:
-        """Takes a slot for a block that has none, and holds it once; None where all are held."""
+        """Takes a slot for a block that has none, and holds it once; None if all are held."""
         assert key.digest not in self._slots
         if not self.free:
             if not self.idle:

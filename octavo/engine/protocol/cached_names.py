@@ -40,7 +40,7 @@ class CachedNames:
         self._forget()
 
     def remove(self, names: Iterable[bytes]) -> None:
-        """Forgets names; those that are not known are left out."""
+        """Removes names; those that are not known are left out."""
         gone = list(names)
         self._young.difference_update(gone)
         self._old.difference_update(gone)

@@ -235,7 +235,7 @@ class StateSpec(KVCacheSpec, frozen=True, tag="state"):
     is_rewritten: ClassVar[bool] = True
 
     interval_tokens: int = 0
-    """Tokens from one checkpoint to the next, whole blocks; 0 where none is kept."""
+    """Tokens from one checkpoint to the next, whole blocks; 0 if none is kept."""
 
     @property
     def checkpoint_tokens(self) -> int:

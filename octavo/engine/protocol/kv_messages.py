@@ -158,7 +158,7 @@ class ConnectorReport(msgspec.Struct):
     pinned: list[BlockPin] = []
     """Pins set by other engines, or before this one started."""
     stored: StoredBytes | None = None
-    """Sums of what is stored; None where they have not changed."""
+    """Sums of what is stored; None if they have not changed."""
     answers: list[BlockAnswer] = msgspec.field(default_factory=list, name="probed")
 
 

@@ -36,7 +36,7 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
-    """Logprobs, one entry for each of `token_ids`; None where they are not wanted."""
+    """Logprobs, one entry for each of `token_ids`; None if they are not wanted."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Logprobs of the prompt tokens from the second on, all at once with the first token."""
     finish_reason: FinishReason | None = None
@@ -55,9 +55,7 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     beams: list[BeamOutput] | None = None
     """Sequences found by a beam search, all with the finish_reason; it yields no tokens before."""
     timings: Timings | None = None
-    """Seconds by what they went to; set with the finish_reason, and wherever the front may end the
-    request by a stop string.
-    """
+    """Timings; set with the finish_reason, and if a stop string may end the request."""
 
 
 class CoreOutputs(msgspec.Struct):

@@ -103,7 +103,7 @@ class Profiler(Protocol):
     """Times the ops of steps. `worker/worker.py` implements it."""
 
     def start_profile(self) -> None:
-        """Begins to time ops; raises BackendUnavailable where the backend cannot."""
+        """Begins to time ops; raises BackendUnavailable if the backend cannot."""
         ...
 
     def stop_profile(self) -> Profile: ...

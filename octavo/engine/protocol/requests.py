@@ -20,7 +20,7 @@ BACKGROUND_PRIORITY = 1 << 31
 
 
 class EngineRequest(msgspec.Struct):
-    """A validated request, as the front hands it to the core; crosses process boundaries."""
+    """A validated request, as the frontend hands it to the core; crosses process boundaries."""
 
     request_id: str
     prompt_token_ids: list[int]

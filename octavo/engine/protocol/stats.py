@@ -70,7 +70,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
     """The blocks of one cache group on the device."""
 
     window: int | None
-    """Window in tokens; None where every token sees all before it."""
+    """Window in tokens; None if every token sees all before it."""
     num_blocks: int
     num_held: int
     """Blocks held by requests."""
@@ -106,12 +106,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Blocks of host memory in use, of all groups."""
     num_waiting_tokens: int = 0
     num_added: int = 0
-    """Requests that ever came, and their tokens below; what a front has sent beyond these is still
-    on its way.
-    """
+    """Requests that were added since the start, and their prompt tokens below."""
     num_added_tokens: int = 0
     num_restarts: int = 0
-    """Cores that were replaced because they hung or died."""
+    """Engine processes that were replaced because they hung or died."""
 
     kv: KvBytes = KvBytes()
     """Bytes in the last step that computed something."""
@@ -119,20 +117,18 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Sums over all steps that computed something; their quotients are the means."""
     groups: list[GroupBlocks] = []
     external_query_tokens: int = 0
-    """Tokens looked up in the prefix cache and not found on the device; below, those of them found
-    off it.
-    """
+    """Prompt tokens that were looked up in the prefix cache and not found on the device."""
     external_hit_tokens: int = 0
     left_out_blocks: int = 0
-    """Stored blocks that prompts went without, since they pay little attention to them."""
+    """Stored blocks that prompts did not load, since they pay little attention to them."""
     connector: ConnectorStats = msgspec.field(default_factory=ConnectorStats)
     """Counters of the prefix cache off the device."""
     num_drafts: int = 0
-    """Number of guesses that were verified, each of a row's next tokens."""
+    """Number of drafts that were verified."""
     num_draft_tokens: int = 0
-    """Number of tokens in the guesses that were verified."""
+    """Number of draft tokens that were verified."""
     num_accepted_tokens: int = 0
-    """Number of guessed tokens that were right."""
+    """Number of accepted draft tokens."""
 
     weights: WeightArrivals = WeightArrivals()
     """Weights read from a file while steps were computed."""

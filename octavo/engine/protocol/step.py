@@ -1,9 +1,8 @@
-"""Messages between the control plane and the execution plane: a StepPlan goes down, a StepResult
-comes back.
+"""Messages between the control plane and the execution plane: StepPlan to the worker, StepResult
+back.
 
-Owns their data classes, plain ids and numbers only: no tensor, no request object, no text; what
-they say of KV blocks stands in `kv_messages.py`. All are msgpack-friendly (msgspec structs of
-builtins).
+Data classes of ids and numbers, without tensors, request objects or text, all serializable as
+msgpack. Those of KV blocks are in `kv_messages.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from octavo.api.structured_outputs import GrammarSpec
 from octavo.engine.protocol.kv_messages import BlockMove, ConnectorPlan, ConnectorReport
 
 Wants = Literal["", "draw", "pool"]
-"""Kind of result that a row is to yield: none yet, a drawn token, or a pooled row."""
+"""Kind of result of a row: none yet, a sampled token, or a pooled row."""
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
-    """An adapter: the digest of its content, and where it is read from."""
+    """An adapter: the digest of its content, and its path."""
 
     digest: bytes
     path: str
@@ -30,31 +29,31 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
 
 class AdapterLoad(msgspec.Struct):
-    """An adapter that takes a slot of the device, in place of what is there."""
+    """An adapter to load into a slot of the device."""
 
     slot: int
     ref: AdapterRef
 
 
 class AdapterLoaded(msgspec.Struct):
-    """Outcome of an AdapterLoad: rows may have the adapter from now on, or why not."""
+    """Outcome of an AdapterLoad: rows may use the adapter, or the fault."""
 
     digest: bytes
     fault: str | None = None
 
 
 class MediaItem(msgspec.Struct, frozen=True):
-    """An image within a request: which one, and the tokens that stand for it."""
+    """An image in a request, and its tokens."""
 
     digest: bytes
-    """Digest of its pixels and of how they are read."""
+    """Digest of its pixels and preprocessing."""
     place: int
     """Index of its first token."""
     num_tokens: int
     grid: tuple[int, int]
-    """Rows and columns in which its tokens lie on the image."""
+    """Rows and columns of its tokens on the image."""
     is_whole: bool = False
-    """Whether its tokens see one another, and are computed in one step."""
+    """Whether its tokens attend to one another and must be computed in one step."""
 
     @property
     def end(self) -> int:
@@ -63,7 +62,7 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class MediaPixels(msgspec.Struct, frozen=True):
-    """The pixels of an image, in the size that the model reads."""
+    """The pixels of an image, in the model's size."""
 
     digest: bytes
     height: int
@@ -73,119 +72,108 @@ class MediaPixels(msgspec.Struct, frozen=True):
 
 
 class EncoderInput(msgspec.Struct, frozen=True):
-    """The input of a request's encoder, whose keys its decoder attends to: a text's tokens, or rows
-    of numbers such as a sound's.
-    """
+    """The input of a request's encoder: tokens of a text, or rows of numbers such as a sound's."""
 
     digest: bytes
     """Digest of the content."""
     token_ids: list[int] = []
     rows: bytes = b""
-    """Rows `[T, W]` in fp32, little-endian; empty where it is a text."""
+    """Rows `[T, W]` in fp32, little-endian; empty for a text."""
     num_rows: int = 0
     """Number of `rows`."""
 
     @property
     def num_tokens(self) -> int:
-        """Rows that the encoder computes."""
+        """Number of rows that the encoder computes."""
         return self.num_rows or len(self.token_ids)
 
 
 class NewRequest(msgspec.Struct):
-    """A row that the worker does not have: of a new request, or of one that returns after a
-    preemption. It gets a permanent place.
+    """A row to add to the worker's InputBatch: of a new request, or one that returns after a
+    preemption.
     """
 
     request_id: str
     token_ids: list[int]
-    """All tokens known so far: the prompt, and those generated before a preemption."""
+    """All known tokens: the prompt, and those generated before a preemption."""
     num_prompt_tokens: int
     params: RequestParams
     seed: int
-    """Seed of the draws, 64 bits; an unseeded request gets one at admission."""
+    """Sampling seed of 64 bits, always set."""
     sample_index: int = 0
-    """Index of the row among the n samples of its prompt; part of the Philox counter."""
+    """Index among the n samples of the prompt; part of the Philox counter."""
     end_token_ids: list[int] = []
-    """Ids that end the request (end of sequence unless ignored, stop_token_ids); banned until
+    """Tokens that end the request (end of sequence unless ignored, stop_token_ids); banned until
     `params.min_tokens` are generated.
     """
     grammar: GrammarSpec | None = None
-    """Grammar of the row's text; None: any text."""
+    """Grammar of structured output; None without one."""
     mirostat_mu: float | None = None
-    """Bound of mirostat after the last of `token_ids`; None: its first one, 2 * mirostat_tau."""
+    """State of mirostat after `token_ids`; None: the initial one, 2 * mirostat_tau."""
     second_start: int | None = None
-    """Index of the first token of the pair's second text, where the row is a pair of texts."""
+    """Index of the first token of the second text, for a pair of texts."""
     adapter_slot: int = -1
     """Slot of its adapter; -1: none."""
     media: list[MediaItem] = []
-    """Images among its tokens, in their order."""
+    """Images in the prompt, in order."""
     encoder_input: EncoderInput | None = None
-    """Input of its encoder; None for a decoder alone."""
+    """Input of the encoder; None for a decoder-only model."""
     first_position: int = 0
-    """Position of its first token, from which on its other tokens' count."""
+    """Position of its first token."""
 
 
 class TableEnd(msgspec.Struct):
-    """The end of a row's table, behind which the blocks were given back: they were granted for
-    guesses that did not hold, or for decode steps that were not made.
+    """New length of a row's block tables, after blocks were freed that had been allocated for
+    rejected draft tokens or for decode steps that were not computed.
     """
 
     request_id: str
     num_blocks: list[int]
-    """Blocks that the table still has, for each cache group."""
+    """Length of the table of each cache group, in blocks."""
 
 
 class ScheduledRequest(msgspec.Struct):
-    """The share of one row in a step: `num_tokens` tokens from position `start` on are computed."""
+    """A row of a step, of which `num_tokens` tokens from position `start` on are computed."""
 
     request_id: str
     start: int
     num_tokens: int
     new_block_ids: list[list[int]]
-    """Block ids appended to the row's table since the last step, one list for each cache group; []
-    where no group gained any.
+    """Block ids appended to the row's table since the last step, by cache group; [] if there are
+    none.
     """
     replaced_blocks: list[tuple[int, int, int]] = []
     """Entries of the table changed by copy-on-write: (group, index in the table, new block id)."""
     program: str = "decoder"
     """Name of the model's Program that computes it."""
     wants: Wants = ""
-    """Result that comes of the last of its tokens: a draw from its logits, or a pooled row."""
+    """Result of the last of its tokens: a sampled token or a pooled row."""
     num_prompt_logprobs: int | None = None
-    """Number of top alternatives wanted for each of the prompt's positions; None where the prompt's
-    logprobs are not wanted.
-    """
+    """Number of top alternatives for each prompt position; None without prompt logprobs."""
     search_of: str = ""
-    """Request whose beam search chooses by the row's logprobs; "" for a row that is a request
-    itself.
-    """
+    """Request whose beam search uses the row's logprobs; "" for other rows."""
     from_device: bool = False
-    """Whether its one token is still unknown here: it is drawn in the step before, and the device
-    has it.
-    """
+    """Whether its one token is sampled by the step before, and only the device knows it."""
 
     draft_ids: list[int] = []
-    """Guesses of the tokens after the last known one, computed with it: a draw is made after it and
-    after each guess, and holds as far as the guesses before it are what was drawn.
+    """Draft tokens after the last known token, verified in this step: a token is sampled after the
+    last known token and after each draft token, and kept if all drafts before it were accepted.
     """
     draft_parents: list[int] = []
-    """Index of each guess's parent among them, -1: the last known token; []: each follows the one
-    before. Where they branch, the paths through them are those of `draft_tree.DraftTree`.
+    """Index of each draft token's parent among them, -1: the last known token; []: a chain. For a
+    tree, the paths are those of `draft_tree.DraftTree`.
     """
     leaf_blocks: list[list[tuple[int, int, int]]] = []
-    """Entries of the table in which the paths of a guess differ from the row's, for each path but
-    the first: (group, index in the table, block id).
+    """Table entries in which each path of a draft tree but the first differs from the row's:
+    (group, index in the table, block id).
     """
 
     propose: int = 0
-    """Most tokens that a draft model guesses of what follows the step's draws."""
+    """Maximum number of tokens that a draft model proposes after the step's samples."""
     max_num_tokens: int | None = None
-    """Most tokens that a row with a grammar may come to, the prompt's included; None without one.
-    """
+    """Maximum length of a row with a grammar, prompt included; None without one."""
     num_encoded: int = 0
-    """Rows of its encoder's input, where the step computes them before the row's own tokens; 0
-    where it has none, or an earlier step has computed it.
-    """
+    """Rows of its encoder's input, if this step computes them; otherwise 0."""
 
     @property
     def owner(self) -> str:
@@ -194,8 +182,8 @@ class ScheduledRequest(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """The whole of one step. The worker shortens tables, moves blocks out, frees rows, adds rows,
-    moves blocks in (from the first "swap_in" on), then computes.
+    """Plan of one step. The worker shortens tables, moves blocks out, frees rows, adds rows, moves
+    blocks in (from the first "swap_in" on), then computes.
     """
 
     step: int
@@ -205,32 +193,32 @@ class StepPlan(msgspec.Struct):
     rows: list[ScheduledRequest]
     connector: ConnectorPlan | None = None
     num_steps: int = 1
-    """Most decode steps of the plan, each row's drawn token being its next one. More than 1 only
-    where every row computes one token and draws one; `start` then advances with each step.
+    """Maximum number of decode steps. More than 1 only if each row computes and samples one token;
+    the sampled token is its next one, and `start` advances with each step.
     """
     table_ends: list[TableEnd] = []
-    """Tables that became shorter since the last plan."""
+    """Tables that have become shorter since the last plan."""
     compiles: list[GrammarSpec] = []
-    """Grammars that the worker begins to compile, beside the steps."""
+    """Grammars that the worker begins to compile in the background."""
     adapters: list[AdapterLoad] = []
-    """Adapters that the worker begins to read, beside the steps."""
+    """Adapters that the worker begins to load in the background."""
     encodes: list[MediaPixels] = []
-    """Images that are encoded before the step's rows, which read some of them, are computed."""
+    """Images that are encoded before the step's rows are computed."""
     dropped_media: list[bytes] = []
-    """Digests of the images whose rows are dropped, before others are encoded."""
+    """Digests of the images whose rows are freed before others are encoded."""
     joins: bool = False
     """Whether a plan without rows computes a step all the same, whose experts compute the rows of
     other engines."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes, those of encoders included."""
+        """Number of tokens that the step computes, those of encoders included."""
         return sum([row.num_tokens + row.num_encoded for row in self.rows])
 
 
 class TokenLogprobs(msgspec.Struct):
-    """Logprobs of one position: the token's own first, then the best `k`, each with its rank (1 is
-    the most likely).
+    """Logprobs of one position: the token's own, then the top `k`, with their ranks (1 is the most
+    likely).
     """
 
     token_ids: list[int]
@@ -239,7 +227,7 @@ class TokenLogprobs(msgspec.Struct):
 
 
 class RowResult(msgspec.Struct):
-    """The result of one row of a step: the tokens that it drew."""
+    """The result of one row of a step."""
 
     request_id: str
     token_ids: list[int] = []
@@ -249,47 +237,43 @@ class RowResult(msgspec.Struct):
     i`.
     """
     failure: str | None = None
-    """Reason why this row alone failed (NaN logits, for example), with which the scheduler ends its
-    request; None where it did not.
+    """Reason why this row failed (for example NaN logits), with which its request ends; None if it
+    did not.
     """
     num_kept: int = 0
-    """Number of the row's computed tokens whose K and V hold, counted from `start`; the request's
-    computed count advances by it. 0 where the row failed.
+    """Number of computed tokens from `start` on that are kept: those of rejected drafts are not. 0
+    if the row failed.
     """
     mirostat_mu: float | None = None
-    """Bound of mirostat after `token_ids`, which no tokens tell; None without mirostat."""
+    """State of mirostat after `token_ids`; None without mirostat."""
     pooled: bytes | None = None
-    """The pooled row in fp32, little-endian; None where none was wanted."""
+    """The pooled row in fp32, little-endian; None if the row pools nothing."""
     draft_ids: list[int] = []
-    """A draft model's guess of what follows `token_ids`."""
+    """Tokens that the worker proposes after `token_ids`."""
     draft_parents: list[int] = []
-    """Index of each of `draft_ids`' parent among them, -1: the last token; []: each follows the one
-    before.
-    """
+    """Index of each of `draft_ids`' parent among them, -1: the last token; []: a chain."""
     kept_path: int = 0
-    """Path of the row's guess whose blocks hold what is kept; the others are given up."""
+    """Path of the row's draft tree whose blocks are kept; those of the others are freed."""
 
 
 class WeightArrivals(msgspec.Struct, frozen=True):
-    """Sums over the weights that were read from a file while steps were computed, since the
-    engine's start.
-    """
+    """Weights read from a file for steps since the engine's start."""
 
     num_bytes: int = 0
     num_found: int = 0
-    """Pieces of the weights that had arrived when a product asked for them."""
+    """Pieces of weights that had arrived when an op needed them."""
     num_waited: int = 0
-    """Pieces of the weights that a product waited for."""
+    """Pieces of weights that an op waited for."""
     wait_s: float = 0.0
-    """Seconds in which products waited."""
+    """Seconds for which ops waited."""
     neurons_found: int = 0
     """Neurons that were in memory when a step used them."""
     neurons_read: int = 0
     """Neurons that were read for a step."""
     neurons_foreseen: int = 0
-    """Neurons that were read by a guess, before a step asked for them."""
+    """Neurons that were prefetched."""
     neurons_foreseen_used: int = 0
-    """Neurons that were read by a guess, and that the step then used."""
+    """Neurons that were prefetched and then used by the step."""
 
     def __add__(self, other: WeightArrivals) -> WeightArrivals:
         return WeightArrivals(
@@ -297,7 +281,7 @@ class WeightArrivals(msgspec.Struct, frozen=True):
         )
 
     def share_since(self, earlier: WeightArrivals, count: int) -> WeightArrivals:
-        """Returns each one's share of what has come since earlier sums, among `count`."""
+        """Returns the share of each of `count` requests in what was read since `earlier`."""
         found = {
             name: (getattr(self, name) - getattr(earlier, name)) / count
             for name in self.__struct_fields__
@@ -308,28 +292,24 @@ class WeightArrivals(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct):
-    """The results of a plan's rows in one step, in the plan's order, and the seconds that the
-    device was busy.
-    """
+    """The results of a plan's rows in one step, in the plan's order."""
 
     step: int
     rows: list[RowResult]
     busy_s: float = 0.0
-    """Seconds that the device was busy, moves included."""
+    """Seconds for which the device was busy, block moves included."""
     moved_s: float = 0.0
-    """Seconds of `busy_s` spent moving blocks to the host and back."""
+    """Seconds of `busy_s` spent on block moves between device and host."""
     connector: ConnectorReport | None = None
     kv_bytes: int | None = None
-    """Bytes that the requests' K and V take on the device, where memory is given on demand; None
-    elsewhere.
-    """
+    """Bytes of KV memory on the device if it is allocated on demand; otherwise None."""
     compiled: list[bytes] = []
-    """Digests of the grammars whose compiling has ended since the last result."""
+    """Digests of the grammars that were compiled since the last result."""
     adapters: list[AdapterLoaded] = []
-    """Adapters whose reading has ended since the last result."""
+    """Adapters that were loaded since the last result, or could not be."""
     not_encoded: list[bytes] = []
     """Digests of images of the plan that could not be encoded."""
     weights: WeightArrivals | None = None
-    """Weights read from a file so far; None where all are in memory."""
+    """Weights read from a file so far; None if all are in memory."""
     counters: dict[str, float] | None = None
-    """Counts that extensions keep, since the engine's start; None if there are none."""
+    """Counters of extensions since the engine's start; None if there are none."""

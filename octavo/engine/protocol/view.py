@@ -47,7 +47,7 @@ class BlockMap(msgspec.Struct):
     """The blocks of one cache group, by id."""
 
     window: int | None
-    """Window in tokens; None where every token sees all before it."""
+    """Window in tokens; None if every token sees all before it."""
     num_blocks: int
     counts: BlockCounts
     num_shown: int

@@ -166,7 +166,7 @@ class Recorder:
 
 
 def check_writable(path: Path) -> None:
-    """Raises ConfigError where a Recorder could not be made; a file that exists is not changed."""
+    """Raises ConfigError if a Recorder could not be made; a file that exists is not changed."""
     try:
         path.open("ab").close()
     except OSError as error:
@@ -201,7 +201,7 @@ def _lean_row(row: RowResult, *, searched: bool) -> RowResult:
 
 
 def read_log(path: Path) -> tuple[RecordingHeader, Iterator[Event]]:
-    """Returns the header and the events that follow; ConfigError where the file is no recording. A
+    """Returns the header and the events that follow; ConfigError if the file is no recording. A
     last line that was cut off is left out.
     """
     try:

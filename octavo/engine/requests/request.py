@@ -105,10 +105,10 @@ class Request(SequenceState):
         self.num_preemptions = 0
         self.num_swaps = 0
         self.num_draft_tokens = 0
-        """Guessed tokens that were verified."""
+        """Draft tokens that were verified."""
         self.num_accepted_tokens = 0
         self.weights = WeightArrivals()
-        """Share of the weights that were read from a file for the steps that it ran in."""
+        """Its share of the weights that were read from a file for its steps."""
         self.watch = Stopwatch(source.arrival_time, resumed=source.resumed)
         self.scheduled_ts: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -117,7 +117,9 @@ class Request(SequenceState):
         self.first_position = 0
         """Position of its first token."""
         self.num_exact_tokens = original.num_tokens
-        """Most tokens that its positions hold for; with more all are computed again."""
+        """Maximum number of tokens for which its positions are valid; with more, all are
+        recomputed.
+        """
         if len(self.token_ids) > original.num_tokens:
             self._place(len(self.token_ids))
 
@@ -151,9 +153,7 @@ class Request(SequenceState):
         return PlainGeneration(params, rules, has_grammar=source.grammar is not None)
 
     def change(self, params: RequestParams, *, max_num_tokens: int) -> None:
-        """Takes over what `params` say of its end; `max_num_tokens` is the most that the context
-        and the KV cache allow.
-        """
+        """Changes its params; `max_num_tokens` is the limit of the context and the KV cache."""
         if params == self.params:
             return
         self.params = params
@@ -165,34 +165,34 @@ class Request(SequenceState):
 
     @property
     def rows(self) -> Sequence[SequenceState]:
-        """The rows that are computed of the request."""
+        """Its rows: itself, or the beams of a beam search."""
         return self.consumer.beams or (self,)
 
     @property
     def num_seqs(self) -> int:
-        """Most rows that the request may come to have."""
+        """Maximum number of rows that it may have."""
         return self.consumer.num_seqs
 
     @property
     def num_plain_draws(self) -> int:
-        """Number of tokens that it may draw before the scheduler has something to decide."""
+        """Number of tokens that it may sample before the scheduler has to decide something."""
         plain = self.consumer.num_plain_draws(self.num_tokens)
         return min(plain, self.num_exact_tokens + 1 - self.num_tokens)
 
     @property
     def num_draftable_tokens(self) -> int:
-        """Most tokens that it may have together with guesses behind them."""
+        """Maximum number of tokens, draft tokens included."""
         return min(self.max_num_tokens - 1, self.num_exact_tokens)
 
     @property
     def has_outgrown(self) -> bool:
-        """Whether it has more tokens than its positions hold for."""
+        """Whether it has more tokens than its positions are valid for."""
         most = self.num_exact_tokens
         return most < UNBOUNDED and any(row.num_tokens > most for row in self.rows)
 
     @property
     def has_run(self) -> bool:
-        """Whether it has been started; if it waits, it has lost its blocks."""
+        """Whether it has been started; a waiting one was then preempted."""
         return self.scheduled_ts is not None
 
     @property
@@ -211,8 +211,8 @@ class Request(SequenceState):
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the token after the one that is being drawn can be planned before that one is
-        known: its length neither ends it first nor moves its positions, and its draw does not
+        """Whether the token after the one that is being sampled can be scheduled before that one is
+        known: its length neither ends it first nor moves its positions, and its sampling does not
         depend on the token.
         """
         num_tokens = len(self.token_ids)
@@ -221,7 +221,7 @@ class Request(SequenceState):
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether logprobs of the prompt's tokens are still to be computed."""
+        """Whether prompt logprobs are still to be computed."""
         num_wanted = self.num_prompt_tokens - self.params.first_prompt_logprob
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < num_wanted
 
@@ -235,20 +235,20 @@ class Request(SequenceState):
         return self.params.first_prompt_logprob - 1
 
     def take_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
-        """Takes in logprobs of the prompt's tokens from `position` on; drops those before the first
-        one that is wanted.
+        """Adds logprobs of the prompt's tokens from `position` on, except those before the first
+        wanted one.
         """
         self.prompt_logprobs += logprobs[max(0, self.params.first_prompt_logprob - position) :]
 
     def describe_start(self, output: EngineOutput) -> None:
-        """Adds to an output what is said once, with the first tokens."""
+        """Adds what the first output of a request contains."""
         output.num_cached_tokens = self.num_cached_tokens
         output.scheduled_ts = self.scheduled_ts
         if self.params.prompt_logprobs is not None:
             output.prompt_logprobs = self.prompt_logprobs
 
     def final_output(self, finish: Finish, so_far: Timings) -> EngineOutput:
-        """Returns the last output, without tokens; `so_far` is where the time went."""
+        """Returns the last output, without tokens."""
         return EngineOutput(
             self.request_id,
             finish_reason=finish.reason,
@@ -274,7 +274,6 @@ class Request(SequenceState):
         )
 
     def swap_out(self) -> None:
-        """Notes that the request left the device with all that is computed."""
         self.status = RequestStatus.SWAPPED
         self.num_swaps += 1
 
@@ -289,7 +288,7 @@ class Request(SequenceState):
             self.prompt_logprobs.clear()
 
     def _place(self, num_tokens: int) -> None:
-        """Sets where its positions begin by the most tokens of its rows, which never grow fewer."""
+        """Sets its first position by the length of its longest row."""
         if self.first_position == 0 and num_tokens > self.original.num_tokens:
             self.first_position = self.original.first_position(num_tokens)
             self.num_exact_tokens = UNBOUNDED

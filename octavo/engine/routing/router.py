@@ -44,8 +44,8 @@ class Router:
         return next(index for index in indices if self.targets[index] is chosen)
 
     def sent(self, name: str, job: RoutingJob, index: int, now: float) -> int:
-        """Notes that a request was given to a target, which will hold its blocks; returns how many
-        of its tokens are expected to be cached there.
+        """Records that a target got a request and will hold its blocks; returns how many of its
+        tokens are expected to be cached there.
         """
         target = self.targets[index]
         num_cached = job.num_cached(target.cached.num_known(job.names))
@@ -68,7 +68,7 @@ class Router:
         placed.target.held_tokens += num_tokens
 
     def ended(self, name: str) -> None:
-        """Forgets a request that has ended, or has left its target."""
+        """Removes a request that has ended, or has left its target."""
         placed = self._placed.pop(name, None)
         if placed is None:
             return

@@ -44,7 +44,7 @@ def build_scheduler(
     original: OriginalContext = ONE_CONTEXT,
 ) -> Scheduler:
     """Returns a scheduler without requests. `stop_texts` finds the stop strings of beam searches,
-    which the front alone cannot end; `redraws` says whether the backend can draw rows again,
+    which the frontend alone cannot end; `redraws` says whether the backend can draw rows again,
     `names_generated` whether K and V of generated tokens are those of a prompt. `original` is the
     model's context before its longer angles.
     """

@@ -45,7 +45,7 @@ class GrammarGate:
         return wanted
 
     def compiled(self, digests: Iterable[bytes]) -> None:
-        """Notes that grammars are compiled, or that the rows that have them will tell why not."""
+        """Records that grammars are compiled, or that the rows that have them will tell why not."""
         for digest in digests:
             self._asked.discard(digest)
             self._ready[digest] = None

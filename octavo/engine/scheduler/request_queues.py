@@ -301,7 +301,7 @@ class RequestQueues:
         self.swapped.insert(0, request)
 
     def start_over(self, request: Request) -> None:
-        """Moves a running or swapped request to the front of the waiting ones, with nothing
+        """Moves a running or swapped request to the frontend of the waiting ones, with nothing
         computed.
         """
         if request.status is RequestStatus.SWAPPED:

@@ -44,11 +44,11 @@ class StepTime:
         return found if self.has_chunk else max(found, min(wanted, MIN_CHUNK))
 
     def is_full(self, num_moves: int) -> bool:
-        """Says whether no further prompt has any room."""
+        """Returns whether no further prompt has any room."""
         return self.room("", 0, 1, num_moves) == 0
 
     def allows_moves(self, num_more: int, num_moves: int) -> bool:
-        """Says whether a request may return whose blocks are `num_more`: the first one always."""
+        """Returns whether a request with `num_more` blocks may return; the first one always may."""
         return (
             not (self.generating and self.has_chunk)
             or (self._predicted_s(0, 0, num_moves + num_more) or 0.0) <= self.target_s
@@ -63,7 +63,7 @@ class StepTime:
 
     def _fitting(self, start: int, wanted: int, num_moves: int) -> int:
         """Returns the most tokens with which the step is predicted to last no longer than the
-        target; 0 where nothing was measured yet.
+        target; 0 if nothing was measured yet.
         """
         low, high = 0, wanted
         while low < high:
