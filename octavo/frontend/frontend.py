@@ -36,11 +36,10 @@ from octavo.frontend.input_processor import (
     RequestContext,
 )
 from octavo.frontend.live_requests import LiveRequest, live_request, views_by_id
-from octavo.frontend.output_processor import LostRequest, OutputProcessor, RequestState
+from octavo.frontend.output_processor import KEPT_S, LostRequest, OutputProcessor, RequestState
 from octavo.frontend.pins import COMPUTE, check_pin, pin_of
 from octavo.frontend.pooling import PoolingInputs, PoolingJobs
 from octavo.frontend.prompt_inputs import Truncation
-from octavo.frontend.recent_requests import KEPT_S
 from octavo.frontend.sampling_defaults import SamplingDefaults
 from octavo.frontend.transcription import Transcriptions
 from octavo.text.ports import DEFAULT_RENDERING, Rendering, Tokenizer

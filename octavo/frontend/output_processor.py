@@ -7,6 +7,7 @@ at once if a stop string may be in it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,9 +26,14 @@ from octavo.api.sampling_params import SamplingParams
 from octavo.engine.protocol.outputs import BeamOutput, EngineOutput
 from octavo.engine.protocol.step import TokenLogprobs
 from octavo.frontend.input_processor import ParentRequest
-from octavo.frontend.recent_requests import RecentRequests
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.ports import Tokenizer
+
+KEPT_S = 60.0
+"""Seconds for which a finished request is kept."""
+MAX_KEPT = 256
+MAX_KEPT_TOKENS = 1 << 20
+"""Most tokens of all kept requests together, prompts included."""
 
 
 @dataclass(slots=True)
@@ -129,6 +135,47 @@ class RequestState:
         ]
 
 
+class RecentRequests:
+    """Recently finished requests by id, the oldest first, kept so that they can be forked."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, RequestState] = OrderedDict()
+        self._num_tokens = 0
+
+    def add(self, request_id: str, request: RequestState) -> None:
+        """Adds a request, replacing an earlier one with that id, and removes the oldest ones if
+        there are too many.
+        """
+        if request_id in self._kept:
+            self.drop(request_id)
+        self._kept[request_id] = request
+        self._num_tokens += request.num_tokens
+        self._sweep(request.ended_at)
+
+    def find(self, request_id: str, now: float) -> RequestState | None:
+        """Returns a request that finished within the last KEPT_S seconds."""
+        self._sweep(now)
+        return self._kept.get(request_id)
+
+    def drop(self, request_id: str) -> None:
+        found = self._kept.pop(request_id, None)
+        if found is not None:
+            self._num_tokens -= found.num_tokens
+
+    def all(self, now: float) -> list[RequestState]:
+        """Returns all requests that finished within the last KEPT_S seconds."""
+        self._sweep(now)
+        return list(self._kept.values())
+
+    def _sweep(self, now: float) -> None:
+        while self._kept:
+            request_id, oldest = next(iter(self._kept.items()))
+            fits = len(self._kept) <= MAX_KEPT and self._num_tokens <= MAX_KEPT_TOKENS
+            if fits and oldest.ended_at >= now - KEPT_S:
+                return
+            self.drop(request_id)
+
+
 @dataclass(frozen=True, slots=True)
 class LostRequest:
     """Measurements of a request that was aborted before its end."""
@@ -155,7 +202,7 @@ class OutputProcessor:
         self._states: dict[str, RequestState] = {}
         self._samples: dict[str, tuple[RequestState, Sample]] = {}
         """Samples that have not ended, with their requests, by the core's request id."""
-        self._recent: RecentRequests[RequestState] = RecentRequests()
+        self._recent = RecentRequests()
 
     @property
     def num_unfinished(self) -> int:

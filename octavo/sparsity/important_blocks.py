@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from octavo.engine.kv.block_choice import BlockChoiceSpec, PromptPart
+from octavo.engine.kv.block_choice import PromptPart
 from octavo.engine.kv.hashed_blocks import PrefixFinder
-from octavo.engine.kv.kv_connector import KVConnector
+from octavo.engine.kv.kv_connector import BlockChoiceSpec, KVConnector
 from octavo.engine.protocol.kv_messages import BlockKey, BlockQuery
 
 MAX_TOKENS = 128

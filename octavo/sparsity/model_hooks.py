@@ -11,7 +11,7 @@ from octavo.api.errors import ConfigError
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import user_path
-from octavo.engine.kv.block_choice import BlockChoiceSpec
+from octavo.engine.kv.kv_connector import BlockChoiceSpec
 from octavo.executor.base import Backend, BackendOptions
 from octavo.program.program import Program
 from octavo.sparsity.kv_spill import KvOffDevice

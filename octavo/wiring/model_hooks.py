@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.kv.block_choice import BlockChoiceSpec
+from octavo.engine.kv.kv_connector import BlockChoiceSpec
 from octavo.executor.base import Backend, BackendOptions
 from octavo.program.program import Program
 from octavo.utils.extensions import get_first, get_hooks

@@ -8,7 +8,7 @@ from octavo import SamplingParams
 from octavo.api.errors import InvalidRequest, RequestNotFound
 from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
 from octavo.frontend.changes import Fork
-from octavo.frontend.recent_requests import KEPT_S, MAX_KEPT, RecentRequests
+from octavo.frontend.output_processor import KEPT_S, MAX_KEPT, RecentRequests
 from tests.support.backend_choice import chosen_backend
 from tests.support.llm_tools import LONG, SAMPLED, fingerprint, make_async, prompts_of
 

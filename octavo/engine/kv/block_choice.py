@@ -7,23 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
+from octavo.engine.kv.hashed_blocks import PrefixFinder
+from octavo.engine.kv.kv_connector import BlockChoiceSpec, KVConnector
 from octavo.engine.protocol.kv_messages import BlockKey
 from octavo.utils.extensions import load_classes
-
-if TYPE_CHECKING:
-    from octavo.engine.kv.hashed_blocks import PrefixFinder
-    from octavo.engine.kv.kv_connector import KVConnector
-
-
-class BlockChoiceSpec(NamedTuple):
-    """How stored blocks are chosen by their ratings."""
-
-    group: int
-    """Cache group whose blocks are rated."""
-    share: float
-    """Share of a stored prefix that a prompt loads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.engine.kv.block_choice import BlockChoiceSpec, PromptPart, make_block_choice
+from octavo.engine.kv.block_choice import PromptPart, make_block_choice
 from octavo.engine.kv.block_pool import HOLE, BlockGroup, BlockPool, PrefixCache
 from octavo.engine.kv.block_tables import BlockTables
 from octavo.engine.kv.hashed_blocks import NO_HIT, HashedBlocks, Hit, PrefixFinder
-from octavo.engine.kv.kv_connector import KVConnector
+from octavo.engine.kv.kv_connector import BlockChoiceSpec, KVConnector
 from octavo.engine.kv.prefix_loader import NOTHING, NOTHING_TO_FETCH, Prefetch, PrefixLoader
 from octavo.engine.kv.swapping import HostBlocks, SwapIn, SwappedTable
 from octavo.engine.protocol.block_events import BlockEventLog

@@ -12,11 +12,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
 from octavo.api.errors import InvalidRequest
-from octavo.engine.kv.block_choice import BlockChoiceSpec
 from octavo.engine.kv.tier_slots import Slot, TierSlots
 from octavo.engine.protocol.kv_messages import (
     BlockKey,
@@ -47,6 +47,15 @@ MAX_UNSAVED = 1 << 16
 """Most blocks that wait to be saved; further ones are not saved."""
 
 EMPTY_PLAN = ConnectorPlan()
+
+
+class BlockChoiceSpec(NamedTuple):
+    """How stored blocks are chosen by their ratings."""
+
+    group: int
+    """Cache group whose blocks are rated."""
+    share: float
+    """Share of a stored prefix that a prompt loads."""
 
 
 class Tiers(msgspec.Struct):
