@@ -107,8 +107,9 @@ bench: $(VENV)/.stamp
 	@$(VENV)/bin/octavo bench latency --model $(MODEL)
 	@$(VENV)/bin/octavo bench throughput --model $(MODEL)
 
-wheel: $(WHEEL_VENV)/.stamp
-	rm -rf build/unrepaired
+wheel: $(WHEEL_VENV)/.stamp docs
+	rm -rf build/unrepaired octavo/site
+	cp -r build/site octavo/site
 	CC="$(ZIG) cc $(ZIG_TARGET)" CXX="$(ZIG) c++ $(ZIG_TARGET)" CXXFLAGS="-include algorithm" \
 	  $(WHEEL_VENV)/bin/pip wheel --quiet --no-deps --config-settings build-dir=build/wheel --wheel-dir build/unrepaired .
 	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair --plat $(WHEEL_TAG) --wheel-dir dist build/unrepaired/octavo-*.whl

@@ -36,6 +36,7 @@ OWN_COMMANDS = (
     "top",
     "replay",
     "doctor",
+    "docs",
     "bench",
 )
 COMMANDS = {name: f"octavo.cli.{name}" for name in OWN_COMMANDS} | {
