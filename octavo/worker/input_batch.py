@@ -144,6 +144,7 @@ class InputBatch:
             self.pooling[row] = new.params
             self.second_starts[row] = NO_SECOND if new.second_start is None else new.second_start
             return
+        # A row with a grammar is special from here on, so `free` also frees a failed matcher.
         self.sampling.add(row, new)
         if new.grammar is not None:
             self.grammars.add(row, new)
@@ -153,6 +154,7 @@ class InputBatch:
         row = self.row_of[scheduled.request_id]
         for group, added in enumerate(scheduled.new_block_ids):
             first = self._num_blocks[group][row]
+            # A state's one block fills the row's table.
             end = None if group in self._states and added else first + len(added)
             self.block_tables[group, row, first:end] = places.put(group, row, first, added)
             self._num_blocks[group][row] = first + len(added)

@@ -83,6 +83,7 @@ class ModelRunner(ProgramRunner):
         """Returns the decode steps of rows whose masks do not change with their tokens; None for
         others.
         """
+        # Images change the rows or masks of a step, which a decode call keeps.
         if model_input.given is not None or model_input.limits is not None:
             return None
         if self._rows.sampling.special_rows and not self._can_decode(model_input):
@@ -135,6 +136,7 @@ class ModelRunner(ProgramRunner):
             model_input.logprob_targets = sampling.get_logprob_targets(model_input.owner_rows)
         has_targets = bool(model_input.prompt_targets or model_input.logprob_targets)
         if sampling.special_rows:
+            # Without a verifier, masks are built before the step.
             if get_num_entries(model_input) <= self._max_verified:
                 model_input.verifier = self._make_verifier(model_input)
             elif model_input.has_drafts and sampling.mirostat_rules and not sampled_once:
@@ -178,9 +180,11 @@ class ModelRunner(ProgramRunner):
             end = request.start + count
             known_end, last_known = end - num_drafts, starts[-1] + count - num_drafts - 1
             if request.num_prompt_logprobs is not None:
+                # The successor of the last prompt token is sampled, not scored.
                 last = min(end, int(rows.num_prompt_tokens[row]) - 1)
                 prompt_targets.append((index, request.start, max(request.start, last)))
             if request.leaf_blocks:
+                # Tokens of a tree share positions, so they are not written to the permanent row.
                 drafts = drafts or DraftLayout()
                 count = drafts.add(index, request)
             elif num_drafts:

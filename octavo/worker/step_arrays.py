@@ -38,6 +38,7 @@ def gather(
     num_blocks = -(-(int(ends.max()) + num_steps - 1) // BLOCK_SIZE)
     context_lens = ends[None].repeat(len(tables), axis=0)
     if len(rows.input_groups):
+        # Cross-attention reads the encoder's input, whatever the decoder's length.
         input_lens = rows.input_lens[row_ids]
         slots[rows.input_groups] = -1
         context_lens[rows.input_groups] = input_lens

@@ -112,6 +112,7 @@ class Worker:
         steps: Iterator[list[RowResult]] = iter(())
         rows = None
         try:
+            # Requests that fail or need several inputs are computed one step at a time.
             inputs, failures = self._prepare(plan.rows, plan.num_steps)
             if len(inputs) == 1 and not failures:
                 steps = inputs[0].runner.decode(inputs[0], plan.num_steps) or steps

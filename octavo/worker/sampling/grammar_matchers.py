@@ -211,6 +211,7 @@ class GrammarMatchers:
         if accepted == token_id:
             return
         if accepted is not None:
+            # Another token was sampled than the one that `try_accept` accepted.
             matcher.take_back()
         try:
             matcher.take([token_id])

@@ -345,8 +345,10 @@ class SamplingStates:
             if state is None or not state.may_bias(end):
                 continue
             if num_drafts == 1 and state.dry is not None:
+                # Draft tokens must not advance the row's own matches.
                 dries[row] = state.dry.copy()
             if state.lags(end - num_drafts):
+                # Only the device knows the last token: it selects the entries that apply.
                 added = state.bias_after(token_ids[row, : end - 1])
             else:
                 must_end = self._grammars.is_complete(row, num_drafts=num_drafts)
