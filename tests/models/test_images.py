@@ -25,8 +25,8 @@ from octavo.wiring.images import reader_of
 from octavo.wiring.model import build_tokenizer, load_model, open_model
 from octavo.worker.block_places import PagedPlaces
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.media.patches import patches_of
-from octavo.worker.media.step_media import StepMedia, positions_of
+from octavo.worker.media.patches import cut_patches
+from octavo.worker.media.step_media import StepMedia, get_positions
 from octavo.worker.step_arrays import gather
 from tests.support.tiny_images import FAMILIES, IMAGE_ID, picture, processor_of, seeing_model
 from tests.support.tiny_models import double_precision, in_float64
@@ -166,7 +166,7 @@ def test_pixels_equal_those_of_transformers_processor(family):
     made = processor_of(family)(images=[picture(1, 30, 52)], return_tensors="np")
     tower = run.loaded.tower
     assert tower is not None
-    patches = patches_of(image.pixels, tower.layout, tower.scale)
+    patches = cut_patches(image.pixels, tower.layout, tower.scale)
     wanted = np.asarray(made["pixel_values"])
     if family == "gemma3":
         size, cell = tower.layout.patch_size, tower.layout.cell
@@ -220,7 +220,7 @@ def test_positions_turn_by_time_row_and_column():
         ids, (ids == IMAGE_ID).int(), torch.tensor(np.asarray(made["image_grid_thw"]))
     )
     places = np.arange(len(placed.token_ids), dtype=np.int32)
-    np.testing.assert_array_equal(positions_of(places, placed.media, 3), wanted[:, 0].numpy())
+    np.testing.assert_array_equal(get_positions(places, placed.media, 3), wanted[:, 0].numpy())
 
 
 def test_blocks_are_no_smaller_than_what_tests_cut():

@@ -20,12 +20,12 @@ from octavo.engine.protocol.kv_messages import (
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.kv_connectors import pool_worker
 from octavo.worker.kv_connectors.mooncake_pool import MooncakePool, check_pool
-from octavo.worker.kv_connectors.pool_worker import MOST_AT_ONCE, PoolWorker
+from octavo.worker.kv_connectors.pool_worker import MAX_BATCH, PoolWorker
 from tests.support.fake_store import FakeStore
 from tests.support.store_pool import StorePool, require_mooncake_store
 
 NUM_BYTES = 1000
-NUM_SLOTS = 2 * MOST_AT_ONCE + 10
+NUM_SLOTS = 2 * MAX_BATCH + 10
 FAR = 1e12
 """A time far in the future, in seconds since 1970."""
 
@@ -84,7 +84,7 @@ def fetch(worker: PoolWorker, number: int, slot: int = 1, group: int = 0) -> Con
 
 
 def test_many_blocks_go_and_come_several_at_a_time(worker: PoolWorker, store: FakeStore) -> None:
-    numbers = range(2 * MOST_AT_ONCE + 3)
+    numbers = range(2 * MAX_BATCH + 3)
     for number in numbers:
         worker.slot(0, number)[:] = number
     blocks = [SlotBlock(0, number, key_of(number)) for number in numbers]
