@@ -201,7 +201,7 @@ def test_blocks_that_are_given_up_are_not_read_any_more(
     pair: Pair, movers: list[LocalMover], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is being read, and another one waits for its turn."""
-    monkeypatch.setattr(block_reader, "MOST_BLOCKS", 1)
+    monkeypatch.setattr(block_reader, "MAX_BLOCKS", 1)
     movers[1].may_go_on.clear()
     for number in (7, 8):
         keep(pair.sender, number)

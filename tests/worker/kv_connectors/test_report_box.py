@@ -61,7 +61,7 @@ def test_a_rank_may_tell_before_the_first_one_has_begun() -> None:
     assert box.take(wait_s=5.0) is None
     box.add_rank(1, FETCHED)
     box.begin(ConnectorPlan(fetch=[BLOCK]))
-    threading.Timer(0.05, box.add_of, (0, FETCHED)).start()
+    threading.Timer(0.05, box.add_rank, (0, FETCHED)).start()
     assert box.take(wait_s=20.0) == FETCHED
     assert box.take(wait_s=5.0) is None
     assert time.monotonic() - began < 5.0

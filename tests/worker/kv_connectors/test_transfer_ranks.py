@@ -77,7 +77,7 @@ class RankedEngine:
         mover = SocketMover("127.0.0.1" if sends else None) if reads else None
         reports = self.reports
         if rank:
-            reports = SentReports(lambda report: self.reports.add_of(rank, report))
+            reports = SentReports(lambda report: self.reports.add_rank(rank, report))
         return TransferWorker(shapes, ends, mover, held, reports)
 
     def part(self, rank: int, group: int, number: int) -> Any:
