@@ -23,11 +23,11 @@ MODEL_COLUMNS = (
     "out t/s",
     "cached",
     "drafted",
-    "held",
+    "accepted",
 )
 REQUEST_COLUMNS = ("request", "model", "state", "key", "age", "waited", "prompt", "new", "blocks")
 LEFT_OUT = {
-    "model": ("held", "drafted", "cached", "swap", "in t/s", "blocks", "wait"),
+    "model": ("accepted", "drafted", "cached", "swap", "in t/s", "blocks", "wait"),
     "request": ("blocks", "key", "model", "waited", "prompt"),
 }
 """Columns to omit on a narrow terminal, in this order."""

@@ -93,7 +93,7 @@ def test_sampling_values_are_checked_when_set(talk):
 
 def test_a_set_value_is_used(talk):
     _, messages = talk("/set max_tokens 2", "one")
-    assert any(", 2 new tokens in " in line for line in messages)
+    assert any("+ 2 completion tokens" in line for line in messages)
 
 
 def test_the_default_limit_of_an_answer_is_named(octavo, tiny, monkeypatch):

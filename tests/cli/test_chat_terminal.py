@@ -72,7 +72,7 @@ def chat(known, tmp_path):
 def test_markdown_is_rendered(chat):
     terminal = chat()
     terminal.press("hello\n")
-    shown = terminal.until("tokens/s")
+    shown = terminal.until("tok/s")
     terminal.until("> ")
     terminal.press("\x04")
     assert terminal.close() == 0
@@ -85,7 +85,7 @@ def test_ctrl_c_stops_the_answer_and_what_came_is_kept(chat, known):
     terminal.press("forever\n")
     terminal.until("more")
     terminal.press("\x03")
-    terminal.until("new tokens")
+    terminal.until("completion tokens")
     terminal.until("> ")
     assert known.stopped.wait(20), "the server's work ends with the answer"
     terminal.press("half")
@@ -94,7 +94,7 @@ def test_ctrl_c_stops_the_answer_and_what_came_is_kept(chat, known):
     terminal.press("\x03")
     terminal.until("(Ctrl-D or /bye ends)")
     terminal.press("then\n")
-    terminal.until("tokens/s")
+    terminal.until("tok/s")
     terminal.press("/exit\n")
     assert terminal.close() == 0
     said = [one["content"] for one in known.bodies[-1]["messages"]]
@@ -105,7 +105,7 @@ def test_the_history_is_kept_between_runs_for_its_owner_alone(chat, known, tmp_p
     for keys in ("once\n", "\x1b[A\n"):
         terminal = chat()
         terminal.press(keys)
-        terminal.until("tokens/s")
+        terminal.until("tok/s")
         terminal.until("> ")  # a key that comes before the prompt is the terminal's
         terminal.press("\x04")
         assert terminal.close() == 0

@@ -194,7 +194,7 @@ def test_a_whole_command_line(octavo, tiny):
     ended = octavo(
         "run", "hi", *tiny, "--temp", "0", "-n", "3", "-ngl", "99", "--trust-remote-code"
     )
-    assert ended.code == 0 and "3 new tokens" in ended.err
+    assert ended.code == 0 and "3 completion tokens" in ended.err
     assert "octavo: -ngl 99 is ignored: all layers are on one device" in ended.err
     assert (
         "octavo: --trust-remote-code is ignored: no code of a checkpoint is ever run" in ended.err

@@ -32,9 +32,9 @@ def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(octavo, tiny):
     assert ended.code == 0
     assert ended.out == answer_of([{"role": "user", "content": "hello"}], max_tokens=12) + "\n"
     assert (
-        "12 new tokens" in ended.message[-1]
-        and "tokens/s" in ended.message[-1]
-        and "first token after" in ended.message[-1]
+        "12 completion tokens" in ended.message[-1]
+        and "tok/s" in ended.message[-1]
+        and "first token " in ended.message[-1]
     )
 
 
@@ -125,9 +125,9 @@ def test_an_answer_without_a_limit_has_a_default_cap_that_is_named(octavo, tiny,
     monkeypatch.setattr("octavo.cli.common.answers.DEFAULT_MAX_TOKENS", 7)
     said = "the answer was cut off after 7 tokens, the default of --max-tokens: give a larger one"
     ended = octavo("run", "--raw", "hello", *tiny)
-    assert "7 new tokens" in ended.message[0] and ended.message[-1].startswith(said)
+    assert "7 completion tokens" in ended.message[0] and ended.message[-1].startswith(said)
     ended = octavo("run", "--raw", "hello", *tiny, "--max-tokens=7")
-    assert "7 new tokens" in ended.message[-1], "a limit that was given needs no explanation"
+    assert "7 completion tokens" in ended.message[-1], "a limit that was given needs no explanation"
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])
@@ -238,8 +238,8 @@ def test_a_repetition_ends_the_answer_with_a_message(octavo, tiny):
     command = ["run", "--raw", "hello", *tiny, override, "--max-tokens=200"]
     ended = octavo(*command)
     assert "the answer was stopped because it repeats itself" in ended.message[-1]
-    assert "200 new tokens" not in ended.err
-    assert "200 new tokens" in octavo(*command, "--no-repetition-detection").err
+    assert "200 completion tokens" not in ended.err
+    assert "200 completion tokens" in octavo(*command, "--no-repetition-detection").err
 
 
 @pytest.mark.model

@@ -169,6 +169,6 @@ def test_a_conversation_with_a_server_is_that_with_its_model(octavo, server, tin
     for flags in (named, tiny):
         monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
         ended = octavo("chat", "--max-tokens=6", "--temperature=0", *flags)
-        assert ended.code == 0 and ", 6 new tokens in" in ended.err
+        assert ended.code == 0 and "+ 6 completion tokens" in ended.err
         answers.append(ended.out)
     assert answers[0] == answers[1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,17 +61,24 @@ class Statistics:
         )
 
     def describe(self) -> str:
-        text = (
-            f"{self.prompt_tokens} prompt tokens, {self.completion_tokens} new tokens in"
-            f" {self.total_s:.2f} s"
-        )
+        """Formats the statistics as one line, dimmed if standard error is a terminal."""
+        parts = [
+            f"{self.prompt_tokens} prompt + {self.completion_tokens} completion tokens",
+            f"{self.total_s:.2f} s",
+        ]
         if self.time_to_first_token_s is not None:
-            text += f"; first token after {self.time_to_first_token_s:.3f} s"
+            parts.append(f"first token {self.time_to_first_token_s:.2f} s")
         if self.tokens_per_second is not None:
-            text += f", then {self.tokens_per_second:.1f} tokens/s"
-        return text + (
-            " (cut off: the limit of tokens was reached)" if self.finish_reason == "length" else ""
-        )
+            parts.append(f"{self.tokens_per_second:.1f} tok/s")
+        if self.finish_reason == "length":
+            parts.append("cut off at max_tokens")
+        return dim(", ".join(parts))
+
+
+def dim(text: str) -> str:
+    """Dims text for standard error if that is a terminal and NO_COLOR is not set."""
+    is_plain = not sys.stderr.isatty() or os.environ.get("NO_COLOR")
+    return text if is_plain else typer.style(text, dim=True)
 
 
 def check_sampling(given: dict[str, Any]) -> None:
