@@ -16,7 +16,7 @@ import numpy as np
 
 from octavo.executor.base import BackendOptions
 from octavo.executor.kv import KvCache
-from octavo.executor.native.backend import NativeBackend, layout_of
+from octavo.executor.native.backend import NativeBackend, make_kv_layout
 from octavo.program.program import CacheGroup
 
 GROUP = CacheGroup("full", "full", 30, 3, 64, 64)
@@ -47,7 +47,7 @@ def measure(
 
 def main() -> None:
     backend = NativeBackend(BackendOptions(kv_cache_dtype="bf16", num_threads=1))
-    layout = layout_of(GROUP, "bf16")
+    layout = make_kv_layout(GROUP, "bf16")
     data = np.ones(layout.block_bytes, np.uint8)
     paged = backend.allocate((layout,), [BLOCKS * REQUESTS])
     virtual = backend.allocate_on_demand((layout,), [BLOCKS * REQUESTS])

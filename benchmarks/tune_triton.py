@@ -36,7 +36,7 @@ from benchmarks.on_gpu.timing import seconds_each  # noqa: E402
 from octavo.executor.batch import StepBatch, sampling_records  # noqa: E402
 from octavo.executor.kv import BLOCK_SIZE  # noqa: E402
 from octavo.executor.torch.attention.call import AttentionCall  # noqa: E402
-from octavo.executor.torch.attention.query_rows import query_rows_of  # noqa: E402
+from octavo.executor.torch.attention.query_rows import make_query_rows  # noqa: E402
 from octavo.executor.torch.draws import record_words  # noqa: E402
 from octavo.executor.torch.kv_cache import KvTensor  # noqa: E402
 from octavo.executor.torch.step import step_arrays  # noqa: E402
@@ -112,7 +112,7 @@ def call_of(
         context_lens=inputs["context_lens"][0],
         places=inputs["places"],
         inputs=inputs,
-        rows=query_rows_of(batch, 0, full=False, window=None, device=DEVICE),
+        rows=make_query_rows(batch, 0, full=False, window=None, device=DEVICE),
         batch=batch,
         group=0,
         once=lambda key, make: make(),
@@ -196,7 +196,7 @@ def packed_task(outputs: int, inputs: int, bits: int) -> Task:
 
     def run() -> None:
         for x in batches:
-            tile_rows = packed_linear.tile_rows_of(len(x))
+            tile_rows = packed_linear.get_tile_rows(len(x))
             for weight in weights:
                 products.product(x, Product((weight,), None), tile_rows)
 

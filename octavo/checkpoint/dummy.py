@@ -51,7 +51,7 @@ class DummyCheckpoint:
         self.config: dict[str, Any] = header.config
         self.has_config_file = header.has_config_file
         self.generation_config: dict[str, Any] = header.generation_config
-        self.format_of = header.format_of
+        self.get_format = header.get_format
 
     def names(self) -> Collection[str]:
         return ()
@@ -73,7 +73,7 @@ class DummyCheckpoint:
 class DummyWeights:
     """Random weights for `Backend.prepare`, which calls `load`.
 
-    `format_of` returns the stored format of a weight, by GGUF's names.
+    `get_format` returns the stored format of a weight, by GGUF's names.
     """
 
     def __init__(self, format_of: Callable[[Weight], str]) -> None:
@@ -89,13 +89,13 @@ class DummyWeights:
         first = crc32(weight.name.encode()) % PERIOD
         if len(weight.shape) < 2:
             return PackedWeight.plain(
-                (1 + _drawn(first, weight.shape, np.dtype(np.float32)) / 8).astype(
+                (1 + _random_numbers(first, weight.shape, np.dtype(np.float32)) / 8).astype(
                     FLOATS.get(stored, np.float32)
                 )
             )
         reach = math.sqrt(3 / weight.shape[-1])
         if stored in FLOATS:
-            return PackedWeight.plain(_drawn(first, weight.shape, FLOATS[stored], reach))
+            return PackedWeight.plain(_random_numbers(first, weight.shape, FLOATS[stored], reach))
         if stored in CODES_OF_8:
             return _eight_bits(first, weight.shape, reach, stored)
         if stored == "Q4_1":
@@ -121,7 +121,7 @@ def _eight_bits(first: int, shape: tuple[int, ...], reach: float, stored: str) -
         shape,
         8,
         code,
-        _drawn(first, shape, dtype, top),
+        _random_numbers(first, shape, dtype, top),
         shape[-1],
         Levels(scales),
         activation="per_token",
@@ -135,7 +135,7 @@ def _four_bits(first: int, shape: tuple[int, ...], reach: float) -> PackedWeight
     scales, mins = (
         Levels(np.full(levels, value, np.float16)) for value in (2 * reach / 15, -reach)
     )
-    codes = _drawn(first, (*lead, width // 2), np.dtype(np.uint8))
+    codes = _random_numbers(first, (*lead, width // 2), np.dtype(np.uint8))
     return PackedWeight(
         shape=shape,
         bits=4,
@@ -149,7 +149,9 @@ def _four_bits(first: int, shape: tuple[int, ...], reach: float) -> PackedWeight
     )
 
 
-def _drawn(first: int, shape: tuple[int, ...], dtype: np.dtype, reach: float = 1.0) -> NDArray:
+def _random_numbers(
+    first: int, shape: tuple[int, ...], dtype: np.dtype, reach: float = 1.0
+) -> NDArray:
     """Returns numbers in +-reach, or random bytes for uint8, from index `first` of the period."""
     period, count = _period(dtype, reach), math.prod(shape)
     repeated: NDArray = np.tile(period, -(-(first + count) // PERIOD))

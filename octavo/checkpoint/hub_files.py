@@ -84,7 +84,7 @@ def choose_files(reference: HubReference, names: Collection[str]) -> ChosenFiles
     elif has_safetensors(whole) or not models:
         return ChosenFiles(tuple(whole))
     else:
-        chosen = best_of(models)
+        chosen = choose_default(models)
     if not chosen.is_whole:
         raise NotOnHub(
             f"{reference}: {len(chosen.files)} of the model's {chosen.num_parts} parts are there",
@@ -123,7 +123,7 @@ def first_part(file: str) -> str:
     return file if part is None else f"{part['stem']}-00001-of-{part['count']}.gguf"
 
 
-def best_of(models: Sequence[GgufModel]) -> GgufModel:
+def choose_default(models: Sequence[GgufModel]) -> GgufModel:
     """Returns the default model: a complete one with the most preferred quantization, else the
     first by name.
     """
@@ -136,7 +136,7 @@ def _named(reference: HubReference, models: Sequence[GgufModel]) -> GgufModel:
         found = [model for model in models if reference.file in model.files]
         what = f"no file {reference.file}"
     else:
-        found = of_quant(models, reference.quant)
+        found = find_quant(models, reference.quant)
         what = f"no quantization {reference.quant}"
     if found:
         return found[0]
@@ -145,7 +145,7 @@ def _named(reference: HubReference, models: Sequence[GgufModel]) -> GgufModel:
     )
 
 
-def of_quant(models: Sequence[GgufModel], quant: str) -> list[GgufModel]:
+def find_quant(models: Sequence[GgufModel], quant: str) -> list[GgufModel]:
     """Returns the models with a quantization, best matches first; case-insensitive.
 
     Exact names come before the UD- variant (Q4_K_XL also matches UD-Q4_K_XL), then file names and
@@ -170,5 +170,5 @@ def _described(models: Sequence[GgufModel]) -> str:
 def _hint(reference: HubReference, models: Sequence[GgufModel]) -> str | None:
     if not models:
         return None
-    best = best_of(models)
+    best = choose_default(models)
     return f"{reference.repository}" + (f":{best.quant}" if best.quant else f"/{best.main}")

@@ -14,8 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.checkpoint.catalogue import CATALOGUE, fetched, short_name
-from octavo.checkpoint.hub_files import GgufModel, best_of, first_part, gguf_models, of_quant
+from octavo.checkpoint.catalogue import CATALOGUE, find_downloaded, short_name
+from octavo.checkpoint.hub_files import (
+    GgufModel,
+    choose_default,
+    find_quant,
+    first_part,
+    gguf_models,
+)
 from octavo.config.model_reference import parse_hub_reference
 from octavo.config.paths import cache_dir
 
@@ -59,7 +65,7 @@ def get_quantization(path: Path) -> str:
 
 def list_local_models() -> list[CachedModel]:
     """Returns the complete models in both caches, newest first."""
-    names = (name for name in CATALOGUE if fetched(name) is not None)
+    names = (name for name in CATALOGUE if find_downloaded(name) is not None)
     catalogued = (model for name in names if (model := _catalogue_model(name)) is not None)
     found = [*catalogued, *_hub_models()]
     return sorted(found, key=lambda model: (-model.modified_s, model.name))
@@ -94,8 +100,8 @@ def match_local_model(name: str, models: Sequence[CachedModel]) -> CachedModel |
     if not reference.quant and reference.repository in by_name:
         return by_name[reference.repository]
     files = [GgufModel((each.removeprefix(start),), 1) for each in by_name if start in each]
-    found = of_quant(files, reference.quant) if reference.quant else files
-    return by_name[start + best_of(found).main] if found else None
+    found = find_quant(files, reference.quant) if reference.quant else files
+    return by_name[start + choose_default(found).main] if found else None
 
 
 def find_cached(model: str, models: Sequence[CachedModel]) -> CachedModel | None:
@@ -144,10 +150,10 @@ def _hub_models() -> Iterator[CachedModel]:
         return
     for repo in repos:
         if repo.repo_type == "model":
-            yield from _models_of(repo)
+            yield from _list_repo_models(repo)
 
 
-def _models_of(repo: CachedRepoInfo) -> Iterator[CachedModel]:
+def _list_repo_models(repo: CachedRepoInfo) -> Iterator[CachedModel]:
     """Yields a repository's safetensors as one model, and each of its GGUF models."""
     has_safetensors = False
     found: dict[str, list[Path]] = {}

@@ -32,7 +32,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if (path / "config.json").exists():
         return SafetensorsCheckpoint(path)
     files = sorted(path.glob("*.gguf"))
-    if len(files) == 1 or (files and all(map(_is_part_of(files[0]), files))):
+    if len(files) == 1 or (files and all(map(_make_part_test(files[0]), files))):
         return GgufCheckpoint(files[0])
     if files:
         raise WeightMismatch(
@@ -48,7 +48,7 @@ def _hint_of_file(path: Path) -> str | None:
     return no_weights("", path).hint
 
 
-def _is_part_of(first: Path) -> Callable[[Path], bool]:
+def _make_part_test(first: Path) -> Callable[[Path], bool]:
     """Returns a predicate for files of the same split model as `first`."""
     named = PART_NAME.fullmatch(first.name)
 

@@ -66,7 +66,7 @@ class ModuleUpdate:
     """An adapter's update of a module: y = gain * (W x + scale * B (A x)) + bias."""
 
     module: str
-    """Module name, as returned by `bare_name`."""
+    """Module name, as returned by `get_bare_name`."""
     scale: float = 0.0
     a: NDArray | None = None
     """A `[r, in]`, or `[r, V]` for an embedding table; float32 or bfloat16."""
@@ -92,7 +92,7 @@ class PeftAdapter:
     """Updates by the bare name of their module."""
 
 
-def bare_name(module: str) -> str:
+def get_bare_name(module: str) -> str:
     """Returns a module's name without the prefixes of the text model."""
     name = OUTER.sub("", module, count=1)
     return OTHER_NAMES.get(name, name)
@@ -115,7 +115,7 @@ def read_peft(path: Path, *, max_rank: int, max_bytes: int) -> PeftAdapter:
     found: dict[str, _Module] = {}
     for name, array in read_tensors(path / TENSORS).items():
         full_name, part = _named(name, path)
-        module = found.setdefault(bare_name(full_name), _Module(full_name))
+        module = found.setdefault(get_bare_name(full_name), _Module(full_name))
         if part in module.parts:
             raise WeightMismatch(f"{path}: two tensors are {part} of {full_name}, one is {name}")
         module.parts[part] = _numbers(array, name, path)
@@ -187,11 +187,11 @@ class _Config:
             file, values, "alpha_pattern", lambda what, value: _alpha(file, what, value)
         )
 
-    def rank_of(self, full_name: str) -> int:
+    def get_rank(self, full_name: str) -> int:
         return int(_matching(self._ranks, full_name, self._rank))
 
-    def scale_of(self, full_name: str) -> float:
-        rank, alpha = self.rank_of(full_name), _matching(self._alphas, full_name, self._alpha)
+    def get_scale(self, full_name: str) -> float:
+        rank, alpha = self.get_rank(full_name), _matching(self._alphas, full_name, self._alpha)
         return alpha / (math.sqrt(rank) if self._by_root else rank)
 
 
@@ -295,10 +295,10 @@ def _update(module: str, found: _Module, config: _Config, path: Path) -> ModuleU
     if table and has_magnitude:
         raise UnsupportedModel(f"{path}: {module} is a table with DoRA, which is not supported")
     if a is not None and b is not None:
-        _check_ranks(module, a, b, config.rank_of(found.full_name), path)
+        _check_ranks(module, a, b, config.get_rank(found.full_name), path)
     return ModuleUpdate(
         module,
-        scale=config.scale_of(found.full_name) if a is not None else 0.0,
+        scale=config.get_scale(found.full_name) if a is not None else 0.0,
         a=a,
         b=b,
         is_table=table,

@@ -82,7 +82,7 @@ class ModelHeader(Protocol):
     """Whether `config` was read from config.json, so every key in it was set on purpose."""
     generation_config: dict[str, Any]
 
-    def format_of(self, name: str) -> str:
+    def get_format(self, name: str) -> str:
         """Returns a tensor's format by GGUF's names: F32, BF16, Q4_K ..."""
         ...
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.api.errors import UnsupportedModel, WeightMismatch
-from octavo.checkpoint.formats.format import Described, QuantizedFormat, naming
+from octavo.checkpoint.formats.format import Described, QuantizedFormat, prefix_errors
 from octavo.checkpoint.formats.table import quantized_format, with_quantization
 from octavo.checkpoint.fused_experts import FusedPart, fused_parts, newer_names
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
@@ -134,7 +134,7 @@ class _Quantized:
     @cached_property
     def described(self) -> Described:
         tensors = self._tensors
-        with naming(self._files):
+        with prefix_errors(self._files):
             return self._format.describe(self._module, tensors)
 
     @property
@@ -147,7 +147,7 @@ class _Quantized:
 
     def weight(self, name: str) -> PackedWeight:
         tensors = self._tensors
-        with naming(self._files):
+        with prefix_errors(self._files):
             return self._format.weight(self._module, tensors)
 
     @property
@@ -175,7 +175,7 @@ class SafetensorsCheckpoint:
         config = with_text_config(read_json(path / "config.json"))
         self.config: dict[str, Any] = with_pooling(with_quantization(config, path), path)
         self.generation_config: dict[str, Any] = read_json_if_there(path / "generation_config.json")
-        with naming(path):
+        with prefix_errors(path):
             quantized = quantized_format(self.config)
         self._is_quantized = quantized is not None
         self.weight_files: Sequence[Path] = _weight_files(path)
@@ -185,7 +185,7 @@ class SafetensorsCheckpoint:
         self._buffers = {id(entry.buffer): entry.buffer for entry in entries.values()}
         self._check_index(entries)
         entries = self._with_conversions(entries)
-        with naming(path):
+        with prefix_errors(path):
             self._entries = entries if quantized is None else _by_matrix(entries, quantized)
         if self.config.get("tie_word_embeddings") is not False and has_own_head(self._plain):
             self.config[OWN_HEAD] = True
@@ -193,7 +193,7 @@ class SafetensorsCheckpoint:
     def names(self) -> Collection[str]:
         return self._entries.keys()
 
-    def format_of(self, name: str) -> str:
+    def get_format(self, name: str) -> str:
         return self._find(name)[1].format_name
 
     def tensor(self, name: str) -> PackedWeight:

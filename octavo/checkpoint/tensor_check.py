@@ -53,7 +53,7 @@ def check_tensors(checkpoint: Checkpoint, programs: Iterable[Program]) -> None:
         has_logits |= "logits" in program.outputs
     names = checkpoint.names()
     biases = {name for name in names if has_logits and HEAD_BIAS.search(name)} - read
-    left = sorted({*left_over(names, read, checkpoint.config), *biases})
+    left = sorted({*find_unread_tensors(names, read, checkpoint.config), *biases})
     if left:
         more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
         raise WeightMismatch(
@@ -77,7 +77,9 @@ def check_weights(checkpoint: Checkpoint, weights: Iterable[Weight]) -> set[str]
     }
 
 
-def left_over(names: Iterable[str], read: set[str], config: dict[str, object]) -> Iterator[str]:
+def find_unread_tensors(
+    names: Iterable[str], read: set[str], config: dict[str, object]
+) -> Iterator[str]:
     """Yields the tensors that were not read and may have an effect."""
     num_layers = config.get("num_hidden_layers")
     for name in names:

@@ -152,7 +152,7 @@ def loaded_formats(
         if weight.fill is not None:
             return "F32"
         return (
-            header.format_of(weight.tensor_names[0])
+            header.get_format(weight.tensor_names[0])
             if wide is None or len(weight.shape) < 2
             else wide
         )

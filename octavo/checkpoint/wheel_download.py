@@ -26,7 +26,7 @@ from octavo.utils.progress import FileProgress, Report, Watch, quiet, unwatched
 
 CHUNK_BYTES = 1 << 20
 PIP_TIMEOUT_S = 15
-TELL_EVERY_S = 0.1
+REPORT_INTERVAL_S = 0.1
 """Interval of progress reports, in seconds."""
 
 Advance = Callable[[int], None]
@@ -174,7 +174,7 @@ def _run(command: Sequence[str], folder: Path, tell: Callable[[], None]) -> tupl
             while process.poll() is None:
                 tell()
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(TELL_EVERY_S)
+                    process.wait(REPORT_INTERVAL_S)
             tell()
         finally:
             process.kill()

@@ -16,7 +16,7 @@ from octavo.api.errors import DownloadFailed, OctavoError
 from octavo.checkpoint.catalogue import resolve
 from octavo.utils.progress import FileProgress
 
-TELL_EVERY_S = 0.1
+REPORT_INTERVAL_S = 0.1
 """Minimum interval of progress reports, in seconds."""
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Pull:
                 told = dict(self.files)
                 if new:
                     yield new
-                    await asyncio.sleep(TELL_EVERY_S)
+                    await asyncio.sleep(REPORT_INTERVAL_S)
                 elif not self._ended.done():
                     await changed.wait()
             self._ended.result()

@@ -19,7 +19,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
 from octavo.engine.protocol.kv_cache_spec import KvDemand
 from octavo.executor.kv import KvLayout
-from octavo.executor.native.weight_file import check_directory, refused
+from octavo.executor.native.weight_file import check_directory, directory_error
 from octavo.program.ops import Attention
 from octavo.program.program import Op, Program, Value
 from octavo.sparsity.options import KvSpillOptions
@@ -128,7 +128,7 @@ def spill_to_file(
                 num_kept=num_kept,
             )
     except OSError as error:
-        raise refused(options.directory, error, name=NAME) from None
+        raise directory_error(options.directory, error, name=NAME) from None
 
 
 def num_kept(

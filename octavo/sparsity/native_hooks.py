@@ -10,7 +10,7 @@ from octavo.api.errors import BackendUnavailable
 from octavo.executor.kv import KvLayout
 from octavo.executor.native.formats import TileFormat
 from octavo.executor.native.native_hooks import NativeHooks
-from octavo.executor.native.stages import body_first
+from octavo.executor.native.stages import sort_token_ops_first
 from octavo.program.ops import Attention, Linear
 from octavo.program.program import Op, Program, Weight
 from octavo.sparsity.kv_spill import (
@@ -57,7 +57,7 @@ class NativeSparsity(NativeHooks):
             check_spill(self.spill)
 
     def records(self, program: Program) -> NeuronRecords | None:
-        layers = neuron_layers(body_first(program))
+        layers = neuron_layers(sort_token_ops_first(program))
         return NeuronRecords(layers, self.neurons) if layers else None
 
     def layouts(self, program: Program, layouts: Sequence[KvLayout]) -> Sequence[KvLayout]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from octavo.api.errors import BackendUnavailable, ConfigError, OctavoError
-from octavo.checkpoint.catalogue import CATALOGUE, fetched, name_at, resolve_header
+from octavo.checkpoint.catalogue import CATALOGUE, find_downloaded, find_name, resolve_header
 from octavo.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
 from octavo.checkpoint.gguf.gguf_families import FAMILIES as GGUF_FAMILIES
 from octavo.checkpoint.open import open_header
@@ -96,7 +96,7 @@ class ModelReport:
 def short_names() -> Iterator[ShortName]:
     for name, model in CATALOGUE.items():
         num_bytes = sum(file.num_bytes for file in model.files)
-        yield ShortName(name, model.text, model.license, num_bytes, fetched(name))
+        yield ShortName(name, model.text, model.license, num_bytes, find_downloaded(name))
 
 
 def cached_repositories() -> Iterator[tuple[str, int]]:
@@ -130,7 +130,7 @@ def families() -> Iterator[FamilyRow]:
 
 def report_on(name: str) -> ModelReport:
     """Reports on a model from its headers; raises SetupError if it is damaged or not supported."""
-    if name in CATALOGUE and fetched(name) is None:
+    if name in CATALOGUE and find_downloaded(name) is None:
         raise ConfigError(f"{name} is not fetched yet", hint=f"octavo pull {name}")
     header = open_header(resolve_header(name))
     config, info = derive_from(EngineConfig.from_options(model=name), header)
@@ -190,7 +190,7 @@ def _license(header: ModelHeader) -> str | None:
         named = header.file.metadata.get("general.license")
         if isinstance(named, str):
             return named
-    short = name_at(header.path)
+    short = find_name(header.path)
     return None if short is None else CATALOGUE[short].license
 
 

@@ -20,7 +20,7 @@ from octavo.executor.batch import StepBatch
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.executor.noise import philox
 from octavo.executor.reference.backend import FORMULAS, ReferenceBackend
-from octavo.executor.reference.kv_cache import layout_of
+from octavo.executor.reference.kv_cache import make_kv_layout
 from octavo.executor.reference.step import Floats, ReferenceStep
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import Embedding, Linear, original_context
@@ -76,7 +76,7 @@ def mean_squares(
     first = original_context(program).first_position(len(token_ids))
     batch = whole_text(token_ids, len(groups), num_axes=1 + last_axis, first_position=first)
     num_blocks = [batch.block_tables.shape[-1]] * len(groups)
-    kv = ReferenceBackend().allocate([layout_of(group) for group in groups], num_blocks)
+    kv = ReferenceBackend().allocate([make_kv_layout(group) for group in groups], num_blocks)
     step = ReferenceStep(program, {}, batch, kv.groups, multiply=_multiply)
     unread = Counter(value.name for op in program.ops for value in op.inputs)
     last = [op for op in program.ops if isinstance(op, Linear | GroupedLinear)][-1]

@@ -16,7 +16,7 @@ import pytest
 from octavo import SamplingParams
 from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
-from octavo.executor.native.weight_file import file_system_of
+from octavo.executor.native.weight_file import get_file_system
 from octavo.sparsity.activation_curves import Calibration
 from octavo.sparsity.calibrate import calibrate_model
 from tests.support.llm_tools import (
@@ -112,7 +112,7 @@ def test_a_row_alone_is_a_row_in_company(calibration, kind, precision):
 def test_weights_by_columns_give_the_bits_of_tiles(wide, quantization, tmp_path):
     """Weights that are streamed lie in tiles, others by columns."""
     path, calibration = wide
-    directory = tmp_path if file_system_of(tmp_path) not in ("tmpfs", "ramfs") else path.parent
+    directory = tmp_path if get_file_system(tmp_path) not in ("tmpfs", "ramfs") else path.parent
     found = []
     for more in (
         {},

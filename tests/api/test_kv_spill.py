@@ -18,7 +18,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
-from octavo.executor.native.weight_file import file_system_of
+from octavo.executor.native.weight_file import get_file_system
 from octavo.wiring.plan import plan_model
 from tests.support.llm_tools import (
     GREEDY,
@@ -240,7 +240,7 @@ def test_options_that_do_not_go_together_are_refused(case, directory):
 
 
 def test_directories_that_cannot_hold_the_file_are_refused(directory, monkeypatch):
-    if file_system_of(Path("/dev/shm")) == "tmpfs":
+    if get_file_system(Path("/dev/shm")) == "tmpfs":
         with pytest.raises(ConfigError, match="kv_spill_dir: /dev/shm is on tmpfs"):
             engine(Path("/dev/shm"))
     usage = namedtuple("usage", "total used free")

@@ -22,7 +22,7 @@ from octavo.api.errors import ConfigError, EngineDead
 from octavo.executor.native.extension import native_module
 from octavo.executor.native.weight_file import (
     check_directory,
-    file_system_of,
+    get_file_system,
     read_index,
     writing,
 )
@@ -247,9 +247,9 @@ def test_files_without_direct_reads_are_read_through_the_cache():
 def test_a_directory_in_memory_is_refused(directory):
     mounts = directory.parent / "mounts"
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {directory} tmpfs rw 0 0\n")
-    assert file_system_of(directory / "below", mounts) == "tmpfs"
-    assert file_system_of(Path("/elsewhere"), mounts) == "ext4"
-    if file_system_of(Path("/dev/shm")) == "tmpfs":
+    assert get_file_system(directory / "below", mounts) == "tmpfs"
+    assert get_file_system(Path("/elsewhere"), mounts) == "ext4"
+    if get_file_system(Path("/dev/shm")) == "tmpfs":
         with pytest.raises(ConfigError, match="weights_dir: /dev/shm is on tmpfs"):
             streamed(Path("/dev/shm"), 1 << 40)
 

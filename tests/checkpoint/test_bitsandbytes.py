@@ -111,10 +111,10 @@ def test_numbers_are_the_formulas(tmp_path: Path, form: str) -> None:
     for key, values in meant.items():
         np.testing.assert_array_equal(checkpoint.tensor(key).dequantize(), values)
     up, down = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down"))
-    planned = ConfigFile(tmp_path / "config.json").format_of(up)
-    assert checkpoint.format_of(up) == planned == ("I8" if form == "int8" else "L4_F32:64")
+    planned = ConfigFile(tmp_path / "config.json").get_format(up)
+    assert checkpoint.get_format(up) == planned == ("I8" if form == "int8" else "L4_F32:64")
     cut = "I8" if form == "int8" else "L4_F32:32"
-    assert checkpoint.format_of(down) == cut, "blocks cross rows"
+    assert checkpoint.get_format(down) == cut, "blocks cross rows"
     assert form == "int8" or checkpoint.tensor(down).bits == 4
 
 

@@ -145,7 +145,7 @@ def test_the_bytes_that_pip_writes_are_the_progress_and_a_watch_ends_it(
 ) -> None:
     log = tmp_path / "pids"
     (tmp_path / "pip.py").write_text(f"LOG = {str(log)!r}\n{SLOW_PIP}")
-    monkeypatch.setattr(wheel_download, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(wheel_download, "REPORT_INTERVAL_S", 0.01)
     told: list[FileProgress] = []
 
     def watch(progress: FileProgress) -> None:

@@ -91,7 +91,7 @@ def test_headers_say_how_matrices_are_stored(tmp_path: Path, name: str) -> None:
         prepared = backend.prepare(program, WeightReader(checkpoint).load)
         footprint = backend.footprint(program, format_of)
         assert sum(footprint.weight_bytes.values()) == prepared.weight_bytes
-    planned = ConfigFile(tmp_path / "config.json").format_of(f"{DOWN}.weight")
+    planned = ConfigFile(tmp_path / "config.json").get_format(f"{DOWN}.weight")
     assert planned.partition(":")[2] == str(32) and planned[1] in "48"
 
 

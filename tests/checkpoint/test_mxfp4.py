@@ -76,8 +76,8 @@ def test_lossless(models: tuple[Path, Path]) -> None:
     program = build_programs(codes.config)["decoder"]
     check_tensors(codes, [program])
     planned = ConfigFile(models[0] / "config.json")
-    assert planned.format_of(GATES) == codes.format_of(GATES) == "L4I_F32:32"
-    assert planned.format_of(f"{GATES}_bias") == "F32"
+    assert planned.get_format(GATES) == codes.get_format(GATES) == "L4I_F32:32"
+    assert planned.get_format(f"{GATES}_bias") == "F32"
 
 
 def test_extreme_powers(models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from octavo.api.errors import SetupError
-from octavo.checkpoint.peft import bare_name, read_peft
+from octavo.checkpoint.peft import get_bare_name, read_peft
 from tests.support.peft_adapters import peft_scales, read_adapter, save_adapter
 from tests.support.tiny_models import tiny_model
 
@@ -129,7 +129,7 @@ def test_patterns_match_the_modules_that_they_match_in_peft(pattern, tmp_path):
     """Patterns are matched with a module's full name, and begin where a part of it begins."""
     tiny = tiny_model("llama")
     path = save_adapter(tiny, tmp_path, r=4, lora_alpha=8, alpha_pattern={pattern: 40})
-    wanted = {bare_name(name): scale for name, scale in peft_scales(tiny, path).items()}
+    wanted = {get_bare_name(name): scale for name, scale in peft_scales(tiny, path).items()}
     found = read_peft(path, max_rank=4, max_bytes=1 << 24).updates
     assert {name: update.scale for name, update in found.items()} == wanted
 

@@ -55,7 +55,7 @@ def check_against_transformers(folder: Path) -> None:
         if name in checkpoint.names():
             found = checkpoint.tensor(name).dequantize()
             np.testing.assert_array_equal(found, tensor.float().numpy(), err_msg=name)
-            assert checkpoint.format_of(name) == {4: "F32", 2: "BF16"}[tensor.element_size()]
+            assert checkpoint.get_format(name) == {4: "F32", 2: "BF16"}[tensor.element_size()]
     with torch.no_grad():
         row = theirs.float()(torch.tensor([PROMPT])).logits[0, -1]
     with make_llm(model_path=folder, dtype="float32") as llm:

@@ -20,7 +20,7 @@ import torch
 from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from octavo.api.errors import BackendUnavailable, ConfigError
 from octavo.checkpoint.open import open_checkpoint
-from octavo.executor.torch.kv_cache import layout_of
+from octavo.executor.torch.kv_cache import make_kv_layout
 from octavo.models.registry import build_programs
 from octavo.program.passes.shard import shard
 from tests.support.llm_tools import SAMPLED, fingerprint, make_llm, prompts_of
@@ -89,7 +89,9 @@ def wanted(
 def block_bytes(family: str) -> int:
     """Returns the bytes on the first rank, in fp32, of one block in every group."""
     program = build_programs(open_checkpoint(path_of(family)).config)["decoder"]
-    return sum(layout_of(group, torch.float32).block_bytes for group in shard(program, 0, 2).groups)
+    return sum(
+        make_kv_layout(group, torch.float32).block_bytes for group in shard(program, 0, 2).groups
+    )
 
 
 def assert_same_tokens(found: list[RequestOutput], expected: list[RequestOutput]) -> None:

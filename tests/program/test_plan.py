@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from octavo.checkpoint.open import open_checkpoint
-from octavo.executor.native.stages import body_first, plan_arena, stages_of
+from octavo.executor.native.stages import get_stages, plan_arena, sort_token_ops_first
 from octavo.models.registry import build_programs
 from octavo.program.ops import Linear
 from octavo.program.passes.fuse import fuse
@@ -55,8 +55,8 @@ def takes_over(op, value, program):
 
 
 def check(program):
-    program = body_first(program)
-    stages = stages_of(program)
+    program = sort_token_ops_first(program)
+    stages = get_stages(program)
     places = plan_arena(program, stages).places
     lives = lifetimes(program, [index for index, stage in enumerate(stages) for _ in stage.ops])
     assert set(places) == {value.name for value in lives}
@@ -92,5 +92,5 @@ def test_memory_does_not_grow_with_layers():
     for layers in (2, 9):
         path = tiny_model("llama", num_hidden_layers=layers).path
         program = fuse(build_programs(open_checkpoint(path).config)["decoder"])
-        sizes.append(plan_arena(program, stages_of(program)).row_floats)
+        sizes.append(plan_arena(program, get_stages(program)).row_floats)
     assert sizes[0] == sizes[1]

@@ -24,8 +24,8 @@ from octavo.checkpoint.formats.format import (
     Tensors,
     check_shape,
     check_type,
+    get_required,
     modules_with,
-    needed,
 )
 from octavo.checkpoint.formats.options import (
     USUAL_GROUP,
@@ -33,7 +33,7 @@ from octavo.checkpoint.formats.options import (
     flag,
     group_size,
     layout,
-    refused,
+    quantization_error,
 )
 from octavo.quant.bitstream import unpack_bits
 from octavo.quant.grouped import GroupedCodes, common_zero, grouped_name, grouped_weight
@@ -65,7 +65,7 @@ class Awq(ByModule):
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._by_output = layout(config, LAYOUT_KEYS, VERSIONS) == "gemv"
         if config.get("backend") == OTHER_LAYOUT:
-            raise refused(f"backend is {OTHER_LAYOUT}, whose layout is not read")
+            raise quantization_error(f"backend is {OTHER_LAYOUT}, whose layout is not read")
         for key in ("bits", "w_bit"):
             choice(config, key, (BITS,), BITS)
         self._has_zeros = flag(config, "zero_point", default=True)
@@ -98,8 +98,11 @@ class Awq(ByModule):
         return grouped_name(BITS, fp16, self._group or 32, has_zeros=self._has_zeros)
 
     def _read(self, module: str, tensors: Tensors) -> AwqLevels:
-        words, scales = needed(tensors, "qweight", module), needed(tensors, "scales", module)
-        zeros = needed(tensors, "qzeros", module)
+        words, scales = (
+            get_required(tensors, "qweight", module),
+            get_required(tensors, "scales", module),
+        )
+        zeros = get_required(tensors, "qzeros", module)
         check_type(words, WORDS, "qweight", module)
         check_type(zeros, WORDS, "qzeros", module)
         if words.ndim != 2:

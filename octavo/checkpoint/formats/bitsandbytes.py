@@ -26,7 +26,7 @@ from octavo.checkpoint.formats.format import (
     Tensors,
     check_shape,
     check_type,
-    needed,
+    get_required,
 )
 from octavo.checkpoint.formats.options import choice, flag
 from octavo.quant.packed import Levels, PackedWeight
@@ -82,7 +82,7 @@ class Bitsandbytes(ByModule):
 
     def describe(self, module: str, tensors: Tensors) -> Described:
         if "SCB" in tensors:
-            return Described(_shape_of_8_bits(module, tensors), "I8")
+            return Described(_get_int8_shape(module, tensors), "I8")
         state = _state(module, tensors)
         _check_codes(module, tensors, state)
         return Described(state.shape, _name(state))
@@ -161,10 +161,10 @@ def _check_codes(module: str, tensors: Tensors, state: BlockState) -> None:
             f"{module}.weight holds {codes.size} of {codes.dtype}, expected {-(-count // 2)} bytes"
             f" for {state.shape[0]} x {state.shape[1]} codes"
         )
-    numbers = needed(tensors, "weight.quant_map", module)
+    numbers = get_required(tensors, "weight.quant_map", module)
     check_shape(numbers, (16,), "weight.quant_map", module, "a number for each code")
     check_type(numbers, FLOATS, "weight.quant_map", module)
-    absmax = needed(tensors, "weight.absmax", module)
+    absmax = get_required(tensors, "weight.absmax", module)
     blocks = -(-count // state.block)
     check_shape(absmax, (blocks,), "weight.absmax", module, f"blocks of {state.block}")
     check_type(absmax, ("uint8", *FLOATS), "weight.absmax", module)
@@ -174,9 +174,9 @@ def _check_codes(module: str, tensors: Tensors, state: BlockState) -> None:
 
 def _check_nested(module: str, tensors: Tensors, blocks: int, state: BlockState) -> None:
     """Checks the tensors of quantized scales."""
-    numbers = needed(tensors, "weight.nested_quant_map", module)
+    numbers = get_required(tensors, "weight.nested_quant_map", module)
     check_shape(numbers, (256,), "weight.nested_quant_map", module, "a number for each code")
-    nested = needed(tensors, "weight.nested_absmax", module)
+    nested = get_required(tensors, "weight.nested_absmax", module)
     why = f"blocks of {state.nested_block}"
     check_shape(nested, (blocks,), "weight.nested_absmax", module, why)
     check_type(numbers, FLOATS, "weight.nested_quant_map", module)
@@ -194,7 +194,7 @@ def _scales(tensors: Tensors, state: BlockState) -> NDArray[np.float32]:
     return scales + np.float32(state.nested_offset)
 
 
-def _shape_of_8_bits(module: str, tensors: Tensors) -> tuple[int, int]:
+def _get_int8_shape(module: str, tensors: Tensors) -> tuple[int, int]:
     codes = tensors["weight"]
     if codes.ndim != 2 or codes.dtype != np.int8:
         raise WeightMismatch(
@@ -211,7 +211,7 @@ def _shape_of_8_bits(module: str, tensors: Tensors) -> tuple[int, int]:
 
 
 def _eight_bits(module: str, tensors: Tensors) -> PackedWeight:
-    shape = _shape_of_8_bits(module, tensors)
+    shape = _get_int8_shape(module, tensors)
     scales = tensors["SCB"].astype(np.float32)[:, None] * SCALE_OF_SCB
     return PackedWeight(
         shape, 8, "int", tensors["weight"], shape[1], Levels(scales), activation="per_token"

@@ -35,12 +35,12 @@ from octavo.checkpoint.formats.format import (
     Tensors,
     check_shape,
     check_type,
+    get_required,
     modules_with,
-    needed,
 )
-from octavo.checkpoint.formats.fp8 import SCALES, block_of, describe_fp8, read_fp8
+from octavo.checkpoint.formats.fp8 import SCALES, describe_fp8, parse_block, read_fp8
 from octavo.checkpoint.formats.gptq import by_group
-from octavo.checkpoint.formats.options import choice, flag, group_size, refused
+from octavo.checkpoint.formats.options import choice, flag, group_size, quantization_error
 from octavo.quant.bitstream import num_words, unpack_bits
 from octavo.quant.fp8 import Fp8Scheme
 from octavo.quant.grouped import GroupedCodes, common_zero, grouped_name, grouped_weight
@@ -106,13 +106,15 @@ class CompressedTensors(ByModule):
         if groups or not isinstance(config.get("kv_cache_scheme"), dict):
             choice(config, "format", FORMATS, None)
             if not isinstance(groups, dict) or not groups:
-                raise refused("config_groups is missing")
+                raise quantization_error("config_groups is missing")
         if not all(isinstance(group, dict) for group in (groups or {}).values()):
-            raise refused("config_groups holds what is no object")
+            raise quantization_error("config_groups holds what is no object")
         for part in NOT_READ:
             found = config.get(part)
             if found and not (isinstance(found, dict) and found.get("format", "") in DENSE):
-                raise refused(f"{part} is {shown(found)}, supported are models without it")
+                raise quantization_error(
+                    f"{part} is {shown(found)}, supported are models without it"
+                )
         self._groups = [_group(name, group) for name, group in (groups or {}).items()]
         self._ignored = _patterns(config.get("ignore") or (), "ignore")
 
@@ -133,7 +135,7 @@ class CompressedTensors(ByModule):
         return found
 
     def describe(self, module: str, tensors: Tensors) -> Described:
-        scheme = self._scheme_of(module)
+        scheme = self._get_scheme(module)
         if isinstance(scheme, Fp8Scheme):
             return describe_fp8(module, tensors, scheme)
         if isinstance(scheme, E2m1Scheme):
@@ -146,7 +148,7 @@ class CompressedTensors(ByModule):
         return Described(codes.shape, name)
 
     def weight(self, module: str, tensors: Tensors) -> PackedWeight:
-        scheme = self._scheme_of(module)
+        scheme = self._get_scheme(module)
         if isinstance(scheme, Fp8Scheme):
             return read_fp8(module, tensors, scheme)
         if isinstance(scheme, E2m1Scheme):
@@ -167,7 +169,7 @@ class CompressedTensors(ByModule):
         is_ignored = any(_closeness(one, module) for one in self._ignored)
         if QUANTIZED not in module or is_ignored or not self._groups:
             return None
-        scheme = self._scheme_of(module)
+        scheme = self._get_scheme(module)
         if isinstance(scheme, Fp8Scheme):
             return scheme.format_name
         if isinstance(scheme, E2m1Scheme):
@@ -179,7 +181,7 @@ class CompressedTensors(ByModule):
             scheme.bits, bf16, scheme.group or 32, has_zeros=not scheme.is_symmetric
         )
 
-    def _scheme_of(self, module: str) -> IntScheme | Fp8Scheme | E2m1Scheme:
+    def _get_scheme(self, module: str) -> IntScheme | Fp8Scheme | E2m1Scheme:
         """Returns the scheme of the most specific matching group."""
         meant = max(self._groups, key=lambda group: group.closeness(module), default=None)
         if meant is None or not meant.closeness(module):
@@ -208,7 +210,7 @@ def _read(module: str, tensors: Tensors, scheme: IntScheme) -> IntLevels:
     outputs, inputs = shape
     group = min(scheme.group or inputs, inputs)
     groups = -(-inputs // group)
-    scales = needed(tensors, "weight_scale", module)
+    scales = get_required(tensors, "weight_scale", module)
     check_type(scales, FLOATS, "weight_scale", module)
     if scales.size == 1 and groups == 1:
         scales = np.broadcast_to(scales.reshape(1, 1), (outputs, 1))
@@ -239,7 +241,7 @@ def _shape(module: str, tensors: Tensors, scheme: IntScheme) -> tuple[int, int]:
             )
         return found[0], found[1]
     check_type(tensors["weight_packed"], WORDS, "weight_packed", module)
-    stored = needed(tensors, "weight_shape", module)
+    stored = get_required(tensors, "weight_shape", module)
     check_type(stored, INDICES, "weight_shape", module)
     if stored.shape != (2,) or stored.min() < 1:
         raise WeightMismatch(f"{module}.weight_shape holds {shown(stored.tolist())}, expected two")
@@ -256,7 +258,7 @@ def _zeros(
     middle = 1 << scheme.bits - 1
     if scheme.is_symmetric:
         return np.full(shape, middle, np.int16)
-    stored = needed(tensors, "weight_zero_point", module)
+    stored = get_required(tensors, "weight_zero_point", module)
     check_type(stored, ("int8", *INDICES), "weight_zero_point", module)
     if stored.dtype == np.int32:  # packed along the outputs
         words = (num_words(shape[0], scheme.bits), shape[1])
@@ -313,7 +315,7 @@ def _whole_rows(codes: NDArray[np.uint8], levels: IntLevels) -> PackedWeight:
 def _group(name: str, group: Mapping[str, Any]) -> ConfigGroup:
     weights = group.get("weights")
     if not isinstance(weights, dict):
-        raise refused(f"{name}: weights is {shown(weights)}, expected an object")
+        raise quantization_error(f"{name}: weights is {shown(weights)}, expected an object")
     targets = _patterns(group.get("targets") or CLASSES, "targets")
     return ConfigGroup(name, targets, _scheme(weights, group.get("input_activations") is not None))
 
@@ -325,12 +327,14 @@ def _scheme(weights: Mapping[str, Any], quantises_rows: bool) -> IntScheme | Fp8
         return E2m1Scheme(group_size(weights) or 16)
     if kind == "float":
         if bits != MAX_BITS:
-            raise refused("floats of compressed-tensors are supported as floats of 8 bits and of 4")
+            raise quantization_error(
+                "floats of compressed-tensors are supported as floats of 8 bits and of 4"
+            )
         choice(weights, "strategy", ("tensor", "channel", "block"), None)
-        block = block_of(weights.get("block_structure")) if strategy == "block" else None
+        block = parse_block(weights.get("block_structure")) if strategy == "block" else None
         return Fp8Scheme(block, "per_token" if quantises_rows else "none")
     if kind not in ("int", None):
-        raise refused(f"type is {shown(kind)}, supported are 'int' and 'float'")
+        raise quantization_error(f"type is {shown(kind)}, supported are 'int' and 'float'")
     choice(weights, "num_bits", range(1, MAX_BITS + 1), None)
     choice(weights, "strategy", ("tensor", "channel", "group"), None)
     group = group_size(weights) if strategy == "group" else None
@@ -339,13 +343,13 @@ def _scheme(weights: Mapping[str, Any], quantises_rows: bool) -> IntScheme | Fp8
 
 def _patterns(found: Any, key: str) -> tuple[str, ...]:
     if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
-        raise refused(f"{key} is {shown(found)}, allowed is a list of names")
+        raise quantization_error(f"{key} is {shown(found)}, allowed is a list of names")
     for one in found:
         if one.startswith("re:"):
             try:
                 re.compile(one[3:])
             except re.error as error:
-                raise refused(f"{key} holds {shown(one)}: {error}") from None
+                raise quantization_error(f"{key} holds {shown(one)}: {error}") from None
     return tuple(found)
 
 

@@ -17,7 +17,7 @@ from octavo.checkpoint.formats.format import (
     Tensors,
     check_shape,
     check_type,
-    needed,
+    get_required,
 )
 from octavo.quant.fp8 import e8m0
 from octavo.quant.packed import Levels, PackedWeight
@@ -30,7 +30,7 @@ SCALES = ("uint8", "float8_e4m3fn", *FLOATS)
 """Types of scales: powers of two as e8m0 (uint8), or floats."""
 
 
-def half_of_e8m0(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
+def decode_half_e8m0(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Returns half of each power of two; NaN for 255."""
     return e8m0(exponents, less=1)
 
@@ -67,7 +67,7 @@ def read_e2m1(module: str, tensors: Tensors, group: int) -> PackedWeight:
     _shape(module, tensors, group)
     scales = tensors["weight_scale"]
     if scales.dtype == np.uint8:
-        halves = half_of_e8m0(scales)
+        halves = decode_half_e8m0(scales)
     else:
         whole = tensors["weight_global_scale"]
         halves = scales.astype(np.float32) / whole.astype(np.float32).item() * np.float32(0.5)
@@ -75,7 +75,7 @@ def read_e2m1(module: str, tensors: Tensors, group: int) -> PackedWeight:
 
 
 def _shape(module: str, tensors: Tensors, group: int) -> tuple[int, int]:
-    pairs = needed(tensors, "weight_packed", module)
+    pairs = get_required(tensors, "weight_packed", module)
     if pairs.ndim != 2 or pairs.dtype != np.uint8 or pairs.shape[1] * 2 % group:
         raise WeightMismatch(
             f"{module}.weight_packed is {pairs.dtype} of shape {pairs.shape}, expected pairs of"
@@ -83,11 +83,11 @@ def _shape(module: str, tensors: Tensors, group: int) -> tuple[int, int]:
         )
     shape = (pairs.shape[0], pairs.shape[1] * 2)
     expected = (shape[0], shape[1] // group)
-    scales = needed(tensors, "weight_scale", module)
+    scales = get_required(tensors, "weight_scale", module)
     check_shape(scales, expected, "weight_scale", module, f"groups of {group} inputs")
     check_type(scales, SCALES, "weight_scale", module)
     if scales.dtype.name != "uint8":
-        whole = needed(tensors, "weight_global_scale", module)
+        whole = get_required(tensors, "weight_global_scale", module)
         check_shape(whole.reshape(-1), (1,), "weight_global_scale", module, "one for the matrix")
         check_type(whole, FLOATS, "weight_global_scale", module)
     return shape

@@ -68,7 +68,7 @@ class ByModule:
 
 
 @contextmanager
-def naming(place: Path | str) -> Iterator[None]:
+def prefix_errors(place: Path | str) -> Iterator[None]:
     """Prefixes error messages of a format with the files being read."""
     try:
         yield
@@ -89,7 +89,7 @@ def modules_with(
     }
 
 
-def needed(tensors: Tensors, rest: str, module: str) -> NDArray:
+def get_required(tensors: Tensors, rest: str, module: str) -> NDArray:
     """Returns a required tensor; raises WeightMismatch if it is missing."""
     found = tensors.get(rest)
     if found is None:

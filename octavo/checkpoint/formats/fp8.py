@@ -10,8 +10,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from octavo.checkpoint.formats.format import ByModule, Described, Tensors, modules_with, needed
-from octavo.checkpoint.formats.options import refused
+from octavo.checkpoint.formats.format import (
+    ByModule,
+    Described,
+    Tensors,
+    get_required,
+    modules_with,
+)
+from octavo.checkpoint.formats.options import quantization_error
 from octavo.quant.fp8 import Fp8Scheme, check_fp8, fp8_weight
 from octavo.quant.packed import PackedWeight
 
@@ -25,9 +31,9 @@ class Fp8(ByModule):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if config.get("fmt", "e4m3") != "e4m3":
-            raise refused(f"fmt is {config['fmt']!r}, supported is 'e4m3'")
+            raise quantization_error(f"fmt is {config['fmt']!r}, supported is 'e4m3'")
         block = config.get("weight_block_size")
-        self._scheme = Fp8Scheme(None if block is None else block_of(block), "per_token")
+        self._scheme = Fp8Scheme(None if block is None else parse_block(block), "per_token")
 
     def parts(self, names: Collection[str]) -> dict[str, list[str]]:
         return with_scales(names)
@@ -61,12 +67,12 @@ def read_fp8(module: str, tensors: Tensors, scheme: Fp8Scheme) -> PackedWeight:
 
 def _codes_and_scales(module: str, tensors: Tensors) -> tuple[NDArray, NDArray]:
     scales = next((tensors[rest] for rest in SCALES if rest in tensors), None)
-    return needed(tensors, "weight", module), (
-        needed(tensors, SCALES[-1], module) if scales is None else scales
+    return get_required(tensors, "weight", module), (
+        get_required(tensors, SCALES[-1], module) if scales is None else scales
     )
 
 
-def block_of(block: object) -> tuple[int, int]:
+def parse_block(block: object) -> tuple[int, int]:
     """Returns the outputs and inputs per scale; older files write "128x128"."""
     if isinstance(block, str) and re.fullmatch(r"[1-9]\d{0,6}x[1-9]\d{0,6}", block):
         block = [int(size) for size in block.split("x")]
@@ -75,5 +81,7 @@ def block_of(block: object) -> tuple[int, int]:
         or len(block) != 2
         or not all(type(size) is int and size > 0 for size in block)
     ):
-        raise refused(f"weight_block_size is {block!r}, allowed are two whole numbers above 0")
+        raise quantization_error(
+            f"weight_block_size is {block!r}, allowed are two whole numbers above 0"
+        )
     return block[0], block[1]

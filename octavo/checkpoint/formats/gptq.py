@@ -26,8 +26,8 @@ from octavo.checkpoint.formats.format import (
     Tensors,
     check_shape,
     check_type,
+    get_required,
     modules_with,
-    needed,
 )
 from octavo.checkpoint.formats.options import (
     USUAL_GROUP,
@@ -35,7 +35,7 @@ from octavo.checkpoint.formats.options import (
     flag,
     group_size,
     layout,
-    refused,
+    quantization_error,
 )
 from octavo.quant.bitstream import num_words, unpack_bits
 from octavo.quant.grouped import GroupedCodes, common_zero, grouped_name, grouped_weight
@@ -104,7 +104,7 @@ class Gptq(ByModule):
         )
 
     def planned_name(self, module: str) -> str | None:
-        scheme = self._scheme_of(module) if QUANTIZED in module else None
+        scheme = self._get_scheme(module) if QUANTIZED in module else None
         if scheme is None:
             return None
         fp16 = np.dtype(np.float16)
@@ -112,7 +112,7 @@ class Gptq(ByModule):
             scheme.bits, fp16, scheme.group or 32, has_zeros=not scheme.is_symmetric
         )
 
-    def _scheme_of(self, module: str) -> GptqScheme | None:
+    def _get_scheme(self, module: str) -> GptqScheme | None:
         """Returns a module's scheme; None if the config excludes it from quantization."""
         for pattern, scheme in self._own:
             if pattern.match(module):
@@ -120,10 +120,13 @@ class Gptq(ByModule):
         return self._scheme
 
     def _read(self, module: str, tensors: Tensors) -> tuple[GptqScheme, GptqLevels]:
-        scheme = self._scheme_of(module)
+        scheme = self._get_scheme(module)
         if scheme is None:
             raise WeightMismatch(f"{module} is quantised, and quantization_config says it is not")
-        words, scales = needed(tensors, "qweight", module), needed(tensors, "scales", module)
+        words, scales = (
+            get_required(tensors, "qweight", module),
+            get_required(tensors, "scales", module),
+        )
         if words.ndim != 2 or words.shape[0] * 32 % scheme.bits:
             raise WeightMismatch(
                 f"{module}.qweight has shape {words.shape}, expected [in * {scheme.bits} / 32, out]"
@@ -134,7 +137,7 @@ class Gptq(ByModule):
         shape = (-(-num_inputs // group), words.shape[1])
         check_shape(scales, shape, "scales", module, f"groups of {group} inputs")
         check_type(scales, FLOATS, "scales", module)
-        zeros = self._zeros(module, needed(tensors, "qzeros", module), shape, scheme)
+        zeros = self._zeros(module, get_required(tensors, "qzeros", module), shape, scheme)
         index = tensors.get("g_idx")
         permutation = None if index is None else by_group(index, group, num_inputs, module)
         levels = GptqLevels(np.ascontiguousarray(scales.T), zeros.T, group, permutation, num_inputs)
@@ -181,18 +184,22 @@ def _schemes_by_pattern(
     """
     found = config.get("dynamic") or {}
     if not isinstance(found, dict):
-        raise refused(f"dynamic is {shown(found)}, allowed is an object")
+        raise quantization_error(f"dynamic is {shown(found)}, allowed is an object")
     schemes: list[tuple[re.Pattern[str], GptqScheme | None]] = []
     for key, changes in found.items():
         text = key[2:] if key[:2] in ("+:", "-:") else key
         try:
             pattern = re.compile(text)
         except re.error as error:
-            raise refused(f"dynamic holds {shown(key)}, no regular expression: {error}") from None
+            raise quantization_error(
+                f"dynamic holds {shown(key)}, no regular expression: {error}"
+            ) from None
         if key.startswith("-:"):
             schemes.append((pattern, None))
             continue
         if not isinstance(changes, dict):
-            raise refused(f"dynamic gives {shown(changes)} for {shown(key)}, allowed is an object")
+            raise quantization_error(
+                f"dynamic gives {shown(changes)} for {shown(key)}, allowed is an object"
+            )
         schemes.append((pattern, GptqScheme.of({**config, **changes})))
     return schemes

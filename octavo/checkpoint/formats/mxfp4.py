@@ -14,8 +14,14 @@ from typing import Any
 import numpy as np
 
 from octavo.api.errors import WeightMismatch
-from octavo.checkpoint.formats.e2m1 import e2m1_name, e2m1_weight, half_of_e8m0
-from octavo.checkpoint.formats.format import Described, Tensors, check_shape, modules_with, needed
+from octavo.checkpoint.formats.e2m1 import decode_half_e8m0, e2m1_name, e2m1_weight
+from octavo.checkpoint.formats.format import (
+    Described,
+    Tensors,
+    check_shape,
+    get_required,
+    modules_with,
+)
 from octavo.quant.packed import PackedWeight
 
 GROUP = 32
@@ -44,7 +50,7 @@ class Mxfp4:
     def weight(self, module: str, tensors: Tensors) -> PackedWeight:
         *lead, inputs = _shape(module, tensors)
         pairs = tensors["blocks"].reshape(*lead, inputs // 2)
-        return e2m1_weight(pairs, half_of_e8m0(tensors["scales"]), GROUP)
+        return e2m1_weight(pairs, decode_half_e8m0(tensors["scales"]), GROUP)
 
     def planned_name(self, module: str) -> str | None:
         return e2m1_name(GROUP) if EXPERTS in module and not module.endswith("_bias") else None
@@ -52,7 +58,7 @@ class Mxfp4:
 
 def _shape(module: str, tensors: Tensors) -> tuple[int, ...]:
     """Returns the shape of the experts' matrices, `[E, out, in]`."""
-    blocks, scales = tensors["blocks"], needed(tensors, "scales", module)
+    blocks, scales = tensors["blocks"], get_required(tensors, "scales", module)
     if blocks.ndim != 4 or blocks.shape[-1] * 2 != GROUP or blocks.dtype != np.uint8:
         raise WeightMismatch(
             f"{module}_blocks is {blocks.dtype} of shape {blocks.shape}, expected uint8 [experts,"

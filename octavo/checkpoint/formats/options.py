@@ -12,7 +12,7 @@ USUAL_GROUP = 128
 """Default group size of GPTQ and AWQ configs, as in transformers."""
 
 
-def refused(what: str) -> UnsupportedModel:
+def quantization_error(what: str) -> UnsupportedModel:
     """Returns the error for an unsupported `quantization_config`."""
     return UnsupportedModel(
         f"config.json: quantization_config: {what}",
@@ -25,7 +25,7 @@ def choice(config: Mapping[str, Any], key: str, allowed: Collection[Any], defaul
     value = config.get(key, default)
     if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
         supported = ", ".join(map(str, allowed))
-        raise refused(f"{key} is {shown(value)}, supported are {supported}")
+        raise quantization_error(f"{key} is {shown(value)}, supported are {supported}")
     return value
 
 
@@ -52,5 +52,7 @@ def group_size(config: Mapping[str, Any], key: str = "group_size") -> int | None
     if value is None or (type(value) is int and value == -1):
         return None
     if type(value) is not int or not 0 < value <= MAX_GROUP:
-        raise refused(f"{key} is {shown(value)}, allowed are -1 and whole numbers above 0")
+        raise quantization_error(
+            f"{key} is {shown(value)}, allowed are -1 and whole numbers above 0"
+        )
     return value

@@ -14,7 +14,7 @@ from octavo.checkpoint.formats.format import QuantizedFormat
 from octavo.checkpoint.formats.fp8 import Fp8
 from octavo.checkpoint.formats.gptq import Gptq
 from octavo.checkpoint.formats.mxfp4 import Mxfp4
-from octavo.checkpoint.formats.options import refused
+from octavo.checkpoint.formats.options import quantization_error
 from octavo.checkpoint.json_file import read_json
 
 READERS: dict[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
@@ -61,5 +61,5 @@ def quantized_format(config: Mapping[str, Any]) -> QuantizedFormat | None:
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         supported = ", ".join(map(repr, READERS))
-        raise refused(f"quant_method is {shown(method)}, supported are {supported}")
+        raise quantization_error(f"quant_method is {shown(method)}, supported are {supported}")
     return reader(found)

@@ -102,7 +102,7 @@ class GgufCheckpoint:
     def names(self) -> Collection[str]:
         return self._gguf_names.keys()
 
-    def format_of(self, name: str) -> str:
+    def get_format(self, name: str) -> str:
         place = self.place(name)
         kinds = [self.file.tensors[each].kind for each in place.joined or (place.tensor,)]
         is_one_type = len({kind.name for kind in kinds}) == 1 and kinds[0].dtype is not None
@@ -125,7 +125,7 @@ class GgufCheckpoint:
             shape, numbers = self._family.restored[stem]
             restored = numbers(packed.dequantize()).reshape(shape(packed.shape))
             return PackedWeight.plain(restored)
-        if self.is_moved(name):
+        if self.has_offset(name):
             packed = PackedWeight.plain(packed.dequantize() - np.float32(self._family.norm_offset))
         return packed
 
@@ -172,9 +172,9 @@ class GgufCheckpoint:
 
     def in_file_numbers(self, name: str, vector: NDArray[np.float32]) -> NDArray[np.float32]:
         """Returns a vector as stored in the file; some norms are stored with 1 added."""
-        return vector + np.float32(self._family.norm_offset) if self.is_moved(name) else vector
+        return vector + np.float32(self._family.norm_offset) if self.has_offset(name) else vector
 
-    def is_moved(self, name: str) -> bool:
+    def has_offset(self, name: str) -> bool:
         """Returns whether the file stores a tensor with an offset."""
         source = self.place(name).tensor
         return (

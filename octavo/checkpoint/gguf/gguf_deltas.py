@@ -22,7 +22,7 @@ from octavo.checkpoint.gguf.gguf_family import (
     Header,
     Restored,
     RowOrder,
-    log_of_negative,
+    log_negative,
     rms_config,
 )
 
@@ -127,7 +127,7 @@ _NEXT = Family(
     plain_norms=frozenset({"ssm_norm"}),
     whole_names=frozenset({"ssm_a", "ssm_dt"}),
     restored={
-        "ssm_a": Restored(lambda shape: shape, log_of_negative),
+        "ssm_a": Restored(lambda shape: shape, log_negative),
         "ssm_conv1d": CONVOLUTION,
     },
 )

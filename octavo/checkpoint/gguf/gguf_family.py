@@ -208,7 +208,7 @@ class Family:
         return known and f"{known}.{suffix}"
 
 
-def log_of_negative(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+def log_negative(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
     """Returns log(-x): files store a state's rates as -exp(rate)."""
     made: NDArray[np.float32] = np.log(-numbers)
     return made
@@ -220,7 +220,7 @@ def halves(heads_key: str) -> RowOrder:
     """
 
     def order(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
-        pairs = _heads_of(num_rows, 2 * config[heads_key])
+        pairs = _split_heads(num_rows, 2 * config[heads_key])
         return pairs.reshape(config[heads_key], -1, 2).swapaxes(1, 2).reshape(-1)
 
     return order
@@ -231,7 +231,7 @@ def by_head(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
     then v.
     """
     heads = config["num_attention_heads"]
-    return _heads_of(num_rows, 3 * heads).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1)
+    return _split_heads(num_rows, 3 * heads).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1)
 
 
 def by_kv_head(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
@@ -239,13 +239,13 @@ def by_kv_head(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
     of q, then k, then v.
     """
     heads, kv_heads = config["num_attention_heads"], config["num_kv_heads"]
-    rows = _heads_of(num_rows, heads + 2 * kv_heads).reshape(heads + 2 * kv_heads, -1)
+    rows = _split_heads(num_rows, heads + 2 * kv_heads).reshape(heads + 2 * kv_heads, -1)
     q = rows[:heads].reshape(kv_heads, heads // kv_heads, -1)
     k, v = rows[heads : heads + kv_heads, None], rows[heads + kv_heads :, None]
     return np.concatenate([q, k, v], axis=1).reshape(-1)
 
 
-def _heads_of(num_rows: int, heads: int) -> NDArray[np.intp]:
+def _split_heads(num_rows: int, heads: int) -> NDArray[np.intp]:
     if num_rows % heads:
         raise WeightMismatch(f"{num_rows} rows, which {heads} heads do not share evenly")
     return np.arange(num_rows)

@@ -22,7 +22,7 @@ from octavo.checkpoint.gguf.gguf_family import (
     Restored,
     base_config,
     halves,
-    log_of_negative,
+    log_negative,
 )
 
 _ATTENTION = {
@@ -49,12 +49,12 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 _CONVOLUTION = Restored(lambda shape: (shape[0], 1, shape[1]) if len(shape) > 1 else shape)
 _RESTORED = {
-    "ssm_a": Restored(lambda shape: shape, log_of_negative),
+    "ssm_a": Restored(lambda shape: shape, log_negative),
     "ssm_conv1d": _CONVOLUTION,
 }
 _RESTORED_2 = {
     **_RESTORED,
-    "ssm_a": Restored(_flat, log_of_negative),
+    "ssm_a": Restored(_flat, log_negative),
     "ssm_d": Restored(_flat),
     "ssm_norm": Restored(_flat),
 }

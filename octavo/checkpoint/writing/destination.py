@@ -20,7 +20,7 @@ from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint.ports import Checkpoint
 from octavo.checkpoint.safetensors import DTYPES, INTEGERS
 from octavo.checkpoint.sentence_modules import module_folders
-from octavo.checkpoint.writing.encoders import Encoder, encoder_of
+from octavo.checkpoint.writing.encoders import Encoder, make_encoder
 from octavo.checkpoint.writing.gguf_file import GgufWriter
 from octavo.checkpoint.writing.safetensors_file import (
     SafetensorsWriter,
@@ -57,7 +57,7 @@ class MatrixPlan(NamedTuple):
 class Destination(Protocol):
     """Writer of a quantized model."""
 
-    def takes(self, name: str, shape: tuple[int, ...], bits: int) -> bool:
+    def supports(self, name: str, shape: tuple[int, ...], bits: int) -> bool:
         """Returns whether a matrix of this shape can be quantized."""
         ...
 
@@ -73,7 +73,7 @@ class Destination(Protocol):
 
     def write_vector(self, name: str, numbers: NDArray[np.float32]) -> None: ...
 
-    def as_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+    def round_to_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
         """Returns a vector's values as they will be read back."""
         ...
 
@@ -94,16 +94,16 @@ class HfDirectory:
     ) -> None:
         self._checkpoint = checkpoint
         self._recipe = recipe
-        self._encoder: Encoder = encoder_of(recipe)
+        self._encoder: Encoder = make_encoder(recipe)
         self._write_tokenizer = write_tokenizer
         self._architecture = architecture
         self._bits_of: dict[str, int] = {}
 
-    def takes(self, name: str, shape: tuple[int, ...], bits: int) -> bool:
+    def supports(self, name: str, shape: tuple[int, ...], bits: int) -> bool:
         return (
             len(shape) == 2
             and name.endswith(".weight")
-            and self._encoder.takes(shape[0], shape[1], bits)
+            and self._encoder.supports(shape[0], shape[1], bits)
         )
 
     def begin(self, matrices: Sequence[MatrixPlan], folder: Path, *, keeps: bool) -> None:
@@ -115,7 +115,7 @@ class HfDirectory:
         self._plain = {
             name: self._plain_spec(name)
             for name in self._checkpoint.names()
-            if name not in quantized and self._checkpoint.format_of(name) not in INTEGERS
+            if name not in quantized and self._checkpoint.get_format(name) not in INTEGERS
         }
         specs = [
             spec
@@ -137,10 +137,10 @@ class HfDirectory:
 
     def write_vector(self, name: str, numbers: NDArray[np.float32]) -> None:
         stored = self._checkpoint.stored(name).name
-        self._writer.write(stored, numbers.astype(_dtype_of(self._plain[stored])))
+        self._writer.write(stored, numbers.astype(_get_dtype(self._plain[stored])))
 
-    def as_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-        dtype = _dtype_of(self._plain[self._checkpoint.stored(name).name])
+    def round_to_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+        dtype = _get_dtype(self._plain[self._checkpoint.stored(name).name])
         stored: NDArray[np.float32] = numbers.astype(dtype).astype(np.float32)
         return stored
 
@@ -170,7 +170,7 @@ class HfDirectory:
     def _plain_spec(self, name: str) -> TensorSpec:
         """Returns how to store a tensor that is not quantized here: unchanged if it is floats."""
         stored = self._checkpoint.stored(name)
-        known = self._checkpoint.format_of(name)
+        known = self._checkpoint.get_format(name)
         is_vector = len(stored.shape) == 1
         dtype = known if known in DTYPES else "F32" if is_vector else "F16"
         return TensorSpec(name, dtype, tuple(stored.shape))
@@ -178,7 +178,7 @@ class HfDirectory:
     def _copy(self, name: str) -> None:
         spec = self._plain[name]
         weight = self._checkpoint.tensor(name)
-        dtype = _dtype_of(spec)
+        dtype = _get_dtype(spec)
         codes = weight.packed().codes if weight.is_float else weight.dequantize()
         self._writer.write(name, np.ascontiguousarray(codes).astype(dtype, copy=False))
 
@@ -196,7 +196,7 @@ class GgufDirectory:
         self._recipe = recipe
         self._source = source
 
-    def takes(self, name: str, shape: tuple[int, ...], bits: int) -> bool:
+    def supports(self, name: str, shape: tuple[int, ...], bits: int) -> bool:
         if len(shape) != 2 or not self._checkpoint.is_rewritable(name):
             return False
         return type_for(shape[1], bits, symmetric=self._recipe.symmetric) is not None
@@ -244,7 +244,7 @@ class GgufDirectory:
         stored = self._checkpoint.in_file_numbers(name, numbers)
         self._writer.write(source, stored.astype(kind.dtype))
 
-    def as_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+    def round_to_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
         kind = self._checkpoint.file.tensors[self._checkpoint.place(name).tensor].kind
         assert kind.dtype is not None, "vectors are floats"
         stored = self._checkpoint.in_file_numbers(name, numbers).astype(kind.dtype)
@@ -283,7 +283,7 @@ class GgufDirectory:
             weight = self._source.tensor(own)
             kept = weight.packed().codes if weight.is_float else weight.dequantize()
             moved = self._checkpoint.in_file_order(own, kept)
-            if self._checkpoint.is_moved(own):
+            if self._checkpoint.has_offset(own):
                 moved = self._checkpoint.in_file_numbers(own, moved.astype(np.float32))
             found.append(moved.astype(dtype, copy=False))
         return np.ascontiguousarray(np.stack(found) if len(found) > 1 else found[0])
@@ -310,7 +310,7 @@ def _sampling_metadata(generation: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in values.items() if isinstance(value, int | float)}
 
 
-def _dtype_of(spec: TensorSpec) -> np.dtype:
+def _get_dtype(spec: TensorSpec) -> np.dtype:
     return DTYPES[spec.dtype]
 
 

@@ -29,7 +29,7 @@ HEAD = "lm_head"
 class Encoder(Protocol):
     """Encoder of matrices in one format."""
 
-    def takes(self, outputs: int, inputs: int, bits: int) -> bool:
+    def supports(self, outputs: int, inputs: int, bits: int) -> bool:
         """Returns whether the format supports a matrix of this shape."""
         ...
 
@@ -52,7 +52,7 @@ class GptqEncoder:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def takes(self, outputs: int, inputs: int, bits: int) -> bool:
+    def supports(self, outputs: int, inputs: int, bits: int) -> bool:
         group = self._recipe.grid(bits).group_of(inputs)
         return not (outputs * bits % WORD_BITS or inputs * bits % WORD_BITS or inputs % group)
 
@@ -104,7 +104,7 @@ class AwqEncoder:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def takes(self, outputs: int, inputs: int, bits: int) -> bool:
+    def supports(self, outputs: int, inputs: int, bits: int) -> bool:
         return not (outputs % PER_WORD or inputs % self._recipe.grid(bits).group_of(inputs))
 
     def specs(self, module: str, outputs: int, inputs: int, bits: int) -> list[TensorSpec]:
@@ -141,7 +141,7 @@ class CompressedTensorsEncoder:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def takes(self, outputs: int, inputs: int, bits: int) -> bool:
+    def supports(self, outputs: int, inputs: int, bits: int) -> bool:
         return not (outputs * bits % WORD_BITS or inputs % self._recipe.grid(bits).group_of(inputs))
 
     def specs(self, module: str, outputs: int, inputs: int, bits: int) -> list[TensorSpec]:
@@ -217,7 +217,7 @@ class CompressedTensorsEncoder:
         }
 
 
-def encoder_of(recipe: Recipe) -> Encoder:
+def make_encoder(recipe: Recipe) -> Encoder:
     """Returns the encoder of the recipe's output format."""
     found: dict[str, Callable[[Recipe], Encoder]] = {
         "gptq": GptqEncoder,

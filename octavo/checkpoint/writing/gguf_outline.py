@@ -68,7 +68,7 @@ ROPE_FREQS = "rope_freqs.weight"
 SPECIAL_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-def architecture_of(model_type: str) -> str | None:
+def find_architecture(model_type: str) -> str | None:
     """Returns the architecture whose files represent a family; None if there is none."""
     for name, family in FAMILIES.items():
         every = (family, *(variant for _, variant in family.variants))
@@ -90,7 +90,7 @@ class GgufOutline:
         self._checkpoint = checkpoint
         self._config = checkpoint.config
         model_type = str(self._config.get("model_type"))
-        architecture = architecture_of(model_type)
+        architecture = find_architecture(model_type)
         if architecture is None:
             raise UnsupportedModel(
                 f"format gguf: the family {model_type} has no GGUF architecture here",
@@ -129,10 +129,10 @@ class GgufOutline:
             file.write(header)
             file.truncate(data + start)
             if self._factors is not None:
-                file.seek(data + self._start_of(ROPE_FREQS))
+                file.seek(data + self._get_start(ROPE_FREQS))
                 file.write(self._factors.tobytes())
 
-    def _start_of(self, wanted: str) -> int:
+    def _get_start(self, wanted: str) -> int:
         start = 0
         for name, (shape, kind) in self.tensors.items():
             if name == wanted:
@@ -254,7 +254,7 @@ class GgufOutline:
                 continue
             if own != first:
                 shape = (self._num_experts(own), *shape)
-            kept = self._checkpoint.format_of(first)
+            kept = self._checkpoint.get_format(first)
             is_plain = len(shape) < 2 or ROUTER in name or kept not in FLOAT_TYPES
             yield name, (shape, BLOCK_TYPES[TYPE_NUMBERS["F32" if is_plain else kept]])
 

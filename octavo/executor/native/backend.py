@@ -56,7 +56,7 @@ from octavo.utils.extensions import get_first
 KV_DTYPES = ("auto", "fp32", "bf16", "int8")
 
 
-def layout_of(group: CacheGroup, dtype: str) -> KvLayout:
+def make_kv_layout(group: CacheGroup, dtype: str) -> KvLayout:
     """Returns the layout of a group stored as `dtype`: fp32, bf16 or int8.
 
     Convolution rows and recurrent states are always fp32. Keys and values of each kv head form a
@@ -66,14 +66,14 @@ def layout_of(group: CacheGroup, dtype: str) -> KvLayout:
         dtype = "fp32"
     elif group.kind == "full" and not group.v_width and dtype == "int8":
         dtype = "bf16"  # what keys are chosen by
-    heads, *_ = shape = _shape_of(group, dtype)
+    heads, *_ = shape = _get_group_shape(group, dtype)
     layer_bytes = native_module().kv_layer_bytes(*shape)
     pieces = (layer_bytes // heads,) * heads
     rows = HeadRows(group.num_layers, layer_bytes if group.kind == "state" else pieces[0])
     return KvLayout(group, dtype, pieces, (rows,))
 
 
-def _shape_of(group: CacheGroup, dtype: str) -> tuple[int, int, int, str]:
+def _get_group_shape(group: CacheGroup, dtype: str) -> tuple[int, int, int, str]:
     """Returns (heads, key width, value width, storage type) of a group.
 
     Convolution rows are stored as values without keys; a "head" of recurrent states is one part of
@@ -195,7 +195,7 @@ class NativeBackend(Backend):
         streamed = None if self.options.offload is None else self._streamed(program)
         if streamed is not None:
             streamed.open(load, self.options.dtype, weights)
-        chunk_of = _in_memory if streamed is None else streamed.chunk_of
+        chunk_of = _in_memory if streamed is None else streamed.get_chunk
         records = None if streamed is None else streamed.records
         if records is None and (packed := self._records(optimized)) is not None:
             records = packed.open_in_memory(self._device, load, self.options.dtype, weights)
@@ -294,7 +294,7 @@ class NativeBackend(Backend):
         self, layouts: Sequence[KvLayout], num_blocks: Sequence[int], *, on_demand: bool
     ) -> OnDemandKvCache:
         shapes = [
-            (layout.group.num_layers, *_shape_of(layout.group, layout.dtype), count)
+            (layout.group.num_layers, *_get_group_shape(layout.group, layout.dtype), count)
             for layout, count in zip(layouts, num_blocks, strict=True)
         ]
         by_blocks = [group for group, layout in enumerate(layouts) if layout.in_file]
@@ -346,7 +346,7 @@ class NativeBackend(Backend):
                 "kv_cache_dtype: the native backend keeps latents as fp32 or bf16, got int8",
                 hint="a latent takes a small part of what keys and values of all heads would",
             )
-        layouts: Sequence[KvLayout] = [layout_of(group, dtype) for group in program.groups]
+        layouts: Sequence[KvLayout] = [make_kv_layout(group, dtype) for group in program.groups]
         for hooks in self._hooks:
             layouts = hooks.layouts(program, layouts)
         return tuple(layouts)
@@ -359,4 +359,4 @@ def _skipping(program: Program) -> set[Weight]:
 
 
 def _in_memory(op: Op) -> None:
-    """`chunk_of` for weights in memory: no matmul waits for a chunk."""
+    """`get_chunk` for weights in memory: no matmul waits for a chunk."""

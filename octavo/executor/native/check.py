@@ -8,7 +8,7 @@ from octavo.executor.native.formats import (
     RecordOp,
     RowTypeOf,
     TileFormat,
-    matrices_of,
+    get_matrices,
     tile_formats,
 )
 from octavo.executor.native.stages import BEHIND_BARRIERS, ROW_LOCAL
@@ -72,7 +72,7 @@ def check(
     for op in program.ops:
         if not isinstance(op, ops.Linear | expert_ops.GroupedLinear) or op.gate is None:
             continue
-        pair = matrices_of(op)
+        pair = get_matrices(op)
         row_types = sorted({row_type_of(formats[weight].code) for weight in pair})
         if len(row_types) > 1:
             names = " and ".join(f"{w.name} ({format_of(w)})" for w in pair)
@@ -109,7 +109,7 @@ def check_ops(program: Program, grid: RankGrid = ALONE) -> None:
 
 def _check_attributes(program: Program, op: Op) -> None:
     axes = {value.axis for value in (*op.inputs, *op.outputs)}
-    if unknown := sorted(axes - _axes_of(op)):
+    if unknown := sorted(axes - _get_axes(op)):
         raise _refusal(program, f"the op {op.kind} over {unknown[0]}")
     if isinstance(op, ops.Attention):
         _check_attention(program, op)
@@ -128,7 +128,7 @@ def _check_attributes(program: Program, op: Op) -> None:
         check_activation(program, op.activation)
 
 
-def _axes_of(op: Op) -> set[str]:
+def _get_axes(op: Op) -> set[str]:
     if isinstance(op, OF_EXPERTS):
         return {"tokens", "expert_rows"}
     return {"tokens"} if isinstance(op, ON_TOKENS) else {*AXES}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from octavo.executor.native.extension import native_module
 from octavo.executor.native.offload import BLOCK_BYTES, DEPTH
-from octavo.executor.native.weight_file import check_directory, refused
+from octavo.executor.native.weight_file import check_directory, directory_error
 
 SCRATCH_BYTES = 256 << 20
 """Size of the scratch file: large enough that random reads are far apart on any disk."""
@@ -52,7 +52,7 @@ def measure_disk(
             os.fsync(file.fileno())
             return measure_file(Path(file.name), seconds=seconds)
     except OSError as error:
-        raise refused(directory, error) from None
+        raise directory_error(directory, error) from None
 
 
 def measure_file(path: Path, *, seconds: float = SECONDS) -> DiskRates | None:

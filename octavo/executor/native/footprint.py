@@ -14,12 +14,12 @@ from octavo.executor.base import FormatOf
 from octavo.executor.native.formats import (
     PRODUCTS,
     RowTypeOf,
-    matrices_of,
+    get_matrices,
     tile_formats,
 )
 from octavo.executor.native.lowering_context import GROUP
 from octavo.executor.native.row_rates import RowProduct, row_products
-from octavo.executor.native.stages import body_first, plan_arena, stages_of
+from octavo.executor.native.stages import get_stages, plan_arena, sort_token_ops_first
 from octavo.program.expert_ops import GroupedLinear, Route
 from octavo.program.ops import HeadLinear, Linear
 from octavo.program.program import Program, Weight
@@ -61,7 +61,7 @@ def native_footprint(
     of_heads = (op for op in optimized.ops if isinstance(op, HeadLinear))
     sizes |= {op.weight: formats[op.weight].num_bytes(op.shape) for op in of_heads}
     products = {
-        weight for op in optimized.ops if isinstance(op, PRODUCTS) for weight in matrices_of(op)
+        weight for op in optimized.ops if isinstance(op, PRODUCTS) for weight in get_matrices(op)
     }
     bytes_of_codes = Counter[str]()
     for weight, tiles in formats.items():
@@ -73,7 +73,8 @@ def native_footprint(
         computes_fp32=all(formats[weight].code in FP32_CODES for weight in products),
         row_products=row_products(optimized, formats, sizes),
         num_stages=sum(
-            not isinstance(stage.ops[0], PRODUCTS) for stage in stages_of(body_first(optimized))
+            not isinstance(stage.ops[0], PRODUCTS)
+            for stage in get_stages(sort_token_ops_first(optimized))
         ),
     )
 
@@ -84,8 +85,8 @@ def _step_bytes(optimized: Program, max_tokens: int) -> int:
     They are the arena and two areas for quantized activations: 3 bytes per input and 4 numbers per
     group.
     """
-    program = body_first(optimized)
-    floats = plan_arena(program, stages_of(program)).row_floats
+    program = sort_token_ops_first(optimized)
+    floats = plan_arena(program, get_stages(program)).row_floats
     widest = max(op.x.width for op in program.ops if isinstance(op, Linear | GroupedLinear))
     converted = 3 * widest + 16 * -(-widest // GROUP)
     tokens = 4 * floats.get("tokens", 0) + 4 * floats.get("block", 0) + 2 * converted

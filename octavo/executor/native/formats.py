@@ -140,7 +140,7 @@ PRODUCTS = (Linear, GroupedLinear, HeadLinear)
 """Ops that multiply activations by tiled matrices."""
 
 
-def matrices_of(op: Op) -> tuple[Weight, ...]:
+def get_matrices(op: Op) -> tuple[Weight, ...]:
     """Returns an op's weights that are stored in tiles."""
     if isinstance(op, Linear):
         return op.weights_
@@ -157,7 +157,7 @@ def tile_formats(
     program: Program, format_of: FormatOf, row_type_of: RowTypeOf
 ) -> dict[Weight, TileFormat]:
     """Returns the tile format of each matrix; raises UnsupportedModel if one has none."""
-    matrices = dict.fromkeys(weight for op in program.ops for weight in matrices_of(op))
+    matrices = dict.fromkeys(weight for op in program.ops for weight in get_matrices(op))
     formats = {weight: _format(weight, format_of(weight)) for weight in matrices}
     if has_tile_unit(row_type_of):
         formats = {weight: each.for_tile_unit for weight, each in formats.items()}
@@ -165,7 +165,7 @@ def tile_formats(
         if isinstance(op, HeadLinear) and op.transposed and not is_float(formats[op.weight]):
             formats[op.weight] = TileFormat("bf16")
         if isinstance(op, Linear | GroupedLinear) and op.gate is not None:
-            pair = matrices_of(op)
+            pair = get_matrices(op)
             if needs_widening(row_type_of(formats[weight].code) for weight in pair):
                 formats |= {weight: formats[weight].widened for weight in pair}
     return formats
@@ -193,7 +193,7 @@ def _format(weight: Weight, stored: str) -> TileFormat:
     if name in GROUPED and group:
         return _grouped(weight, name, int(group))
     if name in FLOAT_CODES:
-        return _of_floats(weight, stored)
+        return _get_float_format(weight, stored)
     if stored not in FORMATS:
         raise UnsupportedModel(
             f"{weight.name} is stored as {stored}, supported are {', '.join(FORMATS)}"
@@ -201,7 +201,7 @@ def _format(weight: Weight, stored: str) -> TileFormat:
     return FORMATS[stored]
 
 
-def _of_floats(weight: Weight, stored: str) -> TileFormat:
+def _get_float_format(weight: Weight, stored: str) -> TileFormat:
     name, _, size = stored.partition(":")
     width = weight.shape[-1]
     group = int(size) if size else width

@@ -27,11 +27,11 @@ from octavo.executor.native.lowering_context import (
 from octavo.executor.native.native_hooks import NativeHooks, OpenedRecords
 from octavo.executor.native.parameters import (
     convolution_parameters,
-    distances_of,
+    get_alibi_slopes,
+    get_distance_bias,
     scan_parameters,
-    slopes_of,
 )
-from octavo.executor.native.stages import body_first
+from octavo.executor.native.stages import sort_token_ops_first
 from octavo.program import family_ops, ops, rank_ops
 from octavo.program.low_rank import Site
 from octavo.program.mixers import SelectiveScan, ShortConv
@@ -53,11 +53,11 @@ class Lowering:
         records: OpenedRecords | None = None,
         hooks: Sequence[NativeHooks] = (),
     ) -> None:
-        """`chunk_of` returns the streamed weight chunk that a matmul waits for; `observed` collects
-        the arrays that matmul inputs are copied to; `records` are read by extensions' ops.
+        """`get_chunk` returns the streamed weight chunk of a matmul; `observed` collects the arrays
+        that matmul inputs are copied to; `records` are read by extensions' ops.
         """
         self._observed = observed
-        program = body_first(program)
+        program = sort_token_ops_first(program)
         self._context = context = LoweringContext(program, builder, weights, chunk_of)
         self._program = program
         self._weights = weights
@@ -81,7 +81,7 @@ class Lowering:
     def run(self) -> Any:
         """Lowers all ops and returns the plan."""
         for op in self._program.ops:
-            self._lowering_of(op)(op)
+            self._get_lowering(op)(op)
             self._context.before = op
         ((name, out),) = self._program.outputs.items()
         if name == "logits":
@@ -90,7 +90,7 @@ class Lowering:
             self._add(self._native.OutputSpec(x=self._span(out)))
         return self._builder.build()
 
-    def _lowering_of(self, op: Op) -> Callable[[Any], None]:
+    def _get_lowering(self, op: Op) -> Callable[[Any], None]:
         name = f"lower_{op.kind}"
         part = next(part for part in self._parts if hasattr(part, name))
         method: Callable[[Any], None] = getattr(part, name)
@@ -118,7 +118,7 @@ class Lowering:
                     skips_zeros=op.skips_zeros,
                     gated=op.gate is not None,
                     gate=self._context.gate_spec(gate),
-                    chunk=self._context.chunk_of(op),
+                    chunk=self._context.get_chunk(op),
                 )
             )
 
@@ -232,8 +232,8 @@ class Lowering:
                 scale=op.scale,
                 softcap=op.softcap,
                 sinks=self._context.floats_or_none(op.sinks),
-                slopes=slopes_of(op.bias),
-                distances=distances_of(op.bias, self._weights.floats, num_heads),
+                slopes=get_alibi_slopes(op.bias),
+                distances=get_distance_bias(op.bias, self._weights.floats, num_heads),
                 latent_width=op.latent_width,
                 selection=self._selection(op),
                 ahead=None if ahead is None else self._selection(ahead),
@@ -288,7 +288,7 @@ class Lowering:
                 out=self._span(op.out),
                 tail=self._context.span_or_none(tail),
                 weights=[each.handle for each in tiles],
-                chunk=self._context.chunk_of(op),
+                chunk=self._context.get_chunk(op),
             )
         )
 

@@ -63,7 +63,7 @@ class ExpertLowering:
                 gate=self._context.gate_spec(
                     op.gate or (ops.Gate(op.activation) if op.activation else None)
                 ),
-                chunk=self._context.chunk_of(op),
+                chunk=self._context.get_chunk(op),
             )
         )
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from octavo.executor.native.check import ACTIVATIONS
 from octavo.executor.native.extension import native_module
-from octavo.executor.native.stages import plan_arena, stages_of
+from octavo.executor.native.stages import get_stages, plan_arena
 from octavo.program import family_ops, ops
 from octavo.program.low_rank import Site
 from octavo.program.program import Op, Program, Value, Weight
@@ -52,9 +52,9 @@ class LoweringContext:
         weights: Weights,
         chunk_of: Callable[[Op], int | None],
     ) -> None:
-        """`chunk_of` returns the streamed weight chunk that a matmul waits for."""
+        """`get_chunk` returns the streamed weight chunk that a matmul waits for."""
         self.program, self.builder, self.weights = program, builder, weights
-        self.chunk_of = chunk_of
+        self.get_chunk = chunk_of
         self.native = native_module()
         """The compiled extension, which defines the op specs."""
         self.before: Op | None = None
@@ -64,7 +64,7 @@ class LoweringContext:
         self.num_readers.update(program.outputs.values())
         self.sites: list[Site] = []
         """Adapter sites of the Program, in builder order."""
-        self._places = plan_arena(program, stages_of(program)).places
+        self._places = plan_arena(program, get_stages(program)).places
 
     def add_sites(self, sites: Iterable[Site]) -> list[int]:
         """Adds sites; returns their indices."""

@@ -18,9 +18,9 @@ from octavo.api.errors import ConfigError
 from octavo.engine.protocol.step import WeightArrivals
 from octavo.executor.base import LoadWeight, WeightsOffDevice
 from octavo.executor.native.extension import native_module
-from octavo.executor.native.formats import PRODUCTS, matrices_of
+from octavo.executor.native.formats import PRODUCTS, get_matrices
 from octavo.executor.native.native_hooks import OpenedRecords, WeightRecords
-from octavo.executor.native.stages import body_first, stages_of
+from octavo.executor.native.stages import get_stages, sort_token_ops_first
 from octavo.executor.native.weight_file import (
     PlacedTiles,
     StoredUnit,
@@ -89,16 +89,16 @@ def offload(
     records: WeightRecords | None = None,
 ) -> OffloadedProgram:
     """Plans a Program's weights; raises ConfigError if the allowed memory is too small."""
-    program = body_first(optimized)
+    program = sort_token_ops_first(optimized)
     in_records = frozenset() if records is None else records.weights
-    used = Counter(weight for op in program.ops for weight in matrices_of(op))
+    used = Counter(weight for op in program.ops for weight in get_matrices(op))
     tables = {op.table for op in program.ops if isinstance(op, Embedding)}
     products, units = [], []
-    for stage in stages_of(program):
+    for stage in get_stages(program):
         for op in stage.ops:
             if not isinstance(op, PRODUCTS):
                 continue
-            weights = matrices_of(op)
+            weights = get_matrices(op)
             if in_records.issuperset(weights):
                 continue
             if any(used[weight] > 1 or weight in tables for weight in weights):
@@ -106,7 +106,7 @@ def offload(
             num_bytes = sum(_padded_bytes(op, sizes[weight]) for weight in weights)
             products.append(op)
             units.append(Unit(weights[0].name, _round_up(num_bytes, ALIGN), stage.range))
-    own = in_records.union(*map(matrices_of, products))
+    own = in_records.union(*map(get_matrices, products))
     always = sum(size for weight, size in sizes.items() if weight not in own)
     if not units:
         raise ConfigError("weights_memory_bytes: this model has no product to stream")
@@ -183,7 +183,7 @@ class StreamedWeights:
                 self._adopt(self._offloaded.products[index], units[index], offset, into)
                 offset += units[index].num_bytes
 
-    def chunk_of(self, op: Op) -> int | None:
+    def get_chunk(self, op: Op) -> int | None:
         """Returns the chunk that a matmul waits for; None if its weights stay in memory."""
         return self._chunks.get(id(op))
 

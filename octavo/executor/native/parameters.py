@@ -21,12 +21,12 @@ FloatsOf = Callable[[Weight], NDArray[np.float32]]
 AnyBias = ops.T5Bias | ops.AlibiBias | ops.NearBias | ops.PlaceBuckets
 
 
-def slopes_of(bias: AnyBias | None) -> NDArray[np.float32] | None:
+def get_alibi_slopes(bias: AnyBias | None) -> NDArray[np.float32] | None:
     """Returns ALiBi slopes; None for other biases."""
     return np.array(bias.slopes, np.float32) if isinstance(bias, ops.AlibiBias) else None
 
 
-def distances_of(
+def get_distance_bias(
     bias: AnyBias | None, floats: FloatsOf, num_heads: int
 ) -> NDArray[np.float32] | None:
     """Returns the bias per head and distance `[H, 2 d + 1]`, up to the distance d from which it is

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.executor.kv import KvLayout
-from octavo.executor.native.formats import PRODUCTS, TILE, TileFormat, matrices_of
+from octavo.executor.native.formats import PRODUCTS, TILE, TileFormat, get_matrices
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import Attention
 from octavo.program.program import Op, Program, Weight
@@ -52,7 +52,7 @@ def row_products(
     """Returns the matmul that reads each matrix; experts count only those chosen for one token."""
 
     def num_bytes(op: Op) -> int:
-        whole = sum(sizes[weight] for weight in matrices_of(op))
+        whole = sum(sizes[weight] for weight in get_matrices(op))
         share = op.ids.width / op.weight.shape[0] if isinstance(op, GroupedLinear) else 1
         return round(whole * share)
 
@@ -60,7 +60,7 @@ def row_products(
         weight: RowProduct(formats[weight], weight.shape[-1], num_bytes(op))
         for op in program.ops
         if isinstance(op, PRODUCTS)
-        for weight in matrices_of(op)
+        for weight in get_matrices(op)
     }
 
 

@@ -47,7 +47,7 @@ class Stage:
         return isinstance(self.ops[0], ROW_LOCAL)
 
 
-def body_first(program: Program) -> Program:
+def sort_token_ops_first(program: Program) -> Program:
     """Sorts the ops on tokens before those on samples or requests, as the executor runs them.
 
     No op leads back to tokens.
@@ -55,8 +55,8 @@ def body_first(program: Program) -> Program:
     return replace(program, ops=tuple(sorted(program.ops, key=lambda op: _axis(op) != "tokens")))
 
 
-def stages_of(program: Program) -> tuple[Stage, ...]:
-    """Returns the stages of a Program sorted by `body_first`."""
+def get_stages(program: Program) -> tuple[Stage, ...]:
+    """Returns the stages of a Program sorted by `sort_token_ops_first`."""
     stages: list[Stage] = []
     for op in program.ops:
         before = stages[-1] if stages else None

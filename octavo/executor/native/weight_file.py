@@ -101,7 +101,7 @@ def read_index(path: Path, key: bytes) -> list[StoredUnit] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise refused(path.parent, error) from None
+        raise directory_error(path.parent, error) from None
     if hashlib.sha256(index).digest() != digest:
         return None
     return [
@@ -133,7 +133,7 @@ def writing(path: Path, key: bytes) -> Iterator[WeightFileWriter | None]:
                 partial.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        raise refused(path.parent, error) from None
+        raise directory_error(path.parent, error) from None
 
 
 def _partial(path: Path) -> Path:
@@ -167,10 +167,10 @@ def check_directory(
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        kind = file_system_of(directory)
-        free = shutil.disk_usage(directory).free + _taken_bytes(_partial(path))
+        kind = get_file_system(directory)
+        free = shutil.disk_usage(directory).free + _get_disk_bytes(_partial(path))
     except OSError as error:
-        raise refused(directory, error, name=name) from None
+        raise directory_error(directory, error, name=name) from None
     if kind in IN_MEMORY:
         raise ConfigError(
             f"{name}: {directory} is on {kind}, whose files are memory themselves",
@@ -184,12 +184,12 @@ def check_directory(
         )
 
 
-def _taken_bytes(path: Path) -> int:
+def _get_disk_bytes(path: Path) -> int:
     """Returns the disk space of a file; 0 if it does not exist."""
     return 512 * path.stat().st_blocks if path.exists() else 0
 
 
-def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+def get_file_system(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """Returns the file system type of a directory; "" if unknown."""
     try:
         lines = mounts.read_text().splitlines()
@@ -206,7 +206,7 @@ def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) ->
     return kind
 
 
-def refused(directory: Path, error: OSError, *, name: str = "weights_dir") -> ConfigError:
+def directory_error(directory: Path, error: OSError, *, name: str = "weights_dir") -> ConfigError:
     """Returns the error of a directory that cannot be used."""
     hint = "name a directory on a disk that this process may write to"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -98,7 +98,7 @@ class NativeWeights:
         self._pack_many()
         if weight not in self._tiles:
             by_columns = weight in self._by_columns
-            self._tiles[weight] = self._tiles_of(self._load(weight), by_columns=by_columns)
+            self._tiles[weight] = self._make_tiles(self._load(weight), by_columns=by_columns)
         return self._tiles[weight]
 
     def table(self, weight: Weight) -> NativeTiles:
@@ -125,9 +125,9 @@ class NativeWeights:
         return pair
 
     def _pair(self, stored: list[StoredWeight], *, by_columns: bool = False) -> list[NativeTiles]:
-        codes = [_code_of(weight, self._dtype) for weight in stored]
+        codes = [_get_code(weight, self._dtype) for weight in stored]
         wide = needs_widening(map(self._row_type_of, codes))
-        pair = [self._tiles_of(weight, wide=wide, by_columns=by_columns) for weight in stored]
+        pair = [self._make_tiles(weight, wide=wide, by_columns=by_columns) for weight in stored]
         self._packer.interleave(*(tiles.handle for tiles in pair))
         return pair
 
@@ -137,7 +137,8 @@ class NativeWeights:
             self._pack_many()
             stored = self._load(weight)
             self._experts[weight] = [
-                _in_order(weight, self._tiles_of(stored.matrix(e))) for e in range(weight.shape[0])
+                _in_order(weight, self._make_tiles(stored.matrix(e)))
+                for e in range(weight.shape[0])
             ]
         return self._experts[weight]
 
@@ -167,7 +168,7 @@ class NativeWeights:
             if op.transposed:
                 parts = [_transposed(part) for part in parts]
             self._experts[op.weight] = [
-                _in_order(op.weight, self._tiles_of(part)) for part in parts
+                _in_order(op.weight, self._make_tiles(part)) for part in parts
             ]
         return self._experts[op.weight]
 
@@ -175,7 +176,7 @@ class NativeWeights:
         """Returns the fp32 tiles of each head's position table."""
         self._pack_many()
         table = place_table(op, lambda weight: self._load(weight).dequantize()).astype(np.float32)
-        return [self._tiles_of(PackedWeight.plain(rows)) for rows in table]
+        return [self._make_tiles(PackedWeight.plain(rows)) for rows in table]
 
     def of_product(self, op: Linear | GroupedLinear | HeadLinear) -> list[NativeTiles]:
         """Returns all tiles of a matmul's weights, gates before up projections."""
@@ -228,7 +229,7 @@ class NativeWeights:
             self._floats[weight] = np.ascontiguousarray(self._load(weight).dequantize())
         return self._floats[weight]
 
-    def _tiles_of(
+    def _make_tiles(
         self, stored: StoredWeight, *, wide: bool = False, by_columns: bool = False
     ) -> NativeTiles:
         on_tile_unit = has_tile_unit(self._row_type_of)
@@ -236,7 +237,7 @@ class NativeWeights:
             self._packer,
             stored,
             self._dtype,
-            wide=wide or (on_tile_unit and _bits_of(stored) > 4),
+            wide=wide or (on_tile_unit and _get_bits(stored) > 4),
             by_columns=by_columns,
             small_levels=not on_tile_unit and has_small_levels(stored),
         )
@@ -282,7 +283,7 @@ def add_weight(
     bytes.
     """
     if isinstance(stored, PackedWeight) and stored.is_float:
-        return packer.values(_typed(stored.codes), _code_of(stored, dtype))
+        return packer.values(_typed(stored.codes), _get_code(stored, dtype))
     if isinstance(stored, PackedWeight) and (code := _float_code(stored)):
         return packer.float_codes(
             **_float_fields(stored), code=code, group=stored.group, num_inputs=stored.shape[-1]
@@ -298,7 +299,7 @@ def add_weight(
     )
 
 
-def _code_of(stored: StoredWeight, dtype: str) -> str:
+def _get_code(stored: StoredWeight, dtype: str) -> str:
     """Returns a weight's tile code, before widening."""
     if isinstance(stored, PackedWeight) and stored.is_float:
         return {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, stored.code)
@@ -310,11 +311,11 @@ def _code_of(stored: StoredWeight, dtype: str) -> str:
         stored.lookup is not None or (stored.bits == 4 and stored.group == HALF_GROUP)
     ):
         return "l4"
-    bits = _bits_of(stored)
+    bits = _get_bits(stored)
     return f"u{bits}" if bits < 8 else "u8"
 
 
-def _bits_of(stored: StoredWeight) -> int:
+def _get_bits(stored: StoredWeight) -> int:
     return stored.bits if isinstance(stored, PackedWeight) else stored.layout.bits
 
 

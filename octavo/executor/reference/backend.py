@@ -31,7 +31,7 @@ from octavo.executor.batch import SampleResult, SamplingBatch, StepBatch, StepOu
 from octavo.executor.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache
 from octavo.executor.reference.adapters import ReferenceAdapters
 from octavo.executor.reference.attention import ATTENTION_FORMULAS
-from octavo.executor.reference.kv_cache import ReferenceKvCache, block_rows, layout_of
+from octavo.executor.reference.kv_cache import ReferenceKvCache, block_rows, make_kv_layout
 from octavo.executor.reference.mixers import MIXER_FORMULAS
 from octavo.executor.reference.ops import ROW_FORMULAS
 from octavo.executor.reference.step import (
@@ -206,7 +206,7 @@ class ReferenceBackend(Backend):
     def _kv_layouts(self, program: Program) -> tuple[KvLayout, ...]:
         asked = self.options.kv_cache_dtype
         dtype = "fp64" if asked == "auto" else asked
-        return tuple(layout_of(group, dtype) for group in program.groups)
+        return tuple(make_kv_layout(group, dtype) for group in program.groups)
 
 
 def _check_program(program: Program) -> None:
@@ -216,12 +216,12 @@ def _check_program(program: Program) -> None:
 
 def _check_op(program: Program, op: Op) -> None:
     if type(op) not in FORMULAS:
-        raise _refused(program, f"the op {op.kind}")
+        raise _unavailable(program, f"the op {op.kind}")
     if isinstance(op, Attention) and op.mask not in MASKS:
-        raise _refused(program, f"attention with the mask {op.mask}")
+        raise _unavailable(program, f"attention with the mask {op.mask}")
 
 
-def _refused(program: Program, what: str) -> BackendUnavailable:
+def _unavailable(program: Program, what: str) -> BackendUnavailable:
     return BackendUnavailable(f"the reference backend cannot run {what} (in {program.name})")
 
 

@@ -69,7 +69,7 @@ def _scaled(
 AS_STORED = {"int8": as_int8, "fp8": as_fp8}
 
 
-def layout_of(group: CacheGroup, dtype: str = "fp64") -> KvLayout:
+def make_kv_layout(group: CacheGroup, dtype: str = "fp64") -> KvLayout:
     """Returns the layout of a group stored as one of `KV_TYPES`; convolution rows and states use
     fp32 or better.
     """

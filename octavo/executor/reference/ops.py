@@ -265,12 +265,12 @@ def kv_write(op: ops.KvWrite, step: ReferenceStep) -> Made:
         for part in op.k_parts
     ]
     k = arrays.k[op.layer].reshape(-1, num_heads, arrays.k.shape[-1])
-    k[slots[stored]] = arrays.as_stored(np.concatenate(parts, axis=-1)[stored])
+    k[slots[stored]] = arrays.round_to_stored(np.concatenate(parts, axis=-1)[stored])
     written = [k]
     if op.v is not None:
         v = arrays.v[op.layer].reshape(-1, num_heads, arrays.v.shape[-1])
         written.append(v)
-        v[slots[stored]] = arrays.as_stored(
+        v[slots[stored]] = arrays.round_to_stored(
             step.get(op.v).reshape(len(slots), num_heads, op.v.width // num_heads)[stored]
         )
     if step.batch.copies is not None:
@@ -376,14 +376,14 @@ def dispatch(op: rank_ops.Dispatch, step: ReferenceStep) -> Made:
     ids = step.get(op.ids)
     others: Made = ()
     if op.rows is not None:
-        ids = np.concatenate(_of_engines(step, ids, op.num_engines))
-        others = (np.concatenate(_of_engines(step, step.get(op.rows), op.num_engines)),)
+        ids = np.concatenate(_gather_engines(step, ids, op.num_engines))
+        others = (np.concatenate(_gather_engines(step, step.get(op.rows), op.num_engines)),)
     return (np.where((op.first <= ids) & (ids < op.last), ids - op.first, -1), *others)
 
 
 def collect(op: rank_ops.Collect, step: ReferenceStep) -> Made:
     own = step.get(op.ids)
-    ids = [own] if op.num_engines == 1 else _of_engines(step, own, op.num_engines)
+    ids = [own] if op.num_engines == 1 else _gather_engines(step, own, op.num_engines)
     parts = np.stack(step.exchange(step.get(op.x)))
     owners = np.searchsorted(op.firsts, np.concatenate(ids).reshape(-1), side="right") - 1
     rows = parts[owners, np.arange(len(owners))]
@@ -392,7 +392,7 @@ def collect(op: rank_ops.Collect, step: ReferenceStep) -> Made:
     return (rows[first : first + own.size],)
 
 
-def _of_engines(step: ReferenceStep, x: NDArray, num_engines: int) -> list[NDArray]:
+def _gather_engines(step: ReferenceStep, x: NDArray, num_engines: int) -> list[NDArray]:
     """Returns each engine's x, equal on all of its ranks; this rank's own object among them."""
     parts = step.exchange(x)
     ranks = len(parts) // num_engines

@@ -45,7 +45,7 @@ class GroupArrays:
     """`[L, blocks, 16, K, k_width]`"""
     v: NDArray
     """`[L, blocks, 16, K, v_width]`"""
-    as_stored: Callable[[Floats], Floats] = as_is
+    round_to_stored: Callable[[Floats], Floats] = as_is
     """Rounds rows `[T, K, width]` to cache precision, before the cast to the arrays' dtype."""
 
 

@@ -78,7 +78,9 @@ class TorchAdapters:
     def __init__(self, program: Program, device: torch.device) -> None:
         self.by_slot: dict[int, OpUpdates] = {}
         self._device = device
-        self._places = {id(op): _places(op) for op in program.ops if _places(op)}
+        self._places = {
+            id(op): _get_column_ranges(op) for op in program.ops if _get_column_ranges(op)
+        }
 
     def pack(self, updates: Updates) -> PackedAdapter:
         parts: dict[int, tuple[TorchUpdate, ...]] = {}
@@ -152,7 +154,7 @@ class StepAdapters:
         return y
 
 
-def _places(op: Op) -> list[tuple[Site, int, int]]:
+def _get_column_ranges(op: Op) -> list[tuple[Site, int, int]]:
     """Returns the sites of an op with their column ranges."""
     if isinstance(op, ops.Embedding):
         return [((op.site, op.table), 0, op.table.shape[1])] if op.site else []

@@ -32,8 +32,8 @@ from octavo.executor.torch.footprint import TorchFootprint, graphs_footprint, to
 from octavo.executor.torch.graphs import CudaGraphs, sizes_up_to
 from octavo.executor.torch.invariant import kernels_suffice
 from octavo.executor.torch.kernels import choose_kernels
-from octavo.executor.torch.kv_cache import TorchKvCache, layout_of
-from octavo.executor.torch.memory import CudaMemory, blocks_of, largest_step
+from octavo.executor.torch.kv_cache import TorchKvCache, make_kv_layout
+from octavo.executor.torch.memory import CudaMemory, count_written_blocks, largest_step
 from octavo.executor.torch.program import Runtime, TorchProgram
 from octavo.executor.torch.ranks import TorchRanks
 from octavo.executor.torch.rates import measured_ceilings
@@ -113,7 +113,7 @@ class TorchBackend(Backend):
     def prepare(self, program: Program, load: LoadWeight) -> TorchProgram:
         optimized, once = optimize(program), _FirstWeightKept(load)
         self._check(optimized)
-        dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(optimized, once.load)
+        dtype = DTYPES.get(self.options.dtype) or self._get_compute_dtype(optimized, once.load)
         attention = first_that_computes(self._attention, optimized, self._kv_dtype(dtype))
         weights = load_weights(optimized, once.load, self.device, dtype)
         runtime = self._runtime(optimized, dtype, attention)
@@ -200,7 +200,7 @@ class TorchBackend(Backend):
         """Runs a Program's largest step on a temporary KV cache."""
         layouts = prepared.kv_layouts
         batch = largest_step(self.options, len(layouts), prepared.program.vocab_size)
-        prepared.run(batch, self._cache(layouts, [blocks_of(batch)] * len(layouts)))
+        prepared.run(batch, self._cache(layouts, [count_written_blocks(batch)] * len(layouts)))
 
     def memory(self) -> DeviceMemory | None:
         return None if self._memory is None else self._memory.now()
@@ -264,13 +264,13 @@ class TorchBackend(Backend):
         )
 
     def _kv_layouts(self, program: Program, dtype: torch.dtype) -> tuple[KvLayout, ...]:
-        return tuple(layout_of(group, self._kv_dtype(dtype)) for group in program.groups)
+        return tuple(make_kv_layout(group, self._kv_dtype(dtype)) for group in program.groups)
 
     def _kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype of K and V: from the options, or `dtype`."""
         return KV_DTYPES.get(self.options.kv_cache_dtype, dtype)
 
-    def _dtype_of_products(self, program: Program, load: LoadWeight) -> torch.dtype:
+    def _get_compute_dtype(self, program: Program, load: LoadWeight) -> torch.dtype:
         """Returns the compute dtype for "auto": that of the first matmul's weight in the file."""
         first = next((op.weights_[0] for op in program.ops if isinstance(op, ops.Linear)), None)
         return (

@@ -15,7 +15,7 @@ def check_program(program: Program, *, grid: RankGrid, batch_invariant: bool) ->
     """Raises BackendUnavailable naming the unsupported op or cache group."""
     for op in program.ops:
         if refused := _refusal(op, grid) or _invariance_refusal(op, program, batch_invariant):
-            raise _refused(program, refused)
+            raise _unavailable(program, refused)
 
 
 def _refusal(op: Op, grid: RankGrid) -> str | None:
@@ -39,5 +39,5 @@ def _invariance_refusal(op: Op, program: Program, batch_invariant: bool) -> str 
     return "attention to later tokens with batch_invariant" if op.group in written else None
 
 
-def _refused(program: Program, what: str) -> BackendUnavailable:
+def _unavailable(program: Program, what: str) -> BackendUnavailable:
     return BackendUnavailable(f"the torch backend cannot run {what} (in {program.name})")

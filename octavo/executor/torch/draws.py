@@ -31,7 +31,7 @@ def record_words(records: NDArray[np.void]) -> NDArray[np.int32]:
     return records.view(np.int32).reshape(len(records), WORDS)
 
 
-def word_of(name: str) -> int:
+def get_word_index(name: str) -> int:
     """Returns the word index of a field in a sampling record."""
     fields = SAMPLING_RECORD.fields
     assert fields is not None
@@ -40,7 +40,7 @@ def word_of(name: str) -> int:
 
 def field(records: Tensor, name: str) -> Tensor:
     """Returns a 32-bit field `[S]` of `records [S, WORDS] int32`."""
-    column = records[:, word_of(name)]
+    column = records[:, get_word_index(name)]
     return column.view(torch.float32) if SAMPLING_RECORD[name].kind == "f" else column
 
 
@@ -60,7 +60,7 @@ def kept(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
 
 def noise_words(records: Tensor, vocab_size: int, *, purpose: int = SAMPLE_PURPOSE) -> Tensor:
     """Returns the random word of each token, `[S, V] int64`."""
-    seed, position, sample = (word_of(name) for name in ("seed", "position", "sample_index"))
+    seed, position, sample = (get_word_index(name) for name in ("seed", "position", "sample_index"))
     quads = torch.arange(-(-vocab_size // 4), device=records.device)
     words = _philox(
         key=(_word(records, seed), _word(records, seed + 1)),

@@ -57,14 +57,14 @@ class PendingStep:
     """Event after the last copy; None on the CPU."""
 
     def result(self) -> StepOutput:
-        with out_of_memory_named():
+        with translate_out_of_memory():
             if self.copied is not None:
                 self.copied.synchronize()
             return self.finish()
 
 
 @contextmanager
-def out_of_memory_named() -> Iterator[None]:
+def translate_out_of_memory() -> Iterator[None]:
     """Converts PyTorch's out-of-memory error to MemoryError."""
     try:
         yield

@@ -51,7 +51,7 @@ class Instructions:
         """Splits a Program's ops into body and head. `write_with_rope` merges ropes and KV writes
         into `RopeWrite`.
         """
-        head = _head_of(program)
+        head = _get_head_ops(program)
         in_head = set(map(id, head))
         body = [op for op in program.ops if id(op) not in in_head]
         kept = {value.name for op in head for value in op.inputs}
@@ -63,7 +63,7 @@ class Instructions:
         )
 
 
-def _head_of(program: Program) -> list[Op]:
+def _get_head_ops(program: Program) -> list[Op]:
     """Returns the ops that compute Values over sampled rows, or read these."""
     sampled: set[Value] = set()
     head: list[Op] = []

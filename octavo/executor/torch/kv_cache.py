@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.executor.kv import BLOCK_SIZE, STATES_A_BLOCK, HeadRows, KvLayout
 from octavo.executor.torch.block_copies import BlockCopies
-from octavo.executor.torch.streams import streams_of
+from octavo.executor.torch.streams import make_streams
 from octavo.executor.torch.weights.fp8 import E4M3, as_e4m3
 from octavo.program.program import CacheGroup
 
@@ -128,7 +128,7 @@ class GroupTensors:
         return [*self.k.tensors, *self.v.tensors]
 
 
-def layout_of(group: CacheGroup, dtype: torch.dtype) -> KvLayout:
+def make_kv_layout(group: CacheGroup, dtype: torch.dtype) -> KvLayout:
     """Returns the layout of a group stored as `dtype`; convolution rows and states are
     always fp32.
     """
@@ -159,7 +159,7 @@ class TorchKvCache:
             _group_tensors(layout.group, count, DTYPES[layout.dtype], device)
             for layout, count in zip(layouts, num_blocks, strict=True)
         ]
-        self.copies = BlockCopies([group.tensors for group in self.groups], streams_of(device))
+        self.copies = BlockCopies([group.tensors for group in self.groups], make_streams(device))
 
     @property
     def num_blocks(self) -> list[int]:

@@ -45,7 +45,7 @@ def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> S
     )
 
 
-def blocks_of(batch: StepBatch) -> int:
+def count_written_blocks(batch: StepBatch) -> int:
     """Returns the number of blocks that a step writes, per group."""
     return int(batch.block_tables.max(initial=-1)) + 1
 

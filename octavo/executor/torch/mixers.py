@@ -32,7 +32,7 @@ def short_conv(op: ShortConv, step: Step) -> Made:
         factors = torch.tensor(op.factors).repeat_interleave(widths)
         weight = weight * factors[:, None].to(step.device)
     own = weight.shape[1] - 1
-    places, tables = step.inputs["places"].long(), _tables_of_rows(step, at)
+    places, tables = step.inputs["places"].long(), _get_row_tables(step, at)
     rows = step.kv[at].k.layer(op.layer).numbers[:, :, 0]
     out = torch.zeros_like(x)
     for tap in range(own):
@@ -49,7 +49,7 @@ def short_conv(op: ShortConv, step: Step) -> Made:
     return torch.split(out.to(step.dtype), [part.width for part in op.outs], dim=1)
 
 
-def _tables_of_rows(step: Step, group: int) -> Tensor:
+def _get_row_tables(step: Step, group: int) -> Tensor:
     """Returns the block table of each row's request, `[T, B]`; padding uses the last request's."""
 
     def find() -> Tensor:

@@ -25,7 +25,7 @@ from octavo.executor.batch import SampleResult, SamplingBatch, StepBatch, StepOu
 from octavo.executor.kv import KvCache, KvLayout
 from octavo.executor.torch.adapters import StepAdapters, TorchAdapters
 from octavo.executor.torch.attention.call import AttentionKernels
-from octavo.executor.torch.fetch import Fetch, PendingStep, out_of_memory_named
+from octavo.executor.torch.fetch import Fetch, PendingStep, translate_out_of_memory
 from octavo.executor.torch.graphs import DecodeGraphs, Graph, Record, longest_decode
 from octavo.executor.torch.instructions import Instruction, Instructions
 from octavo.executor.torch.invariant import joined, rows_alone
@@ -40,7 +40,7 @@ from octavo.executor.torch.sampling import (
     Wants,
     draw,
     draw_arrays,
-    result_of,
+    join_results,
     wants_of,
 )
 from octavo.executor.torch.step import Staging, Step, step_arrays
@@ -106,7 +106,7 @@ class TorchProgram(Runnable):
         )
         self._norms_ahead = norms_ahead([each.op for each in self.instructions.body])
         self._adapters = TorchAdapters(program, runtime.device)
-        self._attention_arrays = runtime.attention.arrays_of(program)
+        self._attention_arrays = runtime.attention.get_arrays_maker(program)
         self._progress = 0
         self._staging = Staging(runtime.device, runtime.staging_bytes)
         self._late_staging = Staging(runtime.device)
@@ -150,7 +150,7 @@ class TorchProgram(Runnable):
         """
         assert isinstance(kv, TorchKvCache)
         self._set_threads()
-        with out_of_memory_named():
+        with translate_out_of_memory():
             return self._launch(batch, kv)
 
     def _launch(self, batch: StepBatch, kv: TorchKvCache) -> PendingStep:
@@ -324,7 +324,7 @@ class TorchProgram(Runnable):
             self._keep_last_tokens(own, one)
             drawn.append(fetch.take_drawn(one))
         return lambda: StepOutput(
-            result_of(drawn)
+            join_results(drawn)
             if drawn
             else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_))
         )

@@ -257,7 +257,7 @@ def _logprobs(
     return logprobs.gather(1, own)[:, 0].float(), ranks, best, logprobs.gather(1, best).float()
 
 
-def result_of(parts: list[Drawn]) -> SampleResult:
+def join_results(parts: list[Drawn]) -> SampleResult:
     """Joins the parts of a step into one result on the host."""
     result = SampleResult(
         torch.cat([part.token_ids for part in parts]).int().cpu().numpy(),

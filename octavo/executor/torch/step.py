@@ -59,7 +59,7 @@ class Staging:
 
         Arrays of equal shapes always get equal addresses.
         """
-        places, end = _places(arrays)
+        places, end = _get_offsets(arrays)
         if end > len(self._host):
             self._make(max(end, 2 * len(self._host)))
         if self._copied is not None:
@@ -77,7 +77,7 @@ class Staging:
 
     def fits(self, arrays: Mapping[str, NDArray]) -> bool:
         """Returns whether `put` can keep its buffer, whose addresses captured graphs contain."""
-        return _places(arrays)[1] <= len(self._host)
+        return _get_offsets(arrays)[1] <= len(self._host)
 
     def _view(self, start: int, array: NDArray) -> Tensor:
         return (
@@ -107,7 +107,7 @@ def staging_bytes(options: BackendOptions, num_groups: int) -> int:
     )
 
 
-def _places(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
+def _get_offsets(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
     """Returns the offset of each array in the buffer, and the end."""
     places, end = {}, 0
     for name, array in arrays.items():

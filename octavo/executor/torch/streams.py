@@ -183,5 +183,5 @@ def on_device(array: NDArray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
 
 
-def streams_of(device: torch.device) -> Streams:
+def make_streams(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else SerialStreams()

@@ -165,7 +165,7 @@ def best_lines(
     least = np.full(shape, np.inf, np.float32)
     for scale, second in groups.candidates(SHRINKS if searches else SHRINKS[:1]):
         for _ in range(ROUNDS if searches else 1):
-            scale, second = groups.as_stored(scale, second)
+            scale, second = groups.round_to_stored(scale, second)
             centred, error = groups.errors(scale, second)
             better = error < least
             for kept, found in zip((*best, least), (scale, second, error), strict=True):
@@ -199,7 +199,7 @@ class _Groups:
                 scale = (np.maximum(high, zero) * shrink - start) / top
                 yield scale, -start * inverse(scale)
 
-    def as_stored(self, scale: Floats32, second: Floats32) -> tuple[Floats32, Floats32]:
+    def round_to_stored(self, scale: Floats32, second: Floats32) -> tuple[Floats32, Floats32]:
         """Rounds scale and zero or minimum to what formats store."""
         if self._spec.kind == "min":
             return _fp16(scale), _fp16(second)

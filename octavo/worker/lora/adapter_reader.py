@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.api.errors import WeightMismatch, did_you_mean
-from octavo.checkpoint.peft import ModuleUpdate, PeftAdapter, bare_name, read_peft
+from octavo.checkpoint.peft import ModuleUpdate, PeftAdapter, get_bare_name, read_peft
 from octavo.program.low_rank import LowRank, Site, Updates
 from octavo.program.ops import Linear
 from octavo.program.passes.adapters import sites_of, tables_of
@@ -59,7 +59,7 @@ class AdapterReader:
     ) -> None:
         """`whole`: the whole Program with its sites, if `program` is one rank's part of it."""
         everywhere = dict(sites_of(whole or program))
-        self._elsewhere = frozenset(map(bare_name, everywhere))
+        self._elsewhere = frozenset(map(get_bare_name, everywhere))
         """Modules of this rank or another."""
         self._shapes = list(map(_whole_shape, everywhere.values()))
         self._dequantize = dequantize
@@ -67,7 +67,7 @@ class AdapterReader:
         self._dtype = dtype
         self._sites: dict[str, list[Site]] = {}
         for site in dict.fromkeys(sites_of(program)):
-            self._sites.setdefault(bare_name(site[0]), []).append(site)
+            self._sites.setdefault(get_bare_name(site[0]), []).append(site)
         self._tables = tables_of(program)
         self._biases = _get_biases(program)
 

@@ -21,7 +21,7 @@ from octavo.executor.base import LoadWeight
 from octavo.executor.batch import StepBatch
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.executor.reference.backend import FORMULAS
-from octavo.executor.reference.kv_cache import ReferenceKvCache, layout_of
+from octavo.executor.reference.kv_cache import ReferenceKvCache, make_kv_layout
 from octavo.executor.reference.step import Floats, ReferenceStep
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import (
@@ -53,7 +53,7 @@ class CalibrationRun:
             num_texts if group.kind == "state" else batch.block_tables.max(initial=0) + 1
             for group in self._program.groups
         ]
-        kv = ReferenceKvCache([layout_of(group) for group in self._program.groups], counts)
+        kv = ReferenceKvCache([make_kv_layout(group) for group in self._program.groups], counts)
         self._step = ReferenceStep(self._program, {}, batch, kv.groups, multiply=multiply)
         self._unread = Counter(value.name for op in self._program.ops for value in op.inputs)
         self._last_read = _last_reads(self._program)

@@ -75,7 +75,7 @@ def plan_matrices(
                 # Experts of one tensor get the names that single ones have.
                 written = name if stored.num_stacked else stored.name
                 module = written.removesuffix(".weight")
-                if id(op) in chosen and not is_turned and destination.takes(name, shape, bits):
+                if id(op) in chosen and not is_turned and destination.supports(name, shape, bits):
                     plan = MatrixPlan(name, (shape[0], shape[1]), bits, module, stored.name)
                     matrices.setdefault(name, plan)
                 else:
@@ -335,7 +335,7 @@ class Quantizer:
         own = slice(None) if indices is None else np.array(indices)
         changed = whole.copy()
         changed[own] = (whole[own] + np.float32(offset)) / factors - np.float32(offset)
-        self._vectors[name] = self.destination.as_stored(name, changed)
+        self._vectors[name] = self.destination.round_to_stored(name, changed)
         self.destination.write_vector(name, changed)
         stored: Floats32 = self._vectors[name][own]
         return stored

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from octavo.checkpoint.open import open_checkpoint
-from octavo.executor.native.backend import layout_of
+from octavo.executor.native.backend import make_kv_layout
 from octavo.executor.native.extension import native_module, supported_levels
-from octavo.executor.native.formats import FORMATS, has_tile_unit, matrices_of
+from octavo.executor.native.formats import FORMATS, get_matrices, has_tile_unit
 from octavo.executor.native.row_rates import (
     RowAttention,
     RowProduct,
@@ -55,7 +55,7 @@ def test_a_weight_is_read_by_the_product_of_its_op():
     """Matrices that one op multiplies with make one product; of experts a token reads its own."""
     config = open_checkpoint(tiny_model("qwen2_moe").path).config
     program = fuse(build_programs(config)["decoder"])
-    formats = {weight: FORMATS["Q4_0"] for op in program.ops for weight in matrices_of(op)}
+    formats = {weight: FORMATS["Q4_0"] for op in program.ops for weight in get_matrices(op)}
     products = row_products(program, formats, dict.fromkeys(program.weights, 6000))
     linear = next(op for op in program.ops if isinstance(op, Linear) and len(op.weights_) == 3)
     assert {products[weight].num_bytes for weight in linear.weights_} == {18_000}
@@ -68,11 +68,11 @@ def test_a_weight_is_read_by_the_product_of_its_op():
 
 def test_the_attention_of_most_layers_is_measured():
     program = build_programs(open_checkpoint(tiny_model("gpt_oss").path).config)["decoder"]
-    layouts = [layout_of(group, "int8") for group in program.groups]
+    layouts = [make_kv_layout(group, "int8") for group in program.groups]
     op = next(op for op in program.ops if isinstance(op, Attention))
     group = next(group for group in program.groups if group.name == op.group)
     assert row_attention(program, layouts) == RowAttention(
         "int8", op.num_heads, group.num_kv_heads, group.k_width, group.v_width
     )
     mamba = build_programs(open_checkpoint(tiny_model("mamba").path).config)["decoder"]
-    assert row_attention(mamba, [layout_of(group, "fp32") for group in mamba.groups]) is None
+    assert row_attention(mamba, [make_kv_layout(group, "fp32") for group in mamba.groups]) is None

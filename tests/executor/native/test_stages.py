@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from octavo.checkpoint.open import open_checkpoint
-from octavo.executor.native.stages import body_first, stages_of
+from octavo.executor.native.stages import get_stages, sort_token_ops_first
 from octavo.models.registry import build_programs
 from octavo.program import expert_ops, ops
 from octavo.program.passes.expert_gates import fold_expert_gates
@@ -21,8 +21,8 @@ NATIVE = [
 
 def stages_of_family(family):
     program = build_programs(open_checkpoint(tiny_model(family).path).config)["decoder"]
-    program = body_first(fold_expert_gates(optimize(program)))
-    return program, stages_of(program)
+    program = sort_token_ops_first(fold_expert_gates(optimize(program)))
+    return program, get_stages(program)
 
 
 def test_stages_hold_every_op_once_in_order():

@@ -9,7 +9,7 @@ from octavo.api.errors import BackendUnavailable, WeightMismatch
 from octavo.executor.base import BackendOptions
 from octavo.executor.batch import StepBatch
 from octavo.executor.reference.backend import ReferenceBackend
-from octavo.executor.reference.kv_cache import layout_of
+from octavo.executor.reference.kv_cache import make_kv_layout
 from octavo.program import ops
 from octavo.program.builder import Builder
 from octavo.program.program import CacheGroup, Program, Value, Weight
@@ -140,7 +140,7 @@ def step_of(xs, starts, tables, *, pad=0):
 
 def poisoned(backend, groups, num_blocks=200):
     """Makes a cache of NaN, so that a read of unwritten keys shows."""
-    kv = backend.allocate(list(map(layout_of, groups)), [num_blocks] * len(groups))
+    kv = backend.allocate(list(map(make_kv_layout, groups)), [num_blocks] * len(groups))
     for arrays in kv.groups:
         arrays.k[:], arrays.v[:] = np.nan, np.nan
     return kv
@@ -219,7 +219,7 @@ def test_t5_bias_is_looked_up_by_bucket():
         )
 
     x = rng(1).normal(size=(60, 9))
-    kv = ReferenceBackend().allocate([layout_of(make.group)], [4])
+    kv = ReferenceBackend().allocate([make_kv_layout(make.group)], [4])
     out = make.prepare().run(step_of([x], [0], [[0, 1, 2, 3]]), kv).arrays["out"]
     np.testing.assert_allclose(
         out, make.expected(x, lambda i, j: j >= 0, score), rtol=1e-12, atol=1e-12
@@ -279,7 +279,7 @@ def test_latent_attention(form):
 def test_copied_blocks_hold_the_same_keys_in_every_layer():
     backend = ReferenceBackend()
     groups = (CacheGroup("a", "full", 2, 1, 4, 4), CacheGroup("b", "full", 1, 1, 2, 2))
-    kv = backend.allocate(list(map(layout_of, groups)), [5, 5])
+    kv = backend.allocate(list(map(make_kv_layout, groups)), [5, 5])
     kv.groups[0].k[:, 1] = rng().normal(size=(2, 16, 1, 4))
     kv.copy_block(0, 1, 3)
     np.testing.assert_array_equal(kv.groups[0].k[:, 3], kv.groups[0].k[:, 1])

@@ -16,7 +16,7 @@ from octavo.executor.native.backend import NativeBackend
 from octavo.executor.reference.backend import ReferenceBackend
 from octavo.executor.reference.kv_cache import as_fp8
 from octavo.executor.torch.backend import TorchBackend
-from octavo.executor.torch.kv_cache import TorchKvCache, layout_of
+from octavo.executor.torch.kv_cache import TorchKvCache, make_kv_layout
 from octavo.executor.torch.weights import fp8
 from octavo.executor.torch.weights.device_weight import DeviceWeight
 from octavo.executor.torch.weights.program_weights import load_weights
@@ -156,7 +156,7 @@ GROUP = CacheGroup("kv", "full", 2, 3, 40, 24)
 
 
 def test_kv_is_stored_as_the_reference_stores_it():
-    cache = TorchKvCache([layout_of(GROUP, torch.float8_e4m3fn)], [4], CPU)
+    cache = TorchKvCache([make_kv_layout(GROUP, torch.float8_e4m3fn)], [4], CPU)
     stored = cache.groups[0].k.layer(1)
     rows = normal(20, 3, 40)
     rows[3], rows[4, 1], rows[5] = 0, rows[4, 1] * 1e-30, rows[5] * 1e30
@@ -171,7 +171,9 @@ def test_kv_is_stored_as_the_reference_stores_it():
 def test_rows_that_are_not_finite_are_nan():
     rows = normal(3, 3, 40)
     rows[0, 1, 2], rows[2, 0, 0] = np.nan, np.inf
-    stored = TorchKvCache([layout_of(GROUP, torch.float8_e4m3fn)], [1], CPU).groups[0].k.layer(0)
+    stored = (
+        TorchKvCache([make_kv_layout(GROUP, torch.float8_e4m3fn)], [1], CPU).groups[0].k.layer(0)
+    )
     stored.write(torch.arange(3), torch.from_numpy(rows))
     found = stored.read(torch.tensor([[0]]))[0, :3].isnan().all(dim=-1).numpy()
     np.testing.assert_array_equal(found, np.isnan(as_fp8(rows.astype(np.float64))).all(axis=-1))

@@ -10,7 +10,7 @@ from octavo.executor import noise, sampling
 from octavo.executor.batch import sampling_records
 from octavo.executor.torch.draws import gumbel, noise_words, record_words
 from octavo.executor.torch.plain import PlainKernels
-from octavo.executor.torch.sampling import GREEDY, draw, draw_arrays, result_of, wants_of
+from octavo.executor.torch.sampling import GREEDY, draw, draw_arrays, join_results, wants_of
 from tests.support.draw_laws import (
     SAMPLERS,
     check_distribution,
@@ -28,7 +28,7 @@ def sample_torch(logits, batch):
         for name, array in draw_arrays(batch, wants).items()
     }
     rows = np.resize(logits, (len(batch), logits.shape[1]))
-    return result_of([draw(torch.from_numpy(rows), inputs, wants, PlainKernels())])
+    return join_results([draw(torch.from_numpy(rows), inputs, wants, PlainKernels())])
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,8 @@ def torch_layout(group: CacheGroup, dtype: str) -> KvLayout:
 
 
 LAYOUTS = [
-    *((native.layout_of, dtype) for dtype in ("fp32", "bf16", "int8")),
-    *((reference.layout_of, dtype) for dtype in ("fp64", "fp32", "int8")),
+    *((native.make_kv_layout, dtype) for dtype in ("fp32", "bf16", "int8")),
+    *((reference.make_kv_layout, dtype) for dtype in ("fp64", "fp32", "int8")),
     *((torch_layout, dtype) for dtype in ("bf16", "int8", "fp8")),
 ]
 

@@ -13,7 +13,7 @@ from octavo.executor.torch.step import Step
 from octavo.program import ops
 
 
-def bias_of(op: ops.Attention, step: Step) -> Bias | None:
+def make_bias(op: ops.Attention, step: Step) -> Bias | None:
     """Returns an op's bias with its tensors on the device, or None."""
     bias = op.bias
     if isinstance(bias, ops.T5Bias):

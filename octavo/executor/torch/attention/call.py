@@ -125,7 +125,7 @@ class AttentionKernels(Protocol):
         """Returns the scratch memory of captured steps of `num_requests`, in bytes."""
         ...
 
-    def arrays_of(self, program: Program) -> StepArraysMaker:
+    def get_arrays_maker(self, program: Program) -> StepArraysMaker:
         """Returns a function that makes the kernels' own step arrays, which are copied along with
         `step_arrays`.
         """

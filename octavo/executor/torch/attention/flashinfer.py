@@ -85,7 +85,7 @@ class FlashInfer:
     def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
         return 0
 
-    def arrays_of(self, program: Program) -> StepArraysMaker:
+    def get_arrays_maker(self, program: Program) -> StepArraysMaker:
         return lambda batch, *, fixed: {}
 
     def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
@@ -125,7 +125,7 @@ class FlashInfer:
         )
 
     def _plan(self, call: AttentionCall) -> PlannedWrapper:
-        pages = pages_of(call.batch, call.group, full=call.full, window=call.window)
+        pages = make_pages(call.batch, call.group, full=call.full, window=call.window)
         if not len(pages.last_lens):
             return PlannedWrapper(None, None)
         kv_dtype = call.k.numbers.dtype
@@ -180,7 +180,7 @@ def flashinfer_on(device: torch.device) -> FlashInfer:
     return FlashInfer(require_flashinfer(), device)
 
 
-def pages_of(batch: StepBatch, group: int, *, full: bool, window: int | None) -> Pages:
+def make_pages(batch: StepBatch, group: int, *, full: bool, window: int | None) -> Pages:
     starts = batch.query_starts
     context = batch.context_lens[group]
     places = batch.places

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.executor.torch.attention.bias import bias_of
+from octavo.executor.torch.attention.bias import make_bias
 from octavo.executor.torch.attention.by_places import attention_by_places
 from octavo.executor.torch.attention.call import AttentionCall, ExpandKv
-from octavo.executor.torch.attention.query_rows import query_rows_of
+from octavo.executor.torch.attention.query_rows import make_query_rows
 from octavo.executor.torch.rope_write import RopeWrite, RopeWriteCall
 from octavo.executor.torch.row_ops import angles
 from octavo.executor.torch.step import Made, Step
@@ -41,7 +41,7 @@ def attention(op: ops.Attention, step: Step) -> Made:
         v_width=group.v_width,
         softcap=op.softcap,
         sinks=None if op.sinks is None else step.weights.vector(op.sinks),
-        bias=bias_of(op, step),
+        bias=make_bias(op, step),
     )
     return (step.attention.attend(call).reshape(len(q), op.out.width),)
 
@@ -122,7 +122,7 @@ def _paging(
         "once": step.once,
         "rows": step.once(
             (at, full, window, chunks),
-            lambda: query_rows_of(
+            lambda: make_query_rows(
                 step.batch, at, full=full, window=window, chunks=chunks, device=step.device
             ),
         ),

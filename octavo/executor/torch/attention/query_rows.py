@@ -52,7 +52,7 @@ class QueryRows:
     """Rows of `singles`, `[n] int64` on the device; None if `singles` is."""
 
 
-def query_rows_of(
+def make_query_rows(
     batch: StepBatch,
     group: int,
     *,

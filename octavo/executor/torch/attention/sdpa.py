@@ -33,7 +33,7 @@ class Sdpa:
     def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
         return 0
 
-    def arrays_of(self, program: Program) -> StepArraysMaker:
+    def get_arrays_maker(self, program: Program) -> StepArraysMaker:
         return lambda batch, *, fixed: {}
 
     def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:

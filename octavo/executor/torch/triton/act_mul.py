@@ -21,7 +21,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid")
 BLOCK = 1024
 
 
-def carries(gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> bool:
+def supports(gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> bool:
     return how.activation in ACTIVATIONS and gate.stride(1) == 1 and up.stride(1) == 1
 
 

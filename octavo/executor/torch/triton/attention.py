@@ -78,7 +78,7 @@ class TritonAttention:
         if isinstance(op, ops.Attention) and op.sees_ahead:
             return "its kernels know no tokens that see later ones"
         assert isinstance(op, ops.Attention | ops.MlaAttention)
-        return self._tiles.refusal(*_widths_of(op), kv_dtype)
+        return self._tiles.refusal(*_get_head_widths(op), kv_dtype)
 
     def attend(self, call: AttentionCall) -> Tensor:
         rows, shape = call.rows, (*call.q.shape[:2], call.v_width)
@@ -102,7 +102,7 @@ class TritonAttention:
         sizes = [num_requests * _state_bytes(*shape, num_splits) for shape in shapes]
         return min(MOST_STATE_BYTES, max(sizes, default=0))
 
-    def arrays_of(self, program: Program) -> StepArraysMaker:
+    def get_arrays_maker(self, program: Program) -> StepArraysMaker:
         """Returns a function that finds shared-prefix runs for each mask in the Program's
         attention.
         """
@@ -128,7 +128,7 @@ class TritonAttention:
         num_splits = max(1, -(-call.block_tables.shape[1] * BLOCK_SIZE // SPLIT_KEYS))
         at_once = max(1, MOST_STATE_BYTES // _state_bytes(num_heads, call.v_width, num_splits))
         # Shared runs name slots of the whole step, so they need the states of all in one launch.
-        own, shared = _runs_of(call) if at_once >= num_slots else (_own_runs(None), None)
+        own, shared = _make_runs(call) if at_once >= num_slots else (_own_runs(None), None)
         for first in range(0, num_slots, at_once):
             count = min(at_once, num_slots - first)
             shape = (count, num_heads, num_splits)
@@ -225,7 +225,7 @@ def _own_runs(own_splits: Tensor | None) -> Runs:
     return Runs(slots=None, splits=None, own_splits=own_splits, ROWS=tl.constexpr(1))
 
 
-def _runs_of(call: AttentionCall) -> tuple[Runs, Runs | None]:
+def _make_runs(call: AttentionCall) -> tuple[Runs, Runs | None]:
     """Returns the runs of one slot each, and those over shared prefixes, if any."""
     names = array_names(call.group, call.window, full=call.full)
     if names.slots not in call.inputs:
@@ -235,7 +235,7 @@ def _runs_of(call: AttentionCall) -> tuple[Runs, Runs | None]:
     return _own_runs(call.inputs[names.own_splits]), shared
 
 
-def _widths_of(op: ops.Attention | ops.MlaAttention) -> tuple[int, int]:
+def _get_head_widths(op: ops.Attention | ops.MlaAttention) -> tuple[int, int]:
     """Returns the key and value widths; for latent attention those of the absorbed form."""
     if isinstance(op, ops.MlaAttention):
         return op.latent_width + op.rope_width, op.latent_width

@@ -18,7 +18,7 @@ from octavo.executor.torch.triton.numbers import rounded
 BLOCK = 1024
 
 
-def carries(x: Tensor, weights: Tensor) -> bool:
+def supports(x: Tensor, weights: Tensor) -> bool:
     return x.stride(1) == 1 and weights.dtype == torch.float32 and weights.is_contiguous()
 
 

@@ -90,11 +90,11 @@ class ExpertTiles(NamedTuple):
     num_experts: int
 
 
-def tile_rows_of(num_rows: int, num_experts: int) -> int:
+def get_tile_rows(num_rows: int, num_experts: int) -> int:
     return 16 if num_rows <= FEW_ROWS * num_experts else 64
 
 
-def carries(x: Tensor, matrix: DeviceWeight) -> bool:
+def supports(x: Tensor, matrix: DeviceWeight) -> bool:
     if x.dtype not in FLOATS or x.stride(1) != 1 or refusal(matrix) is not None:
         return False
     return not matrix.is_plain or (matrix.codes.dtype == x.dtype and matrix.codes.is_contiguous())

@@ -1,7 +1,7 @@
 """Triton kernels where they support a computation, plain PyTorch elsewhere; the only module that
 decides.
 
-Each kernel module states its conditions in `carries`.
+Each kernel module states its conditions in `supports`.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class TritonKernels:
         self.captured_rows: int | None = None
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        if norms.carries(x, norm):
+        if norms.supports(x, norm):
             return norms.norm_rows(x, norm)
         return self._plainly(self._plain.norm, x, norm)
 
     def add_norm(self, a: Tensor, b: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        if norms.carries(a, norm) and norms.carries(b, norm):
+        if norms.supports(a, norm) and norms.supports(b, norm):
             return norms.add_norm_rows(a, b, norm)
         total = a + b
         return total, self.norm(total, norm)
@@ -60,32 +60,32 @@ class TritonKernels:
     def gated(self, gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> Tensor:
         return (
             act_mul.act_mul(gate, up, how)
-            if act_mul.carries(gate, up, how)
+            if act_mul.supports(gate, up, how)
             else self._plain.gated(gate, up, how)
         )
 
     def product(self, x: Tensor, product: Product) -> Tensor:
-        if packed_linear.carries(x, product) and (
+        if packed_linear.supports(x, product) and (
             self.is_invariant or packed_linear.gains(x, product)
         ):
             tile_rows = (
-                packed_linear.FEW_ROWS if self.is_invariant else packed_linear.tile_rows_of(len(x))
+                packed_linear.FEW_ROWS if self.is_invariant else packed_linear.get_tile_rows(len(x))
             )
             return self._packed.product(x, product, tile_rows)
-        if not self.is_invariant and unpack.carries(product.parts, x.dtype):
+        if not self.is_invariant and unpack.supports(product.parts, x.dtype):
             return F.linear(x, unpack.unpacked(product.parts, x.dtype, self._device), product.bias)
         return self._plainly(self._plain.product, x, product)
 
     def rows_of_experts(self, experts: Tensor, num_experts: int) -> ExpertRows:
         tile_rows = (
-            16 if self.is_invariant else grouped_linear.tile_rows_of(len(experts), num_experts)
+            16 if self.is_invariant else grouped_linear.get_tile_rows(len(experts), num_experts)
         )
         return ExpertRows.of(experts, num_experts, tile_rows)
 
     def grouped(
         self, x: Tensor, rows: ExpertRows, matrix: DeviceWeight, bias: Tensor | None
     ) -> Tensor:
-        if grouped_linear.carries(x, matrix):
+        if grouped_linear.supports(x, matrix):
             return grouped_linear.grouped_product(x, rows, matrix, bias, self._device)
         if not self.is_invariant:
             return self._plain.grouped(x, rows.experts, matrix, bias)
@@ -98,7 +98,7 @@ class TritonKernels:
     def combined(self, x: Tensor, weights: Tensor) -> Tensor:
         return (
             combine.combine_rows(x, weights)
-            if combine.carries(x, weights)
+            if combine.supports(x, weights)
             else self._plain.combined(x, weights)
         )
 

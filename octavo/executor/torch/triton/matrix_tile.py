@@ -14,7 +14,7 @@ bytes (elements, of plain floats):
                                     registers into the product
 
 value = (code - zero_point) * scale + min in fp32, rounded to x's dtype, as `DeviceWeight.floats`
-has it; where x has 16 bits in another order of the same sum (`offset_of`), up to 2^-17 scales off.
+has it; where x has 16 bits in another order of the same sum (`get_offset`), up to 2^-17 scales off.
 Where a row has one scale and no min, codes are multiplied as they are, and the sums then by the
 scale. Sums are in fp32, tile by tile from the first to the last: a row's do not depend on the other
 rows.
@@ -107,8 +107,8 @@ class MatrixBytes(NamedTuple):
             num_outputs=weight.codes.shape[-2],
             row_bytes=weight.codes.shape[-1],
             num_groups=num_groups,
-            scale_supers_of=_groups_of_a_super(scale_supers, num_groups),
-            min_supers_of=_groups_of_a_super(min_supers, num_groups),
+            scale_supers_of=_get_groups_per_super(scale_supers, num_groups),
+            min_supers_of=_get_groups_per_super(min_supers, num_groups),
             IS_PLAIN=tl.constexpr(weight.is_plain),
             NIBBLES=tl.constexpr(weight.bits == 4 and not weight.is_plain),
             HALF=tl.constexpr(weight.group // 2 if weight.nibbles == "halves" else 1),
@@ -126,7 +126,7 @@ def _levels(levels: DeviceLevels | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if levels is None else (levels.values, levels.super_scale)
 
 
-def _groups_of_a_super(supers: Tensor | None, num_groups: int) -> int:
+def _get_groups_per_super(supers: Tensor | None, num_groups: int) -> int:
     return 1 if supers is None else num_groups // supers.shape[-1]
 
 
@@ -160,7 +160,7 @@ def tiles_times_rows(
             matrix.codes + outputs[:, None] * matrix.row_bytes + at[None, :], mask=mask, other=0
         )
         if matrix.NIBBLES:
-            low, high = halves_of_tile(
+            low, high = unpack_nibble_tile(
                 found, matrix, outputs, outputs_mask, tile, dtype, BLOCK_N, BLOCK_B
             )
             k = at // matrix.HALF * (2 * matrix.HALF) + at % matrix.HALF
@@ -172,7 +172,7 @@ def tiles_times_rows(
         else:
             values = found
             if not matrix.IS_PLAIN:
-                values = bytes_of_tile(
+                values = unpack_byte_tile(
                     found, matrix, outputs, outputs_mask, tile, dtype, BLOCK_N, BLOCK_B
                 )
             columns = tl.load(x + at[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
@@ -185,7 +185,7 @@ def tiles_times_rows(
 
 
 @triton.jit
-def halves_of_tile(
+def unpack_nibble_tile(
     found,
     matrix,
     outputs,
@@ -203,13 +203,13 @@ def halves_of_tile(
         low -= NIBBLE_BASE + matrix.ZERO_POINT
         high -= NIBBLE_BASE + matrix.ZERO_POINT
     else:
-        scale, least = scales_of_tile(matrix, outputs, outputs_mask, tile, BLOCK_N, BLOCK_B)
+        scale, least = load_scales(matrix, outputs, outputs_mask, tile, BLOCK_N, BLOCK_B)
         if dtype == tl.float32 or matrix.lookup is not None:
             scale, least = spread(scale, BLOCK_N, BLOCK_B), spread(least, BLOCK_N, BLOCK_B)
-            low = values_of(found & 15, scale, least, matrix)
-            high = values_of(found >> 4, scale, least, matrix)
+            low = dequantize(found & 15, scale, least, matrix)
+            high = dequantize(found >> 4, scale, least, matrix)
         else:
-            offset = spread(offset_of(NIBBLE_BASE, scale, least, matrix), BLOCK_N, BLOCK_B)
+            offset = spread(get_offset(NIBBLE_BASE, scale, least, matrix), BLOCK_N, BLOCK_B)
             scale = spread(scale, BLOCK_N, BLOCK_B)
             low, high = based_nibbles(found)
             low = tl.fma(low, scale, offset)
@@ -218,7 +218,7 @@ def halves_of_tile(
 
 
 @triton.jit
-def bytes_of_tile(
+def unpack_byte_tile(
     found,
     matrix,
     outputs,
@@ -237,19 +237,19 @@ def bytes_of_tile(
         else:
             values = rounded(bytes_in_fp32(found) - matrix.ZERO_POINT, dtype)
     else:
-        scale, least = scales_of_tile(matrix, outputs, outputs_mask, tile, BLOCK_N, BLOCK_B)
+        scale, least = load_scales(matrix, outputs, outputs_mask, tile, BLOCK_N, BLOCK_B)
         if dtype == tl.float32 or matrix.lookup is not None:
             scale, least = spread(scale, BLOCK_N, BLOCK_B), spread(least, BLOCK_N, BLOCK_B)
-            values = values_of(found, scale, least, matrix)
+            values = dequantize(found, scale, least, matrix)
         else:
-            offset = spread(offset_of(0.0, scale, least, matrix), BLOCK_N, BLOCK_B)
+            offset = spread(get_offset(0.0, scale, least, matrix), BLOCK_N, BLOCK_B)
             values = tl.fma(bytes_in_fp32(found), spread(scale, BLOCK_N, BLOCK_B), offset)
         values = rounded(values, dtype)
     return values
 
 
 @triton.jit
-def offset_of(base, scale, least, matrix):
+def get_offset(base, scale, least, matrix):
     """Returns b such that (base + code) * scale + b is a code's value; `least` are mins or
     zeros.
     """
@@ -270,7 +270,7 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def values_of(codes, scale, least, matrix):
+def dequantize(codes, scale, least, matrix):
     """Dequantizes codes to fp32; `least` are mins or zeros."""
     if matrix.lookup is not None:
         values = tl.load(matrix.lookup + codes.to(tl.int32)) * scale
@@ -284,13 +284,11 @@ def values_of(codes, scale, least, matrix):
 
 
 @triton.jit
-def scales_of_tile(
-    matrix, outputs, outputs_mask, tile, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
-):
+def load_scales(matrix, outputs, outputs_mask, tile, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
     """Returns the scales and the mins or zeros of a tile's groups; the scales twice if there are
     neither.
     """
-    scale = numbers_of_groups(
+    scale = load_group_levels(
         values=matrix.scales,
         supers=matrix.scale_supers,
         supers_of=matrix.scale_supers_of,
@@ -303,7 +301,7 @@ def scales_of_tile(
     )
     least = scale
     if matrix.mins is not None:
-        least = numbers_of_groups(
+        least = load_group_levels(
             values=matrix.mins,
             supers=matrix.min_supers,
             supers_of=matrix.min_supers_of,
@@ -315,7 +313,7 @@ def scales_of_tile(
             BLOCK_B=BLOCK_B,
         )
     if matrix.zeros is not None:
-        least = numbers_of_groups(
+        least = load_group_levels(
             values=matrix.zeros,
             supers=None,
             supers_of=1,
@@ -330,7 +328,7 @@ def scales_of_tile(
 
 
 @triton.jit
-def numbers_of_groups(
+def load_group_levels(
     values,
     supers,
     supers_of,

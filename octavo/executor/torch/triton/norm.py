@@ -22,7 +22,7 @@ WIDEST = 32768
 """Most columns of a group, all held in one program's registers."""
 
 
-def carries(x: Tensor, norm: Norm) -> bool:
+def supports(x: Tensor, norm: Norm) -> bool:
     width = norm.width or x.shape[1]
     return width <= WIDEST and len(norm.weight) == width and x.stride(1) == 1
 

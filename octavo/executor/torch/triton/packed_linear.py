@@ -164,7 +164,7 @@ class PackedProducts:
         )
 
 
-def carries(x: Tensor, product: Product) -> bool:
+def supports(x: Tensor, product: Product) -> bool:
     """Returns whether the kernel supports this matmul, for any number of rows."""
     if not len(x) or x.dtype not in FLOATS or x.stride(1) != 1:
         return False
@@ -179,7 +179,7 @@ def gains(x: Tensor, product: Product) -> bool:
     return len(x) <= MOST_ROWS and not any(part.is_plain for part in product.parts)
 
 
-def tile_rows_of(num_rows: int) -> int:
+def get_tile_rows(num_rows: int) -> int:
     """Returns the rows per tile. Up to FEW_ROWS rows, results do not depend on it."""
     return next(rows for rows in (FEWEST_ROWS, FEW_ROWS, 32, MOST_ROWS) if num_rows <= rows)
 

@@ -29,15 +29,15 @@ from torch import Tensor
 
 from octavo.executor.batch import SAMPLING_RECORD
 from octavo.executor.noise import SAMPLE_PURPOSE
-from octavo.executor.torch.draws import word_of
+from octavo.executor.torch.draws import get_word_index
 from octavo.executor.torch.triton.tuning import tuned
 
 WORDS = tl.constexpr(SAMPLING_RECORD.itemsize // 4)
-SEED = tl.constexpr(word_of("seed"))
-POSITION = tl.constexpr(word_of("position"))
-SAMPLE_INDEX = tl.constexpr(word_of("sample_index"))
-TOP_K = tl.constexpr(word_of("top_k"))
-TOP_P = tl.constexpr(word_of("top_p"))
+SEED = tl.constexpr(get_word_index("seed"))
+POSITION = tl.constexpr(get_word_index("position"))
+SAMPLE_INDEX = tl.constexpr(get_word_index("sample_index"))
+TOP_K = tl.constexpr(get_word_index("top_k"))
+TOP_P = tl.constexpr(get_word_index("top_p"))
 PURPOSE = tl.constexpr(SAMPLE_PURPOSE)
 
 LEAST_NOISE = tl.constexpr(-3.14)

@@ -30,7 +30,7 @@ from octavo.executor.torch.triton.splits import (
 
 
 @triton.jit
-def request_of_tile(tile, requests, ROWS: tl.constexpr):
+def find_request(tile, requests, ROWS: tl.constexpr):
     """Returns the last request whose tiles begin at or before this one; -1 before the first."""
     known = 0
     beyond = requests.num
@@ -66,7 +66,7 @@ def prefill_kernel(
     """
     # The last tiles see most keys, so they come first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    request = request_of_tile(tile, requests, heads.ROWS)
+    request = find_request(tile, requests, heads.ROWS)
     if request < 0:
         return
     start = tl.load(requests.query_starts + request)

@@ -106,7 +106,7 @@ def largest(x):
 
 
 @triton.jit
-def scale_of(top, finite):
+def get_scale(top, finite):
     """Returns absmax / 127 rounded to bf16, in fp32; NaN if a row is not finite."""
     return rounded(
         tl.where(finite > 0, tl.div_rn(top, top * 0 + 127.0), float("nan")), tl.bfloat16
@@ -114,7 +114,7 @@ def scale_of(top, finite):
 
 
 @triton.jit
-def put(numbers, at, x, scale, inside):
+def store(numbers, at, x, scale, inside):
     """Stores `x [ROWS, columns]` at addresses `at`, as int8 codes if there is a `scale [ROWS]`."""
     if scale is None:
         tl.store(numbers + at, rounded(x, numbers.dtype.element_ty), mask=inside)
@@ -193,13 +193,13 @@ def rope_write_kernel(
                 other_top, other_finite = largest(k_rest)
                 top = tl.maximum(top, other_top)
                 finite = tl.minimum(finite, other_finite)
-            k_scale = scale_of(top, finite)
+            k_scale = get_scale(top, finite)
             top, finite = largest(values)
-            v_scale = scale_of(top, finite)
+            v_scale = get_scale(top, finite)
             tl.store(cache.k_scales + place, rounded(k_scale, tl.bfloat16), mask=slot >= 0)
             tl.store(cache.v_scales + place, rounded(v_scale, tl.bfloat16), mask=slot >= 0)
-        put(cache.k, place[:, None] * heads.K + one[None, :], k_first, k_scale, written & turns)
-        put(
+        store(cache.k, place[:, None] * heads.K + one[None, :], k_first, k_scale, written & turns)
+        store(
             cache.k,
             place[:, None] * heads.K + one[None, :] + pairs.APART,
             k_second,
@@ -207,14 +207,14 @@ def rope_write_kernel(
             written & turns,
         )
         if pairs.REST_TILE > 0:
-            put(
+            store(
                 cache.k,
                 place[:, None] * heads.K + column[None, :],
                 k_rest,
                 k_scale,
                 written & stays,
             )
-        put(cache.v, place[:, None] * heads.V + v_column[None, :], values, v_scale, v_inside)
+        store(cache.v, place[:, None] * heads.V + v_column[None, :], values, v_scale, v_inside)
 
 
 def rope_write(call: RopeWriteCall, device: str) -> Tensor:

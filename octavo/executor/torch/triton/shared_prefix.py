@@ -104,7 +104,7 @@ class PrefixMask:
         most_runs = (len(batch.query_starts) - 1) // 2
         if self.rows_a_run < 2 or not most_runs:
             return {}
-        found = sharing_of(
+        found = find_sharing(
             batch, self.group, window=self.window, full=self.full, rows_a_run=self.rows_a_run
         )
         if fixed:
@@ -134,7 +134,7 @@ class _Sharer:
         return self.table[: self.splits * SPLIT_BLOCKS].tobytes()
 
 
-def sharing_of(
+def find_sharing(
     batch: StepBatch, group: int, *, window: int | None, full: bool, rows_a_run: int
 ) -> Sharing:
     """Finds the shared runs of a step. A run has at most `rows_a_run` rows, whose query heads of

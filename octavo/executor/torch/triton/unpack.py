@@ -19,17 +19,17 @@ from torch import Tensor
 from octavo.executor.torch.triton.matrix_tile import (
     FLOATS,
     MatrixBytes,
+    dequantize,
+    load_scales,
     refusal,
-    scales_of_tile,
     spread,
-    values_of,
 )
 from octavo.executor.torch.triton.numbers import rounded
 from octavo.executor.torch.triton.tuning import tuned
 from octavo.executor.torch.weights.device_weight import DeviceWeight
 
 
-def carries(parts: Sequence[DeviceWeight], dtype: torch.dtype) -> bool:
+def supports(parts: Sequence[DeviceWeight], dtype: torch.dtype) -> bool:
     """Returns whether the kernel can unpack all parts; plain floats need no unpacking."""
     return dtype in FLOATS and all(
         not part.is_plain and len(part.codes.shape) == 2 and refusal(part) is None for part in parts
@@ -76,13 +76,13 @@ def unpack_kernel(
     mask = outputs_mask[:, None] & (at < matrix.row_bytes)[None, :]
     places = matrix.codes + outputs[:, None] * matrix.row_bytes + at[None, :]
     found = tl.load(places, mask=mask, other=0)
-    scale, least = scales_of_tile(matrix, outputs, outputs_mask, tile, BLOCK_N, BLOCK_B)
+    scale, least = load_scales(matrix, outputs, outputs_mask, tile, BLOCK_N, BLOCK_B)
     scale, least = spread(scale, BLOCK_N, BLOCK_B), spread(least, BLOCK_N, BLOCK_B)
     dtype: tl.constexpr = out.dtype.element_ty
     to = out + outputs[:, None] * width
     if matrix.NIBBLES:
-        low = rounded(values_of(found & 15, scale, least, matrix), dtype)
-        high = rounded(values_of(found >> 4, scale, least, matrix), dtype)
+        low = rounded(dequantize(found & 15, scale, least, matrix), dtype)
+        high = rounded(dequantize(found >> 4, scale, least, matrix), dtype)
         if matrix.HALF == 1:
             both = tile * (2 * BLOCK_B) + tl.arange(0, 2 * BLOCK_B)
             both_mask = outputs_mask[:, None] & (both < width)[None, :]
@@ -92,5 +92,5 @@ def unpack_kernel(
             tl.store(to + k[None, :], low, mask=mask)
             tl.store(to + (k + matrix.HALF)[None, :], high, mask=mask)
     else:
-        values = rounded(values_of(found, scale, least, matrix), dtype)
+        values = rounded(dequantize(found, scale, least, matrix), dtype)
         tl.store(to + at[None, :], values, mask=mask)

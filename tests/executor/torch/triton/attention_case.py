@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.executor.batch import StepBatch
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.executor.torch.attention.call import AttentionCall, Bias
-from octavo.executor.torch.attention.query_rows import query_rows_of
+from octavo.executor.torch.attention.query_rows import make_query_rows
 from octavo.executor.torch.attention.sdpa import Sdpa
 from octavo.executor.torch.kv_cache import KvTensor
 from octavo.executor.torch.step import step_arrays
@@ -118,7 +118,7 @@ class Case:
             group=0,
             batch=self.batch,
             once=lambda key, make: make(),
-            rows=query_rows_of(
+            rows=make_query_rows(
                 self.batch,
                 0,
                 full=self.full,

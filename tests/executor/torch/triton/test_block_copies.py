@@ -13,7 +13,7 @@ import torch
 
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.executor.torch.block_copies import BlockCopies
-from octavo.executor.torch.kv_cache import TorchKvCache, layout_of
+from octavo.executor.torch.kv_cache import TorchKvCache, make_kv_layout
 from octavo.executor.torch.streams import CudaStreams, SerialStreams
 from octavo.program.program import CacheGroup
 from octavo.worker.cache_engine import CacheEngine, HostShape, batches
@@ -265,7 +265,7 @@ def test_batches_of_a_plan():
 
 def engine_on(device: str, seed: int) -> tuple[CacheEngine, TorchKvCache]:
     groups = [CacheGroup("full", "full", 2, 2, 8, 8), CacheGroup("small", "full", 1, 1, 4, 8)]
-    layouts = [layout_of(group, torch.bfloat16) for group in groups]
+    layouts = [make_kv_layout(group, torch.bfloat16) for group in groups]
     kv = TorchKvCache(layouts, [BLOCKS, BLOCKS], torch.device(device))
     torch.manual_seed(seed)
     for tensor in (tensor for group in kv.groups for tensor in group.tensors):

@@ -11,7 +11,7 @@ from octavo.executor.batch import sampling_records
 from octavo.executor.noise import gumbel, noise_words
 from octavo.executor.torch.draws import record_words
 from octavo.executor.torch.plain import PlainKernels
-from octavo.executor.torch.sampling import draw, draw_arrays, result_of, wants_of
+from octavo.executor.torch.sampling import draw, draw_arrays, join_results, wants_of
 from octavo.executor.torch.triton import pick
 from octavo.executor.torch.triton.device import device_name
 from octavo.executor.torch.triton.kernels import TritonKernels
@@ -39,7 +39,7 @@ def sample_triton(logits, batch):
         for name, array in draw_arrays(batch, wants).items()
     }
     rows = torch.from_numpy(np.resize(logits, (len(batch), logits.shape[1]))).to(DEVICE)
-    return result_of([draw(rows, inputs, wants, TRITON)])
+    return join_results([draw(rows, inputs, wants, TRITON)])
 
 
 def words_of(records):

@@ -96,7 +96,7 @@ def test_products_merged_with_a_bias(kind, rows, dtype):
         drawn(103, dtype=DTYPES[dtype]),
     )
     product = Product(parts, bias)
-    assert packed_linear.carries(x, product)
+    assert packed_linear.supports(x, product)
     floats = torch.cat([part.floats(x.dtype) for part in parts])
     assert_product(TRITON.product(x, product), x, floats, dtype, bias.double())
 
@@ -187,7 +187,7 @@ def test_splits_depend_on_the_weight_alone():
 def test_few_rows_in_smaller_tiles(kind):
     """Rows have the same bits in tiles of 8 rows as in tiles of 16."""
     weight, x = on_device(kinds(512)[kind]), drawn(8, 512, dtype=torch.bfloat16)
-    assert packed_linear.tile_rows_of(8) == 8 and packed_linear.tile_rows_of(9) == 16
+    assert packed_linear.get_tile_rows(8) == 8 and packed_linear.get_tile_rows(9) == 16
     found = [
         PACKED.product(x[rows], Product((weight,), None), tile_rows)
         for rows, tile_rows in ((slice(8), 16), (slice(8), 8), (slice(2, 5), 8))
@@ -222,7 +222,7 @@ def test_more_rows_in_larger_tiles(rows, dtype):
     """More rows take larger tiles, and each weight is still read once."""
     weight = on_device(kinds(512)["Q4_K"])
     x, product = drawn(rows, 512, dtype=DTYPES[dtype]), Product((weight,), None)
-    assert packed_linear.gains(x, product) and packed_linear.tile_rows_of(rows) >= rows
+    assert packed_linear.gains(x, product) and packed_linear.get_tile_rows(rows) >= rows
     assert_product(TRITON.product(x, product), x, weight.floats(x.dtype), dtype)
 
 
@@ -230,15 +230,15 @@ def test_more_rows_in_larger_tiles(rows, dtype):
 def test_what_the_kernels_do_not_carry_is_multiplied_plainly(kind):
     weight = on_device(uncarried()[kind])
     x, product = drawn(3, 256), Product((weight,), None)
-    assert not packed_linear.carries(x, product) or (
+    assert not packed_linear.supports(x, product) or (
         weight.is_plain and not packed_linear.gains(x, product)
     )
     assert torch.equal(TRITON.product(x, product), PLAIN.product(x, product))
     carried = Product((on_device(kinds()["Q4_0"]),), None)
-    assert packed_linear.carries(drawn(16, 256), carried)
+    assert packed_linear.supports(drawn(16, 256), carried)
     for rows in (0, 65):
         x = drawn(rows, 256)
-        assert not packed_linear.carries(x, carried) or not packed_linear.gains(x, carried)
+        assert not packed_linear.supports(x, carried) or not packed_linear.gains(x, carried)
         assert torch.equal(TRITON.product(x, carried), PLAIN.product(x, carried))
 
 
@@ -272,7 +272,7 @@ def test_experts_with_plain_weights(rows, num_experts, tile_rows, dtype):
 def test_experts_with_packed_weights(kind):
     packed = kinds(256, 20, (3,))[kind]
     matrix, x, experts = on_device(packed), drawn(21, packed.shape[2]), experts_of(21, 3)
-    assert grouped_linear.carries(x, matrix)
+    assert grouped_linear.supports(x, matrix)
     found = TRITON.grouped(x, TRITON.rows_of_experts(experts, 3), matrix, None)
     wanted = np.einsum(
         "ri,roi->ro",
@@ -316,13 +316,13 @@ def test_the_tiles_of_experts():
         [3, 5],
         [4],
     ]
-    assert grouped_linear.tile_rows_of(64, 2) == 16 and grouped_linear.tile_rows_of(65, 2) == 64
+    assert grouped_linear.get_tile_rows(64, 2) == 16 and grouped_linear.get_tile_rows(65, 2) == 64
 
 
 def test_experts_that_the_kernel_does_not_carry_are_multiplied_plainly():
     matrix = on_device(PackedWeight.plain(drawn(3, 8, 16).cpu().numpy()))
     x, experts = drawn(12, 32)[:, ::2], experts_of(12, 3)
-    assert not grouped_linear.carries(x, matrix) and not grouped_linear.carries(
+    assert not grouped_linear.supports(x, matrix) and not grouped_linear.supports(
         x.contiguous().bfloat16(), matrix
     )
     wanted = PLAIN.grouped(x, experts, matrix, None)

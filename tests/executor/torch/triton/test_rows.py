@@ -69,7 +69,7 @@ def test_gates(activation, clamp, width, dtype):
     gate, up = y[:, :width], y[:, width : 2 * width]
     alpha, offset = (1.702, 1.0) if clamp else (1.0, 0.0)
     how = ops.Gate(activation, clamp, alpha, offset)
-    assert act_mul.carries(gate, up, how)
+    assert act_mul.supports(gate, up, how)
     assert_close(act_mul.act_mul(gate, up, how), PLAIN.gated(gate, up, how))
 
 
@@ -77,11 +77,11 @@ def test_gates(activation, clamp, width, dtype):
 @pytest.mark.parametrize(("num", "width"), [(1, 5), (2, 64), (7, 1100)])
 def test_experts_rows_summed(num, width, dtype):
     x, weights = drawn(3 * num, width, dtype=dtype), drawn(3, num).softmax(dim=-1)
-    assert combine.carries(x, weights)
+    assert combine.supports(x, weights)
     assert_close(combine.combine_rows(x, weights), PLAIN.combined(x, weights))
     x[num:] = torch.nan
     assert torch.equal(TRITON.combined(x, weights)[0], TRITON.combined(x[:num], weights[:1])[0])
-    assert not combine.carries(x, weights.double()) and TRITON.combined(
+    assert not combine.supports(x, weights.double()) and TRITON.combined(
         x[:0], weights[:0]
     ).shape == (0, width)
 
@@ -115,14 +115,14 @@ def test_what_the_kernels_do_not_carry_is_computed_plainly():
     x, turned = drawn(4, 8), drawn(8, 4).T
     how, tanh = Norm(drawn(8), 1e-5), ops.Gate("tanh")
     assert (
-        not norm.carries(turned, how)
-        and not act_mul.carries(x, x, tanh)
-        and not act_mul.carries(x, turned, ops.Gate("silu"))
+        not norm.supports(turned, how)
+        and not act_mul.supports(x, x, tanh)
+        and not act_mul.supports(x, turned, ops.Gate("silu"))
     )
     assert torch.equal(TRITON.norm(turned, how), PLAIN.norm(turned, how))
     assert torch.equal(TRITON.add_norm(x, turned, how)[1], PLAIN.add_norm(x, turned, how)[1])
     assert torch.equal(TRITON.gated(x, x, tanh), PLAIN.gated(x, x, tanh))
     wide = torch.zeros(1, norm.WIDEST + 1, device=DEVICE)
-    assert not norm.carries(wide, Norm(wide[0], 1e-5)) and norm.carries(
+    assert not norm.supports(wide, Norm(wide[0], 1e-5)) and norm.supports(
         wide, Norm(wide[0, :8], 1e-5, width=8)
     )

@@ -38,7 +38,7 @@ def assert_floats(found, wanted):
 @pytest.mark.parametrize("kind", kinds())
 def test_the_same_floats(kind, dtype):
     weight = on_device(kinds()[kind])
-    assert unpack.carries((weight,), dtype)
+    assert unpack.supports((weight,), dtype)
     assert_floats(unpack.unpacked((weight,), dtype, device_name(DEVICE)), weight.floats(dtype))
 
 
@@ -66,7 +66,7 @@ def test_parts_of_several_formats_are_one_product():
 def test_what_it_does_not_carry_is_unpacked_plainly(kind):
     floats = torch.randn(70, 256).numpy()
     weight = on_device((uncarried() | {"fp8": pack_fp8(floats)})[kind])
-    assert not unpack.carries((weight,), torch.float32) and not unpack.carries(
+    assert not unpack.supports((weight,), torch.float32) and not unpack.supports(
         (on_device(kinds()["int4"]), weight), torch.float32
     )
     x, product = torch.randn(65, 256, device=DEVICE), Product((weight,), None)
@@ -77,5 +77,5 @@ def test_what_it_does_not_carry_is_unpacked_plainly(kind):
 
 def test_experts_are_no_matrix():
     packed = kinds(256, 20, (3,))["Q4_0"]
-    assert not unpack.carries((on_device(packed),), torch.float32)
-    assert not unpack.carries((on_device(PackedWeight.plain(packed.dequantize())),), torch.float32)
+    assert not unpack.supports((on_device(packed),), torch.float32)
+    assert not unpack.supports((on_device(PackedWeight.plain(packed.dequantize())),), torch.float32)
