@@ -9,7 +9,7 @@ from typing import Any
 from tables import table
 
 from octavo.api.structured_outputs import StructuredOutputs
-from octavo.text.grammar.admission import fault_of, json_options
+from octavo.text.grammar.admission import find_schema_error, json_options
 from octavo.text.grammar.schema import OPTIONS as OPTIONS_KEY
 from octavo.text.grammar.schema import prepared
 
@@ -71,11 +71,13 @@ FORMATS = (
 def json_schema() -> str:
     """Returns the keywords of JSON schema that answers are held to, found by compiling each."""
     kept = {
-        name: not fault_of({"name": "a", "json_schema": _with_options(schema)})
+        name: not find_schema_error({"name": "a", "json_schema": _with_options(schema)})
         for name, schema in KEYWORDS.items()
     }
     formats = {
-        name: not fault_of({"name": "a", "json_schema": _with_options(TEXT | {"format": name})})
+        name: not find_schema_error(
+            {"name": "a", "json_schema": _with_options(TEXT | {"format": name})}
+        )
         for name in FORMATS.split()
     }
     rows = [

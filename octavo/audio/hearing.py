@@ -20,7 +20,7 @@ MAX_SECONDS = 2 * 3600.0
 DIGEST_BYTES = 16
 
 
-class HeardRows(NamedTuple):
+class AudioRows(NamedTuple):
     """Encoder input rows of one window."""
 
     digest: bytes
@@ -28,14 +28,14 @@ class HeardRows(NamedTuple):
     num_rows: int
 
 
-class HeardWindow(NamedTuple):
+class AudioWindow(NamedTuple):
     samples: NDArray[np.float32]
     start_s: float
     end_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Ear:
+class AudioReader:
     """Converts audio to encoder input for one model."""
 
     log_mel: LogMel
@@ -46,20 +46,20 @@ class Ear:
         """Length of a full window, in seconds."""
         return self.log_mel.num_samples / RATE
 
-    def hear(self, data: bytes) -> NDArray[np.float32]:
+    def read(self, data: bytes) -> NDArray[np.float32]:
         """Decodes a file to 16 kHz samples; raises InvalidRequest if it is not audio."""
         return decode_sound(data, RATE, max_seconds=self.max_seconds)
 
-    def window(self, samples: NDArray[np.float32], start_s: float) -> HeardWindow:
+    def window(self, samples: NDArray[np.float32], start_s: float) -> AudioWindow:
         first = round(start_s * RATE)
         part = samples[first : first + self.log_mel.num_samples]
-        return HeardWindow(part, first / RATE, (first + len(part)) / RATE)
+        return AudioWindow(part, first / RATE, (first + len(part)) / RATE)
 
-    def rows(self, window: HeardWindow) -> HeardRows:
+    def rows(self, window: AudioWindow) -> AudioRows:
         """Returns the encoder input of a window."""
         rows = convolved_rows(self.log_mel.features(window.samples)).astype("<f4")
         data = rows.tobytes()
-        return HeardRows(blake2b(data, digest_size=DIGEST_BYTES).digest(), data, len(rows))
+        return AudioRows(blake2b(data, digest_size=DIGEST_BYTES).digest(), data, len(rows))
 
 
 def convolved_rows(frames: NDArray[np.float32]) -> NDArray[np.float32]:

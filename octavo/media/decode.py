@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.media.limits import ImageLimits, check_size, refused
+from octavo.media.limits import ImageLimits, check_size, image_error
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,7 +25,7 @@ def need_pillow() -> None:
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
-        raise refused(
+        raise image_error(
             "got an image, and Pillow, which decodes images, is not installed here",
             "install it where the engine runs: pip install 'octavo[media]'",
         ) from error
@@ -44,16 +44,16 @@ def decoded(data: bytes, limits: ImageLimits) -> Image:
             image.load()
             return PIL.ImageOps.exif_transpose(image).convert("RGB")
     except PIL.UnidentifiedImageError:
-        raise refused(
+        raise image_error(
             "the bytes are no image that can be read", f"send one of {', '.join(FORMATS)}"
         ) from None
     except PIL.Image.DecompressionBombError as error:
-        raise refused(f"it has too many pixels: {error}", "scale the image down") from None
+        raise image_error(f"it has too many pixels: {error}", "scale the image down") from None
     except MemoryError:
-        raise refused("it does not fit into memory", "scale the image down") from None
+        raise image_error("it does not fit into memory", "scale the image down") from None
     except (OSError, ValueError, SyntaxError, EOFError, KeyError, IndexError, TypeError,
             ArithmeticError, AttributeError, RuntimeError) as error:  # fmt: skip
-        raise refused(
+        raise image_error(
             f"the file is damaged or ends too early: {error}", "send the whole file again"
         ) from None
 
@@ -67,14 +67,14 @@ def as_image(given: object, limits: ImageLimits) -> Image:
         return given.convert("RGB")
     if isinstance(given, np.ndarray):
         if given.dtype != np.uint8 or given.ndim != 3 or given.shape[2] != 3:
-            raise refused(
+            raise image_error(
                 f"got an array {given.shape} of {given.dtype}, allowed are [rows, columns, 3] of"
                 " uint8",
                 "give red, green and blue as bytes, pixel by pixel",
             )
         check_size(given.shape[1], given.shape[0], limits)
         return PIL.Image.fromarray(given)
-    raise refused(
+    raise image_error(
         f"got {type(given).__name__}, allowed are an image of Pillow, bytes of a file, an array, a"
         " path, or a text with a data URL",
         "open the file with PIL.Image.open",

@@ -27,15 +27,15 @@ class ImageLimits:
     """Whether http and https URLs are fetched."""
 
 
-def refused(what: str, hint: str) -> InvalidRequest:
+def image_error(what: str, hint: str) -> InvalidRequest:
     return InvalidRequest(f"image: {what}", hint=hint, param="image")
 
 
 def check_bytes(num_bytes: int, limits: ImageLimits) -> None:
     if num_bytes == 0:
-        raise refused("got no bytes", "send the whole file")
+        raise image_error("got no bytes", "send the whole file")
     if num_bytes > limits.max_bytes:
-        raise refused(
+        raise image_error(
             f"got a file of {num_bytes:,} bytes or more, allowed are {limits.max_bytes:,}",
             "send a smaller image, or start the engine with a larger --max-image-bytes",
         )
@@ -43,12 +43,12 @@ def check_bytes(num_bytes: int, limits: ImageLimits) -> None:
 
 def check_size(width: int, height: int, limits: ImageLimits) -> None:
     if width < 1 or height < 1 or max(width, height) > MAX_SIDE:
-        raise refused(
+        raise image_error(
             f"got {width:,} x {height:,} pixels, allowed are 1 to {MAX_SIDE:,} a side",
             "send an image of an ordinary size",
         )
     if width * height > limits.max_pixels:
-        raise refused(
+        raise image_error(
             f"got {width:,} x {height:,} pixels, allowed are {limits.max_pixels:,} in all",
             "scale the image down, or start the engine with a larger --max-image-pixels",
         )

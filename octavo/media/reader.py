@@ -61,7 +61,7 @@ class PillowReader:
         return as_image(source, self.limits)
 
     def _scaled(self, image: Image) -> ReadImage:
-        height, width = self.rules.size_of(image.height, image.width)
+        height, width = self.rules.get_size(image.height, image.width)
         data = image.resize((width, height), self.rules.resample).tobytes()  # type: ignore[arg-type]
         rows, columns = height // self.rules.multiple, width // self.rules.multiple
         pixels = MediaPixels(self._digest(height, width, data), height, width, data)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.api.errors import UnsupportedModel
-from octavo.media.limits import refused
+from octavo.media.limits import image_error
 
 MAX_RATIO = 200
 """Largest aspect ratio of an image that keeps its shape."""
@@ -49,11 +49,11 @@ class ImageRules:
     std: tuple[float, ...]
     """Normalization: (pixel * factor - mean) / std."""
 
-    def size_of(self, height: int, width: int) -> PixelSize:
+    def get_size(self, height: int, width: int) -> PixelSize:
         if self.side is not None:
             return PixelSize(self.side, self.side)
         if max(height, width) > MAX_RATIO * min(height, width):
-            raise refused(
+            raise image_error(
                 f"got {width:,} x {height:,} pixels, allowed is a side at most {MAX_RATIO} times"
                 " the other",
                 "cut the image into parts",

@@ -60,11 +60,11 @@ class DecoderShape:
         heads; these are also the defaults of families with None here.
         """
         hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-        kv_heads = config.where_missing("num_key_value_heads", num_kv_heads) or num_heads
+        kv_heads = config.get_if_missing("num_key_value_heads", num_kv_heads) or num_heads
         num_kv_heads = config.size(
             "num_key_value_heads", num_heads if num_heads % kv_heads else kv_heads
         )
-        width = config.where_missing("head_dim", head_dim) or hidden_size // num_heads
+        width = config.get_if_missing("head_dim", head_dim) or hidden_size // num_heads
         if num_heads % num_kv_heads:
             raise UnsupportedModel(
                 f"config.json: num_attention_heads {num_heads} is no multiple of"
@@ -264,7 +264,7 @@ def finish_decoder(b: Builder, x: Value, shape: DecoderShape, frame: Frame) -> d
         made = pooled_row(b, x, shape.pooled, end, logit)
         return {"decoder": b.finish(pooled=made)}
     x = end(b.gather_rows(x))
-    logits = b.linear_of(
+    logits = b.linear_from(
         x,
         Weight(f"{matrix}.weight", (shape.vocab_size, x.width)),
         Weight(f"{frame.head}.bias", (shape.vocab_size,)) if frame.head_bias else None,

@@ -15,9 +15,9 @@ def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("norm_topk_prob", False)
     config.refuse_unless("mlp_bias", False)
     config.without_effect("head_dim", "n_group", "topk_group")
-    config = config.having(norm_topk_prob=False)
+    config = config.with_values(norm_topk_prob=False)
     if config.text("topk_method", "greedy") == "greedy":
-        config = config.having(n_group=1, topk_group=1)
+        config = config.with_values(n_group=1, topk_group=1)
     mlp = DeepseekMlp.read(
         config,
         first_routed=0,

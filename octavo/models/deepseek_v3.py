@@ -127,7 +127,7 @@ class LatentAttention:
             )
             for start, width in ((0, self.nope_width), (self.nope_width, self.rope_width))
         )
-        return b.linear_of(x, nope, name=module), b.linear_of(x, rope, name=module)
+        return b.linear_from(x, nope, name=module), b.linear_from(x, rope, name=module)
 
     def _part(self, b: Builder, x: Value, module: str, start: int, width: int) -> Value:
         """Returns rows start..start+width-1 of the joint projection of latent and rotary key."""
@@ -138,13 +138,13 @@ class LatentAttention:
             if self.bias
             else None
         )
-        return b.linear_of(x, weight, bias, name=module)
+        return b.linear_from(x, weight, bias, name=module)
 
 
 def _q_latent_width(config: HfConfig) -> int | None:
     """Reads the latent width of queries; null if queries are a single projection."""
     if config.values.get("q_lora_rank") is None:
-        return config.where_missing("q_lora_rank", 1536)
+        return config.get_if_missing("q_lora_rank", 1536)
     return config.size("q_lora_rank")
 
 
@@ -189,9 +189,9 @@ class DeepseekMlp:
             scale=config.number("routed_scaling_factor", scale),
             score=score,
             num_shared=config.count("n_shared_experts", num_shared),
-            num_groups=config.count("n_group", config.where_missing("n_group", groups[0]) or 1),
+            num_groups=config.count("n_group", config.get_if_missing("n_group", groups[0]) or 1),
             top_groups=config.count(
-                "topk_group", config.where_missing("topk_group", groups[1]) or 1
+                "topk_group", config.get_if_missing("topk_group", groups[1]) or 1
             ),
             group_rank=group_rank,
         )

@@ -47,7 +47,7 @@ class DraftHead:
     """Tensor of offsets that map the head's token ids to the model's; "" if they are the same."""
 
 
-def embedding_of(program: Program) -> Embedding:
+def get_embedding(program: Program) -> Embedding:
     """Returns the token embedding op of a model."""
     found = (op for op in program.ops if isinstance(op, Embedding) and op.ids is not None)
     return next(found)
@@ -69,7 +69,7 @@ def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str])
     layer: PredictionLayer = import_module(f"octavo.models.{hf.model_type}").prediction_layer(hf)
     shape, number = layer.shape, layer.shape.num_layers
     name = f"model.layers.{number}"
-    table = embedding_of(target)
+    table = get_embedding(target)
     head = _HeadBuilder(layer.group, shape.hidden_size, shape.vocab_size)
     b, eps = head.builder, shape.norm_eps
     own_table = f"{name}.embed_tokens"
@@ -78,7 +78,7 @@ def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str])
     embedded = b.embedding(b.token_ids(), module, *table.table.shape, scale=table.scale)
     rows = b.rms_norm(embedded, f"{name}.enorm", eps)
     before = b.rms_norm(head.previous(embedded), f"{name}.hnorm", eps)
-    x = _of_both(b, (rows, before), f"{name}.eh_proj", shape.hidden_size)
+    x = _project_both(b, (rows, before), f"{name}.eh_proj", shape.hidden_size)
     normed = b.rms_norm(x, f"{name}.input_layernorm", eps)
     x = b.add(x, layer.attention(b, normed, number))
     normed = b.rms_norm(x, f"{name}.post_attention_layernorm", eps)
@@ -87,11 +87,11 @@ def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str])
     own_matrix = f"{name}.shared_head.head"
     shares_matrix = f"{own_matrix}.weight" not in names
     matrix = (
-        _matrix_of(target)
+        _get_output_matrix(target)
         if shares_matrix
         else Weight(f"{own_matrix}.weight", (shape.vocab_size, shape.hidden_size))
     )
-    logits = b.linear_of(end, matrix, name="logits")
+    logits = b.linear_from(end, matrix, name="logits")
     program = head.finish(x, logits, {number: 0})
     shared = {table.table: shares_table, matrix: shares_matrix}
     return DraftHead(
@@ -99,7 +99,7 @@ def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str])
     )
 
 
-def _matrix_of(target: Program) -> Weight:
+def _get_output_matrix(target: Program) -> Weight:
     """Returns a model's output matrix."""
     logits = target.outputs["logits"]
     made: dict[Value, Op] = {out: op for op in target.ops for out in op.outputs}
@@ -117,7 +117,7 @@ def eagle3_head(config: Mapping[str, Any], target: Program, names: Collection[st
     hf = HfConfig(config)
     _check_eagle3(hf)
     shape = replace(DecoderShape.read(hf), num_layers=1)
-    table = embedding_of(target)
+    table = get_embedding(target)
     if (shape.vocab_size, shape.hidden_size) != (target.vocab_size, table.out.width):
         raise UnsupportedModel(
             f"spec_model: the head is for a model of {shape.vocab_size:,} ids and rows of"
@@ -125,7 +125,7 @@ def eagle3_head(config: Mapping[str, Any], target: Program, names: Collection[st
             hint="take the head that was trained for this model",
         )
     layers = _aux_layers(hf, target)
-    features = Features(layers, _parts_of("fc", shape.hidden_size, len(layers)))
+    features = Features(layers, _split_matrix("fc", shape.hidden_size, len(layers)))
     num_ids = hf.integer("draft_vocab_size", shape.vocab_size, low=1)
     group = CacheGroup(KV, "full", 1, shape.num_kv_heads, shape.head_dim, shape.head_dim)
     head = _HeadBuilder(group, shape.hidden_size, num_ids)
@@ -139,7 +139,7 @@ def eagle3_head(config: Mapping[str, Any], target: Program, names: Collection[st
     width, activation = hf.size("intermediate_size"), hf.activation("hidden_act", "silu")
     x = b.add(x, gated_mlp(b, normed, "midlayer.mlp", width, activation))
     end = b.rms_norm(b.gather_rows(x), "norm", eps)
-    logits = b.linear_of(
+    logits = b.linear_from(
         end, Weight("lm_head.weight", (num_ids, shape.hidden_size)), name="lm_head"
     )
     refuse_unread(config, hf.values.asked)
@@ -194,7 +194,7 @@ def _attention(
 
     def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
         q, k, v = (
-            _of_both(b, (x, normed), f"{module}.{part}", width)
+            _project_both(b, (x, normed), f"{module}.{part}", width)
             for part, width in zip(("q_proj", "k_proj", "v_proj"), shape.qkv_widths, strict=True)
         )
         return q, k, v
@@ -244,16 +244,18 @@ def _renumbered(op: Op, numbers: Mapping[int, int]) -> Op:
     return replace(op, **changes)
 
 
-def _of_both(b: Builder, inputs: tuple[Value, Value], module: str, width: int) -> Value:
+def _project_both(b: Builder, inputs: tuple[Value, Value], module: str, width: int) -> Value:
     """Appends a matmul with two concatenated inputs."""
-    parts = _parts_of(module, inputs[0].width, len(inputs), width)
+    parts = _split_matrix(module, inputs[0].width, len(inputs), width)
     first, second = (
-        b.linear_of(x, part, name=module) for x, part in zip(inputs, parts, strict=True)
+        b.linear_from(x, part, name=module) for x, part in zip(inputs, parts, strict=True)
     )
     return b.add(first, second)
 
 
-def _parts_of(module: str, inputs: int, count: int, width: int | None = None) -> tuple[Weight, ...]:
+def _split_matrix(
+    module: str, inputs: int, count: int, width: int | None = None
+) -> tuple[Weight, ...]:
     """Splits a module's matrix by input into `count` weights."""
     whole = Weight(f"{module}.weight", (width or inputs, count * inputs))
     return tuple(whole.part(inputs=(run * inputs, (run + 1) * inputs)) for run in range(count))

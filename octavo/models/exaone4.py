@@ -18,7 +18,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     window = config.window(4096)
     config.without_effect("sliding_window_pattern")  # without a window
     windows = config.layer_windows(
-        shape.num_layers, window, pattern_of(config) if window else lambda i: False
+        shape.num_layers, window, make_window_pattern(config) if window else lambda i: False
     )
     rope = rope_parameters(config).table(shape.head_dim)
     return build_llama(
@@ -31,7 +31,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     )
 
 
-def pattern_of(config: HfConfig) -> Callable[[int], bool]:
+def make_window_pattern(config: HfConfig) -> Callable[[int], bool]:
     """Returns which layers have a window, by `sliding_window_pattern`: a period, or a string such
     as LLLG with a letter per layer.
     """

@@ -60,7 +60,7 @@ def build(config: HfConfig) -> dict[str, Program]:
             b, x, f"{LAYERS}.{i}.mlp", width, activation, names=names, bias=bias
         ),
         Frame(
-            norms=norms_of(config, new),
+            norms=get_norm_names(config, new),
             norm=layer_norm(shape.norm_eps),
             embedding="transformer.word_embeddings",
             layers=LAYERS,
@@ -77,14 +77,14 @@ def read_shape(config: HfConfig) -> DecoderShape:
     else:
         kv_heads = 1 if config.flag("multi_query", True) else num_heads
     return DecoderShape.read(
-        config.having(num_key_value_heads=kv_heads),
+        config.with_values(num_key_value_heads=kv_heads),
         norm_eps=1e-5,
         eps_name="layer_norm_epsilon",
         tied=True,
     )
 
 
-def norms_of(config: HfConfig, new: bool) -> NormNames:
+def get_norm_names(config: HfConfig, new: bool) -> NormNames:
     """Returns the norm names: one or two parallel norms, or one before each sublayer."""
     if new and config.integer("num_ln_in_parallel_attn", 2) == 2:
         return NormNames("ln_attn", "ln_mlp")

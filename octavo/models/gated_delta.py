@@ -58,7 +58,7 @@ class GatedDelta:
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
         name, at = f"model.layers.{layer}.linear_attn", self.index[layer]
-        rows, gate = (self._stacked if self.stacked else self._apart)(b, x, name)
+        rows, gate = (self._stacked if self.stacked else self._project_apart)(b, x, name)
         beta, dt = self._steps(b, x, name)
         q, k, v = short_conv(
             b, rows, f"{name}.conv1d", CONV, at, activation=self.activation, widths=self.widths
@@ -76,7 +76,7 @@ class GatedDelta:
         eps = L2_EPS / self.k_dim
         return b.rms_norm(x, name, eps, has_weight=False, group_width=self.k_dim)
 
-    def _apart(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
+    def _project_apart(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
         """Appends the projections for the convolution's input and the gate."""
         qkv = b.linear(x, f"{name}.in_proj_qkv", sum(self.widths))
         return qkv, b.linear(x, f"{name}.in_proj_z", self.widths[2])
@@ -102,7 +102,7 @@ class GatedDelta:
             )
             for rows in parts[:3]
         ]
-        return b.linear_of_all(x, picked, name=module), linear_part(b, x, module, parts[3])
+        return b.linear_concat(x, picked, name=module), linear_part(b, x, module, parts[3])
 
     def _steps(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
         """Appends the projections for beta and dt."""
@@ -159,7 +159,9 @@ def read_plan(config: HfConfig, num_layers: int) -> LayerPlan:
     return LayerPlan(attends, [not attend for attend in attends])
 
 
-def groups_of(shape: DecoderShape, plan: LayerPlan, mixer: GatedDelta) -> tuple[CacheGroup, ...]:
+def make_cache_groups(
+    shape: DecoderShape, plan: LayerPlan, mixer: GatedDelta
+) -> tuple[CacheGroup, ...]:
     num_attention, num_mixers = sum(plan.attends), sum(plan.recurs)
     heads = (shape.num_kv_heads, shape.head_dim, shape.head_dim)
     full = (CacheGroup("full", "full", num_attention, *heads),) if num_attention else ()
@@ -174,7 +176,7 @@ def gated_attention(
     given = config.table("rope_parameters")
     # A text's positions are the same on all axes that the sections would take them from.
     text_only = {key: given[key] for key in given if not key.startswith("mrope_")}
-    text = config.having(rope_parameters=text_only)
+    text = config.with_values(rope_parameters=text_only)
     rope = rope_parameters(text, partial=0.25).table(shape.head_dim)
     return SelfAttention(
         shape=shape,

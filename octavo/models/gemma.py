@@ -18,7 +18,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     if activation == "gelu":  # early configs mean the tanh form, as transformers reads them
         activation = TANH
     return build_llama(
-        config.having(hidden_act=activation),
+        config.with_values(hidden_act=activation),
         shape=shape,
         qkv_bias=bias,
         out_bias=bias,

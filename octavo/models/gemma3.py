@@ -121,4 +121,4 @@ def _projector(vision: HfConfig, layout: ImageLayout, hidden_size: int) -> Progr
     )
     name = "multi_modal_projector.mm_input_projection_weight"
     weight = Weight(name, (hidden_size, width), transposed=True)
-    return b.finish(rows=b.linear_of(x, weight, name="projected"))
+    return b.finish(rows=b.linear_from(x, weight, name="projected"))

@@ -46,7 +46,9 @@ def build_gemma3(config: HfConfig, *, has_images: bool = False) -> dict[str, Pro
     )
     cache = plan_cache(shape, windows)
     sliding, full = tables_by_layer_type(
-        config.having(max_position_embeddings=config.integer("max_position_embeddings", 131_072)),
+        config.with_values(
+            max_position_embeddings=config.integer("max_position_embeddings", 131_072)
+        ),
         shape.head_dim,
         sliding_theta=config.number("rope_local_base_freq", 10_000.0),
         full_theta=config.number("rope_theta", 1_000_000.0),

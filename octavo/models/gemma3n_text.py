@@ -157,7 +157,7 @@ class Gemma3nLayers:
         coefs = self._coefs(b, computed, name, "correction_coefs", self.num_streams)
         innovation = b.add(computed, b.scale(active, -1.0))
         corrected = mix(b, [innovation], predicted, coefs, offset=1.0)
-        added = self._of_own_input(b, corrected[self.active], own, name)
+        added = self._add_own_input(b, corrected[self.active], own, name)
         return [corrected[0], *(b.add(stream, added) for stream in corrected[1:])]
 
     def _norm(self, b: Builder, x: Value, name: str) -> Value:
@@ -200,7 +200,7 @@ class Gemma3nLayers:
             gate = keep_largest(b, gate, deviations)
         return b.linear(b.act_mul(gate, up, self.activation), f"{name}.down_proj", x.width)
 
-    def _of_own_input(self, b: Builder, x: Value, own: Value, name: str) -> Value:
+    def _add_own_input(self, b: Builder, x: Value, own: Value, name: str) -> Value:
         """Appends the contribution of per-layer embeddings to all streams but the first."""
         if self.scales_active:
             x = scale_columns(b, x, f"{name}.altup.correct_output_scale")

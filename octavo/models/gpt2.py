@@ -76,4 +76,4 @@ def conv1d(
         f"{name}.weight", (width, x.width), transposed=True, source_rows=total, row_start=start
     )
     bias = Weight(f"{name}.bias", (width,), source_rows=total, row_start=start)
-    return b.linear_of(x, weight, bias, name=name)
+    return b.linear_from(x, weight, bias, name=name)

@@ -30,7 +30,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     multi_query = config.flag("multi_query", True)
     kv_heads = 1 if multi_query else config.size("num_attention_heads")
     shape = DecoderShape.read(
-        config.having(num_key_value_heads=kv_heads),
+        config.with_values(num_key_value_heads=kv_heads),
         norm_eps=1e-5,
         eps_name="layer_norm_epsilon",
         tied=True,

@@ -16,11 +16,11 @@ def build(config: HfConfig) -> dict[str, Program]:
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
-        frame=frame_of(config),
+        frame=make_frame(config),
     )
 
 
-def frame_of(config: HfConfig) -> Frame:
+def make_frame(config: HfConfig) -> Frame:
     """Returns the frame with Granite's factors."""
     return Frame(
         embedding_scale=config.number("embedding_multiplier", 1.0),

@@ -6,7 +6,7 @@ In GGUF (`separate_experts`) gate and up are separate tensors.
 from __future__ import annotations
 
 from octavo.models.decoder import DecoderShape, Sublayer
-from octavo.models.granite import frame_of
+from octavo.models.granite import make_frame
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
 from octavo.models.mlps import gated_experts
@@ -25,7 +25,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         qkv_bias=bias,
         out_bias=bias,
         mlp=routed_experts(config, shape),
-        frame=frame_of(config),
+        frame=make_frame(config),
     )
 
 

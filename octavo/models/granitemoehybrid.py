@@ -5,7 +5,7 @@ factors. IBM 2025.
 from __future__ import annotations
 
 from octavo.models.decoder import DecoderShape, Sublayer, build_decoder
-from octavo.models.granite import frame_of
+from octavo.models.granite import make_frame
 from octavo.models.granitemoe import routed_experts
 from octavo.models.hf_config import HfConfig
 from octavo.models.hybrid import (
@@ -37,7 +37,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     mixer = mamba2_mixer(config, shape, plan, sizes)
     mlp = _mlp(config, shape)
     groups = plan.groups(shape, sizes, sizes.conv_width)
-    return build_decoder(shape, groups, plan.mix(attention, mixer), mlp, frame_of(config))
+    return build_decoder(shape, groups, plan.mix(attention, mixer), mlp, make_frame(config))
 
 
 def _mlp(config: HfConfig, shape: DecoderShape) -> Sublayer:

@@ -77,11 +77,11 @@ class HfConfig:
         given = {k: v for k, v in self.values.items() if v is not None or k not in own}
         return HfConfig(RecordedKeys({**own, **given}, self.values.asked))
 
-    def having(self, **values: Any) -> HfConfig:
+    def with_values(self, **values: Any) -> HfConfig:
         """Returns the config with some values replaced."""
         return HfConfig(RecordedKeys({**self.values, **values}, self.values.asked))
 
-    def where_missing(self, name: str, default: ValueT) -> ValueT | None:
+    def get_if_missing(self, name: str, default: ValueT) -> ValueT | None:
         """Returns the default if the key is missing, and None if it is null, which some families
         interpret differently.
         """
@@ -170,7 +170,7 @@ class HfConfig:
     def cap(self, name: str, default: float) -> float | None:
         """Reads a soft cap; the default applies if the key is missing, null means none."""
         given = self.optional_positive(name)
-        return self.where_missing(name, default) if given is None else given
+        return self.get_if_missing(name, default) if given is None else given
 
     def activation(self, name: str, default: str) -> Activation:
         """Reads an activation by its transformers name."""
@@ -194,7 +194,7 @@ class HfConfig:
 
     def window(self, default: int) -> int | None:
         """Reads the sliding window; the default applies if the key is missing, null means none."""
-        return self.optional_integer("sliding_window") or self.where_missing(
+        return self.optional_integer("sliding_window") or self.get_if_missing(
             "sliding_window", default
         )
 

@@ -31,7 +31,7 @@ MAX_TAPS = 64
 def build(config: HfConfig) -> dict[str, Program]:
     tied = config.flag("tie_embedding", config.flag("tie_word_embeddings", True))
     shape = DecoderShape.read(
-        config.having(tie_word_embeddings=tied),
+        config.with_values(tie_word_embeddings=tied),
         num_kv_heads=8,
         norm_eps=1e-5,
         eps_name="norm_eps",

@@ -12,7 +12,9 @@ from octavo.program.program import Program, Sinusoids
 def build(config: HfConfig) -> dict[str, Program]:
     activation = config.text("activation_function", "relu")
     scales = config.flag("scale_embedding", True)
-    shape = Seq2SeqShape.read(config.having(activation_function=activation, scale_embedding=scales))
+    shape = Seq2SeqShape.read(
+        config.with_values(activation_function=activation, scale_embedding=scales)
+    )
     # The first row is that of the padding, whose id the positions are counted from.
     offset = config.integer("pad_token_id", 1) + 1
     frequencies = Sinusoids(shape.width / 2 - 1, in_single=True)

@@ -27,4 +27,4 @@ def linear_part(b: Builder, x: Value, module: str, rows: Rows, *, bias: bool = F
     picked = (False, rows.total, rows.start, rows.step, rows.run)
     weight = Weight(f"{module}.weight", (rows.width, x.width), (), *picked)
     added = Weight(f"{module}.bias", (rows.width,), (), *picked) if bias else None
-    return b.linear_of(x, weight, added, name=module)
+    return b.linear_from(x, weight, added, name=module)

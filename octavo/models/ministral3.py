@@ -24,7 +24,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     windows = config.layer_windows(shape.num_layers, window, lambda i: True)
     positions = config.integer("max_position_embeddings", low=1)
     if not (config.table("rope_parameters") or config.table("rope_scaling")):
-        config = config.having(rope_parameters=DEFAULT_ROPE)
+        config = config.with_values(rope_parameters=DEFAULT_ROPE)
     rope = HfConfig({**config.table("rope_parameters"), **config.table("rope_scaling")})
     slope = rope.optional_number("llama_4_scaling_beta") or 0.0
     original = "original_max_position_embeddings"

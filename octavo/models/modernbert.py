@@ -16,7 +16,7 @@ from octavo.program.program import CacheGroup, Program, Value
 
 def build(config: HfConfig) -> dict[str, Program]:
     eps = config.number("norm_eps", 1e-5)
-    shape = EncoderShape.read(config.having(layer_norm_eps=eps))
+    shape = EncoderShape.read(config.with_values(layer_norm_eps=eps))
     config.without_effect(
         *("layer_norm_eps", "decoder_bias", "deterministic_flash_attn", "reference_compile"),
         *("repad_logits_with_grad", "sparse_pred_ignore_index", "classifier_bias"),

@@ -9,4 +9,4 @@ from octavo.program.program import Program
 
 def build(config: HfConfig) -> dict[str, Program]:
     projection = config.text("feed_forward_proj", "gated-gelu")
-    return build_t5(read_shape(config.having(feed_forward_proj=projection), scaled=False))
+    return build_t5(read_shape(config.with_values(feed_forward_proj=projection), scaled=False))

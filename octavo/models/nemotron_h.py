@@ -38,7 +38,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     kinds = layer_kinds(config)
     named = config.renamed(
         conv_kernel="mamba_d_conv", n_groups="mamba_n_groups", use_conv_bias="mamba_conv_bias"
-    ).having(num_hidden_layers=len(kinds))
+    ).with_values(num_hidden_layers=len(kinds))
     shape = DecoderShape.read(
         named, head_dim=128, num_kv_heads=8, norm_eps=1e-5, eps_name="layer_norm_epsilon"
     )

@@ -43,4 +43,6 @@ def _with_longrope(config: HfConfig) -> HfConfig:
     if (given.get("rope_type") or given.get("type")) in ("su", "yarn"):
         given = {**given, "rope_type": "longrope"}
     original = "original_max_position_embeddings"
-    return config.having(rope_scaling=given, **{original: config.integer(original, 4096, low=1)})
+    return config.with_values(
+        rope_scaling=given, **{original: config.integer(original, 4096, low=1)}
+    )

@@ -83,7 +83,7 @@ def score_tokens(config: HfConfig) -> tuple[int, ...]:
     return ids
 
 
-def pair_template_of(config: HfConfig) -> str | None:
+def get_pair_template(config: HfConfig) -> str | None:
     """Returns the pair template of a token-scoring reranker: "" if its family has no known one;
     None for other models.
     """
@@ -112,13 +112,13 @@ def pooling_mode(config: HfConfig) -> PoolingMode:
     return found
 
 
-def labels_of(config: HfConfig, num_labels: int) -> tuple[str, ...]:
+def get_labels(config: HfConfig, num_labels: int) -> tuple[str, ...]:
     """Returns the label names; missing ones are named as in transformers."""
     named = config.table("id2label")
     return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(num_labels))
 
 
-def activation_of(config: HfConfig, num_labels: int) -> PoolingActivation:
+def get_activation(config: HfConfig, num_labels: int) -> PoolingActivation:
     """Returns the activation of a classifier's scores: from sentence-transformers, from the problem
     type, or sigmoid for one score and softmax for several.
     """

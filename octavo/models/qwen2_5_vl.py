@@ -12,10 +12,10 @@ from octavo.models.mlps import gated_mlp
 from octavo.models.qwen2_vl import (
     EPS,
     build_text,
-    kernel_of,
+    get_patch_shape,
+    get_rope_theta,
     merger,
     read_shape,
-    theta_of,
     turned_qkv,
 )
 from octavo.models.qwen2_vl import image_layout as unwindowed_layout
@@ -64,9 +64,11 @@ def _tower(vision: HfConfig) -> Program:
         vision.activation("hidden_act", "silu"),
     )
     over_all = vision.integers("fullatt_block_indexes") or (7, 15, 23, 31)
-    rope = shape.axial_rope(theta_of(vision))
+    rope = shape.axial_rope(get_rope_theta(vision))
     b = Builder("vision", shape.groups(IMAGE, WINDOW))
-    x = patches(b, "visual.patch_embed.proj", shape.hidden_size, kernel_of(vision), bias=False)
+    x = patches(
+        b, "visual.patch_embed.proj", shape.hidden_size, get_patch_shape(vision), bias=False
+    )
     for i in range(shape.num_layers):
         layer = f"visual.blocks.{i}"
         normed = b.rms_norm(x, f"{layer}.norm1", EPS)

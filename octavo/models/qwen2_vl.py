@@ -81,7 +81,7 @@ def _by_axes(config: HfConfig, head_dim: int) -> RopeTable:
         if plain.get(word) == "mrope":  # transformers 4's word for it
             plain[word] = "default"
     ropes = rope_parameters(
-        config.having(rope_scaling={}, rope_parameters=plain), default_theta=1_000_000.0
+        config.with_values(rope_scaling={}, rope_parameters=plain), default_theta=1_000_000.0
     )
     table = ropes.table(head_dim)
     axes = tuple(axis for axis, count in enumerate(named) for _ in range(count))
@@ -108,7 +108,7 @@ def read_shape(vision: HfConfig, *, width: str) -> VisionShape:
     return shape
 
 
-def kernel_of(vision: HfConfig) -> tuple[int, ...]:
+def get_patch_shape(vision: HfConfig) -> tuple[int, ...]:
     """Returns the shape of a patch's pixels: channels, frames, rows, columns."""
     vision.without_effect("in_chans")
     patch_size = vision.size("patch_size", 14)
@@ -128,7 +128,7 @@ def turned_qkv(
     return b.rope(q, shape.num_heads, rope), b.rope(k, shape.num_heads, rope), v
 
 
-def theta_of(vision: HfConfig) -> float:
+def get_rope_theta(vision: HfConfig) -> float:
     """Returns the RoPE base of the tower."""
     given = vision.table("rope_parameters")
     if given.get("rope_type", "axial") != "axial":
@@ -143,9 +143,11 @@ def _tower(vision: HfConfig) -> Program:
     vision.without_effect("hidden_size", "spatial_merge_size", "spatial_patch_size")
     vision.refuse_unless("hidden_act", "quick_gelu")
     inner_width = int(shape.hidden_size * vision.positive("mlp_ratio", 4))
-    rope = shape.axial_rope(theta_of(vision))
+    rope = shape.axial_rope(get_rope_theta(vision))
     b = Builder("vision", shape.groups(IMAGE))
-    x = patches(b, "visual.patch_embed.proj", shape.hidden_size, kernel_of(vision), bias=False)
+    x = patches(
+        b, "visual.patch_embed.proj", shape.hidden_size, get_patch_shape(vision), bias=False
+    )
     for i in range(shape.num_layers):
         layer = f"visual.blocks.{i}"
         normed = b.layer_norm(x, f"{layer}.norm1", EPS)

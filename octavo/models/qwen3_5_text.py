@@ -10,7 +10,7 @@ from octavo.models.decoder import (
     build_decoder,
     rms_norm,
 )
-from octavo.models.gated_delta import gated_attention, groups_of, read_mixer, read_plan
+from octavo.models.gated_delta import gated_attention, make_cache_groups, read_mixer, read_plan
 from octavo.models.hf_config import HfConfig
 from octavo.models.mlps import gated_mlp
 from octavo.program.builder import Builder
@@ -28,5 +28,5 @@ def build(config: HfConfig) -> dict[str, Program]:
         return gated_mlp(b, x, f"model.layers.{layer}.mlp", width, activation)
 
     frame = Frame(norm=rms_norm(shape.norm_eps, offset=1.0))
-    groups = groups_of(shape, plan, mixer)
+    groups = make_cache_groups(shape, plan, mixer)
     return build_decoder(shape, groups, plan.mix(attention, mixer), mlp, frame)

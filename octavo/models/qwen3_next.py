@@ -5,7 +5,7 @@ shared expert. Qwen team 2025.
 from __future__ import annotations
 
 from octavo.models.decoder import DecoderShape, Frame, build_decoder, rms_norm
-from octavo.models.gated_delta import gated_attention, groups_of, read_mixer, read_plan
+from octavo.models.gated_delta import gated_attention, make_cache_groups, read_mixer, read_plan
 from octavo.models.hf_config import HfConfig
 from octavo.models.qwen2_moe import shared_experts
 from octavo.program.program import Program
@@ -18,5 +18,5 @@ def build(config: HfConfig) -> dict[str, Program]:
     attention = gated_attention(config, shape, plan.caches)
     mlp = shared_experts(config, normalize=True)
     frame = Frame(norm=rms_norm(shape.norm_eps, offset=1.0))
-    groups = groups_of(shape, plan, mixer)
+    groups = make_cache_groups(shape, plan, mixer)
     return build_decoder(shape, groups, plan.mix(attention, mixer), mlp, frame)

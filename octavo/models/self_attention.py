@@ -146,7 +146,7 @@ class SelfAttention:
                 q, k = self._scaled(b, q, f"{name}.q"), self._scaled(b, k, f"{name}.k")
         growth = self.growths[layer] if self.growths else None
         if growth is not None:
-            q = b.mul(q, b.position_embedding_of(growth))
+            q = b.mul(q, b.embed_positions(growth))
         b.kv_write(cache.group, cache.layer, (k,), v)
         out = b.attention(
             q,

@@ -155,7 +155,7 @@ def build_decoder(shape: Seq2SeqShape, style: Seq2SeqStyle) -> Program:
         if style.logits_bias
         else None
     )
-    return b.finish(logits=b.linear_of(x, table, bias, name="logits"))
+    return b.finish(logits=b.linear_from(x, table, bias, name="logits"))
 
 
 def _table(shape: Seq2SeqShape, style: Seq2SeqStyle, stack: str) -> str:
@@ -247,7 +247,7 @@ def sinusoids(shape: Seq2SeqShape, frequencies: Sinusoids, *, offset: int = 0) -
             f"config.json: d_model is {shape.width}, allowed are even numbers from 4 on"
         )
     table = Weight("sinusoids", (shape.num_positions + offset, shape.width), fill=frequencies)
-    return lambda b, name: b.position_embedding_of(table, offset=offset)
+    return lambda b, name: b.embed_positions(table, offset=offset)
 
 
 def learned_positions(shape: Seq2SeqShape, *, offset: int = 2) -> Positions:

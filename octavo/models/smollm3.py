@@ -17,7 +17,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     return build_llama(
         config,
         shape=shape,
-        windows=windows_of(config, shape.num_layers),
+        windows=get_windows(config, shape.num_layers),
         ropes=[rope if turned else None for turned in layers_with_rope(config, shape.num_layers)],
         qkv_bias=bias,
         out_bias=bias,
@@ -37,7 +37,7 @@ def layers_with_rope(config: HfConfig, num_layers: int) -> list[bool]:
     return [bool(flag) for flag in given] or [(i + 1) % interval != 0 for i in range(num_layers)]
 
 
-def windows_of(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
+def get_windows(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
     """Returns the layers' windows; layers without RoPE use full attention."""
     config.without_effect("layer_types", "max_window_layers", "sliding_window")
     if not config.flag("use_sliding_window", False):

@@ -58,7 +58,7 @@ class ImageLayout:
         """Image heights and widths are multiples of this many pixels."""
         return self.patch_size * self.cell
 
-    def grid_of(self, height: int, width: int) -> tuple[int, int]:
+    def get_grid(self, height: int, width: int) -> tuple[int, int]:
         """Returns the rows and columns of an image's tokens."""
         return height // self.multiple, width // self.multiple
 
@@ -112,7 +112,7 @@ def patches(b: Builder, name: str, width: int, kernel: tuple[int, ...], *, bias:
         num_pixels *= size
     weight = Weight(f"{name}.weight", (width, num_pixels), kernel=kernel)
     added = Weight(f"{name}.bias", (width,)) if bias else None
-    return b.linear_of(b.given_rows(num_pixels), weight, added, name=name)
+    return b.linear_from(b.given_rows(num_pixels), weight, added, name=name)
 
 
 def attend(

@@ -62,7 +62,7 @@ def _build_encoder(
     x: Value | None = None
     for tap in range(TAPS):
         first = Weight(f"{name}.{tap}", whole, sources, stored_as="run", tap=tap)
-        frame = b.act(b.linear_of(rows, first, name="frame"), "gelu")
+        frame = b.act(b.linear_from(rows, first, name="frame"), "gelu")
         second = Weight(
             f"{module}.conv2.{tap}",
             (shape.width, shape.width),
@@ -71,7 +71,7 @@ def _build_encoder(
             tap=tap,
         )
         bias = Weight(f"{module}.conv2.bias", (shape.width,)) if tap == 0 else None
-        part = b.linear_of(frame, second, bias, name="convolved")
+        part = b.linear_from(frame, second, bias, name="convolved")
         x = part if x is None else b.add(x, part)
     assert x is not None, "a convolution has taps"
     x = b.act(x, "gelu")

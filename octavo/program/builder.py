@@ -107,9 +107,9 @@ class Builder:
         self, name: str, num_rows: int, width: int, *, offset: int = 0, axis: int = 0
     ) -> Value:
         table = Weight(f"{name}.weight", (num_rows, width))
-        return self.position_embedding_of(table, offset=offset, axis=axis)
+        return self.embed_positions(table, offset=offset, axis=axis)
 
-    def position_embedding_of(self, table: Weight, *, offset: int = 0, axis: int = 0) -> Value:
+    def embed_positions(self, table: Weight, *, offset: int = 0, axis: int = 0) -> Value:
         out = self.value(table.name.removesuffix(".weight"), "tokens", table.shape[1])
         self.append(Embedding(out, table, by_position=True, offset=offset, axis=axis))
         return out
@@ -172,14 +172,14 @@ class Builder:
 
     def linear(self, x: Value, name: str, width: int, *, bias: bool = False) -> Value:
         """Computes x @ `name.weight [width, in]`^T, plus `name.bias` if `bias`."""
-        return self.linear_of(
+        return self.linear_from(
             x,
             Weight(f"{name}.weight", (width, x.width)),
             Weight(f"{name}.bias", (width,)) if bias else None,
             name=name,
         )
 
-    def linear_of(
+    def linear_from(
         self, x: Value, weight: Weight, bias: Weight | None = None, *, name: str
     ) -> Value:
         """Computes a matmul with an explicit weight, e.g. one stored under another name or
@@ -189,7 +189,7 @@ class Builder:
         self.append(Linear(x, (out,), (weight,), () if bias is None else (bias,)))
         return out
 
-    def linear_of_all(self, x: Value, weights: Sequence[Weight], *, name: str) -> Value:
+    def linear_concat(self, x: Value, weights: Sequence[Weight], *, name: str) -> Value:
         """Computes matmuls with several weights and concatenates the results."""
         out = self.value(name, x.axis, sum(weight.shape[0] for weight in weights))
         self.append(Linear(x, (out,), tuple(weights)))

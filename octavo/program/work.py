@@ -33,7 +33,7 @@ class Work:
         )
 
 
-def work_of(program: Program) -> Work:
+def count_work(program: Program) -> Work:
     per_axis = Counter[str]()
     per_pair = Counter[int | None]()
     dense: dict[Weight, None] = {}

@@ -73,7 +73,7 @@ class Numbers:
     def per_block(self) -> int:
         return NUM_SHARED.get(self.kind, self.count)
 
-    def taken(self, blocks: Bytes) -> NDArray:
+    def unpack(self, blocks: Bytes) -> NDArray:
         """Returns unpacked values as a copy `[..., blocks * count]`; packed mins are unsigned."""
         found = self.view(blocks)
         if self.kind in ("scales6", "mins6"):
@@ -183,9 +183,9 @@ class BlockWeight:
         layout, codes = self.layout, self._codes()
         mins = None
         if layout.mins is not None:
-            supers = None if layout.super_mins is None else layout.super_mins.taken(self.blocks)
+            supers = None if layout.super_mins is None else layout.super_mins.unpack(self.blocks)
             mins = Levels(
-                layout.mins.taken(self.blocks),
+                layout.mins.unpack(self.blocks),
                 -supers if supers is not None and layout.mins.kind in NUM_SHARED else supers,
             )
         return PackedWeight(
@@ -195,8 +195,8 @@ class BlockWeight:
             codes=codes.view(np.int8) if layout.bits == 8 else codes,
             group=self.group,
             scales=Levels(
-                layout.scales.taken(self.blocks),
-                None if layout.super_scales is None else layout.super_scales.taken(self.blocks),
+                layout.scales.unpack(self.blocks),
+                None if layout.super_scales is None else layout.super_scales.unpack(self.blocks),
             ),
             mins=mins,
             zero_point=layout.zero_point,

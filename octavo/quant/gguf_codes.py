@@ -72,7 +72,7 @@ class CodeLayout(NamedTuple):
         size, num_bytes = block
         blocks = raw.reshape(-1, num_bytes)
         codes = np.empty((len(blocks), size // 2), np.uint8)
-        places = _places(self.lookup)
+        places = _make_inverse_lookup(self.lookup)
         scales = np.empty((len(blocks), size // self.group), LEVEL_TYPES[self.levels])
         factors = np.empty((len(blocks), 1), np.float32) if self.levels == "small" else None
         for start in range(0, len(blocks), CHUNK_BLOCKS):
@@ -99,7 +99,7 @@ class CodeLayout(NamedTuple):
         )
 
 
-def _places(lookup: NDArray[np.float32]) -> Bytes:
+def _make_inverse_lookup(lookup: NDArray[np.float32]) -> Bytes:
     """Returns the lookup index of each signed byte; 0 for values that the lookup lacks."""
     places = np.zeros(256, np.uint8)
     numbers = lookup.astype(np.int8).view(np.uint8)

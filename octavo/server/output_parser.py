@@ -25,8 +25,8 @@ from octavo.text.parsers.call_forms import (
     CallRules,
     ReasoningSpan,
     any_text,
-    behind,
-    form_of_answer,
+    build_response_form,
+    start_after,
 )
 from octavo.text.parsers.formats import (
     ChannelFormat,
@@ -73,9 +73,9 @@ class OutputParser:
         """Returns the structured output of the whole message; `own` applies to its content."""
         assert self.form is not None, "an answer with marks is read"
         if self.rules is not None and self.form.tools is not None:
-            return form_of_answer(own, self.form.tools, self.rules, self.before)
+            return build_response_form(own, self.form.tools, self.rules, self.before)
         if own is not None:
-            return behind(own, self.before)
+            return start_after(own, self.before)
         if self.before.most_tokens is None:
             return None
         return any_text(self.before, "thinking_token_budget")

@@ -94,38 +94,40 @@ def read_calibration(
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Calibration)
     except OSError as error:
-        raise _refused(name, path, error.strerror or str(error)) from None
+        raise _config_error(name, path, error.strerror or str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _refused(name, path, f"it is no calibration: {error}") from None
+        raise _config_error(name, path, f"it is no calibration: {error}") from None
     if found.version != VERSION:
-        raise _refused(name, path, f"its version is {found.version}, allowed is {VERSION}")
+        raise _config_error(name, path, f"its version is {found.version}, allowed is {VERSION}")
     if fingerprint is not None and found.fingerprint != fingerprint:
-        raise _refused(name, path, "it was made of other weights than this model's")
+        raise _config_error(name, path, "it was made of other weights than this model's")
     for curve in (*found.inputs, *found.gates):
         numbers = curve.thresholds + curve.losses
         fits = len(curve.thresholds) == len(curve.losses) == len(LEVELS) and curve.size > 0
         if not fits or not curve.weights or not all(0 <= each < 1e30 for each in numbers):
-            raise _refused(
+            raise _config_error(
                 name, path, f"the curve of {', '.join(curve.weights) or 'nothing'} is damaged"
             )
     for layer in found.neurons:
         if not all(0 <= each <= found.num_tokens for each in layer.counts):
-            raise _refused(name, path, f"the counts of {layer.weight or 'nothing'} are damaged")
+            raise _config_error(
+                name, path, f"the counts of {layer.weight or 'nothing'} are damaged"
+            )
     for predictor in found.predictors:
         if not predictor.is_whole:
             what = f"the predictor of {predictor.gate or 'nothing'} is damaged"
-            raise _refused(name, path, what)
+            raise _config_error(name, path, what)
     return found
 
 
-def _refused(name: str, path: Path, why: str) -> ConfigError:
+def _config_error(name: str, path: Path, why: str) -> ConfigError:
     return ConfigError(
         f"{name}: {path}: {why}",
         hint="make one: octavo calibrate MODEL --text FILE --out FILE",
     )
 
 
-def thresholds_of(
+def find_thresholds(
     calibration: Calibration,
     *,
     input_share: float,

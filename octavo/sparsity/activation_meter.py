@@ -18,7 +18,7 @@ from octavo.program.ops import Act, ActMul, Linear
 from octavo.program.program import Program, Value, Weight
 from octavo.sparsity.activation_curves import LEVELS, USED_SHARE, ActivationCurve, NeuronUse
 from octavo.sparsity.passes.skip_zeros import ZEROING
-from octavo.sparsity.passes.sparsify import gate_of
+from octavo.sparsity.passes.sparsify import get_gate_name
 
 Floats = NDArray[np.float32]
 
@@ -181,7 +181,7 @@ def measured_gates(program: Program, observed: Mapping[Weight, Floats]) -> dict[
     for op in program.ops:
         if not isinstance(op, ActMul):
             continue
-        maker, name = makers.get(op.gate), gate_of(op, makers)
+        maker, name = makers.get(op.gate), get_gate_name(op, makers)
         if isinstance(maker, Linear) and name and maker.weights_[0] in observed:
             first = sum(out.width for out in maker.outs[: maker.outs.index(op.gate)])
             found[name] = MeasuredGate(op, maker, first, _last_product(program, op.out))

@@ -74,7 +74,7 @@ def calibrate_model(
         if index == num_fitted - 1:
             fit.solve()
         if index >= num_fitted:
-            fit.judge(WINDOW)
+            fit.evaluate(WINDOW)
     return Calibration(
         VERSION,
         weights_name(seen.model.checkpoint),
@@ -86,7 +86,7 @@ def calibrate_model(
     )
 
 
-def recall_of(found: Calibration) -> list[str]:
+def describe_recall(found: Calibration) -> list[str]:
     """Returns one sentence per share about the recall of a calibration's predictors."""
     if not found.predictors:
         return []
@@ -139,7 +139,7 @@ def measure_text(
     options = model.config.model
     reader = WeightReader(model.checkpoint, options.dtype, options.quantization, program)
     runnable, observed = backend.prepare_observed(program, reader.load)
-    meter = ActivationMeter(program, observed, _floats_of(reader.load))
+    meter = ActivationMeter(program, observed, _make_float_loader(reader.load))
     kv = backend.allocate(runnable.kv_layouts, [WINDOW // 16] * len(runnable.kv_layouts))
 
     def run() -> Iterator[None]:
@@ -155,7 +155,7 @@ def measure_text(
         run(),
         num_tokens=WINDOW * len(windows),
         observed=observed,
-        floats=_floats_of(reader.load),
+        floats=_make_float_loader(reader.load),
     )
 
 
@@ -186,7 +186,9 @@ def _run(runnable: Runnable, kv: KvCache, program: Program, token_ids: NDArray[n
     runnable.run(batch, kv)
 
 
-def _floats_of(load: Callable[[Weight], StoredWeight]) -> Callable[[Weight], NDArray[np.float32]]:
+def _make_float_loader(
+    load: Callable[[Weight], StoredWeight],
+) -> Callable[[Weight], NDArray[np.float32]]:
     def floats(weight: Weight) -> NDArray[np.float32]:
         return np.asarray(load(weight).dequantize(), np.float32)
 

@@ -23,7 +23,7 @@ from octavo.sparsity.options import (
     PrefixWeighingOptions,
     SparsityOptions,
 )
-from octavo.sparsity.passes.probe_prefixes import probe_of, probe_prefixes, probing_part
+from octavo.sparsity.passes.probe_prefixes import get_probe, probe_prefixes, probing_part
 from octavo.sparsity.passes.select_keys import select_keys
 from octavo.sparsity.predictors import (
     PredictorCheckpoint,
@@ -32,7 +32,7 @@ from octavo.sparsity.predictors import (
     predictors_in,
 )
 from octavo.sparsity.prefix_weigher import MAX_TOKENS, NUM_BLOCKS, PrefixWeigher
-from octavo.sparsity.thresholds import as_if_calibrated, for_sparsity, hot_neurons
+from octavo.sparsity.thresholds import add_placeholder_thresholds, for_sparsity, hot_neurons
 from octavo.wiring.model_hooks import ModelHooks, SideProgram
 from octavo.worker.kv_connectors.tiers import BlockRater
 from octavo.worker.loaded_model import LoadedModel
@@ -50,7 +50,7 @@ class SparsityModelHooks(ModelHooks):
     def transform(self, config: EngineConfig, header: ModelHeader, program: Program) -> Program:
         options, predictors = config.of(SparsityOptions), predictors_in(header)
         if predictors is not None:
-            program = predictors.into(program)
+            program = predictors.apply(program)
         if options.kv_selection is not None:
             program = select_keys(program, options.kv_budget)
         weighs = config.of(PrefixWeighingOptions).weighs_prefixes
@@ -60,7 +60,7 @@ class SparsityModelHooks(ModelHooks):
         self, config: EngineConfig, checkpoint: Checkpoint | None, program: Program
     ) -> Program:
         if checkpoint is None:
-            return as_if_calibrated(config, program)
+            return add_placeholder_thresholds(config, program)
         return for_sparsity(config, checkpoint, program)
 
     def packing(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class SparsityModelHooks(ModelHooks):
         backend, part = loaded.backend, loaded.side
         assert part is not None, "checked before weights were read"
         kv = backend.allocate(part.kv_layouts, [NUM_BLOCKS] * len(part.kv_layouts))
-        probe = probe_of(loaded.program)
+        probe = get_probe(loaded.program)
         weigher = PrefixWeigher(backend, part, kv, loaded.layouts[probe.group], probe)
         return BlockChoiceSpec(probe.group, options.prefix_cache_load), weigher
 

@@ -105,7 +105,7 @@ def _pinned(
     return tuple(hot[name][:count])
 
 
-def records_of(matrices: Sequence[bytes], layer: NeuronLayer) -> bytes:
+def pack_records(matrices: Sequence[bytes], layer: NeuronLayer) -> bytes:
     """Returns a layer's bytes in the file; `matrices` are tiles, the down projection last."""
     records, scales = neuron_records(matrices, layer)
     data = records.tobytes() + scales.tobytes()
@@ -254,7 +254,7 @@ class NeuronRecords:
 
     def data(self, index: int, device: Any, load: LoadWeight, dtype: str) -> bytes:
         layer = self._layers[index]
-        return records_of(_tiles_of(device, layer, load, dtype), layer)
+        return pack_records(_make_tiles(device, layer, load, dtype), layer)
 
     def open_file(self, path: Path, offsets: Sequence[int], into: NativeWeights) -> OpenedNeurons:
         """Opens the records of each layer at its file offset."""
@@ -266,7 +266,7 @@ class NeuronRecords:
     ) -> OpenedNeurons:
         """Packs all records into memory."""
         opened = neurons_in_memory(
-            self._layers, lambda layer: _tiles_of(device, layer, load, dtype)
+            self._layers, lambda layer: _make_tiles(device, layer, load, dtype)
         )
         return self._adopted(opened, into)
 
@@ -277,7 +277,7 @@ class NeuronRecords:
         return opened
 
 
-def _tiles_of(device: Any, layer: NeuronLayer, load: LoadWeight, dtype: str) -> list[bytes]:
+def _make_tiles(device: Any, layer: NeuronLayer, load: LoadWeight, dtype: str) -> list[bytes]:
     """Returns the tiles of a layer's matrices."""
     weights = NativeWeights(device, load, dtype, apart=True)
     handles = [weights.table(each).handle for each in layer.op.matrices]

@@ -70,7 +70,7 @@ class _Solved:
 
 
 class PredictorFit:
-    """Predictors of all gates of a Program: call `take` on rows, `solve`, then `judge` on other
+    """Predictors of all gates of a Program: call `take` on rows, `solve`, then `evaluate` on other
     rows.
     """
 
@@ -127,7 +127,7 @@ class PredictorFit:
         for name in self._gates:
             self._solved[name] = _solve(self._sums.pop(name), self._rank)
 
-    def judge(self, num_rows: int) -> None:
+    def evaluate(self, num_rows: int) -> None:
         """Evaluates the predictors on the first rows that the last step recorded."""
         for name in self._gates:
             scores = self._solved[name].scores(self._observed[self._inputs[name]][:num_rows])

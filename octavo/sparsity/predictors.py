@@ -56,7 +56,7 @@ class Predictors:
             found.update(name.encode() + array.tobytes())
         return found.hexdigest()
 
-    def into(self, program: Program) -> Program:
+    def apply(self, program: Program) -> Program:
         shapes = [PredictorShape(each.gate, each.input, each.rank) for each in self.found]
         return predict(program, shapes, lookahead=self.lookahead)
 

@@ -8,9 +8,9 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import open_state_home, user_path
 from octavo.program.ops import ActMul
 from octavo.program.program import Program
-from octavo.sparsity.activation_curves import read_calibration, thresholds_of
+from octavo.sparsity.activation_curves import find_thresholds, read_calibration
 from octavo.sparsity.options import NeuronOptions, SparsityOptions
-from octavo.sparsity.passes.sparsify import Thresholds, gate_of, sparsify
+from octavo.sparsity.passes.sparsify import Thresholds, get_gate_name, sparsify
 from octavo.worker.kv_connectors.fingerprint import fingerprint
 
 
@@ -44,7 +44,7 @@ def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program)
             f"ffn_sparsity: got {options.ffn_sparsity}, but {program.name} has no gates",
             hint="use activation_sparsity",
         )
-    thresholds = thresholds_of(
+    thresholds = find_thresholds(
         found,
         input_share=options.activation_sparsity,
         gate_share=gate_share,
@@ -68,14 +68,14 @@ def hot_neurons(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, list[
     return {layer.weight: layer.hottest(len(layer.counts)) for layer in found.neurons}
 
 
-def as_if_calibrated(config: EngineConfig, program: Program) -> Program:
+def add_placeholder_thresholds(config: EngineConfig, program: Program) -> Program:
     """Returns the Program with a placeholder threshold at every gate, for planning without a
     calibration.
     """
     if not config.of(SparsityOptions).gate_sparsity:
         return program
     makers = {value: op for op in program.ops for value in op.outputs}
-    gates = (gate_of(op, makers) for op in program.ops if isinstance(op, ActMul))
+    gates = (get_gate_name(op, makers) for op in program.ops if isinstance(op, ActMul))
     return sparsify(program, Thresholds(gates={name: 1.0 for name in gates if name}))
 
 

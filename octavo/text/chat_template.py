@@ -72,7 +72,7 @@ class ChatTemplate:
             compiled = self._compiled
             prepared = [_with_reasoning(message) for message in messages]
             known = self.special_tokens | {
-                "messages": prepared if self._knows_developers else _as_system(prepared),
+                "messages": prepared if self._has_developer_role else _as_system(prepared),
                 "add_generation_prompt": add_generation_prompt,
             }
             return render(compiled, {"tools": None, "documents": None} | known | dict(variables))
@@ -98,7 +98,7 @@ class ChatTemplate:
         return _environment().parse(self.source)
 
     @cached_property
-    def _knows_developers(self) -> bool:
+    def _has_developer_role(self) -> bool:
         from jinja2 import nodes
 
         constants = (node.value for node in self._parsed.find_all(nodes.Const))

@@ -42,7 +42,7 @@ FORMATS: tuple[tuple[str, str, str, str | None], ...] = (
 """Rows of (name, prefix token, suffix token, middle token)."""
 
 
-def infill_format_of(token_of: TokenOf) -> InfillFormat | None:
+def find_infill_format(token_of: TokenOf) -> InfillFormat | None:
     """Returns the first format whose tokens the vocabulary has."""
     for name, *texts in FORMATS:
         wanted = [text for text in texts if text is not None]

@@ -46,7 +46,7 @@ def find_role_rules(render: Render) -> RoleRules:
     """
     for variables in VARIABLES:
         probe = RoleProbe(render, variables)
-        if probe.takes("user"):
+        if probe.accepts("user"):
             return probe.find_rules()
     return RoleRules()
 
@@ -59,33 +59,33 @@ class RoleProbe:
         self._variables = variables
 
     def find_rules(self) -> RoleRules:
-        developer = self.takes("developer", "user")
-        form = next((form for form in CALL_FORMS if self._takes_call(*form)), CALL_FORMS[0])
+        developer = self.accepts("developer", "user")
+        form = next((form for form in CALL_FORMS if self._accepts_call(*form)), CALL_FORMS[0])
         late = (*LATE_SYSTEM, LATE_DEVELOPER) if developer else LATE_SYSTEM
         return RoleRules(
-            system=self.takes("system", "user"),
+            system=self.accepts("system", "user"),
             developer=developer,
-            system_alone=self.takes("system"),
-            late_system=all(self.takes(*roles) for roles in late),
-            repeats=self.takes("user", "user")
-            and self.takes("user", "assistant", "assistant", "user"),
-            assistant_first=self.takes("assistant", "user"),
-            user_after_tool=self._takes_user_after_tool(*form),
+            system_alone=self.accepts("system"),
+            late_system=all(self.accepts(*roles) for roles in late),
+            repeats=self.accepts("user", "user")
+            and self.accepts("user", "assistant", "assistant", "user"),
+            assistant_first=self.accepts("assistant", "user"),
+            user_after_tool=self._accepts_user_after_tool(*form),
             calls_have_content=form[0],
             arguments_are_objects=form[1],
         )
 
-    def takes(self, *roles: str) -> bool:
+    def accepts(self, *roles: str) -> bool:
         """Returns whether messages with these roles render."""
         return self._renders(
             [{"role": role, "content": word} for role, word in zip(roles, WORDS, strict=False)]
         )
 
-    def _takes_call(self, has_content: bool, is_object: bool) -> bool:
+    def _accepts_call(self, has_content: bool, is_object: bool) -> bool:
         messages = _call_messages(has_content, is_object)
         return self._renders(messages) and ARGUMENT in self._render(messages, True, self._variables)
 
-    def _takes_user_after_tool(self, has_content: bool, is_object: bool) -> bool:
+    def _accepts_user_after_tool(self, has_content: bool, is_object: bool) -> bool:
         """Returns whether a user message may directly follow a tool result; True without tool
         support.
         """

@@ -20,7 +20,7 @@ from octavo.config.paths import is_there, user_path
 from octavo.text.chat_template import ChatTemplate, ChatTemplates
 from octavo.text.encoding import encode_text, make_special, without_special_tokens
 from octavo.text.end_tokens import find_end_tokens
-from octavo.text.infill import InfillFormat, infill_format_of
+from octavo.text.infill import InfillFormat, find_infill_format
 from octavo.text.length_bound import LengthBound
 from octavo.text.pair import cut_pair, cut_second, encode_texts, pair_messages, reads_pairs
 from octavo.text.ports import DEFAULT_RENDERING, Rendering, RoleRules
@@ -80,9 +80,9 @@ class TextTokenizer:
         self._space_prefix = space_prefix
         self._adds_bos = adds_bos
         self._has_type_ids = source.has_type_ids
-        self._bos_id = self._id_of("bos_token")
+        self._bos_id = self._get_id("bos_token")
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        eos_id = self._id_of("eos_token")
+        eos_id = self._get_id("eos_token")
         self.eos_token_ids = find_end_tokens(
             {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()},
             [*source.eos_token_ids, *([] if eos_id is None else [eos_id])],
@@ -174,7 +174,7 @@ class TextTokenizer:
         """Returns the role sequences that a rendering's template supports; all of them for a
         client's own template.
         """
-        return RoleRules() if rendering.is_foreign else self._template_of(rendering).role_rules
+        return RoleRules() if rendering.is_foreign else self._choose_template(rendering).role_rules
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -234,7 +234,7 @@ class TextTokenizer:
         self, messages: Sequence[Mapping[str, Any]], rendering: Rendering, guard: Guard
     ) -> str:
         """Renders the conversation with user strings protected."""
-        template = self._template_of(rendering)
+        template = self._choose_template(rendering)
         render = partial(render_apart, template) if rendering.is_foreign else template.render
         protected = guard.protect(list(messages))
         variables = guard.protect(rendering.variables)
@@ -250,7 +250,7 @@ class TextTokenizer:
             )
         return rendered[:end].replace(guard.end_mark, "")
 
-    def _template_of(self, rendering: Rendering) -> ChatTemplate:
+    def _choose_template(self, rendering: Rendering) -> ChatTemplate:
         has_tools = rendering.variables.get("tools") is not None
         return self._templates.choose(rendering.template, has_tools=has_tools)
 
@@ -298,7 +298,7 @@ class TextTokenizer:
 
     @cached_property
     def _infill(self) -> InfillFormat | None:
-        return infill_format_of(self._tokenizer.token_to_id)
+        return find_infill_format(self._tokenizer.token_to_id)
 
     @cached_property
     def _bytes(self) -> TokenBytes:
@@ -339,7 +339,7 @@ class TextTokenizer:
     def _spells_bos(self, text: str) -> bool:
         return text.startswith(self._special_tokens["bos_token"])
 
-    def _id_of(self, name: str) -> int | None:
+    def _get_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
         return None if token is None else self._tokenizer.token_to_id(token)
 

@@ -198,13 +198,13 @@ def _unigram(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTo
     cuts: list[PreTokenizer] = [pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme)]
     if vocabulary.removes_spaces:
         cuts.insert(0, pre_tokenizers.WhitespaceSplit())
-    cuts += _cuts_of_inert_tokens(vocabulary, tokens)
+    cuts += _split_inert_tokens(vocabulary, tokens)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     tokenizer.decoder = decoders.Metaspace(SPACE, prepend_scheme=scheme)
     return BuiltTokenizer(tokenizer, space_prefix=False, adds_bos=False)
 
 
-def _cuts_of_inert_tokens(vocabulary: Vocabulary, tokens: list[str]) -> list[PreTokenizer]:
+def _split_inert_tokens(vocabulary: Vocabulary, tokens: list[str]) -> list[PreTokenizer]:
     """Returns steps that split control token text, which a unigram model would otherwise match as a
     vocabulary piece.
     """

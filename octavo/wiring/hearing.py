@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.audio.hearing import Ear, HeardWindow
+from octavo.audio.hearing import AudioReader, AudioWindow
 from octavo.audio.log_mel import RATE, LogMel
 from octavo.engine.protocol.step import EncoderInput
 from octavo.frontend.input_processor import InputProcessor
@@ -21,19 +21,19 @@ from octavo.wiring.speech_tokens import speech_tokens
 
 @dataclass(frozen=True, slots=True)
 class ModelHearing(Hearing):
-    ear: Ear
+    ear: AudioReader
 
     @property
     def window_s(self) -> float:
         return self.ear.window_s
 
     def sound(self, data: bytes) -> HeardSound:
-        return ModelSound(self.ear, self.ear.hear(data))
+        return ModelSound(self.ear, self.ear.read(data))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSound(HeardSound):
-    ear: Ear
+    ear: AudioReader
     samples: NDArray[np.float32]
 
     @property
@@ -44,7 +44,7 @@ class ModelSound(HeardSound):
         heard = self.ear.window(self.samples, start_s)
         return SoundWindow(partial(self._input, heard), heard.start_s, heard.end_s)
 
-    def _input(self, window: HeardWindow) -> EncoderInput:
+    def _input(self, window: AudioWindow) -> EncoderInput:
         heard = self.ear.rows(window)
         return EncoderInput(heard.digest, rows=heard.rows, num_rows=heard.num_rows)
 
@@ -62,7 +62,7 @@ def transcriptions_of(model: Model, inputs: InputProcessor) -> Transcriptions | 
         return None
     config = HfConfig(model.checkpoint.config)
     num_frames = 2 * config.integer("max_source_positions", 1500, low=1)
-    ear = Ear(LogMel(config.size("num_mel_bins", 80), num_frames))
+    ear = AudioReader(LogMel(config.size("num_mel_bins", 80), num_frames))
     tokens = speech_tokens(model.checkpoint.config | model.checkpoint.generation_config)
     if model.config.backend.backend == "torch":
         tokens = replace(tokens, num_timestamps=0)

@@ -144,7 +144,7 @@ def _check_fits(config: EngineConfig, layout: ImageLayout, rules: ImageRules) ->
     """Raises ConfigError if a step is too small for an image that must be computed at once."""
     if not layout.is_whole or rules.side is None:
         return
-    rows, columns = layout.grid_of(rules.side, rules.side)
+    rows, columns = layout.get_grid(rules.side, rules.side)
     scheduler, needed = config.scheduler, rows * columns + config.scheduler.max_num_seqs
     if scheduler.max_num_batched_tokens < needed:
         raise ConfigError(

@@ -37,7 +37,7 @@ from octavo.executor.devices import default_backend
 from octavo.frontend.pooling import Pools
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
-from octavo.program.passes.draft_groups import PREFIX, beside
+from octavo.program.passes.draft_groups import PREFIX, join_groups
 from octavo.program.passes.experts import check_experts, share_experts
 from octavo.program.passes.features import FEATURES
 from octavo.program.passes.shard import shard
@@ -203,7 +203,7 @@ def load_model(
     draft, head = open_draft(model), open_head(config, model.checkpoint, whole)
     drafting: Program | None = None
     if draft is not None:
-        own, drafting = beside(own, draft.program())
+        own, drafting = join_groups(own, draft.program())
         draft_formats = formats_of(draft.config, draft.checkpoint, drafting)
     elif head is not None:
         own, drafting = head.beside(own)
@@ -468,7 +468,7 @@ def build_tokenizer(model: Model) -> Tokenizer | None:
     options = model.config.model
     if options.skip_tokenizer_init:
         return None
-    from octavo.text.parsers.choice import formats_of
+    from octavo.text.parsers.choice import choose_formats
     from octavo.text.tokenizer import load_tokenizer
 
     source = tokenizer_source_of(options, model.checkpoint)
@@ -478,5 +478,5 @@ def build_tokenizer(model: Model) -> Tokenizer | None:
         chat_template=options.chat_template,
         strict=options.strict_files,
     )
-    formats_of(tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser)
+    choose_formats(tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser)
     return tokenizer

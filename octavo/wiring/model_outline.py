@@ -16,8 +16,8 @@ from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint.ports import TokenizerSource
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import ModelFacts
-from octavo.text.infill import infill_format_of
-from octavo.text.parsers.choice import formats_of
+from octavo.text.infill import find_infill_format
+from octavo.text.parsers.choice import choose_formats
 from octavo.wiring.hearing import hears
 from octavo.wiring.images import layout_of
 from octavo.wiring.model import Model, open_model
@@ -50,7 +50,7 @@ def read_outline(path: Path, options: Mapping[str, Any]) -> ModelOutline:
     source = None if named.skip_tokenizer_init else tokenizer_source_of(named, model.checkpoint)
     template = "" if source is None else named.chat_template or source.chat_template or ""
     tool_template = None if source is None else source.named_templates.get("tool_use")
-    answers = formats_of(
+    answers = choose_formats(
         template or None, named.tool_call_parser, named.reasoning_parser, tool_template
     )
     pools = model.pools()
@@ -90,4 +90,4 @@ def _infills(source: TokenizerSource) -> bool:
         ids = {token["content"]: token["id"] for token in added}
     else:
         ids = {}
-    return infill_format_of(ids.get) is not None
+    return find_infill_format(ids.get) is not None

@@ -14,7 +14,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.executor.base import Footprint
 from octavo.models.hf_config import ModelInfo
 from octavo.program.passes.gather_early import gather_early
-from octavo.program.work import Work, work_of
+from octavo.program.work import Work, count_work
 from octavo.wiring.backend import backend_with, build_backend
 from octavo.wiring.images import tower_programs, with_tower
 from octavo.wiring.model import (
@@ -70,6 +70,6 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
         num_parameters=sum(math.prod(weight.shape) for weight in weights),
         capacity=get_capacity(config, footprint, memory_bytes),
         footprint=footprint,
-        work=work_of(gather_early(program)),
+        work=count_work(gather_early(program)),
         generates="pooled" not in program.outputs,
     )

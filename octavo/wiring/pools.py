@@ -9,7 +9,7 @@ from typing import Any
 from octavo.api.errors import UnsupportedModel
 from octavo.frontend.pooling import Pools
 from octavo.models.hf_config import HfConfig
-from octavo.models.pooling import activation_of, is_classifier, labels_of, pair_template_of
+from octavo.models.pooling import get_activation, get_labels, get_pair_template, is_classifier
 from octavo.program.ops import Attention, Embedding, PoolRows
 from octavo.program.program import Program
 
@@ -38,9 +38,9 @@ def pools_of(config: Mapping[str, Any], program: Program) -> Pools:
         rows,
         task="classify",
         normalize=False,
-        activation=activation_of(hf, width),
-        labels=labels_of(hf, width),
-        pair_template=pair_template_of(hf),
+        activation=get_activation(hf, width),
+        labels=get_labels(hf, width),
+        pair_template=get_pair_template(hf),
         dimensions=(),
     )
 

@@ -25,7 +25,7 @@ from octavo.models.hf_config import ModelInfo
 from octavo.models.registry import FAMILIES, ModelFamily
 from octavo.program.program import Program
 from octavo.quant.gguf import BLOCK_TYPES
-from octavo.text.parsers.choice import formats_of as formats_of_answers
+from octavo.text.parsers.choice import choose_formats as formats_of_answers
 from octavo.wiring.backend import build_backend
 from octavo.wiring.model import (
     derive_from,

@@ -31,7 +31,7 @@ from octavo.server.openai.fingerprint import make_fingerprint
 from octavo.sparsity import important_blocks
 from octavo.sparsity.config_hooks import SparsityConfigHooks
 from octavo.sparsity.important_blocks import PromptPart, important, query_about
-from octavo.sparsity.passes.probe_prefixes import GROUP, probe_of, probe_prefixes, probing_part
+from octavo.sparsity.passes.probe_prefixes import GROUP, get_probe, probe_prefixes, probing_part
 from octavo.sparsity.prefix_weigher import attention_masses
 from octavo.wiring.model import derive_from
 from octavo.worker.kv_connectors import tiers
@@ -266,7 +266,7 @@ def test_important_blocks_stay_in_slots():
 def test_the_program_keeps_one_layer_more():
     program = build_programs(tiny_model("llama", num_hidden_layers=5).config)["decoder"]
     probed = probe_prefixes(program)
-    group, probe = probed.group(GROUP), probe_of(probed)
+    group, probe = probed.group(GROUP), get_probe(probed)
     assert group.num_layers == 1 and group.k_width == program.groups[0].k_width
     assert probe.num_kv_heads == group.num_kv_heads and group.v_width == 0
     assert len(probed.ops) == len(program.ops) + 1
@@ -274,7 +274,7 @@ def test_the_program_keeps_one_layer_more():
 
 def test_the_part_ends_with_the_queries_of_the_layer_that_is_asked():
     program = build_programs(tiny_model("llama", num_hidden_layers=5).config)["decoder"]
-    part, probe = probing_part(probe_prefixes(program)), probe_of(probe_prefixes(program))
+    part, probe = probing_part(probe_prefixes(program)), get_probe(probe_prefixes(program))
     (queries,) = part.outputs.values()
     assert queries.width == probe.num_heads * program.groups[0].k_width
     assert [(group.name, group.num_layers) for group in part.groups] == [

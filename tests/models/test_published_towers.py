@@ -131,7 +131,7 @@ def test_published_configs_are_read_whole(family):
     programs = build_programs(config, every_key=True)
     assert list(programs) == ["decoder", "vision", "projector"]
     layout, info = image_layout(config), model_info(config)
-    assert layout is not None and layout.grid_of(896, 896) == GRIDS[family]
+    assert layout is not None and layout.get_grid(896, 896) == GRIDS[family]
     assert info.vocab_size == (262208 if family == "gemma3" else 151936)
     widths = {value.width for value in programs["projector"].outputs.values()}
     given = PUBLISHED[family]

@@ -12,7 +12,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.models.registry import build_programs
 from octavo.program import expert_ops, ops
 from octavo.program.passes.fuse import fuse
-from octavo.program.passes.gather_early import gather_early, gathered_before, wanted_by
+from octavo.program.passes.gather_early import find_gathered_ops, gather_early, gathered_before
 from tests.program.test_fuse import FAMILIES, logits_of
 from tests.support.random_programs import random_programs
 from tests.support.tiers import examples
@@ -30,7 +30,7 @@ def decoder_of(family):
 def test_whatever_may_move_computes_the_same(made):
     program = fuse(made.program)
     gather = next(op for op in program.ops if isinstance(op, ops.GatherRows))
-    early = gathered_before(program, gather, wanted_by(gather, program))
+    early = gathered_before(program, gather, find_gathered_ops(gather, program))
     wanted = logits_of(made.program, made.weights, SAMPLED)
     np.testing.assert_allclose(
         logits_of(early, made.weights, SAMPLED), wanted, rtol=1e-9, atol=1e-9

@@ -92,14 +92,14 @@ def test_a_matrix_makes_up_for_inputs_that_moved() -> None:
     """
     moved = ROWS + np.random.default_rng(4).standard_normal(ROWS.shape) * 0.2
     hessian, shift = moved.T @ moved, (ROWS - moved).T @ moved
-    found = GptqInputs(hessian, 1.0, shift).meant(WEIGHT).astype(np.float64)
+    found = GptqInputs(hessian, 1.0, shift).compensate(WEIGHT).astype(np.float64)
     damped = less_by_chance(hessian) + np.eye(96) * hessian.diagonal().mean() / 100
     wanted = WEIGHT + WEIGHT @ shift @ np.linalg.inv(damped)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(WEIGHT).max())
     errors = [np.square(moved @ each.T - ROWS @ WEIGHT.T).sum() for each in (found, WEIGHT)]
     assert errors[0] < errors[1]
     spec, inputs = GridSpec(4, 32, "zero"), GptqInputs(hessian, 1.0, shift)
-    made = [inputs.by_activity(each, spec) for each in (inputs.meant(WEIGHT), WEIGHT)]
+    made = [inputs.by_activity(each, spec) for each in (inputs.compensate(WEIGHT), WEIGHT)]
     errors = [np.square(moved @ each.values().T - ROWS @ WEIGHT.T).sum() for each in made]
     assert errors[0] < errors[1]
 
@@ -115,12 +115,12 @@ def test_a_matrix_makes_up_for_errors_of_what_its_products_are_added_to(bits: in
     missed = made_by_inputs + generator.standard_normal(made_by_inputs.shape) * made_by_inputs.std()
     hessian, shift = moved.T @ moved, (ROWS - moved).T @ moved
     inputs = GptqInputs(hessian, 1.0, shift)
-    found = inputs.meant(WEIGHT, missed.T @ moved)
+    found = inputs.compensate(WEIGHT, missed.T @ moved)
     damped = less_by_chance(hessian) + np.eye(96) * hessian.diagonal().mean() / 100
     wanted = WEIGHT + (WEIGHT @ shift + missed.T @ moved) @ np.linalg.inv(damped)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(WEIGHT).max())
     errors = []
-    for each in (found, inputs.meant(WEIGHT)):
+    for each in (found, inputs.compensate(WEIGHT)):
         values = inputs.by_activity(each, GridSpec(bits, 32, "zero")).values()
         errors.append(np.square(missed + ROWS @ WEIGHT.T - moved @ values.T).sum())
     assert errors[0] < 0.6 * errors[1]

@@ -8,7 +8,7 @@ import pytest
 from octavo.text.grammar.admission import admit
 from octavo.text.grammar.enforceable import enforceable, without_unenforced
 from octavo.text.grammar.schema import SchemaError
-from octavo.text.parsers.call_forms import NO_REASONING, CallRules, form_of_answer
+from octavo.text.parsers.call_forms import NO_REASONING, CallRules, build_response_form
 from octavo.text.parsers.formats import named_tool_format
 from tests.support.call_texts import marked_vocabulary
 from tests.support.schemas import some_schema
@@ -27,7 +27,7 @@ def compiles(compiler, schema) -> None:
         rules = CallRules({"f": schema}, must_call=True)
         tools = named_tool_format(name)
         assert tools is not None
-        admit(form_of_answer(None, tools, rules, NO_REASONING), compiler)
+        admit(build_response_form(None, tools, rules, NO_REASONING), compiler)
 
 
 TEXT = {"type": "string"}

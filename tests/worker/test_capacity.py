@@ -7,7 +7,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.engine.protocol.kv_cache_spec import KvDemand, SlidingWindowSpec
 from octavo.executor.base import Ceilings, Footprint
 from octavo.models.registry import build_programs
-from octavo.program.work import work_of
+from octavo.program.work import count_work
 from octavo.worker.capacity import PROCESS_BYTES, Capacity
 from octavo.worker.memory import GroupSize
 from octavo.worker.memory_split import best_split, better_split
@@ -84,7 +84,7 @@ def test_what_the_kv_budget_refuses_is_refused_before_loading():
 def test_work_is_two_multiplications_a_parameter_and_token():
     config = open_checkpoint(tiny_model("llama").path).config
     program = build_programs(config)["decoder"]
-    work = work_of(program)
+    work = count_work(program)
     assert work.per_sample == config["vocab_size"] * config["hidden_size"]
     assert (
         work.per_token == sum(w.shape[0] * w.shape[1] for w in work.read_by_all) - work.per_sample
@@ -97,7 +97,7 @@ def test_work_is_two_multiplications_a_parameter_and_token():
 
 
 def test_experts_and_windows_count_as_far_as_they_are_used():
-    work = work_of(build_programs(open_checkpoint(tiny_model("gpt_oss").path).config)["decoder"])
+    work = count_work(build_programs(open_checkpoint(tiny_model("gpt_oss").path).config)["decoder"])
     assert {share for _, share in work.read_by_some} == {2 / 5}
     window, whole = work.per_pair[24], work.per_pair[None]
     assert work.pairs(0, 30) == window * (24 * 25 // 2 + 6 * 24) + whole * 30 * 31 // 2
@@ -106,7 +106,7 @@ def test_experts_and_windows_count_as_far_as_they_are_used():
 
 def test_the_roofline_is_the_larger_of_reading_and_multiplying():
     program = build_programs(open_checkpoint(tiny_model("llama").path).config)["decoder"]
-    work, sizes = work_of(program), dict.fromkeys(program.weights, 1000)
+    work, sizes = count_work(program), dict.fromkeys(program.weights, 1000)
     read = 1000 * len(work.read_by_all)
 
     def roofline(bandwidth, operations):
@@ -127,7 +127,7 @@ def test_the_roofline_is_the_larger_of_reading_and_multiplying():
 
 def test_decode_of_one_request_takes_the_rates_of_products():
     program = build_programs(open_checkpoint(tiny_model("llama").path).config)["decoder"]
-    work, sizes = work_of(program), dict.fromkeys(program.weights, 1000)
+    work, sizes = count_work(program), dict.fromkeys(program.weights, 1000)
     first, *others = work.read_by_all
     products = {first: "slow", others[0]: "unknown"}
     footprint = Footprint(sizes, 0, (), "u8", row_products=products, num_stages=3)
@@ -155,7 +155,7 @@ def streamed(disk=10e6, operations=1e30, *, weights=40, left=100, kv=20):
     )
     sizes = capacity(memory=weights + left, weights=weights, step=0, wanted=kv, max_num_seqs=64)
     limits = Ceilings(1e30, operations, disk)
-    return Roofline(work_of(program), footprint, sizes, limits)
+    return Roofline(count_work(program), footprint, sizes, limits)
 
 
 def test_memory_goes_to_requests_before_weights_are_pinned():

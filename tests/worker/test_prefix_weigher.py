@@ -18,7 +18,7 @@ from octavo.executor.native.backend import NativeBackend
 from octavo.executor.reference.backend import ReferenceBackend
 from octavo.models.registry import build_programs
 from octavo.program.program import Weight
-from octavo.sparsity.passes.probe_prefixes import probe_of, probe_prefixes, probing_part
+from octavo.sparsity.passes.probe_prefixes import get_probe, probe_prefixes, probing_part
 from octavo.sparsity.prefix_weigher import NUM_BLOCKS, PrefixWeigher
 from tests.support.native_harness import require_native
 from tests.support.tiny_models import tiny_model
@@ -41,7 +41,7 @@ def queries(family: str, backend: NativeBackend | ReferenceBackend) -> Any:
     part = probing_part(program)
     whole, prepared = backend.prepare_with_part(program, part, load, part_tokens=32)
     assert set(loads) == set(program.weights) and set(loads.values()) == {1}
-    probe = probe_of(program)
+    probe = get_probe(program)
     kv = backend.allocate(prepared.kv_layouts, [NUM_BLOCKS] * len(prepared.kv_layouts))
     layout = whole.kv_layouts[probe.group]
     return PrefixWeigher(backend, prepared, kv, layout, probe).prepare(ASKED)

@@ -53,11 +53,11 @@ class GptqEncoder:
         self._recipe = recipe
 
     def supports(self, outputs: int, inputs: int, bits: int) -> bool:
-        group = self._recipe.grid(bits).group_of(inputs)
+        group = self._recipe.grid(bits).get_group_size(inputs)
         return not (outputs * bits % WORD_BITS or inputs * bits % WORD_BITS or inputs % group)
 
     def specs(self, module: str, outputs: int, inputs: int, bits: int) -> list[TensorSpec]:
-        groups = inputs // self._recipe.grid(bits).group_of(inputs)
+        groups = inputs // self._recipe.grid(bits).get_group_size(inputs)
         return [
             TensorSpec(f"{module}.g_idx", "I32", (inputs,)),
             TensorSpec(f"{module}.qweight", "I32", (num_words(inputs, bits), outputs)),
@@ -105,10 +105,10 @@ class AwqEncoder:
         self._recipe = recipe
 
     def supports(self, outputs: int, inputs: int, bits: int) -> bool:
-        return not (outputs % PER_WORD or inputs % self._recipe.grid(bits).group_of(inputs))
+        return not (outputs % PER_WORD or inputs % self._recipe.grid(bits).get_group_size(inputs))
 
     def specs(self, module: str, outputs: int, inputs: int, bits: int) -> list[TensorSpec]:
-        groups = inputs // self._recipe.grid(bits).group_of(inputs)
+        groups = inputs // self._recipe.grid(bits).get_group_size(inputs)
         return [
             TensorSpec(f"{module}.qweight", "I32", (inputs, outputs // PER_WORD)),
             TensorSpec(f"{module}.qzeros", "I32", (groups, outputs // PER_WORD)),
@@ -142,11 +142,13 @@ class CompressedTensorsEncoder:
         self._recipe = recipe
 
     def supports(self, outputs: int, inputs: int, bits: int) -> bool:
-        return not (outputs * bits % WORD_BITS or inputs % self._recipe.grid(bits).group_of(inputs))
+        return not (
+            outputs * bits % WORD_BITS or inputs % self._recipe.grid(bits).get_group_size(inputs)
+        )
 
     def specs(self, module: str, outputs: int, inputs: int, bits: int) -> list[TensorSpec]:
         spec = self._recipe.grid(bits)
-        groups = inputs // spec.group_of(inputs)
+        groups = inputs // spec.get_group_size(inputs)
         scale = TensorSpec(f"{module}.weight_scale", "F16", (outputs, groups))
         if self._recipe.rows_are_int8:
             return [TensorSpec(f"{module}.weight", "I8", (outputs, inputs)), scale]

@@ -38,7 +38,7 @@ from octavo.executor.native.offload import StreamedWeights
 from octavo.executor.native.ranks import SharedMemoryRanks
 from octavo.program.low_rank import Site
 from octavo.program.ops import num_position_axes
-from octavo.program.passes.adapters import tables_of
+from octavo.program.passes.adapters import find_table_sites
 from octavo.program.program import Program
 
 MANY_ROWS = 32
@@ -59,7 +59,7 @@ class NativeProgram(Runnable):
         ranks: SharedMemoryRanks | None = None,
     ) -> None:
         self.kv_layouts = kv_layouts
-        self._adapters = NativeAdapters(runner, sites, tables_of(program))
+        self._adapters = NativeAdapters(runner, sites, find_table_sites(program))
         self._device = device
         self._runner = runner
         self._vocab_size = program.vocab_size

@@ -35,7 +35,7 @@ def with_sites(program: Program, whole: Program | None = None) -> Program:
     return result
 
 
-def sites_of(program: Program) -> Iterator[Site]:
+def iter_sites(program: Program) -> Iterator[Site]:
     """Yields every site of a Program."""
     for op in program.ops:
         if isinstance(op, Linear):
@@ -44,7 +44,7 @@ def sites_of(program: Program) -> Iterator[Site]:
             yield op.site, op.table
 
 
-def tables_of(program: Program) -> set[Site]:
+def find_table_sites(program: Program) -> set[Site]:
     """Returns the sites that are embedding tables."""
     return {(op.site, op.table) for op in program.ops if isinstance(op, Embedding) and op.site}
 

@@ -16,15 +16,15 @@ MOST_BEHIND = 32
 """Most tokens by which a draft model's KV may lag behind the target: two blocks."""
 
 
-def beside(target: Program, draft: Program) -> tuple[Program, Program]:
+def join_groups(target: Program, draft: Program) -> tuple[Program, Program]:
     """Returns both Programs over the groups of both, the target's first."""
-    own = tuple(_of_draft(group) for group in draft.groups)
+    own = tuple(_make_draft_group(group) for group in draft.groups)
     groups = (*target.groups, *own)
     ops = tuple(_renamed(op) for op in draft.ops)
     return replace(target, groups=groups), replace(draft, name="draft", groups=groups, ops=ops)
 
 
-def _of_draft(group: CacheGroup) -> CacheGroup:
+def _make_draft_group(group: CacheGroup) -> CacheGroup:
     """Renames a draft model's group and extends its window, because a lagging draft model reads
     older keys.
     """

@@ -29,7 +29,7 @@ def share_experts(program: Program, rank: int, num_ranks: int, num_engines: int 
     """
     if num_ranks == 1 or not _routes(program):
         return program
-    shared = replace(program, ops=_ops_of(program, rank, num_ranks, num_engines))
+    shared = replace(program, ops=_build_ops(program, rank, num_ranks, num_engines))
     shared.check()
     return shared
 
@@ -40,10 +40,12 @@ def check_experts(program: Program, num_ranks: int, option: str = "expert_parall
         return
     routes = _routes(program)
     if not routes:
-        raise _refused(option, f"got {num_ranks}, but {program.name} has no experts", HINTS[option])
+        raise _config_error(
+            option, f"got {num_ranks}, but {program.name} has no experts", HINTS[option]
+        )
     fewest = min(op.num_experts for op in routes)
     if fewest < num_ranks:
-        raise _refused(
+        raise _config_error(
             option,
             f"got {num_ranks}, but {program.name} has {fewest} experts",
             f"take at most {fewest}",
@@ -54,7 +56,7 @@ def _routes(program: Program) -> list[expert_ops.Route]:
     return [op for op in program.ops if isinstance(op, expert_ops.Route)]
 
 
-def _ops_of(program: Program, rank: int, num_ranks: int, num_engines: int) -> tuple[Op, ...]:
+def _build_ops(program: Program, rank: int, num_ranks: int, num_engines: int) -> tuple[Op, ...]:
     made: list[Op] = []
     chosen: dict[Value, tuple[Value, Spans]] = {}
     """By a route's ids and weights: the local ids and the experts of each rank."""
@@ -96,5 +98,5 @@ def _product(op: expert_ops.GroupedLinear, span: Span) -> expert_ops.GroupedLine
     return replace(op, ids=_own(op.ids), weight=op.weight.part(experts=span), bias=bias)
 
 
-def _refused(option: str, what: str, hint: str) -> ConfigError:
+def _config_error(option: str, what: str, hint: str) -> ConfigError:
     return ConfigError(f"{option}: {what}", hint=hint)

@@ -43,7 +43,7 @@ def feature_group(width: int) -> CacheGroup:
 
 def with_features(program: Program, features: Features, group: str) -> Program:
     """Returns the Program that also writes each token's feature row to a cache group."""
-    ops, row = _of_layers(program, features) if features.layers else _behind_last_norm(program)
+    ops, row = _select_layers(program, features) if features.layers else _behind_last_norm(program)
     found = replace(program, ops=(*program.ops, *ops, KvWrite((row,), None, group, 0)))
     found.check()
     return found
@@ -56,7 +56,7 @@ def feature_width(program: Program, features: Features) -> int:
     return _gather(program).x.width
 
 
-def _of_layers(program: Program, features: Features) -> tuple[Sequence[Op], Value]:
+def _select_layers(program: Program, features: Features) -> tuple[Sequence[Op], Value]:
     inputs = layer_inputs(program)
     missing = [layer for layer in features.layers if layer not in inputs]
     if missing:

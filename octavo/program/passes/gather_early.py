@@ -49,7 +49,7 @@ def gather_early(program: Program) -> Program:
     gathers = [op for op in program.ops if isinstance(op, GatherRows)]
     if len(gathers) != 1:
         return program
-    early = gathered_before(program, gathers[0], wanted_by(gathers[0], program))
+    early = gathered_before(program, gathers[0], find_gathered_ops(gathers[0], program))
     attended = {out for op in program.ops if isinstance(op, MIXING) for out in op.outputs}
     return (
         early
@@ -80,7 +80,7 @@ def gathered_before(program: Program, gather: GatherRows, late: list[Op]) -> Pro
     return early
 
 
-def wanted_by(gather: GatherRows, program: Program) -> list[Op]:
+def find_gathered_ops(gather: GatherRows, program: Program) -> list[Op]:
     """Returns the row-wise ops before the gather whose Values only the gather or one
     another read.
     """

@@ -17,27 +17,27 @@ from octavo.program.passes.splits import (
     Even,
     Spans,
     UnitOf,
+    find_required_splits,
     head_spans,
     is_by_heads,
     is_split,
     kv_spans,
     query_spans,
-    refused,
     shares,
+    split_error,
     times,
-    wishes,
 )
 from octavo.program.program import CacheGroup, Op, Program, Span, Value, Weight
 
 UNPACK = "use fewer ranks, or --dtype bfloat16, which unpacks the weights"
 
 
-def uncut(weight: Weight) -> int:
+def split_anywhere(weight: Weight) -> int:
     """`UnitOf` of plain floats: any split is allowed."""
     return 1
 
 
-def shard(program: Program, rank: int, num_ranks: int, unit_of: UnitOf = uncut) -> Program:
+def shard(program: Program, rank: int, num_ranks: int, unit_of: UnitOf = split_anywhere) -> Program:
     """Returns the part that rank `rank` of `num_ranks` computes; raises ConfigError if an op cannot
     be split.
     """
@@ -61,7 +61,7 @@ class _Sharder:
         self._rank = rank
         self._num_ranks = num_ranks
         self._unit_of = unit_of
-        self._wishes = wishes(program, num_ranks, unit_of)
+        self._wishes = find_required_splits(program, num_ranks, unit_of)
         self._held = {value: _Held(value) for value in program.inputs.values()}
         self._ops: list[Op] = []
 
@@ -106,7 +106,7 @@ class _Sharder:
         held = self._held[value]
         if held.spans != spans:
             what = f"{op.kind} reads {value.name}, which cannot be made in parts of whole heads"
-            raise refused(what, hint="leave tensor_parallel_size at 1")
+            raise split_error(what, hint="leave tensor_parallel_size at 1")
         return held.value
 
     def _alike(self, values: Sequence[Value]) -> tuple[list[Value], Spans | None]:
@@ -128,7 +128,7 @@ class _Sharder:
                 f"got {self._num_ranks}, but {out.name} has {out.width} columns, which can only be"
                 f" cut at multiples of {wish.unit}"
             )
-            raise refused(what, hint=UNPACK if wish.unit > 1 else f"take at most {out.width}")
+            raise split_error(what, hint=UNPACK if wish.unit > 1 else f"take at most {out.width}")
         return shares(out.width, self._num_ranks, wish.unit)
 
     # -- products ----------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class _Sharder:
             self._ops.append(replace(op, x=x, outs=tuple(map(self._make, op.outs))))
             return
         if [out.width for out in op.outs] != [weight.shape[0] for weight in op.weights_]:
-            raise refused(
+            raise split_error(
                 f"{op.weights_[0].name} and the outputs of its product do not match",
                 hint="leave tensor_parallel_size at 1",
             )
@@ -213,7 +213,7 @@ class _Sharder:
                 f"got {self._num_ranks}, which cuts {weight.name} at input {cut}, but its scales"
                 f" are of {unit} inputs each"
             )
-            raise refused(what, hint=UNPACK)
+            raise split_error(what, hint=UNPACK)
         return weight.part(inputs=spans[self._rank])
 
     def _shard_Embedding(self, op: ops.Embedding) -> None:
@@ -222,12 +222,12 @@ class _Sharder:
             self._ops.append(replace(op, out=self._make(op.out)))
             return
         if op.others_first:
-            raise refused(
+            raise split_error(
                 f"{op.table.name} has columns for each layer",
                 hint="leave tensor_parallel_size at 1",
             )
         if op.table.shape[0] < self._num_ranks:
-            raise refused(
+            raise split_error(
                 f"got {self._num_ranks}, but the vocabulary has {op.table.shape[0]} tokens",
                 hint="take fewer",
             )
@@ -246,7 +246,7 @@ class _Sharder:
     # -- attention ---------------------------------------------------------------------------------
 
     def _shard_PlaceScores(self, op: family_ops.PlaceScores) -> None:
-        raise refused(
+        raise split_error(
             f"{op.kind} makes scores of all heads", hint="leave tensor_parallel_size at 1"
         )
 

@@ -37,7 +37,7 @@ class Whole:
     """Requires all columns on every rank."""
 
 
-Wish = Even | Whole | Spans
+RequiredSplit = Even | Whole | Spans
 """Columns of a Value that its readers require."""
 
 EACH_COLUMN = (ops.Scale, ops.SoftCap, ops.Clip, ops.Act, ops.GatherRows, ops.PoolRows)
@@ -53,7 +53,7 @@ WHOLE_ROWS = (
 """Ops that need all columns of all inputs."""
 
 
-def refused(what: str, *, hint: str) -> ConfigError:
+def split_error(what: str, *, hint: str) -> ConfigError:
     return ConfigError(f"tensor_parallel_size: {what}", hint=hint)
 
 
@@ -74,10 +74,10 @@ def times(spans: Spans, width: int) -> Spans:
 
 def kv_spans(group: CacheGroup, num_ranks: int) -> Spans:
     """Splits a group's KV heads over ranks; several ranks share a head if there are fewer heads."""
-    return spans_of_kv_heads(group.num_kv_heads, num_ranks)
+    return split_kv_heads(group.num_kv_heads, num_ranks)
 
 
-def spans_of_kv_heads(heads: int, num_ranks: int) -> Spans:
+def split_kv_heads(heads: int, num_ranks: int) -> Spans:
     """Splits `heads` KV heads over ranks; several ranks share a head if there are fewer heads."""
     if heads >= num_ranks:
         return shares(heads, num_ranks)
@@ -86,7 +86,7 @@ def spans_of_kv_heads(heads: int, num_ranks: int) -> Spans:
             f"got {num_ranks}, but the model has {heads} KV heads: they can neither be shared out"
             " nor each be given to as many ranks"
         )
-        raise refused(what, hint=f"take a number up to {heads}, or a multiple of it")
+        raise split_error(what, hint=f"take a number up to {heads}, or a multiple of it")
     return tuple(
         (rank * heads // num_ranks, rank * heads // num_ranks + 1) for rank in range(num_ranks)
     )
@@ -99,7 +99,7 @@ def query_spans(num_heads: int, group: CacheGroup, num_ranks: int) -> Spans:
     per_kv_head = num_heads // group.num_kv_heads
     copies = max(1, num_ranks // group.num_kv_heads)
     if per_kv_head < copies:
-        raise refused(
+        raise split_error(
             f"got {num_ranks}, but the model has only {num_heads} attention heads",
             hint=f"take at most {num_heads}",
         )
@@ -116,28 +116,30 @@ def query_spans(num_heads: int, group: CacheGroup, num_ranks: int) -> Spans:
 def head_spans(num_heads: int, num_ranks: int) -> Spans:
     """Splits heads that read the same latents."""
     if num_heads < num_ranks:
-        raise refused(
+        raise split_error(
             f"got {num_ranks}, but the model has only {num_heads} attention heads",
             hint=f"take at most {num_heads}",
         )
     return shares(num_heads, num_ranks)
 
 
-def wishes(program: Program, num_ranks: int, unit_of: UnitOf) -> dict[Value, Wish]:
+def find_required_splits(
+    program: Program, num_ranks: int, unit_of: UnitOf
+) -> dict[Value, RequiredSplit]:
     """Returns each Value's required split.
 
     Logits may be split; a Value without readers has no entry.
     """
-    found: dict[Value, Wish] = {
+    found: dict[Value, RequiredSplit] = {
         value: Even() if name == "logits" else Whole() for name, value in program.outputs.items()
     }
     for op in reversed(program.ops):
-        for value, wish in _asked(op, program, num_ranks, found, unit_of):
-            found[value] = met(found[value], wish) if value in found else wish
+        for value, wish in _find_input_splits(op, program, num_ranks, found, unit_of):
+            found[value] = merge_splits(found[value], wish) if value in found else wish
     return found
 
 
-def met(a: Wish, b: Wish) -> Wish:
+def merge_splits(a: RequiredSplit, b: RequiredSplit) -> RequiredSplit:
     """Returns a split that satisfies both."""
     if a == b:
         return a
@@ -153,17 +155,17 @@ def is_by_heads(norm: ops.RmsNorm) -> bool:
     return norm.group_width not in (0, norm.x.width) and norm.weight.shape == (norm.group_width,)
 
 
-def is_split(wish: Wish | None) -> bool:
+def is_split(wish: RequiredSplit | None) -> bool:
     return wish is not None and not isinstance(wish, Whole)
 
 
-def _asked(
-    op: Op, program: Program, num_ranks: int, found: dict[Value, Wish], unit_of: UnitOf
-) -> Iterator[tuple[Value, Wish]]:
+def _find_input_splits(
+    op: Op, program: Program, num_ranks: int, found: dict[Value, RequiredSplit], unit_of: UnitOf
+) -> Iterator[tuple[Value, RequiredSplit]]:
     """Yields an op's requirements on its inputs, given those on its outputs."""
     if isinstance(op, ops.Linear | expert_ops.GroupedLinear):
         makes_columns = any(is_split(found.get(out)) for out in op.outputs)
-        units = [unit_of(weight) for weight in matrices_of(op)]
+        units = [unit_of(weight) for weight in get_matrices(op)]
         yield op.x, Whole() if makes_columns else Even(math.lcm(*units))
         if isinstance(op, expert_ops.GroupedLinear):
             yield op.ids, Whole()
@@ -187,10 +189,12 @@ def _asked(
                 ),
             )
     else:
-        yield from _asked_by_rows(op, found)
+        yield from _find_row_input_splits(op, found)
 
 
-def _asked_by_rows(op: Op, found: dict[Value, Wish]) -> Iterator[tuple[Value, Wish]]:
+def _find_row_input_splits(
+    op: Op, found: dict[Value, RequiredSplit]
+) -> Iterator[tuple[Value, RequiredSplit]]:
     """Yields the requirements of ops that compute a column from the same column or head."""
     if isinstance(op, EACH_COLUMN):
         yield op.x, found.get(op.out, Whole())
@@ -208,17 +212,21 @@ def _asked_by_rows(op: Op, found: dict[Value, Wish]) -> Iterator[tuple[Value, Wi
         yield op.x, found.get(op.out, Whole())
         yield op.weights_value, Whole()
     elif isinstance(op, ops.Rope):
-        yield op.x, met(found.get(op.out, Whole()), Even(op.head_width))
+        yield op.x, merge_splits(found.get(op.out, Whole()), Even(op.head_width))
     elif isinstance(op, ops.RmsNorm):
-        wish = met(found.get(op.out, Whole()), Even(op.group_width)) if is_by_heads(op) else Whole()
+        wish = (
+            merge_splits(found.get(op.out, Whole()), Even(op.group_width))
+            if is_by_heads(op)
+            else Whole()
+        )
         yield op.x, wish
     elif isinstance(op, WHOLE_ROWS):
         yield from ((value, Whole()) for value in op.inputs)
     else:
-        raise refused(
+        raise split_error(
             f"the op {op.kind} cannot be split over ranks", hint="leave tensor_parallel_size at 1"
         )
 
 
-def matrices_of(op: ops.Linear | expert_ops.GroupedLinear) -> tuple[Weight, ...]:
+def get_matrices(op: ops.Linear | expert_ops.GroupedLinear) -> tuple[Weight, ...]:
     return op.weights_ if isinstance(op, ops.Linear) else (op.weight,)

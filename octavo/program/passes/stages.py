@@ -129,10 +129,10 @@ def _keeps_layers(program: Program, at: int) -> bool:
 
 
 def _layers(some: Sequence[Op]) -> set[tuple[str, int]]:
-    return {_layer_of(op) for op in some if _has_layer(op)}
+    return {_get_layer(op) for op in some if _has_layer(op)}
 
 
-def _layer_of(op: Any) -> tuple[str, int]:
+def _get_layer(op: Any) -> tuple[str, int]:
     """Returns the cache group of an op's layer and the layer's index in it."""
     return op.group, op.layer
 
@@ -176,10 +176,10 @@ def _part(
     if taken is not None:
         inputs["hidden"] = taken
     outputs = program.outputs if handed_on is None else {"hidden": handed_on}
-    return part_of(program, program.ops[slice(*span)], inputs, outputs)
+    return extract_part(program, program.ops[slice(*span)], inputs, outputs)
 
 
-def part_of(
+def extract_part(
     program: Program,
     some: Sequence[Op],
     inputs: Mapping[str, Value],
@@ -220,7 +220,7 @@ def _renumbered(op: Op, numbers: dict[tuple[str, int], int]) -> Op:
     if not _has_layer(op):
         return op
     changed: Any = op
-    renumbered: Op = replace(changed, layer=numbers[_layer_of(op)])
+    renumbered: Op = replace(changed, layer=numbers[_get_layer(op)])
     return renumbered
 
 

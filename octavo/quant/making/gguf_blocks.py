@@ -96,13 +96,13 @@ def block_bytes(matrix: RoundedMatrix, kind: BlockType) -> Bytes:
         codes = codes - np.uint8(grid.zero_point)
     low = 0
     for plane in layout.planes:
-        _put_plane(blocks, codes >> np.uint8(low), plane, kind.block_size)
+        _write_plane(blocks, codes >> np.uint8(low), plane, kind.block_size)
         low += plane.bits
-    _put_levels(blocks, layout, grid)
+    _write_levels(blocks, layout, grid)
     return blocks.reshape(num_rows, -1)
 
 
-def _put_plane(blocks: Bytes, codes: Bytes, plane: Plane, block_size: int) -> None:
+def _write_plane(blocks: Bytes, codes: Bytes, plane: Plane, block_size: int) -> None:
     """Writes one bit plane of every code; the inverse of `blocks._joined`."""
     per_byte = 8 // plane.bits
     parts = (codes & np.uint8((1 << plane.bits) - 1)).reshape(
@@ -114,7 +114,7 @@ def _put_plane(blocks: Bytes, codes: Bytes, plane: Plane, block_size: int) -> No
     blocks[..., plane.start : plane.start + num_bytes] = put.reshape(*codes.shape[:-1], num_bytes)
 
 
-def _put_levels(blocks: Bytes, layout: BlockLayout, grid: Grid) -> None:
+def _write_levels(blocks: Bytes, layout: BlockLayout, grid: Grid) -> None:
     shape = blocks.shape[:2]
     if layout.scales.kind == "scales6":
         assert grid.mins is not None and grid.mins.super_scale is not None
@@ -124,16 +124,16 @@ def _put_levels(blocks: Bytes, layout: BlockLayout, grid: Grid) -> None:
             grid.mins.values.reshape(*shape, SUPER_GROUP),
         )
         blocks[..., layout.scales.start : layout.scales.start + packed.shape[-1]] = packed
-        _put_numbers(blocks, layout.super_mins, -grid.mins.super_scale)
+        _write_numbers(blocks, layout.super_mins, -grid.mins.super_scale)
     else:
-        _put_numbers(blocks, layout.scales, grid.scales.values)
+        _write_numbers(blocks, layout.scales, grid.scales.values)
         if layout.mins is not None and grid.mins is not None:
-            _put_numbers(blocks, layout.mins, grid.mins.values)
+            _write_numbers(blocks, layout.mins, grid.mins.values)
     if layout.super_scales is not None and grid.scales.super_scale is not None:
-        _put_numbers(blocks, layout.super_scales, grid.scales.super_scale)
+        _write_numbers(blocks, layout.super_scales, grid.scales.super_scale)
 
 
-def _put_numbers(blocks: Bytes, numbers: Numbers, values: NDArray) -> None:
+def _write_numbers(blocks: Bytes, numbers: Numbers, values: NDArray) -> None:
     stored = np.ascontiguousarray(values.astype(numbers.kind)).view(np.uint8)
     stored = stored.reshape(*blocks.shape[:2], -1)
     blocks[..., numbers.start : numbers.start + stored.shape[-1]] = stored

@@ -74,7 +74,7 @@ class GptqInputs:
         self._hessian = damped.astype(np.float32)
         self._shift = shift
 
-    def meant(self, weight: Floats32, missed: NDArray[np.float64] | None = None) -> Floats32:
+    def compensate(self, weight: Floats32, missed: NDArray[np.float64] | None = None) -> Floats32:
         """Returns the matrix `[out, in]` whose outputs on the actual inputs best match those of
         `weight` on the exact ones.
 
@@ -124,7 +124,7 @@ class GptqInputs:
         columns = weight.T[self.order]
         # What an error costs once the inputs behind it have made up for it.
         importance = np.square(1 / self._factor.diagonal())
-        group = spec.group_of(len(columns))
+        group = spec.get_group_size(len(columns))
         scales: list[Floats32] = []
         seconds: list[Floats32] = []
 

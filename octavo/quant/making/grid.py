@@ -51,7 +51,7 @@ class GridSpec:
     def middle(self) -> int:
         return 1 << self.bits - 1
 
-    def group_of(self, num_inputs: int) -> int:
+    def get_group_size(self, num_inputs: int) -> int:
         return self.group or num_inputs
 
 
@@ -123,7 +123,7 @@ def fit_grid(
     The last group may be shorter. Without a search, the grid covers each group's full range.
     """
     outputs, inputs = weight.shape
-    group = spec.group_of(inputs)
+    group = spec.get_group_size(inputs)
     num_groups = -(-inputs // group)
     scales = np.empty((outputs, num_groups), np.float16)
     seconds = np.empty((outputs, num_groups), np.float32)

@@ -18,7 +18,7 @@ from octavo.server.response_builder import (
     TokenUsage,
     new_hex_id,
 )
-from octavo.text.parsers.parts import MessageText, Part, PartKind, arguments_of
+from octavo.text.parsers.parts import MessageText, Part, PartKind, parse_arguments
 
 Event = dict[str, Any]
 
@@ -165,7 +165,7 @@ def _blocks(message: MessageText) -> list[dict[str, Any]]:
     if message.content or not message.calls:
         blocks.append({"type": "text", "text": message.content})
     for call in message.calls:
-        blocks.append(_tool_use(call.call_id, call.name, arguments_of(call)))
+        blocks.append(_tool_use(call.call_id, call.name, parse_arguments(call)))
     return blocks
 
 

@@ -24,7 +24,7 @@ from octavo.server.response_builder import (
     new_hex_id,
 )
 from octavo.server.state.served_model import ServedModel
-from octavo.text.parsers.parts import MessageText, PartKind, arguments_of
+from octavo.text.parsers.parts import MessageText, PartKind, parse_arguments
 
 Line = dict[str, Any]
 
@@ -146,7 +146,7 @@ class OllamaChatFormatter(OllamaFormatter):
             made["thinking"] = message.reasoning
         if message.calls:
             made["tool_calls"] = [
-                {"function": {"name": call.name, "arguments": arguments_of(call)}}
+                {"function": {"name": call.name, "arguments": parse_arguments(call)}}
                 for call in message.calls
             ]
         return {"message": made}

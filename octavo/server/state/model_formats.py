@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from octavo.api.async_llm import AsyncLLM
-from octavo.text.parsers.choice import AnswerFormats, formats_of
+from octavo.text.parsers.choice import AnswerFormats, choose_formats
 from octavo.text.parsers.formats import (
     DEFAULT_TOOL_FORMAT,
     ChannelFormat,
@@ -38,7 +38,7 @@ class ModelFormats:
         tokenizer = None if options.skip_tokenizer_init else llm.get_tokenizer()
         template = None if tokenizer is None else tokenizer.chat_template
         tool_template = None if tokenizer is None else tokenizer.tool_chat_template
-        found = formats_of(
+        found = choose_formats(
             template, options.tool_call_parser, options.reasoning_parser, tool_template
         )
         return ModelFormats(

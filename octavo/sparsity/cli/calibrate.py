@@ -48,7 +48,7 @@ def calibrate(
     --activation-sparsity, --ffn-sparsity gate:SHARE, --sparsity-predictor and --hot-neurons.
     """
     from octavo.config.engine_config import EngineConfig
-    from octavo.sparsity.calibrate import calibrate_model, read_text, recall_of
+    from octavo.sparsity.calibrate import calibrate_model, describe_recall, read_text
 
     config = EngineConfig.from_options(**options, model=model)
     found = calibrate_model(
@@ -63,5 +63,5 @@ def calibrate(
         f"{out}: {len(found.inputs)} inputs of products and {len(found.gates)} gates, from"
         f" {found.num_tokens} tokens"
     )
-    for line in recall_of(found):
+    for line in describe_recall(found):
         print(f"  {line}")

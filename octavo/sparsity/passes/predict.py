@@ -15,7 +15,7 @@ from octavo.api.errors import ConfigError
 from octavo.program.ops import ActMul, Foresee, Linear
 from octavo.program.program import Op, Program, Value, Weight
 from octavo.sparsity.neuron_predictors import PredictorNames
-from octavo.sparsity.passes.sparsify import gate_of
+from octavo.sparsity.passes.sparsify import get_gate_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def predict(
     the Program or a gate has none.
     """
     shapes = _by_gate(program, predictors)
-    places = _places(program, shapes)
+    places = _find_insertion_points(program, shapes)
     before: dict[int, list[Op]] = {}
     scored: dict[ActMul, Value] = {}
     for index, (gate, shape) in enumerate(shapes.items()):
@@ -67,7 +67,9 @@ def _by_gate(
     """Returns the predictor of each gate, in the Program's order."""
     makers = {value: op for op in program.ops for value in op.outputs}
     gates = {
-        name: op for op in program.ops if isinstance(op, ActMul) and (name := gate_of(op, makers))
+        name: op
+        for op in program.ops
+        if isinstance(op, ActMul) and (name := get_gate_name(op, makers))
     }
     if not gates:
         raise ConfigError(
@@ -84,7 +86,7 @@ def _by_gate(
     return {op: by_gate[name] for name, op in gates.items()}
 
 
-def _places(program: Program, shapes: Mapping[ActMul, PredictorShape]) -> list[int]:
+def _find_insertion_points(program: Program, shapes: Mapping[ActMul, PredictorShape]) -> list[int]:
     """Returns the index of the matmul before which each predictor is inserted."""
     readers = {
         weight.name: at

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from octavo.api.errors import ConfigError
 from octavo.program.ops import Attention, KvWrite, MlaAttention, Rope
-from octavo.program.passes.stages import part_of
+from octavo.program.passes.stages import extract_part
 from octavo.program.program import CacheGroup, Op, Program, Value
 
 GROUP = "prefix_probe"
@@ -35,7 +35,7 @@ class Probe:
 
 def probe_prefixes(program: Program) -> Program:
     """Returns the Program that also stores one layer's keys; raises ConfigError if it cannot."""
-    op = _asked(program)
+    op = _get_probed_attention(program)
     group = program.group(op.group)
     own = CacheGroup(GROUP, "full", 1, group.num_kv_heads, group.k_width, 0)
     keys = _keys(program, op)
@@ -49,16 +49,16 @@ def probe_prefixes(program: Program) -> Program:
     return result
 
 
-def probe_of(program: Program) -> Probe:
+def get_probe(program: Program) -> Probe:
     """Returns the probe that `probe_prefixes` added to a Program."""
-    op = _asked(program)
+    op = _get_probed_attention(program)
     group = program.group(op.group)
     return Probe(program.group_index(GROUP), op.num_heads, group.num_kv_heads, op.scale)
 
 
 def probing_part(program: Program) -> Program:
     """Returns the part of a Program that computes the probed layer's queries, `[T, H * D]`."""
-    op = _asked(program)
+    op = _get_probed_attention(program)
     needed: set[Value] = {op.q}
     read: set[tuple[str, int]] = set()
     kept: list[Op] = []
@@ -73,26 +73,28 @@ def probing_part(program: Program) -> Program:
             read.add((each.group, each.layer))
         needed.update(each.inputs)
         kept.append(each)
-    part = part_of(program, tuple(reversed(kept)), program.inputs, {"hidden": op.q})
+    part = extract_part(program, tuple(reversed(kept)), program.inputs, {"hidden": op.q})
     return replace(part, groups=tuple(group for group in part.groups if group.num_layers))
 
 
-def _asked(program: Program) -> Attention:
+def _get_probed_attention(program: Program) -> Attention:
     """Returns the attention of the probed layer."""
     attentions = [op for op in program.ops if isinstance(op, Attention | MlaAttention)]
     kinds = {group.kind for group in program.groups if group.name != GROUP}
     if kinds != {"full"} or not attentions:
         other = min(kinds - {"full"}, default="no keys")
-        raise _refused(program, f"it keeps {other}, which does not let go of some tokens alone")
+        raise _config_error(
+            program, f"it keeps {other}, which does not let go of some tokens alone"
+        )
     for op in attentions:
         if isinstance(op, MlaAttention) or op.latent_width:
-            raise _refused(program, "it keeps latents, of which no head has keys of its own")
+            raise _config_error(program, "it keeps latents, of which no head has keys of its own")
         if op.mask != "causal" or op.bias is not None:
-            raise _refused(program, "what a token reads depends on the places of keys")
+            raise _config_error(program, "what a token reads depends on the places of keys")
     if any(isinstance(op, Rope) and op.table.axes for op in program.ops):
-        raise _refused(program, "its positions have several axes")
+        raise _config_error(program, "its positions have several axes")
     if len(attentions) == 1:
-        raise _refused(program, "it has one layer, and nothing before it to make queries of")
+        raise _config_error(program, "it has one layer, and nothing before it to make queries of")
     found = attentions[max(1, int(DEPTH * len(attentions)))]
     assert isinstance(found, Attention), "the others were refused"
     return found
@@ -105,10 +107,10 @@ def _keys(program: Program, op: Attention) -> KvWrite:
             if len(each.k_parts) == 1:
                 return each
             break
-    raise _refused(program, "its keys are several parts")
+    raise _config_error(program, "its keys are several parts")
 
 
-def _refused(program: Program, why: str) -> ConfigError:
+def _config_error(program: Program, why: str) -> ConfigError:
     return ConfigError(
         f"prefix_cache_policy: {program.name} cannot weigh its prefixes: {why}",
         hint="leave prefix_cache_policy out",

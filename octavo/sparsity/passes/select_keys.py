@@ -93,12 +93,12 @@ def select_keys(program: Program, budget: float) -> Program:
     changes = _Changes(program, makers, budget)
     for before, op in zip(attentions[WHOLE_LAYERS - 1 :], attentions[WHOLE_LAYERS:], strict=False):
         if isinstance(op, MlaAttention) or isinstance(before, MlaAttention) or op.latent_width:
-            raise _refused(program, "it keeps latents, of which no head has keys of its own")
+            raise _config_error(program, "it keeps latents, of which no head has keys of its own")
         if op.mask == "causal":
             changes.select(op, before)
     if not changes.num_layers:
-        raise _refused(program, f"no attention behind the first {WHOLE_LAYERS} reads all keys")
-    return changes.made()
+        raise _config_error(program, f"no attention behind the first {WHOLE_LAYERS} reads all keys")
+    return changes.build()
 
 
 class _Changes:
@@ -117,7 +117,7 @@ class _Changes:
         program = self._program
         group = program.group(op.group)
         if op.bias is not None:
-            raise _refused(program, "its scores depend on the places of keys")
+            raise _config_error(program, "its scores depend on the places of keys")
         queries = self._turned(op.q, "queries")
         write = self._write(op)
         keys = self._turned(write.k_parts[0], "keys")
@@ -127,17 +127,17 @@ class _Changes:
         if self._group is None:
             self._group = CacheGroup(GROUP, "full", 0, group.num_kv_heads, width, 0)
         if (self._group.num_kv_heads, self._group.k_width) != (group.num_kv_heads, width):
-            raise _refused(program, "its layers have keys of several shapes")
-        x, normed = self._input_of(queries.linear, before)
+            raise _config_error(program, "its layers have keys of several shapes")
+        x, normed = self._make_query_input(queries.linear, before)
         partial_q, ops_q = queries.part(x, f"{op.out.name}.partial_q")
         partial_k, ops_k = keys.part(keys.linear.x, f"{op.out.name}.partial_k")
-        self._put(before, [*normed, *ops_q])
-        self._put(write, [*ops_k, KvWrite((partial_k,), None, GROUP, index)])
+        self._insert(before, [*normed, *ops_q])
+        self._insert(write, [*ops_k, KvWrite((partial_k,), None, GROUP, index)])
         at = program.ops.index(op)
         selection = KeySelection(GROUP, index, self._budget)
         self._replaced[at] = replace(op, partial_q=partial_q, selection=selection)
 
-    def made(self) -> Program:
+    def build(self) -> Program:
         assert self._group is not None, "there are such layers"
         ops: list[Op] = []
         for at, op in enumerate(self._program.ops):
@@ -148,7 +148,7 @@ class _Changes:
         result.check()
         return result
 
-    def _put(self, in_front_of: Op, ops: list[Op]) -> None:
+    def _insert(self, in_front_of: Op, ops: list[Op]) -> None:
         self._in_front.setdefault(self._program.ops.index(in_front_of), []).extend(ops)
 
     def _write(self, op: Attention) -> KvWrite:
@@ -158,24 +158,26 @@ class _Changes:
                 if len(each.k_parts) == 1 and each.v is not None:
                     return each
                 break
-        raise _refused(self._program, "its keys are several parts")
+        raise _config_error(self._program, "its keys are several parts")
 
     def _turned(self, value: Value, what: str) -> _Turned:
         """Returns the matmul and the RoPE that compute queries or keys."""
         rope = self._makers.get(value)
         if not isinstance(rope, Rope) or rope.style != "half" or rope.table.axes:
-            raise _refused(self._program, f"its {what} are not turned by one place, in halves")
+            raise _config_error(self._program, f"its {what} are not turned by one place, in halves")
         if rope.rotary_start or rope.rotary_dim != rope.head_width:
-            raise _refused(self._program, f"its {what} are turned in part")
+            raise _config_error(self._program, f"its {what} are turned in part")
         linear = self._makers.get(rope.x)
         if not isinstance(linear, Linear) or len(linear.outs) != 1:
-            raise _refused(self._program, f"its {what} are normed or bounded before they turn")
+            raise _config_error(self._program, f"its {what} are normed or bounded before they turn")
         weight = linear.weights_[0]
         if weight.stored_as or weight.kernel or (weight.row_step, weight.row_run) != (1, 1):
-            raise _refused(self._program, f"rows of the matrix of its {what} do not lie in order")
+            raise _config_error(
+                self._program, f"rows of the matrix of its {what} do not lie in order"
+            )
         return _Turned(linear, rope)
 
-    def _input_of(self, queries: Linear, before: Attention) -> tuple[Value, list[Op]]:
+    def _make_query_input(self, queries: Linear, before: Attention) -> tuple[Value, list[Op]]:
         """Returns the input for predicted queries, and the norm op that computes it from the
         previous attention's input.
         """
@@ -193,7 +195,7 @@ def _slowest(table: RopeTable, pairs: int) -> RopeTable:
     return replace(table, inv_freq=table.inv_freq[-pairs:], long=long)
 
 
-def _refused(program: Program, why: str) -> ConfigError:
+def _config_error(program: Program, why: str) -> ConfigError:
     return ConfigError(
         f"kv_selection: {program.name} cannot choose keys: {why}", hint="leave kv_selection out"
     )

@@ -19,13 +19,13 @@ ZEROING = ("relu", "relu2")
 def skip_zeros(program: Program) -> Program:
     """Marks the matmuls of a fused Program; raises ConfigError if none has such inputs."""
     makers = {value: op for op in program.ops for value in op.outputs}
-    activations = {_activation_of(op) for op in program.ops} - {None}
+    activations = {_get_activation(op) for op in program.ops} - {None}
     ops = tuple(
         replace(op, skips_zeros=True)
         if isinstance(op, Linear)
         and op.norm is None
         and op.x in makers
-        and _activation_of(makers[op.x]) in ZEROING
+        and _get_activation(makers[op.x]) in ZEROING
         else op
         for op in program.ops
     )
@@ -39,7 +39,7 @@ def skip_zeros(program: Program) -> Program:
     return replace(program, ops=ops)
 
 
-def _activation_of(op: Op) -> str | None:
+def _get_activation(op: Op) -> str | None:
     """Returns the activation applied to an op's outputs, or None."""
     if isinstance(op, Linear):
         return op.activation if op.gate is None else op.gate.activation

@@ -52,7 +52,7 @@ def sparsify(program: Program, thresholds: Thresholds) -> Program:
     return result
 
 
-def gate_of(op: ActMul, makers: Mapping[Value, Op]) -> str | None:
+def get_gate_name(op: ActMul, makers: Mapping[Value, Op]) -> str | None:
     """Returns the name of the first matrix that computes an op's gate; None if no matmul does."""
     maker = makers.get(op.gate)
     return maker.weights_[0].name if isinstance(maker, Linear) else None
@@ -65,7 +65,7 @@ def _with_threshold(op: Op, makers: Mapping[Value, Op], thresholds: Thresholds) 
         (threshold,) = found
         return replace(op, threshold=threshold) if threshold else op
     if isinstance(op, ActMul):
-        threshold = thresholds.gates.get(gate_of(op, makers) or "", 0.0)
+        threshold = thresholds.gates.get(get_gate_name(op, makers) or "", 0.0)
         return replace(op, threshold=threshold) if threshold else op
     return op
 
@@ -74,4 +74,4 @@ def _names(op: Op, makers: Mapping[Value, Op]) -> set[str]:
     """Returns the names under which an op can have a threshold."""
     if isinstance(op, Linear) and op.x.axis == "tokens":
         return {weight.name for weight in op.weights_}
-    return {gate_of(op, makers) or ""} if isinstance(op, ActMul) else set()
+    return {get_gate_name(op, makers) or ""} if isinstance(op, ActMul) else set()

@@ -21,8 +21,8 @@ from octavo.text.grammar.compiler import (
     GrammarCompiler,
     GrammarError,
     fault_in,
+    grammar_error,
     probe,
-    refuse,
 )
 from octavo.text.grammar.schema import (
     MAX_BYTES,
@@ -58,7 +58,7 @@ def admit(form: StructuredOutputs, compiler: GrammarCompiler) -> GrammarSpec:
     try:
         grammars = _grammars(form, compiler)
     except SchemaError as error:
-        raise refuse(form.given_as, f"{form.kind}: {error}") from None
+        raise grammar_error(form.given_as, f"{form.kind}: {error}") from None
     text = json.dumps(grammars, ensure_ascii=False, separators=(",", ":"))
     spec = GrammarSpec(
         form.kind,
@@ -71,9 +71,9 @@ def admit(form: StructuredOutputs, compiler: GrammarCompiler) -> GrammarSpec:
     try:
         probe(compiler.compile(spec))
     except GrammarError as error:
-        faults = [fault_of(one) for one in grammars if "json_schema" in one]
+        faults = [find_schema_error(one) for one in grammars if "json_schema" in one]
         found = next((fault for fault in faults if fault is not None), error)
-        raise refuse(form.given_as, f"{form.kind}: {found}") from None
+        raise grammar_error(form.given_as, f"{form.kind}: {found}") from None
     return spec
 
 
@@ -148,11 +148,11 @@ def _lark(form: StructuredOutputs) -> str:
     try:
         made = str(any_to_lark(text))
     except (RecursionError, Exception) as error:  # the converter raises what it likes
-        raise refuse(form.given_as, f"grammar: not readable: {error}"[:500]) from None
+        raise grammar_error(form.given_as, f"grammar: not readable: {error}"[:500]) from None
     for schema in schemas_in(text):
         check_chains(schema)
     if (depth := lark.depth(made)) > MAX_RULE_DEPTH:
-        raise refuse(
+        raise grammar_error(
             form.given_as,
             f"grammar: {depth:,} rules refer to one another in a row, allowed are {MAX_RULE_DEPTH}",
         )
@@ -161,12 +161,12 @@ def _lark(form: StructuredOutputs) -> str:
 
 def _check_length(form: StructuredOutputs, num_chars: int) -> None:
     if num_chars > MAX_BYTES:
-        raise refuse(
+        raise grammar_error(
             form.given_as, f"{form.kind}: got {num_chars:,} characters, allowed are {MAX_BYTES:,}"
         )
 
 
-def fault_of(grammar: Grammar) -> SchemaError | None:
+def find_schema_error(grammar: Grammar) -> SchemaError | None:
     """Returns the location of a compile error in a schema, or None."""
     options = grammar["json_schema"][OPTIONS]
 
@@ -197,13 +197,13 @@ def _tag_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Gr
     special = compiler.special_tokens
     if form.frame is not None:
         if not lark.has_marks(form.frame, special):
-            raise refuse(
+            raise grammar_error(
                 form.given_as,
                 f"the model has no special tokens for {form.frame.opening!r} and"
                 f" {form.frame.text!r}, by which its messages are told apart",
                 "--tool-call-parser names another format",
             )
-        whole = lark.framed(structures, names, special, form.frame, layout)
+        whole = lark.build_message_grammar(structures, names, special, form.frame, layout)
     else:
         whole = lark.tags(structures, names, special, layout)
     return [{"name": "answer", "lark_grammar": whole}, *bodies]
@@ -254,4 +254,4 @@ def _is_list(given: object, kind: type) -> bool:
 
 
 def _bad_tag(form: StructuredOutputs, message: str) -> InvalidRequest:
-    return refuse(form.given_as, f"structural_tag: {message}")
+    return grammar_error(form.given_as, f"structural_tag: {message}")

@@ -18,10 +18,10 @@ from octavo.text.grammar import raw_values
 from octavo.text.grammar.lark import literal
 from octavo.text.grammar.normal_schema import (
     ObjectShape,
+    get_types,
     leaves,
     object_shapes,
     standalone,
-    types_of,
 )
 from octavo.text.grammar.schema import OPTIONS, Schema
 from octavo.text.grammar.string_patterns import whole_pattern
@@ -46,7 +46,7 @@ class ArgumentTypes:
         self._root = root
         self._named: dict[str, frozenset[str]] = {}
         others = [
-            types_of(root, part)
+            get_types(root, part)
             for shape in self.shapes
             for part in (shape.additional, *(part for _, part in shape.patterns))
         ]
@@ -56,7 +56,7 @@ class ArgumentTypes:
         """Returns a property's types; only strings if the schema does not allow the property."""
         if name not in self._named:
             found = [
-                types_of(self._root, shape.properties[name])
+                get_types(self._root, shape.properties[name])
                 if name in shape.properties
                 else self._others
                 for shape in self.shapes
@@ -71,7 +71,7 @@ class ArgumentTypes:
 
 
 @lru_cache(maxsize=1024)
-def types_of_text(schema: str) -> ArgumentTypes:
+def parse_argument_types(schema: str) -> ArgumentTypes:
     """Returns the argument types of a schema given as JSON."""
     return ArgumentTypes(json.loads(schema))
 
@@ -112,7 +112,7 @@ def arguments_grammar(root: Mapping[str, Any], notation: Notation) -> str:
 
 @lru_cache(maxsize=1024)
 def _grammar(text: str, notation: Notation) -> str:
-    root, types = json.loads(text), types_of_text(text)
+    root, types = json.loads(text), parse_argument_types(text)
     lines = [f"start: {' | '.join(f's{i}' for i in range(len(types.shapes)))}"]
     for index, shape in enumerate(types.shapes):
         lines += _shape_lines(f"s{index}", root, shape, types, notation)

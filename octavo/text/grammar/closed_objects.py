@@ -37,13 +37,13 @@ def close_objects(root: dict[str, Any]) -> None:
     jointly, because each knows only some of the properties.
     """
     found = [place.schema for place in places(root) if isinstance(place.schema, dict)]
-    parts = {id(part) for schema in found for part in _parts_of_a_whole(root, schema)}
+    parts = {id(part) for schema in found for part in _iter_open_subschemas(root, schema)}
     for schema in found:
         if id(schema) not in parts and not _is_transparent(schema):
             _close(root, schema)
 
 
-def _parts_of_a_whole(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
+def _iter_open_subschemas(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
     """Yields subschemas that must stay open because of their context."""
     for key in CONDITIONS:
         yield from _within(root, schema.get(key))

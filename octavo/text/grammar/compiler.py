@@ -232,7 +232,7 @@ class GrammarCompiler:
     def _whole(self, spec: GrammarSpec) -> str:
         grammars = json.loads(spec.text)
         if spec.starts_after:
-            whole = lark.after(spec, grammars[0]["name"], self._special)
+            whole = lark.build_after_grammar(spec, grammars[0]["name"], self._special)
             grammars.insert(0, {"name": "whole", "lark_grammar": whole})
         return json.dumps({"grammars": grammars})
 
@@ -294,6 +294,6 @@ def first_line(error: str) -> str:
     return "; ".join(line for line in lines if line)[:500]
 
 
-def refuse(given_as: str, message: str, hint: str | None = None) -> InvalidRequest:
+def grammar_error(given_as: str, message: str, hint: str | None = None) -> InvalidRequest:
     """Returns the error of a structured output request that cannot be compiled."""
     return InvalidRequest(f"{given_as}: {message}", param=given_as, hint=hint)

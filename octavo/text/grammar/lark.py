@@ -101,7 +101,7 @@ def tags(
     return "\n".join(lark) + "\n"
 
 
-def framed(
+def build_message_grammar(
     structures: Sequence[Mapping[str, Any]],
     names: Sequence[str],
     special: Mapping[str, int],
@@ -191,7 +191,7 @@ def _tag_rules(
     ]
 
 
-def after(spec: GrammarSpec, name: str, special: Mapping[str, int]) -> str:
+def build_after_grammar(spec: GrammarSpec, name: str, special: Mapping[str, int]) -> str:
     """Returns the grammar of free text up to `starts_after`, followed by grammar `name`; with
     `may_end_before` the output may end within the free text.
 

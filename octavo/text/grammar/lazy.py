@@ -61,7 +61,7 @@ class AdmittedForms:
                 self._num_bytes -= len(oldest.text)
 
 
-def digest_of(form: StructuredOutputs) -> bytes | None:
+def get_digest(form: StructuredOutputs) -> bytes | None:
     """Returns a content digest; None if the request is not valid JSON."""
     fields = {name: getattr(form, name) for name in form.__struct_fields__}
     try:
@@ -90,7 +90,7 @@ class LazyGrammars:
 
     def knows(self, form: StructuredOutputs) -> bool:
         """Returns whether a request is cached, so that `admit` is fast."""
-        digest = digest_of(self._configured(form))
+        digest = get_digest(self._configured(form))
         return digest is not None and self._admitted.find(digest) is not None
 
     def masks(self, matchers: Sequence[Matcher]) -> list[bytes | None]:
@@ -101,7 +101,7 @@ class LazyGrammars:
         from octavo.text.grammar.admission import admit
 
         form = self._configured(form)
-        digest = digest_of(form)
+        digest = get_digest(form)
         found = None if digest is None else self._admitted.find(digest)
         if found is None:
             found = admit(form, self.compiler)

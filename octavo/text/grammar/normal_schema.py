@@ -50,7 +50,7 @@ class Leaf:
             values = tuple(
                 value
                 for value in values
-                if type_of(value) in kept and is_within(value, self.limits)
+                if get_json_type(value) in kept and is_within(value, self.limits)
             )
         return None if not kept or values == () else replace(self, types=kept, values=values)
 
@@ -63,9 +63,9 @@ class Leaf:
     def admits(self, constant: bool | None) -> bool:
         """Returns whether a constant, to which no limit applies, is allowed."""
         is_listed = self.values is None or any(value is constant for value in self.values)
-        return is_listed and type_of(constant) in self.types
+        return is_listed and get_json_type(constant) in self.types
 
-    def limits_of(self, keyword: str) -> list[Any]:
+    def get_limits(self, keyword: str) -> list[Any]:
         return [value for key, value in self.limits if key == keyword]
 
 
@@ -83,15 +83,15 @@ class ObjectShape:
     """Smallest number of properties."""
     most: int | None = None
 
-    def schema_of(self, name: str) -> Schema:
+    def get_schema(self, name: str) -> Schema:
         """Returns the schema of a property."""
         if name in self.properties:
             return self.properties[name]
         found = [schema for pattern, schema in self.patterns if matches(pattern, name)]
-        return all_of(*found) if found else self.additional
+        return intersect(*found) if found else self.additional
 
 
-def type_of(value: Any) -> str:
+def get_json_type(value: Any) -> str:
     """Returns the JSON type of a value; "integer" for numbers without a fraction."""
     if value is None:
         return "null"
@@ -131,7 +131,7 @@ def matches(pattern: str, name: str) -> bool:
         return True
 
 
-def all_of(*schemas: Schema) -> Schema:
+def intersect(*schemas: Schema) -> Schema:
     """Returns the intersection of schemas."""
     if any(schema is False for schema in schemas):
         return False
@@ -205,7 +205,7 @@ def _unique(parts: Iterable[Part]) -> list[Part]:
 
 
 def _is_in(value: Any, values: Iterable[Any]) -> bool:
-    return any(type_of(one) == type_of(value) and one == value for one in values)
+    return any(get_json_type(one) == get_json_type(value) and one == value for one in values)
 
 
 # -- scalars ---------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def leaves(root: Schema, schema: Schema) -> list[Leaf]:
     return _alternatives(root, schema, _own_leaves, _meet_leaves)
 
 
-def types_of(root: Schema, schema: Schema) -> frozenset[str]:
+def get_types(root: Schema, schema: Schema) -> frozenset[str]:
     """Returns the JSON types that a value may have."""
     return frozenset().union(*(leaf.types for leaf in leaves(root, schema)))
 
@@ -229,8 +229,8 @@ def _own_leaves(schema: Mapping[str, Any]) -> list[Leaf]:
     values = None
     if "const" in schema or "enum" in schema:
         listed = [schema["const"]] if "const" in schema else schema["enum"]
-        values = tuple(value for value in listed if type_of(value) in types)
-        types = frozenset(map(type_of, values))
+        values = tuple(value for value in listed if get_json_type(value) in types)
+        types = frozenset(map(get_json_type, values))
     limits = tuple((key, schema[key]) for key in LIMITS if key in schema)
     leaf = Leaf(types, values, limits).having(types)
     return [] if leaf is None else [leaf]
@@ -268,7 +268,7 @@ def _own_shapes(schema: Mapping[str, Any]) -> list[ObjectShape]:
         return []
     patterns = tuple(schema.get("patternProperties", {}).items())
     properties = {
-        name: all_of(part, *(more for pattern, more in patterns if matches(pattern, name)))
+        name: intersect(part, *(more for pattern, more in patterns if matches(pattern, name)))
         for name, part in schema.get("properties", {}).items()
     }
     shape = ObjectShape(
@@ -282,11 +282,11 @@ def _own_shapes(schema: Mapping[str, Any]) -> list[ObjectShape]:
     if "const" not in schema and "enum" not in schema:
         return [shape]
     listed = [schema["const"]] if "const" in schema else schema["enum"]
-    met = (_meet_shapes(_shape_of(value), shape) for value in listed if isinstance(value, dict))
+    met = (_meet_shapes(_make_shape(value), shape) for value in listed if isinstance(value, dict))
     return [one for one in met if one is not None]
 
 
-def _shape_of(value: Mapping[str, Any]) -> ObjectShape:
+def _make_shape(value: Mapping[str, Any]) -> ObjectShape:
     properties = {name: {"const": part} for name, part in value.items()}
     return ObjectShape(properties, frozenset(properties), additional=False)
 
@@ -295,15 +295,18 @@ def _meet_shapes(one: ObjectShape, other: ObjectShape) -> ObjectShape | None:
     names = dict.fromkeys((*one.properties, *other.properties))
     mine, theirs = dict(one.patterns), dict(other.patterns)
     patterns = tuple(
-        (pattern, all_of(mine.get(pattern, one.additional), theirs.get(pattern, other.additional)))
+        (
+            pattern,
+            intersect(mine.get(pattern, one.additional), theirs.get(pattern, other.additional)),
+        )
         for pattern in dict.fromkeys((*mine, *theirs))
     )
     bounds = [most for most in (one.most, other.most) if most is not None]
     return ObjectShape(
-        {name: all_of(one.schema_of(name), other.schema_of(name)) for name in names},
+        {name: intersect(one.get_schema(name), other.get_schema(name)) for name in names},
         one.required | other.required,
         patterns,
-        all_of(one.additional, other.additional),
+        intersect(one.additional, other.additional),
         max(one.least, other.least),
         min(bounds, default=None),
     )
@@ -314,7 +317,7 @@ def _satisfiable(root: Schema, shape: ObjectShape) -> ObjectShape | None:
     impossible.
     """
     required = [name for name in sorted(shape.required) if name not in shape.properties]
-    named = shape.properties | {name: shape.schema_of(name) for name in required}
+    named = shape.properties | {name: shape.get_schema(name) for name in required}
     properties = {name: part if can_be(root, part) else False for name, part in named.items()}
     if any(properties[name] is False for name in shape.required):
         return None

@@ -186,10 +186,10 @@ def _strings(leaf: Leaf, closing: str, types: Collection[str], plain: str) -> li
     if leaf.values is not None:
         spelled = (_spelled(text, closing, types) for text in leaf.values)
         return [literal(text) for text in spelled if text is not None]
-    limits = [f"/{whole_pattern(pattern)}/" for pattern in leaf.limits_of("pattern")]
-    limits += [f"/{FORMATS[name]}/" for name in leaf.limits_of("format") if name in FORMATS]
-    least = max(leaf.limits_of("minLength"), default=0)
-    most = min(leaf.limits_of("maxLength"), default=None)
+    limits = [f"/{whole_pattern(pattern)}/" for pattern in leaf.get_limits("pattern")]
+    limits += [f"/{FORMATS[name]}/" for name in leaf.get_limits("format") if name in FORMATS]
+    least = max(leaf.get_limits("minLength"), default=0)
+    most = min(leaf.get_limits("maxLength"), default=None)
     if least or most is not None:
         limits.append(rf"/(.|\n){{{least},{'' if most is None else most}}}/")
     return [" & ".join([*limits, plain])]

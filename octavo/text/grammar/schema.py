@@ -278,7 +278,7 @@ def _open_one_of(root: Schema, schema: dict[str, Any]) -> None:
         return
     whole = [_constants(root, branch) for branch in branches]
     names = {name for branch in branches for name in _required(root, branch)}
-    by_name = ([_constants_of(root, branch, name) for branch in branches] for name in names)
+    by_name = ([_get_constants(root, branch, name) for branch in branches] for name in names)
     if _are_disjoint(whole) or any(_are_disjoint(sets) for sets in by_name):
         schema["anyOf"] = schema.pop("oneOf")
 
@@ -317,7 +317,7 @@ def _required(root: Schema, schema: Schema) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _constants_of(root: Schema, schema: Schema, name: str) -> set[str] | None:
+def _get_constants(root: Schema, schema: Schema, name: str) -> set[str] | None:
     """Returns the values that a schema enumerates for a required property, or None."""
     if name not in _required(root, schema):
         return None

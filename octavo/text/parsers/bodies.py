@@ -77,9 +77,11 @@ def _json_call(source: TextSource, call: CallWriter) -> Steps[None]:
         if key in NAME_KEYS and not call.has_begun:
             call.begin((yield from read_string(source)), call_id)
             for text in waiting:
-                call.argue(text)
+                call.add_arguments(text)
         elif key in ARGUMENT_KEYS:
-            yield from _copy_arguments(source, call.argue if call.has_begun else waiting.append)
+            yield from _copy_arguments(
+                source, call.add_arguments if call.has_begun else waiting.append
+            )
         elif key == ID_KEY and not call.has_begun and (yield from source.next()) == '"':
             call_id = yield from read_string(source)
         elif call.has_begun or key in (ID_KEY, *OTHER_KEYS):
@@ -133,7 +135,7 @@ class NamedJson:
         name, call_id = yield from self._head(source)
         call.begin(name, call_id)
         yield from source.skip_space()
-        yield from _copy_arguments(source, call.argue)
+        yield from _copy_arguments(source, call.add_arguments)
         call.end()
 
     def _head(self, source: TextSource) -> Steps[tuple[str, str]]:
@@ -224,7 +226,7 @@ class KeyValues:
                 break
             yield from self._pair(source, section, call, before)
             before = ", "
-        call.argue("{}" if before == "{" else "}")
+        call.add_arguments("{}" if before == "{" else "}")
 
     def _pair(
         self, source: TextSource, section: CallSection, call: CallWriter, before: str
@@ -236,9 +238,9 @@ class KeyValues:
             yield from source.skip_space()
             yield from source.expect(self.layout.value_open.strip())
         quoted = read_raw("".join(key), self.layout.key_end, TEXT_ONLY)
-        types = section.types.types_of(call.name, json.loads(quoted))
-        call.argue(f"{before}{quoted}: ")
-        value = RawValue(call.argue, self.layout, types)
+        types = section.types.get_types(call.name, json.loads(quoted))
+        call.add_arguments(f"{before}{quoted}: ")
+        value = RawValue(call.add_arguments, self.layout, types)
         while True:
             mark = yield from source.until([self.layout.value_end], value.add, keeps_end=False)
             if not mark:

@@ -58,7 +58,7 @@ OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_p
 """Options that apply to all JSON in an output."""
 
 
-def form_of_answer(
+def build_response_form(
     own: StructuredOutputs | None,
     tools: ToolFormat | ChannelFormat,
     rules: CallRules,
@@ -79,11 +79,11 @@ def form_of_answer(
         )
     if own.structural_tag is None:
         calls = _calls_tag(tools, replace(rules, must_call=True))
-        return behind(own, before, or_structural_tag=calls)
+        return start_after(own, before, or_structural_tag=calls)
     tag, calls = own.tag, _calls_tag(tools, rules)
     for name in ("structures", "triggers"):
         tag[name] = [*tag.get(name, ()), *calls[name]]
-    return behind(own, before, structural_tag=tag)
+    return start_after(own, before, structural_tag=tag)
 
 
 def _framed_form(
@@ -134,7 +134,7 @@ def _part(own: StructuredOutputs) -> dict[str, Any]:
     return given or {"schema": {"type": "object"}}
 
 
-def behind(own: StructuredOutputs, before: ReasoningSpan, **changed: Any) -> StructuredOutputs:
+def start_after(own: StructuredOutputs, before: ReasoningSpan, **changed: Any) -> StructuredOutputs:
     """Returns a structured output that starts after the reasoning, with some fields changed."""
     return msgspec.structs.replace(own, **before.fields, **changed)
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from octavo.text.grammar.arguments import TEXT_ONLY, ArgumentTypes, types_of_text
+from octavo.text.grammar.arguments import TEXT_ONLY, ArgumentTypes, parse_argument_types
 from octavo.text.grammar.schema import SchemaError
 from octavo.text.parsers.parts import PartList
 from octavo.text.parsers.source import MalformedText, Steps, TextSource
@@ -33,7 +33,7 @@ class FunctionTypes:
     def names(self) -> Collection[str]:
         return self._functions.keys()
 
-    def types_of(self, function: str, parameter: str) -> frozenset[str]:
+    def get_types(self, function: str, parameter: str) -> frozenset[str]:
         """Returns a parameter's JSON types; only strings if it is unknown."""
         if function not in self._types:
             self._types[function] = self._read(function)
@@ -45,7 +45,7 @@ class FunctionTypes:
         if schema is None:
             return None
         try:
-            return types_of_text(json.dumps(schema))
+            return parse_argument_types(json.dumps(schema))
         except SchemaError:
             return None
 
@@ -71,14 +71,14 @@ class CallWriter:
         self.has_begun = True
         self._parts.begin_call(name, call_id)
 
-    def argue(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         self._has_arguments = self._has_arguments or bool(text)
-        self._parts.argue(text)
+        self._parts.add_arguments(text)
 
     def end(self) -> None:
         """Ends the call; missing arguments become an empty object."""
         if not self._has_arguments:
-            self._parts.argue("{}")
+            self._parts.add_arguments("{}")
 
 
 class CallBody(Protocol):

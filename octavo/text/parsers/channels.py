@@ -23,7 +23,7 @@ ANALYSIS = re.compile(r"(?:<\|channel\|>|^)\s*analysis")
 def read_channels(source: TextSource, parts: PartList) -> Steps[None]:
     """Reads an output message by message; text outside of messages is content."""
     num_thoughts = 0
-    while (yield from source.until(OPENINGS, _say(parts, PartKind.CONTENT))):
+    while (yield from source.until(OPENINGS, _make_emit(parts, PartKind.CONTENT))):
         header: list[str] = []
         if not (yield from source.until([MESSAGE], header.append)):
             return
@@ -32,17 +32,17 @@ def read_channels(source: TextSource, parts: PartList) -> Steps[None]:
         if recipient is not None:
             yield from _call(source, CallWriter(parts), recipient[1])
         elif ANALYSIS.search(text) or "to=" in text:
-            think = _say(parts, PartKind.REASONING)
+            think = _make_emit(parts, PartKind.REASONING)
             if num_thoughts:
                 think("\n")
             num_thoughts += 1
             yield from source.until(ENDINGS, think, keeps_end=False)
         else:
-            yield from source.until(ENDINGS, _say(parts, PartKind.CONTENT))
+            yield from source.until(ENDINGS, _make_emit(parts, PartKind.CONTENT))
 
 
-def _say(parts: PartList, kind: PartKind) -> Emit:
-    return lambda text: parts.say(kind, text)
+def _make_emit(parts: PartList, kind: PartKind) -> Emit:
+    return lambda text: parts.add_text(kind, text)
 
 
 def _call(source: TextSource, call: CallWriter, name: str) -> Steps[None]:
@@ -50,5 +50,5 @@ def _call(source: TextSource, call: CallWriter, name: str) -> Steps[None]:
         call.begin(name)
     except MalformedText:
         return
-    if (yield from source.until(ENDINGS, call.argue, keeps_end=False)):
+    if (yield from source.until(ENDINGS, call.add_arguments, keeps_end=False)):
         call.end()

@@ -11,10 +11,10 @@ from octavo.text.parsers.formats import (
     ChannelFormat,
     ReasoningFormat,
     ToolFormat,
+    find_reasoning_format,
+    find_tool_format,
     named_reasoning_format,
     named_tool_format,
-    reasoning_format_of,
-    tool_format_of,
 )
 
 NONE = "none"
@@ -29,7 +29,7 @@ class AnswerFormats:
     reasoning: ReasoningFormat | ChannelFormat | None
 
 
-def formats_of(
+def choose_formats(
     template: str | None,
     tool_call_parser: str | None,
     reasoning_parser: str | None,
@@ -38,13 +38,13 @@ def formats_of(
     """Returns a model's formats; raises ConfigError for an unknown name. `tool_template` is the
     template for conversations with tools, if different.
     """
-    tools = tool_format_of(template if tool_template is None else tool_template)
+    tools = find_tool_format(template if tool_template is None else tool_template)
     if tool_call_parser is not None:
         tools = named_tool_format(tool_call_parser)
         if tools is None:
             names = [row.name for row in TOOL_FORMATS]
             raise _unknown("tool_call_parser", tool_call_parser, names)
-    reasoning = reasoning_format_of(template)
+    reasoning = find_reasoning_format(template)
     if reasoning_parser is not None:
         reasoning = named_reasoning_format(reasoning_parser)
         if reasoning is None and reasoning_parser != NONE:

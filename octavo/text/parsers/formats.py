@@ -364,12 +364,12 @@ DEFAULT_TOOL_FORMAT = "hermes"
 """Tool-call format that the prompt teaches models without tool support in their template."""
 
 
-def tool_format_of(template: str | None) -> ToolFormat | ChannelFormat | None:
+def find_tool_format(template: str | None) -> ToolFormat | ChannelFormat | None:
     """Returns the first tool format that a chat template matches, or None."""
     return next((row for row in TOOL_FORMATS if _shows(template, row.found_by)), None)
 
 
-def reasoning_format_of(template: str | None) -> ReasoningFormat | ChannelFormat | None:
+def find_reasoning_format(template: str | None) -> ReasoningFormat | ChannelFormat | None:
     """Returns the first reasoning format that a chat template matches, or None."""
     return next((row for row in REASONING_FORMATS if _shows(template, row.found_by)), None)
 

@@ -44,7 +44,7 @@ class FunctionText:
     call_id: str = ""
 
 
-def arguments_of(call: FunctionText) -> dict[str, Any]:
+def parse_arguments(call: FunctionText) -> dict[str, Any]:
     """Parses a call's arguments, as far as they were written."""
     try:
         found = from_json(call.arguments, allow_partial="trailing-strings")
@@ -75,7 +75,7 @@ class MessageText:
 
 
 class PartList:
-    """Parts found by a parser since the last `taken`; adjacent pieces are joined."""
+    """Parts found by a parser since the last `pop_parts`; adjacent pieces are joined."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         """`names` maps aliases to the client's function names."""
@@ -83,7 +83,7 @@ class PartList:
         self._parts: list[Part] = []
         self.num_calls = 0
 
-    def say(self, kind: PartKind, text: str) -> None:
+    def add_text(self, kind: PartKind, text: str) -> None:
         self._add(kind, text, -1)
 
     def begin_call(self, name: str, call_id: str = "") -> None:
@@ -91,11 +91,11 @@ class PartList:
         self._parts.append(Part(PartKind.CALL, name, self.num_calls, call_id))
         self.num_calls += 1
 
-    def argue(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         """Adds to the arguments of the current call."""
         self._add(PartKind.ARGUMENTS, text, self.num_calls - 1)
 
-    def taken(self) -> list[Part]:
+    def pop_parts(self) -> list[Part]:
         """Returns and clears the parts."""
         parts, self._parts = self._parts, []
         return parts

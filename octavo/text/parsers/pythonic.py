@@ -69,11 +69,11 @@ class PythonCalls:
             if not call.has_begun:
                 call.begin(function)
             if pairs:
-                call.argue(before + pairs)
+                call.add_arguments(before + pairs)
                 before = ", "
         if not call.has_begun:
             call.begin(function)
-        call.argue("{}" if before == "{" else "}")
+        call.add_arguments("{}" if before == "{" else "}")
 
 
 def _pairs(source: TextSource) -> Steps[str]:

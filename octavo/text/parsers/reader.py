@@ -57,7 +57,7 @@ class MessageReader:
             self._source.end()
         if not self._has_ended:
             self._has_ended = next(self._steps, "ended") == "ended"
-        return self._parts.taken()
+        return self._parts.pop_parts()
 
     def _message(self) -> Steps[None]:
         form = self._form
@@ -72,14 +72,14 @@ class MessageReader:
         if isinstance(form.tools, ToolFormat):
             yield from self._content_and_calls(form.tools, dropped)
             return
-        while dropped and (yield from self._source.until(dropped, self._speak)):
+        while dropped and (yield from self._source.until(dropped, self._emit_content)):
             pass
         yield from self._rest()
 
     def _rest(self) -> Steps[None]:
         """Emits the remaining text as content."""
-        self._say(self._space)
-        yield from self._source.run(ANYTHING, self._say)
+        self._emit_text(self._space)
+        yield from self._source.run(ANYTHING, self._emit_text)
 
     # -- reasoning ---------------------------------------------------------------------------------
 
@@ -92,15 +92,15 @@ class MessageReader:
         opened = yield from self._source.at([tags.opening])
         before = self._source.held()
         if not opened and not self._form.begins_in_reasoning:
-            self._speak(before)
+            self._emit_content(before)
             return
         yield from self._source.skip_space()
-        yield from self._source.until([tags.closing], self._think, keeps_end=False)
+        yield from self._source.until([tags.closing], self._emit_reasoning, keeps_end=False)
         self._space = ""
         yield from self._source.skip_space()
 
-    def _think(self, text: str) -> None:
-        self._tell(PartKind.REASONING, text)
+    def _emit_reasoning(self, text: str) -> None:
+        self._emit(PartKind.REASONING, text)
 
     # -- content and calls -------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class MessageReader:
         if tools.body.openings:
             yield from self._unmarked(tools)
         marks = [*tools.begin, *dropped]
-        while marks and (mark := (yield from self._source.until(marks, self._speak))):
+        while marks and (mark := (yield from self._source.until(marks, self._emit_content))):
             if mark not in dropped:
                 yield from self._section(tools, mark)
         yield from self._rest()
@@ -136,7 +136,7 @@ class MessageReader:
             if not (yield from self._calls(tools, section)):
                 return
         if not section.writer.has_begun:
-            self._speak(self._source.held())
+            self._emit_content(self._source.held())
             return
         self._source.held()
         yield from self._source.skip_space()
@@ -159,7 +159,7 @@ class MessageReader:
         except MalformedText:
             text = self._source.held()
             if not section.writer.has_begun:
-                self._speak(text)
+                self._emit_content(text)
             return False
         self._source.held()
         self._space = ""
@@ -167,18 +167,18 @@ class MessageReader:
 
     # -- telling -----------------------------------------------------------------------------------
 
-    def _speak(self, text: str) -> None:
-        self._tell(PartKind.CONTENT, text)
+    def _emit_content(self, text: str) -> None:
+        self._emit(PartKind.CONTENT, text)
 
-    def _say(self, text: str) -> None:
-        self._parts.say(PartKind.CONTENT, text)
+    def _emit_text(self, text: str) -> None:
+        self._parts.add_text(PartKind.CONTENT, text)
 
-    def _tell(self, kind: PartKind, text: str) -> None:
+    def _emit(self, kind: PartKind, text: str) -> None:
         """Emits text but holds back trailing whitespace."""
         text = self._space + text
         body = text.rstrip()
         self._space = text[len(body) :]
-        self._parts.say(kind, body)
+        self._parts.add_text(kind, body)
 
 
 class ContinuedReader:
@@ -195,7 +195,7 @@ class ContinuedReader:
         self._open: list[Part] = []
         if before.calls and not _is_whole(before.calls[-1].arguments):
             self._num_told -= 1
-            self._open = _parts_of(before.calls[-1])
+            self._open = _make_parts(before.calls[-1])
 
     def read(self, text: str, *, finished: bool = False) -> list[Part]:
         """Returns the parts that are certain after more text; calls are numbered from 0."""
@@ -214,7 +214,7 @@ def _is_whole(arguments: str) -> bool:
     return True
 
 
-def _parts_of(call: FunctionText) -> list[Part]:
+def _make_parts(call: FunctionText) -> list[Part]:
     """Returns a call as parts, as far as it was written."""
     begun = [Part(PartKind.CALL, call.name, 0, call.call_id)]
     return [*begun, Part(PartKind.ARGUMENTS, call.arguments, 0)] if call.arguments else begun

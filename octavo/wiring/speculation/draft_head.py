@@ -21,7 +21,7 @@ from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.config.engine_config import EngineConfig
 from octavo.executor.base import FormatOf
 from octavo.models.draft_heads import MTP_FAMILIES, DraftHead, eagle3_head, mtp_head
-from octavo.program.passes.draft_groups import PREFIX, beside
+from octavo.program.passes.draft_groups import PREFIX, join_groups
 from octavo.program.passes.features import FEATURES, with_features
 from octavo.program.program import Program, Weight
 from octavo.quant.blocks import StoredWeight
@@ -50,7 +50,7 @@ class OpenedHead:
         """Returns the target's Program with feature outputs, and the head's, over the cache groups
         of both.
         """
-        both, drafting = beside(target, self.head.program)
+        both, drafting = join_groups(target, self.head.program)
         return with_features(both, self.head.features, PREFIX + FEATURES), drafting
 
     def target_formats(self, formats: FormatOf, target: Program) -> FormatOf:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.executor.kv import HeadRows, KvLayout
-from octavo.program.passes.splits import spans_of_kv_heads
+from octavo.program.passes.splits import split_kv_heads
 from octavo.program.program import CacheGroup, Span
 
 
@@ -41,7 +41,7 @@ class GroupHeads:
 
     def spans(self, num_ranks: int) -> tuple[Span, ...]:
         """Returns the heads of each rank; raises ConfigError if they cannot be divided."""
-        return spans_of_kv_heads(self.num_heads, num_ranks)
+        return split_kv_heads(self.num_heads, num_ranks)
 
     def cut(self, data: NDArray[np.uint8], held: Span, wanted: Span) -> NDArray[np.uint8]:
         """Copies the heads `wanted` from a block `[bytes]` of the heads `held`."""

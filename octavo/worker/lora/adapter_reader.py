@@ -18,7 +18,7 @@ from octavo.api.errors import WeightMismatch, did_you_mean
 from octavo.checkpoint.peft import ModuleUpdate, PeftAdapter, get_bare_name, read_peft
 from octavo.program.low_rank import LowRank, Site, Updates
 from octavo.program.ops import Linear
-from octavo.program.passes.adapters import sites_of, tables_of
+from octavo.program.passes.adapters import find_table_sites, iter_sites
 from octavo.program.program import Program, Weight
 from octavo.worker.lora.adapter_numbers import LoraDtype, LoraMatrices, get_stored_digest
 
@@ -58,7 +58,7 @@ class AdapterReader:
         whole: Program | None = None,
     ) -> None:
         """`whole`: the whole Program with its sites, if `program` is one rank's part of it."""
-        everywhere = dict(sites_of(whole or program))
+        everywhere = dict(iter_sites(whole or program))
         self._elsewhere = frozenset(map(get_bare_name, everywhere))
         """Modules of this rank or another."""
         self._shapes = list(map(_whole_shape, everywhere.values()))
@@ -66,9 +66,9 @@ class AdapterReader:
         self._max_rank = max_rank
         self._dtype = dtype
         self._sites: dict[str, list[Site]] = {}
-        for site in dict.fromkeys(sites_of(program)):
+        for site in dict.fromkeys(iter_sites(program)):
             self._sites.setdefault(get_bare_name(site[0]), []).append(site)
-        self._tables = tables_of(program)
+        self._tables = find_table_sites(program)
         self._biases = _get_biases(program)
 
     def read(self, path: Path) -> Adapter:

@@ -53,7 +53,7 @@ class Patches:
 def cut_patches(image: MediaPixels, layout: ImageLayout, scale: PixelScale) -> Patches:
     """Cuts an image into patches: cell by cell, and window by window if the layout has windows."""
     pixels = np.frombuffer(image.data, np.uint8).reshape(image.height, image.width, -1)
-    rows, columns = layout.grid_of(image.height, image.width)
+    rows, columns = layout.get_grid(image.height, image.width)
     order, counts = _windows(rows, columns, layout.window)
     size, cell = layout.patch_size, layout.cell
     cut = scale.apply(pixels).reshape((rows, cell, size, columns, cell, size, -1))

@@ -184,7 +184,7 @@ class Quantizer:
         factors = self._get_factors(run, op.x, statistics)
         weight = self._weight(plan)
         if self._exact is not None:
-            weight = statistics.gptq.meant(weight, self._missed(run, op, statistics))
+            weight = statistics.gptq.compensate(weight, self._missed(run, op, statistics))
         if factors is None:
             rounded = self._rounded(plan, weight, statistics)
             self._values[name] = rounded.values()

@@ -16,7 +16,7 @@ from octavo.text.parsers.call_forms import (
     CallRules,
     ReasoningSpan,
     any_text,
-    form_of_answer,
+    build_response_form,
 )
 from octavo.text.parsers.formats import (
     HARMONY,
@@ -105,7 +105,7 @@ def test_a_call_that_must_be_made_is_read_and_meets_its_schema(compiler, tokeniz
     assert tools is not None
     for seed in range(4):
         rules = CallRules(FUNCTIONS, must_call=True, may_call_several=bool(seed % 2))
-        form = form_of_answer(None, tools, rules, NO_REASONING)
+        form = build_response_form(None, tools, rules, NO_REASONING)
         text = written(compiler, tokenizer, form, seed)
         message = read_message(MessageForm(tools, None, FUNCTIONS), text)
         assert message.content == "", text
@@ -116,7 +116,7 @@ def test_a_call_that_must_be_made_is_read_and_meets_its_schema(compiler, tokeniz
 def test_a_call_that_has_begun_is_completed(compiler, tokenizer, name):
     tools = named_tool_format(name)
     assert tools is not None
-    form = form_of_answer(None, tools, CallRules(FUNCTIONS), NO_REASONING)
+    form = build_response_form(None, tools, CallRules(FUNCTIONS), NO_REASONING)
     begin = tools.written[0].replace("{name}", "look_up")
     front = "" if tools.body.openings else "Well, "
     text = written(compiler, tokenizer, form, 3, begin=front + begin)
@@ -152,7 +152,7 @@ def allows(channels, form, text: str) -> bool:
 
 def test_a_call_among_messages_is_completed(channels):
     tokenizer, compiler = channels
-    form = form_of_answer(None, HARMONY, CallRules(FUNCTIONS), NO_REASONING)
+    form = build_response_form(None, HARMONY, CallRules(FUNCTIONS), NO_REASONING)
     words = "<|channel|>commentary<|message|>I look." + NEXT
     for front in ("", ANALYSIS, words, ANALYSIS + words):
         made = written(compiler, tokenizer, form, 3, begin=front + LOOK_UP)
@@ -162,7 +162,7 @@ def test_a_call_among_messages_is_completed(channels):
 
 
 def test_messages_need_their_marks(compiler):
-    form = form_of_answer(None, HARMONY, CallRules(FUNCTIONS), NO_REASONING)
+    form = build_response_form(None, HARMONY, CallRules(FUNCTIONS), NO_REASONING)
     with pytest.raises(InvalidRequest, match="no special tokens for"):
         admit(form, compiler)
 
@@ -184,13 +184,13 @@ FRAMED = [
 
 @pytest.mark.parametrize(("text", "allowed"), FRAMED)
 def test_messages_stand_around_calls(channels, text, allowed):
-    form = form_of_answer(None, HARMONY, CallRules(FUNCTIONS), NO_REASONING)
+    form = build_response_form(None, HARMONY, CallRules(FUNCTIONS), NO_REASONING)
     assert allows(channels, form, text) is allowed
 
 
 def test_one_call_at_most_among_messages(channels):
     rules = CallRules(FUNCTIONS, may_call_several=False)
-    form = form_of_answer(None, HARMONY, rules, NO_REASONING)
+    form = build_response_form(None, HARMONY, rules, NO_REASONING)
     assert allows(channels, form, ANALYSIS + NOW)
     assert not allows(channels, form, NOW + NEXT + NOW)
 
@@ -199,7 +199,7 @@ def test_one_call_at_most_among_messages(channels):
 def test_an_answer_of_messages_has_its_form_or_calls(channels, most):
     own = StructuredOutputs(json={"const": {"a": 1}})
     before = ReasoningSpan(HARMONY.opening, HARMONY.before_call, most)
-    form = form_of_answer(own, HARMONY, CallRules(FUNCTIONS), before)
+    form = build_response_form(own, HARMONY, CallRules(FUNCTIONS), before)
     analysis = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     for front in ("", analysis):
         assert allows(channels, form, front + FINAL + '{"a": 1}')
@@ -210,7 +210,7 @@ def test_an_answer_of_messages_has_its_form_or_calls(channels, most):
 
 def test_messages_go_on_behind_a_reasoning_that_its_budget_ends(channels):
     before = ReasoningSpan(HARMONY.opening, HARMONY.before_call, 3)
-    form = form_of_answer(None, HARMONY, CallRules(FUNCTIONS), before)
+    form = build_response_form(None, HARMONY, CallRules(FUNCTIONS), before)
     assert allows(channels, form, HARMONY.opening + "abc" + NEXT + NOW)
     assert allows(channels, form, HARMONY.opening + "abc" + NEXT + FINAL + "Done.")
     assert allows(channels, form, HARMONY.opening + "a" + NEXT + NOW)
@@ -223,7 +223,9 @@ def test_one_call_alone_where_several_are_not_wanted(compiler, tokenizer):
     tools = named_tool_format("hermes")
     assert tools is not None
     rules = CallRules({"now": FUNCTIONS["now"]}, must_call=True, may_call_several=False)
-    matcher = compiler.compile(admit(form_of_answer(None, tools, rules, NO_REASONING), compiler))
+    matcher = compiler.compile(
+        admit(build_response_form(None, tools, rules, NO_REASONING), compiler)
+    )
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     matcher.take(tokenizer.encode(call, add_special_tokens=False))
     assert legal(matcher) == [END]
@@ -233,7 +235,7 @@ def test_an_answer_is_of_its_own_form_or_a_call(compiler, tokenizer):
     tools = named_tool_format("hermes")
     assert tools is not None
     own = StructuredOutputs(json={"const": {"a": 1}})
-    form = form_of_answer(own, tools, CallRules({"now": FUNCTIONS["now"]}), NO_REASONING)
+    form = build_response_form(own, tools, CallRules({"now": FUNCTIONS["now"]}), NO_REASONING)
     assert json.loads(written(compiler, tokenizer, form, 1, begin="{")) == {"a": 1}
     text = written(compiler, tokenizer, form, 1, begin="<tool")
     assert read_message(MessageForm(tools, None, FUNCTIONS), text).calls[0].name == "now"
@@ -245,7 +247,7 @@ def test_a_form_begins_behind_the_reasoning(compiler, tokenizer, is_open):
     tools = named_tool_format("hermes")
     assert tools is not None
     rules = CallRules(FUNCTIONS, must_call=True)
-    form = form_of_answer(None, tools, rules, before)
+    form = build_response_form(None, tools, rules, before)
     begin = "abc {<tool_call>x</think>" if is_open else "<think>abc {<tool_call>x</think>"
     text = written(compiler, tokenizer, form, 5, begin=begin)
     reads = MessageForm(tools, named_reasoning_format("qwen3"), FUNCTIONS, is_open)
@@ -283,14 +285,14 @@ def test_schemas_of_arguments_are_checked_in_every_format(compiler, tokenizer, n
     endless = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}
     functions = {"f": {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}} | endless}
     with pytest.raises(InvalidRequest, match=r"tools: f: #/.*needs itself"):
-        form_of_answer(None, tools, CallRules(functions, must_call=True), NO_REASONING)
+        build_response_form(None, tools, CallRules(functions, must_call=True), NO_REASONING)
     told_apart = [
         {"type": "object", "required": ["k"], "properties": {"k": {"const": kind}}}
         for kind in ("a", "b")
     ]
     schema = {"type": "object", "properties": {"x": {"oneOf": told_apart}}, "required": ["x"]}
     functions = {"f": schema | {"additionalProperties": False}}
-    form = form_of_answer(None, tools, CallRules(functions, must_call=True), NO_REASONING)
+    form = build_response_form(None, tools, CallRules(functions, must_call=True), NO_REASONING)
     message = read_message(
         MessageForm(tools, None, functions), written(compiler, tokenizer, form, 1)
     )
@@ -317,7 +319,7 @@ def test_a_text_has_the_pattern_of_its_schema(compiler, tokenizer, name, pattern
     functions = {"say": schema | {"required": ["text"], "additionalProperties": False}}
     tools = named_tool_format(name)
     assert tools is not None
-    form = form_of_answer(None, tools, CallRules(functions, must_call=True), NO_REASONING)
+    form = build_response_form(None, tools, CallRules(functions, must_call=True), NO_REASONING)
     for seed in range(3):
         message = read_message(
             MessageForm(tools, None, functions), written(compiler, tokenizer, form, seed)
@@ -334,7 +336,7 @@ def test_an_answer_with_tools_may_end_inside_its_reasoning(
 ):
     before = ReasoningSpan("" if is_open else "<think>", "</think>")
     tools = named_tool_format(name)
-    form = form_of_answer(None, tools, CallRules(FUNCTIONS, must_call=must_call), before)
+    form = build_response_form(None, tools, CallRules(FUNCTIONS, must_call=must_call), before)
     for thought in ("<think>Hm, <tool_call> no", "<think>", "<think>a</think"):
         text = thought.removeprefix("<think>") if is_open else thought
         assert allows((tokenizer, compiler), form, text) is not must_call, text
@@ -351,7 +353,7 @@ def test_an_answer_with_tools_may_end_inside_its_reasoning(
 @pytest.mark.parametrize("is_open", [False, True])
 def test_messages_may_end_inside_their_reasoning(channels, must_call, is_open):
     before = ReasoningSpan("" if is_open else HARMONY.opening, HARMONY.before_call)
-    form = form_of_answer(None, HARMONY, CallRules(FUNCTIONS, must_call=must_call), before)
+    form = build_response_form(None, HARMONY, CallRules(FUNCTIONS, must_call=must_call), before)
     thought = "Hm." if is_open else HARMONY.opening + "Hm."
     assert allows(channels, form, thought) is not must_call
     assert allows(channels, form, thought + NEXT + NOW)

@@ -12,7 +12,7 @@ import pytest
 import tests
 from octavo.text.grammar.enforceable import enforceable
 from octavo.text.parsers.bodies import KeyValues
-from octavo.text.parsers.call_forms import NO_REASONING, CallRules, form_of_answer
+from octavo.text.parsers.call_forms import NO_REASONING, CallRules, build_response_form
 from octavo.text.parsers.formats import HARMONY, NAME_HERE, TOOL_FORMATS, named_tool_format
 from octavo.text.parsers.parts import MessageText
 from octavo.text.parsers.reader import MessageForm, MessageReader, read_message
@@ -43,7 +43,7 @@ def vocabulary(tmp_path_factory):
 
 def must_call(tools, schema):
     rules = CallRules({"f": schema}, must_call=True, may_call_several=False)
-    return form_of_answer(None, tools, rules, NO_REASONING)
+    return build_response_form(None, tools, rules, NO_REASONING)
 
 
 def streamed(form: MessageForm, text: str, cut: int) -> MessageText:
@@ -117,7 +117,7 @@ def check_sample(vocabulary, name: str, seed: int, *, is_forced: bool) -> bool:
     tools = named_tool_format(name)
     assert tools is not None
     rules = CallRules({"f": found.schema}, must_call=is_forced, may_call_several=False)
-    form = form_of_answer(None, tools, rules, NO_REASONING)
+    form = build_response_form(None, tools, rules, NO_REASONING)
     begin = "" if is_forced else tools.written[0].replace(NAME_HERE, "f")
     text = sampled_text(compiler, tokenizer, form, rng, begin, ending_marks(tools))
     if text is None:

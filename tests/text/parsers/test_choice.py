@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.api.errors import ConfigError
-from octavo.text.parsers.choice import formats_of
+from octavo.text.parsers.choice import choose_formats
 
 BAR, LOW = "\uff5c", "\u2581"
 
@@ -30,16 +30,16 @@ BAR, LOW = "\uff5c", "\u2581"
     ],
 )
 def test_a_chat_template_tells_its_formats(template, tools, reasoning):
-    found = formats_of(template, None, None)
+    found = choose_formats(template, None, None)
     assert (found.tools and found.tools.name) == tools
     assert (found.reasoning and found.reasoning.name) == reasoning
 
 
 def test_an_option_goes_before_the_template():
-    found = formats_of("<tool_call> </think>", "pythonic", "none")
+    found = choose_formats("<tool_call> </think>", "pythonic", "none")
     assert found.tools is not None and found.tools.name == "pythonic"
     assert found.reasoning is None
-    aliased = formats_of(None, None, "qwen3").reasoning
+    aliased = choose_formats(None, None, "qwen3").reasoning
     assert aliased is not None and aliased.name == "deepseek_r1"
 
 
@@ -47,5 +47,5 @@ def test_an_option_goes_before_the_template():
 def test_an_unknown_name_is_refused_with_the_known_ones(name):
     given = {"tool_call_parser": None, "reasoning_parser": None, name: "mistal"}
     with pytest.raises(ConfigError, match=f"{name}: got 'mistal', allowed are .*mistral") as caught:
-        formats_of(None, **given)
+        choose_formats(None, **given)
     assert caught.value.hint is not None and "mistral" in caught.value.hint
