@@ -24,6 +24,8 @@ NOT_RUN = {
     ("README.md", "make"): "installs; the other examples need what it installed",
     ("docs/guides/adapters.md", ""): "needs adapters",
     ("docs/guides/add-a-family.md", "from octavo"): "has no answer; tests/arch runs it",
+    ("docs/guides/agents.md", "octavo serve"): "another model",
+    ("docs/guides/agents.md", "ANTHROPIC_"): "Claude Code",
     ("docs/guides/clients.md", "octavo serve qwen3-8b"): "another model",
     ("docs/guides/clients.md", "ANTHROPIC_"): "Claude Code",
     ("docs/guides/cluster.md", ""): "Ray on several machines",
