@@ -25,14 +25,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from octavo.distributed.transfer.address import TransferEnds
+from octavo.distributed.transfer.block_transport import BlockTransport
+from octavo.distributed.transfer.mooncake_mover import MooncakeMover
+from octavo.distributed.transfer.nixl_mover import NixlMover
+from octavo.distributed.transfer.socket_mover import SocketMover
+from octavo.distributed.transfer.transfer_worker import TransferWorker
 from octavo.engine.protocol.kv_messages import BlockKey, ConnectorPlan, SlotBlock
-from octavo.transfer.address import TransferEnds
-from octavo.transfer.block_transport import BlockTransport
 from octavo.worker.cache_engine import HostShape
-from octavo.worker.kv_connectors.mooncake_mover import MooncakeMover
-from octavo.worker.kv_connectors.nixl_mover import NixlMover
-from octavo.worker.kv_connectors.socket_mover import SocketMover
-from octavo.worker.kv_connectors.transfer import TransferWorker
 
 HOST = "127.0.0.1"
 CHUNK = 1 << 20

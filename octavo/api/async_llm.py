@@ -39,12 +39,11 @@ from octavo.frontend.live_requests import LiveRequest
 from octavo.frontend.pins import COMPUTE
 from octavo.frontend.pooling import PoolingJobs, PoolingPrompts, Texts
 from octavo.frontend.prompt_inputs import Truncation
+from octavo.frontend.remote_prefill import build_remote_prefill
 from octavo.frontend.streams import RequestStream, RequestStreams, StreamEvents
 from octavo.frontend.transcription import SpeechOptions
-from octavo.frontend.transfers import Transfers
 from octavo.text.ports import DEFAULT_RENDERING, Rendering, Tokenizer
 from octavo.text.unicode import is_long
-from octavo.transfer.messages import Prefill
 from octavo.utils.progress import Report, quiet
 from octavo.wiring.engine import WhenStarted, build_in_process, build_with_process
 
@@ -64,16 +63,15 @@ class AsyncLLM:
         self._request_ids = itertools.count()
         self.limits = AdmissionLimits(front.config)
         self._jobs = AsyncJobs(front, self._next_id, self.prepare, self.submit_prepared)
-        self._transfers = Transfers(
-            front.config.transfer,
-            front.info.transfer,
+        self._remote_prefill = build_remote_prefill(
+            front.config,
+            front.info,
             compute=self._compute_for_peer,
             compute_here=front.compute_here,
-            max_chunk=front.config.scheduler.max_num_batched_tokens,
         )
         self._feed = EngineFeed(front.client.watch, front.outputs.name_of)
         self._streams = RequestStreams(
-            front, StreamEvents(self._take, self._transfers.ended, self._feed.fail)
+            front, StreamEvents(self._take, self._remote_prefill.ended, self._feed.fail)
         )
 
     @staticmethod
@@ -110,14 +108,14 @@ class AsyncLLM:
     @property
     def prefill_peers(self) -> list[str]:
         """Addresses of the prefill engines currently known."""
-        return self._transfers.peers
+        return self._remote_prefill.peers
 
     def start(self) -> None:
         """Starts receiving the engine's outputs in this event loop, so that a crash is noticed even
         without requests. Raises InvalidRequest if another open event loop receives them already.
         """
         if self._streams.start():
-            self._transfers.start()
+            self._remote_prefill.start()
 
     def submit(
         self,
@@ -235,7 +233,7 @@ class AsyncLLM:
         self.start()
         if admit is not None:
             admit(request)
-        self._transfers.place(request)
+        self._remote_prefill.place(request)
         self._front.submit(request)
         self.limits.sent(request)
         return self._streams.open(request.request_id, deltas=deltas)
@@ -401,7 +399,7 @@ class AsyncLLM:
         done = bool(await asyncio.to_thread(self._front.client.query, query))
         if done:
             # The core's own event may come later than the next request.
-            self._transfers.note_blocks([BlocksCleared()])
+            self._remote_prefill.note_blocks([BlocksCleared()])
         return done
 
     async def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
@@ -415,29 +413,30 @@ class AsyncLLM:
     def close(self) -> None:
         """Shuts down the core; open streams get EngineDead. Thread-safe."""
         self._streams.end(EngineDead("the engine was closed"))
-        self._streams.call(self._transfers.close)
+        self._streams.call(self._remote_prefill.close)
         self._front.close()
         self._streams.join()
 
     def _next_id(self) -> str:
         return f"request-{next(self._request_ids)}"
 
-    def _compute_for_peer(self, asked: Prefill) -> Awaitable[RequestOutput]:
+    def _compute_for_peer(
+        self, token_ids: list[int], cache_salt: str, origin: RequestContext
+    ) -> Awaitable[RequestOutput]:
         """Runs the prefill of a prompt for another engine, which fetches the KV blocks."""
         self._streams.check_alive()
         is_ranked = self.config.scheduler.scheduling_policy == "priority"
         request = self._front.prepare(
             f"prefill-{next(self._request_ids)}",
-            {"prompt_token_ids": asked.token_ids, "cache_salt": asked.cache_salt},
+            {"prompt_token_ids": token_ids, "cache_salt": cache_salt},
             COMPUTE,
-            RequestContext(asked.priority if is_ranked else 0, asked.tenant),
+            RequestContext(origin.priority if is_ranked else 0, origin.tenant),
         )
         request.samples[0] = msgspec.structs.replace(request.samples[0], sends_kv=True)
         return self.submit_prepared(request, deltas=False).final_or_abandoned()
 
     def _take(self, step: CoreOutputs) -> None:
         self.limits.take(step)
-        self._transfers.note_blocks(step.block_events)
-        self._transfers.note_rates(step.costs, step.stats.connector.stored)
+        self._remote_prefill.note_step(step)
         if step.view is not None:
             self._feed.offer(step.view, step.stats)

@@ -4,6 +4,7 @@ commands.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ import typer
 
 from octavo.api.errors import BackendUnavailable
 from octavo.config.sizes import format_bytes
+from octavo.utils.extensions import load_classes
 from octavo.utils.version import __version__
 
 WIDTH = 12
@@ -63,9 +65,8 @@ def findings() -> Iterator[Finding]:
     yield from _machine()
     yield _native()
     yield from _torch()
-    yield _mooncake()
-    yield _nixl()
-    yield _ray()
+    for find in load_classes("doctor"):
+        yield from find()
     yield Finding("default", f"--backend {default_backend()}")
 
 
@@ -108,9 +109,9 @@ def _torch() -> Iterator[Finding]:
         )
         yield from _cuda(torch)
     yield Finding(
-        "Triton", _version("triton") or "not installed; PyTorch's builds with CUDA bring it"
+        "Triton", find_version("triton") or "not installed; PyTorch's builds with CUDA bring it"
     )
-    flashinfer = _version("flashinfer-python")
+    flashinfer = find_version("flashinfer-python")
     missing = (
         f"not installed; {devices.INSTALL_FLASHINFER} brings it (--attention-backend flashinfer, on"
         " CUDA)"
@@ -123,44 +124,6 @@ def _torch() -> Iterator[Finding]:
         else "no NVIDIA driver"
     )
     yield Finding("driver", unknown if driver is None else f"NVIDIA {driver}")
-
-
-def _mooncake() -> Finding:
-    from octavo.worker.kv_connectors.mooncake_mover import require_mooncake
-
-    version = _version("mooncake-transfer-engine-non-cuda") or _version("mooncake-transfer-engine")
-    if version is None:
-        return _absent("Mooncake", "--kv-transfer mooncake and --kv-pool need it", "mooncake")
-    try:
-        require_mooncake()
-    except BackendUnavailable as error:
-        return Finding("Mooncake", error.message, ok=False, hint=error.hint)
-    return Finding("Mooncake", f"transfer engine {version}")
-
-
-def _nixl() -> Finding:
-    from octavo.worker.kv_connectors.nixl_mover import require_nixl
-
-    version = _version("nixl") or _version("nixl-cu12")
-    if version is None:
-        return _absent("NIXL", "--kv-transfer nixl needs it", "nixl")
-    try:
-        require_nixl()
-    except BackendUnavailable as error:
-        return Finding("NIXL", error.message, ok=False, hint=error.hint)
-    return Finding("NIXL", version)
-
-
-def _ray() -> Finding:
-    version = _version("ray")
-    if version is None:
-        return _absent("Ray", "octavo cluster needs it", "ray")
-    return Finding("Ray", version)
-
-
-def _absent(name: str, need: str, extra: str) -> Finding:
-    """Reports an optional package that is not installed."""
-    return Finding(name, f"not installed; {need}", hint=f"pip install 'octavo[{extra}]'")
 
 
 def _cuda(torch: Any) -> Iterator[Finding]:
@@ -180,10 +143,11 @@ def _cuda(torch: Any) -> Iterator[Finding]:
         )
 
 
-def _version(package: str) -> str | None:
+def find_version(*packages: str) -> str | None:
+    """Returns the version of the first of these packages that is installed."""
     from importlib.metadata import PackageNotFoundError, version
 
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
+    return None

@@ -1,4 +1,4 @@
-"""Checks of the backend, parallelism and transfer options."""
+"""Checks of the backend and parallelism options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from octavo.config.backend_options import (
     FleetOptions,
     OffloadOptions,
 )
-from octavo.config.cache_options import TransferOptions
+from octavo.config.config_hooks import transfer_option
 from octavo.config.engine_config import EngineConfig
 from octavo.config.rank_address import check_rank_secret, parse_rank_address
 
@@ -18,9 +18,6 @@ MAX_ENGINES = 64
 TORCH_ONLY = ("device", "attention_backend", "torch_kernels", "enforce_eager")
 NATIVE_ONLY = ("cpu_level",)
 """Options without effect on other backends, which are always batch-invariant."""
-
-TRANSFER = ("role", "prefill_peer", "kv_transfer_address", "kv_transfer_secret")
-"""Options that require kv_transfer."""
 
 
 def check_backend(config: EngineConfig) -> None:
@@ -34,7 +31,6 @@ def check_backend(config: EngineConfig) -> None:
         )
     _check_ranks(config)
     _check_fleet(config)
-    _check_transfer(config)
 
 
 def _check_choice(options: BackendChoice) -> None:
@@ -116,8 +112,8 @@ def _check_ranks(config: EngineConfig) -> None:
         what = f"weights_memory_bytes: allowed only where {option} is 1, got {num_ranks}"
         raise ConfigError(what, hint="more ranks hold more weights in memory")
     # Blocks that go to other engines pass through slots that each rank has.
-    sized = () if config.transfer.kv_transfer is not None else ("kv_offloading_size",)
-    for name in ("prefix_cache_dir", *sized, "kv_pool"):
+    sized = () if transfer_option(config) else ("kv_offloading_size",)
+    for name in ("prefix_cache_dir", *sized):
         if getattr(config.cache, name) is not None:
             what = f"{name}: allowed only where {option} is 1, got {num_ranks}"
             raise ConfigError(what, hint=f"leave out {name}, or leave {option} at 1")
@@ -137,9 +133,7 @@ def _check_stages(config: EngineConfig) -> None:
         ("offload", "weights_memory_bytes"),
         ("cache", "prefix_cache_dir"),
         ("cache", "kv_offloading_size"),
-        ("cache", "kv_pool"),
         ("cache", "kv_cache"),
-        ("transfer", "kv_transfer"),
     ):
         given = getattr(getattr(config, part), name)
         if given not in (getattr(getattr(usual, part), name), "none"):
@@ -175,10 +169,6 @@ def _check_fleet(config: EngineConfig) -> None:
             f"{got}, allowed is 1 with {option} {size} on the torch backend",
             hint="start a server for each group of ranks",
         )
-    if config.transfer.kv_transfer is not None:
-        raise ConfigError(
-            f"{got}, allowed is 1 with kv_transfer", hint="start a server for each engine"
-        )
     if config.backend.backend == "torch" and config.cache.kv_cache_memory_bytes is None:
         raise ConfigError(
             f"{got} on the torch backend without kv_cache_memory_bytes",
@@ -201,7 +191,6 @@ def _check_shared_experts(config: EngineConfig) -> None:
         ("offload", "weights_memory_bytes"),
         ("cache", "prefix_cache_dir"),
         ("cache", "kv_offloading_size"),
-        ("cache", "kv_pool"),
     ):
         given = getattr(getattr(config, part), name)
         if given != getattr(getattr(usual, part), name):
@@ -209,40 +198,3 @@ def _check_shared_experts(config: EngineConfig) -> None:
                 f"enable_expert_parallel: not allowed beside {name} {given}",
                 hint=f"leave {name} out, or give each engine all experts",
             )
-
-
-def _check_transfer(config: EngineConfig) -> None:
-    options, usual = config.transfer, TransferOptions()
-    if options.kv_transfer is None:
-        given = [name for name in TRANSFER if getattr(options, name) != getattr(usual, name)]
-        if given:
-            raise ConfigError(
-                f"{given[0]}: allowed only with kv_transfer", hint="set kv_transfer to zmq"
-            )
-        return
-    if not (config.cache.enable_prefix_caching and config.cache.kv_cache):
-        raise ConfigError("kv_transfer: allowed only where the KV cache and prefix caching are on")
-    for name in ("prefix_cache_dir", "kv_pool"):
-        if getattr(config.cache, name) is not None:
-            raise ConfigError(
-                f"kv_transfer: allowed only without {name}",
-                hint="let the engines that compute prompts keep them in memory (kv_transfer_size)",
-            )
-    if config.backend.expert_parallel_size > 1:
-        raise ConfigError(
-            "kv_transfer: allowed only where expert_parallel_size is 1, got"
-            f" {config.backend.expert_parallel_size}",
-            hint="share out the heads: tensor_parallel_size",
-        )
-    if config.backend.rank_address is not None:
-        raise ConfigError(
-            "kv_transfer: allowed only where all ranks are of this machine, got a rank_address",
-            hint="leave rank_address out",
-        )
-    if options.role == "decode" and not options.prefill_peer:
-        raise ConfigError(
-            "role: got 'decode' without a prefill_peer",
-            hint="name the kv_transfer_address of each engine with role prefill",
-        )
-    if options.role == "prefill" and options.prefill_peer:
-        raise ConfigError("role: got 'prefill' with a prefill_peer, allowed are decode and both")

@@ -84,6 +84,7 @@ class BackendChoice:
         "Distributed",
         "Authenticate ranks by this secret",
         details="Without one, only ranks of this machine may join.",
+        secret=True,
     )
     cpu_level: Literal[
         "auto", "portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"

@@ -88,19 +88,11 @@ def _check_observe(options: ObserveOptions) -> None:
 
 
 def _check_prefix_cache(cache: CacheOptions) -> None:
-    for name in ("prefix_cache_dir", "kv_offloading_size", "kv_pool"):
+    for name in ("prefix_cache_dir", "kv_offloading_size"):
         if getattr(cache, name) is not None and not (
             cache.enable_prefix_caching and cache.kv_cache
         ):
             raise ConfigError(f"{name}: allowed only where the KV cache and prefix caching are on")
-    if cache.kv_pool is not None and cache.prefix_cache_dir is not None:
-        raise ConfigError("kv_pool: allowed only without prefix_cache_dir", hint="name one of them")
-    usual = CacheOptions()
-    for name in ("kv_pool_lends", "kv_pool_replicas"):
-        if cache.kv_pool is None and getattr(cache, name) != getattr(usual, name):
-            raise ConfigError(
-                f"{name}: allowed only with kv_pool", hint="set kv_pool to mooncake://HOST:PORT"
-            )
 
 
 def _check_layout(cache: CacheOptions) -> None:
@@ -167,7 +159,6 @@ def _check_speculation(config: EngineConfig) -> None:
     others = {
         config.backend.rank_option[0]: config.backend.num_stage_ranks > 1,
         "weights_memory_bytes": config.offload.weights_memory_bytes is not None,
-        "kv_transfer": config.transfer.kv_transfer is not None,
         "kv_cache": not config.cache.kv_cache,
     }
     for name, is_given in others.items():

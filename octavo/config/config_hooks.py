@@ -20,6 +20,10 @@ class ConfigHooks:
         others.
         """
 
+    def derive(self, config: EngineConfig) -> EngineConfig:
+        """Returns the config with the defaults that follow from the extension's options."""
+        return config
+
     def draft_config(self, config: EngineConfig) -> EngineConfig:
         """Derives the config of a draft model from its target's."""
         return config
@@ -41,6 +45,14 @@ class ConfigHooks:
     def skips_blocks(self, config: EngineConfig) -> bool:
         """Returns whether prompts may skip some blocks of a stored prefix."""
         return False
+
+    def transfer_option(self, config: EngineConfig) -> str:
+        """Returns the option that has KV blocks sent to other engines; "" if none does."""
+        return ""
+
+    def store_option(self, config: EngineConfig) -> str:
+        """Returns the option that names a store of KV blocks shared by engines; "" if none does."""
+        return ""
 
     def describe(self, config: EngineConfig) -> Sequence[str]:
         """Returns lines to print when an engine starts."""
@@ -65,3 +77,13 @@ def reuses_generated(config: EngineConfig) -> bool:
 def skips_blocks(config: EngineConfig) -> bool:
     """Returns whether prompts may skip some blocks of a stored prefix."""
     return any(hooks.skips_blocks(config) for hooks in config_hooks())
+
+
+def transfer_option(config: EngineConfig) -> str:
+    """Returns the option that has KV blocks sent to other engines; "" if none does."""
+    return "".join(hooks.transfer_option(config) for hooks in config_hooks())
+
+
+def store_option(config: EngineConfig) -> str:
+    """Returns the option that names a store of KV blocks shared by engines; "" if none does."""
+    return "".join(hooks.store_option(config) for hooks in config_hooks())

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Literal
 
 from octavo.api.errors import ConfigError
-from octavo.config.cache_options import CacheOptions
 from octavo.config.checks import check
+from octavo.config.config_hooks import config_hooks
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import public_name
 
@@ -18,9 +18,6 @@ NUM_STEPS = 8
 
 LOGGED_ONLY = '{"enable_kv_cache_events": true, "publisher": "null"}'
 """Value of kv_events_config for engines whose own frontend reads the block events."""
-
-SENT_TOKENS = 512
-"""Default of long_prefill_token_threshold for the role prefill."""
 
 
 def derive(
@@ -37,9 +34,10 @@ def derive(
         config, backend=replace(config.backend, backend=config.backend.backend or backend)
     )
     check(config)
+    for hooks in config_hooks():
+        config = hooks.derive(config)
     return replace(
         config,
-        cache=_with_events(config),
         model=replace(
             config.model,
             max_model_len=_max_model_len(config.model.max_model_len, model_context_tokens),
@@ -48,22 +46,12 @@ def derive(
         scheduler=replace(
             config.scheduler,
             num_scheduler_steps=_num_scheduler_steps(config),
-            long_prefill_token_threshold=_long_prefill_token_threshold(config),
         ),
         backend=replace(
             config.backend,
             threads=config.backend.threads or max(1, num_threads // _num_processes(config)),
         ),
     )
-
-
-def _with_events(config: EngineConfig) -> CacheOptions:
-    """Enables block events if prompts may be computed by prefill peers: the frontend must know what
-    the engine has cached.
-    """
-    if config.transfer.prefill_peer and config.cache.kv_events_config is None:
-        return replace(config.cache, kv_events_config=LOGGED_ONLY)
-    return config.cache
 
 
 def _max_model_len(wanted: int | None, model_context_tokens: int) -> int:
@@ -84,15 +72,6 @@ def _max_model_len(wanted: int | None, model_context_tokens: int) -> int:
 def _num_processes(config: EngineConfig) -> int:
     """Number of processes that share the machine's threads."""
     return config.backend.num_ranks * config.fleet.data_parallel_size
-
-
-def _long_prefill_token_threshold(config: EngineConfig) -> int:
-    """Limits prefill chunks on an engine that sends KV, so that a chunk's blocks are sent while the
-    next one is computed.
-    """
-    given = config.scheduler.long_prefill_token_threshold
-    sends = config.transfer.kv_transfer is not None and config.transfer.role == "prefill"
-    return SENT_TOKENS if sends and not given else given
 
 
 def _num_scheduler_steps(config: EngineConfig) -> int:

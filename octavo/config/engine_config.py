@@ -18,7 +18,7 @@ from octavo.config.backend_options import (
     FleetOptions,
     OffloadOptions,
 )
-from octavo.config.cache_options import CacheOptions, TransferOptions
+from octavo.config.cache_options import CacheOptions
 from octavo.config.model_options import DrawOptions, LoraOptions, MediaOptions, ModelOptions
 from octavo.config.option import OptionField, convert, options_of
 from octavo.config.scheduler_options import ObserveOptions, SchedulerOptions
@@ -33,7 +33,6 @@ OPTIONS_PAGE = "docs/reference/options.md"
 class EngineConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
-    transfer: TransferOptions = field(default_factory=TransferOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     draws: DrawOptions = field(default_factory=DrawOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)

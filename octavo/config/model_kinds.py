@@ -5,8 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.api.errors import ConfigError
+from octavo.config.config_hooks import store_option, transfer_option
 from octavo.config.engine_config import EngineConfig
 from octavo.config.scheduler_options import PROGRAM_METHODS
+
+NOT_FOR_ENCODERS = (
+    "kv_cache",
+    "kv_layout",
+    "prefix_cache_dir",
+    "kv_offloading_size",
+    "tensor_parallel_size",
+    "expert_parallel_size",
+    "pipeline_parallel_size",
+    "weights_memory_bytes",
+    "enable_lora",
+)
+"""Options that a decoder behind an encoder does not support."""
 
 
 def for_whole_texts(config: EngineConfig) -> EngineConfig:
@@ -26,22 +40,14 @@ def for_encoder(config: EngineConfig, max_input_len: int) -> EngineConfig:
 
     Raises ConfigError for options that such a model does not support.
     """
-    usual = EngineConfig()
-    for group, names in (
-        ("cache", ("kv_cache", "kv_layout", "prefix_cache_dir", "kv_offloading_size", "kv_pool")),
-        ("transfer", ("kv_transfer",)),
-        ("backend", ("tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size")),
-        ("offload", ("weights_memory_bytes",)),
-        ("lora", ("enable_lora",)),
-    ):
-        for name in names:
-            given, allowed = (getattr(getattr(one, group), name) for one in (config, usual))
-            if given != allowed:
-                raise ConfigError(
-                    f"{name}: got {given}, but the model is a decoder behind an encoder; allowed is"
-                    f" {allowed}",
-                    hint=f"leave {name} out",
-                )
+    options, defaults = config.to_options(), EngineConfig().to_options()
+    for name in filter(None, (*NOT_FOR_ENCODERS, store_option(config), transfer_option(config))):
+        if options[name] != defaults[name]:
+            raise ConfigError(
+                f"{name}: got {options[name]}, but the model is a decoder behind an encoder;"
+                f" allowed is {defaults[name]}",
+                hint=f"leave {name} out",
+            )
     method = config.scheduler.spec_method
     if method in PROGRAM_METHODS or config.model.quantization == "int4":
         name = "spec_method" if method in PROGRAM_METHODS else "quantization"

@@ -53,13 +53,14 @@ def option(
     unit: Literal["bytes", "count", "seconds"] | None = None,
     low: float | None = None,
     short: str | None = None,
+    secret: bool = False,
 ) -> Any:
     """Declares an option as a dataclass field.
 
     `text` is the help text: one line, imperative. `details` is added on the reference page.
     `derived` describes what a default of None becomes. `common` options are shown by `--help`,
     others only by `--help-all`. `unit` allows texts such as "2GiB", "8k" or "5m" for numbers; `low`
-    is the minimum; `short` is a short flag.
+    is the minimum; `short` is a short flag. A `secret` is left out of recordings.
     """
     return field(
         default=default,
@@ -73,6 +74,7 @@ def option(
             "unit": unit,
             "low": low,
             "short": short,
+            "secret": secret,
         },
     )
 
@@ -93,6 +95,10 @@ class OptionField:
     def details(self) -> str:
         """Additional sentences on the reference page."""
         return str(self.entry.metadata["details"])
+
+    @property
+    def is_secret(self) -> bool:
+        return bool(self.entry.metadata["secret"])
 
     @property
     def group(self) -> str:

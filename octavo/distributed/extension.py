@@ -3,8 +3,18 @@
 from octavo.utils.extensions import Extension
 
 EXTENSION = Extension(
+    options=(
+        "octavo.distributed.options:PoolOptions",
+        "octavo.distributed.options:TransferOptions",
+    ),
     commands={
         "route": "octavo.distributed.cli.route",
         "cluster": "octavo.distributed.cli.cluster",
+    },
+    hooks={
+        "config": "octavo.distributed.config_hooks:DistributedConfigHooks",
+        "model": "octavo.distributed.model_hooks:DistributedModelHooks",
+        "remote_prefill": "octavo.distributed.disaggregation.transfers:Transfers",
+        "doctor": "octavo.distributed.cli.doctor:distributed_findings",
     },
 )

@@ -1,371 +1,67 @@
-"""Remote prefill: the engines that compute long prompts for this one, and the prompt length from
-which that pays.
-
-A prompt is sent to a peer when its request is submitted; the request's own engine then asks the
-peer's for the blocks, by name. Where a peer declines, fails or is lost, the request computes its
-prompt here. A prompt is worth sending once computing it here would take longer than its blocks take
-over the link. Belongs to one event loop. Source of the split: DistServe (Zhong et al. 2024).
-"""
+"""Interface by which an extension exchanges computed prompts with other engines."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import math
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeAlias
 
-import msgspec
-import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
-
-from octavo.api.sampling_params import SamplingParams
-from octavo.config.cache_options import TransferOptions
+from octavo.api.outputs import RequestOutput
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.clients.client import EngineInfo
 from octavo.engine.protocol.block_events import BlockEvent
-from octavo.engine.protocol.block_hashes import BlockHashing, note_events
-from octavo.engine.protocol.cached_names import CachedNames
-from octavo.engine.protocol.kv_messages import StoredBytes
-from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
-from octavo.frontend.input_processor import ParentRequest
-from octavo.transfer.address import endpoint, parse_address, split_endpoints
-from octavo.transfer.messages import (
-    UNREADABLE,
-    Accepted,
-    Declined,
-    FrontReplyMessage,
-    FrontRequestMessage,
-    Hello,
-    Prefill,
-    TransferFacts,
-    Welcome,
-    Withdrawn,
-)
-from octavo.utils.secure_sockets import lock_client
+from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.frontend.input_processor import ParentRequest, RequestContext
+from octavo.utils.extensions import load_classes
 
-logger = logging.getLogger(__name__)
-
-MAX_PROMPTS = 256
-"""Most prompts that one peer has at once; others are computed here."""
-
-REACH_S = 10.0
-"""Seconds after which a peer that was not reached is told of; it is tried on and on."""
-
-ComputeHere = Callable[[str], None]
+ComputePrompt: TypeAlias = Callable[[list[int], str, RequestContext], Awaitable[RequestOutput]]
+"""Queues a prompt (token ids, cache salt) for a peer, or raises why not. The awaitable ends with
+its output; cancelling it aborts the prompt."""
+ComputeHere: TypeAlias = Callable[[str], None]
 """Has a request compute its prompt in this engine, by the request's id."""
 
 
-@dataclass(slots=True)
-class PrefillPeer:
-    """One engine that computes prompts for this one."""
-
-    address: str
-    socket: zmq.asyncio.Socket
-    endpoint: str = ""
-    """Endpoints of its ranks' blocks (`address.join_endpoints`); "" while it is not there, or has
-    blocks of other bytes."""
-    tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens of the prompts that it has, by request id."""
-    was_reached: bool = False
-    """Whether it has ever answered."""
-    asked: dict[str, float] = field(default_factory=dict)
-    """When each prompt was sent that it has not answered yet."""
-
-    @property
-    def load(self) -> int:
-        return sum(self.tokens.values())
-
-
-class PrefillPeers:
-    """Chooses who computes a prompt, and notices who cannot."""
+class RemotePrefill:
+    """Prompts computed by other engines, and for them. Belongs to one event loop. The defaults
+    compute every prompt here.
+    """
 
     def __init__(
         self,
-        options: TransferOptions,
-        facts: TransferFacts,
+        config: EngineConfig,
+        info: EngineInfo,
+        *,
+        compute: ComputePrompt,
         compute_here: ComputeHere,
-        max_chunk: int,
-    ) -> None:
-        """`max_chunk`: most tokens of a step of this engine."""
-        self._options = options
-        self._facts = facts
-        self._compute_here = compute_here
-        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
-        self._peers: list[PrefillPeer] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._replies = msgspec.msgpack.Decoder(FrontReplyMessage)
-        self._cached = CachedNames()
-        """Names of the blocks in this engine's own prefix cache."""
-        self.sending_point = RemotePrefillThreshold(
-            options.kv_transfer_min_tokens,
-            token_bytes=facts.token_bytes,
-            max_chunk=max_chunk,
-        )
-        """Fewest uncached tokens of a prompt that a peer computes."""
-
-    def start(self) -> None:
-        """Begins to meet the peers, in the running event loop; they may come and go."""
-        if self._tasks:
-            return
-        for address in self._options.prefill_peer:
-            socket = self._context.socket(zmq.DEALER)
-            lock_client(socket, self._options.kv_transfer_secret)
-            peer = PrefillPeer(address, socket)
-            self._peers.append(peer)
-            self._tasks += [
-                asyncio.create_task(self._watch(peer)),
-                asyncio.create_task(self._listen(peer)),
-                asyncio.create_task(self._tell_absence(peer)),
-            ]
+    ) -> None: ...
 
     @property
-    def there(self) -> list[str]:
-        """Addresses of the peers that take prompts now."""
-        return [peer.address for peer in self._peers if peer.endpoint]
+    def peers(self) -> list[str]:
+        """Addresses of the engines that compute prompts for this one now."""
+        return []
 
-    def close(self) -> None:
-        """Leaves the peers; to be called in the loop's thread, or once the loop is over."""
-        for task in self._tasks:
-            if not task.get_loop().is_closed():
-                task.cancel()
-        self._tasks.clear()
-        self._context.destroy(linger=0)
-
-    # -- prompts -----------------------------------------------------------------------------------
-
-    def note_blocks(self, events: Iterable[BlockEvent]) -> None:
-        """Takes in what this engine's own prefix cache has gained and lost."""
-        note_events(self._cached, events)
-
-    def withdraw(self, request_id: str) -> None:
-        """Tells the peer that has a request's prompt that the request has ended."""
-        for peer in self._peers:
-            peer.asked.pop(request_id, None)
-            if peer.tokens.pop(request_id, None) is not None:
-                self._send(peer, Withdrawn(request_id))
+    def start(self) -> None:
+        """Starts to listen and to connect to the peers, in the running event loop."""
 
     def place(self, request: ParentRequest) -> None:
-        """Has a peer compute a request's prompt where enough of it is in no cache here and a peer
-        is there: the one with the fewest tokens to compute.
-        """
-        first, num_tokens = request.samples[0], len(request.prompt_token_ids)
-        is_own = bool(
-            first.sends_kv
-            or first.fork_of is not None
-            or first.adapter is not None  # whose files the peer may not have
-            or first.media  # whose pixels it would need
-            or not isinstance(request.params, SamplingParams)
-        )
-        now = time.monotonic()
-        fewest = self.sending_point.num_tokens(now)
-        if is_own or num_tokens < fewest:
-            return
-        there = [peer for peer in self._peers if peer.endpoint and len(peer.tokens) < MAX_PROMPTS]
-        if not there or self._num_uncached(request) < fewest:
-            return
-        peer = min(there, key=lambda peer: peer.load)
-        peer.tokens[request.request_id] = num_tokens
-        peer.asked[request.request_id] = now
-        request.samples[0] = msgspec.structs.replace(first, kv_source=peer.endpoint)
-        origin = request.origin
-        self._send(
-            peer,
-            Prefill(
-                request.request_id,
-                request.prompt_token_ids,
-                first.cache_salt,
-                origin.priority,
-                origin.tenant,
-            ),
-        )
+        """Sends a request's prompt to a peer if that pays."""
 
-    def _num_uncached(self, request: ParentRequest) -> int:
-        """Returns how many of a prompt's tokens this engine has no blocks of."""
-        size = self._facts.block_size
-        first = self._facts.original.first_position(len(request.prompt_token_ids))
-        naming = BlockHashing(request.samples[0].cache_salt, first_position=first)
-        names = naming.digests(request.prompt_token_ids, size)
-        return len(request.prompt_token_ids) - size * self._cached.num_known(names)
+    def ended(self, request_id: str) -> None:
+        """Withdraws the prompt of a request that has ended."""
 
-    def _send(self, peer: PrefillPeer, message: FrontRequestMessage) -> None:
-        peer.socket.send(self._encode(message), zmq.NOBLOCK)
+    def note_step(self, step: CoreOutputs) -> None:
+        """Updates the engine's cached blocks, step costs and transfer rate."""
 
-    # -- peers -------------------------------------------------------------------------------------
+    def note_blocks(self, events: Iterable[BlockEvent]) -> None:
+        """Updates the blocks in the engine's own prefix cache."""
 
-    async def _watch(self, peer: PrefillPeer) -> None:
-        """Greets a peer whenever it comes, and gives up its prompts when it goes."""
-        events = peer.socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
-        )
-        host, port = parse_address(peer.address, name="prefill_peer")
-        peer.socket.connect(endpoint(host, port))
-        while True:
-            event: Any = await recv_monitor_message(events)
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._send(peer, Hello(self._facts.facts))
-            elif event["event"] == zmq.EVENT_DISCONNECTED:
-                self._lose(peer)
-            else:
-                return
-
-    async def _tell_absence(self, peer: PrefillPeer) -> None:
-        """Says so where a peer has not been reached for some time after the start."""
-        await asyncio.sleep(REACH_S)
-        if not peer.was_reached:
-            logger.warning(
-                "prefill_peer: %s could not be reached for %g s; prompts are computed here, and it"
-                " is tried again and again. Is an engine with --role prefill there, with the same"
-                " kv_transfer_secret?",
-                peer.address,
-                REACH_S,
-            )
-
-    def _lose(self, peer: PrefillPeer) -> None:
-        if peer.endpoint:
-            logger.warning("%s is gone; prompts are computed here", peer.address)
-        peer.endpoint = ""
-        names = list(peer.tokens)
-        peer.tokens, peer.asked = {}, {}
-        for name in names:
-            self._compute_here(name)
-
-    async def _listen(self, peer: PrefillPeer) -> None:
-        while True:
-            data = await peer.socket.recv()
-            try:
-                self._take(peer, self._replies.decode(data))
-            except UNREADABLE as error:
-                logger.warning("%s sent what is no message: %s", peer.address, error)
-
-    def _take(self, peer: PrefillPeer, message: FrontReplyMessage) -> None:
-        peer.was_reached = True
-        if isinstance(message, Welcome):
-            self._meet(peer, message)
-            return
-        asked = peer.asked.pop(message.request_id, None)
-        if isinstance(message, Accepted):
-            if asked is not None:
-                self.sending_point.note_round_trip(time.monotonic() - asked)
-        elif peer.tokens.pop(message.request_id, None) is not None:
-            failed = isinstance(message, Declined) or message.error is not None
-            if failed:
-                self._compute_here(message.request_id)
-
-    def _meet(self, peer: PrefillPeer, message: Welcome) -> None:
-        """Takes a peer on, unless its blocks would have other bytes."""
-        differing = unequal(self._facts.facts, message.facts)
-        if differing:
-            logger.error(
-                "%s computes no prompts for this engine: its blocks differ (%s)",
-                peer.address,
-                "; ".join(differing),
-            )
-        else:
-            peer.endpoint = message.endpoint
-            num_ranks, own = len(split_endpoints(message.endpoint)), self._facts.num_ranks
-            logger.warning(
-                "%s computes prompts for this engine%s",
-                peer.address,
-                "" if num_ranks == own else f", on {num_ranks} ranks: here are {own}",
-            )
+    def close(self) -> None:
+        """Closes the connections; called in the loop's thread, or after the loop has ended."""
 
 
-def unequal(own: dict[str, str], others: dict[str, str]) -> Sequence[str]:
-    """Says in which facts two engines differ: what is here, and what is there."""
-    return [
-        f"{name}: {own.get(name, 'nothing')} here, {others.get(name, 'nothing')} there"
-        for name in sorted(own | others)
-        if own.get(name) != others.get(name)
-    ]
-
-
-UNMEASURED_TOKENS = 256
-"""Fewest tokens that are sent before both rates are known, so that they become known."""
-MOST_TOKENS = 1 << 20
-"""Longest prompt that is looked at; where even that is not worth sending, none is."""
-WINDOW_S = 1.0
-"""Seconds of transfers that the link's rate is a mean of; older ones count half, then less."""
-RATE_LIFE_S = 60.0
-"""Seconds without a transfer after which the link's rate is not known any more."""
-ROUND_TRIPS = 2
-"""Messages to the peer and back before the first block comes: the prompt's and the blocks' own."""
-WEIGHT = 0.2
-"""Weight of the newest round trip in the running mean."""
-
-
-class RemotePrefillThreshold:
-    """The rates of one engine and its link, and the number of tokens that follows from them."""
-
-    def __init__(self, given: int | None, *, token_bytes: float, max_chunk: int) -> None:
-        """`given` holds whatever is measured; None: the rates decide. `token_bytes` are those of a
-        token in all cache groups, `max_chunk` the most tokens of a step.
-        """
-        self._given = given
-        self._token_bytes = token_bytes
-        self._max_chunk = max_chunk
-        self._costs = UNMEASURED
-        self._stored = StoredBytes()
-        self._bytes = self._seconds = 0.0
-        """Sums over the transfers of the window."""
-        self._moved_at = -math.inf
-        """Moment of the last transfer."""
-        self._round_trip_s = 0.0
-        self._derived: float = UNMEASURED_TOKENS
-        self._is_fresh = False
-        """Whether the derived number is that of the rates."""
-
-    def note(self, costs: StepCosts | None, stored: StoredBytes, now: float) -> None:
-        """Takes in what steps cost, where a step tells it, and the sums of blocks that came."""
-        if costs is not None:
-            self._costs, self._is_fresh = costs, False
-        num_bytes = stored.link_bytes - self._stored.link_bytes
-        if num_bytes > 0:
-            seconds = stored.link_s - self._stored.link_s
-            self._bytes, self._seconds = self._bytes + num_bytes, self._seconds + seconds
-            if self._seconds > WINDOW_S:
-                self._bytes, self._seconds = self._bytes / 2, self._seconds / 2
-            self._moved_at, self._is_fresh = now, False
-        self._stored = stored  # which begins again where an engine was replaced
-
-    def note_round_trip(self, seconds: float) -> None:
-        """Takes in how long a message and its answer took."""
-        mean = self._round_trip_s or seconds
-        self._round_trip_s = mean + WEIGHT * (seconds - mean)
-        self._is_fresh = False
-
-    def num_tokens(self, now: float) -> float:
-        """Returns the fewest uncached tokens that are sent; infinity where none are worth it."""
-        if self._given is not None:
-            return self._given
-        if now - self._moved_at > RATE_LIFE_S or not self._seconds or not self._costs.points:
-            return UNMEASURED_TOKENS
-        if not self._is_fresh:
-            self._derived, self._is_fresh = self._fewest(), True
-        return self._derived
-
-    def _fewest(self) -> float:
-        """Finds the number by halving, since each token more costs more here than on the link, or
-        none does.
-        """
-        if not self._is_worth_it(MOST_TOKENS):
-            return math.inf
-        low, high = 0, MOST_TOKENS
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._is_worth_it(middle) else (middle, high)
-        return high
-
-    def _is_worth_it(self, num_tokens: int) -> bool:
-        chunk = self._max_chunk
-        whole, rest = divmod(num_tokens, chunk)
-        step_s = self._costs.step_s(chunk, 0)
-        rest_s = self._costs.step_s(rest, 0) if rest else 0.0
-        if step_s is None or rest_s is None:
-            return False
-        keys = chunk * whole * (whole + 1) // 2
-        here_s = whole * step_s + rest_s + self._costs.key_s * (keys + (num_tokens if rest else 0))
-        link_s = num_tokens * self._token_bytes * self._seconds / self._bytes
-        return here_s > ROUND_TRIPS * self._round_trip_s + link_s
+def build_remote_prefill(
+    config: EngineConfig, info: EngineInfo, *, compute: ComputePrompt, compute_here: ComputeHere
+) -> RemotePrefill:
+    """Builds the extension's RemotePrefill, or the default."""
+    kind = next(iter(load_classes("remote_prefill")), RemotePrefill)
+    built: RemotePrefill = kind(config, info, compute=compute, compute_here=compute_here)
+    return built

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from octavo.api.errors import ConfigError
+from octavo.config.config_hooks import transfer_option
 from octavo.config.engine_config import EngineConfig
 from octavo.config.scheduler_options import PROGRAM_METHODS
 from octavo.config.sizes import format_bytes
@@ -77,7 +78,7 @@ def _check_importance(config: EngineConfig) -> None:
         "with the backend torch": backend.backend == "torch",
         f"beside {backend.rank_option[0]}": backend.num_stage_ranks > 1,
         "beside engines that share experts": config.fleet.num_sharing > 1,
-        "beside kv_transfer": config.transfer.kv_transfer is not None,
+        f"beside {transfer_option(config)}": transfer_option(config) != "",
         "beside spec_method": config.scheduler.guesses,
         "beside weights_memory_bytes": config.offload.weights_memory_bytes is not None,
         "beside sparsity_predictor": sparsity.sparsity_predictor is not None,
@@ -120,7 +121,7 @@ def _check_spill(config: EngineConfig) -> None:
         f"with the backend {config.backend.backend}": config.backend.backend != "native",
         "with kv_layout virtual": cache.kv_layout == "virtual",
         "without a kv_cache": not cache.kv_cache,
-        "beside kv_transfer": config.transfer.kv_transfer is not None,
+        f"beside {transfer_option(config)}": transfer_option(config) != "",
         "beside engines that share experts": config.fleet.num_sharing > 1,
         f"beside spec_method {config.scheduler.spec_method}": (
             config.scheduler.spec_method in PROGRAM_METHODS

@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 
 PACKAGE = Path(__file__).parents[1]
 
-Layer = Literal["config", "model", "kv", "block_choice", "metrics"]
+Layer = Literal["config", "model", "kv", "block_choice", "remote_prefill", "metrics", "doctor"]
 """Layers with hooks."""
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from octavo.api.errors import ConfigError, EngineDead, OctavoError
 from octavo.config.checks import against_async_scheduling
 from octavo.config.config_hooks import reuses_generated
-from octavo.config.engine_config import EngineConfig
+from octavo.config.engine_config import EngineConfig, option_fields
 from octavo.engine.clients.client import EngineClient, EngineInfo
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.core import EngineCore
@@ -437,10 +437,9 @@ def _open_log(
 
 def _without_secrets(config: EngineConfig) -> EngineConfig:
     """Returns the config without secrets, for a recording."""
-    cache = replace(config.cache, kv_events_config=logged_only(config.cache.kv_events_config))
-    transfer = replace(config.transfer, kv_transfer_secret=None)
-    backend = replace(config.backend, rank_secret=None)
-    return replace(config, cache=cache, transfer=transfer, backend=backend)
+    secrets = {name: None for name, spec in option_fields().items() if spec.is_secret}
+    events = {"kv_events_config": logged_only(config.cache.kv_events_config)}
+    return EngineConfig.from_options(**config.to_options() | secrets | events)
 
 
 def build_executor(header: RecordingHeader, *, model: str | None, report: Report) -> Executor:

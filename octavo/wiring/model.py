@@ -72,7 +72,6 @@ from octavo.wiring.tiers import check_tiers
 from octavo.wiring.tokenizer_files import tokenizer_source_of
 from octavo.worker.capacity import get_capacity
 from octavo.worker.kv_connectors.fingerprint import fingerprint
-from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition
 from octavo.worker.load_bar import LoadBar
 from octavo.worker.loaded_model import (
     LoadedDraft,
@@ -381,19 +380,14 @@ def _check_cache(
     config: EngineConfig, backend: Backend, footprint: Footprint, whole: Program
 ) -> None:
     """Raises ConfigError if the model or the backend does not support the KV options."""
-    cache, num_ranks = config.cache, config.backend.tensor_parallel_size
-    if cache.kv_layout == "virtual" and not backend.allocates_on_demand:
+    if config.cache.kv_layout == "virtual" and not backend.allocates_on_demand:
         raise ConfigError(
             f"kv_layout: virtual is not for the backend {backend.name}",
             hint="leave kv_layout at paged",
         )
     for hooks in model_hooks():
         hooks.check_backend(config, backend)
-    block_bytes = [layout.block_bytes for layout in footprint.kv_layouts]
-    if config.transfer.kv_transfer is not None:
-        heads = KVHeadPartition.build(footprint.kv_layouts, whole.groups, num_ranks=num_ranks)
-        block_bytes = heads.block_bytes()
-    check_tiers(cache, config.transfer, block_bytes, num_ranks)
+    check_tiers(config, footprint.kv_layouts, whole.groups)
 
 
 def _check_fits(

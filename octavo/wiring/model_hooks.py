@@ -12,6 +12,7 @@ from octavo.engine.kv.kv_connector import BlockChoiceSpec
 from octavo.executor.base import Backend, BackendOptions
 from octavo.program.program import Program
 from octavo.utils.extensions import get_first, get_hooks
+from octavo.wiring.tier_builder import TierBuilder
 from octavo.worker.kv_connectors.tiers import BlockRater
 from octavo.worker.loaded_model import LoadedModel
 
@@ -68,6 +69,12 @@ class ModelHooks:
         """
         return None
 
+    def tier_builder(self, config: EngineConfig) -> TierBuilder | None:
+        """Returns the builder of the lower tiers of the prefix cache; None if they are host memory
+        and files.
+        """
+        return None
+
 
 def model_hooks() -> tuple[ModelHooks, ...]:
     return get_hooks("model", ModelHooks)
@@ -97,3 +104,8 @@ def side_program(config: EngineConfig, program: Program) -> SideProgram | None:
 def block_choice(loaded: LoadedModel) -> tuple[BlockChoiceSpec, BlockRater] | None:
     """Returns how requests choose among stored blocks, and their rater; None to load all."""
     return get_first(hooks.block_choice(loaded) for hooks in model_hooks())
+
+
+def tier_builder(config: EngineConfig) -> TierBuilder | None:
+    """Returns an extension's builder of the lower tiers; None if they are host memory and files."""
+    return get_first(hooks.tier_builder(config) for hooks in model_hooks())

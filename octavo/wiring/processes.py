@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from octavo.config.config_hooks import store_option
 from octavo.config.derive import LOGGED_ONLY
 from octavo.engine.routing.policies import ROUTING_POLICIES
 from octavo.engine.routing.router import Router
@@ -34,7 +35,7 @@ def start_processes(model: Model, report: Report) -> SupervisedClient | FleetCli
     from octavo.engine.clients.fleet import FleetClient
 
     options = _shared_out(model, num_engines)
-    pool = model.config.cache.kv_pool or ""
+    pool = store_option(model.config)
     targets = [Target(f"engine {index}", pool=pool) for index in range(num_engines)]
     router = Router(ROUTING_POLICIES[model.config.fleet.routing_policy](), targets)
     clients: list[SupervisedClient] = []

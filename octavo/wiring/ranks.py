@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.config.engine_config import EngineConfig
@@ -22,9 +21,9 @@ from octavo.wiring.model import (
     open_model,
     part_of,
 )
+from octavo.wiring.model_hooks import tier_builder
 from octavo.wiring.place import RankPlace
 from octavo.wiring.rendezvous import ModelRendezvous, joining
-from octavo.wiring.tiers import rank_connector
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.ranks.messages import RankSetup
 from octavo.worker.ranks.start import start_ranks
@@ -85,7 +84,7 @@ def load_rank(setup: RankSetup, started: Callable[[], None]) -> LoadedModel:
     started()
     grammars = lazy_grammars(model, lambda: build_tokenizer(model))
     loaded = load_model(model, quiet, grammars, join())
-    if model.config.transfer.kv_transfer is None:
+    if (builder := tier_builder(model.config)) is None:
         return loaded
-    connect = partial(rank_connector, model.program().groups, setup.rank)
+    connect = builder.build_on_rank(model.program().groups, setup.rank)
     return replace(loaded, make_connector=connect)

@@ -24,10 +24,19 @@ LEAVES = {
 """Parts that any part may import."""
 BELOW = {
     "sparsity": {"cli", "wiring"},
-    "distributed": {"cli"},
+    "distributed": {
+        "distributed.cli",
+        "distributed.disaggregation",
+        "distributed.pool",
+        "wiring",
+    },
     "distributed.cli": {"cli", "distributed.cluster", "distributed.router"},
     "distributed.cluster": set(),
-    "distributed.router": {"server", "engine.routing", "transfer"},
+    "distributed.disaggregation": {"distributed.options", "distributed.transfer", "frontend"},
+    "distributed.options": set(),
+    "distributed.pool": {"distributed.transfer"},
+    "distributed.router": {"distributed.transfer", "server"},
+    "distributed.transfer": {"worker"},
     "cli": {"server", "tools"},
     "tools": {"api.llm"},
     "server": {"api.async_llm"},
@@ -35,12 +44,11 @@ BELOW = {
     "api.async_llm": {"wiring"},
     "wiring": {"frontend", "worker", "media", "audio"},
     "frontend": {"engine"},
-    "engine": {"text", "transfer", "engine.routing"},
+    "engine": {"text", "engine.routing"},
     "engine.routing": set(),
     "media": set(),
-    "worker": {"executor", "models", "checkpoint", "transfer"},
+    "worker": {"executor", "models", "checkpoint"},
     "audio": set(),
-    "transfer": set(),
     "executor": {"program", "quant"},
     "models": {"program"},
     "checkpoint": {"program", "quant"},
@@ -161,7 +169,7 @@ def test_the_frontend_sees_no_more_of_the_engine_than_its_protocol(package, allo
 
 def test_the_frontend_loads_no_scheduler():
     code = (
-        "import sys, octavo.frontend.async_jobs, octavo.frontend.transfers;"
+        "import sys, octavo.frontend.async_jobs, octavo.distributed.disaggregation.transfers;"
         " print([name for name in sys.modules if name.startswith(('octavo.engine.scheduler',"
         " 'octavo.engine.requests', 'octavo.engine.core', 'octavo.engine.kv'))])"
     )

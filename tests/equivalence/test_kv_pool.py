@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from octavo.api.errors import BackendUnavailable, ConfigError
+from octavo.distributed import pool_tiers
 from octavo.engine.protocol.stats import EngineStats
-from octavo.worker.kv_connectors import mooncake_pool
 from tests.support.fake_store import FakeStore
 from tests.support.free_ports import free_port
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
@@ -51,8 +51,8 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[FakeStore]:
         made.append(FakeStore(values))
         return made[-1]
 
-    monkeypatch.setattr(mooncake_pool, "check_pool", lambda text: text)
-    monkeypatch.setattr(mooncake_pool, "MooncakePool", make)
+    monkeypatch.setattr(pool_tiers, "check_pool", lambda text: text)
+    monkeypatch.setattr(pool_tiers, "MooncakePool", make)
     return made
 
 
@@ -89,14 +89,14 @@ def test_blocks_that_fail_are_computed(stores, happens: Callable[[dict[str, byte
 @pytest.mark.parametrize("what", ["fails_reads", "fails_writes"])
 def test_a_store_that_fails_changes_no_answer(stores, monkeypatch, what: str) -> None:
     expected, _, _ = answers(kv_pool=POOL)
-    make = mooncake_pool.MooncakePool
+    make = pool_tiers.MooncakePool
 
     def failing(*args: Any, **options: Any) -> FakeStore:
         store = make(*args, **options)
         setattr(store, what, True)
         return store
 
-    monkeypatch.setattr(mooncake_pool, "MooncakePool", failing)
+    monkeypatch.setattr(pool_tiers, "MooncakePool", failing)
     found, hits, _ = answers(kv_pool=POOL)
     assert found == expected
     assert hits == ([0] * 4 if what == "fails_reads" else HITS)

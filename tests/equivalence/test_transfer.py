@@ -21,12 +21,12 @@ from msgspec.structs import replace
 from octavo import AsyncLLM, SamplingParams
 from octavo.api.errors import BackendUnavailable, ConfigError
 from octavo.config.engine_config import EngineConfig
+from octavo.distributed.disaggregation import remote_prefill as prefill_peers
+from octavo.distributed.transfer.block_sender import BlockSender
+from octavo.distributed.transfer.send_buffer import SendBuffer
 from octavo.engine.protocol.kv_messages import BlockName
-from octavo.frontend import remote_prefill as prefill_peers
 from octavo.utils.progress import quiet
 from octavo.wiring.engine import build_with_process
-from octavo.worker.kv_connectors.block_sender import BlockSender
-from octavo.worker.kv_connectors.send_buffer import SendBuffer
 from octavo.worker.model_runner import ModelRunner
 from tests.support.llm_tools import (
     GREEDY,

@@ -21,10 +21,10 @@ import pytest
 from octavo import AsyncLLM, RequestOutput, SamplingParams
 from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
-from octavo.transfer.address import check_ports
+from octavo.distributed.transfer.address import check_ports
+from octavo.distributed.transfer.block_sender import BlockSender
 from octavo.utils.progress import quiet
 from octavo.wiring.engine import build_with_process
-from octavo.worker.kv_connectors.block_sender import BlockSender
 from tests.support.llm_tools import (
     final,
     fingerprint,

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from octavo import AsyncLLM
+from octavo.distributed.transfer.block_sender import BlockSender
+from octavo.distributed.transfer.send_buffer import Ask, BlockData
 from octavo.engine.protocol.kv_messages import BlockName
-from octavo.worker.kv_connectors.block_sender import BlockSender
-from octavo.worker.kv_connectors.send_buffer import Ask, BlockData
 from tests.support.llm_tools import (
     GREEDY,
     SAMPLED,

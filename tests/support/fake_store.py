@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.worker.kv_connectors.mooncake_pool import StoreValue
+from octavo.distributed.pool.mooncake_pool import StoreValue
 
 
 class FakeStore:

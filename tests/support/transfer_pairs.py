@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from octavo import AsyncLLM
+from octavo.distributed.disaggregation.transfers import Transfers
 from octavo.frontend.input_processor import ParentRequest
-from octavo.frontend.transfers import Transfers
 from tests.support.free_ports import free_port
 from tests.support.llm_tools import (
     GREEDY,

@@ -1,3 +1,1 @@
-"""Instances on several machines: what a plan asks for, and what keeps it so. Ray places, watches
-and restarts; no token goes through it.
-"""
+"""`octavo cluster`: instances on several machines, started and watched through Ray."""

@@ -21,6 +21,7 @@ from octavo.distributed.router.proxy import RouterProxy
 from octavo.distributed.router.roster import Roster
 from octavo.distributed.router.settings import RouterSettings
 from octavo.distributed.router.watch import Watch
+from octavo.distributed.transfer.messages import UNREADABLE
 from octavo.server.http.auth import OPERATOR, ApiKeys
 from octavo.server.http.errors import add_error_handlers
 from octavo.server.http.head_requests import HeadAsGet
@@ -29,7 +30,6 @@ from octavo.server.http.same_origin import SameOrigin
 from octavo.server.http.time_limit import TimeLimit
 from octavo.server.settings import ServerSettings
 from octavo.server.state.key_ring import KeyRing
-from octavo.transfer.messages import UNREADABLE
 from octavo.utils.version import __version__
 
 

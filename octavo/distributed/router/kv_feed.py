@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from octavo.distributed.router.members import KvEventsCard, Member
+from octavo.distributed.transfer.messages import UNREADABLE
 from octavo.engine.protocol.cached_names import CachedNames
 from octavo.engine.protocol.kv_events import (
     END,
@@ -25,7 +26,6 @@ from octavo.engine.protocol.kv_events import (
     BlockStored,
     KVEventBatch,
 )
-from octavo.transfer.messages import UNREADABLE
 from octavo.utils.secure_sockets import lock_client
 
 REPLAY_TIMEOUT_S = 5.0

@@ -16,9 +16,9 @@ import msgspec
 
 from octavo.distributed.router.settings import RouterSettings
 from octavo.distributed.router.upstream import UpstreamClient, UpstreamLost
+from octavo.distributed.transfer.messages import UNREADABLE
 from octavo.engine.protocol.cached_names import CachedNames
 from octavo.engine.routing.target import Target
-from octavo.transfer.messages import UNREADABLE
 
 NOT_CHECKED = "no check has succeeded yet"
 STABLE_S = 60.0

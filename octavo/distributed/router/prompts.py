@@ -18,10 +18,10 @@ import msgspec
 
 from octavo.distributed.router.members import Members
 from octavo.distributed.router.upstream import UpstreamLost
+from octavo.distributed.transfer.messages import UNREADABLE
 from octavo.engine.protocol.block_hashes import BlockHashing
 from octavo.engine.protocol.kv_events import HASH_BYTES
 from octavo.engine.routing.job import RoutingJob
-from octavo.transfer.messages import UNREADABLE
 
 MAX_TOKEN_IDS = 1 << 31
 PIECE_BYTES = 256

@@ -11,11 +11,11 @@ from typing import Protocol
 
 import msgspec
 
+from octavo.engine.protocol.kv_messages import TransferFacts
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import EngineRequest, Query, QueryAnswer, RequestChange
 from octavo.engine.protocol.view import EngineView
-from octavo.transfer.messages import TransferFacts
 
 
 class ModelFacts(msgspec.Struct, frozen=True):

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
+
 
 class BlockMove(msgspec.Struct):
     """A copy of a whole block of one group, in every layer, before the step computes. The moves of
@@ -203,3 +205,21 @@ class ConnectorStats(msgspec.Struct):
     num_not_fetched: int = 0
     num_kept: int = 0
     num_not_kept: int = 0
+
+
+class TransferFacts(msgspec.Struct, frozen=True):
+    """Facts of one engine that exchanges blocks."""
+
+    facts: dict[str, str]
+    """Everything that a block's bytes depend on, by name."""
+    listen: str | None
+    """Endpoints at which its blocks are fetched, one of each rank joined by commas; None
+    where it computes none for others."""
+    num_ranks: int
+    """Ranks that share out its KV heads."""
+    block_size: int
+    """Tokens in a block."""
+    original: OriginalContext = ONE_CONTEXT
+    """Context of the model before its longer angles, which blocks are named by."""
+    token_bytes: float = 0.0
+    """Bytes of a token in the blocks of all cache groups."""

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from octavo.api.pooling_params import PoolingTask
 from octavo.api.sampling_options import STRUCTURED_OUTPUT_VALUES
 from octavo.api.sampling_params import OPTIONS
+from octavo.config.config_hooks import store_option
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.kv_events import offset_endpoint, parse_events_config
 from octavo.executor.kv import BLOCK_SIZE
@@ -60,7 +61,7 @@ async def capabilities(
         "max_logprobs": config.model.max_logprobs,
         "block_size": BLOCK_SIZE if config.cache.kv_cache else None,
         "kv_events": _kv_events(config),
-        "kv_pool": pool_name(config.cache.kv_pool),
+        "kv_pool": pool_name(config.to_options().get(store_option(config))),
         "features": _features(served, service),
         "fields": list(_fields(served)),
         "routes": _routes(request.app),
@@ -85,7 +86,7 @@ def _kv_events(config: EngineConfig) -> dict[str, Any] | None:
 
 
 def pool_name(address: str | None) -> str:
-    """Returns an identifier of a server's Mooncake pool, for routers; "" without one."""
+    """Returns an identifier of the store that servers share, for routers; "" without one."""
     return "" if address is None else blake2b(address.encode(), digest_size=8).hexdigest()
 
 

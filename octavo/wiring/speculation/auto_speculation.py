@@ -13,7 +13,7 @@ from typing import Literal
 
 from octavo.api.errors import ConfigError, UnsupportedModel
 from octavo.checkpoint.ports import ModelHeader
-from octavo.config.config_hooks import config_hooks
+from octavo.config.config_hooks import config_hooks, transfer_option
 from octavo.config.engine_config import EngineConfig
 from octavo.models.draft_heads import mtp_head
 from octavo.program.program import Program
@@ -67,7 +67,7 @@ def _can_ask(config: EngineConfig) -> bool:
     return (
         config.backend.num_stage_ranks == 1
         and config.offload.weights_memory_bytes is None
-        and config.transfer.kv_transfer is None
+        and not transfer_option(config)
         and config.cache.kv_cache
     )
 

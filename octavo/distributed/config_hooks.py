@@ -1,0 +1,142 @@
+"""How the options of this package change a config, and the checks of these options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from octavo.api.errors import ConfigError
+from octavo.config.config_hooks import ConfigHooks
+from octavo.config.derive import LOGGED_ONLY
+from octavo.config.engine_config import EngineConfig
+from octavo.config.scheduler_options import PROGRAM_METHODS
+from octavo.distributed.options import PoolOptions, TransferOptions
+
+SENT_TOKENS = 512
+"""Default of long_prefill_token_threshold with role prefill: the blocks of one step are sent while
+the next is computed."""
+NEEDS_TRANSFER = ("role", "prefill_peer", "kv_transfer_address", "kv_transfer_secret")
+NEEDS_POOL = ("kv_pool_lends", "kv_pool_replicas")
+
+
+class DistributedConfigHooks(ConfigHooks):
+    def check(self, config: EngineConfig) -> None:
+        pool, transfer = config.of(PoolOptions), config.of(TransferOptions)
+        if pool.kv_pool is not None:
+            _check_pool(config, pool.kv_pool)
+        elif given := _first_given(pool, NEEDS_POOL):
+            raise ConfigError(
+                f"{given}: allowed only with kv_pool", hint="set kv_pool to mooncake://HOST:PORT"
+            )
+        if transfer.kv_transfer is not None:
+            _check_transfer(config, transfer, transfer.kv_transfer)
+        elif given := _first_given(transfer, NEEDS_TRANSFER):
+            raise ConfigError(
+                f"{given}: allowed only with kv_transfer", hint="set kv_transfer to zmq"
+            )
+
+    def derive(self, config: EngineConfig) -> EngineConfig:
+        """Has an engine with prefill peers log its block events, which tell its frontend what is
+        cached here, and limits the chunks of one that computes prompts for others.
+        """
+        options, cache, scheduler = config.of(TransferOptions), config.cache, config.scheduler
+        if options.prefill_peer and cache.kv_events_config is None:
+            cache = replace(cache, kv_events_config=LOGGED_ONLY)
+        is_prefill = options.kv_transfer is not None and options.role == "prefill"
+        if is_prefill and not scheduler.long_prefill_token_threshold:
+            scheduler = replace(scheduler, long_prefill_token_threshold=SENT_TOKENS)
+        return replace(config, cache=cache, scheduler=scheduler)
+
+    def transfer_option(self, config: EngineConfig) -> str:
+        return "" if config.of(TransferOptions).kv_transfer is None else "kv_transfer"
+
+    def store_option(self, config: EngineConfig) -> str:
+        return "" if config.of(PoolOptions).kv_pool is None else "kv_pool"
+
+
+def _first_given(options: Any, names: tuple[str, ...]) -> str:
+    """Returns the first of these options that is not at its default; "" if all are."""
+    usual = type(options)()
+    return next((name for name in names if getattr(options, name) != getattr(usual, name)), "")
+
+
+def _check_pool(config: EngineConfig, url: str) -> None:
+    _check_prefix_caching(config, "kv_pool")
+    if config.cache.prefix_cache_dir is not None:
+        raise ConfigError("kv_pool: allowed only without prefix_cache_dir", hint="name one of them")
+    option, num_ranks = config.backend.rank_option
+    if num_ranks > 1:
+        raise ConfigError(
+            f"kv_pool: allowed only where {option} is 1, got {num_ranks}",
+            hint=f"leave out kv_pool, or leave {option} at 1",
+        )
+    _check_stages(config, "kv_pool", url)
+    if config.fleet.enable_expert_parallel:
+        raise ConfigError(
+            f"enable_expert_parallel: not allowed beside kv_pool {url}",
+            hint="leave kv_pool out, or give each engine all experts",
+        )
+
+
+def _check_transfer(config: EngineConfig, options: TransferOptions, transport: str) -> None:
+    _check_prefix_caching(config, "kv_transfer")
+    others = {
+        "prefix_cache_dir": config.cache.prefix_cache_dir,
+        "kv_pool": config.of(PoolOptions).kv_pool,
+    }
+    for name, given in others.items():
+        if given is not None:
+            raise ConfigError(
+                f"kv_transfer: allowed only without {name}",
+                hint="let the engines that compute prompts keep them in memory (kv_transfer_size)",
+            )
+    _check_processes(config, transport)
+    if config.scheduler.spec_method in PROGRAM_METHODS:
+        raise ConfigError(
+            f"spec_method: got {config.scheduler.spec_method}, which is not allowed beside"
+            " kv_transfer",
+            hint="leave kv_transfer or spec_method out",
+        )
+    if options.role == "decode" and not options.prefill_peer:
+        raise ConfigError(
+            "role: got 'decode' without a prefill_peer",
+            hint="name the kv_transfer_address of each engine with role prefill",
+        )
+    if options.role == "prefill" and options.prefill_peer:
+        raise ConfigError("role: got 'prefill' with a prefill_peer, allowed are decode and both")
+
+
+def _check_processes(config: EngineConfig, transport: str) -> None:
+    """Raises ConfigError if the engine's processes cannot send blocks."""
+    _check_stages(config, "kv_transfer", transport)
+    if config.fleet.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size: got {config.fleet.data_parallel_size}, allowed is 1 with"
+            " kv_transfer",
+            hint="start a server for each engine",
+        )
+    if config.backend.expert_parallel_size > 1:
+        raise ConfigError(
+            "kv_transfer: allowed only where expert_parallel_size is 1, got"
+            f" {config.backend.expert_parallel_size}",
+            hint="share out the heads: tensor_parallel_size",
+        )
+    if config.backend.rank_address is not None:
+        raise ConfigError(
+            "kv_transfer: allowed only where all ranks are of this machine, got a rank_address",
+            hint="leave rank_address out",
+        )
+
+
+def _check_prefix_caching(config: EngineConfig, name: str) -> None:
+    if not (config.cache.enable_prefix_caching and config.cache.kv_cache):
+        raise ConfigError(f"{name}: allowed only where the KV cache and prefix caching are on")
+
+
+def _check_stages(config: EngineConfig, name: str, given: str) -> None:
+    if config.backend.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size: got {config.backend.pipeline_parallel_size}, which is not"
+            f" allowed beside {name} {given}",
+            hint=f"leave {name} out, or leave pipeline_parallel_size at 1",
+        )

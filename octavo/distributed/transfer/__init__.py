@@ -1,0 +1,1 @@
+"""Transfer of KV blocks between engines: messages, transports and the worker half."""

@@ -1,0 +1,192 @@
+"""The messages between engines that exchange KV blocks, msgpack over ZeroMQ.
+
+Two conversations. Fronts (DEALER to ROUTER): Hello, Welcome; then Prefill, which is Accepted or
+Declined and later Ended, unless it is Withdrawn. Workers (DEALER to ROUTER): WantBlocks,
+DropBlocks, HoldBlocks and TookBlocks go up; BlockPart and LayerPart (with the bytes as a second
+frame) or BlockAt, NoBlocks, StillThere and NotYours come down. A block is asked for by its name
+before it is computed, and sent when it is. Every ask has an epoch, which its answers repeat: what
+answers an older one lands nowhere.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.engine.protocol.kv_messages import BlockKey, BlockName
+
+UNREADABLE = (ValueError, RecursionError)
+"""Exceptions with which msgspec refuses bytes from outside: its own errors are ValueErrors, as is
+that of text which is no UTF-8.
+"""
+
+PART_BYTES = 512 << 10
+"""Most bytes of a block in one message: ZeroMQ sends large messages at a fraction of the rate."""
+
+
+class Hello(msgspec.Struct, tag=True):
+    """First message of an engine that wants its prompts computed."""
+
+    facts: dict[str, str]
+    """Everything that a block's bytes depend on, by name."""
+
+
+class Welcome(msgspec.Struct, tag=True):
+    """Answer to a Hello."""
+
+    facts: dict[str, str]
+    endpoint: str
+    """Endpoints at which the blocks are fetched, one of each rank (`address.join_endpoints`)."""
+
+
+class Prefill(msgspec.Struct, tag=True):
+    """Asks for a prompt to be computed, so that its blocks can be fetched."""
+
+    request_id: str
+    token_ids: list[int]
+    cache_salt: str = ""
+    priority: int = 0
+    tenant: str = ""
+
+
+class Withdrawn(msgspec.Struct, tag=True):
+    """Says that a prompt is not wanted any more."""
+
+    request_id: str
+
+
+class Accepted(msgspec.Struct, tag=True):
+    """Answer to a Prefill that is queued."""
+
+    request_id: str
+
+
+class Declined(msgspec.Struct, tag=True):
+    """Answer to a Prefill that is not."""
+
+    request_id: str
+    reason: str
+
+
+class Ended(msgspec.Struct, tag=True):
+    """End of an accepted Prefill."""
+
+    request_id: str
+    num_cached_tokens: int
+    error: str | None = None
+
+
+class WantedBlock(msgspec.Struct, array_like=True):
+    """A block that is asked for."""
+
+    group: int
+    key: BlockKey
+
+    @property
+    def name(self) -> BlockName:
+        return BlockName(self.group, self.key.digest)
+
+
+class WantBlocks(msgspec.Struct, tag=True):
+    """Asks for blocks, in the order in which they are needed."""
+
+    fingerprint: bytes
+    blocks: list[WantedBlock]
+    wait_s: float
+    """Seconds for which the sender waits for blocks that are not computed yet."""
+    epoch: int
+    """Number of this ask, which counts up."""
+    heads: list[tuple[int, int]]
+    """KV heads that are wanted of the blocks of each cache group, from one up to another, counted
+    over the whole model."""
+
+
+class DropBlocks(msgspec.Struct, tag=True):
+    """Blocks that are not waited for any more."""
+
+    names: list[BlockName]
+
+
+class HoldBlocks(msgspec.Struct, tag=True):
+    """Blocks at a BlockAt that are still to be read: their leases begin again."""
+
+    names: list[BlockName]
+    epoch: int
+    """Epoch of the ask that they answer."""
+
+
+class TookBlocks(msgspec.Struct, tag=True):
+    """Blocks at a BlockAt that the sender of this has read, or will not: their leases end."""
+
+    names: list[BlockName]
+    epoch: int
+    """Epoch of the ask that they answer."""
+
+
+class BlockPart(msgspec.Struct, tag=True):
+    """Some bytes of a block, which come as the message's second frame."""
+
+    name: BlockName
+    num_bytes: int
+    """Size of the whole block."""
+    offset: int
+    checksum: int
+    """XXH3 of these bytes, with 64 bits."""
+    epoch: int
+    """Epoch of the ask that it answers."""
+    more: bool = False
+    """Whether another part for the same peer was waiting when this one was sent: the time until
+    that one comes is the link's."""
+
+
+class LayerPart(msgspec.Struct, tag=True):
+    """One layer of some blocks of one cache group, which comes as the message's second frame: each
+    block's bytes, one block after the other. Sent while later layers are still computed.
+    """
+
+    names: list[BlockName]
+    offset: int
+    """Offset of the layer's bytes in each block."""
+    checksum: int
+    """XXH3 of all these bytes, with 64 bits."""
+    epoch: int
+    """Epoch of the ask that it answers."""
+    more: bool = False
+    """Whether another part for the same peer was waiting, as in a BlockPart."""
+
+
+class BlockAt(msgspec.Struct, tag=True):
+    """A block that the receiver may read out of the sender's memory, past these messages."""
+
+    name: BlockName
+    session: str
+    """Name of the sender's mover."""
+    address: int
+    num_bytes: int
+    checksum: int
+    """XXH3 of the whole block, with 64 bits: what lies there later has another."""
+    epoch: int
+    """Epoch of the ask that it answers."""
+
+
+class NoBlocks(msgspec.Struct, tag=True):
+    """Blocks that will not come."""
+
+    names: list[BlockName]
+    epoch: int
+    """Epoch of the ask that it answers."""
+
+
+class StillThere(msgspec.Struct, tag=True):
+    """Sign of life while blocks are waited for."""
+
+
+class NotYours(msgspec.Struct, tag=True):
+    """Answer to a WantBlocks of an engine whose blocks have other bytes."""
+
+    reason: str
+
+
+FrontRequestMessage = Hello | Prefill | Withdrawn
+FrontReplyMessage = Welcome | Accepted | Declined | Ended
+WorkerRequestMessage = WantBlocks | DropBlocks | HoldBlocks | TookBlocks
+WorkerReplyMessage = BlockPart | LayerPart | BlockAt | NoBlocks | StillThere | NotYours

@@ -1,0 +1,104 @@
+"""Block transfers over plain TCP, out of the sender's memory and straight into the slots.
+
+ZeroMQ copies received data into its own memory first, which costs more than the network does on one
+machine. Reads are neither encrypted nor, except for a token, authenticated: engines that share a
+secret send blocks in messages instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.distributed.transfer.block_transport import RemoteBytes
+from octavo.distributed.transfer.memory_server import (
+    COUNT,
+    MAX_RANGES,
+    RANGE,
+    MemoryServer,
+    receive_into,
+    set_timeout,
+)
+
+TIMEOUT_S = 5.0
+"""Seconds without a byte after which a read from an engine that stands still fails."""
+MAX_CONNECTIONS = 64
+"""Most engines that a connection is kept to; the one met first is left for a further one."""
+
+logger = logging.getLogger(__name__)
+
+
+class SocketMover:
+    """Implements `block_transport.BlockTransport`."""
+
+    def __init__(self, host: str | None) -> None:
+        """`host` is the address at which others read; None: this engine only reads."""
+        self._server = None if host is None else MemoryServer(host)
+        self._connections: dict[str, socket.socket] = {}
+        """Connections to other engines, by their sessions."""
+
+    @property
+    def session(self) -> str:
+        return "" if self._server is None else self._server.session
+
+    def register(self, memory: NDArray[np.uint8]) -> None:
+        if self._server is not None:
+            self._server.register(memory)
+
+    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
+        is_whole = False
+        try:
+            connection = self._connection_to(session)
+            for first in range(0, len(wanted), MAX_RANGES):
+                some = wanted[first : first + MAX_RANGES]
+                connection.sendall(_request(some))
+                for one in some:
+                    receive_into(connection, one.into)
+                    yield one
+            is_whole = True
+        except (OSError, ValueError) as error:
+            logger.info("KV blocks at %s could not be read: %s", session.partition("/")[0], error)
+        finally:
+            if not is_whole:
+                self._forget(session)
+
+    def _connection_to(self, session: str) -> socket.socket:
+        """Returns the connection to an engine; ValueError if the session is none."""
+        if session not in self._connections:
+            address, _, token = session.partition("/")
+            host, _, port = address.rpartition(":")
+            secret = bytes.fromhex(token)
+            connection = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+            try:
+                connection.settimeout(None)
+                set_timeout(connection, socket.SO_RCVTIMEO, TIMEOUT_S)
+                set_timeout(connection, socket.SO_SNDTIMEO, TIMEOUT_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.sendall(secret)
+            except OSError:
+                connection.close()
+                raise
+            if len(self._connections) >= MAX_CONNECTIONS:
+                self._forget(next(iter(self._connections)))
+            self._connections[session] = connection
+        return self._connections[session]
+
+    def _forget(self, session: str) -> None:
+        connection = self._connections.pop(session, None)
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        for session in list(self._connections):
+            self._forget(session)
+        if self._server is not None:
+            self._server.close()
+
+
+def _request(wanted: Sequence[RemoteBytes]) -> bytes:
+    ranges = (RANGE.pack(one.address, len(one.into)) for one in wanted)
+    return COUNT.pack(len(wanted)) + b"".join(ranges)

@@ -1,0 +1,214 @@
+"""Builds the tier of prefix cache blocks that other engines hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from octavo.api.errors import ConfigError
+from octavo.checkpoint.ports import Checkpoint
+from octavo.config.engine_config import EngineConfig
+from octavo.config.hosts import LOOPBACK, is_local
+from octavo.config.paths import open_state_home
+from octavo.config.sizes import format_bytes
+from octavo.distributed.options import TransferOptions
+from octavo.distributed.transfer.address import (
+    TransferEnds,
+    check_address,
+    check_ports,
+    endpoint,
+    join_endpoints,
+    parse_address,
+)
+from octavo.distributed.transfer.block_transport import BlockTransport
+from octavo.distributed.transfer.kv_head_partition import KVHeadPartition
+from octavo.distributed.transfer.report_box import ReportBox, Reports, SentReports
+from octavo.distributed.transfer.transfer_worker import TransferWorker
+from octavo.engine.kv.kv_connector import SENT_BYTES_PER_STEP, Tiers
+from octavo.engine.protocol.kv_messages import TransferFacts
+from octavo.engine.protocol.ports import ConnectorWorker
+from octavo.executor.kv import BLOCK_SIZE, KvLayout
+from octavo.program.ops import original_context
+from octavo.program.program import CacheGroup
+from octavo.wiring.tier_builder import BuiltTiers, TierBuilder
+from octavo.wiring.tiers import count_slots, fingerprint_parts
+from octavo.worker.cache_engine import HostShape
+from octavo.worker.kv_connectors.fingerprint import fingerprint
+from octavo.worker.loaded_model import LoadedModel, MakeConnector
+from octavo.worker.ranks.messages import RankSlots, TellReport
+from octavo.worker.ranks.start import SharedSlots
+
+MAX_FACT_LENGTH = 64
+"""Longer facts are shown as digests."""
+
+
+class TransferTierBuilder(TierBuilder):
+    def check(
+        self, config: EngineConfig, layouts: Sequence[KvLayout], groups: Sequence[CacheGroup]
+    ) -> None:
+        options, num_ranks = config.of(TransferOptions), config.backend.tensor_parallel_size
+        heads = KVHeadPartition.build(layouts, groups, num_ranks=num_ranks)
+        block_bytes = sum(heads.block_bytes())
+        count_slots(config.cache, block_bytes, has_more=True)
+        _check_transport(options)
+        _check_addresses(options, num_ranks)
+        if options.kv_transfer_size < block_bytes:
+            raise ConfigError(
+                f"kv_transfer_size: got {format_bytes(options.kv_transfer_size)}, allowed is at"
+                f" least one block, {format_bytes(block_bytes)}"
+            )
+
+    def build(
+        self, checkpoint: Checkpoint, loaded: LoadedModel, groups: Sequence[CacheGroup]
+    ) -> BuiltTiers:
+        options = loaded.config.of(TransferOptions)
+        num_ranks = loaded.config.backend.tensor_parallel_size
+        heads = KVHeadPartition.build(loaded.layouts, groups, 0, num_ranks)
+        block_bytes = heads.block_bytes()
+        num_slots = count_slots(loaded.config.cache, sum(block_bytes), has_more=True)
+        parts = _fingerprint_parts(checkpoint, loaded, heads, groups)
+        slots = RankSlots(
+            num_slots, fingerprint(parts, checkpoint.weight_files, cache=open_state_home())
+        )
+        reports = ReportBox(num_ranks)
+        worker = _build_worker(loaded, heads, slots, reports)
+        tiers = Tiers(
+            block_bytes,
+            num_slots,
+            keeps=options.computes_for_others,
+            saved_bytes_per_step=SENT_BYTES_PER_STEP,
+            # A step that a lost rank ends has written wrong values in the layers that it counted.
+            streams=worker.sends_layers and loaded.writes_layers and num_ranks == 1,
+        )
+        facts = {name: _format_fact(value) for name, value in parts.items()}
+        facts |= {"transport": str(options.kv_transfer), "weights": slots.fingerprint.hex()}
+        endpoints = [_rank_endpoint(options, rank) for rank in range(num_ranks)]
+        return BuiltTiers(
+            tiers,
+            worker,
+            TransferFacts(
+                facts,
+                join_endpoints(endpoints) if options.computes_for_others else None,
+                num_ranks,
+                BLOCK_SIZE,
+                original_context(loaded.program),
+                sum(block_bytes) / BLOCK_SIZE,
+            ),
+            None if num_ranks == 1 else SharedSlots(slots, reports.add_rank),
+        )
+
+    def build_on_rank(self, groups: Sequence[CacheGroup], rank: int) -> MakeConnector:
+        return partial(_build_rank_worker, groups, rank)
+
+
+def _check_transport(options: TransferOptions) -> None:
+    """Raises BackendUnavailable if the library of the transport is not installed."""
+    if options.kv_transfer == "mooncake":
+        from octavo.distributed.transfer.mooncake_mover import require_mooncake
+
+        require_mooncake()
+    if options.kv_transfer == "nixl":
+        from octavo.distributed.transfer.nixl_mover import require_nixl
+
+        require_nixl()
+
+
+def _check_addresses(options: TransferOptions, num_ranks: int) -> None:
+    """Checks that the transfer addresses are valid, and reachable from other machines only with a
+    secret.
+    """
+    host, port = parse_address(options.kv_transfer_address, name="kv_transfer_address")
+    if options.computes_for_others:
+        check_ports(port, num_ranks, name="kv_transfer_address")
+        check_address(host, options.kv_transfer_secret, name="kv_transfer_address")
+    own = (host if not is_local(host) else LOOPBACK[0], port)
+    seen = set()
+    for address in options.prefill_peer:
+        there, port = parse_address(address, name="prefill_peer")
+        peer = (there if not is_local(there) else LOOPBACK[0], port)
+        if peer == own and options.computes_for_others:
+            raise ConfigError(
+                f"prefill_peer: got {address!r}, which is this engine's own kv_transfer_address",
+                hint="name another engine, or give this one another kv_transfer_address",
+            )
+        if peer in seen:
+            raise ConfigError(f"prefill_peer: got {address!r} twice", hint="name each engine once")
+        seen.add(peer)
+
+
+def _build_rank_worker(
+    groups: Sequence[CacheGroup], rank: int, loaded: LoadedModel, slots: RankSlots, tell: TellReport
+) -> ConnectorWorker:
+    num_ranks = loaded.config.backend.tensor_parallel_size
+    heads = KVHeadPartition.build(loaded.layouts, groups, rank, num_ranks)
+    return _build_worker(loaded, heads, slots, SentReports(tell))
+
+
+def _build_worker(
+    loaded: LoadedModel, heads: KVHeadPartition, slots: RankSlots, reports: Reports
+) -> TransferWorker:
+    options = loaded.config.of(TransferOptions)
+    own_bytes = [layout.block_bytes for layout in loaded.layouts]
+    # All ranks keep as many blocks for others, each its part of them.
+    max_bytes = options.kv_transfer_size * sum(own_bytes) // sum(heads.block_bytes())
+    listen = _rank_endpoint(options, heads.rank) if options.computes_for_others else None
+    ends = TransferEnds(
+        slots.fingerprint,
+        listen,
+        options.kv_transfer_secret,
+        options.kv_transfer_timeout,
+        max_bytes,
+    )
+    shapes = [HostShape(slots.num_slots, size) for size in own_bytes]
+    return TransferWorker(shapes, ends, _build_transport(options), heads, reports)
+
+
+def _rank_endpoint(options: TransferOptions, rank: int) -> str:
+    """Returns the address from which a rank's part of blocks is fetched."""
+    host, port = parse_address(options.kv_transfer_address, name="kv_transfer_address")
+    return endpoint(host, port + 1 + rank)
+
+
+def _fingerprint_parts(
+    checkpoint: Checkpoint,
+    loaded: LoadedModel,
+    heads: KVHeadPartition,
+    groups: Sequence[CacheGroup],
+) -> dict[str, Any]:
+    """Returns everything except the weights that determines the bytes of a block, independent of
+    how ranks split its heads.
+    """
+    layouts = [
+        [str(group), layout.dtype, own.num_heads, own.rows]
+        for group, layout, own in zip(groups, loaded.layouts, heads.groups, strict=True)
+    ]
+    return fingerprint_parts(checkpoint, loaded) | {"layouts": layouts}
+
+
+def _build_transport(options: TransferOptions) -> BlockTransport | None:
+    """Returns the transport of block data; None if messages carry it, which is the only encrypted
+    way.
+    """
+    host, _ = parse_address(options.kv_transfer_address, name="kv_transfer_address")
+    if options.kv_transfer == "nixl":
+        from octavo.distributed.transfer.nixl_mover import NixlMover
+
+        return NixlMover()
+    if options.kv_transfer == "mooncake":
+        from octavo.distributed.transfer.mooncake_mover import MooncakeMover
+
+        return MooncakeMover(host)
+    if options.kv_transfer_secret:
+        return None
+    from octavo.distributed.transfer.socket_mover import SocketMover
+
+    return SocketMover(host if options.computes_for_others else None)
+
+
+def _format_fact(value: Any) -> str:
+    """Formats a fact for comparison and display; long ones as digests."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return text if len(text) <= MAX_FACT_LENGTH else hashlib.sha256(text.encode()).hexdigest()[:16]
