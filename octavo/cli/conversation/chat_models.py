@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from octavo.api.errors import ConfigError, WorkerFailed
 from octavo.cli.common import answers
@@ -36,17 +36,9 @@ class ChatReply:
     """Token limit that applied because the user set none."""
 
 
-class Answering(Protocol):
-    def reply(
-        self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show
-    ) -> ChatReply:
-        """Generates a response to the last message, showing it as it is generated."""
-
-    def describe(self) -> str:
-        """Describes the model in lines."""
-
-
 class LocalModel:
+    """An engine in this process."""
+
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 

@@ -8,19 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Protocol
 
 DRAW_EVERY_S = 0.08
 """Minimum time between redraws, in seconds; each parses the block's markdown."""
 FENCES = ("```", "~~~")
-
-
-class AnswerScreen(Protocol):
-    """Prints one response."""
-
-    def add(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class PlainScreen:
@@ -88,5 +79,5 @@ def split_blocks(text: str) -> tuple[str, str]:
     return text[:end], text[end:]
 
 
-def answer_screen() -> AnswerScreen:
+def answer_screen() -> MarkdownScreen | PlainScreen:
     return MarkdownScreen() if sys.stdout.isatty() else PlainScreen()

@@ -17,7 +17,7 @@ from octavo.api.errors import (
 )
 from octavo.cli.common.answers import check_sampling, explain_end
 from octavo.cli.conversation.chat_input import ChatInput, Entry
-from octavo.cli.conversation.chat_models import Answering, ChatReply
+from octavo.cli.conversation.chat_models import ChatReply, LocalModel, RemoteModel
 from octavo.cli.conversation.chat_screen import answer_screen
 from octavo.cli.conversation.saved_chat import SavedChat, SavedMessage, read_chat, write_chat
 
@@ -54,7 +54,11 @@ class ChatSession:
     """The messages and the input loop."""
 
     def __init__(
-        self, model: Answering, said: ChatInput, sampling: dict[str, Any], system: str | None
+        self,
+        model: LocalModel | RemoteModel,
+        said: ChatInput,
+        sampling: dict[str, Any],
+        system: str | None,
     ) -> None:
         self._model = model
         self._input = said

@@ -5,11 +5,12 @@ older guided_* fields.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from octavo.api.errors import InvalidRequest, shown
 from octavo.api.structured_outputs import StructuredOutputs
 from octavo.server.ignored import IgnoredFields, join_path
+from octavo.server.openai.bodies import SamplingBody
 from octavo.text.grammar.enforceable import without_unenforced
 
 GUIDED = {
@@ -28,22 +29,7 @@ MAX_NAME = 64
 """Maximum length of a schema's name in characters."""
 
 
-class FormFields(Protocol):
-    """Fields of a body with structured output options."""
-
-    response_format: dict[str, Any] | None
-    structured_outputs: dict[str, Any] | None
-    guided_json: dict[str, Any] | str | None
-    guided_regex: str | None
-    guided_choice: list[str] | None
-    guided_grammar: str | None
-    guided_whitespace_pattern: str | None
-
-    @property
-    def ignored(self) -> IgnoredFields: ...
-
-
-def parse_structured_outputs(body: FormFields) -> StructuredOutputs | None:
+def parse_structured_outputs(body: SamplingBody) -> StructuredOutputs | None:
     """Returns the structured output options of a body; None for free text. Raises InvalidRequest
     for more than one.
     """
@@ -60,7 +46,7 @@ def parse_structured_outputs(body: FormFields) -> StructuredOutputs | None:
     return None if value is None else _form(body, name, value)
 
 
-def _form(body: FormFields, name: str, value: Any) -> StructuredOutputs | None:
+def _form(body: SamplingBody, name: str, value: Any) -> StructuredOutputs | None:
     if name == "response_format":
         return response_format(value, body.ignored)
     if name == "structured_outputs":
