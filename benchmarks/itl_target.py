@@ -24,10 +24,10 @@ from typing import Any
 from compare import machine
 
 from octavo.tools.bench.load import LoadTest, run_load
-from octavo.tools.bench.own_server import own_server
 from octavo.tools.bench.percentiles import percentiles
 from octavo.tools.bench.serve_figures import Outcome
-from octavo.tools.bench.traffic import TrafficRequest, synthetic
+from octavo.tools.bench.started_server import started_server
+from octavo.tools.bench.traffic import TrafficRequest, make_synthetic
 
 CLIENTS = 64
 ENGINE_OPTIONS = {"enable_prefix_caching": False}
@@ -49,11 +49,11 @@ def main() -> None:
     options = {"model": args.model, **ENGINE_OPTIONS, **json.loads(args.options)}
     requests = mixed(args.requests)
     print(json.dumps({"machine": machine(), "load": os.getloadavg(), **vars(args)}), flush=True)
-    with own_server(options) as tokens_url:
+    with started_server(options) as tokens_url:
         step_ms = decode_step_ms(tokens_url, args.clients)
         target_ms = round(2 * step_ms, 1)
         print(json.dumps({"decode_step_ms": round(step_ms, 2), "target_ms": target_ms}))
-        with own_server({**options, "itl_target_ms": target_ms}) as time_url:
+        with started_server({**options, "itl_target_ms": target_ms}) as time_url:
             urls = {"tokens": tokens_url, "time": time_url}
             compare(urls, requests, args.clients, args.rounds, target_ms)
 
@@ -98,7 +98,7 @@ def mixed(count: int) -> list[TrafficRequest]:
 
 def decode_step_ms(url: str, clients: int) -> float:
     """Returns the median time between two tokens while all rows decode."""
-    requests = synthetic(num_requests=clients, input_len=16, output_len=DECODE_TOKENS)
+    requests = make_synthetic(num_requests=clients, input_len=16, output_len=DECODE_TOKENS)
     _, outcomes, _ = run_load(LoadTest(url, None, None, requests))
     return 1000 * statistics.median(gaps_of(outcomes, SETTLED))
 

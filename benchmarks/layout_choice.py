@@ -22,8 +22,8 @@ from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.protocol.step_costs import CostPoint, StepCosts
-from octavo.tools.bench.traffic import TrafficRequest, prompt_of, read_trace, set_apart
-from octavo.tools.layout_search import NUM_HALVINGS, Objective, goodput, layouts_of
+from octavo.tools.bench.traffic import TrafficRequest, make_prompt, read_trace, spread_arrivals
+from octavo.tools.layout_search import NUM_HALVINGS, Objective, goodput, list_layouts
 from octavo.tools.simulated_fleet import (
     FleetOptionsSimulated,
     SimulatedEngine,
@@ -59,7 +59,7 @@ Make = Callable[[float], Sequence[SimulatedRequest]]
 
 def requests_of(rows: Sequence[TrafficRequest]) -> Make:
     """Returns a part of the trace at any speed, from its first request on."""
-    prompts = [prompt_of(row, 0) for row in rows]
+    prompts = [make_prompt(row, 0) for row in rows]
     first_s = rows[0].at_s
 
     def make(speed: float) -> list[SimulatedRequest]:
@@ -79,7 +79,7 @@ def main() -> None:
     args = parser.parse_args()
     count = args.requests
     total = count * (1 + args.parts)
-    rows = set_apart(read_trace(TRACE, scale=Fraction(1, 32), num_requests=total))
+    rows = spread_arrivals(read_trace(TRACE, scale=Fraction(1, 32), num_requests=total))
     first, *parts = (
         requests_of(rows[start : start + count]) for start in range(0, len(rows), count)
     )
@@ -91,7 +91,7 @@ def main() -> None:
 def judged(text: str, num_machines: int, first: Make, parts: Sequence[Make]) -> dict[str, Any]:
     """Chooses a layout by the first requests, and compares it with the best of all."""
     options, one = FleetOptionsSimulated(link_bytes_per_s=125e6), engine()
-    objective, layouts = Objective.parse(text), layouts_of(num_machines)
+    objective, layouts = Objective.parse(text), list_layouts(num_machines)
 
     def rates(make: Make, num_halvings: int) -> dict[str, float]:
         return {

@@ -36,8 +36,14 @@ from engines.servers import Needs, Server
 
 from octavo.api.errors import OctavoError
 from octavo.tools.bench.load import LoadTest, run_load
-from octavo.tools.bench.serve_figures import figures
-from octavo.tools.bench.traffic import Lengths, TrafficRequest, at_rate, mixed, read_trace
+from octavo.tools.bench.serve_figures import compute_metrics
+from octavo.tools.bench.traffic import (
+    Lengths,
+    TrafficRequest,
+    make_mixed,
+    read_trace,
+    schedule_at_rate,
+)
 
 GOOD = {"ttft": 1000.0, "itl": 100.0}
 BURSTINESS = {"poisson": 1.0, "bursty": 0.2}
@@ -70,8 +76,8 @@ class Plan:
         count = max(self.fewest, round(load.rate * self.seconds))
         if load.traffic == "trace":
             return stretched(self.trace[:count], load.rate)
-        requests = mixed(count, self.inputs, self.outputs, seed=load.seed)
-        return at_rate(requests, load.rate, load.seed, BURSTINESS[load.traffic])
+        requests = make_mixed(count, self.inputs, self.outputs, seed=load.seed)
+        return schedule_at_rate(requests, load.rate, load.seed, BURSTINESS[load.traffic])
 
 
 def stretched(requests: Sequence[TrafficRequest], rate: float) -> list[TrafficRequest]:
@@ -154,7 +160,7 @@ def sweep(
             _, outcomes, elapsed_s = run_load(LoadTest(url, None, None, requests, seed, clients))
         except OctavoError as error:
             raise SystemExit(f"{url}: {error}") from error
-        found = figures(outcomes, elapsed_s, GOOD)
+        found = compute_metrics(outcomes, elapsed_s, GOOD)
         asked = {"traffic": kind, "clients": clients, "rate": rate, "requests": len(requests)}
         shown = {name: rounded(found[name]) for name in (*SHOWN, *TIMES)}
         good = {name: rounded(found["goodput"][name]) for name in ("requests_per_s", "share")}

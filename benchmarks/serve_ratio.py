@@ -30,10 +30,10 @@ from compare import machine
 
 from octavo import LLM, SamplingParams
 from octavo.tools.bench.load import LoadTest, run_load
-from octavo.tools.bench.own_server import own_server
 from octavo.tools.bench.percentiles import percentiles
 from octavo.tools.bench.serve_figures import Outcome, first_token_s
-from octavo.tools.bench.traffic import prompt_of, synthetic
+from octavo.tools.bench.started_server import started_server
+from octavo.tools.bench.traffic import make_prompt, make_synthetic
 
 ENGINE_OPTIONS = {"enable_prefix_caching": False}
 WARM_TOKENS = 8
@@ -160,7 +160,7 @@ def started(model: str, options: str) -> Iterator[Rivals]:
     )
     process.start()
     here.recv()
-    with own_server(given) as url:
+    with started_server(given) as url:
         yield Rivals(options, url, here)
     here.send(None)
     process.join()
@@ -177,7 +177,7 @@ def generate(orders: Connection, options: dict[str, Any]) -> None:
 
 def run(llm: LLM, work: Work) -> float:
     params = SamplingParams(temperature=0, max_tokens=work.output, ignore_eos=True)
-    prompts = [{"prompt_token_ids": prompt_of(request, 0)} for request in requests_of(work)]
+    prompts = [{"prompt_token_ids": make_prompt(request, 0)} for request in requests_of(work)]
     began = time.perf_counter()
     done = llm.generate(prompts, params, use_tqdm=False)
     took = time.perf_counter() - began
@@ -186,7 +186,7 @@ def run(llm: LLM, work: Work) -> float:
 
 
 def requests_of(work: Work) -> list[Any]:
-    return synthetic(num_requests=work.requests, input_len=work.prompt, output_len=work.output)
+    return make_synthetic(num_requests=work.requests, input_len=work.prompt, output_len=work.output)
 
 
 def gaps_of(outcomes: list[Outcome]) -> list[float]:

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from benchmarks.compare import machine
 from octavo.tools.bench.load import LoadTest, run_load
-from octavo.tools.bench.own_server import own_server
 from octavo.tools.bench.serve_figures import first_token_s, per_token_s
-from octavo.tools.bench.traffic import TrafficRequest, at_rate, prompt_of, read_trace
-from octavo.tools.layout_search import engine_of
+from octavo.tools.bench.started_server import started_server
+from octavo.tools.bench.traffic import TrafficRequest, make_prompt, read_trace, schedule_at_rate
+from octavo.tools.layout_search import read_engine
 from octavo.tools.simulated_fleet import (
     FleetLayout,
     FleetOptionsSimulated,
@@ -46,7 +46,7 @@ LONGEST = 1900
 def served(model: str, record: Path) -> AbstractContextManager[str]:
     """Runs a server that records its steps; yields its URL."""
     sizes = {"max_model_len": 2048, "kv_cache_memory_bytes": "512MiB"}
-    return own_server({"model": model, **sizes, "record": str(record)})
+    return started_server({"model": model, **sizes, "record": str(record)})
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -81,7 +81,7 @@ def simulated(
 ) -> tuple[list[tuple[float, float]], float]:
     """Simulates the requests; returns their times, and the share of the time that was busy."""
     made = [
-        SimulatedRequest(request.name, request.at_s, prompt_of(request, seed), request.output_len)
+        SimulatedRequest(request.name, request.at_s, make_prompt(request, seed), request.output_len)
         for request in requests
     ]
     fleet = SimulatedFleet(engine, FleetLayout(1), FleetOptionsSimulated())
@@ -95,7 +95,7 @@ def fitted_rate(engine: SimulatedEngine, requests: Sequence[TrafficRequest]) -> 
     low, high = 0.01, 100.0
     for _ in range(14):
         middle = math.sqrt(low * high)
-        _, busy = simulated(engine, at_rate(requests, middle, 0), 0)
+        _, busy = simulated(engine, schedule_at_rate(requests, middle, 0), 0)
         low, high = (middle, high) if busy < LOAD else (low, middle)
     return low
 
@@ -114,13 +114,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         first = Path(folder) / "first.jsonl"
         with served(args.model, first) as url:
-            real_times(url, at_rate(rows, 4.0, 99), 99)
-        engine = engine_of(first)
+            real_times(url, schedule_at_rate(rows, 4.0, 99), 99)
+        engine = read_engine(first)
         rate = fitted_rate(engine, rows)
         real, made = [], []
         with served(args.model, Path(folder) / "second.jsonl") as url:
             for run in range(args.runs):
-                requests = at_rate(rows, rate, run)
+                requests = schedule_at_rate(rows, rate, run)
                 real.append(summary(real_times(url, requests, run)))
                 made.append(summary(simulated(engine, requests, run)[0]))
     print(json.dumps({"machine": machine(), "rate": round(rate, 3), **compared(real, made)}))

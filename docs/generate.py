@@ -31,7 +31,7 @@ from octavo.cli.common.help import option_text
 from octavo.cli.foreign.foreign_flags import MODEL, ForeignFlag
 from octavo.cli.foreign.translate_flags import ROWS
 from octavo.config.engine_config import option_fields
-from octavo.config.option import Group, OptionField, options_of
+from octavo.config.option import Group, OptionField, get_options
 from octavo.distributed.router.metrics import COUNTERS as ROUTER_COUNTERS
 from octavo.distributed.router.metrics import GAUGES as ROUTER_GAUGES
 from octavo.distributed.router.metrics import LABELS as ROUTER_LABELS
@@ -136,8 +136,8 @@ def options() -> str:
     ]
     kinds = [
         ("# Engine options", option_fields()),
-        ("# Server options, of `octavo serve`", options_of(ServerSettings)),
-        ("# Router options, of `octavo route`", options_of(RouterSettings)),
+        ("# Server options, of `octavo serve`", get_options(ServerSettings)),
+        ("# Router options, of `octavo route`", get_options(RouterSettings)),
     ]
     for title, every in kinds:
         parts.append(f"#{title}")
@@ -224,7 +224,7 @@ def describe(path: str, command: Any) -> Iterator[str]:
     """Describes a command's own arguments and flags; the engine's, the server's and the router's
     have a page of their own.
     """
-    shared = (option_fields(), options_of(ServerSettings), options_of(RouterSettings))
+    shared = (option_fields(), get_options(ServerSettings), get_options(RouterSettings))
     own = [
         param
         for param in command.params

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.tools.bench.own_server import own_server
+from octavo.tools.bench.started_server import started_server
 from octavo.utils.child_process import end_process
 
 READY_S = 300.0
@@ -66,7 +66,7 @@ class Server:
         if self.name == "at":
             yield self.model
         elif self.name == "octavo":
-            with own_server({"model": self.model, **self.options}) as url:
+            with started_server({"model": self.model, **self.options}) as url:
                 yield url
         else:
             with started(self.command(needs, port := free_port()), port) as url:

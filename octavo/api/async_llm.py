@@ -135,7 +135,7 @@ class AsyncLLM:
         Invalid requests are rejected here, before anything runs; raises Overloaded if the queue is
         full or the deadline cannot be met. An exception of `admit` rejects the request too. With
         `deltas` each output holds only what is new. Tokenizing a long text or compiling a new
-        grammar would block the event loop: call `tokenize` and `check_form` first.
+        grammar would block the event loop: call `tokenize` and `check_grammar` first.
         """
         self._streams.check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -145,15 +145,15 @@ class AsyncLLM:
         request = self._front.prepare(request_id, prompt, params, origin, adapter=adapter)
         return self.submit_prepared(request, deltas=deltas, admit=admit)
 
-    async def check_form(self, params: RequestParams) -> None:
+    async def check_grammar(self, params: RequestParams) -> None:
         """Compiles the grammar of a request with structured output before `submit`, in a thread
         unless it is cached. Raises InvalidRequest if the grammar is not supported.
         """
-        if not isinstance(params, SamplingParams) or self._front.knows_form(params):
+        if not isinstance(params, SamplingParams) or self._front.has_grammar(params):
             return
         self._streams.check_alive()
         self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
-        await asyncio.to_thread(self._front.check_form, params)
+        await asyncio.to_thread(self._front.check_grammar, params)
 
     def adapter(self, request: LoRARequest) -> AdapterRef:
         """Reads and checks the adapter files of a request, for `submit`. Blocking, thread-safe;
@@ -252,7 +252,7 @@ class AsyncLLM:
         aborts the request.
         """
         prompt = await self.tokenize(prompt)
-        await self.check_form(sampling_params or self.get_default_sampling_params())
+        await self.check_grammar(sampling_params or self.get_default_sampling_params())
         adapter = None
         if lora_request is not None:
             adapter = await asyncio.to_thread(self.adapter, lora_request)

@@ -79,7 +79,7 @@ def did_you_mean(name: str, known: Iterable[str], *, listed_in: str | None = Non
     return f"{listed_in} lists what is allowed" if listed_in else f"allowed are {', '.join(names)}"
 
 
-def error_named(kind: str, message: str, hint: str | None) -> OctavoError | None:
+def make_error(kind: str, message: str, hint: str | None) -> OctavoError | None:
     """Recreates an error received from another process by its class name; None if the class is not
     defined here.
     """

@@ -84,9 +84,9 @@ class PoolingParams(msgspec.Struct, kw_only=True, tag="pooling", metaclass=Check
         if self.truncate_prompt_tokens != MODEL_LIMIT:
             _check_number("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, " or -1")
         if self.normalize is not None and not isinstance(self.normalize, bool):
-            raise _refused("normalize", self.normalize, "True or False")
+            raise _make_error("normalize", self.normalize, "True or False")
         if self.activation not in (None, *get_args(PoolingActivation)):
-            raise _refused("activation", self.activation, ", ".join(get_args(PoolingActivation)))
+            raise _make_error("activation", self.activation, ", ".join(get_args(PoolingActivation)))
 
 
 RequestParams: TypeAlias = SamplingParams | PoolingParams
@@ -97,8 +97,8 @@ def _check_number(name: str, value: object, low: int, others: str = "") -> None:
         return
     number = whole_number(value)
     if number is None or not low <= number < 1 << 31:
-        raise _refused(name, value, f"a whole number from {low} to {(1 << 31) - 1}{others}")
+        raise _make_error(name, value, f"a whole number from {low} to {(1 << 31) - 1}{others}")
 
 
-def _refused(name: str, value: Any, allowed: str) -> InvalidRequest:
+def _make_error(name: str, value: Any, allowed: str) -> InvalidRequest:
     return InvalidRequest(f"{name}: got {shown(value)}, allowed is {allowed}", param=name)

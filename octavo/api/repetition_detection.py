@@ -35,11 +35,11 @@ class RepetitionDetection(msgspec.Struct, kw_only=True, frozen=True, metaclass=C
             _check("min_count", self.min_count, 2, MAX_COUNT)
 
     @property
-    def num_looked_at(self) -> int:
+    def num_checked_tokens(self) -> int:
         """Number of last tokens that the check reads."""
         return self.max_pattern_size * max(2, self.min_count)
 
-    def holds_for(self, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
+    def matches(self, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         """Returns whether the output tokens end with a repeated pattern."""
         num_tokens, last = len(token_ids), token_ids[-1]
         longest = (num_tokens - num_prompt_tokens) // max(2, self.min_count)
@@ -54,7 +54,7 @@ class RepetitionDetection(msgspec.Struct, kw_only=True, frozen=True, metaclass=C
         return False
 
 
-def detection_of(value: object) -> RepetitionDetection | None:
+def parse_repetition_detection(value: object) -> RepetitionDetection | None:
     """Returns the detection from an object or a mapping of its fields; None if it is disabled."""
     if isinstance(value, Mapping):
         try:

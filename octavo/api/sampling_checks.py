@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.api.errors import InvalidRequest, shown
-from octavo.api.repetition_detection import detection_of
+from octavo.api.repetition_detection import parse_repetition_detection
 from octavo.api.sampling_options import (
     INT32_MAX,
     MAX_BIAS,
@@ -65,16 +65,16 @@ def _check_values(params: Params, options: SamplingOptions) -> None:
 
 def _check_texts(params: Params) -> None:
     if params.stop is not None:
-        params.stop = _texts("stop", params.stop, "one text or a list of texts", lone=True)
+        params.stop = _parse_texts("stop", params.stop, "one text or a list of texts", lone=True)
     if params.stop_regex is not None:
         allowed = "one regular expression or a list of them"
-        params.stop_regex = _texts("stop_regex", params.stop_regex, allowed, lone=True)
+        params.stop_regex = _parse_texts("stop_regex", params.stop_regex, allowed, lone=True)
         check_patterns(params.stop_regex)
     if params.bad_words is not None:
-        params.bad_words = _texts("bad_words", params.bad_words, "a list of texts")
+        params.bad_words = _parse_texts("bad_words", params.bad_words, "a list of texts")
     if params.dry_sequence_breakers is not None:
         allowed = f"a list of at most {MAX_BREAKERS} texts of {MAX_BREAKER} characters"
-        params.dry_sequence_breakers = _breakers(params.dry_sequence_breakers, allowed)
+        params.dry_sequence_breakers = _parse_breakers(params.dry_sequence_breakers, allowed)
     for name in ("stop", "stop_regex"):
         if getattr(params, name) and not params.detokenize:
             raise InvalidRequest(
@@ -86,23 +86,26 @@ def _check_texts(params: Params) -> None:
 
 def _check_token_ids(params: Params) -> None:
     if params.stop_token_ids is not None:
-        ids = _token_ids("stop_token_ids", params.stop_token_ids)
+        ids = _parse_token_ids("stop_token_ids", params.stop_token_ids)
         params.stop_token_ids = list(dict.fromkeys(ids))
     if params.allowed_token_ids is not None:
-        ids = _token_ids("allowed_token_ids", params.allowed_token_ids)
+        ids = _parse_token_ids("allowed_token_ids", params.allowed_token_ids)
         check("allowed_token_ids", ids, len(ids) > 0, "a list of at least one token id")
         params.allowed_token_ids = ids
     if params.logprob_token_ids is not None:
-        _take_listed(params, _token_ids("logprob_token_ids", params.logprob_token_ids))
+        _set_logprob_token_ids(
+            params, _parse_token_ids("logprob_token_ids", params.logprob_token_ids)
+        )
     if params.logit_bias is not None:
         given: object = params.logit_bias
         check("logit_bias", given, isinstance(given, Mapping), "numbers by token id")
         params.logit_bias = {
-            _bias_token(key): _bias(key, value) for key, value in params.logit_bias.items()
+            _parse_bias_token(key): _parse_bias(key, value)
+            for key, value in params.logit_bias.items()
         }
 
 
-def _take_listed(params: Params, ids: list[int]) -> None:
+def _set_logprob_token_ids(params: Params, ids: list[int]) -> None:
     """Sets `logprob_token_ids`, and `logprobs` to their number."""
     name = "logprob_token_ids"
     ok = 0 < len(ids) == len(set(ids)) <= MAX_LISTED
@@ -114,12 +117,12 @@ def _take_listed(params: Params, ids: list[int]) -> None:
 
 def _check_structure(params: Params) -> None:
     if params.repetition_detection is not None:
-        params.repetition_detection = detection_of(params.repetition_detection)
+        params.repetition_detection = parse_repetition_detection(params.repetition_detection)
     form: object = params.structured_outputs
     if isinstance(form, Mapping):
         form = params.structured_outputs = StructuredOutputs(**form)
     if params.logits_processors is not None:
-        params.logits_processors = _processors(params, params.logits_processors)
+        params.logits_processors = _parse_processors(params, params.logits_processors)
     if form is None:
         return
     ok = isinstance(form, StructuredOutputs)
@@ -133,10 +136,10 @@ def _check_structure(params: Params) -> None:
         )
 
 
-def _processors(params: Params, given: object) -> list[str] | None:
+def _parse_processors(params: Params, given: object) -> list[str] | None:
     """Returns the names of logits processors; None if there are none."""
     name = "logits_processors"
-    names = _texts(name, given, f"a list of at most {MAX_PROCESSORS} names")
+    names = _parse_texts(name, given, f"a list of at most {MAX_PROCESSORS} names")
     check(name, names, len(names) <= MAX_PROCESSORS, f"at most {MAX_PROCESSORS} names")
     for other in ("prompt_logprobs", "logprob_token_ids"):
         if names and getattr(params, other) is not None:
@@ -196,7 +199,7 @@ def _check_greedy(params: Params, options: SamplingOptions) -> None:
         setattr(params, name, neutral)
 
 
-def _texts(name: str, value: object, allowed: str, *, lone: bool = False) -> list[str]:
+def _parse_texts(name: str, value: object, allowed: str, *, lone: bool = False) -> list[str]:
     """Returns a list of non-blank texts; with `lone` a single text is allowed."""
     texts = [value] if lone and isinstance(value, str) else value
     if not isinstance(texts, list | tuple):
@@ -207,7 +210,7 @@ def _texts(name: str, value: object, allowed: str, *, lone: bool = False) -> lis
     return list(texts)
 
 
-def _breakers(value: Any, allowed: str) -> list[str]:
+def _parse_breakers(value: Any, allowed: str) -> list[str]:
     name = "dry_sequence_breakers"
     check(name, value, isinstance(value, list | tuple) and len(value) <= MAX_BREAKERS, allowed)
     texts: list[str] = list(value)
@@ -216,14 +219,14 @@ def _breakers(value: Any, allowed: str) -> list[str]:
     return texts
 
 
-def _token_ids(name: str, value: Any) -> list[int]:
+def _parse_token_ids(name: str, value: Any) -> list[int]:
     """Returns token ids as a list; accepts arrays."""
     ids = value.tolist() if hasattr(value, "tolist") else value
     check(name, value, isinstance(ids, list | tuple), "a list of token ids")
-    return [_token_id(name, token) for token in ids]
+    return [_parse_token_id(name, token) for token in ids]
 
 
-def _token_id(name: str, token: object) -> int:
+def _parse_token_id(name: str, token: object) -> int:
     number = whole_number(token)
     if number is None or not 0 <= number <= INT32_MAX:
         raise InvalidRequest(
@@ -233,7 +236,7 @@ def _token_id(name: str, token: object) -> int:
     return number
 
 
-def _bias_token(key: object) -> int:
+def _parse_bias_token(key: object) -> int:
     """Returns the token id of a bias; JSON keys are strings."""
     try:
         number = int(key) if isinstance(key, str) else whole_number(key)
@@ -246,7 +249,7 @@ def _bias_token(key: object) -> int:
     return number
 
 
-def _bias(key: object, value: object) -> float:
+def _parse_bias(key: object, value: object) -> float:
     number = to_float(value)
     check(
         "logit_bias",

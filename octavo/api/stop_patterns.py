@@ -27,10 +27,10 @@ class StopPattern:
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_PATTERN:
-            raise _refused(text, f"at most {MAX_PATTERN} characters, not {len(text)}")
+            raise _make_error(text, f"at most {MAX_PATTERN} characters, not {len(text)}")
         self.text = text
-        self._pattern = _compiled(text)
-        self.width = _width(text)
+        self._pattern = _compile(text)
+        self.width = _get_max_length(text)
 
     def find(self, text: str, start: int, least_end: int) -> tuple[int, int] | None:
         """Returns the span of the first match from `start` on that ends at or after `least_end`."""
@@ -53,7 +53,7 @@ def check_patterns(texts: list[str]) -> None:
         StopPattern(text)
 
 
-def _compiled(text: str) -> re2._Regexp:
+def _compile(text: str) -> re2._Regexp:
     options = re2.Options()
     options.log_errors = False
     options.max_mem = MAX_PROGRAM_BYTES
@@ -62,23 +62,23 @@ def _compiled(text: str) -> re2._Regexp:
     except re2.error as error:
         reason = error.args[0]
         words = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
-        raise _refused(text, f"RE2's notation ({words})") from None
+        raise _make_error(text, f"RE2's notation ({words})") from None
     except UnicodeEncodeError:
-        raise _refused(text, "valid Unicode") from None
+        raise _make_error(text, "valid Unicode") from None
 
 
-def _width(text: str) -> int:
+def _get_max_length(text: str) -> int:
     """Returns the maximum length of a match, from Python's parser of the same syntax."""
     if "[:" in text and ":]" in text:
-        raise _refused(text, r"classes such as \d or a-z, without [:name:]")
+        raise _make_error(text, r"classes such as \d or a-z, without [:name:]")
     try:
         least, most = _parser.parse(text).getwidth()
     except (re.error, RecursionError, OverflowError) as error:
-        raise _refused(text, f"what Python and RE2 both read ({error})") from None
+        raise _make_error(text, f"what Python and RE2 both read ({error})") from None
     if least == 0:
-        raise _refused(text, "a pattern that matches no empty text")
+        raise _make_error(text, "a pattern that matches no empty text")
     if most > MAX_MATCH:
-        raise _refused(
+        raise _make_error(
             text,
             f"a pattern whose matches have at most {MAX_MATCH} characters",
             hint="bound its repetitions: a{1,20} instead of a+",
@@ -86,7 +86,7 @@ def _width(text: str) -> int:
     return int(most)
 
 
-def _refused(text: str, allowed: str, hint: str | None = None) -> InvalidRequest:
+def _make_error(text: str, allowed: str, hint: str | None = None) -> InvalidRequest:
     return InvalidRequest(
         f"stop_regex: got {shown(text)}, allowed is {allowed}", param="stop_regex", hint=hint
     )

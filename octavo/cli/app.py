@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.common.command import Command, Group
-from octavo.cli.common.errors import exit_code_of
+from octavo.cli.common.errors import run_and_report
 from octavo.utils.extensions import get_extensions
 from octavo.utils.version import __version__
 
@@ -101,7 +101,7 @@ def run_command(arguments: Sequence[str]) -> int:
         with command.make_context("octavo", list(arguments) or ["--help"]) as context:
             command.invoke(context)
 
-    return exit_code_of(run)
+    return run_and_report(run)
 
 
 def _completed_words() -> list[str]:

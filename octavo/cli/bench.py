@@ -23,7 +23,7 @@ from octavo.api.errors import ConfigError, WorkerFailed
 from octavo.cli import bench_quant, bench_serve, bench_startup
 from octavo.cli.common.command import Command, Group
 from octavo.cli.common.flags import with_engine_flags
-from octavo.cli.common.model import fetched
+from octavo.cli.common.model import with_local_model
 from octavo.tools.bench import roofline
 from octavo.tools.bench.kv_use import KvUse
 from octavo.tools.bench.percentiles import percentiles
@@ -171,7 +171,7 @@ def _bench(work: Workload, options: dict[str, Any], *, picture: Path | None, jso
     from octavo.api.llm import LLM
 
     started = time.monotonic()
-    with LLM(**fetched(options)) as llm:
+    with LLM(**with_local_model(options)) as llm:
         load_s = time.monotonic() - started
         _check_fits(work, llm)
         draw = random.Random(work.seed)
@@ -211,7 +211,7 @@ def _single_steps(work: Workload, options: dict[str, Any]) -> list[Round]:
     from octavo.api.llm import LLM
 
     print("the same with one decode step a call", file=sys.stderr)
-    with LLM(**fetched(options | {"num_scheduler_steps": 1}), report=quiet) as llm:
+    with LLM(**with_local_model(options | {"num_scheduler_steps": 1}), report=quiet) as llm:
         draw = random.Random(work.seed)
         _warm_up(llm, work, draw)
         return [_round(llm, work, draw, number) for number in range(1, work.rounds + 1)]

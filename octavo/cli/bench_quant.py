@@ -22,8 +22,8 @@ import typer
 
 from octavo.api.errors import ConfigError
 from octavo.cli.common.flags import with_engine_flags
-from octavo.cli.common.model import fetched
-from octavo.cli.quantize import recipe_of
+from octavo.cli.common.model import with_local_model
+from octavo.cli.quantize import make_recipe
 from octavo.config.sizes import format_bytes
 from octavo.tools.bench.perplexity import perplexity
 from octavo.utils.progress import quiet, to_stderr
@@ -126,8 +126,8 @@ def quant(
     """Measure size, tokens/s and perplexity of each way to store a model's weights."""
     if prepare and made is None:
         raise ConfigError("prepare: needs a directory", hint="name one with --made")
-    path = str(fetched({"model": model})["model"])
-    names = _chosen(only, path, has_calibration=calibration is not None)
+    path = str(with_local_model({"model": model})["model"])
+    names = _choose_variants(only, path, has_calibration=calibration is not None)
     work = QuantWork(
         _read(text),
         window=window,
@@ -154,7 +154,7 @@ def quant(
             if prepare:
                 continue
             print(f"measuring {name}", file=sys.stderr)
-            known[name] = _measured(name, given, work)
+            known[name] = _measure(name, given, work)
             figures.add(known[name])
     if not prepare:
         _print([known[name] for name in names], json=json)
@@ -192,7 +192,7 @@ def _digest(*work: object) -> str:
     return hashlib.blake2b(repr(work).encode(), digest_size=16).hexdigest()
 
 
-def _chosen(only: str, path: str, *, has_calibration: bool) -> list[str]:
+def _choose_variants(only: str, path: str, *, has_calibration: bool) -> list[str]:
     """Returns the rows to measure, FP16 first. GGUF rows are measured for a GGUF file, or if they
     are named.
     """
@@ -255,7 +255,7 @@ def _make(
     from octavo.tools.quantize import quantize_model
 
     read = None if texts is None else replace(texts, text=texts.text.resolve())
-    _note(target, _digest(Path(path).resolve(), sorted(made.items()), group, read))
+    _store_digest(target, _digest(Path(path).resolve(), sorted(made.items()), group, read))
     if target.exists():
         return
     knobs: dict[str, Any] = {
@@ -267,10 +267,10 @@ def _make(
         "damp_percent": 5.0,
         "keep_sensitive": False,
     }
-    quantize_model(path, recipe_of(**{**knobs, **made}), target, texts, to_stderr)
+    quantize_model(path, make_recipe(**{**knobs, **made}), target, texts, to_stderr)
 
 
-def _note(target: Path, digest: str) -> None:
+def _store_digest(target: Path, digest: str) -> None:
     """Stores a digest of a quantized model's sources beside it; raises ConfigError if it was made
     from others.
     """
@@ -286,7 +286,7 @@ def _note(target: Path, digest: str) -> None:
     file.write_text(json_format.dumps(known | {target.name: digest}), encoding="utf-8")
 
 
-def _measured(name: str, options: dict[str, Any], work: QuantWork) -> QuantRow:
+def _measure(name: str, options: dict[str, Any], work: QuantWork) -> QuantRow:
     from octavo.api.llm import LLM
     from octavo.wiring.weight_size import weight_bytes
 

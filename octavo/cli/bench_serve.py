@@ -19,7 +19,7 @@ import typer
 
 from octavo.api.errors import ConfigError
 from octavo.cli.common.flags import with_engine_flags
-from octavo.cli.common.model import fetched
+from octavo.cli.common.model import with_local_model
 
 if TYPE_CHECKING:
     from octavo.tools.bench.serve_figures import Outcome
@@ -123,8 +123,8 @@ def serve(
     throughput, prefix hits and goodput.
     """
     from octavo.tools.bench.load import LoadTest, run_load
-    from octavo.tools.bench.own_server import own_server
-    from octavo.tools.bench.serve_figures import figures, parse_goodput
+    from octavo.tools.bench.serve_figures import compute_metrics, parse_goodput
+    from octavo.tools.bench.started_server import started_server
 
     if more_goodput and not goodput:
         raise ConfigError(
@@ -150,14 +150,14 @@ def serve(
             f"{given[0]}: an option of the engine, which runs at --url already",
             hint="give it to that server",
         )
-    server = own_server(fetched(options)) if url is None else nullcontext(url)
+    server = started_server(with_local_model(options)) if url is None else nullcontext(url)
     with server as address:
         key = (api_key or os.environ.get(KEY_VARIABLE)) if url else None
         name = options.get("model") if url else None
         model, outcomes, elapsed_s = run_load(
             LoadTest(address, key, name, requests, seed, max_concurrency)
         )
-    found = figures(outcomes, elapsed_s, limits)
+    found = compute_metrics(outcomes, elapsed_s, limits)
     _print(model, address, traffic, requests, found, json=json)
     if plot is not None:
         _draw(plot, outcomes, limits)
@@ -183,28 +183,28 @@ class TrafficOptions:
     def requests(self) -> list[TrafficRequest]:
         """Builds the requests; raises ConfigError for invalid options."""
         from octavo.tools.bench.traffic import (
-            at_rate,
-            mixed,
+            make_mixed,
             parse_lengths,
             parse_scale,
             read_trace,
+            schedule_at_rate,
         )
 
         self._check()
         burstiness = self.burstiness or 1.0
         if self.trace is None:
-            requests = mixed(
+            requests = make_mixed(
                 self.num_requests or DEFAULT_NUM_REQUESTS,
                 parse_lengths("input_len", self.input_len or DEFAULT_LEN),
                 parse_lengths("output_len", self.output_len or DEFAULT_LEN),
                 seed=self.seed,
             )
-            return at_rate(requests, self.request_rate or math.inf, self.seed, burstiness)
+            return schedule_at_rate(requests, self.request_rate or math.inf, self.seed, burstiness)
         requests = read_trace(
             self.trace, scale=parse_scale(self.scale), num_requests=self.num_requests
         )
         if self.request_rate:
-            return at_rate(requests, self.request_rate, self.seed, burstiness)
+            return schedule_at_rate(requests, self.request_rate, self.seed, burstiness)
         factor = self.time_scale or 1.0
         return [replace(request, at_s=request.at_s * factor) for request in requests]
 
@@ -260,11 +260,11 @@ def _check_plot(plot: str | None, *, json: bool) -> None:
 
 
 def _draw(plot: str, outcomes: Sequence[Outcome], limits: dict[str, float]) -> None:
-    from octavo.tools.bench.serve_plot import plot_of
+    from octavo.tools.bench.serve_plot import make_plot
     from octavo.tools.bench.serve_plot_svg import picture
     from octavo.tools.bench.serve_plot_text import lines
 
-    drawn = plot_of(outcomes, limits)
+    drawn = make_plot(outcomes, limits)
     if plot == "-":
         import shutil
 

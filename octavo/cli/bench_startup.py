@@ -22,7 +22,7 @@ import typer
 
 from octavo.api.errors import BackendUnavailable, WorkerFailed
 from octavo.cli.common.flags import with_engine_flags
-from octavo.cli.common.model import fetched
+from octavo.cli.common.model import with_local_model
 
 PROMPT = "What is the capital of France?"
 
@@ -76,7 +76,7 @@ def startup(
             "bench startup: this system has no /proc/PID/smaps_rollup",
             hint="memory is measured on Linux",
         )
-    options = fetched(options)
+    options = with_local_model(options)
     weight_bytes = _weight_bytes(options)
     _run(options, prompt)
     runs = [_run(options, prompt) for _ in range(rounds)]
@@ -124,7 +124,7 @@ def _run(options: dict[str, Any], prompt: str) -> StartupSample:
 
     The process is stopped at its first text, so that its memory is measured at that time.
     """
-    from octavo.tools.bench.own_server import shell_flags, start_command
+    from octavo.tools.bench.started_server import shell_flags, start_command
 
     flags = [flag for name, value in options.items() for flag in shell_flags(name, value)]
     started = time.perf_counter()
@@ -148,7 +148,7 @@ def _serve(options: dict[str, Any], prompt: str) -> StartupSample:
 
     import msgspec
 
-    from octavo.tools.bench.own_server import own_server
+    from octavo.tools.bench.started_server import started_server
     from octavo.tools.bench.stream_client import StreamClient
 
     body = {
@@ -160,7 +160,7 @@ def _serve(options: dict[str, Any], prompt: str) -> StartupSample:
         "stream": True,
     }
     started = time.perf_counter()
-    with own_server(options) as url:
+    with started_server(options) as url:
         streamed = asyncio.run(
             StreamClient(url, None).complete(msgspec.json.encode(body | {"return_token_ids": True}))
         )

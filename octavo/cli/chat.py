@@ -19,7 +19,7 @@ from octavo.cli.common.answers import (
     sampling_for,
 )
 from octavo.cli.common.flags import with_engine_flags
-from octavo.cli.common.model import fetched
+from octavo.cli.common.model import with_local_model
 from octavo.config.paths import state_home
 
 FLAGS = ("temperature", "top_p", "max_tokens", "seed")
@@ -73,7 +73,7 @@ def chat(
     }
     check_sampling(sampling)
     sampling["repetition_detection"] = LOOP if repetition_detection else None
-    options = options | _named(name, options)
+    options = options | _parse_name(name, options)
     if url is not None:
         _with_server(url, api_key or os.environ.get(KEY_VARIABLE), sampling, system, options)
     elif api_key is not None:
@@ -84,7 +84,7 @@ def chat(
         chat_with_engine(sampling, system, options)
 
 
-def _named(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
+def _parse_name(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the model given as an argument as options; {} without one."""
     if name is None:
         return {}
@@ -100,11 +100,11 @@ def chat_with_engine(sampling: dict[str, Any], system: str | None, options: dict
     from octavo.api.llm import LLM
     from octavo.cli.conversation.chat_models import LocalModel
 
-    with LLM(**fetched({"max_num_seqs": 1, "seed": new_seed(), **options})) as llm:
+    with LLM(**with_local_model({"max_num_seqs": 1, "seed": new_seed(), **options})) as llm:
         check_answers(llm)
         if any(sampling.get(name) is not None for name in FLAGS):
             print(describe_sampling(sampling_for(llm, sampling)), file=sys.stderr)
-        _talk(LocalModel(llm), sampling, system)
+        _run_session(LocalModel(llm), sampling, system)
 
 
 def _with_server(
@@ -120,10 +120,10 @@ def _with_server(
         raise ConfigError(f"{flag}: with --url the server has its own options", hint="leave it out")
     model = RemoteModel(HttpClient(url, key), options.get("model"))
     print(f"talking with {model.name}", file=sys.stderr)
-    _talk(model, sampling, system)
+    _run_session(model, sampling, system)
 
 
-def _talk(model: Any, sampling: dict[str, Any], system: str | None) -> None:
+def _run_session(model: Any, sampling: dict[str, Any], system: str | None) -> None:
     from octavo.cli.conversation.chat_input import ChatInput
     from octavo.cli.conversation.chat_session import ChatSession
 

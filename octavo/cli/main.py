@@ -17,7 +17,7 @@ def main() -> None:
 
         code = run_command(sys.argv[1:])
     except BaseException as error:
-        if not _came_of_an_interrupt(error):
+        if not _is_interrupt(error):
             raise
         code = INTERRUPTED
     # A KeyboardInterrupt that has passed through exec() of a string, as in the making of a
@@ -26,7 +26,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def _came_of_an_interrupt(error: BaseException | None) -> bool:
+def _is_interrupt(error: BaseException | None) -> bool:
     """Returns whether Ctrl-C caused an error: Python 3.11 wraps exceptions raised in
     `__set_name__`.
     """

@@ -395,7 +395,7 @@ def _disk(found: ModelPlan, given: str | None) -> DiskRates | None:
     """Returns the rates of the disk with streamed weights: as given, else measured; None if nothing
     is streamed or the disk cannot be measured.
     """
-    from octavo.config.paths import user_path
+    from octavo.config.paths import expand_path
     from octavo.executor.native.disk import DiskRates, measure_disk
 
     if not found.footprint.streamed_bytes:
@@ -403,7 +403,7 @@ def _disk(found: ModelPlan, given: str | None) -> DiskRates | None:
     if given is not None:
         return DiskRates(parse_rate(given, name="--disk-bandwidth"), {})
     assert found.config.offload.weights_dir is not None, "weights are streamed"
-    return measure_disk(user_path(found.config.offload.weights_dir))
+    return measure_disk(expand_path(found.config.offload.weights_dir))
 
 
 def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[ContextEstimate]:

@@ -36,8 +36,8 @@ class TracePlan:
 
     def run(self, *, json: bool) -> None:
         """Prints the layouts, best first."""
-        from octavo.tools.bench.traffic import parse_scale, prompt_of, read_trace, set_apart
-        from octavo.tools.layout_search import Objective, engine_of, rate_layouts
+        from octavo.tools.bench.traffic import make_prompt, parse_scale, read_trace, spread_arrivals
+        from octavo.tools.layout_search import Objective, rate_layouts, read_engine
         from octavo.tools.simulated_fleet import FleetOptionsSimulated, SimulatedRequest
 
         if not self.recordings:
@@ -48,8 +48,8 @@ class TracePlan:
         objective = Objective.parse(self.slo)
         options = FleetOptionsSimulated(link_bytes_per_s=parse_rate(self.link, name="link") / 8)
         scale = parse_scale(self.scale)
-        rows = set_apart(read_trace(self.trace, scale=scale, num_requests=self.num_requests))
-        prompts = [prompt_of(row, SEED) for row in rows]
+        rows = spread_arrivals(read_trace(self.trace, scale=scale, num_requests=self.num_requests))
+        prompts = [make_prompt(row, SEED) for row in rows]
 
         def make(speed: float) -> list[SimulatedRequest]:
             return [
@@ -64,7 +64,7 @@ class TracePlan:
             )
         names = Counter(path.name for path in self.recordings)
         engines = {
-            path.name if names[path.name] == 1 else str(path): engine_of(path)
+            path.name if names[path.name] == 1 else str(path): read_engine(path)
             for path in self.recordings
         }
         self._check_lengths(rows, engines)

@@ -94,7 +94,7 @@ def quantize(
         method = "rtn" if calibration is None else "gptq"
         if calibration is None:
             to_stderr("rounding to nearest (rtn); --calibration TEXT has gptq, which is closer")
-    recipe = recipe_of(
+    recipe = make_recipe(
         method=method,
         output_format=output_format,
         bits=bits,
@@ -124,7 +124,7 @@ def quantize(
     _print(made)
 
 
-def recipe_of(
+def make_recipe(
     *,
     method: str,
     output_format: str,

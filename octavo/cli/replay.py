@@ -56,7 +56,7 @@ def replay(
     """
     from octavo.engine.recording.recorder import read_log
     from octavo.engine.recording.replay import Replay
-    from octavo.wiring.engine import build_executor, stop_texts_of
+    from octavo.wiring.engine import build_executor, make_stop_texts
 
     if model is not None and not (execute or serve):
         raise ConfigError(
@@ -78,7 +78,7 @@ def replay(
         else None
     )
     try:
-        found = Replay(header, executor, stop_texts_of(header, model=model)).run(
+        found = Replay(header, executor, make_stop_texts(header, model=model)).run(
             events, max_differences=MAX_DIFFERENCES
         )
     finally:
@@ -106,10 +106,10 @@ def _show(file: Path, model: str | None, host: str, port: int, max_steps: int) -
     from octavo.engine.recording.recorder import read_log
     from octavo.server.recording_app import serve_recording
     from octavo.server.state.shown_recording import FRAMES_IN_CHUNK, ShownRecording
-    from octavo.wiring.engine import stop_texts_of
+    from octavo.wiring.engine import make_stop_texts
 
     header, events = read_log(file)
     frames = RecordedFrames(
-        header, events, stop_texts_of(header, model=model), num_in_chunk=FRAMES_IN_CHUNK
+        header, events, make_stop_texts(header, model=model), num_in_chunk=FRAMES_IN_CHUNK
     )
     serve_recording(ShownRecording(file.name, frames, max_frames=max_steps), host, port)

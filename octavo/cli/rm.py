@@ -32,12 +32,12 @@ def _find(name: str) -> CachedModel:
 
     from octavo.api.errors import ModelNotFound
     from octavo.checkpoint.local_models import find_local_model, list_local_models
-    from octavo.config.paths import is_there, user_path
+    from octavo.config.paths import expand_path, path_exists
 
     model = find_local_model(name)
     if model is not None:
         return model
-    if name and is_there(user_path(name)):
+    if name and path_exists(expand_path(name)):
         raise ModelNotFound(
             f"model {name!r}: it is not in the cache",
             hint="octavo rm deletes cached models only; delete your own file or directory yourself",

@@ -24,7 +24,7 @@ from octavo.cli.common.answers import (
     sampling_for,
 )
 from octavo.cli.common.flags import with_engine_flags
-from octavo.cli.common.model import fetched, split_words
+from octavo.cli.common.model import split_words, with_local_model
 
 if TYPE_CHECKING:
     from octavo.api.llm import LLM
@@ -107,7 +107,7 @@ def run(
 
         return chat_with_engine(sampling, system, options)
     text = _read_prompt("-" if prompt is None else prompt, raw=raw)
-    with LLM(**fetched({"max_num_seqs": 1, **options})) as llm:
+    with LLM(**with_local_model({"max_num_seqs": 1, **options})) as llm:
         check_answers(llm)
         params = sampling_for(llm, sampling)
         if given:

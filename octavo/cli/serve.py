@@ -10,14 +10,14 @@ import typer
 
 from octavo.cli.common.flags import with_engine_flags, with_flags
 from octavo.cli.common.serve_config import ServeConfig, read_config
-from octavo.config.option import options_of
+from octavo.config.option import get_options
 from octavo.server.settings import ServerSettings
 
 KEY_VARIABLE = "OCTAVO_API_KEY"
 OPERATOR_VARIABLE = "OCTAVO_OPERATOR_KEY"
 
 
-@with_flags("settings", options_of(ServerSettings))
+@with_flags("settings", get_options(ServerSettings))
 @with_engine_flags(without=("model",))
 def serve(
     *,

@@ -29,13 +29,13 @@ def show(
     """Describe a model from its headers, with the backends that run it. The exit code is 2 if none
     does.
     """
-    from octavo.wiring.survey import report_on
+    from octavo.wiring.survey import make_report
 
-    report = report_on(model)
+    report = make_report(model)
     if json:
         import json as json_format
 
-        print(json_format.dumps(_shown(report)))
+        print(json_format.dumps(_to_json(report)))
     else:
         print("\n".join(_lines(model, report)))
     if not report.runs:
@@ -74,7 +74,7 @@ def _lines(name: str, report: ModelReport) -> Iterator[str]:
             yield f"  {verdict.backend:<{WIDTH}}{state}: {verdict.refusal}"
 
 
-def _shown(report: ModelReport) -> dict[str, Any]:
+def _to_json(report: ModelReport) -> dict[str, Any]:
     """Returns a report as JSON types."""
     sampling = report.sampling
     return {

@@ -47,11 +47,11 @@ def _print_once(reader: ServerReader, interval: float) -> None:
     """Prints the view once; rates need two readings."""
     from rich.console import Console
 
-    from octavo.cli.top_view import view_of
+    from octavo.cli.top_view import render_view
 
     before = reader.read()
     time.sleep(interval)
-    Console().print(view_of(before, reader.read()))
+    Console().print(render_view(before, reader.read()))
 
 
 def _show_live(reader: ServerReader, interval: float) -> None:
@@ -59,10 +59,10 @@ def _show_live(reader: ServerReader, interval: float) -> None:
     from rich.live import Live
 
     from octavo.api.errors import Unavailable
-    from octavo.cli.top_view import view_of
+    from octavo.cli.top_view import render_view
 
     before = reader.read()
-    with Live(view_of(before, before), screen=True, auto_refresh=False) as live:
+    with Live(render_view(before, before), screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval)
             try:
@@ -70,5 +70,5 @@ def _show_live(reader: ServerReader, interval: float) -> None:
             except Unavailable as error:
                 live.update(error.message, refresh=True)
                 continue
-            live.update(view_of(before, now), refresh=True)
+            live.update(render_view(before, now), refresh=True)
             before = now

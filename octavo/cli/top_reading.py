@@ -62,7 +62,7 @@ class ServerReader:
                 if answer.status_code in (401, 403)
                 else None,
             )
-        found = series_of(answer.content.decode(errors="replace"))
+        found = parse_metrics(answer.content.decode(errors="replace"))
         if not found:
             raise ConfigError(
                 f"url: {self._client.url}/metrics has none of Octavo's series",
@@ -71,7 +71,7 @@ class ServerReader:
         return found
 
 
-def series_of(text: str) -> dict[str, dict[str, float]]:
+def parse_metrics(text: str) -> dict[str, dict[str, float]]:
     """Parses Octavo's gauges and counters by model and name, summed over engines (ratios are
     averaged).
     """

@@ -39,7 +39,7 @@ MIN_TEXT_WIDTH = 7
 """Minimum width of a text column; narrower text wraps."""
 
 
-def view_of(before: Reading, now: Reading) -> RenderableType:
+def render_view(before: Reading, now: Reading) -> RenderableType:
     """Renders a reading; rates are since the previous one."""
     models = FittedTable(MODEL_COLUMNS, [_model_row(name, before, now) for name in now.states])
     requests = FittedTable(REQUEST_COLUMNS, list(map(_request_row, now.requests)))
@@ -57,15 +57,15 @@ class FittedTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         left_out = LEFT_OUT[self._columns[0]]
         numbers = range(len(left_out) + 1)
-        fitting = (n for n in numbers if self._least_width(left_out[:n]) <= options.max_width)
+        fitting = (n for n in numbers if self._get_min_width(left_out[:n]) <= options.max_width)
         yield self._without(left_out[: next(fitting, len(left_out))])
 
-    def _least_width(self, left_out: Sequence[str]) -> int:
+    def _get_min_width(self, left_out: Sequence[str]) -> int:
         """Returns the minimum width without truncation."""
         kept = [index for index, name in enumerate(self._columns) if name not in left_out]
-        return sum(self._least_width_of(index) + GAP for index in kept) - GAP
+        return sum(self._get_min_column_width(index) + GAP for index in kept) - GAP
 
-    def _least_width_of(self, index: int) -> int:
+    def _get_min_column_width(self, index: int) -> int:
         if index < NUM_TEXT_COLUMNS[self._columns[0]]:
             return MIN_TEXT_WIDTH
         return max(len(row[index]) for row in (self._columns, *self._rows))

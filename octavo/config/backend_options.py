@@ -152,7 +152,7 @@ class FleetOptions:
     )
 
     @property
-    def num_sharing(self) -> int:
+    def num_expert_engines(self) -> int:
         """Number of engines that share experts; 1 if each engine has all experts."""
         return self.data_parallel_size if self.enable_expert_parallel else 1
 

@@ -27,7 +27,7 @@ def check(config: EngineConfig) -> None:
     _check_prefix_cache(config.cache)
     _check_observe(config.observe)
     _check_layout(config.cache)
-    if config.scheduler.async_scheduling == "on" and (why := against_async_scheduling(config)):
+    if config.scheduler.async_scheduling == "on" and (why := get_async_scheduling_conflict(config)):
         raise ConfigError(
             f"async_scheduling: got 'on', but {why}", hint="leave async_scheduling at auto"
         )
@@ -41,7 +41,7 @@ def check(config: EngineConfig) -> None:
         got = f"watermark: got {config.scheduler.watermark:g}"
         raise ConfigError(f"{got}, allowed is a share below 1")
     _check_adapters(config)
-    _check_draws(config)
+    _check_sampler(config)
     _check_speculation(config)
 
 
@@ -127,9 +127,9 @@ def _check_adapters(config: EngineConfig) -> None:
         )
 
 
-def _check_draws(config: EngineConfig) -> None:
-    draws = config.draws
-    given = {"logits_processors": draws.processors, "structured_close": draws.structured_close}
+def _check_sampler(config: EngineConfig) -> None:
+    sampler = config.sampler
+    given = {"logits_processors": sampler.processors, "structured_close": sampler.structured_close}
     for name, value in given.items():
         if value and config.backend.backend == "torch":
             raise ConfigError(
@@ -175,7 +175,7 @@ def _check_trees(config: EngineConfig) -> None:
     if width > MAX_TREE_WIDTH:
         raise ConfigError(f"spec_tree_width: got {width}, allowed is at most {MAX_TREE_WIDTH}")
     against = {
-        "without spec_method": not config.scheduler.guesses,
+        "without spec_method": not config.scheduler.uses_speculation,
         f"beside {backend.rank_option[0]}": backend.num_stage_ranks > 1,
         "beside kv_layout virtual": config.cache.kv_layout == "virtual",
         "without a kv_cache": not config.cache.kv_cache,
@@ -188,7 +188,7 @@ def _check_trees(config: EngineConfig) -> None:
             )
 
 
-def against_async_scheduling(config: EngineConfig) -> str:
+def get_async_scheduling_conflict(config: EngineConfig) -> str:
     """Returns the reason why async scheduling is impossible with these options on any device, or ""
     if it is possible.
     """
@@ -196,7 +196,7 @@ def against_async_scheduling(config: EngineConfig) -> str:
         return f"the {config.backend.backend} backend computes where the plans are made"
     if config.backend.num_stage_ranks > 1:
         return f"ranks ({config.backend.rank_option[0]}) carry out one step at a time"
-    if config.scheduler.guesses:
+    if config.scheduler.uses_speculation:
         return "what is guessed (spec_method) follows from the last token"
     if not config.cache.kv_cache:
         return "without the KV cache (kv_cache) a step computes again what the one before has drawn"

@@ -63,7 +63,7 @@ def config_hooks() -> tuple[ConfigHooks, ...]:
     return get_hooks("config", ConfigHooks)
 
 
-def numbers_of(config: EngineConfig) -> dict[str, Any]:
+def get_result_options(config: EngineConfig) -> dict[str, Any]:
     """Returns the extensions' options that change K, V or outputs, by name."""
     found = [hooks.numbers(config) for hooks in config_hooks()]
     return {name: value for numbers in found for name, value in numbers.items()}

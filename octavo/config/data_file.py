@@ -57,10 +57,10 @@ class DataFile:
             return msgspec.convert(self.content, kind)
         except msgspec.ValidationError as error:
             text, _, at = str(error).partition(" - at `$")
-            keys = _keys_of(at.rstrip("`"))
+            keys = _parse_keys(at.rstrip("`"))
             named = re.search(r"unknown field `(.*)`", text)
             place = self.where(*keys, *([named[1]] if named else []))
-            what = f"{_joined(keys)}: " if keys else ""
+            what = f"{_format_keys(keys)}: " if keys else ""
             got = re.fullmatch(r"Expected (.*), got (.*)", text)
             if got:
                 text = f"got {got[2]}, allowed is {got[1]}"
@@ -136,7 +136,7 @@ def _parse_yaml(text: str) -> tuple[Any, dict[Keys, Place]]:
             keys = [key.value for key, _ in node.value]
             for at, (key, _) in enumerate(node.value):
                 if key.value in keys[:at]:
-                    raise _Broken(f"the key {key.value!r} stands twice", _place(key.start_mark))
+                    raise _Broken(f"the key {key.value!r} stands twice", _get_place(key.start_mark))
             found: dict[Any, Any] = super().construct_mapping(node, deep)
             return found
 
@@ -151,7 +151,7 @@ def _parse_yaml(text: str) -> tuple[Any, dict[Keys, Place]]:
     except yaml.MarkedYAMLError as error:
         reason = " ".join(filter(None, [error.context, error.problem]))
         mark = error.problem_mark or error.context_mark
-        raise _Broken(reason, _place(mark) if mark else (1, 1)) from None
+        raise _Broken(reason, _get_place(mark) if mark else (1, 1)) from None
     except ValueError as error:  # a date that there is not
         raise _Broken(str(error), (1, 1)) from None
     return content, {} if node is None else dict(_places(node, (), set()))
@@ -189,18 +189,18 @@ def _places(node: Any, keys: Keys, seen: set[int]) -> Iterator[tuple[Keys, Place
     key.
     """
     if not keys:
-        yield keys, _place(node.start_mark)
+        yield keys, _get_place(node.start_mark)
     if id(node) in seen or isinstance(node.value, str):
         return
     seen.add(id(node))
     for at, item in enumerate(node.value):
         key, value = item if isinstance(item, tuple) else (None, item)
         inner = (*keys, at if key is None else str(key.value))
-        yield inner, _place((key or value).start_mark)
+        yield inner, _get_place((key or value).start_mark)
         yield from _places(value, inner, seen)
 
 
-def _place(mark: Any) -> Place:
+def _get_place(mark: Any) -> Place:
     return mark.line + 1, mark.column + 1
 
 
@@ -220,12 +220,12 @@ def _without_quotes(reason: str) -> str:
     return re.sub(r"(['\"])[^'\"]{2,}\1", "...", reason)
 
 
-def _keys_of(path: str) -> Keys:
+def _parse_keys(path: str) -> Keys:
     """Parses a path in msgspec's notation, such as ".keys[0].name"."""
     return tuple(
         int(index) if index else key for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path)
     )
 
 
-def _joined(keys: Keys) -> str:
+def _format_keys(keys: Keys) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")

@@ -87,12 +87,12 @@ def _num_scheduler_steps(config: EngineConfig) -> int:
             f"num_scheduler_steps: got {given}, allowed is 1 with {name} {size}",
             hint="leave it out: only the first rank would know where several steps end",
         )
-    if given not in (None, 1) and config.fleet.num_sharing > 1:
+    if given not in (None, 1) and config.fleet.num_expert_engines > 1:
         raise ConfigError(
             f"num_scheduler_steps: got {given}, allowed is 1 with enable_expert_parallel",
             hint="leave it out: other engines would not know where several steps end",
         )
-    is_alone = config.backend.num_ranks == config.fleet.num_sharing == 1
+    is_alone = config.backend.num_ranks == config.fleet.num_expert_engines == 1
     is_several = backend == "native" and is_alone
     return given or (NUM_STEPS if is_several else 1)
 

@@ -19,8 +19,8 @@ from octavo.config.backend_options import (
     OffloadOptions,
 )
 from octavo.config.cache_options import CacheOptions
-from octavo.config.model_options import DrawOptions, LoraOptions, MediaOptions, ModelOptions
-from octavo.config.option import OptionField, convert, options_of
+from octavo.config.model_options import LoraOptions, MediaOptions, ModelOptions, SamplerOptions
+from octavo.config.option import OptionField, convert, get_options
 from octavo.config.scheduler_options import ObserveOptions, SchedulerOptions
 from octavo.utils.extensions import extension_options
 
@@ -34,7 +34,7 @@ class EngineConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
-    draws: DrawOptions = field(default_factory=DrawOptions)
+    sampler: SamplerOptions = field(default_factory=SamplerOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
     media: MediaOptions = field(default_factory=MediaOptions)
     backend: BackendChoice = field(default_factory=BackendChoice)
@@ -85,7 +85,7 @@ def option_fields() -> dict[str, OptionField]:
     """Returns all options by flat name, in order."""
     found: dict[str, OptionField] = {}
     for usual in (*map(_default, _own_sections()), *extension_options()):
-        found |= options_of(type(usual))
+        found |= get_options(type(usual))
     return found
 
 

@@ -23,7 +23,7 @@ NOT_FOR_ENCODERS = (
 """Options that a decoder behind an encoder does not support."""
 
 
-def for_whole_texts(config: EngineConfig) -> EngineConfig:
+def configure_encoder(config: EngineConfig) -> EngineConfig:
     """Returns the config for an encoder: each text is computed whole in one step, without chunked
     prefill and prefix caching.
     """
@@ -34,7 +34,7 @@ def for_whole_texts(config: EngineConfig) -> EngineConfig:
     )
 
 
-def for_encoder(config: EngineConfig, max_input_len: int) -> EngineConfig:
+def configure_encoder_decoder(config: EngineConfig, max_input_len: int) -> EngineConfig:
     """Returns the config for an encoder-decoder whose longest input has `max_input_len` rows:
     inputs are encoded whole in one step, without prefix caching.
 
@@ -79,7 +79,7 @@ def for_encoder(config: EngineConfig, max_input_len: int) -> EngineConfig:
 def check_states(config: EngineConfig) -> None:
     """Raises ConfigError for options that models with recurrent states do not support."""
     backend, method = config.backend, config.scheduler.spec_method
-    if config.scheduler.guesses and backend.backend == "torch" and backend.batch_invariant:
+    if config.scheduler.uses_speculation and backend.backend == "torch" and backend.batch_invariant:
         raise ConfigError(
             f"spec_method: got {method} with batch_invariant on torch, where the rows of a guess"
             " are steps of their own and a recurrent state cannot return behind them",

@@ -187,7 +187,7 @@ class MediaOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawOptions:
+class SamplerOptions:
     logits_processors: tuple[str, ...] = option(
         (),
         "Sampling",

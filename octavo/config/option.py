@@ -154,7 +154,7 @@ class OptionField:
         return int if int in kinds else float if float in kinds else None
 
 
-def options_of(kind: type) -> dict[str, OptionField]:
+def get_options(kind: type) -> dict[str, OptionField]:
     """Returns the options declared by a dataclass, by name."""
     hints = get_type_hints(kind)
     return {entry.name: OptionField(entry, hints[entry.name]) for entry in fields(kind)}

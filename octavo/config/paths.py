@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo.config.model_reference import parse_hub_reference
 
 
-def user_path(text: str) -> Path:
+def expand_path(text: str) -> Path:
     """Returns the path with `~` expanded; `~name` stays as it is if there is no such user."""
     try:
         return Path(text).expanduser()
@@ -20,7 +20,7 @@ def cache_dir() -> Path:
     """Returns `$OCTAVO_CACHE`, or `octavo` in `$XDG_CACHE_HOME` or ~/.cache."""
     own, users = os.environ.get("OCTAVO_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
-        return user_path(own)
+        return expand_path(own)
     return (Path(users) if users else Path.home() / ".cache") / "octavo"
 
 
@@ -37,7 +37,7 @@ def open_state_home() -> Path:
     return home
 
 
-def is_there(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Returns whether a path exists; False for names that no file can have."""
     try:
         return path.exists()
@@ -47,8 +47,8 @@ def is_there(path: Path) -> bool:
 
 def public_name(model: str) -> str:
     """Returns a model's name without this machine's directories or the hub's address."""
-    path = user_path(model)
-    if not is_there(path):
+    path = expand_path(model)
+    if not path_exists(path):
         reference = parse_hub_reference(model) if "://" in model else None
         return model if reference is None else str(reference)
     return path.resolve().name if path.is_dir() else path.stem

@@ -173,7 +173,7 @@ class SchedulerOptions:
     )
 
     @property
-    def guesses(self) -> bool:
+    def uses_speculation(self) -> bool:
         """Whether these options enable speculative decoding."""
         return self.spec_method not in (None, "none")
 

@@ -83,6 +83,6 @@ class TransferOptions:
     )
 
     @property
-    def computes_for_others(self) -> bool:
+    def prefills_for_peers(self) -> bool:
         """Whether this engine prefills prompts for other engines."""
         return self.kv_transfer is not None and self.role != "decode"

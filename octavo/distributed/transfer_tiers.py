@@ -78,7 +78,7 @@ class TransferTierBuilder(TierBuilder):
         tiers = Tiers(
             block_bytes,
             num_slots,
-            keeps=options.computes_for_others,
+            keeps=options.prefills_for_peers,
             saved_bytes_per_step=SENT_BYTES_PER_STEP,
             # A step that a lost rank ends has written wrong values in the layers that it counted.
             streams=worker.sends_layers and loaded.writes_layers and num_ranks == 1,
@@ -91,7 +91,7 @@ class TransferTierBuilder(TierBuilder):
             worker,
             TransferFacts(
                 facts,
-                join_endpoints(endpoints) if options.computes_for_others else None,
+                join_endpoints(endpoints) if options.prefills_for_peers else None,
                 num_ranks,
                 BLOCK_SIZE,
                 original_context(loaded.program),
@@ -121,7 +121,7 @@ def _check_addresses(options: TransferOptions, num_ranks: int) -> None:
     secret.
     """
     host, port = parse_address(options.kv_transfer_address, name="kv_transfer_address")
-    if options.computes_for_others:
+    if options.prefills_for_peers:
         check_ports(port, num_ranks, name="kv_transfer_address")
         check_address(host, options.kv_transfer_secret, name="kv_transfer_address")
     own = (host if not is_local(host) else LOOPBACK[0], port)
@@ -129,7 +129,7 @@ def _check_addresses(options: TransferOptions, num_ranks: int) -> None:
     for address in options.prefill_peer:
         there, port = parse_address(address, name="prefill_peer")
         peer = (there if not is_local(there) else LOOPBACK[0], port)
-        if peer == own and options.computes_for_others:
+        if peer == own and options.prefills_for_peers:
             raise ConfigError(
                 f"prefill_peer: got {address!r}, which is this engine's own kv_transfer_address",
                 hint="name another engine, or give this one another kv_transfer_address",
@@ -154,7 +154,7 @@ def _build_worker(
     own_bytes = [layout.block_bytes for layout in loaded.layouts]
     # All ranks keep as many blocks for others, each its part of them.
     max_bytes = options.kv_transfer_size * sum(own_bytes) // sum(heads.block_bytes())
-    listen = _rank_endpoint(options, heads.rank) if options.computes_for_others else None
+    listen = _rank_endpoint(options, heads.rank) if options.prefills_for_peers else None
     ends = TransferEnds(
         slots.fingerprint,
         listen,
@@ -205,7 +205,7 @@ def _build_transport(options: TransferOptions) -> BlockTransport | None:
         return None
     from octavo.distributed.transfer.socket_mover import SocketMover
 
-    return SocketMover(host if options.computes_for_others else None)
+    return SocketMover(host if options.prefills_for_peers else None)
 
 
 def _format_fact(value: Any) -> str:

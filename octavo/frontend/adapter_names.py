@@ -13,7 +13,7 @@ from pathlib import Path
 
 from octavo.api.errors import InvalidRequest, SetupError
 from octavo.api.lora_request import LoRARequest
-from octavo.config.paths import user_path
+from octavo.config.paths import expand_path
 from octavo.engine.protocol.step import AdapterRef
 
 MAX_KNOWN = 100_000
@@ -39,7 +39,7 @@ class AdapterNames:
         """Returns the adapter that a request names; InvalidRequest says what is wrong with its
         files.
         """
-        path = user_path(request.lora_path).absolute()
+        path = expand_path(request.lora_path).absolute()
         try:
             digest = self._digest(path, again=request.load_inplace)
         except SetupError as error:

@@ -164,15 +164,15 @@ class Frontend:
             )
         return self.inputs.process(request_id, prompt, params, origin, adapter=adapter)
 
-    def knows_form(self, params: SamplingParams) -> bool:
+    def has_grammar(self, params: SamplingParams) -> bool:
         """Returns whether the form of a request's answer is none, or is compiled already."""
-        return self.inputs.knows_form(params)
+        return self.inputs.has_grammar(params)
 
-    def check_form(self, params: SamplingParams) -> None:
+    def check_grammar(self, params: SamplingParams) -> None:
         """Compiles the form of a request's answer; InvalidRequest if it cannot be kept. Any
         thread may call it at any time.
         """
-        self.inputs.check_form(params)
+        self.inputs.check_grammar(params)
 
     def adapter(self, request: LoRARequest) -> AdapterRef:
         """Returns the adapter that a request names, once its files are read and checked;

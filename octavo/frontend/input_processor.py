@@ -276,13 +276,13 @@ class InputProcessor:
 
     # -- forms -------------------------------------------------------------------------------------
 
-    def check_form(self, params: SamplingParams) -> None:
+    def check_grammar(self, params: SamplingParams) -> None:
         """Compiles the form that an answer is to have, so that `process` need not; any thread may.
         InvalidRequest if it cannot be kept.
         """
         self._grammar(params)
 
-    def knows_form(self, params: SamplingParams) -> bool:
+    def has_grammar(self, params: SamplingParams) -> bool:
         """Returns whether the form that an answer is to have was admitted before; true for none."""
         form = params.structured_outputs
         return form is None or self._grammars is None or self._grammars.knows(form)

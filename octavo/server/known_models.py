@@ -19,7 +19,7 @@ from octavo.checkpoint.local_models import (
     match_local_model,
     remove_local_model,
 )
-from octavo.config.paths import is_there, user_path
+from octavo.config.paths import expand_path, path_exists
 from octavo.server.loader import ModelLoader
 from octavo.server.settings import ServerSettings
 from octavo.server.state.adapters import NAME, NAME_RULE
@@ -85,8 +85,8 @@ class KnownModels:
     async def _path(self, slot: EngineSlot) -> Path | None:
         """Returns the local path of a model's files."""
         model = slot.spec.model
-        path = user_path(model)
-        if short_name(model) is None and is_there(path):
+        path = expand_path(model)
+        if short_name(model) is None and path_exists(path):
             return path
         found = find_cached(model, await self.local())
         return None if found is None else found.path

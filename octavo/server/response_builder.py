@@ -249,7 +249,7 @@ async def start_response(
     request.
     """
     params = parser.apply_to(params)
-    await model.llm.check_form(params)
+    await model.llm.check_grammar(params)
     generation = Generation(model, prompts, params, formatter.id, origin=origin, deltas=stream)
     return ResponseBuilder(generation, params, parser, formatter.options)
 

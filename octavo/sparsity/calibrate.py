@@ -29,7 +29,7 @@ from octavo.wiring.backend import build_backend
 from octavo.wiring.model import (
     Model,
     build_tokenizer,
-    formats_of,
+    get_loaded_formats,
     open_model,
 )
 from octavo.worker.calibration import whole_text
@@ -130,7 +130,7 @@ def measure_text(
     windows = _windows(tokenizer.encode(text, add_special_tokens=False), num_tokens)
     check_tensors(model.checkpoint, [program])
     backend = build_backend(model.config)
-    backend.check(program, formats_of(model.config, model.checkpoint, program))
+    backend.check(program, get_loaded_formats(model.config, model.checkpoint, program))
     if not backend.observes_inputs:
         raise ConfigError(
             f"backend: got {backend.name!r}, allowed to calibrate is native or reference",

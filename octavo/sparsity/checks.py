@@ -49,7 +49,7 @@ def _check_processes(config: EngineConfig) -> None:
                 f" {name} {given}",
                 hint=f"leave {name} out, or leave pipeline_parallel_size at 1",
             )
-    for name in AGAINST_SHARED_EXPERTS if config.fleet.num_sharing > 1 else ():
+    for name in AGAINST_SHARED_EXPERTS if config.fleet.num_expert_engines > 1 else ():
         if (given := getattr(options, name)) != getattr(usual, name):
             raise ConfigError(
                 f"enable_expert_parallel: not allowed beside {name} {given}",
@@ -77,9 +77,9 @@ def _check_importance(config: EngineConfig) -> None:
         "without prefix_cache_dir": cache.prefix_cache_dir is None,
         "with the backend torch": backend.backend == "torch",
         f"beside {backend.rank_option[0]}": backend.num_stage_ranks > 1,
-        "beside engines that share experts": config.fleet.num_sharing > 1,
+        "beside engines that share experts": config.fleet.num_expert_engines > 1,
         f"beside {transfer_option(config)}": transfer_option(config) != "",
-        "beside spec_method": config.scheduler.guesses,
+        "beside spec_method": config.scheduler.uses_speculation,
         "beside weights_memory_bytes": config.offload.weights_memory_bytes is not None,
         "beside sparsity_predictor": sparsity.sparsity_predictor is not None,
         "beside kv_selection": sparsity.kv_selection is not None,
@@ -122,7 +122,7 @@ def _check_spill(config: EngineConfig) -> None:
         "with kv_layout virtual": cache.kv_layout == "virtual",
         "without a kv_cache": not cache.kv_cache,
         f"beside {transfer_option(config)}": transfer_option(config) != "",
-        "beside engines that share experts": config.fleet.num_sharing > 1,
+        "beside engines that share experts": config.fleet.num_expert_engines > 1,
         f"beside spec_method {config.scheduler.spec_method}": (
             config.scheduler.spec_method in PROGRAM_METHODS
         ),

@@ -10,7 +10,7 @@ from typing import Any
 from octavo.api.errors import ConfigError
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.config.engine_config import EngineConfig
-from octavo.config.paths import user_path
+from octavo.config.paths import expand_path
 from octavo.engine.kv.kv_connector import BlockChoiceSpec
 from octavo.executor.base import Backend, BackendOptions
 from octavo.program.program import Program
@@ -119,7 +119,7 @@ def _kv_off_device(config: EngineConfig) -> KvOffDevice | None:
         return None
     assert options.kv_spill_bytes and memory_bytes, "the options were checked"
     return KvOffDevice(
-        user_path(options.kv_spill_dir),
+        expand_path(options.kv_spill_dir),
         options.kv_spill_bytes,
         memory_bytes,
         options.kv_spill_ahead,

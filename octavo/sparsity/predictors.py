@@ -18,7 +18,7 @@ from octavo.api.errors import ConfigError
 from octavo.checkpoint.added import CheckpointWith, HeaderWith
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.config.engine_config import EngineConfig
-from octavo.config.paths import user_path
+from octavo.config.paths import expand_path
 from octavo.program.program import Program
 from octavo.sparsity.activation_curves import read_calibration
 from octavo.sparsity.neuron_predictors import NeuronPredictor
@@ -92,7 +92,7 @@ def open_predictors(config: EngineConfig, checkpoint: Checkpoint | None) -> Pred
     options = config.of(SparsityOptions)
     if options.sparsity_predictor is None:
         return None
-    path = user_path(options.sparsity_predictor)
+    path = expand_path(options.sparsity_predictor)
     weights = None if checkpoint is None else weights_name(checkpoint)
     found = read_calibration(path, weights, name=NAME)
     if not found.predictors:

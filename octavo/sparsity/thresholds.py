@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.api.errors import ConfigError
 from octavo.checkpoint.ports import Checkpoint
 from octavo.config.engine_config import EngineConfig
-from octavo.config.paths import open_state_home, user_path
+from octavo.config.paths import expand_path, open_state_home
 from octavo.program.ops import ActMul
 from octavo.program.program import Program
 from octavo.sparsity.activation_curves import find_thresholds, read_calibration
@@ -37,7 +37,7 @@ def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program)
         )
     if options.calibration is None:
         return program  # what is predicted stands in it already
-    found = read_calibration(user_path(options.calibration), weights_name(checkpoint))
+    found = read_calibration(expand_path(options.calibration), weights_name(checkpoint))
     gate_share = options.gate_sparsity
     if gate_share and not found.gates:
         raise ConfigError(
@@ -58,7 +58,7 @@ def hot_neurons(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, list[
     named = config.of(NeuronOptions).hot_neurons
     if named is None:
         return None
-    path = user_path(named)
+    path = expand_path(named)
     found = read_calibration(path, weights_name(checkpoint), name="hot_neurons")
     if not found.neurons:
         raise ConfigError(

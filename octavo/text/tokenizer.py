@@ -16,7 +16,7 @@ import tokenizers
 from octavo.api.errors import ConfigError, InvalidRequest, WeightMismatch
 from octavo.api.pooling_params import PairIds, TextPair
 from octavo.checkpoint.ports import TokenizerSource
-from octavo.config.paths import is_there, user_path
+from octavo.config.paths import expand_path, path_exists
 from octavo.text.chat_template import ChatTemplate, ChatTemplates
 from octavo.text.encoding import encode_text, make_special, without_special_tokens
 from octavo.text.end_tokens import find_end_tokens
@@ -364,8 +364,8 @@ def _read_template(option: str, names: Collection[str]) -> str:
     """Returns the option if it is a template, otherwise the contents of the file."""
     if "{" in option or "\n" in option:
         return option
-    path = user_path(option)
-    if not is_there(path) or not path.is_file():
+    path = expand_path(option)
+    if not path_exists(path) or not path.is_file():
         own = [f"the model's templates {', '.join(map(repr, names))}"] if names else []
         allowed = ["a Jinja template", *own, "the path of a file with one"]
         raise ConfigError(f"chat_template: got {option!r}, allowed is {' or '.join(allowed)}")

@@ -77,7 +77,7 @@ MakeRequests = Callable[[float], Sequence[SimulatedRequest]]
 """Builds the trace's requests, sped up by a factor."""
 
 
-def engine_of(path: Path) -> SimulatedEngine:
+def read_engine(path: Path) -> SimulatedEngine:
     """Reads an engine and its step costs from a recording; raises ConfigError if it has none."""
     header, events = read_log(path)
     _check(path, header)
@@ -107,7 +107,7 @@ def engine_of(path: Path) -> SimulatedEngine:
     )
 
 
-def layouts_of(num_machines: int) -> list[FleetLayout]:
+def list_layouts(num_machines: int) -> list[FleetLayout]:
     """Returns all layouts of `num_machines` machines: one engine on each, some of which may prefill
     for the others, or pipeline-parallel engines over several machines.
     """
@@ -135,7 +135,7 @@ def rate_layouts(
     found = []
     fastest = _rate(make(MAX_SPEED))
     for name, engine in engines.items():
-        for layout in layouts_of(num_machines):
+        for layout in list_layouts(num_machines):
             rate = goodput(engine, layout, make, objective, options)
             found.append(RatedLayout(layout, name, rate, is_bound=rate >= fastest))
     return sorted(found, key=lambda rated: -rated.requests_per_s)

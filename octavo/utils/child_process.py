@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.api.errors import EngineDead, OctavoError, error_named
+from octavo.api.errors import EngineDead, OctavoError, make_error
 
 RUN_MAIN = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN);"
@@ -45,7 +45,7 @@ class ChildFailed(msgspec.Struct, tag=True):
         """Recreates an OctavoError; other exceptions become EngineDead. `child` is a name for the
         message.
         """
-        known = error_named(self.kind, self.message, self.hint)
+        known = make_error(self.kind, self.message, self.hint)
         return known or EngineDead(f"{child} has failed: {self.kind}: {self.message}")
 
 

@@ -74,9 +74,9 @@ class FileProgress:
     completed_bytes: int = 0
 
 
-Watch: TypeAlias = Callable[[FileProgress], None]
+OnProgress: TypeAlias = Callable[[FileProgress], None]
 """Receives the progress of a download; an exception aborts it."""
 
 
-def unwatched(progress: FileProgress) -> None:
+def ignore_progress(progress: FileProgress) -> None:
     """Ignores the progress."""

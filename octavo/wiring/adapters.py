@@ -21,7 +21,7 @@ from octavo.worker.lora.adapter_reader import AdapterReader
 from octavo.worker.lora.adapter_store import AdapterStore
 
 
-def for_adapters(config: EngineConfig, program: Program, whole: Program) -> Program:
+def with_adapter_sites(config: EngineConfig, program: Program, whole: Program) -> Program:
     """Adds adapter sites to a rank's Program if LoRA is enabled."""
     if not config.lora.enable_lora:
         return program

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 from octavo.checkpoint.ports import Checkpoint
 from octavo.config.backend_options import BackendChoice
 from octavo.config.engine_config import EngineConfig
-from octavo.config.paths import user_path
+from octavo.config.paths import expand_path
 from octavo.executor.base import (
     Backend,
     BackendOptions,
@@ -89,7 +89,7 @@ def _off_device(config: EngineConfig, weights_key: str) -> WeightsOffDevice | No
     assert options.weights_dir is not None, "derive() has checked it"
     return WeightsOffDevice(
         options.weights_memory_bytes,
-        user_path(options.weights_dir),
+        expand_path(options.weights_dir),
         options.weights_schedule,
         weights_key,
     )

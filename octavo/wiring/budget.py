@@ -38,13 +38,13 @@ def share_memory(capacities: Mapping[str, Capacity], memory_bytes: int) -> dict[
     own = sum(capacity.wanted_kv_bytes or 0 for capacity in capacities.values())
     left = memory_bytes - fixed - own
     shares = {
-        name: _least_and_most(capacity)
+        name: _make_share(capacity)
         for name, capacity in capacities.items()
         if capacity.wanted_kv_bytes is None
     }
     rest = int(left * SAFE_SHARE) - sum(share.num_bytes for share in shares.values())
     if left < 0 or (shares and rest < 0):
-        raise _too_large(capacities, memory_bytes)
+        raise _make_error(capacities, memory_bytes)
     _fill(list(shares.values()), rest)
     return {
         name: shares[name].num_bytes if name in shares else capacity.kv_bytes
@@ -61,7 +61,7 @@ def describe_shares(capacities: Mapping[str, Capacity], kv_bytes: Mapping[str, i
     )
 
 
-def _least_and_most(capacity: Capacity) -> KvShare:
+def _make_share(capacity: Capacity) -> KvShare:
     most = plan_kv(
         capacity.groups, capacity.demand, wanted_bytes=None, available_bytes=PLENTY_BYTES, share=1.0
     )
@@ -88,7 +88,7 @@ def _fill(shares: list[KvShare], rest: int) -> None:
         shares = [share for share in shares if share not in full]
 
 
-def _too_large(capacities: Mapping[str, Capacity], memory_bytes: int) -> InsufficientMemory:
+def _make_error(capacities: Mapping[str, Capacity], memory_bytes: int) -> InsufficientMemory:
     def parts() -> Iterator[str]:
         for name, capacity in capacities.items():
             least = format_bytes(capacity.fixed_bytes + capacity.least_kv_bytes)

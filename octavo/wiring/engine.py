@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from octavo.api.errors import ConfigError, EngineDead, OctavoError
-from octavo.config.checks import against_async_scheduling
+from octavo.config.checks import get_async_scheduling_conflict
 from octavo.config.config_hooks import reuses_generated
 from octavo.config.engine_config import EngineConfig, option_fields
 from octavo.engine.clients.client import EngineClient, EngineInfo
@@ -47,20 +47,20 @@ from octavo.utils.version import __version__
 from octavo.wiring.adapters import adapter_names
 from octavo.wiring.events import open_publishers
 from octavo.wiring.grammars import end_token_ids, lazy_grammars
-from octavo.wiring.hearing import hears, transcriptions_of
-from octavo.wiring.images import reader_of
+from octavo.wiring.images import make_image_reader
 from octavo.wiring.model import (
     Model,
     build_tokenizer,
     load_model,
     open_model,
 )
-from octavo.wiring.place import RankPlace
 from octavo.wiring.processes import start_processes
+from octavo.wiring.rank_place import RankPlace
 from octavo.wiring.ranks import start_other_ranks
-from octavo.wiring.rendezvous import among_engines
+from octavo.wiring.rendezvous import join_engines
 from octavo.wiring.sampling_defaults import sampling_defaults
 from octavo.wiring.tiers import build_tiers
+from octavo.wiring.transcription import accepts_audio, make_transcriptions
 from octavo.worker.loaded_model import LoadedModel, device_memory
 from octavo.worker.memory import KvBudget, memory_table
 from octavo.worker.ranks.start import common_budget, common_worker, end_ranks
@@ -167,7 +167,9 @@ def encoder_inputs(model: Model) -> EncoderInputs | None:
     info, max_tokens = model.info, model.config.model.max_encoder_len
     if max_tokens is None:
         return None
-    return EncoderInputs(info.decoder_prompt, max_tokens, info.banned_token_ids, hears(model))
+    return EncoderInputs(
+        info.decoder_prompt, max_tokens, info.banned_token_ids, accepts_audio(model)
+    )
 
 
 def _close(publishers: Iterable[KVEventPublisher]) -> None:
@@ -198,7 +200,7 @@ def _build_front(
             info.vocab_size,
             prompts,
             model.config.model.max_logprobs,
-            tuple(entry.name for entry in model.config.draws.processors),
+            tuple(entry.name for entry in model.config.sampler.processors),
             searches_forms=model.config.backend.backend != "torch",
         ),
         tokenizer=tokenizer,
@@ -206,7 +208,7 @@ def _build_front(
         seed=model.config.model.seed,
         scheduling_policy=options.scheduling_policy,
         grammars=grammars,
-        images=reader_of(model.config, model.checkpoint, tokenizer),
+        images=make_image_reader(model.config, model.checkpoint, tokenizer),
         encoder=encoder_inputs(model),
     )
     sampling = sampling_defaults(
@@ -225,7 +227,7 @@ def _build_front(
         outputs=OutputProcessor(tokenizer),
         sampling=sampling,
         profiler=profiler,
-        transcriptions=transcriptions_of(model, inputs),
+        transcriptions=make_transcriptions(model, inputs),
         adapters=adapter_names(model.config, model.program(), model.checkpoint.path),
     )
 
@@ -239,7 +241,7 @@ def build_core_of_options(
     """Builds a core from flat options; entry point of the core's process. `place` identifies the
     engine among those that share experts.
     """
-    engine, links = _among_engines(place)
+    engine, links = _get_engine_place(place)
     model = open_model(EngineConfig.from_options(**options))
     texts = core_texts(model, lambda: build_tokenizer(model))
     try:
@@ -250,7 +252,7 @@ def build_core_of_options(
     return built.core, built.info
 
 
-def _among_engines(place: Sequence[int]) -> tuple[EngineEndpoint | None, EngineLinks | None]:
+def _get_engine_place(place: Sequence[int]) -> tuple[EngineEndpoint | None, EngineLinks | None]:
     """Returns this engine's place among the engines that share experts, and its connections to
     them; None without expert sharing.
     """
@@ -285,7 +287,7 @@ def build_core(
     if model.config.backend.num_ranks == 1:
         place = RankPlace()
         if engine is not None:
-            place = among_engines(model.config, place, engine.index, engine.rooms[0])
+            place = join_engines(model.config, place, engine.index, engine.rooms[0])
         return _build_core(model, report, texts, place, links=links)
     place, others = start_other_ranks(model, engine)
     try:
@@ -294,7 +296,7 @@ def build_core(
         raise end_ranks(others, error) from None
 
 
-def _ending(place: RankPlace, others: OtherRanks | None) -> Callable[[OctavoError], None]:
+def _make_abort(place: RankPlace, others: OtherRanks | None) -> Callable[[OctavoError], None]:
     """Returns a function that aborts this engine's waits after another engine with a part of the
     experts has ended.
     """
@@ -318,7 +320,7 @@ def _build_core(
 ) -> BuiltCore:
     config = model.config
     if links is not None and place is not None:
-        links.when_lost(_ending(place, others))
+        links.when_lost(_make_abort(place, others))
     loaded = load_model(model, report, texts.grammars, place)
     budget = common_budget(loaded, others)
     if (memory := device_memory(loaded.backend)) is not None:
@@ -365,7 +367,7 @@ def _build_core(
         kv_meter=KvMeter(
             [layout.block_bytes for layout in loaded.layouts], max_model_len=max_model_len
         ),
-        runs_ahead=_runs_ahead(config, loaded.backend),
+        runs_ahead=_uses_async_scheduling(config, loaded.backend),
         num_micro_batches=config.backend.pipeline_parallel_size,
     )
     capacity_tokens = scheduler.blocks.capacity_tokens
@@ -391,14 +393,14 @@ def _block_groups(config: EngineConfig, budget: KvBudget) -> list[BlockGroup]:
     ]
 
 
-def _runs_ahead(config: EngineConfig, backend: Backend) -> bool:
+def _uses_async_scheduling(config: EngineConfig, backend: Backend) -> bool:
     """Decides whether to schedule a step while another one is computed. `derive` has rejected `on`
     if that is impossible.
     """
     wanted = config.scheduler.async_scheduling
     if wanted != "auto":
         return wanted == "on"
-    return backend.has_own_device and not against_async_scheduling(config)
+    return backend.has_own_device and not get_async_scheduling_conflict(config)
 
 
 # -- recordings ------------------------------------------------------------------------------------
@@ -458,7 +460,7 @@ def build_executor(header: RecordingHeader, *, model: str | None, report: Report
     return build_core(opened, report, texts).worker
 
 
-def stop_texts_of(header: RecordingHeader, *, model: str | None) -> MakeStopTexts:
+def make_stop_texts(header: RecordingHeader, *, model: str | None) -> MakeStopTexts:
     """Builds the stop string search of a recorded engine. The model is opened only if a beam search
     has stop strings.
     """

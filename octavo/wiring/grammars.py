@@ -25,4 +25,4 @@ def lazy_grammars(model: Model, read: Callable[[], Tokenizer | None]) -> LazyGra
         assert tokenizer is not None, "the front refuses grammars where there is no tokenizer"
         return GrammarSetup(tokenizer, info.vocab_size, end_token_ids(info, tokenizer))
 
-    return LazyGrammars(setup, opens_objects=model.config.draws.structured_open_objects)
+    return LazyGrammars(setup, opens_objects=model.config.sampler.structured_open_objects)

@@ -15,7 +15,7 @@ from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.config.engine_config import EngineConfig
-from octavo.config.paths import is_there, user_path
+from octavo.config.paths import expand_path, path_exists
 from octavo.executor.base import Backend, BackendOptions, Footprint
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.media.limits import ImageLimits
@@ -25,28 +25,28 @@ from octavo.models.registry import build_programs, image_layout
 from octavo.models.vision import TOWER, ImageLayout
 from octavo.program.program import Program
 from octavo.text.ports import ImageReader, Tokenizer
-from octavo.wiring.speculation.draft import footprint_of_both
+from octavo.wiring.speculation.draft import add_footprints
 from octavo.worker.media.image_tower import ImageTower
 from octavo.worker.media.patches import PixelScale
 
 
-def layout_of(config: EngineConfig, checkpoint: ModelHeader) -> ImageLayout | None:
+def get_image_layout(config: EngineConfig, checkpoint: ModelHeader) -> ImageLayout | None:
     """Returns how images become rows of the model; None if it reads none with this config."""
     if config.backend.num_stage_ranks > 1:
         return None
     return image_layout(checkpoint.config)
 
 
-def reader_of(
+def make_image_reader(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None
 ) -> ImageReader | None:
     """Builds the reader of images in prompts; None if the model reads none."""
-    layout = layout_of(config, checkpoint)
+    layout = get_image_layout(config, checkpoint)
     if layout is None:
         return None
     media = config.media
-    folder = None if media.media_dir is None else user_path(media.media_dir)
-    if folder is not None and not (is_there(folder) and folder.is_dir()):
+    folder = None if media.media_dir is None else expand_path(media.media_dir)
+    if folder is not None and not (path_exists(folder) and folder.is_dir()):
         raise ConfigError(f"media_dir: {folder} is no folder")
     limits = ImageLimits(
         media.max_images,
@@ -69,7 +69,7 @@ def load_tower(
     make_backend: Callable[[BackendOptions], Backend],
 ) -> ImageTower | None:
     """Loads the vision tower with its own backend; None if the model has none."""
-    layout = layout_of(config, checkpoint)
+    layout = get_image_layout(config, checkpoint)
     if layout is None:
         return None
     whole = build_programs(checkpoint.config)
@@ -97,7 +97,7 @@ def with_tower(
     make_backend: Callable[[BackendOptions], Backend],
 ) -> Footprint:
     """Adds the memory of the vision tower, sized for the largest image."""
-    layout = layout_of(config, header)
+    layout = get_image_layout(config, header)
     if layout is None:
         return footprint
     own = _tower_options(options, layout, _rules(config, header, layout))
@@ -107,7 +107,7 @@ def with_tower(
         needed = backend.footprint(program, formats)
         kv_bytes = num_blocks * sum(layout.block_bytes for layout in needed.kv_layouts)
         needed = replace(needed, step_bytes=needed.step_bytes + kv_bytes)
-        footprint = footprint_of_both(footprint, needed, program.name)
+        footprint = add_footprints(footprint, needed, program.name)
     return footprint
 
 

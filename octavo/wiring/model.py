@@ -23,7 +23,7 @@ from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
 from octavo.config.config_hooks import config_hooks
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
-from octavo.config.model_kinds import check_states, for_encoder, for_whole_texts
+from octavo.config.model_kinds import check_states, configure_encoder, configure_encoder_decoder
 from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
 from octavo.engine.clients.client import ModelFacts
@@ -46,7 +46,7 @@ from octavo.program.program import Program, Weight
 from octavo.text.ports import Grammars, Tokenizer
 from octavo.utils.progress import Report
 from octavo.utils.version import __version__
-from octavo.wiring.adapters import adapter_store, for_adapters
+from octavo.wiring.adapters import adapter_store, with_adapter_sites
 from octavo.wiring.backend import backend_with, build_backend
 from octavo.wiring.images import load_tower, tower_programs, with_tower
 from octavo.wiring.model_hooks import (
@@ -56,20 +56,20 @@ from octavo.wiring.model_hooks import (
     transform,
     transform_part,
 )
-from octavo.wiring.place import RankPlace, grid_among_engines, grid_of
-from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
+from octavo.wiring.pools import get_max_tokens, get_pools, needs_whole_text
+from octavo.wiring.rank_place import RankPlace, get_expert_grid, get_rank_grid
 from octavo.wiring.score_tokens import set_score_tokens
 from octavo.wiring.speculation.auto_speculation import with_forced_drafts, with_spec_method
 from octavo.wiring.speculation.draft import (
+    add_footprints,
     check_draft_program,
     check_same_tokens,
     draft_config,
-    footprint_of_both,
 )
 from octavo.wiring.speculation.draft_head import OpenedHead, Reader, describe_unread, open_head
 from octavo.wiring.speech_tokens import with_timestamps
 from octavo.wiring.tiers import check_tiers
-from octavo.wiring.tokenizer_files import tokenizer_source_of
+from octavo.wiring.tokenizer_files import find_tokenizer
 from octavo.worker.capacity import get_capacity
 from octavo.worker.kv_connectors.fingerprint import fingerprint
 from octavo.worker.load_bar import LoadBar
@@ -99,13 +99,13 @@ class Model:
 
     def programs(self) -> Sequence[Program]:
         """Builds all unsharded Programs, the one that generates or pools first."""
-        program, *others = programs_of(self.info, self.checkpoint)
+        program, *others = build_model_programs(self.info, self.checkpoint)
         return [transform(self.config, self.checkpoint, program), *others]
 
     def pools(self) -> Pools | None:
         """Returns how the model pools; None for a generative model."""
         program = self.program()
-        return pools_of(self.checkpoint.config, program) if "pooled" in program.outputs else None
+        return get_pools(self.checkpoint.config, program) if "pooled" in program.outputs else None
 
     def facts(self) -> ModelFacts:
         """Returns what clients can query about the model."""
@@ -151,17 +151,17 @@ def derive_from(
     check_family(header.config)
     info = model_info(header.config, header.generation_config)
     context_tokens = info.max_context_tokens
-    program = programs_of(info, header)[0]
+    program = build_model_programs(info, header)[0]
     if "pooled" in program.outputs:
-        context_tokens = most_tokens(header.config, program, context_tokens)
-        pools_of(header.config, program)  # which refuses what cannot be made of the rows
-    if reads_whole_texts(program):
-        config = for_whole_texts(config)
+        context_tokens = get_max_tokens(header.config, program, context_tokens)
+        get_pools(header.config, program)  # which refuses what cannot be made of the rows
+    if needs_whole_text(program):
+        config = configure_encoder(config)
     config = with_spec_method(config, header, program, names)
     if any(group.kind == "state" for group in program.groups):
         check_states(config)
     if program.input_groups:
-        config = for_encoder(config, info.max_encoder_tokens)
+        config = configure_encoder_decoder(config, info.max_encoder_tokens)
         if "num_mel_bins" in header.config and config.backend.backend != "torch":
             config = with_timestamps(config, header)
     elif config.model.max_encoder_len is not None:
@@ -186,8 +186,8 @@ def load_model(
     config, (whole, *encoders) = model.config, model.programs()
     place = place or RankPlace()
     link, ranks = place.link, place.ranks
-    own = part_of(config, model.checkpoint, whole, place.rank, place.engine)
-    own = transform_part(config, model.checkpoint, for_adapters(config, own, whole))
+    own = get_rank_program(config, model.checkpoint, whole, place.rank, place.engine)
+    own = transform_part(config, model.checkpoint, with_adapter_sites(config, own, whole))
     backend = build_backend(
         config,
         ranks,
@@ -198,12 +198,12 @@ def load_model(
     # Everything that can be refused is refused before the first weight is read.
     if config.model.load_format != "dummy":
         check_tensors(model.checkpoint, [whole, *encoders, *tower_programs(model.checkpoint)])
-    formats = formats_of(config, model.checkpoint, whole)
+    formats = get_loaded_formats(config, model.checkpoint, whole)
     draft, head = open_draft(model), open_head(config, model.checkpoint, whole)
     drafting: Program | None = None
     if draft is not None:
         own, drafting = join_groups(own, draft.program())
-        draft_formats = formats_of(draft.config, draft.checkpoint, drafting)
+        draft_formats = get_loaded_formats(draft.config, draft.checkpoint, drafting)
     elif head is not None:
         own, drafting = head.beside(own)
         formats, draft_formats = head.target_formats(formats, own), head.formats(drafting)
@@ -211,11 +211,11 @@ def load_model(
     footprint = backend.footprint(own, formats)
     if drafting is not None:
         backend.check(drafting, draft_formats)
-        footprint = footprint_of_both(footprint, backend.footprint(drafting, draft_formats))
+        footprint = add_footprints(footprint, backend.footprint(drafting, draft_formats))
     for encoder in encoders:
-        formats = formats_of(config, model.checkpoint, encoder)
+        formats = get_loaded_formats(config, model.checkpoint, encoder)
         backend.check(encoder, formats)
-        footprint = footprint_of_both(footprint, backend.footprint(encoder, formats), "encoder")
+        footprint = add_footprints(footprint, backend.footprint(encoder, formats), "encoder")
     make_backend = partial(backend_with, config=config, ranks=None)
     footprint = with_tower(config, model.checkpoint, footprint, backend.options, make_backend)
     _check_cache(config, backend, footprint, whole)
@@ -225,12 +225,12 @@ def load_model(
     joined = reader if head is None else head.target_reader(reader, own)
     side, beside_own = side_program(config, own), None
     if side is not None:
-        runnables, beside_own = _prepared_with(side, model.checkpoint, own, joined, backend)
+        runnables, beside_own = _prepare_with_side(side, model.checkpoint, own, joined, backend)
     else:
-        runnables = _prepared(model.checkpoint, own, joined, backend)
+        runnables = _prepare(model.checkpoint, own, joined, backend)
     for encoder in encoders:
         encoder_reader = _weight_reader(model, encoder, report)
-        runnables |= _prepared(model.checkpoint, encoder, encoder_reader, backend)
+        runnables |= _prepare(model.checkpoint, encoder, encoder_reader, backend)
     adapters = adapter_store(config, (own, whole), runnables, reader.load)
     loaded_draft = None
     if drafting is not None:
@@ -261,18 +261,18 @@ def _load_draft(
     assert source is not None, "the second Program is one of them's"
     target, own = programs
     if isinstance(source, OpenedHead):
-        prepared = _prepared(source.own, own, source.reader(own), backend)
+        prepared = _prepare(source.own, own, source.reader(own), backend)
         ids = DraftVocabulary(target.vocab_size, own.vocab_size, target.vocab_size, source.offsets)
         return LoadedDraft(prepared[own.name], ids, target.group_index(PREFIX + FEATURES))
     reader = _weight_reader(source, own, report)
-    prepared = _prepared(source.checkpoint, own, reader, backend)
+    prepared = _prepare(source.checkpoint, own, reader, backend)
     num_common = min(own.vocab_size, target.vocab_size)
     return LoadedDraft(
         prepared[own.name], DraftVocabulary(own.vocab_size, own.vocab_size, num_common)
     )
 
 
-def _prepared(
+def _prepare(
     checkpoint: Checkpoint, program: Program, reader: Reader, backend: Backend
 ) -> dict[str, Runnable]:
     """Loads and packs the weights of a Program; returns it by name."""
@@ -282,7 +282,7 @@ def _prepared(
     return runnables
 
 
-def _prepared_with(
+def _prepare_with_side(
     side: SideProgram, checkpoint: Checkpoint, program: Program, reader: Reader, backend: Backend
 ) -> tuple[dict[str, Runnable], Runnable]:
     """As `_prepared`, and prepares the side Program from the same weights."""
@@ -313,7 +313,7 @@ def open_draft(model: Model) -> Model | None:
     return draft
 
 
-def programs_of(info: ModelInfo, header: ModelHeader) -> Sequence[Program]:
+def build_model_programs(info: ModelInfo, header: ModelHeader) -> Sequence[Program]:
     """Builds the model's Programs: decoder and encoder for an encoder-decoder, else the
     only one.
     """
@@ -329,32 +329,32 @@ def formats_by_weight(
     """Yields each weight of the Programs once, with the format in which it is loaded."""
     seen: set[Weight] = set()
     for program in programs:
-        format_of = formats_of(config, header, program)
+        format_of = get_loaded_formats(config, header, program)
         for weight in program.weights:
             if weight not in seen:
                 yield weight, format_of(weight)
         seen.update(program.weights)
 
 
-def part_of(
+def get_rank_program(
     config: EngineConfig, header: ModelHeader, whole: Program, rank: int, engine: int = 0
 ) -> Program:
     """Returns one rank's part of a Program. Raises ConfigError if it cannot be split as
     configured.
     """
-    options, grid = config.backend, grid_of(config, rank)
+    options, grid = config.backend, get_rank_grid(config, rank)
     check_experts(whole, options.expert_parallel_size)
-    num_engines, of_engines = config.fleet.num_sharing, grid_among_engines(config, rank, engine)
+    num_engines, of_engines = config.fleet.num_expert_engines, get_expert_grid(config, rank, engine)
     if num_engines > 1:
         check_experts(whole, of_engines.num_experts, "enable_expert_parallel")
     num_stages = options.pipeline_parallel_size
     own = stages(whole, num_stages)[get_stage(rank // grid.num_ranks, num_stages)]
     own = share_experts(own, of_engines.expert_index, of_engines.num_experts, num_engines)
-    units = input_units(formats_of(config, header, whole))
+    units = input_units(get_loaded_formats(config, header, whole))
     return shard(own, grid.tensor_index, grid.num_tensor, units)
 
 
-def formats_of(config: EngineConfig, header: ModelHeader, whole: Program) -> FormatOf:
+def get_loaded_formats(config: EngineConfig, header: ModelHeader, whole: Program) -> FormatOf:
     """Returns a function from weights to the formats in which they are loaded."""
     return loaded_formats(header, config.model.dtype, config.model.quantization, whole)
 
@@ -440,7 +440,7 @@ def _weight_reader(model: Model, program: Program, report: Report) -> WeightRead
     """Builds the reader of the weights; for 4 bits it first measures the inputs' importance."""
     options = model.config.model
     if options.load_format == "dummy":
-        return DummyWeights(formats_of(model.config, model.checkpoint, program))
+        return DummyWeights(get_loaded_formats(model.config, model.checkpoint, program))
     importance = None
     if options.quantization == "int4":
         from octavo.worker.calibration import input_powers
@@ -465,7 +465,7 @@ def build_tokenizer(model: Model) -> Tokenizer | None:
     from octavo.text.parsers.choice import choose_formats
     from octavo.text.tokenizer import load_tokenizer
 
-    source = tokenizer_source_of(options, model.checkpoint)
+    source = find_tokenizer(options, model.checkpoint)
     ends = tuple(dict.fromkeys([*model.info.eos_token_ids, *source.eos_token_ids]))
     tokenizer = load_tokenizer(
         replace(source, eos_token_ids=ends),

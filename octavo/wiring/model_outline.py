@@ -18,11 +18,11 @@ from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import ModelFacts
 from octavo.text.infill import find_infill_format
 from octavo.text.parsers.choice import choose_formats
-from octavo.wiring.hearing import hears
-from octavo.wiring.images import layout_of
+from octavo.wiring.images import get_image_layout
 from octavo.wiring.model import Model, open_model
 from octavo.wiring.sampling_defaults import sampling_defaults
-from octavo.wiring.tokenizer_files import tokenizer_source_of
+from octavo.wiring.tokenizer_files import find_tokenizer
+from octavo.wiring.transcription import accepts_audio
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def read_outline(path: Path, options: Mapping[str, Any]) -> ModelOutline:
     """Reads the headers of a local model; raises SetupError if it is damaged or not supported."""
     model = open_model(EngineConfig.from_options(**{**options, "model": str(path)}))
     named = model.config.model
-    source = None if named.skip_tokenizer_init else tokenizer_source_of(named, model.checkpoint)
+    source = None if named.skip_tokenizer_init else find_tokenizer(named, model.checkpoint)
     template = "" if source is None else named.chat_template or source.chat_template or ""
     tool_template = None if source is None else source.named_templates.get("tool_use")
     answers = choose_formats(
@@ -77,8 +77,8 @@ def _sampling(model: Model, template: str) -> SamplingParams:
 
 
 def _media(model: Model) -> frozenset[str]:
-    reads_images = layout_of(model.config, model.checkpoint) is not None
-    kinds = {"image": reads_images, "audio": hears(model)}
+    reads_images = get_image_layout(model.config, model.checkpoint) is not None
+    kinds = {"image": reads_images, "audio": accepts_audio(model)}
     return frozenset(kind for kind, is_read in kinds.items() if is_read)
 
 

@@ -18,14 +18,14 @@ from octavo.program.work import Work, count_work
 from octavo.wiring.backend import backend_with, build_backend
 from octavo.wiring.images import tower_programs, with_tower
 from octavo.wiring.model import (
+    build_model_programs,
     derive_from,
-    formats_of,
-    part_of,
-    programs_of,
+    get_loaded_formats,
+    get_rank_program,
 )
 from octavo.wiring.model_hooks import model_hooks, transform, transform_part
 from octavo.wiring.score_tokens import set_score_tokens
-from octavo.wiring.speculation.draft import footprint_of_both
+from octavo.wiring.speculation.draft import add_footprints
 from octavo.worker.capacity import Capacity, get_capacity
 
 
@@ -50,15 +50,15 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     config, info = derive_from(config, header)
     for hooks in model_hooks():
         header = hooks.open_header(config, header)
-    whole, *encoders = programs_of(info, header)
+    whole, *encoders = build_model_programs(info, header)
     whole = transform(config, header, whole)
-    program = part_of(config, header, whole, 0)
+    program = get_rank_program(config, header, whole, 0)
     backend = build_backend(config)
     program = transform_part(config, None, program)
-    footprint = backend.footprint(program, formats_of(config, header, whole))
+    footprint = backend.footprint(program, get_loaded_formats(config, header, whole))
     for encoder in encoders:
-        own = backend.footprint(encoder, formats_of(config, header, encoder))
-        footprint = footprint_of_both(footprint, own, "encoder")
+        own = backend.footprint(encoder, get_loaded_formats(config, header, encoder))
+        footprint = add_footprints(footprint, own, "encoder")
     footprint = with_tower(
         config, header, footprint, backend.options, partial(backend_with, config=config, ranks=None)
     )

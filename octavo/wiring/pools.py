@@ -14,7 +14,7 @@ from octavo.program.ops import Attention, Embedding, PoolRows
 from octavo.program.program import Program
 
 
-def pools_of(config: Mapping[str, Any], program: Program) -> Pools:
+def get_pools(config: Mapping[str, Any], program: Program) -> Pools:
     """Returns the pooling task and its options."""
     hf = HfConfig(config)
     pooling = hf.table("pooling")
@@ -56,7 +56,7 @@ def _dimensions(config: HfConfig, width: int) -> Sequence[int]:
     return range(1, width + 1) if not named and config.flag("is_matryoshka", False) else named
 
 
-def reads_whole_texts(program: Program) -> bool:
+def needs_whole_text(program: Program) -> bool:
     """Returns whether a text must be computed in one step: attention is not causal, or pooling uses
     all tokens.
     """
@@ -72,7 +72,7 @@ def _is_cross(program: Program, op: Attention) -> bool:
     return program.group(op.group).kind == "cross"
 
 
-def most_tokens(config: Mapping[str, Any], program: Program, context_tokens: int) -> int:
+def get_max_tokens(config: Mapping[str, Any], program: Program, context_tokens: int) -> int:
     """Returns the maximum length of a text: the least of `context_tokens`, the position embeddings
     and the checkpoint's max_seq_length.
     """

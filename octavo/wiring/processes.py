@@ -34,7 +34,7 @@ def start_processes(model: Model, report: Report) -> SupervisedClient | FleetCli
         return _start_core(model, model.options(), report)
     from octavo.engine.clients.fleet import FleetClient
 
-    options = _shared_out(model, num_engines)
+    options = _shared_options(model, num_engines)
     pool = store_option(model.config)
     targets = [Target(f"engine {index}", pool=pool) for index in range(num_engines)]
     router = Router(ROUTING_POLICIES[model.config.fleet.routing_policy](), targets)
@@ -42,7 +42,7 @@ def start_processes(model: Model, report: Report) -> SupervisedClient | FleetCli
     generations = _make_generations(model)
     try:
         for index in range(num_engines):
-            own = options | _own(model, index)
+            own = options | _own_options(model, index)
             clients.append(_start_core(model, own, report, generations, index))
     except BaseException:
         for client in clients:
@@ -53,12 +53,12 @@ def start_processes(model: Model, report: Report) -> SupervisedClient | FleetCli
 
 def _make_generations(model: Model) -> EngineGenerations | None:
     """Returns the rendezvous of engines that share experts; None without expert sharing."""
-    if model.config.fleet.num_sharing == 1:
+    if model.config.fleet.num_expert_engines == 1:
         return None
     from octavo.wiring.engine_rendezvous import EngineGenerations
 
     options = model.config.backend
-    return EngineGenerations(model.config.fleet.num_sharing, options.pipeline_parallel_size)
+    return EngineGenerations(model.config.fleet.num_expert_engines, options.pipeline_parallel_size)
 
 
 def _start_core(
@@ -92,16 +92,16 @@ def _start_core(
     )
 
 
-def _own(model: Model, index: int) -> dict[str, Any]:
+def _own_options(model: Model, index: int) -> dict[str, Any]:
     """Returns the options that differ between data-parallel engines."""
     record = model.config.observe.record
     return {"record": None if record is None else f"{record}.engine{index}"}
 
 
-def _shared_out(model: Model, num_engines: int) -> dict[str, Any]:
+def _shared_options(model: Model, num_engines: int) -> dict[str, Any]:
     """Returns the options of each engine; raises ConfigError if memory is too small for all."""
     options = model.options() | {"routing_policy": "kv"}
-    if model.config.fleet.num_sharing == 1:
+    if model.config.fleet.num_expert_engines == 1:
         options["data_parallel_size"] = 1
     if model.config.fleet.routing_policy == "kv" and model.config.cache.kv_events_config is None:
         options["kv_events_config"] = LOGGED_ONLY

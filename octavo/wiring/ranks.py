@@ -17,13 +17,13 @@ from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.model import (
     Model,
     build_tokenizer,
+    get_rank_program,
     load_model,
     open_model,
-    part_of,
 )
 from octavo.wiring.model_hooks import tier_builder
-from octavo.wiring.place import RankPlace
-from octavo.wiring.rendezvous import ModelRendezvous, joining
+from octavo.wiring.rank_place import RankPlace
+from octavo.wiring.rendezvous import ModelRendezvous, make_join
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.ranks.messages import RankSetup
 from octavo.worker.ranks.start import start_ranks
@@ -44,9 +44,9 @@ def start_other_ranks(
     """
     config = model.config
     # A model that cannot be split is refused before any process is started.
-    part_of(config, model.checkpoint, model.program(), 0)
+    get_rank_program(config, model.checkpoint, model.program(), 0)
     options = model.options() | {"record": None}
-    joining_ranks = _joining_ranks(config)
+    joining_ranks = _listen_for_ranks(config)
     try:
         rendezvous = ModelRendezvous(config, engine)
         start = None if joining_ranks is None else joining_ranks.start
@@ -63,7 +63,7 @@ def start_other_ranks(
             joining_ranks.close()
 
 
-def _joining_ranks(config: EngineConfig) -> JoiningRanks | None:
+def _listen_for_ranks(config: EngineConfig) -> JoiningRanks | None:
     """Starts listening for ranks on other machines; None if all ranks run on this one."""
     address = config.backend.rank_address
     if address is None:
@@ -80,7 +80,7 @@ def load_rank(setup: RankSetup, started: Callable[[], None]) -> LoadedModel:
     `started` is called after all requirements have been checked.
     """
     model = open_model(EngineConfig.from_options(**setup.options))
-    join = joining(model.config, setup.rank, setup.address)
+    join = make_join(model.config, setup.rank, setup.address)
     started()
     grammars = lazy_grammars(model, lambda: build_tokenizer(model))
     loaded = load_model(model, quiet, grammars, join())

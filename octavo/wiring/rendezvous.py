@@ -16,7 +16,7 @@ from octavo.config.rank_address import parse_rank_address
 from octavo.executor.devices import Device, choose_device
 from octavo.executor.rank_grid import RankGrid
 from octavo.executor.ranks import Ranks
-from octavo.wiring.place import RankPlace, grid_among_engines, grid_of
+from octavo.wiring.rank_place import RankPlace, get_expert_grid, get_rank_grid
 from octavo.worker.stages.stage_link import StagePipes, join_stage
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ModelRendezvous:
         self._num_ranks = options.num_stage_ranks
         """Ranks of one stage."""
         self._rooms = [
-            _room_of(config) for _ in range(self._num_stages if self._num_ranks > 1 else 0)
+            _make_room(config) for _ in range(self._num_stages if self._num_ranks > 1 else 0)
         ]
         """A rendezvous for the ranks of each stage, last stage first."""
         self._pipes = [
@@ -72,10 +72,10 @@ class ModelRendezvous:
         """Makes this process the first rank, after all others have started."""
         ranks = None
         if self._rooms:
-            ranks = _joined_ranks(self._config, grid_of(self._config, 0), self._rooms[0])
+            ranks = _join_ranks(self._config, get_rank_grid(self._config, 0), self._rooms[0])
         place = RankPlace(ranks=ranks)
         if self._engine is not None:
-            place = among_engines(self._config, place, self._engine.index, self._engine.rooms[0])
+            place = join_engines(self._config, place, self._engine.index, self._engine.rooms[0])
         if not self._pipes:
             return place
         own, *others = self._pipes
@@ -94,7 +94,7 @@ class ModelRendezvous:
             pipes.close()
 
 
-def joining(config: EngineConfig, rank: int, address: Sequence[int]) -> Callable[[], RankPlace]:
+def make_join(config: EngineConfig, rank: int, address: Sequence[int]) -> Callable[[], RankPlace]:
     """Returns a function that joins as a rank other than the first; raises SetupError now if a
     requirement is missing.
     """
@@ -104,49 +104,51 @@ def joining(config: EngineConfig, rank: int, address: Sequence[int]) -> Callable
     pipes, of_engine = list[int](), list[int]()
     if num_stages > 1:
         room, pipes = room[:-NUM_PIPES], room[-NUM_PIPES:]
-    if config.fleet.num_sharing > 1:
+    if config.fleet.num_expert_engines > 1:
         room, of_engine = room[:-NUM_OF_ENGINE], room[-NUM_OF_ENGINE:]
-    join_ranks = _joining_ranks(config, grid_of(config, rank), room[0]) if room else None
+    join_ranks = _make_join_ranks(config, get_rank_grid(config, rank), room[0]) if room else None
     block = rank // options.num_stage_ranks
 
     def join() -> RankPlace:
         ranks = None if join_ranks is None else join_ranks()
         link = join_stage(block, num_stages, pipes) if pipes else None
         place = RankPlace(rank, ranks, link)
-        return among_engines(config, place, *of_engine) if of_engine else place
+        return join_engines(config, place, *of_engine) if of_engine else place
 
     return join
 
 
-def among_engines(config: EngineConfig, place: RankPlace, engine: int, room: int) -> RankPlace:
+def join_engines(config: EngineConfig, place: RankPlace, engine: int, room: int) -> RankPlace:
     """Adds the ranks of other engines to a rank's place. `engine` is its engine's index, `room` the
     descriptor of the shared memory.
     """
     from octavo.executor.native.ranks import EngineRanks, SharedMemoryRanks
 
-    grid = grid_among_engines(config, place.rank, engine)
+    grid = get_expert_grid(config, place.rank, engine)
     ranks = SharedMemoryRanks(grid, room)
-    return replace(place, engines=EngineRanks(ranks, config.fleet.num_sharing), engine=engine)
+    return replace(
+        place, engines=EngineRanks(ranks, config.fleet.num_expert_engines), engine=engine
+    )
 
 
-def _room_of(config: EngineConfig) -> SharedMemory | Rendezvous:
+def _make_room(config: EngineConfig) -> SharedMemory | Rendezvous:
     if config.backend.backend == "native":
         from octavo.executor.native.ranks import SharedMemory
 
         return SharedMemory()
-    _device_of(config)
+    _choose_device(config)
     from octavo.executor.torch.ranks import Rendezvous
 
-    return Rendezvous(config.backend.num_stage_ranks, _host_of(config))
+    return Rendezvous(config.backend.num_stage_ranks, _get_host(config))
 
 
-def _host_of(config: EngineConfig) -> str:
+def _get_host(config: EngineConfig) -> str:
     """Returns the host at which the ranks of a stage connect."""
     address = config.backend.rank_address
     return LOOPBACK if address is None else parse_rank_address(address)[0]
 
 
-def _device_of(config: EngineConfig) -> Device:
+def _choose_device(config: EngineConfig) -> Device:
     """Returns the ranks' device type; checks that there is a device for each rank on this
     machine.
     """
@@ -155,23 +157,25 @@ def _device_of(config: EngineConfig) -> Device:
     return choose_device(options.device, num_devices=num_devices)
 
 
-def _joined_ranks(
+def _join_ranks(
     config: EngineConfig, grid: RankGrid, room: SharedMemory | Rendezvous
 ) -> Ranks[Any]:
     if config.backend.backend == "native":
-        return _joining_ranks(config, grid, room.address)()
+        return _make_join_ranks(config, grid, room.address)()
     from octavo.executor.torch.ranks import Rendezvous, TorchRanks
 
     assert isinstance(room, Rendezvous)
-    return TorchRanks(grid, _device_of(config), room, room.host)
+    return TorchRanks(grid, _choose_device(config), room, room.host)
 
 
-def _joining_ranks(config: EngineConfig, grid: RankGrid, address: int) -> Callable[[], Ranks[Any]]:
+def _make_join_ranks(
+    config: EngineConfig, grid: RankGrid, address: int
+) -> Callable[[], Ranks[Any]]:
     if config.backend.backend == "native":
         from octavo.executor.native.ranks import SharedMemoryRanks
 
         return lambda: SharedMemoryRanks(grid, address)
-    device, host = _device_of(config), _host_of(config)
+    device, host = _choose_device(config), _get_host(config)
     from octavo.executor.torch.ranks import TorchRanks
 
     return lambda: TorchRanks(grid, device, address, host)

@@ -16,7 +16,7 @@ from octavo.checkpoint.catalogue import recommended_sampling
 from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint.ports import Checkpoint
 from octavo.config.model_options import ModelOptions
-from octavo.config.paths import user_path
+from octavo.config.paths import expand_path
 from octavo.frontend.sampling_defaults import NAMES, SAMPLED, SamplingDefaults
 
 CHAT = {**SAMPLED, "repetition_penalty": 1.05}
@@ -56,7 +56,7 @@ def _values(
     if options.generation_config == "vllm":
         return {}, "--generation-config vllm"
     if options.generation_config != "auto":
-        path = user_path(options.generation_config)
+        path = expand_path(options.generation_config)
         path = path / "generation_config.json" if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(

@@ -10,7 +10,7 @@ from octavo.api.errors import ConfigError
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.config.model_options import ModelOptions
 from octavo.models.hf_config import HfConfig
-from octavo.wiring.tokenizer_files import tokenizer_source_of
+from octavo.wiring.tokenizer_files import find_tokenizer
 
 
 def set_score_tokens(options: ModelOptions, header: ModelHeader) -> None:
@@ -28,7 +28,7 @@ def set_score_tokens(options: ModelOptions, header: ModelHeader) -> None:
         raise _refused(options, "none for a config.json alone: the tokens are the tokenizer's")
     from octavo.text.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(tokenizer_source_of(options, header))
+    tokenizer = load_tokenizer(find_tokenizer(options, header))
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in reversed(texts)]
     for text, found in zip(reversed(texts), ids, strict=True):
         if len(found) != 1:

@@ -46,7 +46,7 @@ def with_timestamps(config: EngineConfig, header: ModelHeader) -> EngineConfig:
     """Adds the timestamp processor to the config of a speech model."""
     values = header.config | header.generation_config
     tokens, given = speech_tokens(values), HfConfig(values)
-    has_them = any(entry.name == TIMESTAMPS for entry in config.draws.processors)
+    has_them = any(entry.name == TIMESTAMPS for entry in config.sampler.processors)
     if not tokens.num_timestamps or tokens.no_timestamps is None or has_them:
         return config
     most = given.optional_integer("max_initial_timestamp_index")
@@ -59,5 +59,5 @@ def with_timestamps(config: EngineConfig, header: ModelHeader) -> EngineConfig:
         *(token for token in given.integers("suppress_tokens") if token >= 0),
     )
     place = f"octavo.worker.sampling.timestamps:TimestampRules({','.join(map(str, numbers))})"
-    processors = (*config.draws.logits_processors, f"{TIMESTAMPS}={place}")
-    return replace(config, draws=replace(config.draws, logits_processors=processors))
+    processors = (*config.sampler.logits_processors, f"{TIMESTAMPS}={place}")
+    return replace(config, sampler=replace(config.sampler, logits_processors=processors))

@@ -28,10 +28,10 @@ from octavo.quant.gguf import BLOCK_TYPES
 from octavo.text.parsers.choice import choose_formats as formats_of_answers
 from octavo.wiring.backend import build_backend
 from octavo.wiring.model import (
+    build_model_programs,
     derive_from,
     formats_by_weight,
-    formats_of,
-    programs_of,
+    get_loaded_formats,
 )
 from octavo.wiring.sampling_defaults import sampling_defaults
 
@@ -128,19 +128,19 @@ def families() -> Iterator[FamilyRow]:
         yield FamilyRow(model_type, family, tuple(sorted(found)))
 
 
-def report_on(name: str) -> ModelReport:
+def make_report(name: str) -> ModelReport:
     """Reports on a model from its headers; raises SetupError if it is damaged or not supported."""
     if name in CATALOGUE and find_downloaded(name) is None:
         raise ConfigError(f"{name} is not fetched yet", hint=f"octavo pull {name}")
     header = open_header(resolve_header(name))
     config, info = derive_from(EngineConfig.from_options(model=name), header)
-    programs = programs_of(info, header)
+    programs = build_model_programs(info, header)
     if isinstance(header, Checkpoint):
         check_tensors(header, programs)
     sizes: Counter[str] = Counter()
     for weight, format_ in formats_by_weight(config, header, programs):
         sizes[format_] += prod(weight.shape)
-    files, source = _beside(header)
+    files, source = _get_files(header)
     template = None if source is None else source.chat_template
     tool_template = None if source is None else source.named_templates.get("tool_use")
     answers = formats_of_answers(template, None, None, tool_template)
@@ -160,7 +160,7 @@ def report_on(name: str) -> ModelReport:
     )
 
 
-def _beside(header: ModelHeader) -> tuple[Sequence[Path], TokenizerSource | None]:
+def _get_files(header: ModelHeader) -> tuple[Sequence[Path], TokenizerSource | None]:
     """Returns the weight files and the tokenizer; none if there is only config.json."""
     if not isinstance(header, Checkpoint):
         return (), None
@@ -218,7 +218,7 @@ def _verdict(
         return BackendVerdict(backend, _first_line(error), is_installed=False)
     try:
         for program in programs:
-            built.check(program, formats_of(config, header, program))
+            built.check(program, get_loaded_formats(config, header, program))
     except OctavoError as error:
         return BackendVerdict(backend, _first_line(error))
     return BackendVerdict(backend, None)

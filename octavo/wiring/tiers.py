@@ -13,7 +13,7 @@ from typing import Any
 from octavo.api.errors import ConfigError
 from octavo.checkpoint.ports import Checkpoint
 from octavo.config.cache_options import CacheOptions
-from octavo.config.config_hooks import numbers_of
+from octavo.config.config_hooks import get_result_options
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
 from octavo.engine.kv.kv_connector import Tiers
@@ -127,7 +127,7 @@ def fingerprint_parts(checkpoint: Checkpoint, loaded: LoadedModel) -> dict[str, 
     """Returns everything except the weights that determines the bytes of a block."""
     options, backend = loaded.config.model, loaded.backend
     return {
-        **numbers_of(loaded.config),
+        **get_result_options(loaded.config),
         "octavo": __version__,
         "format": VERSION,
         "config": checkpoint.config,

@@ -7,17 +7,17 @@ from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.ports import Checkpoint, TokenizerSource
 from octavo.config.model_options import ModelOptions
-from octavo.config.paths import is_there, user_path
+from octavo.config.paths import expand_path, path_exists
 
 
-def tokenizer_source_of(options: ModelOptions, checkpoint: Checkpoint) -> TokenizerSource:
+def find_tokenizer(options: ModelOptions, checkpoint: Checkpoint) -> TokenizerSource:
     """Returns the model's own tokenizer, or the one named by the option `tokenizer`: a directory or
     a model with a tokenizer.
     """
     name = options.tokenizer
     if name is None:
         source, where = checkpoint.tokenizer_source(), str(checkpoint.path)
-    elif not is_there(path := user_path(name)):
+    elif not path_exists(path := expand_path(name)):
         raise ConfigError(f"tokenizer: got {name!r}, no such file or directory")
     elif path.is_dir():
         source = tokenizer_source(path, checkpoint.config, checkpoint.generation_config)

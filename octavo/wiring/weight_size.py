@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.config.engine_config import EngineConfig
 from octavo.wiring.backend import build_backend
-from octavo.wiring.model import formats_of, open_model
+from octavo.wiring.model import get_loaded_formats, open_model
 
 
 def weight_bytes(options: dict[str, Any]) -> int:
@@ -14,5 +14,5 @@ def weight_bytes(options: dict[str, Any]) -> int:
     model = open_model(EngineConfig.from_options(**options))
     backend = build_backend(model.config)
     program = model.program()
-    formats = formats_of(model.config, model.checkpoint, program)
+    formats = get_loaded_formats(model.config, model.checkpoint, program)
     return sum(backend.footprint(program, formats).weight_bytes.values())

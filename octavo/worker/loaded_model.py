@@ -154,7 +154,7 @@ class LoadedModel:
         ]
         media = self._media()
         encoder = self.encoder
-        shares_steps = self.config.fleet.num_sharing > 1
+        shares_steps = self.config.fleet.num_expert_engines > 1
         is_alone = self.config.backend.num_ranks == 1 and not shares_steps
         return Worker(
             ProgramRunners(
@@ -221,7 +221,7 @@ class LoadedModel:
             return StageRunner(runnable, kv, self.rows, self.link)
         if "pooled" not in program.outputs:
             before = None if self.link is None else self.link.before
-            in_one_part = self.config.fleet.num_sharing > 1
+            in_one_part = self.config.fleet.num_expert_engines > 1
             return ModelRunner(runnable, kv, self.rows, media, before, in_one_part=in_one_part)
         num_axes = num_position_axes(program)
         return PoolingRunner(runnable, kv, self.rows, num_position_axes=num_axes)
@@ -285,12 +285,12 @@ def make_input_batch(
             vocab_size=program.vocab_size,
             grammars=grammars,
             processors=LogitsProcessors(
-                load_processors(config.draws.processors),
-                config.draws.logits_processor_timeout,
+                load_processors(config.sampler.processors),
+                config.sampler.logits_processor_timeout,
             ),
-            drafts_forced=config.scheduler.guesses,
+            drafts_forced=config.scheduler.uses_speculation,
             states=[at for at, group in enumerate(program.groups) if group.kind == "state"],
-            closes=config.draws.structured_close,
+            closes=config.sampler.structured_close,
             input_groups=program.input_groups,
             max_encoder_len=config.model.max_encoder_len or 0,
             goes_without_blocks=skips_blocks(config),

@@ -14,7 +14,7 @@ from octavo.cli.app import build_app
 from octavo.cli.common.serve_config import read_config
 from octavo.config.data_file import read_data_file
 from octavo.config.engine_config import EngineConfig, option_fields
-from octavo.config.option import convert, options_of
+from octavo.config.option import convert, get_options
 from octavo.distributed.cluster.plan import read_plan
 from octavo.distributed.router.settings import RouterSettings
 from octavo.server.app import ROUTES
@@ -116,7 +116,7 @@ def test_octavos_command_lines_parse(words):
     rest = [_filled(word) for word in rest]
     given = command.make_context(command.name, rest, parent=context.parent).params
     engine, options = option_fields(), {}
-    others = options_of(RouterSettings if command.name == "route" else ServerSettings)
+    others = get_options(RouterSettings if command.name == "route" else ServerSettings)
     for name, value in given.items():
         spec = engine.get(name) or others.get(name)
         if spec is None or value in (None, []) or isinstance(value, Path):

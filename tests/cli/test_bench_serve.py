@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from octavo.api.errors import ConfigError
-from octavo.tools.bench import load, own_server
-from octavo.tools.bench.serve_figures import Outcome, figures, parse_goodput
+from octavo.tools.bench import load, started_server
+from octavo.tools.bench.serve_figures import Outcome, compute_metrics, parse_goodput
 from octavo.tools.bench.stream_client import StreamedAnswer, StreamUsage
 from octavo.tools.bench.traffic import TrafficRequest
 from tests.support.live_server import LiveServer
@@ -224,7 +224,7 @@ def test_an_own_server_that_ends_fails_the_benchmark(octavo, tiny, monkeypatch):
         started[0].wait()
         return "tiny", [], 1.0
 
-    monkeypatch.setattr(own_server.subprocess, "Popen", Noted)
+    monkeypatch.setattr(started_server.subprocess, "Popen", Noted)
     monkeypatch.setattr(load, "run_load", run_load)
     ended = octavo("bench", "serve", *tiny, "--num-requests=1")
     assert (ended.code, ended.out) == (1, "")
@@ -310,7 +310,7 @@ def test_figures_add_up():
         Outcome(requests[1], 0.002, streamed([0.6], StreamUsage(10, 1))),
         Outcome(requests[2], 0.003, error="no"),
     ]
-    found = figures(outcomes, 2.0, parse_goodput(["ttft:500 tpot:100.1", "e2el:1000"]))
+    found = compute_metrics(outcomes, 2.0, parse_goodput(["ttft:500 tpot:100.1", "e2el:1000"]))
     assert (
         found["completed"],
         found["failed"],
@@ -338,5 +338,5 @@ def test_an_answer_is_good_by_its_longest_gap():
         Outcome(request, 0.0, streamed([0.1, 0.2, 0.3])),
         Outcome(request, 0.0, streamed([0.1])),
     ]
-    good = figures(outcomes, 1.0, parse_goodput(["itl:150"]))["goodput"]
+    good = compute_metrics(outcomes, 1.0, parse_goodput(["itl:150"]))["goodput"]
     assert good["requests"] == 2, "an answer of one token has no gap that is too long"

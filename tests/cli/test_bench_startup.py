@@ -27,7 +27,7 @@ def test_both_commands_are_started(octavo, tiny):
 
 def test_a_command_that_fails_says_why(octavo, tiny, monkeypatch):
     monkeypatch.setattr(
-        "octavo.tools.bench.own_server.start_command",
+        "octavo.tools.bench.started_server.start_command",
         lambda *_, **options: start_python(
             ["-c", "raise SystemExit('no memory today')"], **options
         ),

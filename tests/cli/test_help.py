@@ -12,7 +12,7 @@ import pytest
 from octavo.cli.common.command import OTHER_NAMES
 from octavo.cli.common.help import format_help
 from octavo.config.engine_config import option_fields
-from octavo.config.option import COMMON, Group, options_of
+from octavo.config.option import COMMON, Group, get_options
 from octavo.distributed.router.settings import RouterSettings
 from octavo.server.settings import ServerSettings
 from tests.support.commands import every_command
@@ -25,8 +25,8 @@ OPTIONS = [
     (kind, name, spec)
     for kind, specs in {
         "engine": option_fields(),
-        "server": options_of(ServerSettings),
-        "router": options_of(RouterSettings),
+        "server": get_options(ServerSettings),
+        "router": get_options(RouterSettings),
     }.items()
     for name, spec in specs.items()
 ]
@@ -83,7 +83,7 @@ def test_help_texts_are_one_plain_line(spec):
 
 
 def test_about_fifteen_options_of_serve_are_common():
-    specs = [*option_fields().values(), *options_of(ServerSettings).values()]
+    specs = [*option_fields().values(), *get_options(ServerSettings).values()]
     assert 10 <= sum(spec.panel == COMMON for spec in specs) <= 16
 
 

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from octavo.api.errors import EngineDead
-from octavo.cli.common.errors import OUTPUT_CLOSED, exit_code_of
+from octavo.cli.common.errors import OUTPUT_CLOSED, run_and_report
 from octavo.cli.common.exit_codes import INTERRUPTED
 from octavo.config.engine_config import option_fields
-from octavo.config.option import options_of
+from octavo.config.option import get_options
 from octavo.server.settings import ServerSettings
 from tests.cli.conftest import process, run_counting_imports
 
@@ -46,7 +46,7 @@ def test_every_engine_option_is_a_flag(octavo):
 
 def test_every_server_setting_is_a_flag_of_serve(octavo):
     flags = flags_of(octavo, "serve")
-    assert {"--" + name.replace("_", "-") for name in options_of(ServerSettings)} <= flags
+    assert {"--" + name.replace("_", "-") for name in get_options(ServerSettings)} <= flags
 
 
 @pytest.mark.parametrize("command", [(), ("run",), ("serve",)], ids=str)
@@ -79,14 +79,14 @@ def test_a_bug_keeps_its_traceback():
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        exit_code_of(bug)
+        run_and_report(bug)
 
 
 def test_the_exit_code_of_an_engines_fault_is_1(capsys):
     def dies():
         raise EngineDead("the engine process has ended")
 
-    assert exit_code_of(dies) == 1
+    assert run_and_report(dies) == 1
     assert capsys.readouterr().err == "octavo: the engine process has ended\n"
 
 
@@ -152,7 +152,7 @@ def test_a_lack_of_memory_is_one_message(capsys):
     def command() -> None:
         raise MemoryError
 
-    assert exit_code_of(command) == 2
+    assert run_and_report(command) == 2
     assert capsys.readouterr().err.startswith("octavo: not enough memory\nhint: free memory, or ")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.checkpoint import catalogue
 from octavo.models.registry import FAMILIES, build_programs
-from octavo.wiring.survey import report_on
+from octavo.wiring.survey import make_report
 from tests.support.slowness import slowness
 from tests.support.tiny_models import tiny_model
 
@@ -44,7 +44,7 @@ def test_the_list_names_every_family_format_and_short_name(octavo):
 
 
 def test_a_model_is_described_from_its_headers(octavo):
-    report = report_on("smollm2")
+    report = make_report("smollm2")
     assert report.info.model_type == "llama" and report.num_parameters == 134_515_008
     assert report.formats == {"Q4_1": 106_168_320, "Q8_0": 28_311_552, "F32": 35_136}
     assert report.has_tokenizer and report.has_chat_template and report.runs
@@ -64,7 +64,7 @@ def test_headers_of_a_large_model_are_read_within_a_second(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_headers(tmp_path, build_programs(config).values(), num_files=8)
     began = time.process_time()
-    report = report_on(str(tmp_path))
+    report = make_report(str(tmp_path))
     took = time.process_time() - began
     assert report.num_parameters > 30e9 and report.formats.keys() == {"BF16"}
     assert took < slowness()
@@ -94,7 +94,7 @@ def test_a_backend_that_refuses_says_why(tmp_path):
     file = tmp_path / "config.json"
     fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     file.write_text(json.dumps(tiny_model("llama").config | {"quantization_config": fp8}))
-    verdicts = {verdict.backend: verdict.refusal for verdict in report_on(str(file)).verdicts}
+    verdicts = {verdict.backend: verdict.refusal for verdict in make_report(str(file)).verdicts}
     assert "F8_E4M3:16" in verdicts["native"]
     assert verdicts["torch"] is None and verdicts["reference"] is None
 
@@ -127,5 +127,5 @@ def test_a_short_name_that_is_not_fetched_is_not_fetched_to_be_described(
 def test_config_json_alone_is_enough(family, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(tiny_model(family).config))
-    report = report_on(str(file))
+    report = make_report(str(file))
     assert report.has_tokenizer is None and report.num_bytes == 0 and report.runs

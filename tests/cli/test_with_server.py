@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from octavo.cli.top_reading import Reading, series_of
-from octavo.cli.top_view import view_of
+from octavo.cli.top_reading import Reading, parse_metrics
+from octavo.cli.top_view import render_view
 from tests.support.live_server import LiveServer
 from tests.support.terminal import Terminal
 from tests.support.tiny_tokenizer import tiny_model_with_text
@@ -107,7 +107,7 @@ def test_rates_are_those_between_two_readings():
         return Reading(time_s, "url", {"m": values}, {"m": "ready", "n": "loading"})
 
     console = Console(width=160, file=io.StringIO())
-    console.print(view_of(reading(1.0, 100), reading(3.0, 350)))
+    console.print(render_view(reading(1.0, 100), reading(3.0, 350)))
     lines = [line.split() for line in console.file.getvalue().splitlines()]
     rows = {words[0]: words for words in lines if words}
     drafts = ["1,200", "75%"]
@@ -124,7 +124,7 @@ def test_a_narrow_view_has_whole_ids():
     request |= {"prompt_tokens": 5, "tokens": 6, "choices": [{"blocks": 2}]}
     now = Reading(1.0, "url", {}, {}, [request])
     console = Console(width=70, file=io.StringIO())
-    console.print(view_of(now, now))
+    console.print(render_view(now, now))
     lines = console.file.getvalue().splitlines()
     assert name in "".join(line.split(" ")[0] for line in lines)
 
@@ -136,7 +136,7 @@ def test_a_narrow_view_names_the_model_and_leaves_columns_out(width):
     values = {"generation_tokens_total": 5.0, "kv_cache_usage_perc": 0.5, "num_requests_running": 3}
     now = Reading(1.0, "url", {"smollm2": values}, {"smollm2": "ready"})
     console = Console(width=width, file=io.StringIO())
-    console.print(view_of(now, now))
+    console.print(render_view(now, now))
     lines = console.file.getvalue().splitlines()
     assert all(len(line) <= width for line in lines)
     assert lines[1].split()[:3] == ["model", "state", "run"] and "out t/s" in lines[1]
@@ -150,7 +150,7 @@ def test_shares_of_several_engines_are_no_sum():
         'octavo:kv_cache_usage_perc{model_name="a",engine="0"} 0.75\n'
         'octavo:kv_cache_usage_perc{model_name="a",engine="1"} 0.25\n'
     )
-    assert series_of(text) == {"a": {"kv_cache_usage_perc": 0.5}}
+    assert parse_metrics(text) == {"a": {"kv_cache_usage_perc": 0.5}}
 
 
 def test_series_of_other_servers_are_left_out():
@@ -160,7 +160,7 @@ def test_series_of_other_servers_are_left_out():
         "# TYPE vllm:kv_blocks_held gauge\n"
         'vllm:kv_blocks_held{model_name="a",engine="0"} 3.0\n'
     )
-    assert series_of(text) == {"a": {"kv_blocks_held": 3.0}}
+    assert parse_metrics(text) == {"a": {"kv_blocks_held": 3.0}}
 
 
 def test_a_conversation_with_a_server_is_that_with_its_model(octavo, server, tiny, monkeypatch):

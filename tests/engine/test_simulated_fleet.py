@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from octavo.api.errors import ConfigError
-from octavo.tools.layout_search import Objective, engine_of, goodput, layouts_of
+from octavo.tools.layout_search import Objective, goodput, list_layouts, read_engine
 from octavo.tools.simulated_fleet import (
     FleetLayout,
     FleetOptionsSimulated,
@@ -116,19 +116,19 @@ def test_stages_hold_requests_that_one_machine_cannot() -> None:
 
 
 def test_layouts_of_machines() -> None:
-    assert list(map(str, layouts_of(3))) == [
+    assert list(map(str, list_layouts(3))) == [
         "3 x both",
         "1 x prefill + 2 x decode",
         "2 x prefill + 1 x decode",
         "1 x both in 3 stages",
     ]
-    assert {layout.num_machines for layout in layouts_of(4)} == {4}
-    assert [str(layout) for layout in layouts_of(4)][-2:] == [
+    assert {layout.num_machines for layout in list_layouts(4)} == {4}
+    assert [str(layout) for layout in list_layouts(4)][-2:] == [
         "2 x both in 2 stages",
         "1 x both in 4 stages",
     ]
     with pytest.raises(ConfigError, match="machines: got 0, allowed are 1 to 64"):
-        layouts_of(0)
+        list_layouts(0)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_wrong_objectives_are_refused(text: str, message: str) -> None:
 
 
 def test_an_engine_is_read_from_a_recording(tmp_path: Path) -> None:
-    engine = engine_of(recording(tmp_path / "log"))
+    engine = read_engine(recording(tmp_path / "log"))
     assert engine.token_bytes == 1000.0 and engine.scheduler == ENGINE.scheduler
     seconds = engine.costs.step_s(512, 0)
     assert seconds is not None and 0.4 < seconds < 0.6
@@ -156,4 +156,4 @@ def test_an_engine_is_read_from_a_recording(tmp_path: Path) -> None:
 def test_recordings_that_are_not_simulated_are_refused(tmp_path: Path) -> None:
     path = recording(tmp_path / "log", pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match="pipeline_parallel_size 2, whose steps overlap"):
-        engine_of(path)
+        read_engine(path)

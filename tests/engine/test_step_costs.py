@@ -151,7 +151,7 @@ def test_the_core_measures_the_wall_clock():
 
 
 def verify(meter: StepCostMeter, elapsed_s: float, *guesses: int) -> None:
-    """Has the meter see a step of rows that verify guesses, `guesses` numbers of them."""
+    """Has the meter see a step of rows that verify guesses, `uses_speculation` numbers of them."""
     rows = [
         ScheduledRequest(str(i), 9, 1 + num, [], wants="draw", draft_ids=[7] * num)
         for i, num in enumerate(guesses)

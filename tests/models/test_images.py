@@ -21,7 +21,7 @@ from octavo.executor.kv import BLOCK_SIZE
 from octavo.frontend.images import ImageInputs, PlacedImages
 from octavo.program.ops import num_position_axes
 from octavo.wiring.grammars import lazy_grammars
-from octavo.wiring.images import reader_of
+from octavo.wiring.images import make_image_reader
 from octavo.wiring.model import build_tokenizer, load_model, open_model
 from octavo.worker.block_places import PagedPlaces
 from octavo.worker.input_batch import InputBatch
@@ -46,7 +46,7 @@ class SeeingRunner:
         options |= {"max_model_len": 256, "max_num_seqs": 4, "dtype": "float32"}
         model = open_model(EngineConfig.from_options(**options))
         self.tokenizer = build_tokenizer(model)
-        reader = reader_of(model.config, model.checkpoint, self.tokenizer)
+        reader = make_image_reader(model.config, model.checkpoint, self.tokenizer)
         self.images = ImageInputs(reader)
         self.loaded = load_model(
             model, lambda text: None, lazy_grammars(model, lambda: self.tokenizer)

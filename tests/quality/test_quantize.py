@@ -16,7 +16,7 @@ import pytest
 from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
-from octavo.cli.quantize import recipe_of
+from octavo.cli.quantize import make_recipe
 from octavo.models.registry import build_programs
 from octavo.quant.making.recipe import Recipe
 from octavo.text.tokenizer import load_tokenizer
@@ -46,7 +46,7 @@ PLAIN_RISE = 19.2
 
 
 def recipe(**options: Any) -> Recipe:
-    return recipe_of(**(OPTIONS | options))
+    return make_recipe(**(OPTIONS | options))
 
 
 class Texts(NamedTuple):

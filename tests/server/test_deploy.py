@@ -13,11 +13,11 @@ from yamllint.config import YamlLintConfig
 
 from octavo.cli.app import run_command
 from octavo.config.engine_config import option_fields
-from octavo.config.option import options_of
+from octavo.config.option import get_options
 from octavo.server.settings import ServerSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FLAGS = {"--" + name.replace("_", "-") for name in (*options_of(ServerSettings), *option_fields())}
+FLAGS = {"--" + name.replace("_", "-") for name in (*get_options(ServerSettings), *option_fields())}
 PORT = ServerSettings().port
 PROBES = {"/health/live", "/health/ready"}
 

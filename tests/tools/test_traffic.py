@@ -13,15 +13,15 @@ import pytest
 from octavo.api.errors import ConfigError
 from octavo.tools.bench.traffic import (
     Lengths,
-    at_rate,
-    mixed,
+    make_mixed,
+    make_prompt,
+    make_synthetic,
     parse_lengths,
     parse_scale,
-    prompt_of,
     read_trace,
-    set_apart,
+    schedule_at_rate,
     shared_share,
-    synthetic,
+    spread_arrivals,
 )
 
 ROWS = [
@@ -53,21 +53,21 @@ def test_lengths_and_blocks_scale_alike(trace):
         (1.5, 22, 2),
     ]
     assert [request.block_tokens for request in requests if request.block_ids] == [16] * 3
-    first, second, other = (prompt_of(request, 0) for request in requests if request.block_ids)
+    first, second, other = (make_prompt(request, 0) for request in requests if request.block_ids)
     assert [len(first), len(second), len(other)] == [35, 29, 22]
     assert first[:29] == second, "equal names are equal tokens, of a block that is cut off too"
     assert other[:16] != first[:16] and other[16:] == first[16:22]
-    assert prompt_of(requests[0], 0) == first and prompt_of(requests[0], 1) != first
+    assert make_prompt(requests[0], 0) == first and make_prompt(requests[0], 1) != first
     whole = read_trace(trace(*ROWS))[0]
-    assert (whole.input_len, whole.block_tokens, len(prompt_of(whole, 0))) == (1100, 512, 1100)
+    assert (whole.input_len, whole.block_tokens, len(make_prompt(whole, 0))) == (1100, 512, 1100)
 
 
 def test_requests_of_one_moment_are_set_apart(trace):
     """Evenly up to the next moment; those of the last one over as long as those before it."""
     rows = [ROWS[0] | {"timestamp": at} for at in (0, 0, 0, 3000, 4000, 4000)]
-    requests = set_apart(read_trace(trace(*rows)))
+    requests = spread_arrivals(read_trace(trace(*rows)))
     assert [request.at_s for request in requests] == [0, 1, 2, 3, 4, 4.5]
-    assert [request.at_s for request in set_apart(read_trace(trace(*rows[:2])))] == [0, 0]
+    assert [request.at_s for request in spread_arrivals(read_trace(trace(*rows[:2])))] == [0, 0]
 
 
 def test_the_share_that_a_prefix_cache_could_find(trace):
@@ -159,24 +159,26 @@ def test_scales(text):
 
 
 def test_poisson():
-    requests = synthetic(num_requests=4000, input_len=7, output_len=3)
-    timed = at_rate(requests, 20.0, seed=1)
-    assert timed[-1].at_s == pytest.approx(200, rel=0.1) and timed == at_rate(
+    requests = make_synthetic(num_requests=4000, input_len=7, output_len=3)
+    timed = schedule_at_rate(requests, 20.0, seed=1)
+    assert timed[-1].at_s == pytest.approx(200, rel=0.1) and timed == schedule_at_rate(
         requests, 20.0, seed=1
-    ) != at_rate(requests, 20.0, seed=2)
+    ) != schedule_at_rate(requests, 20.0, seed=2)
     gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(timed)]
     assert sum(gap > 0.05 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03), (
         "exponential"
     )
-    assert {request.at_s for request in at_rate(requests, math.inf, seed=1)} == {0}
-    assert prompt_of(timed[0], 0) != prompt_of(timed[1], 0) and len(prompt_of(timed[0], 0)) == 7
+    assert {request.at_s for request in schedule_at_rate(requests, math.inf, seed=1)} == {0}
+    assert (
+        make_prompt(timed[0], 0) != make_prompt(timed[1], 0) and len(make_prompt(timed[0], 0)) == 7
+    )
 
 
 def test_bursts_keep_the_rate_and_vary_more():
     """The coefficient of variation of gamma gaps is one over the root of their shape."""
-    requests = synthetic(num_requests=20_001, input_len=1, output_len=1)
+    requests = make_synthetic(num_requests=20_001, input_len=1, output_len=1)
     for burstiness in (0.25, 1.0, 4.0):
-        times = [request.at_s for request in at_rate(requests, 5.0, 1, burstiness)]
+        times = [request.at_s for request in schedule_at_rate(requests, 5.0, 1, burstiness)]
         gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
         mean = statistics.mean(gaps)
         assert mean == pytest.approx(0.2, rel=0.05)
@@ -186,15 +188,15 @@ def test_bursts_keep_the_rate_and_vary_more():
 def test_drawn_lengths_stay_in_their_range_and_repeat():
     inputs = parse_lengths("input_len", "64-2048")
     assert (inputs, parse_lengths("output_len", "7")) == (Lengths(64, 2048), Lengths(7, 7))
-    requests = mixed(2000, inputs, Lengths(7, 7), seed=1)
+    requests = make_mixed(2000, inputs, Lengths(7, 7), seed=1)
     assert {request.output_len for request in requests} == {7}
     lengths = [request.input_len for request in requests]
     assert 64 <= min(lengths) < 70 and 1900 < max(lengths) <= 2048
     assert statistics.median(lengths) == pytest.approx(math.sqrt(64 * 2048), rel=0.1), (
         "each doubling is as likely as any other"
     )
-    assert requests == mixed(2000, inputs, Lengths(7, 7), seed=1)
-    assert requests != mixed(2000, inputs, Lengths(7, 7), seed=2)
+    assert requests == make_mixed(2000, inputs, Lengths(7, 7), seed=1)
+    assert requests != make_mixed(2000, inputs, Lengths(7, 7), seed=2)
 
 
 @pytest.mark.parametrize("text", ["0", "-5", "8-", "9-8", "1-2-3", "1.5", "many", ""])

@@ -23,7 +23,7 @@ from octavo.api.errors import ConfigError, WeightMismatch
 from octavo.checkpoint.gguf.gguf_families import FAMILIES
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.writing.class_names import CLASS_NAMES
-from octavo.cli.quantize import recipe_of
+from octavo.cli.quantize import make_recipe
 from octavo.quant.making.recipe import Recipe
 from octavo.tools.quantize import (
     CalibrationText,
@@ -46,7 +46,7 @@ IDS = np.random.default_rng(9).integers(0, 250, 24)
 def recipe(method: str = "rtn", output_format: str = "compressed-tensors", **knobs: Any) -> Recipe:
     usual: dict[str, Any] = {"bits": None, "group": 32, "scheme": None, "sym": None}
     usual |= {"desc_act": False, "damp_percent": 1.0, "keep_sensitive": False}
-    return recipe_of(method=method, output_format=output_format, **(usual | knobs))
+    return make_recipe(method=method, output_format=output_format, **(usual | knobs))
 
 
 def quantize(path: Path, output: Path, chosen: Recipe) -> Quantized:

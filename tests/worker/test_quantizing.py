@@ -17,7 +17,7 @@ from octavo.api.errors import ConfigError, SetupError, UnsupportedModel, WeightM
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.checkpoint.writing.destination import HfDirectory
-from octavo.cli.quantize import recipe_of
+from octavo.cli.quantize import make_recipe
 from octavo.models.registry import build_programs
 from octavo.quant.making.recipe import Recipe
 from octavo.tools.quantize import Quantized, quantize_checkpoint
@@ -64,7 +64,7 @@ NONE: dict[str, Any] = {
 
 
 def recipe(**options: Any) -> Recipe:
-    return recipe_of(**(NONE | options))
+    return make_recipe(**(NONE | options))
 
 
 def tiny(family: str) -> TinyModel:

@@ -35,7 +35,7 @@ WORDS = {
 """The flag parser's wording and ours."""
 
 
-def exit_code_of(command: Callable[[], None]) -> int:
+def run_and_report(command: Callable[[], None]) -> int:
     """Runs a command and prints its error; unexpected exceptions keep their traceback."""
     try:
         command()
@@ -55,14 +55,14 @@ def exit_code_of(command: Callable[[], None]) -> int:
 def _report(error: typer.TyperException | OctavoError | MemoryError) -> int:
     """Prints an error; returns the exit code."""
     if isinstance(error, OctavoError):
-        _say(error.message, error.hint)
+        _print(error.message, error.hint)
         is_callers = isinstance(error, ClientError | SetupError)
         return CALLERS_FAULT if is_callers else ENGINES_FAULT
     if isinstance(error, MemoryError):
         hint = "free memory, or take a smaller model, --max-model-len or --max-num-seqs"
-        _say("not enough memory", hint)
+        _print("not enough memory", hint)
     else:
-        _say(*_describe(error))
+        _print(*_describe(error))
     return CALLERS_FAULT
 
 
@@ -83,10 +83,10 @@ def _describe(error: typer.TyperException) -> tuple[str, str | None]:
         return error.message, f"did you mean {' or '.join(possible)}?"
     context = getattr(error, "ctx", None)
     param = getattr(error, "param", None)
-    given, allowed = _given(param), INVALID.search(error.format_message())
+    given, allowed = _get_given_value(param), INVALID.search(error.format_message())
     if param is not None and given is not None and allowed is not None:
         name = max(param.opts, key=len).lstrip("-").replace("-", "_")
-        return f"{name}: got {given!r}, allowed is {_in_our_words(allowed[1])}", None
+        return f"{name}: got {given!r}, allowed is {_translate_words(allowed[1])}", None
     message = error.format_message() if wrong is None else error.message
     if given is not None:
         message = f"{message.removesuffix('.')}, got {given!r}"
@@ -96,13 +96,13 @@ def _describe(error: typer.TyperException) -> tuple[str, str | None]:
     )
 
 
-def _in_our_words(allowed: str) -> str:
+def _translate_words(allowed: str) -> str:
     for theirs, ours in WORDS.items():
         allowed = allowed.replace(theirs, ours)
     return allowed
 
 
-def _given(param: Any) -> str | None:
+def _get_given_value(param: Any) -> str | None:
     """Returns a parameter's value on the command line, which some parser errors lack."""
     names = tuple(getattr(param, "opts", ()))
     for at, argument in enumerate(sys.argv):
@@ -112,7 +112,7 @@ def _given(param: Any) -> str | None:
     return None
 
 
-def _say(message: str, hint: str | None) -> None:
+def _print(message: str, hint: str | None) -> None:
     print(f"octavo: {message}", file=sys.stderr)
     if hint:
         print(f"hint: {hint}", file=sys.stderr)

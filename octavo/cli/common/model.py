@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.config.model_options import DEFAULT_MODEL
-from octavo.config.paths import is_there, public_name, user_path
+from octavo.config.paths import expand_path, path_exists, public_name
 
 
-def fetched(options: dict[str, Any]) -> dict[str, Any]:
+def with_local_model(options: dict[str, Any]) -> dict[str, Any]:
     """Returns the options with `model` as a local path, served under the given name."""
     from octavo.checkpoint.catalogue import resolve
 
@@ -27,8 +27,8 @@ def names_model(text: str) -> bool:
 
     if short_name(text) is not None:
         return True
-    path = user_path(text)
-    if is_there(path) and (path.suffix == ".gguf" or is_there(path / "config.json")):
+    path = expand_path(text)
+    if path_exists(path) and (path.suffix == ".gguf" or path_exists(path / "config.json")):
         return True
     if any(char.isspace() for char in text):
         return False

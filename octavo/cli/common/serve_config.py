@@ -23,7 +23,7 @@ from octavo.api.errors import ConfigError, did_you_mean
 from octavo.config.data_file import DataFile, read_data_file
 from octavo.config.engine_config import OPTIONS_PAGE, option_fields
 from octavo.config.model_options import DEFAULT_MODEL
-from octavo.config.option import OptionField, convert, options_of
+from octavo.config.option import OptionField, convert, get_options
 from octavo.server.settings import ServerSettings
 from octavo.server.state.model_spec import ModelSpec, name_and_model
 
@@ -69,7 +69,7 @@ class ServeConfig:
 
     def _entry(self, text: str) -> dict[str, Any]:
         picked = (entry for entry in self.models if ModelSpec.of(entry).name == text)
-        return next(picked, None) or _entry_of(text)
+        return next(picked, None) or _parse_entry(text)
 
 
 def read_config(path: Path) -> ServeConfig:
@@ -81,7 +81,7 @@ def read_config(path: Path) -> ServeConfig:
             f"config: {file.where()}: got a {type(document).__name__}, allowed is a mapping of"
             " options to values"
         )
-    settings, engine = options_of(ServerSettings), _engine_fields()
+    settings, engine = get_options(ServerSettings), _engine_fields()
     known = {**settings, **engine}
     given = {key: value for key, value in document.items() if key != MODELS}
     values = _values(given, known, [*known, MODELS], file)
@@ -106,7 +106,7 @@ def _model(entry: Any, file: DataFile, at: int) -> dict[str, Any]:
     """Returns the options of an entry, which is a text or a mapping."""
     where = f"config: {file.where(MODELS, at)}: models[{at}]"
     if isinstance(entry, str):
-        return _entry_of(entry)
+        return _parse_entry(entry)
     if not isinstance(entry, dict):
         raise ConfigError(
             f"{where}: got {entry!r}, allowed is a model or a mapping of options to values"
@@ -154,7 +154,7 @@ def _engine_fields() -> dict[str, OptionField]:
     return {name: spec for name, spec in option_fields().items() if name != "model"}
 
 
-def _entry_of(text: str) -> dict[str, Any]:
+def _parse_entry(text: str) -> dict[str, Any]:
     name, model = name_and_model(text)
     return {"model": model} | ({} if name is None else {"served_model_name": name})
 

@@ -46,7 +46,7 @@ def suggested_options(found: ModelPlan, memory_bytes: int) -> dict[str, Any]:
     """Returns the suggested options; {} if none make the model fit."""
     tries = list(_tries(found, memory_bytes))
     wanted = min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len)
-    contexts = [_context_of(tried.capacity) for tried in tries]
+    contexts = [_get_max_context(tried.capacity) for tried in tries]
     best = next(
         (index for index, context in enumerate(contexts) if context >= wanted),
         contexts.index(max(contexts)),
@@ -60,7 +60,7 @@ def suggested_options(found: ModelPlan, memory_bytes: int) -> dict[str, Any]:
     return options | _memory_options(tries[best], contexts[best])
 
 
-def _context_of(capacity: Capacity) -> int:
+def _get_max_context(capacity: Capacity) -> int:
     """Returns the longest context that fits; 0 if the given KV cache does not."""
     return (
         0

@@ -37,7 +37,7 @@ CHECKPOINT_METHODS = (
 FILE_FORMATS = ("safetensors", "pt", "npcache", "gguf", "bitsandbytes", "hf", "mistral")
 
 
-def _renamed(**values: str | None) -> Callable[[str], str | None]:
+def _rename_values(**values: str | None) -> Callable[[str], str | None]:
     return lambda text: values.get(text.replace(".", "_").lower(), text)
 
 
@@ -47,14 +47,16 @@ def _gibibytes(text: str) -> str:
 
 
 VALUES: Mapping[str, Callable[[str], str | None]] = {
-    "--dtype": _renamed(half="float16", float="float32", fp16="float16", bf16="bfloat16"),
+    "--dtype": _rename_values(half="float16", float="float32", fp16="float16", bf16="bfloat16"),
     "--threads": positive,
     "--seed": lambda text: None if text == "-1" else text,
     "--max-model-len": lambda text: None if text in ("auto", "-1", "0") else text,
-    "--quantization": _renamed(**dict.fromkeys(CHECKPOINT_METHODS)),
-    "--load-format": _renamed(**dict.fromkeys(FILE_FORMATS)),
-    "--kv-cache-dtype": _renamed(fp8_e4m3="fp8", fp8_e5m2="fp8", bfloat16="bf16", float32="fp32"),
-    "--attention-backend": _renamed(
+    "--quantization": _rename_values(**dict.fromkeys(CHECKPOINT_METHODS)),
+    "--load-format": _rename_values(**dict.fromkeys(FILE_FORMATS)),
+    "--kv-cache-dtype": _rename_values(
+        fp8_e4m3="fp8", fp8_e5m2="fp8", bfloat16="bf16", float32="fp32"
+    ),
+    "--attention-backend": _rename_values(
         flash_attn=None, flashinfer="flashinfer", triton_attn="triton", torch_sdpa="sdpa"
     ),
     "--device": device_name,
@@ -122,7 +124,7 @@ class Translation:
         if name in VALUES:
             found = VALUES[name](value)
             if found is None:
-                _say(f"{name} {value} is ignored: Octavo decides this itself")
+                _print_note(f"{name} {value} is ignored: Octavo decides this itself")
                 return
             value = found
         yield from (name, value)
@@ -139,7 +141,7 @@ class Translation:
             value = self.left.pop(0)
         shown = name if value is None else f"{name} {value}"
         if row.target is None and not row.extra:
-            _say(f"{shown} is ignored: {row.text}")
+            _print_note(f"{shown} is ignored: {row.text}")
             return
         if row.target is not None:
             assert value is not None, "a renamed flag has a value"
@@ -148,14 +150,14 @@ class Translation:
             except ValueError as error:
                 raise ConfigError(f"{name}: got {value!r}: {error}") from None
             if made is None:
-                _say(f"{shown} is ignored: {row.text}")
+                _print_note(f"{shown} is ignored: {row.text}")
                 return
-            yield from self._renamed_to(row, name, made)
+            yield from self._yield_renamed(row, name, made)
         for flag in row.extra:
             self._check_target(name, flag.partition("=")[0], row)
             yield flag
 
-    def _renamed_to(self, row: ForeignFlag, name: str, value: str) -> Iterator[str]:
+    def _yield_renamed(self, row: ForeignFlag, name: str, value: str) -> Iterator[str]:
         assert row.target is not None
         target = row.target
         if target == MODEL:
@@ -211,5 +213,5 @@ def _number(name: str, text: str) -> float:
         raise ConfigError(f"{name}: got {text!r}, allowed is a number") from None
 
 
-def _say(message: str) -> None:
+def _print_note(message: str) -> None:
     print(f"octavo: {message}", file=sys.stderr)

@@ -95,15 +95,15 @@ def _keep(running: Cluster, path: Path) -> None:
 def _read(path: Path) -> ClusterPlan:
     """Reads a plan, and checks the options that it gives to `octavo serve` and `octavo route`."""
     from octavo.config.engine_config import option_fields
-    from octavo.config.option import options_of
+    from octavo.config.option import get_options
     from octavo.distributed.cluster.plan import KnownOptions, read_plan
     from octavo.distributed.router.settings import RouterSettings
     from octavo.server.settings import ServerSettings
 
     plan = read_plan(path)
-    serve = options_of(ServerSettings) | option_fields()
+    serve = get_options(ServerSettings) | option_fields()
     del serve["model"]
-    KnownOptions(serve, options_of(RouterSettings)).check(plan)
+    KnownOptions(serve, get_options(RouterSettings)).check(plan)
     return plan
 
 

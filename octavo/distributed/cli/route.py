@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.common.flags import with_flags
-from octavo.config.option import options_of
+from octavo.config.option import get_options
 from octavo.distributed.router.settings import RouterSettings
 
 KEY_VARIABLE = "OCTAVO_API_KEY"
 SERVER_KEY_VARIABLE = "OCTAVO_SERVER_API_KEY"
 
 
-@with_flags("settings", options_of(RouterSettings))
+@with_flags("settings", get_options(RouterSettings))
 def route(
     *,
     urls: Annotated[

@@ -33,7 +33,7 @@ class Transfers(RemotePrefill):
         if facts is not None and options.prefill_peer:
             max_chunk = config.scheduler.max_num_batched_tokens
             self._peers = PrefillPeers(options, facts, compute_here, max_chunk)
-        if facts is not None and options.computes_for_others:
+        if facts is not None and options.prefills_for_peers:
             self._service = PrefillService(options, facts, compute)
 
     def start(self) -> None:

@@ -208,7 +208,7 @@ class EndRules:
         """Returns whether the output repeats itself and may end."""
         if self.repetition is None or len(token_ids) < self.min_num_tokens:
             return False
-        return self.repetition.holds_for(token_ids, self.num_prompt_tokens)
+        return self.repetition.matches(token_ids, self.num_prompt_tokens)
 
 
 class PlainGeneration:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from hashlib import blake2b
 
-from octavo.config.config_hooks import numbers_of
+from octavo.config.config_hooks import get_result_options
 from octavo.config.engine_config import EngineConfig
 from octavo.utils.version import __version__
 
@@ -18,7 +18,7 @@ def make_fingerprint(config: EngineConfig) -> str:
         config.model,
         config.backend,
         config.cache.kv_cache_dtype,
-        numbers_of(config),
+        get_result_options(config),
         *((config.lora.lora_dtype,) if config.lora.enable_lora else ()),
     )
     return f"fp_{blake2b(repr(deciding).encode(), digest_size=6).hexdigest()}"

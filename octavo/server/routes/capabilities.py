@@ -149,7 +149,7 @@ def _features(model: ServedModel, service: Service) -> dict[str, Any]:
         "tool_call_format": model.formats.tools.name,
         "reasoning_format": None if reasoning is None else reasoning.name,
         "structured_outputs": tokenizer is not None and model.llm.pools is None,
-        "logits_processors": [entry.name for entry in model.llm.config.draws.processors],
+        "logits_processors": [entry.name for entry in model.llm.config.sampler.processors],
         "images": "image" in model.llm.media,
         "audio": "audio" in model.llm.media,
         "priority": model.llm.config.scheduler.scheduling_policy == "priority",

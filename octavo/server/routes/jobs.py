@@ -50,7 +50,7 @@ async def generate(
     prompt = await make_prompt(llm, body.prompt, cache_salt=body.cache_salt)
     request_id = body.request_id or f"job-{secrets.token_hex(12)}"
     origin = get_request_context(request, body.priority, body.user)
-    await llm.check_form(params)
+    await llm.check_grammar(params)
     service.jobs.make_room()  # after the last await: room found before it could be gone by now
     generation = Generation(model, [prompt], params, request_id, origin=origin)
     job = service.jobs.start(generation, request_id, get_owner(request), wants_timings=body.timings)

@@ -16,7 +16,7 @@ from typing import Any
 from octavo.api.async_llm import AsyncLLM
 from octavo.api.errors import ConfigError, InvalidRequest, shown
 from octavo.api.lora_request import LoRARequest
-from octavo.config.paths import user_path
+from octavo.config.paths import expand_path
 from octavo.engine.protocol.step import AdapterRef
 
 NAME = re.compile(r"(?!(?:.*/)?\.{1,2}(?:/|\Z))[\w.:/-]{1,200}")
@@ -65,7 +65,7 @@ class LoraModule:
             raise _bad(text, f"a name has {NAME_RULE}")
         if not isinstance(path, str) or not path or not isinstance(base, str | None):
             raise _bad(text, "a path is needed, and base_model_name is a text")
-        return LoraModule(name, user_path(path), base)
+        return LoraModule(name, expand_path(path), base)
 
     @staticmethod
     def parse_all(texts: Sequence[str]) -> list[LoraModule]:
@@ -107,7 +107,7 @@ def path_within(folder: str | None, text: str) -> Path:
             param="lora_path",
         )
     try:
-        root = user_path(folder).resolve()
+        root = expand_path(folder).resolve()
         path = (root / text).resolve()
         places = [path, *((path / name).resolve() for name in FILES)]
         is_inside = path != root and all(place.is_relative_to(root) for place in places)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.config.model_options import DEFAULT_MODEL
-from octavo.config.paths import is_there, public_name, user_path
+from octavo.config.paths import expand_path, path_exists, public_name
 
 NAMED = re.compile(r"([\w.:-]+)=(.+)")
 
@@ -46,6 +46,6 @@ class ModelSpec:
 def name_and_model(text: str) -> tuple[str | None, str]:
     """Splits NAME=MODEL; the name is None if the text is a model or a file."""
     found = NAMED.fullmatch(text)
-    if found is None or is_there(user_path(text)):
+    if found is None or path_exists(expand_path(text)):
         return None, text
     return found[1], found[2]

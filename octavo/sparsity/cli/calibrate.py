@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.common.flags import with_engine_flags
-from octavo.config.option import options_of
+from octavo.config.option import get_options
 from octavo.sparsity.options import NeuronOptions, SparsityOptions
 
 DEFAULT_TOKENS = 4096
@@ -19,8 +19,8 @@ LEFT_OUT = (
     "served_model_name",
     "record",
     "max_model_len",
-    *options_of(SparsityOptions),
-    *options_of(NeuronOptions),
+    *get_options(SparsityOptions),
+    *get_options(NeuronOptions),
 )
 
 

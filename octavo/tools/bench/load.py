@@ -19,7 +19,7 @@ import uvloop
 from octavo.api.errors import ConfigError, WorkerFailed
 from octavo.tools.bench.serve_figures import Outcome
 from octavo.tools.bench.stream_client import StreamClient
-from octavo.tools.bench.traffic import TrafficRequest, prompt_of
+from octavo.tools.bench.traffic import TrafficRequest, make_prompt
 from octavo.utils.progress import Bar
 
 WARM_UP = TrafficRequest("warm-up", 0.0, 8, 2)
@@ -95,7 +95,7 @@ class Sender:
 def _body(model: str, request: TrafficRequest, seed: int) -> bytes:
     body = {
         "model": model,
-        "prompt": prompt_of(request, seed),
+        "prompt": make_prompt(request, seed),
         "max_tokens": request.output_len,
         "temperature": 0,
         "ignore_eos": True,

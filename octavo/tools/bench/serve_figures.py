@@ -45,7 +45,7 @@ def gaps_s(streamed: StreamedAnswer) -> Iterator[float]:
     return (later - earlier for earlier, later in itertools.pairwise(streamed.token_times))
 
 
-def whole_s(streamed: StreamedAnswer) -> float:
+def e2e_latency_s(streamed: StreamedAnswer) -> float:
     return streamed.ended - streamed.sent
 
 
@@ -58,7 +58,7 @@ LIMITS: dict[str, Callable[[StreamedAnswer], float | None]] = {
     "ttft": first_token_s,
     "tpot": per_token_s,
     "itl": longest_gap_s,
-    "e2el": whole_s,
+    "e2el": e2e_latency_s,
 }
 """Latencies that a goodput limit can bound, by vLLM's names; itl bounds the longest gap of a
 response.
@@ -82,7 +82,7 @@ def parse_goodput(texts: Iterable[str]) -> dict[str, float]:
     return limits
 
 
-def figures(
+def compute_metrics(
     outcomes: Sequence[Outcome], elapsed_s: float, goodput: Mapping[str, float]
 ) -> dict[str, Any]:
     """Returns all metrics. Times (`_ms`) exclude failed requests."""
@@ -105,7 +105,7 @@ def figures(
         ),
         "inter_token_ms": percentiles(itertools.chain.from_iterable(map(gaps_s, done))),
         "time_per_output_token_ms": percentiles(per_token),
-        "request_latency_ms": percentiles(map(whole_s, done)),
+        "request_latency_ms": percentiles(map(e2e_latency_s, done)),
         "sent_late_ms": percentiles(outcome.late_s for outcome in outcomes),
         "prefix_hit_rate": _hit_rate(done, num_prompt),
         "errors": _errors(outcomes),

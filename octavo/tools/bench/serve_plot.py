@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.tools.bench.serve_figures import Outcome, first_token_s, gaps_s, whole_s
+from octavo.tools.bench.serve_figures import Outcome, e2e_latency_s, first_token_s, gaps_s
 from octavo.tools.bench.stream_client import StreamedAnswer
 
 NUM_PARTS = 120
@@ -42,7 +42,7 @@ class ServePlot:
     elapsed_s: float
 
 
-def plot_of(outcomes: Sequence[Outcome], limits: Mapping[str, float]) -> ServePlot:
+def make_plot(outcomes: Sequence[Outcome], limits: Mapping[str, float]) -> ServePlot:
     """Returns the plot; failed requests are excluded."""
     done = [outcome.streamed for outcome in outcomes if outcome.streamed is not None]
     latencies = [
@@ -58,7 +58,7 @@ def plot_of(outcomes: Sequence[Outcome], limits: Mapping[str, float]) -> ServePl
             limits,
             names=("itl", "tpot"),
         ),
-        _latency("whole request", map(whole_s, done), limits, names=("e2el",)),
+        _latency("whole request", map(e2e_latency_s, done), limits, names=("e2el",)),
     ]
     began = min((streamed.sent for streamed in done), default=0.0)
     elapsed_s = max((streamed.ended for streamed in done), default=0.0) - began

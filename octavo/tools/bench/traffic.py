@@ -100,7 +100,7 @@ def read_trace(
                 if len(requests) == num_requests:
                     break
                 if line.strip():
-                    requests.append(_request_of(f"{path}, line {number}", line, scale))
+                    requests.append(_parse_request(f"{path}, line {number}", line, scale))
     except OSError as error:
         raise ConfigError(f"trace: cannot read {path}: {error.strerror}") from error
     if not requests:
@@ -110,7 +110,7 @@ def read_trace(
     return sorted(timed, key=lambda request: request.at_s)
 
 
-def set_apart(requests: Sequence[TrafficRequest]) -> list[TrafficRequest]:
+def spread_arrivals(requests: Sequence[TrafficRequest]) -> list[TrafficRequest]:
     """Spreads requests with equal timestamps evenly until the next timestamp.
 
     Mooncake's traces have a resolution of three seconds; unmodified, ten requests would arrive at
@@ -130,14 +130,14 @@ def set_apart(requests: Sequence[TrafficRequest]) -> list[TrafficRequest]:
     return apart
 
 
-def synthetic(*, num_requests: int, input_len: int, output_len: int) -> list[TrafficRequest]:
+def make_synthetic(*, num_requests: int, input_len: int, output_len: int) -> list[TrafficRequest]:
     """Returns requests that are sent at once and share no tokens."""
     inputs = Lengths(input_len, input_len)
     outputs = Lengths(output_len, output_len)
-    return mixed(num_requests, inputs, outputs, seed=0)
+    return make_mixed(num_requests, inputs, outputs, seed=0)
 
 
-def mixed(
+def make_mixed(
     num_requests: int, inputs: Lengths, outputs: Lengths, *, seed: int
 ) -> list[TrafficRequest]:
     """Returns requests of random lengths that are sent at once and share no tokens."""
@@ -148,7 +148,7 @@ def mixed(
     ]
 
 
-def at_rate(
+def schedule_at_rate(
     requests: Sequence[TrafficRequest], rate: float, seed: int, burstiness: float = 1.0
 ) -> list[TrafficRequest]:
     """Schedules the requests at `rate` per second on average; math.inf: all at once.
@@ -166,17 +166,17 @@ def at_rate(
     return timed
 
 
-def prompt_of(request: TrafficRequest, seed: int) -> list[int]:
+def make_prompt(request: TrafficRequest, seed: int) -> list[int]:
     """Returns random token ids below 256, which every vocabulary has.
 
     Equal block ids give equal tokens; a prompt without ids shares none.
     """
     if not request.block_ids:
-        return _draw(f"{seed}/{request.name}", request.input_len)
+        return _random_tokens(f"{seed}/{request.name}", request.input_len)
     tokens = [
         token
         for block_id in request.block_ids
-        for token in _draw(f"{seed}/block {block_id}", request.block_tokens)
+        for token in _random_tokens(f"{seed}/block {block_id}", request.block_tokens)
     ]
     return tokens[: request.input_len]
 
@@ -195,11 +195,11 @@ def shared_share(requests: Sequence[TrafficRequest]) -> float:
     return shared / sum(request.input_len for request in requests)
 
 
-def _draw(name: str, count: int) -> list[int]:
+def _random_tokens(name: str, count: int) -> list[int]:
     return list(array.array("B", random.Random(name).randbytes(count)))
 
 
-def _request_of(name: str, line: bytes, scale: Fraction) -> TrafficRequest:
+def _parse_request(name: str, line: bytes, scale: Fraction) -> TrafficRequest:
     try:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -32,8 +32,8 @@ def with_spec_method(
     if options.spec_method != "auto":
         return config
     method: Literal["suffix", "auto"] | None = None
-    if _can_guess(config, program):
-        method = "auto" if _can_ask(config) and _has_head(header, program, names) else "suffix"
+    if _can_verify_drafts(config, program):
+        method = "auto" if _can_use_head(config) and _has_head(header, program, names) else "suffix"
     return replace(config, scheduler=replace(options, spec_method=method))
 
 
@@ -42,7 +42,7 @@ def with_forced_drafts(config: EngineConfig, program: Program) -> EngineConfig:
     without and drafts do not prevent async scheduling.
     """
     options, backend = config.scheduler, config.backend
-    if options.spec_method is not None or not _can_guess(config, program):
+    if options.spec_method is not None or not _can_verify_drafts(config, program):
         return config
     if not all(hooks.allows_drafts(config) for hooks in config_hooks()):
         return config
@@ -52,7 +52,7 @@ def with_forced_drafts(config: EngineConfig, program: Program) -> EngineConfig:
     return replace(config, scheduler=replace(options, spec_method="grammar")) if keeps else config
 
 
-def _can_guess(config: EngineConfig, program: Program) -> bool:
+def _can_verify_drafts(config: EngineConfig, program: Program) -> bool:
     """Returns whether drafts can be verified with this model and backend."""
     backend = config.backend
     if any(group.kind == "state" for group in program.groups):
@@ -62,7 +62,7 @@ def _can_guess(config: EngineConfig, program: Program) -> bool:
     return returns and backend.pipeline_parallel_size == 1 and "pooled" not in program.outputs
 
 
-def _can_ask(config: EngineConfig) -> bool:
+def _can_use_head(config: EngineConfig) -> bool:
     """Returns whether the options support a draft head."""
     return (
         config.backend.num_stage_ranks == 1

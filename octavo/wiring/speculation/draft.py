@@ -77,7 +77,7 @@ def check_same_tokens(
             )
         return
     for token_id in range(max(target.vocab_size, draft.vocab_size)):
-        ours, theirs = _token_of(target, token_id), _token_of(draft, token_id)
+        ours, theirs = _get_token(target, token_id), _get_token(draft, token_id)
         if ours != theirs:
             raise ConfigError(
                 f"spec_model: the tokens of {name} are others: id {token_id:,} is {theirs!r}, of"
@@ -86,14 +86,14 @@ def check_same_tokens(
             )
 
 
-def _token_of(tokenizer: Tokenizer, token_id: int) -> bytes | str:
+def _get_token(tokenizer: Tokenizer, token_id: int) -> bytes | str:
     """Returns a token's bytes, the name of a special token, or "" if there is no such token."""
     if token_id >= tokenizer.vocab_size:
         return ""
     return tokenizer.token_bytes(token_id) or tokenizer.token_text(token_id)
 
 
-def footprint_of_both(target: Footprint, draft: Footprint, role: str = "draft") -> Footprint:
+def add_footprints(target: Footprint, draft: Footprint, role: str = "draft") -> Footprint:
     """Returns the memory of both Programs, which run one after the other. The draft's weights are
     counted separately, named by `role`.
     """

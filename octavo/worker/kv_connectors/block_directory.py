@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from octavo.api.errors import ConfigError
-from octavo.config.paths import user_path
+from octavo.config.paths import expand_path
 from octavo.engine.protocol.kv_messages import BlockName, BlockPin, SlotBlock, StoredBytes
 from octavo.worker.kv_connectors.block_file import (
     DamagedFile,
@@ -292,7 +292,7 @@ class BlockDirectory:
 
 def open_root(text: str) -> Path:
     """Returns the directory of an option, created if necessary; ConfigError if not writable."""
-    root = user_path(text).absolute()
+    root = expand_path(text).absolute()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(prefix="probe-", dir=root):

@@ -10,7 +10,7 @@ import pytest
 from octavo.api.errors import ConfigError
 from octavo.config.data_file import DataFile
 from octavo.config.engine_config import option_fields
-from octavo.config.option import options_of
+from octavo.config.option import get_options
 from octavo.distributed.cluster.plan import ClusterPlan, KnownOptions, plan_of, read_plan
 from octavo.distributed.router.settings import RouterSettings
 from octavo.server.settings import ServerSettings
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_named(document: dict[str, Any], message: str) -> None:
         plan_of(file_of(document))
 
 
-KNOWN = KnownOptions(option_fields() | options_of(ServerSettings), options_of(RouterSettings))
+KNOWN = KnownOptions(option_fields() | get_options(ServerSettings), get_options(RouterSettings))
 
 
 @pytest.mark.parametrize(

@@ -29,4 +29,4 @@ def test_a_repetition_is_what_a_slow_search_finds(prompt, answer, most, least, c
     rule = RepetitionDetection(
         max_pattern_size=most, min_pattern_size=min(least, most), min_count=count
     )
-    assert rule.holds_for(prompt + answer, len(prompt)) == repeats(answer, rule)
+    assert rule.matches(prompt + answer, len(prompt)) == repeats(answer, rule)

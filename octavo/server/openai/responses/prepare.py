@@ -157,7 +157,7 @@ async def prepare(
     )
     first = _make_first(asked, model, params, is_stored=body.is_stored and store is not None)
     parser = talk.parser(model, prompt)
-    await model.llm.check_form(parser.apply_to(params))
+    await model.llm.check_grammar(parser.apply_to(params))
     return PreparedResponse(asked, model, params, prompt, first, parser)
 
 

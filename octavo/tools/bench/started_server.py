@@ -22,7 +22,7 @@ caches as an installation does.
 
 
 @contextmanager
-def own_server(options: Mapping[str, Any]) -> Iterator[str]:
+def started_server(options: Mapping[str, Any]) -> Iterator[str]:
     """Starts `octavo serve`, yields its URL once it is ready, and stops it; forwards its stderr.
 
     `options` are the engine's, by flat name. Raises ConfigError if the server does not start,

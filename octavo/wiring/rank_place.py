@@ -41,7 +41,7 @@ class RankPlace:
             self.engines.abort()
 
 
-def grid_of(config: EngineConfig, rank: int) -> RankGrid:
+def get_rank_grid(config: EngineConfig, rank: int) -> RankGrid:
     """Returns a rank's position in its stage."""
     options = config.backend
     return RankGrid(
@@ -49,11 +49,11 @@ def grid_of(config: EngineConfig, rank: int) -> RankGrid:
     )
 
 
-def grid_among_engines(config: EngineConfig, rank: int, engine: int) -> RankGrid:
+def get_expert_grid(config: EngineConfig, rank: int, engine: int) -> RankGrid:
     """Returns a rank's position in its stage across all engines that share experts."""
-    own = grid_of(config, rank)
+    own = get_rank_grid(config, rank)
     return RankGrid(
         engine * own.num_ranks + own.rank,
         own.num_tensor,
-        config.fleet.num_sharing * own.num_experts,
+        config.fleet.num_expert_engines * own.num_experts,
     )

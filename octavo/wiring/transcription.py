@@ -49,16 +49,16 @@ class ModelSound(HeardSound):
         return EncoderInput(heard.digest, rows=heard.rows, num_rows=heard.num_rows)
 
 
-def hears(model: Model) -> bool:
+def accepts_audio(model: Model) -> bool:
     """Returns whether the model's encoder takes audio."""
     return any(
         isinstance(op, ScatterRows) for program in model.programs()[1:] for op in program.ops
     )
 
 
-def transcriptions_of(model: Model, inputs: InputProcessor) -> Transcriptions | None:
+def make_transcriptions(model: Model, inputs: InputProcessor) -> Transcriptions | None:
     """Builds the transcription of a speech model; None for other models."""
-    if not hears(model):
+    if not accepts_audio(model):
         return None
     config = HfConfig(model.checkpoint.config)
     num_frames = 2 * config.integer("max_source_positions", 1500, low=1)
