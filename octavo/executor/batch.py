@@ -296,8 +296,6 @@ def empty_batch(num_groups: int, num_axes: int, hidden_width: int | None) -> Ste
 
 @dataclass(slots=True)
 class StepOutput:
-    """Result of one step."""
-
     samples: SampleResult | None = None
     """Sampled tokens, if the batch has `sampling`."""
     arrays: dict[str, NDArray] = field(default_factory=dict)

@@ -214,7 +214,6 @@ class LoadedModel:
         )
 
     def _runner(self, name: str, kv: KvCache, media: StepMedia | None) -> ProgramRunner:
-        """Makes the runner of a Program, by its outputs."""
         program, runnable = self.programs[name], self.runnables[name]
         if "hidden" in program.outputs:
             assert self.link is not None, "only one of several stages hands on hidden states"

@@ -98,7 +98,6 @@ class Worker:
         self._faults = RequestFaults(is_alone=is_alone)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carries out a plan of one step."""
         began, outcome = self._begin(plan)
         outcome.rows = self._run(plan.rows) if plan.rows else []
         return self._finish(plan, outcome, began)

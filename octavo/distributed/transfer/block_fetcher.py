@@ -103,7 +103,6 @@ class BlockFetcher:
         heads: KVHeadPartition,
         poller: zmq.Poller,
     ) -> None:
-        """Registers its sockets with `poller`."""
         self._context = context
         self._poller = poller
         self._slots = slots

@@ -18,7 +18,6 @@ class ByteCover:
         """Ends of the merged ranges, in the order of `_starts`; no two of them touch."""
 
     def add(self, start: int, end: int) -> None:
-        """Adds the bytes from `start` up to `end`."""
         first, last = bisect_left(self._ends, start), bisect_right(self._starts, end)
         if first < last:
             start = min(start, self._starts[first])

@@ -28,6 +28,5 @@ class LinkMeter:
             self._before[source] = now
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        """Adds bytes and the seconds for them."""
         self.num_bytes += num_bytes
         self.seconds += seconds

@@ -71,7 +71,6 @@ class ReportBox:
         self.add_rank(0, report)
 
     def add_rank(self, rank: int, report: ConnectorReport) -> None:
-        """Adds the report of one rank."""
         with self._changed:
             sums = self._report
             for name in report.gone:  # which other ranks may be about to keep

@@ -41,8 +41,6 @@ class Ask:
 
 @dataclass(slots=True)
 class SendBufferBlock:
-    """A buffered block."""
-
     key: BlockKey
     data: BlockData
     leased_until: float
@@ -115,7 +113,6 @@ class SendBuffer:
         return gone
 
     def remove(self, name: BlockName) -> None:
-        """Removes a block if it is buffered."""
         block = self._blocks.pop(name, None)
         if block is not None:
             self.num_bytes -= len(block.data)

@@ -91,7 +91,6 @@ class Journal:
             before.unlink(missing_ok=True)
 
     def note(self) -> None:
-        """Writes the journal."""
         self._write()
 
     def state(self) -> dict[str, NDArray]:
@@ -117,7 +116,6 @@ class Journal:
         sync_path(self._output.parent)
 
     def discard(self) -> None:
-        """Removes what was written."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property

@@ -62,7 +62,6 @@ def chosen_ops(program: Program) -> list[Linear | GroupedLinear]:
 
 
 def get_matrices(op: Linear | GroupedLinear) -> tuple[Weight, ...]:
-    """Returns the matrices that an op multiplies with."""
     return op.weights_ if isinstance(op, Linear) else op.matrices
 
 

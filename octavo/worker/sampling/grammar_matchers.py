@@ -133,8 +133,6 @@ class CachedCompletion(NamedTuple):
 
 
 class GrammarMatchers:
-    """Matchers of the rows that have a grammar."""
-
     def __init__(self, grammars: Grammars | None, vocab_size: int) -> None:
         """`grammars` is None if nothing compiles them; the frontend then rejects them all."""
         self._compiled = None if grammars is None else CompiledGrammars(grammars)

@@ -56,8 +56,6 @@ def _load(entry: ProcessorEntry) -> Processor:
 
 @dataclass(slots=True)
 class ProcessorCall:
-    """One call and its result."""
-
     run: Callable[[], Logits]
     done: threading.Event = field(default_factory=threading.Event)
     result: Logits | None = None
@@ -90,8 +88,6 @@ class CallThread:
 
 
 class LogitsProcessors:
-    """The processors of one engine."""
-
     def __init__(self, processors: Mapping[str, Processor], timeout_s: float) -> None:
         self._processors = processors
         self._timeout_s = timeout_s

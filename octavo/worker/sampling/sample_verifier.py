@@ -34,8 +34,6 @@ CLOSE_TOKENS = 128
 
 
 class SampleToVerify(NamedTuple):
-    """How to verify one sample."""
-
     row: int
     """Permanent row."""
     num_drafts: int

@@ -85,7 +85,6 @@ class StagePipes:
 
 
 def get_stage(rank: int, num_stages: int) -> int:
-    """Returns the stage that a rank computes."""
     return num_stages - 1 if rank == 0 else rank - 1
 
 
