@@ -14,7 +14,6 @@ import mmap
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,49 +24,6 @@ from octavo.executor.kv import BLOCK_SIZE, OnDemandKvCache
 
 NOWHERE = -1
 """Place of a hole, and of a block id without memory."""
-
-
-class BlockPlaces(Protocol):
-    """Map from block ids to places: indices of blocks in the backend's `KvCache`."""
-
-    num_bytes: int | None
-    """Bytes of memory in use by requests; None if all of it is allocated at the start."""
-
-    def put(self, group: int, row: int, first: int, block_ids: Sequence[int]) -> NDArray[np.int32]:
-        """Places the blocks of a row's table from the index `first` on; returns their places. Holes
-        stay holes.
-        """
-        ...
-
-    def find(self, group: int, block_id: int) -> int:
-        """Returns the place of a block that was put."""
-        ...
-
-    def shorten(self, group: int, row: int, num_blocks: int) -> None:
-        """Releases the memory behind the first `num_blocks` blocks of a row's table."""
-        ...
-
-    def clear(self, row: int) -> None:
-        """Releases the memory of a row that is freed."""
-        ...
-
-
-class PagedPlaces:
-    """The paged layout: a block's id is its place."""
-
-    num_bytes: int | None = None
-
-    def put(self, group: int, row: int, first: int, block_ids: Sequence[int]) -> NDArray[np.int32]:
-        return np.array(block_ids, np.int32)
-
-    def find(self, group: int, block_id: int) -> int:
-        return block_id
-
-    def shorten(self, group: int, row: int, num_blocks: int) -> None:
-        """No-op: the next owner overwrites the blocks."""
-
-    def clear(self, row: int) -> None:
-        """No-op: the next owner overwrites the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +93,21 @@ def describe_ranges(ranges: Sequence[RangeShape], *, num_rows: int) -> str:
 
 
 class VirtualPlaces:
-    """The virtual layout: row r's range in group g begins at block r * ranges[g].num_blocks."""
+    """Map from block ids to places in the backend's `KvCache`, in the virtual layout: row r's range
+    in group g begins at block r * ranges[g].num_blocks.
+    """
 
     def __init__(self, kv: OnDemandKvCache, ranges: Sequence[RangeShape], *, num_rows: int) -> None:
-        self.num_bytes: int | None = 0
+        self.num_bytes = 0
+        """Bytes of memory in use by requests."""
         self._groups = [
             _GroupPlaces(kv, group, shape, num_rows) for group, shape in enumerate(ranges)
         ]
 
     def put(self, group: int, row: int, first: int, block_ids: Sequence[int]) -> NDArray[np.int32]:
+        """Places the blocks of a row's table from the index `first` on; returns their places. Holes
+        stay holes.
+        """
         places = self._groups[group].put(row, first, np.array(block_ids, np.int32))
         self._count()
         return places
@@ -154,10 +116,12 @@ class VirtualPlaces:
         return int(self._groups[group].places[block_id])
 
     def shorten(self, group: int, row: int, num_blocks: int) -> None:
+        """Releases the memory behind the first `num_blocks` blocks of a row's table."""
         self._groups[group].shorten(row, num_blocks)
         self._count()
 
     def clear(self, row: int) -> None:
+        """Releases the memory of a row that is freed."""
         for group in self._groups:
             group.clear(row)
         self._count()

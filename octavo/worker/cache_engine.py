@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.engine.protocol.ports import ConnectorWorker
 from octavo.executor.kv import BatchedKvCache, BlockMover, KvCache
-from octavo.worker.block_places import BlockPlaces, PagedPlaces
+from octavo.worker.block_places import VirtualPlaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +81,16 @@ class CacheEngine:
         kv: KvCache,
         host: Sequence[HostShape] = (),
         connector: ConnectorWorker | None = None,
-        places: BlockPlaces | None = None,
+        places: VirtualPlaces | None = None,
         counters: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """`host`: sizes by group; memory that is never written costs nothing. `places`: where the
-        blocks of `kv` are. `counters`: counters of extensions for `kv`.
+        """`host`: sizes by group; memory that is never written costs nothing. `places`: where
+        blocks of `kv` are in the virtual layout; None: at their ids. `counters`: counters of
+        extensions for `kv`.
         """
         self.kv = kv
         self.connector = connector
-        self.places: BlockPlaces = places or PagedPlaces()
+        self.places = places
         self.counters = counters
         """Returns the counters of extensions for the KV memory; None if there are none."""
         self._mover: BlockMover = (
@@ -102,7 +103,7 @@ class CacheEngine:
 
     def apply(self, moves: Sequence[BlockMove]) -> None:
         """Performs moves in the plan's order, before the step is computed."""
-        find = self.places.find
+        find = self._find
         for batch in batches(moves):
             group, kind = batch[0].group, batch[0].kind
             if kind == "copy":
@@ -116,11 +117,14 @@ class CacheEngine:
                 data = [self._off_device(move, move.source) for move in batch]
                 self._mover.write(group, [find(group, move.target) for move in batch], data)
 
+    def _find(self, group: int, block_id: int) -> int:
+        return block_id if self.places is None else self.places.find(group, block_id)
+
     def settle(self, moves: Sequence[BlockMove]) -> float:
         """Waits until blocks that these moves read from the device are on the host; returns the
         seconds spent copying, 0 if not measured.
         """
-        return self._mover.settle() if any(move.kind != "copy" for move in moves) else 0.0
+        return 0.0 if all(move.kind == "copy" for move in moves) else self._mover.settle()
 
     def _off_device(self, move: BlockMove, index: int) -> NDArray[np.uint8]:
         """Returns the host memory of a move, `[block_bytes]`."""

@@ -19,8 +19,8 @@ from octavo.engine.protocol.step import RowResult, ScheduledRequest
 from octavo.executor.base import Runnable
 from octavo.executor.kv import BLOCK_SIZE, KvCache
 from octavo.worker.input_batch import InputBatch
+from octavo.worker.model_input import gather
 from octavo.worker.sampling.draft_sampling import DraftSampling, DraftVocabulary
-from octavo.worker.step_arrays import gather
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from octavo.engine.protocol.step import (
 )
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.text.ports import Grammars
-from octavo.worker.block_places import BlockPlaces
+from octavo.worker.block_places import VirtualPlaces
 from octavo.worker.sampling.grammar_matchers import GrammarMatchers
 from octavo.worker.sampling.logits_processors import LogitsProcessors
 from octavo.worker.sampling.sampling_states import SamplingStates
@@ -107,12 +107,13 @@ class InputBatch:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.row_of
 
-    def free(self, request_id: str, places: BlockPlaces) -> None:
+    def free(self, request_id: str, places: VirtualPlaces | None) -> None:
         """Frees a request's row, if it has one."""
         row = self.row_of.pop(request_id, None)
         if row is None:
             return
-        places.clear(row)
+        if places is not None:
+            places.clear(row)
         self.block_tables[:, row] = -1
         if row in self.sampling.special_rows:
             self.grammars.free(row)
@@ -149,22 +150,26 @@ class InputBatch:
         if new.grammar is not None:
             self.grammars.add(row, new)
 
-    def update_tables(self, scheduled: ScheduledRequest, places: BlockPlaces) -> None:
-        """Sets the places of the blocks that a plan adds to a row or replaces."""
+    def update_tables(self, scheduled: ScheduledRequest, places: VirtualPlaces | None) -> None:
+        """Sets the blocks that a plan adds to a row or replaces: their ids, or their `places`."""
         row = self.row_of[scheduled.request_id]
         for group, added in enumerate(scheduled.new_block_ids):
             first = self._num_blocks[group][row]
             # A state's one block fills the row's table.
             end = None if group in self._states and added else first + len(added)
-            self.block_tables[group, row, first:end] = places.put(group, row, first, added)
+            self.block_tables[group, row, first:end] = (
+                added if places is None else places.put(group, row, first, added)
+            )
             self._num_blocks[group][row] = first + len(added)
             if group == 0 and self._goes_without_blocks:
                 self.num_unread[row] += added.count(-1)
         for group, index, block_id in scheduled.replaced_blocks:
             where = slice(None) if group in self._states else index
-            self.block_tables[group, row, where] = places.put(group, row, index, [block_id])[0]
+            if places is not None:
+                (block_id,) = places.put(group, row, index, [block_id])
+            self.block_tables[group, row, where] = block_id
 
-    def shorten_table(self, end: TableEnd, places: BlockPlaces) -> None:
+    def shorten_table(self, end: TableEnd, places: VirtualPlaces | None) -> None:
         """Removes the blocks behind the end of a row's table, if the request has a row."""
         row = self.row_of.get(end.request_id)
         if row is None:
@@ -174,7 +179,8 @@ class InputBatch:
             if num_blocks < num_held:
                 self.block_tables[group, row, num_blocks:num_held] = -1
                 self._num_blocks[group][row] = num_blocks
-                places.shorten(group, row, num_blocks)
+                if places is not None:
+                    places.shorten(group, row, num_blocks)
 
     def keep_path(self, scheduled: ScheduledRequest, path: int) -> None:
         """Sets the blocks of a row to those of one path of its draft tree; path 0 has them

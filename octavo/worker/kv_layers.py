@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from octavo.engine.protocol.kv_messages import ConnectorPlan, StreamedBlock
 from octavo.executor.base import Runnable
 from octavo.executor.kv import KvLayout, LayeredKvCache
-from octavo.worker.block_places import BlockPlaces
+from octavo.worker.block_places import VirtualPlaces
 from octavo.worker.model_input import ModelInput
 
 
@@ -27,7 +27,7 @@ class KvLayers:
         self,
         runnable: Runnable,
         kv: LayeredKvCache,
-        places: BlockPlaces,
+        places: VirtualPlaces | None,
         layouts: Sequence[KvLayout],
     ) -> None:
         self.writes = list(runnable.kv_writes or ())
@@ -49,7 +49,8 @@ class KvLayers:
         """Copies one layer of some blocks, `[blocks, layer_bytes]`."""
         found = np.empty((len(block_ids), self._layer_bytes[group]), np.uint8)
         for block_id, into in zip(block_ids, found, strict=True):
-            self._kv.read_layer(group, layer, self._places.find(group, block_id), into)
+            place = block_id if self._places is None else self._places.find(group, block_id)
+            self._kv.read_layer(group, layer, place, into)
         return found
 
 
@@ -102,7 +103,7 @@ def layer_streaming(
     connector: object,
     runnable: Runnable,
     kv: Any,
-    places: BlockPlaces,
+    places: VirtualPlaces | None,
     layouts: Sequence[KvLayout],
 ) -> LayerStreaming | None:
     """Returns the streaming of a Program's blocks; None if its backend does not report written

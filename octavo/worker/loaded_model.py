@@ -23,8 +23,6 @@ from octavo.program.program import Program
 from octavo.text.ports import Grammars
 from octavo.utils.progress import Report
 from octavo.worker.block_places import (
-    BlockPlaces,
-    PagedPlaces,
     RangeShape,
     VirtualPlaces,
     check_addressable,
@@ -225,11 +223,15 @@ class LoadedModel:
         num_axes = num_position_axes(program)
         return PoolingRunner(runnable, kv, self.rows, num_position_axes=num_axes)
 
-    def _kv_memory(self, num_blocks: Sequence[int], report: Report) -> tuple[KvCache, BlockPlaces]:
-        """Allocates the KV memory in the layout of the options; returns it with its places."""
+    def _kv_memory(
+        self, num_blocks: Sequence[int], report: Report
+    ) -> tuple[KvCache, VirtualPlaces | None]:
+        """Allocates the KV memory in the layout of the options; returns it with its places, None in
+        the paged layout.
+        """
         config, backend, layouts = self.config, self.backend, self.layouts
         if config.cache.kv_layout == "paged":
-            return backend.allocate(layouts, num_blocks), PagedPlaces()
+            return backend.allocate(layouts, num_blocks), None
         assert backend.allocates_on_demand, "checked before the weights were read"
         assert config.model.max_model_len is not None, "derive() has set it"
         num_rows, context_blocks = (

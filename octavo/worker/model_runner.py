@@ -21,16 +21,16 @@ from octavo.executor.batch import (
     sampling_records,
 )
 from octavo.executor.kv import KvCache
+from octavo.worker.draft_trees import add_draft_trees
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.media.step_media import StepMedia
-from octavo.worker.model_input import ModelInput, ProgramRunner
+from octavo.worker.model_input import ModelInput, ProgramRunner, gather
 from octavo.worker.sampling.draft_layout import DraftLayout, accept_drafts
 from octavo.worker.sampling.logprobs import add_logprobs, get_num_entries, get_prompt_entries
 from octavo.worker.sampling.sample_verifier import SampleContexts, SampleVerifier
 from octavo.worker.sampling.sampling_states import append_targets
 from octavo.worker.sampling.verified_parts import split_verified
 from octavo.worker.stages.hand_over import HiddenReceiver
-from octavo.worker.step_arrays import add_draft_trees, gather
 
 
 class ModelRunner(ProgramRunner):

@@ -17,8 +17,7 @@ from octavo.executor.base import Runnable
 from octavo.executor.batch import StepOutput
 from octavo.executor.kv import KvCache
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.model_input import ModelInput, ProgramRunner
-from octavo.worker.step_arrays import gather_scheduled
+from octavo.worker.model_input import ModelInput, ProgramRunner, gather_scheduled
 
 MIN_LENGTH = 1e-12
 """Length below which a row is divided by this instead, as PyTorch's `normalize` does."""

@@ -19,6 +19,9 @@ class ProgramRunners:
         self, runners: Mapping[str, ProgramRunner], encoder: EncoderRunner | None = None
     ) -> None:
         self._runners = runners
+        is_single = encoder is None and len(runners) == 1
+        self.single = next(iter(runners.values())) if is_single else None
+        """The only runner, which prepares all rows by itself; None if there are several."""
         self._encoder = encoder
         encoders = [] if encoder is None else [encoder]
         self.runnables = [runner.runnable for runner in [*runners.values(), *encoders]]
@@ -39,17 +42,13 @@ class ProgramRunners:
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:
         """Gathers the first of `num_steps` steps, in the order in which inputs are computed."""
-        if len(self._runners) == 1:
-            (runner,) = self._runners.values()
-            inputs = runner.prepare(scheduled, num_steps)
-        else:
-            inputs = [
-                each
-                for name in dict.fromkeys(row.program for row in scheduled)
-                for each in self._runners[name].prepare(
-                    [row for row in scheduled if row.program == name], num_steps
-                )
-            ]
+        inputs = [
+            each
+            for name in dict.fromkeys(row.program for row in scheduled)
+            for each in self._runners[name].prepare(
+                [row for row in scheduled if row.program == name], num_steps
+            )
+        ]
         return inputs if self._encoder is None else self._encoder.prepare(scheduled) + inputs
 
     def join(self) -> None:

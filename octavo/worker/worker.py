@@ -203,12 +203,13 @@ class Worker:
         """Returns the inputs of a step, and the failures of requests that cannot be prepared."""
         if not rows:
             return [], {}
+        prepare = (self._runners.single or self._runners).prepare
         if not self._faults.failed:
             try:
-                return self._runners.prepare(rows, num_steps), {}
+                return prepare(rows, num_steps), {}
             except Exception:
                 pass  # raised, logged and narrowed to one request below
-        inputs, failures = self._faults.prepare(rows, self._runners.prepare, num_steps)
+        inputs, failures = self._faults.prepare(rows, prepare, num_steps)
         if self._shares_steps and not inputs and num_steps == 1:
             self._runners.join()
         return inputs, failures
@@ -256,7 +257,8 @@ class Worker:
         if self._draft is not None and plan.rows:
             self._draft.follow(plan.rows, result.rows)
         result.busy_s = time.perf_counter() - began
-        result.kv_bytes = self.cache_engine.places.num_bytes
+        if self.cache_engine.places is not None:
+            result.kv_bytes = self.cache_engine.places.num_bytes
         if self._runners.streaming:
             result.weights = self._runners.get_arrivals()
         if self._kv_counters is not None:

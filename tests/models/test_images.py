@@ -23,11 +23,10 @@ from octavo.program.ops import num_position_axes
 from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.images import make_image_reader
 from octavo.wiring.model import build_tokenizer, load_model, open_model
-from octavo.worker.block_places import PagedPlaces
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.media.patches import cut_patches
 from octavo.worker.media.step_media import StepMedia, get_positions
-from octavo.worker.step_arrays import gather
+from octavo.worker.model_input import gather
 from tests.support.tiny_images import FAMILIES, IMAGE_ID, picture, processor_of, seeing_model
 from tests.support.tiny_models import double_precision, in_float64
 
@@ -70,7 +69,7 @@ class SeeingRunner:
         """Returns the logits of every token of each request; `chunks` holds for each step the
         number of tokens that it computes of each.
         """
-        rows, places = self.loaded.rows, PagedPlaces()
+        rows = self.loaded.rows
         kv = self.loaded.backend.allocate(
             self.loaded.layouts, [MAX_BLOCKS * len(requests)] * len(self.loaded.layouts)
         )
@@ -105,7 +104,7 @@ class SeeingRunner:
             for at, index in enumerate(present):
                 found[index].append(logits[batch.query_starts[at] : batch.query_starts[at + 1]])
         for index in range(len(requests)):
-            rows.free(str(index), places)
+            rows.free(str(index), None)
         assert ends == [len(request.token_ids) for request in requests]
         return [np.concatenate(parts) for parts in found]
 

@@ -60,6 +60,7 @@ class NativeProgram(Runnable):
     ) -> None:
         self.kv_layouts = kv_layouts
         self._adapters = NativeAdapters(runner, sites, find_table_sites(program))
+        self._native = native_module()
         self._device = device
         self._runner = runner
         self._vocab_size = program.vocab_size
@@ -113,7 +114,7 @@ class NativeProgram(Runnable):
     @property
     def max_verified(self) -> int:
         """Most sampled rows whose logits lie in memory together."""
-        return int(native_module().SAMPLE_CHUNK)
+        return int(self._native.SAMPLE_CHUNK)
 
     @property
     def max_forced_requests(self) -> int:
@@ -162,7 +163,7 @@ class NativeProgram(Runnable):
         assert batch.sampling is not None
         num_rows = len(batch.sample_rows)
         whole = _empty_result(batch.sampling, num_rows * steps.num_steps, self._vocab_size)
-        call = native_module().DecodeCall(self._runner, batch, StepOutput(whole), kv, steps)
+        call = self._native.DecodeCall(self._runner, batch, StepOutput(whole), kv, steps)
         check_step: Callable[[int], Resample | None] | None = None
         goes_on, first = True, 0
         while goes_on:

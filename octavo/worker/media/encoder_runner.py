@@ -12,8 +12,7 @@ import numpy as np
 
 from octavo.engine.protocol.step import RowResult, ScheduledRequest
 from octavo.executor.batch import StepOutput
-from octavo.worker.model_input import ModelInput, ProgramRunner
-from octavo.worker.step_arrays import gather_inputs
+from octavo.worker.model_input import ModelInput, ProgramRunner, gather_inputs
 
 
 class EncoderRunner(ProgramRunner):

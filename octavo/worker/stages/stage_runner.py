@@ -13,9 +13,8 @@ from octavo.executor.base import Runnable
 from octavo.executor.batch import StepOutput
 from octavo.executor.kv import KvCache
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.model_input import ModelInput, ProgramRunner
+from octavo.worker.model_input import ModelInput, ProgramRunner, gather_scheduled
 from octavo.worker.stages.stage_link import StageLink
-from octavo.worker.step_arrays import gather_scheduled
 
 
 class StageRunner(ProgramRunner):
