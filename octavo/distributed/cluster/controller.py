@@ -1,8 +1,8 @@
-"""Keeps what runs as the plan says: starts what is missing, lets the router know who answers where,
-and drains what the plan has no longer.
+"""Reconciles the running instances with the plan: starts missing ones, registers them with the
+router, and drains those that the plan no longer has.
 
-Looks at everything once in a period and changes what differs; a fault of one instance holds up no
-other. Knows no Ray and no process, and carries no token.
+Runs once per period. A failure of one instance does not affect others. Knows neither Ray nor
+processes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One server or router of a cluster on its machine: its process, its ports, whether it answers.
+"""One server or router of a cluster: its process, its ports and its health.
 
-The body of an actor. Once its process has ended the actor ends too, so that whatever placed it
-starts both again; a server starts at the same ports where these are free.
+The body of an actor. The actor ends with its process, and whoever started it starts both again; a
+server restarts at the same ports if they are free.
 """
 
 from __future__ import annotations

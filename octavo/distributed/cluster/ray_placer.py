@@ -1,7 +1,7 @@
-"""Ray as the placer: an actor for each instance, or each of its ranks, in placement groups.
+"""Starts instances through Ray: one actor for each instance or rank, in placement groups.
 
-Ray chooses the machine, notices when an actor or a machine ends, and starts the actor again. What
-clients send and get goes past it, over HTTP, and KV blocks over their own transport.
+Ray chooses the machine, detects that an actor or machine has ended, and restarts the actor.
+Requests and KV blocks do not pass through Ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a cluster asks of its router, over HTTP with the operator's key: servers join and leave."""
+"""Adds servers to a router and removes them, over HTTP with the operator's key."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The other end of `prefill_peers.py`: computes prompts for other engines, which fetch the blocks
-from the core.
+"""Computes prompts for other engines, which fetch the blocks from this engine's worker.
 
-Belongs to one event loop; knows no block. A prompt is a request like any other here, with its
-priority and in its tenant's share.
+Used by one event loop. A peer's prompt is a normal request of this engine, with its priority and
+its tenant's share.
 """
 
 from __future__ import annotations

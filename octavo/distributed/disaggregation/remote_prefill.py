@@ -1,10 +1,10 @@
 """Remote prefill: the engines that compute long prompts for this one, and the prompt length from
 which that pays.
 
-A prompt is sent to a peer when its request is submitted; the request's own engine then asks the
-peer's for the blocks, by name. Where a peer declines, fails or is lost, the request computes its
-prompt here. A prompt is worth sending once computing it here would take longer than its blocks take
-over the link. Belongs to one event loop. Source of the split: DistServe (Zhong et al. 2024).
+A prompt is sent to a peer when its request is submitted; the worker then fetches the blocks from
+the peer, by block hash. If a peer declines, fails or is lost, the prompt is computed here. A prompt
+is sent if computing it here takes longer than transferring its blocks. Used by one event loop.
+Source: DistServe (Zhong et al. 2024).
 """
 
 from __future__ import annotations

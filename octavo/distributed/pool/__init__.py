@@ -1,0 +1,1 @@
+"""A store of KV blocks shared by engines, in Mooncake."""

@@ -1,0 +1,1 @@
+"""`octavo route`: a router in front of several servers."""

@@ -1,8 +1,7 @@
-"""Follows the KV events that a server publishes, and notes which blocks it holds.
+"""Follows the KV events of a server, and records which blocks it holds.
 
-Each engine has a sequence of numbered batches. A gap is replayed; where that is too old, or the
-engine has another epoch than before, the snapshot is read, as at every new connection. Source of
-the form: vLLM's KV events.
+Each engine numbers its batches. A gap is replayed; if it is too old, or after a restart of the
+engine and at each new connection, a snapshot is read. Source of the format: vLLM's KV events.
 """
 
 from __future__ import annotations

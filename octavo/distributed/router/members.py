@@ -1,7 +1,7 @@
-"""The servers behind the router: which of them may be asked, and what is known of each.
+"""The servers behind a router: which ones may receive requests, and what is known of each.
 
-A server that cannot be reached is left out at once (its breaker is open), and asked again only by
-the health check, later each time that it fails. Knows no request.
+A server that cannot be reached is skipped at once (its circuit breaker is open) and probed only by
+the health check, with increasing delay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The router's series: what it passed on, what it tried again, how well it guessed."""
+"""The router's metrics: forwarded requests, retries, and the accuracy of its cache predictions."""
 
 from __future__ import annotations
 

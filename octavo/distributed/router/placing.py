@@ -1,4 +1,4 @@
-"""Places requests on servers by the policy, and keeps its books while they are answered."""
+"""Assigns requests to servers by the policy, and accounts for them until they end."""
 
 from __future__ import annotations
 

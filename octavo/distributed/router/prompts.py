@@ -1,9 +1,9 @@
-"""Reads of a request what routing needs: the model, how long its prompt is, and names for its
-beginning by which equal beginnings are found.
+"""Reads from a request what routing needs: the model, the prompt's length and hashes of its
+prefixes.
 
-Names are those of the KV blocks where the token ids are known: given, or asked of a server where
-some server publishes its blocks. Else they are hashes of the text, piece by piece. A wrong or
-missing name costs time and never an answer.
+The hashes are those of KV blocks if the token ids are known: given, or tokenized by a server when
+some server publishes KV events. Otherwise the text is hashed in pieces. A wrong or missing hash
+costs time, never correctness.
 """
 
 from __future__ import annotations

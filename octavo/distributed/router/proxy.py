@@ -1,8 +1,7 @@
-"""Passes requests on to the servers, and their answers back as they come.
+"""Forwards requests to servers, and streams their responses back.
 
-Until the first byte of an answer has come from a server, another one may be asked: one that is
-gone, loading, stopping or overloaded costs its requests time and nothing else. After it nothing is
-ever repeated.
+Until the first byte of a response has arrived, a request may be retried at another server: if the
+first one is gone, loading, stopping or overloaded. After that nothing is repeated.
 """
 
 from __future__ import annotations

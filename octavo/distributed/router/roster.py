@@ -1,6 +1,6 @@
-"""Servers that join, drain and leave while a router runs.
+"""Adds, drains and removes servers while a router runs.
 
-A server that has left keeps its number, under which it comes back; its requests may finish before.
+A removed server keeps its number in case it returns; its running requests may finish.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which requests the router passes on, and how each finds its server.
+"""The routes that a router forwards, and how it chooses a server for each.
 
-A path that is not in the table is a server's own affair: it is asked there, not through a router.
+A path that is not in the table must be requested from the server itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`octavo route`: takes the port, checks the servers, routes until told to stop.
+"""Runs `octavo route`: listens, checks the servers, and routes until it is stopped.
 
-A stop drains: /health answers 503, new requests are refused, and those that run may finish.
+A stop drains: /health returns 503, new requests are rejected, and running ones may finish.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The options of `octavo route`: the servers, the policy, the checks, and the front's own address.
+"""The options of `octavo route`: servers, policy, health checks, and its own HTTP server.
 
-A field's name with dashes is its flag. What the front has in common with a server (address, keys,
-limits) is handed on as `ServerSettings`.
+Options in common with a server (address, keys, limits) are passed on as `ServerSettings`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Exchanges with one server over HTTP/1.1: a pool of connections, answers handed on part by part.
+"""HTTP/1.1 client of one server: a pool of connections, responses streamed part by part.
 
-An asyncio protocol with HTTP parsed by httptools, as in the server: docs/decisions/0037 compares it
-with httpx2. Nothing is buffered beyond
-`MAX_AHEAD_BYTES`: a slow reader stops the connection's reading. Knows nothing of what is asked.
+An asyncio protocol that parses with httptools, as the server does; docs/decisions/0037 compares it
+with httpx2. At most `MAX_AHEAD_BYTES` are buffered: a slow reader pauses the connection.
 """
 
 from __future__ import annotations
