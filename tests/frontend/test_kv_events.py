@@ -17,7 +17,7 @@ from octavo.engine.protocol.block_events import (
     BlocksStored,
 )
 from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
-from octavo.engine.protocol.kv_events import hash_of, parse_events_config
+from octavo.engine.protocol.kv_events import get_hash, parse_events_config
 from octavo.engine.protocol.requests import ResetPrefixCache
 from octavo.frontend.kv_event_publisher import END, SNAPSHOT, KVEventPublisher
 from tests.support.engine_fakes import make_core, make_request
@@ -167,7 +167,7 @@ def test_a_subscriber_reads_batches_in_order_with_topic_and_rank(context, publis
             batches.append(batch)
     events.close()
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    hashes = [hash_of(digest) for digest in stored.digests]
+    hashes = [get_hash(digest) for digest in stored.digests]
     assert batches[0].events == [
         BlockStored(hashes, None, list(range(12)), BLOCK, None, "GPU", None)
     ]
@@ -190,7 +190,7 @@ def test_missed_batches_are_given_again_and_the_cache_where_they_are_too_old(con
     digests = [
         digest for start in range(6) for digest in stored_of(range(start, start + 8)).digests
     ]
-    assert number == 7 and mirror.hashes == {hash_of(digest) for digest in digests[:-1]}
+    assert number == 7 and mirror.hashes == {get_hash(digest) for digest in digests[:-1]}
     assert asked(config, context, SNAPSHOT)[1] == epoch and len(epoch) == 16
     publisher.publish([BlocksCleared()])
     ((number, batch),), later = asked(config, context, SNAPSHOT)
@@ -273,7 +273,7 @@ def test_an_engine_publishes_what_its_prompts_leave(context):
         mirror.take(batch)
         size = batch.events[1].block_size
         expected = {
-            hash_of(name)
+            get_hash(name)
             for prompt in prompts
             for name in BlockHashing().digests(prompt[: len(prompt) // size * size], size)
         }

@@ -151,7 +151,7 @@ class Cluster:
         """
         found = {}
         for group in self.plan.instances:
-            peers = self._peers_of(group)
+            peers = self._get_peers(group)
             for index in range(group.count):
                 name = f"{group.name}-{index}"
                 if peers is not None:
@@ -160,7 +160,7 @@ class Cluster:
                     found[name] = self.members[name].spec
         return found
 
-    def _peers_of(self, group: InstanceGroup) -> list[str] | None:
+    def _get_peers(self, group: InstanceGroup) -> list[str] | None:
         """Returns the addresses of the instances that compute a group's prompts; None until all of
         them are known.
         """
@@ -233,7 +233,7 @@ class Cluster:
     def _look(self) -> None:
         everyone = [*self.members.values(), *self._leaving]
         for member in filter(None, [self.router, *everyone]):
-            state = self.placer.state_of(member.handle)
+            state = self.placer.get_state(member.handle)
             if state is not None:
                 member.state = state
             elif member.state is not None:

@@ -119,10 +119,10 @@ class ClusterPlan(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 def read_plan(path: Path) -> ClusterPlan:
     """Reads and checks a file; ConfigError names what is wrong in it."""
     file = read_data_file(path, name="plan", max_bytes=MAX_FILE_BYTES, kind="YAML")
-    return plan_of(file)
+    return parse_plan(file)
 
 
-def plan_of(file: DataFile) -> ClusterPlan:
+def parse_plan(file: DataFile) -> ClusterPlan:
     """Checks what a file holds."""
     plan = file.convert(ClusterPlan, hint="docs/guides/cluster.md shows a plan and its fields")
     _check(plan)

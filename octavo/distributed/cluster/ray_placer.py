@@ -114,7 +114,7 @@ class RayPlacer:
             ),
         )
 
-    def state_of(self, handle: ActorHandle) -> InstanceState | None:
+    def get_state(self, handle: ActorHandle) -> InstanceState | None:
         """Returns an instance's state; None while it is away or is started again.
 
         Asks the other ranks as well, so that an actor ends whose process has ended.

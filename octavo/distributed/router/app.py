@@ -59,7 +59,7 @@ class RouterRoutes:
         if self._members.is_stopping:
             raise Unavailable("the router is stopping")
         if not any(member.takes_requests for member in self._members):
-            raise Unavailable(f"no server is well: {self._members.trouble_of(None)}")
+            raise Unavailable(f"no server is well: {self._members.get_trouble(None)}")
         return JSONResponse({"status": "ok"})
 
     async def live(self, _: Request) -> Response:
@@ -71,7 +71,7 @@ class RouterRoutes:
 
     async def servers(self, _: Request) -> Response:
         """Shows each server and what is known of it."""
-        shown = [card_of(index, member) for index, member in enumerate(self._members)]
+        shown = [build_card(index, member) for index, member in enumerate(self._members)]
         return JSONResponse({"object": "list", "data": shown})
 
     async def join(self, request: Request) -> Response:
@@ -84,19 +84,19 @@ class RouterRoutes:
         except UNREADABLE as error:
             raise InvalidRequest(f"body: {error}", hint='send {"url": "http://..."}') from None
         number = await self._roster.join(body.url)
-        return JSONResponse(card_of(number, self._members[number]), 201)
+        return JSONResponse(build_card(number, self._members[number]), 201)
 
     async def drain(self, request: Request) -> Response:
         """Gives a server no more requests, for the operator; it finishes those that it has."""
         require_router_operator(request, self._roster.front)
         number = self._roster.drain(request.path_params["number"])
-        return JSONResponse(card_of(number, self._members[number]))
+        return JSONResponse(build_card(number, self._members[number]))
 
     async def leave(self, request: Request) -> Response:
         """Drains a server and forgets it, for the operator; answers at once."""
         require_router_operator(request, self._roster.front)
         number = self._roster.leave(request.path_params["number"])
-        return JSONResponse(card_of(number, self._members[number]), 202)
+        return JSONResponse(build_card(number, self._members[number]), 202)
 
 
 class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,7 +105,7 @@ class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
     url: str
 
 
-def card_of(number: int, member: Member) -> dict[str, Any]:
+def build_card(number: int, member: Member) -> dict[str, Any]:
     """Returns what the router shows of a server."""
     return {
         "number": number,

@@ -196,7 +196,7 @@ class Members:
                 found.setdefault(name, card)
         return list(found.values())
 
-    def trouble_of(self, model: str | None) -> str:
+    def get_trouble(self, model: str | None) -> str:
         """Returns why no server can be asked, for a message."""
         here = [each for each in self._members if each.standing == "in"]
         asked = [each for each in here if each.serves(model)] or here

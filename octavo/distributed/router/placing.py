@@ -11,7 +11,7 @@ from urllib.parse import quote
 from octavo.distributed.router.members import Member, Members
 from octavo.distributed.router.upstream import UpstreamLost, UpstreamRequest
 from octavo.engine.routing.job import RoutingJob
-from octavo.engine.routing.policies import ROUTING_POLICIES, RoutingPolicyName, rank_of
+from octavo.engine.routing.policies import ROUTING_POLICIES, RoutingPolicyName, get_session_score
 from octavo.engine.routing.router import Router
 
 MAX_KEPT = 100_000
@@ -76,11 +76,11 @@ class Placer:
         able = self._members.able(model, tried)
         return min(able, key=lambda index: self._members[index].num_running, default=None)
 
-    def home_of(self, sender: bytes) -> int:
+    def get_home(self, sender: bytes) -> int:
         """Returns the server that has a sender's files and batches, well or not."""
 
         def rank(index: int) -> bytes:
-            return rank_of(sender, self._members[index].target.label)
+            return get_session_score(sender, self._members[index].target.label)
 
         here = [index for index, one in enumerate(self._members) if one.standing != "gone"]
         return max(here or range(len(self._members)), key=rank)

@@ -85,7 +85,7 @@ class PromptReader:
         job = await self._job(path, fields, model, sender)
         return AskedRequest(job, model, _text(fields, "previous_response_id"))
 
-    def model_of(self, path: str, body: bytes) -> str | None:
+    def get_model(self, path: str, body: bytes) -> str | None:
         """Returns the model that a question to any server is about; None where it is about none."""
         if path.startswith(MODELS):
             return path.removeprefix(MODELS)

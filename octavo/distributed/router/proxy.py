@@ -23,7 +23,7 @@ from octavo.distributed.router.members import Members
 from octavo.distributed.router.metrics import RouterCounts
 from octavo.distributed.router.placing import PlacedRequest, Placer
 from octavo.distributed.router.prompts import AskedRequest, PromptReader
-from octavo.distributed.router.routes import Way, way_of
+from octavo.distributed.router.routes import Way, get_way
 from octavo.distributed.router.settings import RouterSettings
 from octavo.distributed.router.upstream import (
     HeaderList,
@@ -102,7 +102,7 @@ class RouterProxy:
     async def _read(self, scope: Scope, receive: Receive) -> PassedOn:
         """Reads a request whole; raises what the router refuses itself."""
         path = scope["path"]
-        way = way_of(scope["method"], path)
+        way = get_way(scope["method"], path)
         if way is None:
             raise HTTPException(
                 404,
@@ -119,7 +119,7 @@ class RouterProxy:
         if way is Way.PLACED:
             asked = await self._reader.read(path, body, sender)
         elif way is Way.ANY:
-            asked = AskedRequest(NO_JOB, self._reader.model_of(path, body))
+            asked = AskedRequest(NO_JOB, self._reader.get_model(path, body))
         elif way is Way.KEPT:
             asked = AskedRequest(NO_JOB, response_id=path.split("/")[3])
         target = (scope.get("raw_path") or path.encode()).decode("latin-1")
@@ -173,7 +173,7 @@ class RouterProxy:
             finally:
                 placement.end()
         if refusal is None:
-            trouble = self._members.trouble_of(passed.asked.model)
+            trouble = self._members.get_trouble(passed.asked.model)
             raise Unavailable(
                 f"no server can answer: {trouble or 'none has this model or thing'}",
                 hint="try again in a few seconds",
@@ -195,7 +195,7 @@ class RouterProxy:
         elif tried:
             return None
         elif passed.way is Way.HOME:
-            index = self._placer.home_of(passed.sender)
+            index = self._placer.get_home(passed.sender)
         else:
             assert wanted is not None, "its path or its body names it"
             index = await self._placer.keeper_of(wanted, passed.request.headers)

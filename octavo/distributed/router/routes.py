@@ -53,7 +53,7 @@ TABLE = (
 )
 
 
-def way_of(method: str, path: str) -> Way | None:
+def get_way(method: str, path: str) -> Way | None:
     """Returns how a request finds its server; None where it is not passed on, as a path that leads
     out of what it names.
     """

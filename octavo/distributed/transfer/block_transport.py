@@ -47,7 +47,7 @@ class BlockTransport(Protocol):
     def close(self) -> None: ...
 
 
-def pieces_of(wanted: Sequence[RemoteBytes]) -> list[RemoteBytes]:
+def split_reads(wanted: Sequence[RemoteBytes]) -> list[RemoteBytes]:
     """Returns the same bytes in pieces of at most PIECE_BYTES."""
     return [
         RemoteBytes(one.address + first, one.into[first : first + PIECE_BYTES])

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.api.errors import BackendUnavailable
-from octavo.distributed.transfer.block_transport import RemoteBytes, pieces_of
+from octavo.distributed.transfer.block_transport import RemoteBytes, split_reads
 
 TIMEOUT_S = 5
 """Seconds without progress after which a transfer fails."""
@@ -47,7 +47,7 @@ class MooncakeMover:
         self._registered.append(memory)
 
     def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
-        pieces = pieces_of(wanted)
+        pieces = split_reads(wanted)
         status: int = self._engine.batch_transfer_sync_read(
             session,
             [piece.into.ctypes.data for piece in pieces],

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.api.errors import BackendUnavailable
-from octavo.distributed.transfer.block_transport import RemoteBytes, pieces_of
+from octavo.distributed.transfer.block_transport import RemoteBytes, split_reads
 
 TIMEOUT_S = 5.0
 """Seconds without progress after which a read fails."""
@@ -63,7 +63,7 @@ class NixlMover:
             ) from None
 
     def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
-        pieces = pieces_of(wanted)
+        pieces = split_reads(wanted)
         own = [(piece.into.ctypes.data, len(piece.into), 0) for piece in pieces]
         theirs = [(piece.address, len(piece.into), 0) for piece in pieces]
         agent, name = self._agent, self._remote(session)

@@ -60,7 +60,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
-def hash_of(digest: bytes) -> int:
+def get_hash(digest: bytes) -> int:
     """Returns the hash under which a block is known outside."""
     return int.from_bytes(digest[-HASH_BYTES:], "big")
 
@@ -71,8 +71,8 @@ def wire_event(event: BlockEvent, root: bytes, block_size: int) -> WireEvent:
     """
     if isinstance(event, BlocksStored):
         return BlockStored(
-            [hash_of(digest) for digest in event.digests],
-            None if event.parent == root else hash_of(event.parent),
+            [get_hash(digest) for digest in event.digests],
+            None if event.parent == root else get_hash(event.parent),
             event.token_ids,
             block_size,
             lora_id=None,
@@ -80,7 +80,7 @@ def wire_event(event: BlockEvent, root: bytes, block_size: int) -> WireEvent:
             lora_name=None,
         )
     if isinstance(event, BlocksRemoved):
-        return BlockRemoved([hash_of(digest) for digest in event.digests], MEDIUM)
+        return BlockRemoved([get_hash(digest) for digest in event.digests], MEDIUM)
     return AllBlocksCleared()
 
 

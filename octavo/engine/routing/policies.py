@@ -67,7 +67,7 @@ class Sticky:
     reads_names = False
 
     def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
-        return max(targets, key=lambda target: rank_of(job.session, target.label))
+        return max(targets, key=lambda target: get_session_score(job.session, target.label))
 
 
 class KvAware:
@@ -114,8 +114,8 @@ ROUTING_POLICIES: Mapping[RoutingPolicyName, Callable[[], RoutingPolicy]] = {
 }
 
 
-def rank_of(session: bytes, label: str) -> bytes:
-    """Returns the rank of an engine for a session, by which the highest one has it."""
+def get_session_score(session: bytes, label: str) -> bytes:
+    """Returns an engine's score for a session; the highest one gets it (rendezvous hashing)."""
     key = label.encode()
     if len(key) > blake2b.MAX_KEY_SIZE:
         key = blake2b(key).digest()

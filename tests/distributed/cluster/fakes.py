@@ -55,7 +55,7 @@ class FakePlacer:
         self.instances.append(FakeInstance(spec, spec.port or 20_000 + len(self.instances)))
         return self.instances[-1]
 
-    def state_of(self, handle: FakeInstance) -> InstanceState | None:
+    def get_state(self, handle: FakeInstance) -> InstanceState | None:
         if handle.is_away:
             return None
         host = handle.spec.host or "10.0.0.1"

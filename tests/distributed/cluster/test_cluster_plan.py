@@ -11,7 +11,7 @@ from octavo.api.errors import ConfigError
 from octavo.config.data_file import DataFile
 from octavo.config.engine_config import option_fields
 from octavo.config.option import get_options
-from octavo.distributed.cluster.plan import ClusterPlan, KnownOptions, plan_of, read_plan
+from octavo.distributed.cluster.plan import ClusterPlan, KnownOptions, parse_plan, read_plan
 from octavo.distributed.router.settings import RouterSettings
 from octavo.server.settings import ServerSettings
 
@@ -111,7 +111,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_named(document: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan_of(file_of(document))
+        parse_plan(file_of(document))
 
 
 KNOWN = KnownOptions(option_fields() | get_options(ServerSettings), get_options(RouterSettings))
@@ -136,13 +136,13 @@ def test_options_that_no_instance_could_start_with_are_refused(
 ) -> None:
     """Ray would start their processes again and again."""
     with pytest.raises(ConfigError, match="plan: a: options: " + message) as refused:
-        KNOWN.check(plan_of(file_of({"instances": [{"name": "a", "options": options}]})))
+        KNOWN.check(parse_plan(file_of({"instances": [{"name": "a", "options": options}]})))
     assert hint is None or hint in str(refused.value.hint)
 
 
 def test_options_of_the_router_are_its_own() -> None:
     def plan_with(options: dict[str, Any]) -> ClusterPlan:
-        return plan_of(file_of({"instances": [{"name": "a"}], "router": {"options": options}}))
+        return parse_plan(file_of({"instances": [{"name": "a"}], "router": {"options": options}}))
 
     KNOWN.check(plan_with({"routing-policy": "sticky", "kv-events": False}))
     with pytest.raises(ConfigError, match="router: options: octavo route has no option max-num-"):

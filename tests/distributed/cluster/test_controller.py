@@ -12,7 +12,7 @@ from octavo.config.data_file import DataFile
 from octavo.distributed.cluster.controller import LEAVE_S, Cluster, ClusterKeys
 from octavo.distributed.cluster.instance import InstanceSpec, free_ports, rank_spec
 from octavo.distributed.cluster.placing import ClusterMachine
-from octavo.distributed.cluster.plan import ClusterPlan, plan_of
+from octavo.distributed.cluster.plan import ClusterPlan, parse_plan
 from tests.distributed.cluster.fakes import FakePlacer, FakeRouter
 
 APART: dict[str, Any] = {
@@ -24,7 +24,7 @@ APART: dict[str, Any] = {
 
 
 def plan(document: dict[str, Any]) -> ClusterPlan:
-    return plan_of(DataFile("plan", "a test", document))
+    return parse_plan(DataFile("plan", "a test", document))
 
 
 def cluster(

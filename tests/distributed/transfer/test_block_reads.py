@@ -20,7 +20,7 @@ from octavo.distributed.transfer.block_transport import (
     PIECE_BYTES,
     BlockTransport,
     RemoteBytes,
-    pieces_of,
+    split_reads,
 )
 from octavo.distributed.transfer.socket_mover import SocketMover
 from octavo.distributed.transfer.transfer_worker import TransferWorker
@@ -57,7 +57,7 @@ class LocalMover:
         self.has_begun.set()
         self.num_reads += 1
         self.may_go_on.wait(10)
-        for piece in pieces_of(wanted):
+        for piece in split_reads(wanted):
             ctypes.memmove(piece.into.ctypes.data, piece.address, len(piece.into))
             piece.into[0] ^= self.harms
         if not self.fails:
@@ -326,6 +326,6 @@ def test_an_arena_gives_each_block_a_place_of_its_own() -> None:
 
 def test_large_reads_are_cut() -> None:
     into = np.empty(2 * PIECE_BYTES + 5, np.uint8)
-    pieces = pieces_of([RemoteBytes(1000, into)])
+    pieces = split_reads([RemoteBytes(1000, into)])
     assert [piece.address - 1000 for piece in pieces] == [0, PIECE_BYTES, 2 * PIECE_BYTES]
     assert sum(len(piece.into) for piece in pieces) == len(into)
