@@ -37,8 +37,8 @@ from octavo.executor.batch import StepBatch, sampling_records  # noqa: E402
 from octavo.executor.kv import BLOCK_SIZE  # noqa: E402
 from octavo.executor.torch.attention.call import AttentionCall  # noqa: E402
 from octavo.executor.torch.attention.query_rows import make_query_rows  # noqa: E402
-from octavo.executor.torch.draws import record_words  # noqa: E402
 from octavo.executor.torch.kv_cache import KvTensor  # noqa: E402
+from octavo.executor.torch.sampler_ops import record_words  # noqa: E402
 from octavo.executor.torch.step import step_arrays  # noqa: E402
 from octavo.executor.torch.triton import attention_tiles, packed_linear, pick, tuning  # noqa: E402
 from octavo.executor.torch.triton.attention import TritonAttention  # noqa: E402

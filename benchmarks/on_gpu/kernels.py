@@ -24,7 +24,7 @@ from octavo.executor.kv import BLOCK_SIZE
 from octavo.executor.torch.attention.call import AttentionCall
 from octavo.executor.torch.kernels import Kernels
 from octavo.executor.torch.plain import PlainKernels
-from octavo.executor.torch.sampling import GREEDY, draw
+from octavo.executor.torch.sampling import GREEDY, sample
 from octavo.executor.torch.triton.attention import TritonAttention
 from octavo.executor.torch.triton.kernels import TritonKernels
 from octavo.executor.torch.weights.device_weight import DeviceWeight
@@ -171,7 +171,9 @@ class Alone:
         rows = 3 if self.settings.tiny else 128
         logits = torch.randn(rows, self.shape.vocab, device=self.device).bfloat16()
         kernels = TritonKernels(self.device)
-        taken = seconds(lambda: draw(logits, {}, GREEDY, kernels), self.device, rounds=self.rounds)
+        taken = seconds(
+            lambda: sample(logits, {}, GREEDY, kernels), self.device, rounds=self.rounds
+        )
         self.emit(
             timed(
                 "draw, greedy",

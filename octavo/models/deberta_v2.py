@@ -19,8 +19,8 @@ from octavo.models.encoder import (
 )
 from octavo.models.hf_config import MAX_SIZE, HfConfig
 from octavo.program.builder import Builder
-from octavo.program.family_ops import PlaceScores
-from octavo.program.ops import PlaceBuckets, PreNorm
+from octavo.program.family_ops import PositionScores
+from octavo.program.ops import PositionBuckets, PreNorm
 from octavo.program.program import Program, Value, Weight
 
 SELF = "attention.self"
@@ -50,14 +50,14 @@ def build(config: HfConfig) -> dict[str, Program]:
             offset=0 if has_table else None,
             num_rows=max_places,
             num_segments=config.integer("type_vocab_size", 0),
-            by_places=_by_places(config, shape, prefix, max_places),
+            position_scores=_read_position_scores(config, shape, prefix, max_places),
         ),
         mlp=bert_mlp(config),
         classifier=lambda b, x, num: _classifier(b, x, num, config),
     )
 
 
-def _by_places(
+def _read_position_scores(
     config: HfConfig, shape: EncoderShape, prefix: str, max_places: int
 ) -> DisentangledScores | None:
     """Reads the relative position scores; None if the config has none."""
@@ -86,7 +86,7 @@ def _by_places(
     return DisentangledScores(
         shape=shape,
         prefix=f"{prefix}encoder",
-        buckets=PlaceBuckets(2 * half, farthest if num_buckets > 0 else None, max_places),
+        buckets=PositionBuckets(2 * half, farthest if num_buckets > 0 else None, max_places),
         is_normed="layer_norm" in norms,
         is_shared=is_shared,
     )
@@ -100,7 +100,7 @@ class DisentangledScores:
 
     shape: EncoderShape
     prefix: str
-    buckets: PlaceBuckets
+    buckets: PositionBuckets
     is_normed: bool
     is_shared: bool
 
@@ -118,7 +118,7 @@ class DisentangledScores:
         norm = PreNorm(weight, eps, bias, centered=True) if self.is_normed else None
         names = ("key_proj", "query_proj") if self.is_shared else ("pos_key_proj", "pos_query_proj")
         of_queries, of_keys = (
-            place_scores(
+            add_position_scores(
                 b, x, table, f"{layer}.{SELF}.{name}", num_heads=self.shape.num_heads, norm=norm
             )
             for x, name in zip((q, k), names, strict=True)
@@ -134,12 +134,12 @@ def _classifier(b: Builder, x: Value, num: int, config: HfConfig) -> Value:
     return b.linear(pooled, "classifier", num, bias=True)
 
 
-def place_scores(
+def add_position_scores(
     b: Builder, x: Value, table: Weight, module: str, *, num_heads: int, norm: PreNorm | None
 ) -> Value:
     """Appends products of each head with a projected position table."""
     out = b.value(f"{module}.places", x.axis, num_heads * table.shape[0])
     weight = Weight(f"{module}.weight", (x.width, table.shape[1]))
     bias = Weight(f"{module}.bias", (x.width,))
-    b.append(PlaceScores(x, out, table, weight, bias=bias, num_heads=num_heads, norm=norm))
+    b.append(PositionScores(x, out, table, weight, bias=bias, num_heads=num_heads, norm=norm))
     return out

@@ -16,7 +16,7 @@ from octavo.models.hf_config import HfConfig
 from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.pooling import is_classifier, num_labels, pooling_mode
 from octavo.program.builder import Builder
-from octavo.program.ops import PlaceBuckets, RopeTable, T5Bias
+from octavo.program.ops import PositionBuckets, RopeTable, T5Bias
 from octavo.program.program import CacheGroup, Program, Value
 
 Classifier = Callable[[Builder, Value, int], Value]
@@ -24,13 +24,13 @@ Classifier = Callable[[Builder, Value, int], Value]
 scores per request."""
 
 
-class ByPlaces(Protocol):
+class PositionScorer(Protocol):
     """Relative position scores: appends products of a layer's queries and keys with position
     tables.
     """
 
     @property
-    def buckets(self) -> PlaceBuckets:
+    def buckets(self) -> PositionBuckets:
         """Buckets of the position tables."""
         ...
 
@@ -110,7 +110,7 @@ class Positions:
     """Rows of the segment table, indexed by the second position axis; 0: none."""
     rope: RopeTable | None = None
     bias: T5Bias | None = None
-    by_places: ByPlaces | None = None
+    position_scores: PositionScorer | None = None
 
 
 def base_prefix(config: HfConfig, name: str) -> str:
@@ -134,8 +134,8 @@ def build_encoder(
     `bias`: whether attention modules have biases.
     """
     heads = (shape.num_heads, shape.head_dim, shape.head_dim)
-    by_places = positions.by_places
-    num_kinds = 1 if by_places is None else by_places.num_kinds
+    position_scores = positions.position_scores
+    num_kinds = 1 if position_scores is None else position_scores.num_kinds
     group = CacheGroup("encoder", "full", shape.num_layers, *heads, one_step=True)
     b = Builder("encoder", (group,), shape.vocab_size)
     x = embeddings(b, shape, f"{names.prefix}embeddings", positions)
@@ -158,8 +158,8 @@ def build_encoder(
             num_heads=shape.num_heads,
             scale=(shape.head_dim * num_kinds) ** -0.5,
             mask="full",
-            bias=positions.bias if by_places is None else by_places.buckets,
-            by_places=None if by_places is None else by_places(b, q, k, layer),
+            bias=positions.bias if position_scores is None else position_scores.buckets,
+            position_scores=None if position_scores is None else position_scores(b, q, k, layer),
         )
         h = b.linear(attended, f"{layer}.{names.attention_out}", shape.hidden_size, bias=bias)
         x = norm(b.add(h, x), names.attention_norm)

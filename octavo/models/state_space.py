@@ -18,7 +18,7 @@ from octavo.program.ops import Activation
 from octavo.program.program import CacheGroup, Value
 
 MAX_TAPS = 64
-"""Most taps of a convolution; published models have 4."""
+"""Maximum kernel size of a convolution; published models use 4."""
 
 CONV, STATE = "conv", "state"
 """Names of the cache groups of convolutions and recurrences."""

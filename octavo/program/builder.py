@@ -35,8 +35,8 @@ from octavo.program.ops import (
     MlaAttention,
     Mul,
     NearBias,
-    PlaceBuckets,
     PoolRows,
+    PositionBuckets,
     RmsNorm,
     Rope,
     RopeTable,
@@ -299,16 +299,16 @@ class Builder:
         mask: MaskKind = "causal",
         softcap: float | None = None,
         sinks: Weight | None = None,
-        bias: T5Bias | AlibiBias | NearBias | PlaceBuckets | None = None,
-        by_places: tuple[Value, Value] | None = None,
+        bias: T5Bias | AlibiBias | NearBias | PositionBuckets | None = None,
+        position_scores: tuple[Value, Value] | None = None,
         sees_ahead: bool = False,
     ) -> Value:
         """Attends to the keys of a layer; a window mask uses the group's window.
 
-        `by_places` are products of queries and of keys with relative position tables, for
-        PlaceBuckets.
+        `position_scores` are products of queries and of keys with relative position tables, for
+        PositionBuckets.
         """
-        of_queries, of_keys = by_places or (None, None)
+        of_queries, of_keys = position_scores or (None, None)
         kv = self.group(group)
         out = self.value("attention", q.axis, num_heads * kv.v_width)
         window = kv.window if mask in ("window", "chunk") else None

@@ -51,7 +51,7 @@ class Mix(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceScores(Op):
+class PositionScores(Op):
     """Product of each head with a projected relative position table: out[t, h, r] = x[t, h] . (W[h]
     norm(table[r]) + b[h]).
 

@@ -32,7 +32,7 @@ class ShortConv(Op):
     activation: Activation | None = None
     """Activation f; None: identity."""
     factors: tuple[float, ...] = ()
-    """Factor on the weights of each of `outs`; empty: 1."""
+    """Multiplier of the weights of each output; empty: 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class NearBias:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceBuckets:
+class PositionBuckets:
     """Disentangled attention (DeBERTa): score += scale * (of_queries[t, h, b] + of_keys[j, h, b]),
     with b the bucket of place t - place j.
 
@@ -368,12 +368,11 @@ class Attention(Op):
     window: int | None = None
     softcap: float | None = None
     sinks: Weight | None = None
-    bias: T5Bias | AlibiBias | NearBias | PlaceBuckets | None = None
+    bias: T5Bias | AlibiBias | NearBias | PositionBuckets | None = None
     of_queries: Value | None = None
-    """Products of queries with a relative position table, `[T, H * num_buckets]`, for PlaceBuckets.
-    """
+    """Products of queries with a position table, `[T, H * num_buckets]`, for PositionBuckets."""
     of_keys: Value | None = None
-    """Products of keys with another such table, `[T, H * num_buckets]`, for PlaceBuckets."""
+    """Products of keys with another such table, `[T, H * num_buckets]`, for PositionBuckets."""
     sees_ahead: bool = False
     """Whether rows may attend to later keys, up to the step's `limits`, as rows of an image do."""
     latent_width: int = 0
@@ -463,7 +462,7 @@ class ScatterRows(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Foresee(Op):
+class PrefetchNeurons(Op):
     """Prefetches the weights of a later feed-forward layer's neurons with non-negative scores `[T,
     width]`.
 

@@ -40,7 +40,7 @@ class KvOffDevice:
     file_bytes: int
     memory_bytes: int
     """Memory for the whole KV cache, in bytes."""
-    foresees: bool = False
+    prefetches: bool = False
     """Whether to prefetch the blocks that the next layer may select."""
 
 

@@ -84,7 +84,7 @@ class NativeSparsity(NativeHooks):
                 )
 
     def next_attentions(self, ops: Sequence[Op]) -> Mapping[int, Attention]:
-        return next_chosen(ops) if self.spill is not None and self.spill.foresees else {}
+        return next_chosen(ops) if self.spill is not None and self.spill.prefetches else {}
 
 
 def _check_skipping(program: Program, formats: Mapping[Weight, TileFormat], device: Any) -> None:

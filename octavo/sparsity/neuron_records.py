@@ -18,7 +18,7 @@ from octavo.executor.native.extension import native_module
 from octavo.executor.native.formats import TILE
 from octavo.executor.native.lowering_context import LoweringContext
 from octavo.executor.native.weights import NativeWeights
-from octavo.program.ops import Foresee, Gate
+from octavo.program.ops import Gate, PrefetchNeurons
 from octavo.program.passes.offload import ALIGN
 from octavo.sparsity.neurons import LINE, NeuronLayer, Neurons, round_up
 
@@ -215,7 +215,7 @@ class NeuronLowering:
             )
         )
 
-    def lower_Foresee(self, op: Foresee) -> None:
+    def lower_PrefetchNeurons(self, op: PrefetchNeurons) -> None:
         self._add(
             self._native.ForeseeSpec(
                 cache=self._neurons.cache,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.api.errors import ConfigError
-from octavo.checkpoint.added import CheckpointWith, HeaderWith
+from octavo.checkpoint.extended import ExtendedCheckpoint, ExtendedHeader
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import expand_path
@@ -61,7 +61,7 @@ class Predictors:
         return predict(program, shapes, lookahead=self.lookahead)
 
 
-class PredictorHeader(HeaderWith):
+class PredictorHeader(ExtendedHeader):
     """A header that includes the predictors' tensors."""
 
     def __init__(self, header: ModelHeader, predictors: Predictors) -> None:
@@ -69,7 +69,7 @@ class PredictorHeader(HeaderWith):
         self.predictors = predictors
 
 
-class PredictorCheckpoint(CheckpointWith):
+class PredictorCheckpoint(ExtendedCheckpoint):
     """A checkpoint that includes the predictors' tensors."""
 
     def __init__(self, checkpoint: Checkpoint, predictors: Predictors) -> None:

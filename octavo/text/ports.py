@@ -65,18 +65,18 @@ class Matcher(Protocol):
         """Returns an independent copy."""
         ...
 
-    def take(self, token_ids: Sequence[int]) -> None:
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
         """Advances by tokens; raises an error if one is not legal."""
         ...
 
     def allows(self, token_id: int) -> bool: ...
 
-    def take_legal(self, token_id: int) -> bool:
+    def try_accept(self, token_id: int) -> bool:
         """Advances by a token if it is legal; returns whether it was."""
         ...
 
-    def take_back(self) -> None:
-        """Reverts the last token of `take_legal`."""
+    def rollback(self) -> None:
+        """Reverts the last token of `try_accept`."""
         ...
 
     def mask(self) -> bytes:

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.audio.hearing import AudioReader, AudioWindow
+from octavo.audio.audio_reader import AudioReader, AudioWindow
 from octavo.audio.log_mel import RATE, LogMel
 from octavo.engine.protocol.step import EncoderInput
 from octavo.frontend.input_processor import InputProcessor

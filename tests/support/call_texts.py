@@ -102,7 +102,7 @@ def admits(
     for token_id in tokenizer.encode(text, add_special_tokens=False, allow_special_text=True):
         if token_id not in legal(matcher):
             return False
-        matcher.take([token_id])
+        matcher.accept_tokens([token_id])
     return matcher.allows(END)
 
 
@@ -120,7 +120,7 @@ def sampled_text(
     """
     matcher = compiler.compile(admit(form, compiler))
     ids = tokenizer.encode(begin, add_special_tokens=False, allow_special_text=True)
-    matcher.take(ids)
+    matcher.accept_tokens(ids)
     spelled = [tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
     mark: list[int] = []
     while len(ids) < MOST_TOKENS:
@@ -135,12 +135,12 @@ def sampled_text(
             mark = list(rng.choice(spelled))
         if mark and mark[0] in allowed:
             ids.append(mark.pop(0))
-            matcher.take(ids[-1:])
+            matcher.accept_tokens(ids[-1:])
             continue
         mark = []
         plain = [i for i in allowed if tokenizer.token_bytes(i) < b"\x7f"]
         closers = [i for i in plain if tokenizer.token_text(i) in ENDS]
         pool = closers if closers and rng.random() < 0.3 else plain
         ids.append(rng.choice(pool or allowed))
-        matcher.take(ids[-1:])
+        matcher.accept_tokens(ids[-1:])
     return None

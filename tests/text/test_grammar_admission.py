@@ -278,12 +278,12 @@ def test_a_copied_matcher_goes_on_by_itself(grammars, tokenizer):
     spec = grammars.admit(StructuredOutputs(choice=["ab", "ac"]))
     first = grammars.compile(spec)
     a, b, c = tokenizer.encode("abc", add_special_tokens=False)
-    first.take([a])
+    first.accept_tokens([a])
     second = first.copy()
-    first.take([b])
+    first.accept_tokens([b])
     assert first.is_complete and not second.is_complete
     assert second.allows(c) and second.allows(b) and not second.allows(END)
-    second.take([c])
+    second.accept_tokens([c])
     assert second.is_complete and second.allows(END)
 
 
@@ -298,7 +298,7 @@ def test_the_mask_has_exactly_the_tokens_that_are_allowed(grammars, tokenizer):
 def test_masks_made_together_are_those_made_alone(grammars, tokenizer):
     outputs = [StructuredOutputs(regex=f"[a-c]{{2}}{letter}*") for letter in "xyz"]
     made = [grammars.compile(grammars.admit(one)) for one in outputs]
-    made[1].take(tokenizer.encode("ab", add_special_tokens=False))
+    made[1].accept_tokens(tokenizer.encode("ab", add_special_tokens=False))
     assert grammars.masks(made) == [matcher.mask() for matcher in made]
     made[2].parser.consume_token(END)
     with pytest.raises(GrammarError):

@@ -214,10 +214,10 @@ def follow(matcher: Matcher) -> None:
     for _ in range(4):
         legal = [token_id for token_id in range(300) if matcher.allows(token_id)]
         for token_id in legal[:10]:
-            matcher.copy().take([token_id])
+            matcher.copy().accept_tokens([token_id])
         if not legal or matcher.is_complete:
             return
-        assert matcher.take_legal(legal[0])
-        matcher.take_back()
-        matcher.take([legal[0]])
+        assert matcher.try_accept(legal[0])
+        matcher.rollback()
+        matcher.accept_tokens([legal[0]])
         matcher.mask()

@@ -143,7 +143,7 @@ def test_an_escape_does_not_begin_where_it_could_not_go_on(grammars, tokenizer, 
     for begun in ('"\\', '"b\\', '{"\\', '{"b\\', '{"b":"\\', '{"a":1,"\\'):
         matcher = grammars.compile(grammars.admit(StructuredOutputs(json=schema)))
         token_ids = tokenizer.encode(begun, add_special_tokens=False)
-        if all(matcher.take_legal(token_id) for token_id in token_ids):
+        if all(matcher.try_accept(token_id) for token_id in token_ids):
             (letter,) = tokenizer.encode("u", add_special_tokens=False)
             assert not matcher.allows(letter), begun
 

@@ -85,7 +85,7 @@ class Bitsandbytes(ByModule):
             return Described(_get_int8_shape(module, tensors), "I8")
         state = _state(module, tensors)
         _check_codes(module, tensors, state)
-        return Described(state.shape, _name(state))
+        return Described(state.shape, _make_format_name(state))
 
     def weight(self, module: str, tensors: Tensors) -> PackedWeight:
         if "SCB" in tensors:
@@ -120,7 +120,7 @@ class Bitsandbytes(ByModule):
         return f"L4_F32:{BLOCK}" if self._is_narrow else "I8"
 
 
-def _name(state: BlockState) -> str:
+def _make_format_name(state: BlockState) -> str:
     group = _group(state)
     return "F32" if group % UNIT else f"L4_F32:{group}"
 

@@ -63,7 +63,7 @@ FLOAT32_DIGITS = 7
 """Significant digits of a float32, so that 0.7 is not read as 0.699999988."""
 
 
-class TensorPlace(NamedTuple):
+class TensorLocation(NamedTuple):
     """Location of a tensor: a tensor of the file, one of the matrices stacked in it, or several
     tensors.
     """
@@ -187,7 +187,7 @@ class GgufCheckpoint:
         """Returns the names of the tensors or experts' matrices in a tensor of the file."""
         return [name for name, place in self._gguf_names.items() if place.tensor == tensor]
 
-    def place(self, name: str) -> TensorPlace:
+    def place(self, name: str) -> TensorLocation:
         """Returns the location of a tensor in the file; raises WeightMismatch if it is missing."""
         source = self._gguf_names.get(name)
         if source is None:
@@ -289,11 +289,11 @@ class GgufCheckpoint:
                 return (tokens[token_id].decode(errors="replace"),)
         return ()
 
-    def _names(self) -> dict[str, TensorPlace]:
+    def _names(self) -> dict[str, TensorLocation]:
         """Maps safetensors names to tensors of the file. Rejects tensors unknown to the family,
         because ignoring them would change results.
         """
-        found: dict[str, TensorPlace] = {}
+        found: dict[str, TensorLocation] = {}
         for source, entry in self.file.tensors.items():
             if source in IGNORED_TENSORS:
                 continue
@@ -307,19 +307,19 @@ class GgufCheckpoint:
                     f" {self._family.model_type}"
                 )
             if "{}" in name and len(entry.shape) > 2:
-                found |= {name.format(e): TensorPlace(source, e) for e in range(entry.shape[0])}
+                found |= {name.format(e): TensorLocation(source, e) for e in range(entry.shape[0])}
             else:
-                found[name.replace(".{}", "")] = TensorPlace(source)
+                found[name.replace(".{}", "")] = TensorLocation(source)
         return found
 
-    def _joined_place(self, name: str, source: str) -> TensorPlace:
+    def _joined_place(self, name: str, source: str) -> TensorLocation:
         """Returns the location of a split tensor, given any part of it."""
         stem = _stem(source)
         parts = tuple(source.replace(stem, each) for each in self._joined(name).stems)
         missing = [part for part in parts if part not in self.file.tensors]
         if missing:
             raise WeightMismatch(f"{self.path}: the tensor {missing[0]} is missing")
-        return TensorPlace(parts[0], joined=parts)
+        return TensorLocation(parts[0], joined=parts)
 
     def _row_order(self, stem: str, num_rows: int) -> NDArray[np.intp]:
         """Returns the row of the file for each row in the family's order."""

@@ -195,7 +195,7 @@ class NativeBackend(Backend):
         streamed = None if self.options.offload is None else self._streamed(program)
         if streamed is not None:
             streamed.open(load, self.options.dtype, weights)
-        chunk_of = _in_memory if streamed is None else streamed.get_chunk
+        get_chunk = _in_memory if streamed is None else streamed.get_chunk
         records = None if streamed is None else streamed.records
         if records is None and (packed := self._records(optimized)) is not None:
             records = packed.open_in_memory(self._device, load, self.options.dtype, weights)
@@ -203,7 +203,7 @@ class NativeBackend(Backend):
             optimized,
             builder,
             weights,
-            chunk_of,
+            get_chunk,
             observed,
             records=records,
             hooks=self._hooks,

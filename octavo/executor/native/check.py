@@ -49,12 +49,12 @@ OF_EXPERTS = (
     expert_ops.Combine,
 )
 
-IN_BLOCKS = (ops.Linear, ops.HeadLinear, family_ops.PlaceScores)
+IN_BLOCKS = (ops.Linear, ops.HeadLinear, family_ops.PositionScores)
 """Matmuls that are stages of their own within a range of row blocks."""
 
 ON_TOKENS = (
     *(ops.Embedding, ops.ScatterRows, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear),
-    *(family_ops.PlaceScores, ShortConv, SelectiveScan, RecordOp, ops.Foresee),
+    *(family_ops.PositionScores, ShortConv, SelectiveScan, RecordOp, ops.PrefetchNeurons),
 )
 """Ops that read the step's per-token arrays."""
 

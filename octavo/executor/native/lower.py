@@ -22,7 +22,6 @@ from octavo.executor.native.lowering_context import (
     WHOLE_ROWS,
     LoweringContext,
     Span,
-    Weights,
 )
 from octavo.executor.native.native_hooks import NativeHooks, OpenedRecords
 from octavo.executor.native.parameters import (
@@ -32,10 +31,11 @@ from octavo.executor.native.parameters import (
     scan_parameters,
 )
 from octavo.executor.native.stages import sort_token_ops_first
+from octavo.executor.native.weights import NativeTiles, NativeWeights
 from octavo.program import family_ops, ops, rank_ops
 from octavo.program.low_rank import Site
 from octavo.program.mixers import SelectiveScan, ShortConv
-from octavo.program.place_tables import place_buckets
+from octavo.program.position_tables import position_buckets
 from octavo.program.program import Op, Program, Value
 
 
@@ -46,8 +46,8 @@ class Lowering:
         self,
         program: Program,
         builder: Any,
-        weights: Weights,
-        chunk_of: Callable[[Op], int | None] = lambda op: None,
+        weights: NativeWeights,
+        get_chunk: Callable[[Op], int | None] = lambda op: None,
         observed: ObservedInputs | None = None,
         *,
         records: OpenedRecords | None = None,
@@ -58,7 +58,7 @@ class Lowering:
         """
         self._observed = observed
         program = sort_token_ops_first(program)
-        self._context = context = LoweringContext(program, builder, weights, chunk_of)
+        self._context = context = LoweringContext(program, builder, weights, get_chunk)
         self._program = program
         self._weights = weights
         self._native = context.native
@@ -198,7 +198,7 @@ class Lowering:
         assert op.gate is None or len(found) == 1, "check() refuses a gate and up of two row types"
         return list(found.values())
 
-    def _product_tiles(self, op: ops.Linear) -> list[Any]:
+    def _product_tiles(self, op: ops.Linear) -> list[NativeTiles]:
         """Returns the tiles of each weight; gate and up share an activation type."""
         if op.gate is None:
             return [self._weights.tiles(weight) for weight in op.weights_]
@@ -238,7 +238,7 @@ class Lowering:
                 selection=self._selection(op),
                 ahead=None if ahead is None else self._selection(ahead),
                 ahead_layer=None if ahead is None else ahead.layer,
-                **self._place_scores(op),
+                **self._position_scores(op),
             )
         )
 
@@ -253,32 +253,32 @@ class Lowering:
             budget=op.selection.budget,
         )
 
-    def _place_scores(self, op: ops.Attention) -> dict[str, Any]:
+    def _position_scores(self, op: ops.Attention) -> dict[str, Any]:
         """Returns the position-score arguments of disentangled attention (DeBERTa): products of
         queries and of keys with position tables, and buckets by relative position.
 
         All None for other biases.
         """
-        if not isinstance(op.bias, ops.PlaceBuckets):
+        if not isinstance(op.bias, ops.PositionBuckets):
             return dict.fromkeys(("of_queries", "of_keys", "buckets"))
         assert op.of_queries is not None and op.of_keys is not None
         reach = op.bias.max_places - 1
-        buckets = place_buckets(np.arange(-reach, reach + 1), op.bias)
+        buckets = position_buckets(np.arange(-reach, reach + 1), op.bias)
         return {
             "of_queries": self._span(op.of_queries),
             "of_keys": self._span(op.of_keys),
             "buckets": buckets.tolist(),
         }
 
-    def lower_PlaceScores(self, op: family_ops.PlaceScores) -> None:
-        self._heads(op, self._weights.place_table(op))
+    def lower_PositionScores(self, op: family_ops.PositionScores) -> None:
+        self._heads(op, self._weights.position_table(op))
 
     def lower_HeadLinear(self, op: ops.HeadLinear) -> None:
         self._heads(op, self._weights.heads(op), op.tail)
 
     def _heads(
         self,
-        op: family_ops.PlaceScores | ops.HeadLinear,
+        op: family_ops.PositionScores | ops.HeadLinear,
         tiles: Sequence[Any],
         tail: Value | None = None,
     ) -> None:

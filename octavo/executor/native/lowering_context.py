@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from octavo.executor.native.check import ACTIVATIONS
 from octavo.executor.native.extension import native_module
 from octavo.executor.native.stages import get_stages, plan_arena
-from octavo.program import family_ops, ops
+from octavo.executor.native.weights import NativeWeights
+from octavo.program import ops
 from octavo.program.low_rank import Site
 from octavo.program.program import Op, Program, Value, Weight
 
@@ -29,19 +30,6 @@ HEAD = "samples"
 """Axis of the LM head's rows: sampled rows, or requests if those are pooled."""
 
 
-class Weights(Protocol):
-    """Source of an op's weights, as tiles (NativeTiles) or floats."""
-
-    def tiles(self, weight: Weight) -> Any: ...
-    def table(self, weight: Weight) -> Any: ...
-    def gate_and_up(self, gate: Weight, up: Weight) -> list[Any]: ...
-    def experts(self, weight: Weight) -> list[Any]: ...
-    def heads(self, op: ops.HeadLinear) -> list[Any]: ...
-    def place_table(self, op: family_ops.PlaceScores) -> list[Any]: ...
-    def experts_gate_and_up(self, gate: Weight, up: Weight) -> tuple[list[Any], list[Any]]: ...
-    def floats(self, weight: Weight) -> NDArray[np.float32]: ...
-
-
 class LoweringContext:
     """Plan builder and lookups shared by the lowering of a Program's ops."""
 
@@ -49,12 +37,12 @@ class LoweringContext:
         self,
         program: Program,
         builder: Any,
-        weights: Weights,
-        chunk_of: Callable[[Op], int | None],
+        weights: NativeWeights,
+        get_chunk: Callable[[Op], int | None],
     ) -> None:
         """`get_chunk` returns the streamed weight chunk that a matmul waits for."""
         self.program, self.builder, self.weights = program, builder, weights
-        self.get_chunk = chunk_of
+        self.get_chunk = get_chunk
         self.native = native_module()
         """The compiled extension, which defines the op specs."""
         self.before: Op | None = None

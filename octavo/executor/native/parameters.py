@@ -18,7 +18,7 @@ from octavo.program.t5_buckets import t5_buckets
 FloatsOf = Callable[[Weight], NDArray[np.float32]]
 
 
-AnyBias = ops.T5Bias | ops.AlibiBias | ops.NearBias | ops.PlaceBuckets
+AnyBias = ops.T5Bias | ops.AlibiBias | ops.NearBias | ops.PositionBuckets
 
 
 def get_alibi_slopes(bias: AnyBias | None) -> NDArray[np.float32] | None:

@@ -26,7 +26,7 @@ ROW_LOCAL = (
 BEHIND_BARRIERS = (
     *(ops.Attention, expert_ops.Route, expert_ops.GroupedLinear, ShortConv, SelectiveScan),
     *(rank_ops.AllReduce, rank_ops.AllGather, rank_ops.Dispatch, rank_ops.Collect),
-    *(RecordOp, ops.Foresee),
+    *(RecordOp, ops.PrefetchNeurons),
 )
 """Ops with a range of their own, because a row needs results of other rows or ranks."""
 

@@ -24,9 +24,9 @@ from octavo.executor.native.formats import (
     needs_widening,
 )
 from octavo.program.expert_ops import GroupedLinear
-from octavo.program.family_ops import PlaceScores
+from octavo.program.family_ops import PositionScores
 from octavo.program.ops import HeadLinear, Linear
-from octavo.program.place_tables import place_table
+from octavo.program.position_tables import position_table
 from octavo.program.program import Weight
 from octavo.quant.blocks import BlockWeight, StoredWeight
 from octavo.quant.packed import Levels, PackedWeight
@@ -172,10 +172,12 @@ class NativeWeights:
             ]
         return self._experts[op.weight]
 
-    def place_table(self, op: PlaceScores) -> list[NativeTiles]:
+    def position_table(self, op: PositionScores) -> list[NativeTiles]:
         """Returns the fp32 tiles of each head's position table."""
         self._pack_many()
-        table = place_table(op, lambda weight: self._load(weight).dequantize()).astype(np.float32)
+        table = position_table(op, lambda weight: self._load(weight).dequantize()).astype(
+            np.float32
+        )
         return [self._make_tiles(PackedWeight.plain(rows)) for rows in table]
 
     def of_product(self, op: Linear | GroupedLinear | HeadLinear) -> list[NativeTiles]:

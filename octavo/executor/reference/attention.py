@@ -26,7 +26,7 @@ from octavo.executor.reference.step import (
 )
 from octavo.program import ops
 from octavo.program.key_selection import LAST_BLOCKS, KeySelection
-from octavo.program.place_tables import place_buckets
+from octavo.program.position_tables import position_buckets
 from octavo.program.program import Op
 from octavo.program.t5_buckets import t5_buckets
 
@@ -187,8 +187,8 @@ def _splits(first: int, last: int) -> Iterator[tuple[int, int]]:
 
 def _adjustment(op: ops.Attention, query: Query, step: ReferenceStep) -> Adjust | None:
     """Returns a function that applies softcap and bias to a query's scores."""
-    if isinstance(op.bias, ops.PlaceBuckets):
-        return _by_places(op, op.bias, query, step)
+    if isinstance(op.bias, ops.PositionBuckets):
+        return _make_position_adjust(op, op.bias, query, step)
     softcap, add_bias = op.softcap, _bias(op.bias, query.place, step)
     if softcap is None:
         return add_bias
@@ -216,8 +216,8 @@ def _bias(
     return None
 
 
-def _by_places(
-    op: ops.Attention, bias: ops.PlaceBuckets, query: Query, step: ReferenceStep
+def _make_position_adjust(
+    op: ops.Attention, bias: ops.PositionBuckets, query: Query, step: ReferenceStep
 ) -> Adjust:
     """Returns a function that adds position scores to a query's scores; all rows of the request are
     in the step.
@@ -230,7 +230,7 @@ def _by_places(
     own, first = of_queries[query.row], query.row - query.place
 
     def adjust(scores: Floats, keys: NDArray[np.int64]) -> Floats:
-        buckets = place_buckets(query.place - keys, bias)
+        buckets = position_buckets(query.place - keys, bias)
         its = of_keys[first + keys, :, buckets].T
         added: Floats = scores + op.scale * (own[:, buckets] + its)
         return added

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from octavo.executor.batch import KvCopies
 from octavo.executor.reference.step import Floats, Made, ReferenceStep, matvecs, sparse_rows
 from octavo.program import expert_ops, family_ops, ops, rank_ops
-from octavo.program.place_tables import place_table
+from octavo.program.position_tables import position_table
 from octavo.program.program import Op, Weight
 
 # -- rows in, rows out -----------------------------------------------------------------------------
@@ -243,14 +243,14 @@ def rope(op: ops.Rope, step: ReferenceStep) -> Made:
     return (out.reshape(len(x), op.x.width),)
 
 
-def place_scores(op: family_ops.PlaceScores, step: ReferenceStep) -> Made:
-    table = place_table(op, lambda weight: step.weights[weight])
+def position_scores(op: family_ops.PositionScores, step: ReferenceStep) -> Made:
+    table = position_table(op, lambda weight: step.weights[weight])
     x = step.get(op.x).reshape(-1, op.num_heads, table.shape[2])
     heads = [matvecs(rows, x[:, head]) for head, rows in enumerate(table)]
     return (np.stack(heads, axis=1).reshape(len(x), op.out.width),)
 
 
-def foresee(op: ops.Foresee, step: ReferenceStep) -> Made:
+def prefetch_neurons(op: ops.PrefetchNeurons, step: ReferenceStep) -> Made:
     """Does nothing: all weights are in memory."""
     return ()
 
@@ -467,12 +467,12 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
     family_ops.MatchMagnitude: match_magnitude,
     family_ops.KeepLargest: keep_largest,
     family_ops.Mix: mix,
-    family_ops.PlaceScores: place_scores,
+    family_ops.PositionScores: position_scores,
     ops.Act: act,
     ops.ActMul: act_mul,
     ops.Rope: rope,
     ops.KvWrite: kv_write,
-    ops.Foresee: foresee,
+    ops.PrefetchNeurons: prefetch_neurons,
     expert_ops.Route: route,
     expert_ops.GroupedLinear: grouped_linear,
     rank_ops.Dispatch: dispatch,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.executor.batch import StepOutput
-from octavo.executor.torch.sampling import Drawn
+from octavo.executor.torch.sampling import SamplerOutput
 
 
 class Fetch:
@@ -31,13 +31,15 @@ class Fetch:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def take_drawn(self, drawn: Drawn) -> Drawn:
+    def copy_sampled(self, sampled: SamplerOutput) -> SamplerOutput:
         logprobs = None
-        if drawn.logprobs is not None:
-            own, ranks, best, theirs = drawn.logprobs
+        if sampled.logprobs is not None:
+            own, ranks, best, theirs = sampled.logprobs
             logprobs = (self.take(own), self.take(ranks), self.take(best), self.take(theirs))
-        bits = None if drawn.surprises is None else self.take(drawn.surprises)
-        return Drawn(self.take(drawn.token_ids), self.take(drawn.failed), logprobs, bits)
+        bits = None if sampled.surprises is None else self.take(sampled.surprises)
+        return SamplerOutput(
+            self.take(sampled.token_ids), self.take(sampled.failed), logprobs, bits
+        )
 
     def then(self, finish: Callable[[], StepOutput]) -> PendingStep:
         """Returns the step in flight; `finish` makes its output once all copies have arrived."""

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from octavo.executor.filters import MIN_TEMPERATURE, MIROSTAT_TOKENS
 from octavo.executor.noise import XTC_PURPOSE
-from octavo.executor.torch.draws import field, noise_words
+from octavo.executor.torch.sampler_ops import field, noise_words
 
 
-def narrowed(z: Tensor, temperature: Tensor, records: Tensor) -> tuple[Tensor, Tensor]:
+def apply_distribution_filters(
+    z: Tensor, temperature: Tensor, records: Tensor
+) -> tuple[Tensor, Tensor]:
     """Applies top_n_sigma, typical_p and dynamic temperature; returns z and temperatures
     `[S, 1]`.
     """
@@ -25,7 +27,7 @@ def narrowed(z: Tensor, temperature: Tensor, records: Tensor) -> tuple[Tensor, T
     return _typical(z, temperature, _column(records, "typical_p")), temperature
 
 
-def steered(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
+def apply_xtc_mirostat(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
     """Applies XTC and mirostat; returns the remaining weights."""
     order = torch.where(weights > 0, d, -torch.inf).sort(dim=1, descending=True, stable=True)
     sorted_weights = weights.gather(1, order.indices)

@@ -41,7 +41,7 @@ def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> S
         slots=np.broadcast_to(slots, (num_groups, num_rows)).astype(np.int32),
         block_tables=np.broadcast_to(tables, (num_groups, *tables.shape)).copy(),
         sample_rows=np.arange(options.max_requests, dtype=np.int32) % num_rows,
-        sampling=_draws(options.max_requests, vocab_size),
+        sampling=_make_max_sampling(options.max_requests, vocab_size),
     )
 
 
@@ -50,7 +50,7 @@ def count_written_blocks(batch: StepBatch) -> int:
     return int(batch.block_tables.max(initial=-1)) + 1
 
 
-def _draws(count: int, vocab_size: int) -> SamplingBatch:
+def _make_max_sampling(count: int, vocab_size: int) -> SamplingBatch:
     """Returns sampling settings that use the most memory: top_k, top_p and logprobs."""
     none, starts = np.zeros(0, np.int32), np.zeros(count + 1, np.int32)
     return SamplingBatch(

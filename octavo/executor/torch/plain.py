@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.executor.torch import draws
+from octavo.executor.torch import sampler_ops
 from octavo.executor.torch.weights.device_weight import DeviceWeight
 from octavo.executor.torch.weights.program_weights import Product
 from octavo.program import ops
@@ -100,8 +100,8 @@ class PlainKernels:
         return x.sum(dim=1)
 
     def pick(self, d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool) -> Tensor:
-        kept = draws.kept(d, weights, records) if cuts else weights > 0
-        noise = draws.gumbel(draws.noise_words(records, d.shape[1]))
+        kept = sampler_ops.make_keep_mask(d, weights, records) if cuts else weights > 0
+        noise = sampler_ops.gumbel(sampler_ops.noise_words(records, d.shape[1]))
         return torch.where(kept, d + noise, -torch.inf).argmax(dim=1)
 
 

@@ -33,15 +33,15 @@ from octavo.executor.torch.kernels import Kernels
 from octavo.executor.torch.kv_cache import TorchKvCache
 from octavo.executor.torch.last_tokens import source_arrays, target_arrays
 from octavo.executor.torch.profile import OpTimes
-from octavo.executor.torch.ranks import TorchRanks, broadcast_drawn
+from octavo.executor.torch.ranks import TorchRanks, broadcast_sampled
 from octavo.executor.torch.row_ops import norms_ahead
 from octavo.executor.torch.sampling import (
-    Drawn,
-    Wants,
-    draw,
-    draw_arrays,
+    SamplerOutput,
+    SamplingStages,
+    get_sampling_stages,
     join_results,
-    wants_of,
+    make_sampling_arrays,
+    sample,
 )
 from octavo.executor.torch.step import Staging, Step, step_arrays
 from octavo.executor.torch.weights.program_weights import ProgramWeights
@@ -76,11 +76,11 @@ class Runtime:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkDraws:
+class ChunkSampling:
     """Sampling of one chunk of a step's sampled rows."""
 
     chunk: slice
-    wants: Wants
+    stages: SamplingStages
     arrays: dict[str, NDArray]
 
 
@@ -197,22 +197,22 @@ class TorchProgram(Runnable):
             slice(start, min(start + HEAD_ROWS, len(batch.sample_rows)))
             for start in range(0, len(batch.sample_rows), HEAD_ROWS)
         ]
-        draws = (
+        samplings = (
             []
             if batch.sampling is None
-            else [self._draws(batch, batch.sampling, chunk) for chunk in chunks]
+            else [self._make_chunk_sampling(batch, batch.sampling, chunk) for chunk in chunks]
         )
         # Graphs hold the plain Program: rows with adapters are computed op by op.
         replays = self._times is None and StepAdapters.of(self.adapters, batch.adapter_rows) is None
         padded = self._graphs.padded(batch) if self._graphs is not None and replays else None
-        draw_inputs = {
+        sampling_inputs = {
             f"{index}/{name}": array
-            for index, part in enumerate(draws)
+            for index, part in enumerate(samplings)
             for name, array in part.arrays.items()
         }
         inputs = self._put(
             self._arrays(padded or batch, kv, fixed=padded is not None),
-            draw_inputs | source_arrays(batch.last_tokens),
+            sampling_inputs | source_arrays(batch.last_tokens),
         )
         self._take_last_tokens(inputs)
         values_of = (
@@ -222,7 +222,7 @@ class TorchProgram(Runnable):
         )
         if batch.sampling is None:
             return self._outputs(chunks, fetch, values_of)
-        return self._drawn_outputs(draws, inputs, fetch, values_of)
+        return self._make_sample_output(samplings, inputs, fetch, values_of)
 
     def _replayed(self, size: int) -> ValuesOf:
         assert self._graphs is not None
@@ -233,23 +233,25 @@ class TorchProgram(Runnable):
         self._execute(self.instructions.body, step)
         return lambda chunk: self._through_head(step, step.inputs["sample_rows"][chunk])
 
-    def _draws(self, batch: StepBatch, sampling: SamplingBatch, chunk: slice) -> ChunkDraws:
+    def _make_chunk_sampling(
+        self, batch: StepBatch, sampling: SamplingBatch, chunk: slice
+    ) -> ChunkSampling:
         """Returns the sampling setup of a chunk.
 
         Each chunk computes as many top logprobs as the whole step needs, because the chunks' arrays
         are joined.
         """
         part = sampling.part(chunk.start, chunk.stop)
-        whole = wants_of(sampling, self.program.vocab_size)
-        wants = dataclasses.replace(
-            wants_of(part, self.program.vocab_size),
+        whole = get_sampling_stages(sampling, self.program.vocab_size)
+        stages = dataclasses.replace(
+            get_sampling_stages(part, self.program.vocab_size),
             num_top=whole.num_top,
             surprises=whole.surprises,
         )
-        return ChunkDraws(
+        return ChunkSampling(
             chunk,
-            wants,
-            draw_arrays(part, wants)
+            stages,
+            make_sampling_arrays(part, stages)
             | target_arrays(batch.last_tokens, chunk, spare=self._runtime.max_rows),
         )
 
@@ -264,10 +266,10 @@ class TorchProgram(Runnable):
                 torch.where(sources >= 0, self._last_tokens[sources.clamp(min=0)], token_ids)
             )
 
-    def _keep_last_tokens(self, inputs: dict[str, Tensor], drawn: Drawn) -> None:
+    def _keep_last_tokens(self, inputs: dict[str, Tensor], sampled: SamplerOutput) -> None:
         targets = inputs.get("last_targets")
         if targets is not None:
-            self._last_tokens.index_copy_(0, targets, drawn.token_ids.int())
+            self._last_tokens.index_copy_(0, targets, sampled.token_ids.int())
 
     def _new_step(self, batch: StepBatch, kv: TorchKvCache, inputs: dict[str, Tensor]) -> Step:
         runtime = self._runtime
@@ -289,13 +291,13 @@ class TorchProgram(Runnable):
     def _arrays(self, batch: StepBatch, kv: TorchKvCache, *, fixed: bool) -> dict[str, NDArray]:
         return step_arrays(batch, kv.num_blocks) | self._attention_arrays(batch, fixed=fixed)
 
-    def _put(self, arrays: dict[str, NDArray], draws: dict[str, NDArray]) -> dict[str, Tensor]:
+    def _put(self, arrays: dict[str, NDArray], sampling: dict[str, NDArray]) -> dict[str, Tensor]:
         """Copies arrays to the device in one transfer, unless the sampling masks exceed the
         buffer.
         """
-        if self._staging.fits(arrays | draws):
-            return self._staging.put(arrays | draws)
-        return self._staging.put(arrays) | self._late_staging.put(draws)
+        if self._staging.fits(arrays | sampling):
+            return self._staging.put(arrays | sampling)
+        return self._staging.put(arrays) | self._late_staging.put(sampling)
 
     def _outputs(
         self, chunks: list[slice], fetch: Fetch, values_of: ValuesOf
@@ -309,33 +311,39 @@ class TorchProgram(Runnable):
         }
         return lambda: StepOutput(arrays={name: array.numpy() for name, array in arrays.items()})
 
-    def _drawn_outputs(
-        self, draws: list[ChunkDraws], inputs: dict[str, Tensor], fetch: Fetch, values_of: ValuesOf
+    def _make_sample_output(
+        self,
+        samplings: list[ChunkSampling],
+        inputs: dict[str, Tensor],
+        fetch: Fetch,
+        values_of: ValuesOf,
     ) -> Callable[[], StepOutput]:
         """Returns a function that makes the sampled tokens."""
-        drawn: list[Drawn] = []
-        for index, part in enumerate(draws):
+        sampled: list[SamplerOutput] = []
+        for index, part in enumerate(samplings):
             own = {name: inputs[f"{index}/{name}"] for name in part.arrays}
-            if part.wants.last_ids:
+            if part.stages.last_ids:
                 own["last_ids"] = self._last_tokens[own["last_targets"]]
-            one = self._drawn(
-                values_of(part.chunk)[self.program.outputs["logits"].name], own, part.wants
+            one = self._sample(
+                values_of(part.chunk)[self.program.outputs["logits"].name], own, part.stages
             )
             self._keep_last_tokens(own, one)
-            drawn.append(fetch.take_drawn(one))
+            sampled.append(fetch.copy_sampled(one))
         return lambda: StepOutput(
-            join_results(drawn)
-            if drawn
+            join_results(sampled)
+            if sampled
             else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_))
         )
 
-    def _drawn(self, logits: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Drawn:
+    def _sample(
+        self, logits: Tensor, inputs: dict[str, Tensor], stages: SamplingStages
+    ) -> SamplerOutput:
         """Samples tokens; with several ranks the first samples and broadcasts."""
         ranks, kernels = self._runtime.ranks, self._runtime.kernels
         if ranks is None:
-            return draw(logits, inputs, wants, kernels)
-        return broadcast_drawn(
-            ranks, draw(logits, inputs, wants, kernels) if ranks.rank == 0 else None, len(logits)
+            return sample(logits, inputs, stages, kernels)
+        return broadcast_sampled(
+            ranks, sample(logits, inputs, stages, kernels) if ranks.rank == 0 else None, len(logits)
         )
 
     def _through_head(self, step: Step, sample_rows: Tensor) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.api.errors import BackendUnavailable
 from octavo.executor.rank_grid import RankGrid
-from octavo.executor.torch.sampling import Drawn
+from octavo.executor.torch.sampling import SamplerOutput
 
 dist: Any = torch_distributed  # its stores and groups are not in its typed names
 
@@ -141,17 +141,19 @@ class TorchRanks:
                 self._group.abort()
 
 
-def broadcast_drawn(ranks: TorchRanks, drawn: Drawn | None, count: int) -> Drawn:
+def broadcast_sampled(
+    ranks: TorchRanks, sampled: SamplerOutput | None, count: int
+) -> SamplerOutput:
     """Broadcasts the tokens sampled by the first rank for `count` rows.
 
     Other ranks pass None and receive tokens and failures, without logprobs.
     """
     message = torch.zeros(2, count, dtype=torch.int32, device=ranks.device)
-    if drawn is not None:
-        message.copy_(torch.stack([drawn.token_ids, drawn.failed]))
+    if sampled is not None:
+        message.copy_(torch.stack([sampled.token_ids, sampled.failed]))
     if count:
         message = ranks.from_first(message)
-    return drawn or Drawn(message[0], message[1].bool(), None)
+    return sampled or SamplerOutput(message[0], message[1].bool(), None)
 
 
 def own_address(host: str) -> str:

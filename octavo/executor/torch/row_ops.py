@@ -193,7 +193,7 @@ def angles(table: ops.RopeTable, step: Step) -> tuple[Tensor, Tensor]:
     return cos.float(), sin.float()
 
 
-def place_scores(op: family_ops.PlaceScores, step: Step) -> Made:
+def position_scores(op: family_ops.PositionScores, step: Step) -> Made:
     table = step.weights.constant(op)
     x = step.get(op.x).view(-1, op.num_heads, table.shape[2])
     made = torch.einsum("thd,hrd->thr", x.float(), table)
@@ -261,7 +261,7 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     family_ops.MatchMagnitude: match_magnitude,
     family_ops.KeepLargest: keep_largest,
     family_ops.Mix: mix,
-    family_ops.PlaceScores: place_scores,
+    family_ops.PositionScores: position_scores,
     ops.Act: act,
     ops.ActMul: act_mul,
     ops.Rope: rope,

@@ -17,12 +17,12 @@ from octavo.api.sampling_options import FilterKind
 from octavo.api.sampling_params import OPTIONS
 from octavo.executor.batch import SampleResult, SamplingBatch
 from octavo.executor.torch import filters
-from octavo.executor.torch.draws import field, kept, record_words
 from octavo.executor.torch.kernels import Kernels
+from octavo.executor.torch.sampler_ops import field, make_keep_mask, record_words
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class SamplingStages:
     """Sampling stages that any row of a step needs; others are skipped."""
 
     draws: bool
@@ -50,25 +50,27 @@ class Wants:
         return self.counts_last or self.biased_after
 
 
-GREEDY = Wants(draws=False, cuts=False, biased=False, masked=False, penalised=False, num_top=-1)
+GREEDY = SamplingStages(
+    draws=False, cuts=False, biased=False, masked=False, penalised=False, num_top=-1
+)
 """Only the largest logit of each row."""
 
 
-def wants_of(batch: SamplingBatch, vocab_size: int) -> Wants:
+def get_sampling_stages(batch: SamplingBatch, vocab_size: int) -> SamplingStages:
     """Returns the stages that the rows of a batch need."""
     records = batch.records
-    drawn = records[records["temperature"] > 0]
+    sampled = records[records["temperature"] > 0]
     most = int(records["num_logprobs"].max(initial=-1))
     asked = most >= 0 or bool((records["target_id"] >= 0).any())
-    return Wants(
-        draws=len(drawn) > 0,
-        cuts=_any(drawn["top_k"] > 0, drawn["top_p"] < 1),
+    return SamplingStages(
+        draws=len(sampled) > 0,
+        cuts=_any(sampled["top_k"] > 0, sampled["top_p"] < 1),
         biased=len(batch.bias_ids) > 0,
         masked=bool((records["allowed_mask"] >= 0).any()),
         penalised=len(batch.history_ids) > 0,
         num_top=min(max(most, 0), vocab_size) if asked else -1,
-        narrows=_has_filter(drawn, "distribution"),
-        steers=_has_filter(drawn, "after_cutoff"),
+        narrows=_has_filter(sampled, "distribution"),
+        steers=_has_filter(sampled, "after_cutoff"),
         surprises=_any(records["mirostat_mode"] > 0),
         counts_last=batch.counts_last is not None and _any(batch.counts_last),
         biased_after=batch.bias_after is not None and _any(batch.bias_after >= 0),
@@ -89,27 +91,27 @@ def _any(*asked: NDArray[np.bool_]) -> bool:
     return any(bool(rows.any()) for rows in asked)
 
 
-def draw_arrays(batch: SamplingBatch, wants: Wants) -> dict[str, NDArray]:
-    """Returns the arrays that `draw` reads, copied with the step's other arrays."""
+def make_sampling_arrays(batch: SamplingBatch, stages: SamplingStages) -> dict[str, NDArray]:
+    """Returns the arrays that `sample` reads, copied with the step's other arrays."""
     arrays: dict[str, NDArray] = {"records": record_words(batch.records)}
-    if wants.biased:
+    if stages.biased:
         arrays |= {
             "bias_rows": _rows(batch.bias_starts),
             "bias_ids": batch.bias_ids,
             "bias_values": batch.bias_values,
         }
-    if wants.biased_after:
+    if stages.biased_after:
         assert batch.bias_after is not None
         arrays["bias_after"] = batch.bias_after
-    if wants.masked:
+    if stages.masked:
         arrays["allowed_masks"] = batch.allowed_masks.view(np.int32)
-    if wants.penalised:
+    if stages.penalised:
         arrays |= {
             "history_rows": _rows(batch.history_starts),
             "history_ids": batch.history_ids,
             "history_counts": batch.history_counts,
         }
-    if wants.counts_last:
+    if stages.counts_last:
         assert batch.counts_last is not None
         arrays["counts_last"] = batch.counts_last.astype(np.int32)
     return arrays
@@ -121,7 +123,7 @@ def _rows(starts: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class SamplerOutput:
     """A `SampleResult` on the device."""
 
     token_ids: Tensor
@@ -132,56 +134,58 @@ class Drawn:
     """Surprise in bits `[S]`, if requested."""
 
 
-def draw(logits: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kernels) -> Drawn:
-    """Samples a token of each row of `logits [S, V]`; `inputs` are `draw_arrays` on the device."""
-    if wants == GREEDY:
+def sample(
+    logits: Tensor, inputs: dict[str, Tensor], stages: SamplingStages, kernels: Kernels
+) -> SamplerOutput:
+    """Samples a token of each row of `logits [S, V]`; `inputs` are from `make_sampling_arrays`."""
+    if stages == GREEDY:
         return _largest(logits)
     records = inputs["records"]
     logits = logits.float()
     failed = logits.isnan().any(dim=1)
-    z = _changed(logits.double(), inputs, wants)
+    z = _adjust_logits(logits.double(), inputs, stages)
     top, tokens = z.amax(dim=1), z.argmax(dim=1)
-    bits: Tensor | None = torch.zeros_like(top) if wants.surprises else None
-    if wants.draws:
-        drawn, weights = _drawn(z, records, wants, kernels)
-        tokens = torch.where(field(records, "temperature") > 0, drawn, tokens)
-        bits = filters.surprises(weights, tokens) if wants.surprises else None
+    bits: Tensor | None = torch.zeros_like(top) if stages.surprises else None
+    if stages.draws:
+        sampled, weights = _sample_tokens(z, records, stages, kernels)
+        tokens = torch.where(field(records, "temperature") > 0, sampled, tokens)
+        bits = filters.surprises(weights, tokens) if stages.surprises else None
     targets = field(records, "target_id").long()
     failed = failed | (~top.isfinite() & (targets < 0))
     tokens = torch.where(targets >= 0, targets, tokens).masked_fill(failed, 0)
-    found = None if wants.num_top < 0 else _logprobs(logits, tokens, wants.num_top, kernels)
-    return Drawn(tokens, failed, found, bits)
+    found = None if stages.num_top < 0 else _logprobs(logits, tokens, stages.num_top, kernels)
+    return SamplerOutput(tokens, failed, found, bits)
 
 
-def _largest(logits: Tensor) -> Drawn:
+def _largest(logits: Tensor) -> SamplerOutput:
     """Picks the largest logit of each row in one pass.
 
     fp64 would give the same; `max` treats NaN as the largest number.
     """
     top, tokens = logits.max(dim=1)
     failed = ~top.isfinite()
-    return Drawn(tokens.masked_fill(failed, 0), failed, None)
+    return SamplerOutput(tokens.masked_fill(failed, 0), failed, None)
 
 
-def _changed(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Tensor:
+def _adjust_logits(z: Tensor, inputs: dict[str, Tensor], stages: SamplingStages) -> Tensor:
     """Applies bias, mask and penalties; z is overwritten."""
     records = inputs["records"]
-    if wants.biased:
+    if stages.biased:
         rows, values = inputs["bias_rows"], inputs["bias_values"].double()
-        if wants.biased_after:
+        if stages.biased_after:
             after = inputs["bias_after"]
             values = values.masked_fill((after >= 0) & (after != inputs["last_ids"][rows]), 0.0)
         z.index_put_((rows, inputs["bias_ids"].long()), values, accumulate=True)
-    if wants.masked:
+    if stages.masked:
         allowed = field(records, "allowed_mask").long()
         bits = _bits(inputs["allowed_masks"][allowed.clamp(min=0)], z.shape[1])
         z.masked_fill_(~bits & (allowed >= 0)[:, None], -torch.inf)
-    if wants.penalised:
-        _penalise(z, inputs, wants)
+    if stages.penalised:
+        _penalise(z, inputs, stages)
     return z
 
 
-def _penalise(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> None:
+def _penalise(z: Tensor, inputs: dict[str, Tensor], stages: SamplingStages) -> None:
     """Applies history penalties to z in place.
 
     A last token known only to the device is added to its history count, or counted separately if it
@@ -189,7 +193,7 @@ def _penalise(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> None:
     """
     rows, ids = inputs["history_rows"], inputs["history_ids"].long()
     counts = inputs["history_counts"]
-    if not wants.counts_last:
+    if not stages.counts_last:
         z[rows, ids] = _penalised(z[rows, ids], rows, counts, inputs["records"])
         return
     last, counts_last = inputs["last_ids"].long(), inputs["counts_last"]
@@ -220,23 +224,25 @@ def _bits(words: Tensor, vocab_size: int) -> Tensor:
     return bits.view(len(words), -1)[:, :vocab_size].bool()
 
 
-def _drawn(z: Tensor, records: Tensor, wants: Wants, kernels: Kernels) -> tuple[Tensor, Tensor]:
+def _sample_tokens(
+    z: Tensor, records: Tensor, stages: SamplingStages, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
     """Returns a sampled token per row `[S]` and the candidates' weights `[S, V]`; undefined at
     temperature 0 and for failed rows.
     """
     temperature = field(records, "temperature").double()[:, None]
     temperature = torch.where(temperature > 0, temperature, 1.0)
-    if wants.narrows:
-        z, temperature = filters.narrowed(z, temperature, records)
+    if stages.narrows:
+        z, temperature = filters.apply_distribution_filters(z, temperature, records)
     d = (z - z.amax(dim=1, keepdim=True)) / temperature
     weights = torch.exp(d)
     least = field(records, "min_p").double()[:, None]
     weights = torch.where(weights >= least, weights, 0.0)
-    if not wants.steers:
-        return kernels.pick(d, weights, records, cuts=wants.cuts), weights
-    if wants.cuts:
-        weights = torch.where(kept(d, weights, records), weights, 0.0)
-    weights = filters.steered(d, weights, records)
+    if not stages.steers:
+        return kernels.pick(d, weights, records, cuts=stages.cuts), weights
+    if stages.cuts:
+        weights = torch.where(make_keep_mask(d, weights, records), weights, 0.0)
+    weights = filters.apply_xtc_mirostat(d, weights, records)
     return kernels.pick(d, weights, records, cuts=False), weights
 
 
@@ -257,7 +263,7 @@ def _logprobs(
     return logprobs.gather(1, own)[:, 0].float(), ranks, best, logprobs.gather(1, best).float()
 
 
-def join_results(parts: list[Drawn]) -> SampleResult:
+def join_results(parts: list[SamplerOutput]) -> SampleResult:
     """Joins the parts of a step into one result on the host."""
     result = SampleResult(
         torch.cat([part.token_ids for part in parts]).int().cpu().numpy(),

@@ -33,7 +33,7 @@ UNPACK = "use fewer ranks, or --dtype bfloat16, which unpacks the weights"
 
 
 def split_anywhere(weight: Weight) -> int:
-    """`UnitOf` of plain floats: any split is allowed."""
+    """The `UnitOf` for plain floats, which may be split anywhere."""
     return 1
 
 
@@ -245,7 +245,7 @@ class _Sharder:
 
     # -- attention ---------------------------------------------------------------------------------
 
-    def _shard_PlaceScores(self, op: family_ops.PlaceScores) -> None:
+    def _shard_PositionScores(self, op: family_ops.PositionScores) -> None:
         raise split_error(
             f"{op.kind} makes scores of all heads", hint="leave tensor_parallel_size at 1"
         )

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from octavo.api.errors import ConfigError
-from octavo.program.ops import ActMul, Foresee, Linear
+from octavo.program.ops import ActMul, Linear, PrefetchNeurons
 from octavo.program.program import Op, Program, Value, Weight
 from octavo.sparsity.neuron_predictors import PredictorNames
 from octavo.sparsity.passes.sparsify import get_gate_name
@@ -49,7 +49,7 @@ def predict(
         if lookahead and index >= lookahead:
             at = places[index - lookahead]
             guess = _products(shape, _read_at(program, at), gate.out, suffix=".guessed")
-            hint = Foresee(guess[-1].outs[0], shape.gate)
+            hint = PrefetchNeurons(guess[-1].outs[0], shape.gate)
             before.setdefault(at, []).extend([*guess, hint])
     ops: list[Op] = []
     for at, op in enumerate(program.ops):

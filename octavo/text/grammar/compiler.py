@@ -102,7 +102,7 @@ class TokenMatcher:
         copied._has_ended = self._has_ended
         return copied
 
-    def take(self, token_ids: Sequence[int]) -> None:
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
         ends = bool(token_ids) and token_ids[-1] in self._end_token_ids
         rest = list(token_ids[:-1] if ends else token_ids)
         taken = self._matcher.try_consume_tokens(rest)
@@ -113,13 +113,13 @@ class TokenMatcher:
             raise GrammarError("an end token came before the end of the grammar's text")
         self._has_ended = ends
 
-    def take_legal(self, token_id: int) -> bool:
+    def try_accept(self, token_id: int) -> bool:
         if token_id not in self._end_token_ids:
             return self._matcher.try_consume_tokens([token_id]) == 1
         self._has_ended = self._matcher.is_accepting()
         return self._has_ended
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         if self._has_ended:
             self._has_ended = False
         else:
@@ -264,7 +264,7 @@ def probe(matcher: TokenMatcher) -> None:
         if first is None:
             raise GrammarError("no token can begin or continue its text")
         token_id = 8 * first + (mask[first] & -mask[first]).bit_length() - 1
-        matcher.take([token_id])
+        matcher.accept_tokens([token_id])
         if matcher.is_complete:
             return
 

@@ -121,7 +121,7 @@ class LazyGrammars:
         from octavo.text.grammar.compiler import GrammarError
 
         try:
-            self.compile(spec).take(token_ids)
+            self.compile(spec).accept_tokens(token_ids)
         except GrammarError:
             return False
         return True

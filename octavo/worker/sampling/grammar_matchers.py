@@ -158,7 +158,7 @@ class GrammarMatchers:
         assert new.grammar is not None
         assert self._compiled is not None, "the frontend rejects grammars if nothing compiles them"
         matcher = self._compiled.matcher(new.grammar)
-        matcher.take(new.token_ids[new.num_prompt_tokens - new.grammar.num_given_tokens :])
+        matcher.accept_tokens(new.token_ids[new.num_prompt_tokens - new.grammar.num_given_tokens :])
         self._matchers[row] = matcher
 
     def begin(self, specs: Sequence[GrammarSpec]) -> None:
@@ -210,9 +210,9 @@ class GrammarMatchers:
             return
         if accepted is not None:
             # Another token was sampled than the one that `try_accept` accepted.
-            matcher.take_back()
+            matcher.rollback()
         try:
-            matcher.take([token_id])
+            matcher.accept_tokens([token_id])
         except Exception as error:
             self._faults[row] = error
 
@@ -220,7 +220,7 @@ class GrammarMatchers:
         """Returns whether a row allows a token. If so, its matcher accepts it, and `accept_token`
         is to be called with it next.
         """
-        if row in self._faults or not self._matchers[row].take_legal(token_id):
+        if row in self._faults or not self._matchers[row].try_accept(token_id):
             return False
         self._accepted[row] = token_id
         return True
@@ -228,7 +228,7 @@ class GrammarMatchers:
     def rollback(self) -> None:
         """Rolls back tokens without a call of `accept_token`: their step did not complete."""
         for row in self._accepted:
-            self._matchers[row].take_back()
+            self._matchers[row].rollback()
         self._accepted.clear()
 
     def __bool__(self) -> bool:
@@ -384,7 +384,7 @@ def _advance(matcher: Matcher, token_id: int) -> Matcher | None:
         return None
     ahead = matcher.copy()
     try:
-        ahead.take([token_id])
+        ahead.accept_tokens([token_id])
     except Exception:
         return None
     return ahead

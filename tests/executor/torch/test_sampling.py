@@ -8,9 +8,15 @@ import torch
 
 from octavo.executor import noise, sampling
 from octavo.executor.batch import sampling_records
-from octavo.executor.torch.draws import gumbel, noise_words, record_words
 from octavo.executor.torch.plain import PlainKernels
-from octavo.executor.torch.sampling import GREEDY, draw, draw_arrays, join_results, wants_of
+from octavo.executor.torch.sampler_ops import gumbel, noise_words, record_words
+from octavo.executor.torch.sampling import (
+    GREEDY,
+    get_sampling_stages,
+    join_results,
+    make_sampling_arrays,
+    sample,
+)
 from tests.support.draw_laws import (
     SAMPLERS,
     check_distribution,
@@ -22,13 +28,13 @@ from tests.support.sampling_cases import check, drawn, random_batch, random_logi
 
 def sample_torch(logits, batch):
     """Draws all rows at once; fewer logits than rows are drawn from again."""
-    wants = wants_of(batch, logits.shape[1])
+    wants = get_sampling_stages(batch, logits.shape[1])
     inputs = {
         name: torch.from_numpy(np.ascontiguousarray(array))
-        for name, array in draw_arrays(batch, wants).items()
+        for name, array in make_sampling_arrays(batch, wants).items()
     }
     rows = np.resize(logits, (len(batch), logits.shape[1]))
-    return join_results([draw(torch.from_numpy(rows), inputs, wants, PlainKernels())])
+    return join_results([sample(torch.from_numpy(rows), inputs, wants, PlainKernels())])
 
 
 @pytest.mark.parametrize(
@@ -67,8 +73,8 @@ def test_the_largest_logit_alone_is_what_a_draw_at_temperature_0_gives(dtype):
     logits[2, 5], logits[3], logits[4, 7] = torch.nan, -torch.inf, torch.inf
     logits[5, 0], logits[6, 699] = -torch.inf, 40.0
     inputs = {"records": torch.from_numpy(record_words(sampling_records(9)))}
-    found = draw(logits, inputs, GREEDY, PlainKernels())
-    wanted = draw(logits, inputs, dataclasses.replace(GREEDY, num_top=0), PlainKernels())
+    found = sample(logits, inputs, GREEDY, PlainKernels())
+    wanted = sample(logits, inputs, dataclasses.replace(GREEDY, num_top=0), PlainKernels())
     assert torch.equal(found.token_ids, wanted.token_ids)
     assert torch.equal(found.failed, wanted.failed)
     assert found.failed.nonzero()[:, 0].tolist() == [2, 3, 4] and found.token_ids[6] == 699

@@ -80,7 +80,7 @@ def written(compiler, tokenizer, form, seed: int, *, begin: str = "") -> str:
     draw = random.Random(seed)
     matcher = compiler.compile(admit(form, compiler))
     ids = tokenizer.encode(begin, add_special_tokens=False, allow_special_text=True)
-    matcher.take(ids)
+    matcher.accept_tokens(ids)
     for _ in range(600):
         allowed = legal(matcher)
         assert allowed, tokenizer.decode(ids)
@@ -89,7 +89,7 @@ def written(compiler, tokenizer, form, seed: int, *, begin: str = "") -> str:
         texts = {i: tokenizer.token_text(i) for i in allowed}
         plain = [i for i, text in texts.items() if text in set('abc12"}])<,/')]
         ids.append(draw.choice(plain or allowed))
-        matcher.take(ids[-1:])
+        matcher.accept_tokens(ids[-1:])
     raise AssertionError(f"no end: {tokenizer.decode(ids)!r}")
 
 
@@ -146,7 +146,7 @@ def allows(channels, form, text: str) -> bool:
     for token_id in ids:
         if not matcher.allows(token_id):
             return False
-        matcher.take([token_id])
+        matcher.accept_tokens([token_id])
     return matcher.allows(END)
 
 
@@ -227,7 +227,7 @@ def test_one_call_alone_where_several_are_not_wanted(compiler, tokenizer):
         admit(build_response_form(None, tools, rules, NO_REASONING), compiler)
     )
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    matcher.take(tokenizer.encode(call, add_special_tokens=False))
+    matcher.accept_tokens(tokenizer.encode(call, add_special_tokens=False))
     assert legal(matcher) == [END]
 
 
@@ -262,11 +262,11 @@ def test_a_form_begins_behind_the_reasoning(compiler, tokenizer, is_open):
 def test_reasoning_is_closed_after_its_budget(compiler, tokenizer, most):
     span = ReasoningSpan("<think>", "</think>", most)
     matcher = compiler.compile(admit(any_text(span, "thinking_token_budget"), compiler))
-    matcher.take(tokenizer.encode("<think>" + "a" * most, add_special_tokens=False))
+    matcher.accept_tokens(tokenizer.encode("<think>" + "a" * most, add_special_tokens=False))
     closing = tokenizer.encode("</think>", add_special_tokens=False)
     for token_id in closing:
         assert legal(matcher) == [token_id]
-        matcher.take([token_id])
+        matcher.accept_tokens([token_id])
     assert len(legal(matcher)) > 100
 
 
@@ -274,7 +274,7 @@ def test_reasoning_within_its_budget_ends_by_itself(compiler, tokenizer):
     form = any_text(ReasoningSpan("<think>", "</think>", 20), "thinking_token_budget")
     for text in ("<think>ab</think>c", "<think></think>c", "no thought"):
         matcher = compiler.compile(admit(form, compiler))
-        matcher.take(tokenizer.encode(text, add_special_tokens=False))
+        matcher.accept_tokens(tokenizer.encode(text, add_special_tokens=False))
         assert END in legal(matcher), text
 
 
@@ -343,7 +343,9 @@ def test_an_answer_with_tools_may_end_inside_its_reasoning(
     call = tools.written[0].replace("{name}", "now")
     matcher = compiler.compile(admit(form, compiler))
     opening = "" if is_open else "<think>"
-    matcher.take(tokenizer.encode(f"{opening}a</think>\n\n{call}", add_special_tokens=False))
+    matcher.accept_tokens(
+        tokenizer.encode(f"{opening}a</think>\n\n{call}", add_special_tokens=False)
+    )
     assert END not in legal(matcher)
     if not must_call:
         assert allows((tokenizer, compiler), form, f"{opening}a</think>\n\nDone.")

@@ -30,11 +30,11 @@ class Countdown:
     def allows(self, token_id):
         return token_id == self.at
 
-    def take_legal(self, token_id):
+    def try_accept(self, token_id):
         self.at -= token_id == self.at
         return token_id == self.at + 1
 
-    def take_back(self):
+    def rollback(self):
         self.at += 1
 
     def mask(self):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from octavo.executor.torch.attention.bias import make_bias
-from octavo.executor.torch.attention.by_places import attention_by_places
 from octavo.executor.torch.attention.call import AttentionCall, ExpandKv
+from octavo.executor.torch.attention.disentangled import disentangled_attention
 from octavo.executor.torch.attention.query_rows import make_query_rows
 from octavo.executor.torch.rope_write import RopeWrite, RopeWriteCall
 from octavo.executor.torch.row_ops import angles
@@ -25,8 +25,8 @@ from octavo.program.program import Op
 
 
 def attention(op: ops.Attention, step: Step) -> Made:
-    if isinstance(op.bias, ops.PlaceBuckets):
-        return (attention_by_places(op, op.bias, step),)
+    if isinstance(op.bias, ops.PositionBuckets):
+        return (disentangled_attention(op, op.bias, step),)
     at = step.program.group_index(op.group)
     group, cache = step.program.groups[at], step.kv[at]
     q = step.get(op.q)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from octavo.executor.batch import SAMPLING_RECORD
 from octavo.executor.noise import SAMPLE_PURPOSE
-from octavo.executor.torch.draws import get_word_index
+from octavo.executor.torch.sampler_ops import get_word_index
 from octavo.executor.torch.triton.tuning import tuned
 
 WORDS = tl.constexpr(SAMPLING_RECORD.itemsize // 4)

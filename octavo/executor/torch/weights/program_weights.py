@@ -19,7 +19,7 @@ from octavo.executor.base import LoadWeight
 from octavo.executor.torch.weights.device_weight import DeviceWeight, to_device
 from octavo.program import expert_ops, family_ops, ops
 from octavo.program.ops import Linear
-from octavo.program.place_tables import place_table
+from octavo.program.position_tables import position_table
 from octavo.program.program import Op, Program, Weight
 from octavo.quant.packed import PackedWeight
 
@@ -85,9 +85,9 @@ class ProgramWeights:
         """Adds constants of an op, in fp64."""
         self._kept[id(owner)] = torch.tensor(values, dtype=torch.float64, device=self._device)
 
-    def add_place_table(self, op: family_ops.PlaceScores) -> None:
+    def add_position_table(self, op: family_ops.PositionScores) -> None:
         """Adds the position table of an op, `[H, R, D] fp32`."""
-        table = place_table(op, lambda weight: self._packed(weight).dequantize())
+        table = position_table(op, lambda weight: self._packed(weight).dequantize())
         self._tables.append(to_device(table.astype(np.float32), self._device))
         self._kept[id(op)] = self._tables[-1]
 
@@ -173,9 +173,9 @@ def _add_weights(op: Op, weights: ProgramWeights) -> None:
     elif isinstance(op, ops.MlaAttention):
         matrices = (op.kv_b,)
         weights.add_matrix(op.kv_b)
-    elif isinstance(op, family_ops.PlaceScores):
+    elif isinstance(op, family_ops.PositionScores):
         matrices = op.weights
-        weights.add_place_table(op)
+        weights.add_position_table(op)
     elif isinstance(op, ops.Rope):
         weights.add_constant(op.table, op.table.inv_freq)
         if op.table.long is not None:

@@ -9,9 +9,14 @@ import torch
 from octavo.executor import sampling
 from octavo.executor.batch import sampling_records
 from octavo.executor.noise import gumbel, noise_words
-from octavo.executor.torch.draws import record_words
 from octavo.executor.torch.plain import PlainKernels
-from octavo.executor.torch.sampling import draw, draw_arrays, join_results, wants_of
+from octavo.executor.torch.sampler_ops import record_words
+from octavo.executor.torch.sampling import (
+    get_sampling_stages,
+    join_results,
+    make_sampling_arrays,
+    sample,
+)
 from octavo.executor.torch.triton import pick
 from octavo.executor.torch.triton.device import device_name
 from octavo.executor.torch.triton.kernels import TritonKernels
@@ -33,13 +38,13 @@ TRITON = TritonKernels(DEVICE)
 
 def sample_triton(logits, batch):
     """Draws all rows at once; fewer logits than rows are drawn from again."""
-    wants = wants_of(batch, logits.shape[1])
+    wants = get_sampling_stages(batch, logits.shape[1])
     inputs = {
         name: torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE)
-        for name, array in draw_arrays(batch, wants).items()
+        for name, array in make_sampling_arrays(batch, wants).items()
     }
     rows = torch.from_numpy(np.resize(logits, (len(batch), logits.shape[1]))).to(DEVICE)
-    return join_results([draw(rows, inputs, wants, TRITON)])
+    return join_results([sample(rows, inputs, wants, TRITON)])
 
 
 def words_of(records):

@@ -1,4 +1,4 @@
-"""Disentangled attention (`ops.PlaceBuckets`), one request at a time; all rows of a text are in one
+"""Disentangled attention (`ops.PositionBuckets`), one request at a time, with all its rows in one
 step.
 """
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.executor.torch.step import Step
 from octavo.program import ops
-from octavo.program.place_tables import place_buckets
+from octavo.program.position_tables import position_buckets
 
 
-def attention_by_places(op: ops.Attention, bias: ops.PlaceBuckets, step: Step) -> Tensor:
+def disentangled_attention(op: ops.Attention, bias: ops.PositionBuckets, step: Step) -> Tensor:
     """Computes `[T, H * v_width]`."""
     assert op.of_queries is not None and op.of_keys is not None
     at = step.program.group_index(op.group)
@@ -46,10 +46,10 @@ def attention_by_places(op: ops.Attention, bias: ops.PlaceBuckets, step: Step) -
     return out
 
 
-def _buckets(bias: ops.PlaceBuckets, count: int, device: torch.device) -> Tensor:
+def _buckets(bias: ops.PositionBuckets, count: int, device: torch.device) -> Tensor:
     """Returns the bucket of each query-key pair, `[count, count]`."""
     places = np.arange(count)
-    return torch.from_numpy(place_buckets(places[:, None] - places, bias)).to(device)
+    return torch.from_numpy(position_buckets(places[:, None] - places, bias)).to(device)
 
 
 def _by_head(buckets: Tensor, num_heads: int) -> Tensor:

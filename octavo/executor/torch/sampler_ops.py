@@ -44,7 +44,7 @@ def field(records: Tensor, name: str) -> Tensor:
     return column.view(torch.float32) if SAMPLING_RECORD[name].kind == "f" else column
 
 
-def kept(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
+def make_keep_mask(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
     """Returns which weighted tokens `[S, V]` top_k and top_p keep."""
     top_ks = field(records, "top_k").long()[:, None]
     top_ps = field(records, "top_p").double()[:, None]

@@ -17,7 +17,7 @@ from octavo.quant.packed import PackedWeight
 FORMATS = {np.dtype(np.float16): "F16", np.dtype(np.float32): "F32"}
 
 
-class HeaderWith:
+class ExtendedHeader:
     """A header with extra tensors. Implements `ports.ModelHeader`."""
 
     def __init__(self, header: ModelHeader, tensors: Mapping[str, NDArray[Any]]) -> None:
@@ -34,7 +34,7 @@ class HeaderWith:
         return self._header.get_format(name)
 
 
-class CheckpointWith(HeaderWith):
+class ExtendedCheckpoint(ExtendedHeader):
     """A checkpoint with extra tensors. Implements `ports.Checkpoint`."""
 
     def __init__(

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.program.family_ops import PlaceScores
-from octavo.program.ops import PlaceBuckets
+from octavo.program.family_ops import PositionScores
+from octavo.program.ops import PositionBuckets
 from octavo.program.program import Weight
 
 Floats = NDArray[np.float64]
 
 
-def place_buckets(distance: NDArray[np.int64], bias: PlaceBuckets) -> NDArray[np.int64]:
+def position_buckets(distance: NDArray[np.int64], bias: PositionBuckets) -> NDArray[np.int64]:
     """Returns the bucket of each distance, query place - key place; 0 maps to the middle one."""
     half = bias.num_buckets // 2
     signed = distance if bias.max_distance is None else _logarithmic(distance, half, bias)
@@ -28,7 +28,9 @@ def place_buckets(distance: NDArray[np.int64], bias: PlaceBuckets) -> NDArray[np
     return buckets
 
 
-def _logarithmic(distance: NDArray[np.int64], half: int, bias: PlaceBuckets) -> NDArray[np.int64]:
+def _logarithmic(
+    distance: NDArray[np.int64], half: int, bias: PositionBuckets
+) -> NDArray[np.int64]:
     assert bias.max_distance is not None
     exact = half // 2
     away = np.where(np.abs(distance) < exact, exact - 1, np.abs(distance))
@@ -41,7 +43,7 @@ def _logarithmic(distance: NDArray[np.int64], half: int, bias: PlaceBuckets) -> 
     return found
 
 
-def place_table(op: PlaceScores, floats: Callable[[Weight], NDArray[Any]]) -> Floats:
+def position_table(op: PositionScores, floats: Callable[[Weight], NDArray[Any]]) -> Floats:
     """Returns the projected position table of each head, `[H, R, D]`."""
     rows, weight, bias = (
         np.asarray(floats(each), np.float64) for each in (op.table, op.weight, op.bias)
