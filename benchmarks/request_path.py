@@ -19,7 +19,7 @@ from typing import Any
 
 import octavo
 from octavo import LLM, SamplingParams
-from octavo.engine.scheduler import multi_step
+from octavo.engine.scheduler import step_builder
 
 PROMPT = "The capital of France is"
 NUM_TOKENS = 16
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="list each function with its calls")
     options = parser.parse_args()
     # However slow the machine is, plans hold as many decode steps as on a fast one.
-    multi_step.MAX_CALL_S = 1e9
+    step_builder.MAX_CALL_S = 1e9
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(options.model, max_model_len=1024) as llm:
         llm.generate(PROMPT, params)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from octavo.engine.protocol.requests import (
     RequestChange,
     ViewEngine,
 )
-from octavo.engine.protocol.stats import EngineStats, StepTokens
+from octavo.engine.protocol.stats import STEP_TOKEN_BOUNDS, EngineStats, StepTokens
 from octavo.engine.protocol.step import RowResult, StepPlan, StepResult
 from octavo.engine.protocol.step_costs import UNMEASURED, StepCostMeter, StepCosts
 from octavo.engine.protocol.view import EngineView
@@ -295,10 +296,15 @@ class EngineCore:
             self._decode.results.close()
             self.scheduler.end_decode()
             plan, num_repeated = self._decode.plan, self._decode.num_repeated
-            self._step_tokens.add(len(plan.rows), num_repeated)
+            self._count_step_tokens(len(plan.rows), num_repeated)
             self._meter.repeat(plan, num_repeated, self._decode.repeated_s)
             self._kv_meter.repeat(plan, num_repeated)
             self._decode = None
+
+    def _count_step_tokens(self, num_tokens: int, num_steps: int = 1) -> None:
+        """Counts `num_steps` steps of `num_tokens` each."""
+        self._step_tokens.counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += num_steps
+        self._step_tokens.total += num_steps * num_tokens
 
     def _update(self, step: StepInFlight) -> list[EngineOutput]:
         """Waits for a step's result, and updates the scheduler and the measurements."""
@@ -312,7 +318,7 @@ class EngineCore:
             for row in plan.rows:
                 num_tokens += row.num_tokens + row.num_encoded
             self._kv_meter.observe(result, self.scheduler, num_tokens)
-            self._step_tokens.add(num_tokens)
+            self._count_step_tokens(num_tokens)
         self._holds_memory = bool(result.kv_bytes)
         outputs = self.scheduler.update(plan, result)
         now = self._clock()

@@ -58,8 +58,14 @@ class KvMeter:
             used += (num_held - num_empty_tokens / blocks.block_size) * block_bytes
             whole += num_rows * -(-self._max_model_len // blocks.block_size) * block_bytes
         self._token_bytes = growing / blocks.block_size
-        self.now = KvBytes(used, reserved if result.kv_bytes is None else result.kv_bytes, whole)
-        self.sums += self.now
+        if result.kv_bytes is not None:
+            reserved = result.kv_bytes
+        self.now = KvBytes(used, reserved, whole)
+        self._add(used, reserved, whole)
+
+    def _add(self, used: float, reserved: float, whole: float) -> None:
+        sums = self.sums
+        self.sums = KvBytes(sums.used + used, sums.reserved + reserved, sums.whole_contexts + whole)
 
     def repeat(self, plan: StepPlan, num_steps: int) -> None:
         """Measures the decode steps of a plan after its first, in each of which a row computes one
@@ -68,7 +74,7 @@ class KvMeter:
         if not self._block_bytes:
             return
         now, step_bytes = self.now, len(plan.rows) * self._token_bytes
-        self.sums += KvBytes(
+        self._add(
             num_steps * (now.used + (num_steps + 1) / 2 * step_bytes),
             num_steps * now.reserved,
             num_steps * now.whole_contexts,

@@ -15,14 +15,6 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 from octavo.text.unicode import is_long
 
 
-def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
-    """Encodes a text; has character offsets only if it is short."""
-    if not is_long(text):
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    # Only the package's batch calls give up the interpreter lock while they work.
-    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-
-
 def encode_with_offsets(tokenizer: Tokenizer, text: str) -> Encoding:
     """Encodes a text without special tokens, with character offsets."""
     if not is_long(text):

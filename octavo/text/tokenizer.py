@@ -18,7 +18,7 @@ from octavo.api.pooling_params import PairIds, TextPair
 from octavo.checkpoint.ports import TokenizerSource
 from octavo.config.paths import expand_path, path_exists
 from octavo.text.chat_template import ChatTemplate, ChatTemplates
-from octavo.text.encoding import encode_text, make_special, without_special_tokens
+from octavo.text.encoding import make_special, without_special_tokens
 from octavo.text.end_tokens import find_end_tokens
 from octavo.text.infill import InfillFormat, find_infill_format
 from octavo.text.length_bound import LengthBound
@@ -27,7 +27,7 @@ from octavo.text.ports import DEFAULT_RENDERING, Rendering, RoleRules
 from octavo.text.special_text import Guard, SpecialText
 from octavo.text.template_process import render_apart
 from octavo.text.token_bytes import TokenBytes, format_token
-from octavo.text.unicode import check_unicode
+from octavo.text.unicode import LONG_TEXT_CHARACTERS, check_unicode
 from octavo.text.vocabulary import build_tokenizer
 
 
@@ -94,7 +94,8 @@ class TextTokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, allow_special_text: bool = False
     ) -> list[int]:
-        check_unicode(text)
+        if not text.isascii():
+            check_unicode(text)
         if self._space_prefix:
             text = self._with_space(text, after_special=allow_special_text)
         ids = self._encode(
@@ -373,3 +374,13 @@ def _read_template(option: str, names: Collection[str]) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: {path} cannot be read: {error}") from error
+
+
+def encode_text(
+    tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
+) -> tokenizers.Encoding:
+    """Encodes a text; has character offsets only if it is short."""
+    if len(text) <= LONG_TEXT_CHARACTERS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    # Only the package's batch calls give up the interpreter lock while they work.
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]

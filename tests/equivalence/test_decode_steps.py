@@ -17,7 +17,7 @@ from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.recording.recorder import StepComputed, StepPlanned, read_log
 from octavo.engine.recording.replay import Replay
-from octavo.engine.scheduler import multi_step
+from octavo.engine.scheduler import step_builder
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.sampling.sample_verifier import SampleVerifier
 from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
@@ -71,7 +71,7 @@ KINDS: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def steps_of_any_length(monkeypatch):
     """Lets calls last long, so that a loaded machine computes as many steps."""
-    monkeypatch.setattr(multi_step, "MAX_CALL_S", 1e9)
+    monkeypatch.setattr(step_builder, "MAX_CALL_S", 1e9)
 
 
 def llm_of(family: str, num_steps: int, **options: Any) -> LLM:
@@ -141,8 +141,8 @@ class Traffic:
 
     def _take(self, step: CoreOutputs) -> None:
         changes = self._front.outputs.process(step.outputs, time.monotonic())
-        for request_id in changes.request_ids:
-            if self._front.outputs.is_finished(request_id):
+        for request_id, is_finished in changes.changed.items():
+            if is_finished:
                 self._running.discard(request_id)
                 self.found[request_id] = fingerprint(self._front.outputs.output(request_id))
 

@@ -14,7 +14,7 @@ from octavo import SamplingParams
 from octavo.api.errors import ConfigError
 from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
-from octavo.engine.scheduler import multi_step
+from octavo.engine.scheduler import step_builder
 from octavo.engine.speculation.speculation import Speculation
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.worker import Worker
@@ -323,7 +323,7 @@ def test_a_recording_makes_the_same_guesses_again(tmp_path):
 
     with all_verified(guess), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Speculation, "should_end_decode", noting)
-        patch.setattr(multi_step, "MAX_CALL_S", 100.0)
+        patch.setattr(step_builder, "MAX_CALL_S", 100.0)
         with make_llm(backend="native", spec_method="ngram", record=str(path)) as llm:
             found = llm.generate(PROMPTS, params)
             num_drafted, _ = draft_counts(llm)

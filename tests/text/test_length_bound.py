@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from octavo.text.encoding import encode_text, without_special_tokens
+from octavo.text.encoding import without_special_tokens
 from octavo.text.length_bound import NFC_SHRINKS, LengthBound
-from octavo.text.tokenizer import TextTokenizer, load_tokenizer
+from octavo.text.tokenizer import TextTokenizer, encode_text, load_tokenizer
 from tests.support.tiers import examples
 from tests.support.tiny_vocabularies import bpe_source, sentencepiece_source, trained_bpe
 

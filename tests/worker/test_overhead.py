@@ -10,7 +10,7 @@ import pytest
 from octavo.api.sampling_params import SamplingParams
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.protocol.prompt_limits import PromptLimits
-from octavo.engine.scheduler import multi_step
+from octavo.engine.scheduler import step_builder
 from octavo.executor.base import Runnable
 from octavo.executor.batch import DecodedStep, SampleResult, StepOutput
 from octavo.frontend.input_processor import InputProcessor, ModelLimits
@@ -66,10 +66,7 @@ def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
 
     def take(step):
         changes = outputs.process(step.outputs, time.monotonic())
-        assert (
-            not any(map(outputs.is_finished, changes.request_ids))
-            and len(changes.request_ids) == num_requests
-        )
+        assert not any(changes.changed.values()) and len(changes.changed) == num_requests
 
     times = []
     for _ in range(num_steps // num_scheduler_steps):
@@ -105,7 +102,7 @@ def test_several_steps_of_a_call_share_it(monkeypatch):
     """Each token of a call is handed on when it is made, for less than half of Python's time of a
     step by itself; measured was a third.
     """
-    monkeypatch.setattr(multi_step, "MAX_CALL_S", 1e9)
+    monkeypatch.setattr(step_builder, "MAX_CALL_S", 1e9)
     for _ in range(5):
         single, several = microseconds_a_step(1), microseconds_a_step(1, num_scheduler_steps=8)
         if several < single / 2:

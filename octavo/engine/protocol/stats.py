@@ -6,7 +6,6 @@ Owns no history and no clock: rates are the reader's business.
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,11 +54,6 @@ class StepTokens(msgspec.Struct, array_like=True):
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     """Number of steps by bucket; the last one has no upper bound."""
     total: int = 0
-
-    def add(self, num_tokens: int, num_steps: int = 1) -> None:
-        """Counts `num_steps` steps of `num_tokens` each."""
-        self.counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += num_steps
-        self.total += num_steps * num_tokens
 
     def __add__(self, other: StepTokens) -> StepTokens:
         counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]

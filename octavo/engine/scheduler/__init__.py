@@ -4,8 +4,8 @@ Start at `scheduler.py`: `Scheduler.schedule` and `Scheduler.update` contain the
 other files have one subject each:
 
 1. `request_queues.py`: the unfinished requests (waiting, running or swapped out), and their order.
-2. `step_builder.py`, `step_time.py`, `multi_step.py`: a step's budget of tokens and of time, and
-   how many decode steps a plan has.
+2. `step_builder.py`, `step_time.py`: a step's budget of tokens and of time, and how many decode
+   steps a plan has.
 3. `admission_control.py`, `batching.py`: which requests start.
 4. `preemption.py`: which request loses its KV blocks, and how.
 5. `kv_allocator.py`: KV blocks and worker rows of a request that starts, ends or is preempted.

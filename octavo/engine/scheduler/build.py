@@ -21,10 +21,9 @@ from octavo.engine.protocol.prompt_limits import PromptLimits
 from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.scheduler.batching import build_batching
 from octavo.engine.scheduler.kv_allocator import KVAllocator
-from octavo.engine.scheduler.multi_step import MultiStepPolicy
 from octavo.engine.scheduler.request_queues import FairQueue, WaitingQueue
 from octavo.engine.scheduler.scheduler import Scheduler
-from octavo.engine.scheduler.step_builder import StepLimits
+from octavo.engine.scheduler.step_builder import MultiStepPolicy, StepLimits
 from octavo.engine.speculation.speculation import SpeculationOptions
 
 

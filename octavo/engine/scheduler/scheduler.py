@@ -29,11 +29,10 @@ from octavo.engine.scheduler.batching import Batching
 from octavo.engine.scheduler.in_flight_steps import InFlightSteps, PlannedStep
 from octavo.engine.scheduler.kv_allocator import KVAllocator
 from octavo.engine.scheduler.micro_batch import MicroBatch
-from octavo.engine.scheduler.multi_step import MultiStepPolicy
 from octavo.engine.scheduler.preemption import Mode, Preemption
 from octavo.engine.scheduler.request_queues import RequestQueues, WaitingQueue
 from octavo.engine.scheduler.request_resources import RequestResources
-from octavo.engine.scheduler.step_builder import StepBuilder, StepLimits
+from octavo.engine.scheduler.step_builder import MultiStepPolicy, StepBuilder, StepLimits
 from octavo.engine.scheduler.step_time import step_time
 from octavo.engine.speculation.speculation import Speculation, SpeculationOptions
 
