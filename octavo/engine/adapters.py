@@ -80,7 +80,7 @@ class AdapterPlaces:
         ]
 
     def loaded(self, reports: Iterable[AdapterLoaded]) -> dict[bytes, str]:
-        """Takes in what has been read; returns what was wrong with those that could not be, by
+        """Processes the outcomes of loads; returns the faults of those that failed, by
         digest. Their slots are free again.
         """
         faults: dict[bytes, str] = {}

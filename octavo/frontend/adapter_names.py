@@ -67,7 +67,7 @@ class AdapterNames:
 
 
 def _signature(path: Path) -> Signature:
-    """Returns what changes where the files of a folder do; () where it is no folder."""
+    """Returns a fingerprint of the files of a folder; () if it is not a folder."""
     if not path.is_dir():
         return ()
     found = []

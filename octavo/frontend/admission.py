@@ -28,7 +28,7 @@ MEASURED_S = 10.0
 SAMPLE_S = 0.5
 """Time between two samples of the queue's counts, in seconds."""
 UNKNOWN_S = 1.0
-"""Wait that is recommended where no rate is known yet, in seconds."""
+"""Recommended wait in seconds while no rate is known."""
 MAX_S = 300.0
 """Longest wait that is recommended, in seconds."""
 
@@ -66,7 +66,7 @@ class QueueLimit:
         self._sent += size
 
     def take(self, stats: EngineStats, now: float) -> None:
-        """Takes in the core's counts after a step."""
+        """Updates the limit by the core's counters after a step."""
         self._stats = stats
         if not self._left or now - self._left[-1][0] >= SAMPLE_S:
             self._left.append((now, _added(stats) - _waiting(stats)))
@@ -74,7 +74,7 @@ class QueueLimit:
             self._left.popleft()
 
     def check(self, more: Size, *, num_unfinished: int, now: float) -> None:
-        """Raises Overloaded where more may not be sent now, and InvalidRequest if it never may.
+        """Raises Overloaded if more may not be sent now, and InvalidRequest if it never may.
         What finds a place among the running does not wait.
 
         `num_unfinished` counts the requests known here: those aborted since the last step, which
@@ -149,14 +149,14 @@ class AdmissionLimits:
         """Requests that were refused, by the limit: queue or latency."""
 
     def check_room(self, num_samples: int, *, num_unfinished: int) -> None:
-        """Raises Overloaded where the queue has no room for a request that is not read yet."""
+        """Raises Overloaded if the queue has no room for a request that is not read yet."""
         with self._counting("queue"):
             self._queue.check(
                 Size(num_samples), num_unfinished=num_unfinished, now=time.monotonic()
             )
 
     def check(self, request: ParentRequest, *, num_unfinished: int) -> None:
-        """Raises Overloaded where a request is too many, or would be too late."""
+        """Raises Overloaded if the queue is full or a request would be too late."""
         now = time.monotonic()
         with self._counting("queue"):
             self._queue.check(_size(request), num_unfinished=num_unfinished, now=now)
@@ -171,7 +171,7 @@ class AdmissionLimits:
             self._latency.sent(request, time.monotonic())
 
     def take(self, step: CoreOutputs) -> None:
-        """Takes in what a step yielded."""
+        """Updates the limits by a step's outputs."""
         now = time.monotonic()
         self._queue.take(step.stats, now)
         self._latency.take(step.outputs, step.stats, step.costs, now)

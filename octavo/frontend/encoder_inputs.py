@@ -22,7 +22,7 @@ class EncoderInputs:
     """Makes the inputs of one model's encoder."""
 
     decoder_prompt: tuple[int, ...]
-    """Tokens that the decoder begins with, where a request names none; () where the model's makers
+    """Tokens that the decoder begins with if a request names none; () if the model's makers
     name none.
     """
     max_tokens: int
@@ -61,7 +61,7 @@ class EncoderInputs:
             )
 
     def prompt_of(self, named: Sequence[int] | None) -> list[int]:
-        """Returns the tokens that the decoder begins with, where a request names `named`."""
+        """Returns the tokens that the decoder begins with; `named` are those of the request."""
         if named is None:
             named = self.decoder_prompt
         if not named:

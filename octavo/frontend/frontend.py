@@ -71,7 +71,7 @@ class Frontend:
     profiler: Profiler | None = None
     """Profiler of a core in this process; None for one in a process of its own."""
     publishers: Sequence[KVEventPublisher] = ()
-    """Publishers of each engine's block events; () where none are published."""
+    """Publishers of each engine's block events; () if none are published."""
     stats: EngineStats = field(default_factory=EngineStats)
     """Gauges and counters after the last step."""
 
@@ -228,8 +228,8 @@ class Frontend:
             )
 
     def submit(self, request: ParentRequest) -> None:
-        """Gives a prepared request to the core. Where the client cannot send it, the error is
-        raised and nothing of the request remains.
+        """Sends a prepared request to the core. If the client cannot send it, raises the error and
+        removes the request.
         """
         self.outputs.add(request)
         try:
@@ -292,8 +292,8 @@ class Frontend:
         return [live_request(one, {}) for one in self.outputs.recent(time.monotonic())]
 
     def compute_here(self, request_id: str) -> None:
-        """Has a request compute its own prompt, for which it waits for another engine; one that
-        waits for none, or has ended, is left alone.
+        """Makes a request compute its own prompt instead of waiting for another engine; does
+        nothing if it waits for none or has ended.
         """
         state = self.outputs.find(request_id, time.monotonic())
         if state is not None and state.num_unfinished:

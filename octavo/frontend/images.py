@@ -80,7 +80,7 @@ def _part(part: Any, images: list[Any], where: str) -> Any:
 
 
 class ImageInputs:
-    """Reads the images of one engine's prompts, where its model reads any."""
+    """Reads the images of prompts, if the model reads any."""
 
     def __init__(self, reader: ImageReader | None) -> None:
         self._reader = reader

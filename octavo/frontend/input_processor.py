@@ -101,7 +101,7 @@ class ReadInput:
     token_ids: list[int]
     """Tokens of what the user gave, which the request's output repeats."""
     decoder_ids: list[int]
-    """Tokens that the decoder goes on from; the same ones where there is no encoder."""
+    """Tokens that the decoder goes on from; the same ones if there is no encoder."""
     salt: str = ""
     encoder_input: EncoderInput | None = None
     images: PlacedImages | None = None
@@ -124,7 +124,7 @@ class InputProcessor:
         images: ImageReader | None = None,
         encoder: EncoderInputs | None = None,
     ) -> None:
-        """Takes `encoder` for a model whose prompts are the input of an encoder."""
+        """`encoder`: for models whose prompts are the input of an encoder."""
         self.limits = limits
         self.prompts = PromptInputs(tokenizer, limits.prompts, ImageInputs(images), encoder)
         """Reader of texts, ids and conversations as token ids."""

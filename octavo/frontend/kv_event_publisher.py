@@ -49,7 +49,7 @@ class StoredBlocks:
         """Parent and tokens of each block by its name, in the order of their storing."""
 
     def take(self, event: BlockEvent) -> None:
-        """Takes in an event."""
+        """Applies an event."""
         if isinstance(event, BlocksStored):
             parent, size = event.parent, self._block_size
             for index, digest in enumerate(event.digests):

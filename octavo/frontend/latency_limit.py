@@ -51,7 +51,7 @@ class PredictedLatency:
     ttft_s: float
     """Time to its first token."""
     tpot_s: float
-    """Time between two of its tokens, where no prompt is computed beside them."""
+    """Time between two of its tokens while no prompt is computed."""
 
 
 class LatencyLimit:
@@ -96,7 +96,7 @@ class LatencyLimit:
         costs: StepCosts | None,
         now: float,
     ) -> None:
-        """Takes in what a step yielded."""
+        """Updates the limit by a step's outputs."""
         self._stats = stats
         if costs is not None:
             self._costs = costs
@@ -111,7 +111,7 @@ class LatencyLimit:
                 self._ended(sent, now, counts=output.finish_reason not in ("abort", "error"))
 
     def check(self, num_prompt_tokens: int, num_rows: int, now: float) -> None:
-        """Raises Overloaded where a new request would be too late."""
+        """Raises Overloaded if a new request would be too late."""
         if self._max_ttft_s is None and self._max_tpot_s is None:
             return
         found = self.predict(num_prompt_tokens, num_rows, now)

@@ -61,7 +61,7 @@ class Sample:
         return "" if self.detokenizer is None else self.detokenizer.text(finished=finished)
 
     def change_stops(self, params: SamplingParams) -> None:
-        """Looks for other stop strings from now on."""
+        """Changes the stop strings of the tokens to come."""
         self.catch_up()
         if self.detokenizer is not None:
             self.detokenizer.change_stops(params)
@@ -123,7 +123,7 @@ class RequestState:
         return num_tokens
 
     def get_returned(self) -> list[Sample]:
-        """Returns the samples that the user gets, by index; the best ones first where they are
+        """Returns the samples that the user gets, by index; the best ones first if they are
         ranked.
         """
         if not self.request.params.is_ranked:

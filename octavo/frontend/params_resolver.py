@@ -112,7 +112,7 @@ class ParamsResolver:
 
 
 def need_tokenizer(tokenizer: Tokenizer | None, message: str, param: str) -> Tokenizer:
-    """Returns the engine's tokenizer; InvalidRequest with `message` where it has none."""
+    """Returns the engine's tokenizer; raises InvalidRequest with `message` if it has none."""
     if tokenizer is None:
         raise InvalidRequest(
             message,
@@ -125,7 +125,7 @@ def need_tokenizer(tokenizer: Tokenizer | None, message: str, param: str) -> Tok
 NAME = "dry_sequence_breakers"
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
-"""Breakers where a request names none; those of llama.cpp."""
+"""Default sequence breakers; those of llama.cpp."""
 MAX_KEPT = 16
 """Lists of breakers whose tokens are kept."""
 

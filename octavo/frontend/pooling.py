@@ -71,7 +71,7 @@ class ReadPrompt(NamedTuple):
 
     token_ids: list[int]
     text: str | None = None
-    """Text that the token ids came from, where it is one text."""
+    """Text of the token ids, if it is one text."""
     second_start: int | None = None
     """Index of the first token of the second segment; None if there is one segment only."""
 
@@ -122,7 +122,7 @@ class PoolingInputs:
         )
 
     def _resolved(self, params: PoolingParams) -> PoolingParams:
-        """Returns the params with the checkpoint's own values where they name none; they are
+        """Returns the params with the checkpoint's own values if they name none; they are
         checked as when they were made, too.
         """
         params = msgspec.structs.replace(params)
@@ -263,7 +263,7 @@ def _changed(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
 OutputT = TypeVar("OutputT")
 
 Texts: TypeAlias = Prompt | Iterable[Prompt]
-"""One text or several; token ids where an embedding is made of each."""
+"""One text or several, or token ids of a text to embed."""
 
 PoolingPrompts: TypeAlias = PoolingPrompt | Iterable[PoolingPrompt]
 """One prompt or several, pairs of texts among them."""

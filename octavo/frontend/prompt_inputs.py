@@ -41,7 +41,7 @@ class PromptInputs:
     limits: PromptLimits
     images: ImageInputs
     encoder: EncoderInputs | None
-    """Maker of an encoder's inputs, where a prompt is one; None for a decoder alone."""
+    """Makes the encoder's inputs of prompts; None for a decoder-only model."""
 
     def read_prompt(
         self, prompt: Prompt, *, add_special_tokens: bool = True, may_be_long: bool = False

@@ -66,7 +66,7 @@ class SamplingDefaults:
     def from_generation_config(
         given: Mapping[str, Any], source: str, *, limits_chats_only: bool = False
     ) -> SamplingDefaults:
-        """Takes the sampling values of a generation_config; ConfigError if one is out of range."""
+        """Reads sampling values of a generation_config; raises ConfigError if one is invalid."""
         values = {ours: given[key] for key, ours in NAMES.items() if given.get(key) is not None}
         try:
             SamplingParams(**values)

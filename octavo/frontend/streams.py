@@ -87,7 +87,7 @@ class RequestStream:
         self.abandon()
 
     def wake(self, error: OctavoError | None = None) -> None:
-        """Tells the reader that there is something new, or that an error ends the stream."""
+        """Wakes the reader for new output, or for an error that ends the stream."""
         self._error = self._error or error
         self._changed = True
         if self._reader is not None and not self._reader.done():
@@ -108,11 +108,11 @@ class StreamEvents:
     """Functions that are told of what happens to the streams, in the event loop's thread."""
 
     step: Callable[[CoreOutputs], None]
-    """Told of a step's outputs before the streams are."""
+    """Called with a step's outputs before the streams are woken."""
     ended: Callable[[str], None]
-    """Told of a request that has finished or was dropped."""
+    """Called with a request that has finished or was dropped."""
     died: Callable[[EngineDead], None]
-    """Told of the error that ended the engine."""
+    """Called with the error that ended the engine."""
 
 
 class RequestStreams:
@@ -163,7 +163,7 @@ class RequestStreams:
         self._call(self._end_streams)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Calls a function in the event loop's thread, or at once where no loop is open."""
+        """Calls a function in the event loop's thread, or at once if no loop is open."""
         if self._loop is None or self._loop.is_closed():
             function()
         else:

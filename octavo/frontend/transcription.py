@@ -337,7 +337,7 @@ class Listening:
         return [self.sound.window(step * self._step_s) for step in starts]
 
     def take(self, window: SoundWindow, output: RequestOutput) -> None:
-        """Takes in the answer to the next window."""
+        """Adds the output of the next window."""
         self._num_windows += 1
         answer = output.outputs[0]
         if output.error is not None:
@@ -370,7 +370,7 @@ class Listening:
         self._segments.append(Segment(index, start_s, end_s, text.strip(), words, seek_s))
 
     def result(self) -> Transcription:
-        """Returns the text of the sound, with an error where one of its windows has failed."""
+        """Returns the text of the sound, with an error if one of its windows has failed."""
         return Transcription(
             text=" ".join(segment.text for segment in self._segments if segment.text),
             segments=self._segments,

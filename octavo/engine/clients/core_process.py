@@ -43,7 +43,7 @@ from octavo.engine.protocol.ports import Losable, StepSharer
 from octavo.utils.child_process import ChildFailed, bind_to_parent
 
 BuildCore: TypeAlias = Callable[..., tuple[EngineCore, EngineInfo]]
-"""Builds an engine core from flat options, a Report and, where the setup has one, its place among
+"""Builds an engine core from flat options, a Report and, if the setup has one, its place among
 engines that share their experts."""
 
 OWN_COMMANDS = "inproc://own-commands"
@@ -92,7 +92,7 @@ class CoreLoop:
         self._replies = replies
         self._page = page
         self._sharer: StepSharer | None = None
-        """The executor, where other engines compute its steps too."""
+        """The executor, if other engines compute its steps too."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command | ExecutorLost | CalledToStep)
 
@@ -158,7 +158,7 @@ class CoreLoop:
         return self._sharer is not None and self._sharer.is_behind
 
     def _take_part(self, core: EngineCore) -> None:
-        """Takes an empty step in a core that has no work of its own."""
+        """Computes an empty step in a core without work of its own."""
         outputs = core.step()
         if outputs.outputs or outputs.block_events:
             self.send(Stepped(outputs))

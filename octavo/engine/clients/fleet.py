@@ -116,7 +116,7 @@ class FleetClient:
     # -- requests ----------------------------------------------------------------------------------
 
     def add(self, requests: list[EngineRequest]) -> None:
-        """Hands all requests to one core, where they share their prompt's blocks."""
+        """Hands all requests to one core if they share their prompt's blocks."""
         if not requests:
             return
         job = self._job(requests[0])
@@ -224,7 +224,7 @@ class FleetClient:
         return [index for index, client in enumerate(self._clients) if not client.trouble]
 
     def _place(self, requests: list[EngineRequest], job: RoutingJob, index: int) -> None:
-        """Gives requests of one prompt to a core, with the lock held."""
+        """Sends the requests of one prompt to a core; called with the lock held."""
         self._clients[index].add(requests)
         now = time.monotonic()
         for request in requests:
@@ -269,7 +269,7 @@ class FleetClient:
             return msgspec.structs.replace(step, stats=stats, view=view, engine=index)
 
     def _move_on(self, index: int) -> None:
-        """Gives to other cores what the core that is being replaced need not compute."""
+        """Moves requests of a core that is being replaced to other cores."""
         with self._lock:
             self._router.targets[index].cached.clear()
             well = self._well()  # one that ends now keeps its requests for its successor
@@ -291,7 +291,7 @@ class FleetView:
         self._newest: list[EngineView | None] = [None] * num_engines
 
     def joined(self, newer: Mapping[int, EngineView]) -> EngineView:
-        """Takes in at least one newer view and returns all as one. Of the steps, those of the newer
+        """Adds at least one newer view and merges all. Of the steps, those of the newer
         views alone are in it.
         """
         for index, view in newer.items():

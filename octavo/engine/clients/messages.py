@@ -24,7 +24,7 @@ class CoreSetup(msgspec.Struct):
     options: dict[str, Any]
     """Engine options by their flat names."""
     place: list[int] = []
-    """Place among engines that share their experts, as the function is given it; [] where they do
+    """Arguments that place the engine among those that share experts; [] if they do
     not."""
 
 

@@ -156,7 +156,7 @@ class SupervisedClient:
         return self._core.query(query)
 
     def hand_over(self) -> list[EngineRequest]:
-        """Gives up the unfinished requests that another client may take; returns them.
+        """Removes and returns the unfinished requests that another client may take.
 
         There are such requests only while a core is being replaced: those under no suspicion, and
         all of them where a core could not even start, which no request is to blame for.
@@ -175,7 +175,7 @@ class SupervisedClient:
             return [self._ledger.give_up(name) for name in names]
 
     def replace_no_more(self) -> None:
-        """Lets the core that ends from now on be the last one."""
+        """Stops replacing cores that end."""
         with self._lock:
             self._closing = True
         self._wake.set()

@@ -36,7 +36,7 @@ class Suspects:
         return request_id == self.on_trial or request_id in self._held or request_id in self._case
 
     def accuse(self, request_ids: Sequence[str], *, certain: bool = False) -> list[str]:
-        """Takes in a failure while these were computed; returns those that are guilty of it.
+        """Records a failure while these were computed; returns those that caused it.
 
         The others are suspects from now on. With `certain` a single request is guilty at once: it
         is known that nothing else can have been the cause.
@@ -69,7 +69,7 @@ class Suspects:
             self.on_trial = None
 
     def cleared(self, request_id: str) -> None:
-        """Takes in that a request was computed and its step came to an end."""
+        """Records that a request was computed and its step ended."""
         if request_id == self.on_trial:
             self.on_trial = None
         if not self.any:

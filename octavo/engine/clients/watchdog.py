@@ -29,7 +29,7 @@ class Watchdog:
         self._still_s = self._checked_at = 0.0
 
     def has_stalled(self, beats: int, now: float) -> bool:
-        """Takes in the heartbeat's counter; returns whether it has stood still for too long."""
+        """Reads the heartbeat's counter; returns whether it has not changed for too long."""
         if beats == self._beats:
             self._still_s += min(now - self._checked_at, 2 * self.interval_s)
         else:
@@ -56,7 +56,7 @@ class RestartBackoff:
         self._ready_at = now
 
     def delay_s(self, now: float) -> float:
-        """Takes in a death; returns how long to wait before the next start."""
+        """Records a death; returns the seconds to wait before the next start."""
         if self._ready_at is None:
             self.num_failed_starts += 1
         elif now - self._ready_at >= HEALTHY_S:

@@ -149,7 +149,7 @@ class HashedBlocks:
                         self._connector.stream(block)
 
     def complete(self, request_id: str, token_ids: Sequence[int], naming: BlockHashing) -> None:
-        """Tells the connector that the prompt is finished: no more blocks of it will come."""
+        """Marks a prompt as finished for the connector: no more of its blocks will come."""
         if self._connector is not None:
             keys = self.keys(request_id, token_ids, naming)
             self._connector.complete(
@@ -175,8 +175,8 @@ class Hit:
     num_tokens: int = 0
     """Tokens that are found, those of a partial block included."""
     sources: list[int] = field(default_factory=list)
-    """The partial block in each group, to be copied; a hole where a group needs none, and [] where
-    the hit ends with a whole block.
+    """The partial block in each group, to be copied; a hole if a group needs none, and [] if
+    the hit ends with a full block.
     """
 
     def stored(self) -> list[tuple[int, int]]:

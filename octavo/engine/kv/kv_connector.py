@@ -32,10 +32,10 @@ from octavo.engine.protocol.kv_messages import (
 )
 
 SAVED_BYTES_PER_STEP = 16 << 20
-"""Bytes that one step copies from the device where no one waits for them, 2 ms at 8 GB/s."""
+"""Bytes that a step copies from the device if nobody waits for them: 2 ms at 8 GB/s."""
 
 SENT_BYTES_PER_STEP = 128 << 20
-"""Bytes that one step copies from the device where other engines wait for them: 16 ms."""
+"""Bytes that a step copies from the device if other engines wait for them: 16 ms."""
 
 LOADED_BYTES_PER_STEP = 64 << 20
 """Bytes that one step copies to the device while others compute: 8 ms."""
@@ -254,7 +254,7 @@ class KVConnector:
             self._ratings.popitem(last=False)
 
     def _end_query(self, request_id: str, ratings: list[float], group: int) -> None:
-        """Takes in an answer, which counts as none if not all of its blocks have come."""
+        """Processes an answer, which is empty if not all of its blocks have arrived."""
         asked = self._asked.pop(request_id, [])
         has_all = all(slot.ready and not slot.dropped for slot in asked)
         for slot in asked:
@@ -304,7 +304,7 @@ class KVConnector:
             self._completed += names
 
     def forget(self, group: int, keys: Iterable[BlockKey]) -> None:
-        """Lets blocks be found no more, in slots and files."""
+        """Removes blocks from slots and files."""
         for key in keys:
             name = BlockName(group, key.digest)
             self._unsaved.pop(name, None)
@@ -407,7 +407,7 @@ class KVConnector:
         return plan if plan != EMPTY_PLAN else None
 
     def step_done(self, report: ConnectorReport | None) -> None:
-        """Takes in the result of the oldest step under way."""
+        """Processes the report of the oldest step in flight."""
         saving = self.under_way.popleft().saving
         self.stats.num_saved += len(saving)
         for name, slot in saving.items():
@@ -436,7 +436,7 @@ class KVConnector:
         self._plan.forget_all = step.plan.forget_all
 
     def take(self, report: ConnectorReport) -> None:
-        """Takes in what has become of plans since the last report."""
+        """Processes the outcomes of plans since the last report."""
         self._behind.update(report.found)
         self.pins.update(report.pinned)
         self._behind.difference_update(chain(report.gone, report.not_fetched))

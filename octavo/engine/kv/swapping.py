@@ -56,7 +56,7 @@ class SwapIn:
         return self._pool.has_room(needed, len(needed) + num_appended, spare)
 
     def fill(self) -> list[list[int]]:
-        """Takes the blocks; returns the rows' tables."""
+        """Allocates the blocks; returns the rows' tables."""
         held = self._present()
         # The blocks that are still there must not be taken for those that are not.
         self._pool.hold_all(held)
@@ -131,8 +131,8 @@ class HostBlocks:
         return sum(len(_blocks(table)) for name in request_ids for table in self.tables[name])
 
     def put(self, tables: Mapping[str, Sequence[Sequence[int]]]) -> list[BlockMove] | None:
-        """Takes in requests' device tables; returns the moves out of the device, None, and nothing
-        changed, where the host has no room for all of them.
+        """Allocates host blocks for requests' device tables; returns the moves out of the device.
+        Returns None and changes nothing if the host has no room for all of them.
         """
         moved = [
             dict.fromkeys(block_id for rows in tables.values() for block_id in _blocks(rows[group]))

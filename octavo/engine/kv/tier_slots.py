@@ -69,7 +69,7 @@ class TierSlots:
         return slot if slot is not None and slot.key == key else None
 
     def claim(self, key: BlockKey) -> Slot | None:
-        """Takes a slot for a block that has none, and holds it once; None if all are held."""
+        """Allocates a slot for a block that has none and holds it; None if all are held."""
         assert key.digest not in self._slots
         if not self.free:
             if not self.idle:
@@ -96,7 +96,7 @@ class TierSlots:
                 self.idle[slot.key.digest] = slot
 
     def drop(self, slot: Slot) -> None:
-        """Lets a block be found no more; the slot is free once nothing holds it."""
+        """Removes a block; its slot is free once nothing holds it."""
         if slot.dropped:
             return
         slot.dropped = True

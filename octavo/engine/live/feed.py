@@ -73,7 +73,7 @@ class FeedReader:
         return event
 
     def offer(self, view: EngineView) -> None:
-        """Takes in the newest view."""
+        """Sets the newest view."""
         self._view = view
         self._steps += view.steps
         self._changed.set()
@@ -92,7 +92,7 @@ class EngineFeed:
     """The readers of one engine's events. All methods are called in the event loop's thread."""
 
     def __init__(self, watch: Callable[[float], None], name_of: NameOf) -> None:
-        """Takes `watch`, which tells the core how often to send views."""
+        """`watch` sets how often the core sends views."""
         self._watch = watch
         self._name_of = name_of
         self._readers: set[FeedReader] = set()
@@ -115,7 +115,7 @@ class EngineFeed:
         self.end_if_unread()
 
     def end_if_unread(self) -> None:
-        """Tells the core to send no more views where nothing reads them."""
+        """Stops the core's views if nobody reads them."""
         if not self._readers:
             self._watch(0.0)
 
@@ -130,7 +130,7 @@ class EngineFeed:
             reader.fail(error)
 
     def event(self, before: EngineView | None, view: EngineView, steps: list[StepMark]) -> Event:
-        """Returns what a reader that has `before` lacks of `view`: a snapshot where it has none."""
+        """Returns the difference of `view` to `before`; a snapshot if that is None."""
         self._number += 1
         stats = self._stats
         known = {} if before is None else {one.request_id: one for one in before.requests}

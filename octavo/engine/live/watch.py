@@ -42,7 +42,7 @@ class EngineWatch:
     """The steps since the last view, and when the next one is due."""
 
     def __init__(self, scheduler: Scheduler, period_s: float) -> None:
-        """Takes the least seconds between two views."""
+        """`period_s`: minimum seconds between two views."""
         self._scheduler = scheduler
         self._period_s = period_s
         self._due = 0.0
@@ -50,7 +50,7 @@ class EngineWatch:
         self._last_step = -1
 
     def note(self, plan: StepPlan, elapsed_s: float) -> None:
-        """Takes in a step that was computed."""
+        """Adds a computed step."""
         if plan.rows:
             # A plan has the number of its first step, its further decode steps the next ones.
             self._last_step = max(plan.step, self._last_step + 1)
@@ -63,7 +63,7 @@ class EngineWatch:
         self._due = now + max(self._period_s, seconds / MAX_SHARE)
 
     def view(self, now: float, *, is_last: bool) -> EngineView | None:
-        """Returns a view where one is due, or with `is_last` in any case; else None."""
+        """Returns a view if one is due, or with `is_last` in any case; else None."""
         if now < self._due and not is_last:
             return None
         view = view_of(self._scheduler, now, with_blocks=True)

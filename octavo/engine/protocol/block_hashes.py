@@ -101,7 +101,7 @@ class BlockChain:
         self.naming = naming
         self.keys: list[BlockKey] = []
         self.num_named_tokens = naming.num_named_tokens
-        """Tokens whose blocks get names: the naming's, or fewer where the request goes without some
+        """Tokens whose blocks get names: the naming's, or fewer if the request goes without some
         of the keys before them."""
         self.num_named = 0
         """Blocks whose names the prefix cache knows, or another block bears."""
@@ -143,7 +143,7 @@ class BlockChain:
 
 
 def note_events(cached: CachedNames, events: Iterable[BlockEvent]) -> None:
-    """Takes in what an engine's prefix cache has gained and lost."""
+    """Applies the block events of an engine's prefix cache."""
     for event in events:
         if isinstance(event, BlocksStored):
             cached.add(event.digests)

@@ -13,7 +13,7 @@ class CachedNames:
     """
 
     def __init__(self, most: int | None = None) -> None:
-        """Takes `most`, the number of names kept at once; None for any number."""
+        """`most`: maximum number of names kept; None: no limit."""
         self._most = most
         self._young: set[bytes] = set()
         self._old: set[bytes] = set()

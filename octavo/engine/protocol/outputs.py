@@ -25,7 +25,7 @@ class BeamOutput(msgspec.Struct, omit_defaults=True):
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = []
-    """One entry for each token where logprobs are wanted, else empty."""
+    """One entry for each token if logprobs are wanted, else empty."""
 
 
 class EngineOutput(msgspec.Struct, omit_defaults=True):
@@ -41,7 +41,7 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     """Logprobs of the prompt tokens from the second on, all at once with the first token."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """Stop token that ended the request, where one of `stop_token_ids` did."""
+    """Token of `stop_token_ids` that ended the request."""
     error: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -66,7 +66,7 @@ class CoreOutputs(msgspec.Struct):
     view: EngineView | None = None
     """The engine after the step, now and then while it is watched."""
     block_events: list[BlockEvent] = []
-    """Events of the blocks that the prefix cache finds, where the engine logs them."""
+    """Block events of the prefix cache, if the engine logs them."""
     engine: int = 0
     """Index of the engine among those of its front."""
     costs: StepCosts | None = None

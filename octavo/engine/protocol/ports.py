@@ -75,7 +75,7 @@ class Losable(Protocol):
     """
 
     def when_lost(self, tell: Callable[[OctavoError], None]) -> None:
-        """Calls `tell` once, from another thread, when the executor is lost; at once where it is
+        """Calls `tell` once, from another thread, when the executor is lost; at once if it is
         lost already.
         """
         ...

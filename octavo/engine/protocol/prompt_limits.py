@@ -43,14 +43,14 @@ class PromptLimits:
     max_model_len: int
     kv_capacity_tokens: int
     max_whole_prompt: int | None = None
-    """Tokens of a step where prompts are not chunked and have to fit into one; None elsewhere."""
+    """Tokens of a step, if prompts are not chunked; otherwise None."""
     max_num_seqs: int = 1 << 30
     block_size: int = 16
     shares_blocks: bool = True
     """Whether requests may hold the same block, as beams do."""
 
     def most_tokens(self, num_needed: int) -> int:
-        """Returns the longest prompt that `judge` takes where `num_needed` tokens come after it."""
+        """Returns the longest prompt that `judge` allows before `num_needed` more tokens."""
         most = min(self.max_model_len, self.kv_capacity_tokens) - num_needed
         limits = (self.max_prompt_len, self.max_whole_prompt)
         return min([most, *(limit for limit in limits if limit is not None)])

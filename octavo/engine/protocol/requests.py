@@ -28,7 +28,7 @@ class EngineRequest(msgspec.Struct):
     seed: int
     """Seed of its draws, 64 bits, always set."""
     eos_token_ids: list[int] = []
-    """End-of-sequence ids; empty where the request ignores them."""
+    """End-of-sequence ids; empty if the request ignores them."""
     sample_index: int = 0
     fork_of: str | None = None
     """Request that shares its blocks with this one; None for a request by itself."""
@@ -39,7 +39,7 @@ class EngineRequest(msgspec.Struct):
     cache_salt: str = ""
     """Salt of the names of its blocks; prefix hits happen among equal salts only."""
     priority: int = 0
-    """Priority under the policy of that name, where lower values go first; BACKGROUND_PRIORITY
+    """Priority under the policy of that name; lower values start first. BACKGROUND_PRIORITY
     stands behind all others under every policy.
     """
     tenant: str = ""
@@ -53,11 +53,11 @@ class EngineRequest(msgspec.Struct):
     grammar: GrammarSpec | None = None
     """Grammar of its text; None: any text."""
     mirostat_mu: float | None = None
-    """Bound of its mirostat after `output_token_ids`, where an earlier core told it."""
+    """State of mirostat after `output_token_ids`, if an earlier core reported it."""
     program: str = "decoder"
     """Name of the model's Program that computes it."""
     second_start: int | None = None
-    """Index of the first token of the second text, where the prompt is a pair of texts."""
+    """Index of the first token of the second text, for a pair of texts."""
     kv_source: str = ""
     """Address of the engine that computes its prompt's KV blocks; "" where this one does."""
     sends_kv: bool = False

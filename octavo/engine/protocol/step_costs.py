@@ -49,7 +49,7 @@ class CostPoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepCosts(msgspec.Struct, frozen=True):
-    """An estimate of what any step takes; an upper bound where nothing close to it was measured."""
+    """Estimates of the time of any step; an upper bound if nothing close to it was measured."""
 
     points: tuple[CostPoint, ...] = ()
     """Ascending by `num_tokens`."""

@@ -106,6 +106,6 @@ class EngineView(msgspec.Struct):
     waits_for: str = ""
     """Reason why the first waiting request does not start."""
     blocks: list[BlockMap] = []
-    """A map for each cache group; empty where it was not asked for."""
+    """A map for each cache group; empty if it was not asked for."""
     steps: list[StepMark] = []
     """Steps since the last view."""

@@ -55,8 +55,8 @@ class Replayed:
 
 
 class Replay:
-    """Takes an `executor` to carry out the plans, if they are to be, and `stop_texts` as the
-    recorded engine had them.
+    """Replays a recording. `executor`: carries out the plans; None: only the scheduler runs.
+    `stop_texts`: as in the recorded engine.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Replay:
         )
 
     def _end_decode(self) -> None:
-        """Ends a plan of several decode steps where the recorded engine did."""
+        """Ends a multi-step plan after the same step as the recorded engine."""
         self.scheduler.end_decode()
         self._results = iter(())
         self._computed = None

@@ -134,8 +134,8 @@ class BeamSearch:
     def take(
         self, request: SequenceState, row: SequenceState, result: RowResult
     ) -> RequestProgress | None:
-        """Takes in what one row yielded. Once all have, the next beams branch off, or the search
-        ends with all that it has found.
+        """Processes one row's result. After the last row the next beams branch off, or the search
+        ends.
         """
         rows: Sequence[SequenceState] = self.beams or (request,)
         self._yields[row.request_id] = result
@@ -149,7 +149,7 @@ class BeamSearch:
         return progress
 
     def _advance(self, rows: Sequence[SequenceState]) -> list[Branch]:
-        """Returns the beams of the next step, none where the search is done."""
+        """Returns the beams of the next step, none if the search is done."""
         yields, self._yields = self._yields, {}
         if self._folded:
             return self._unfold(rows[0])

@@ -13,7 +13,7 @@ class RoutingJob:
     num_tokens: int
     """Tokens of its prompt."""
     names: Sequence[bytes] = ()
-    """Names of the prompt's full blocks, in their order; () where no policy reads them."""
+    """Names of the prompt's full blocks, in their order; () if no policy reads them."""
     block_size: int = 1
     """Number of tokens in a block."""
     session: bytes = b""

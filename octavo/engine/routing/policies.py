@@ -38,7 +38,7 @@ class RoutingPolicy(Protocol):
 
 
 class RoundRobin:
-    """Gives each engine a request in turn."""
+    """Round robin over the engines."""
 
     reads_names = False
 

@@ -44,14 +44,14 @@ class Target:
         return max(0.0, self.queued_tokens - done)
 
     def queue(self, num_tokens: int, now: float) -> None:
-        """Takes in uncached tokens that it has to compute."""
+        """Adds uncached tokens that it has to compute."""
         if not self.queued_tokens:
             self._since = now
         self.queued_tokens += num_tokens
         self.sent_tokens += num_tokens
 
     def computed(self, num_tokens: int, now: float) -> None:
-        """Takes in that `num_tokens` tokens of the queue were computed, the last ones just now."""
+        """Counts `num_tokens` tokens of the queue as computed, the last ones just now."""
         self.queued_tokens -= num_tokens
         self._measured_tokens = KEPT_SHARE * self._measured_tokens + num_tokens
         self._measured_s = KEPT_SHARE * self._measured_s + max(0.0, now - self._since)

@@ -96,7 +96,7 @@ class Speculation:
         drafting: SpeculationOptions,
         policy: ThroughputPolicy | None = None,
     ) -> None:
-        """Takes the policy that decides what is verified; None: `ThroughputPolicy`."""
+        """`policy` decides what is verified; None: `ThroughputPolicy`."""
         self._blocks = blocks
         self._stats = stats
         self._policy = policy or ThroughputPolicy()

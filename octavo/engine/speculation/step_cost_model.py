@@ -27,7 +27,7 @@ class StepCostModel:
     """Estimates the time of one step with additional draft tokens."""
 
     def __init__(self, costs: StepCosts, num_tokens: int, num_keys: int) -> None:
-        """Takes the step's tokens without drafts, and the keys that their rows read."""
+        """`num_tokens`: tokens of the step without drafts; `num_keys`: keys that its rows read."""
         self._costs = costs
         self._num_tokens = num_tokens
         self._num_keys = num_keys
