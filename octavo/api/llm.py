@@ -38,8 +38,8 @@ from octavo.frontend.arguments import (
     Prompt,
     adapter_for_each,
     conversation_list,
+    get_pooling_params,
     params_for_each,
-    pooling_params_of,
     priority_for_each,
     prompt_list,
 )
@@ -126,7 +126,7 @@ class LLM:
         `truncate_prompt_tokens` is the field of PoolingParams; without it, a text longer than the
         model's context is rejected.
         """
-        params = pooling_params_of(pooling_params, truncate_prompt_tokens)
+        params = get_pooling_params(pooling_params, truncate_prompt_tokens)
         return self._pool(self.front.pooling_jobs.embedding(prompts, params), use_tqdm=use_tqdm)
 
     def classify(
@@ -138,7 +138,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Classifies texts or pairs of texts (TextPair) and returns the results in order."""
-        params = pooling_params_of(pooling_params, truncate_prompt_tokens)
+        params = get_pooling_params(pooling_params, truncate_prompt_tokens)
         return self._pool(
             self.front.pooling_jobs.classification(prompts, params), use_tqdm=use_tqdm
         )
@@ -155,7 +155,7 @@ class LLM:
         """Scores each text of `data_2` against the text of `data_1` (or the one with the same
         index): with a cross-encoder, or by cosine similarity of embeddings.
         """
-        params = pooling_params_of(pooling_params, truncate_prompt_tokens)
+        params = get_pooling_params(pooling_params, truncate_prompt_tokens)
         return self._pool(
             self.front.pooling_jobs.scoring(data_1, data_2, params), use_tqdm=use_tqdm
         )
@@ -194,7 +194,7 @@ class LLM:
                 for sound in heard
             ]
             found = self._finals("languages", first, use_tqdm=False)
-            asked = [replace(options, language=hearing.language_of(one)) for one in found]
+            asked = [replace(options, language=hearing.get_language(one)) for one in found]
         listenings = [
             Listening(hearing, sound, own) for sound, own in zip(heard, asked, strict=True)
         ]

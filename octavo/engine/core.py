@@ -16,7 +16,7 @@ from typing import cast
 
 from octavo.api.errors import EngineDead
 from octavo.engine.kv_meter import KvMeter
-from octavo.engine.live.watch import EngineWatch, view_of
+from octavo.engine.live.watch import EngineWatch, make_view
 from octavo.engine.protocol.outputs import CoreOutputs, EngineOutput
 from octavo.engine.protocol.ports import AsyncExecutor, DecodingExecutor, Executor, Launched
 from octavo.engine.protocol.requests import (
@@ -191,7 +191,7 @@ class EngineCore:
         """Returns the answer to a query; raises InvalidRequest if the sender is at fault."""
         blocks = self.scheduler.blocks
         if isinstance(query, ViewEngine):
-            return view_of(self.scheduler, self._clock(), with_blocks=query.with_blocks)
+            return make_view(self.scheduler, self._clock(), with_blocks=query.with_blocks)
         if isinstance(query, Pin):
             self._end_decode()
             self._record(PrefixPinned(query))

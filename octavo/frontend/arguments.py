@@ -132,7 +132,7 @@ def params_for_each(
     return _for_each("sampling_params", items, count)
 
 
-def pooling_params_of(
+def get_pooling_params(
     params: PoolingParams | None, truncate_prompt_tokens: int | None = None
 ) -> PoolingParams:
     """Returns the params of pooled texts, with a bound on their tokens that stands beside them."""

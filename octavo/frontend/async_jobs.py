@@ -75,7 +75,7 @@ class AsyncJobs:
         if hearing.asks_language(options):
             first = hearing.language_request(self.next_id(), sound.window(0.0), origin)
             (found,) = await compute([first])
-            options = replace(options, language=hearing.language_of(found))
+            options = replace(options, language=hearing.get_language(found))
         listening = Listening(hearing, sound, options)
         while windows := [window for _, window in next_windows([listening])]:
             made = partial(self._sound_requests, windows, options, origin)

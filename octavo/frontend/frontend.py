@@ -37,7 +37,7 @@ from octavo.frontend.input_processor import (
 )
 from octavo.frontend.live_requests import LiveRequest, live_request, views_by_id
 from octavo.frontend.output_processor import KEPT_S, LostRequest, OutputProcessor, RequestState
-from octavo.frontend.pins import COMPUTE, check_pin, pin_of
+from octavo.frontend.pins import COMPUTE, check_pin, make_pin
 from octavo.frontend.pooling import PoolingInputs, PoolingJobs
 from octavo.frontend.prompt_inputs import Truncation
 from octavo.frontend.sampling_defaults import SamplingDefaults
@@ -371,7 +371,7 @@ class Frontend:
         """Keeps the blocks of a computed prompt on disk for `ttl_s` seconds (None: for good) and
         returns how many of its tokens they hold.
         """
-        return as_number(self.client.query(pin_of(computed, prompt, ttl_s)))
+        return as_number(self.client.query(make_pin(computed, prompt, ttl_s)))
 
     def close(self) -> None:
         """Ends the core and gives back its threads and memory."""

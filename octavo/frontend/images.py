@@ -26,7 +26,7 @@ class PlacedImages(NamedTuple):
     pixels: list[MediaPixels]
 
 
-def images_of(prompt: object) -> list[Any]:
+def get_images(prompt: object) -> list[Any]:
     """Returns the images that a prompt's dict holds."""
     if not isinstance(prompt, Mapping) or prompt.get(KEY) is None:
         return []

@@ -28,7 +28,7 @@ from octavo.engine.protocol.requests import BACKGROUND_PRIORITY, EngineRequest
 from octavo.engine.protocol.step import AdapterRef, EncoderInput
 from octavo.frontend.arguments import Prompt, as_list
 from octavo.frontend.encoder_inputs import EncoderInputs
-from octavo.frontend.images import ImageInputs, PlacedImages, images_of
+from octavo.frontend.images import ImageInputs, PlacedImages, get_images
 from octavo.frontend.params_resolver import ParamsResolver, need_tokenizer
 from octavo.frontend.prompt_inputs import PromptInputs, refuse_never, whole_ids
 from octavo.text.grammar.lazy import LazyGrammars
@@ -219,7 +219,7 @@ class InputProcessor:
         """Reads a prompt that the decoder itself reads, with its images in their places."""
         text, token_ids, salt = self.prompts.read_prompt(prompt)
         placed = None
-        if isinstance(prompt, Mapping) and (images := images_of(prompt)):
+        if isinstance(prompt, Mapping) and (images := get_images(prompt)):
             placed = self.prompts.images.placed(token_ids, images)
             token_ids = placed.token_ids
         return ReadInput(text, token_ids, token_ids, salt, images=placed)

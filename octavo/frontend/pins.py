@@ -23,7 +23,7 @@ COMPUTE = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 """Sampling that makes the core compute a prompt; the one token that it yields is not read."""
 
 
-def pin_of(output: RequestOutput, prompt: Any, ttl_s: float | None) -> Pin:
+def make_pin(output: RequestOutput, prompt: Any, ttl_s: float | None) -> Pin:
     """Returns the pin of a prompt that was computed; `ttl_s` None is for good, 0 ends it."""
     if output.error is not None:
         raise WorkerFailed(output.error)

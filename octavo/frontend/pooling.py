@@ -29,7 +29,7 @@ from octavo.api.pooling_params import (
     TextPair,
 )
 from octavo.engine.protocol.requests import EngineRequest
-from octavo.frontend.arguments import PoolingPrompt, Prompt, pooling_params_of, prompt_list
+from octavo.frontend.arguments import PoolingPrompt, Prompt, get_pooling_params, prompt_list
 from octavo.frontend.input_processor import (
     DEFAULT_CONTEXT,
     InputProcessor,
@@ -293,7 +293,7 @@ class PoolingJobs:
         self.pools("embed")
         return PoolingJob(
             prompt_list(prompts),
-            pooling_params_of(params),
+            get_pooling_params(params),
             lambda outputs: [EmbeddingRequestOutput.of(output) for output in outputs],
         )
 
@@ -304,7 +304,7 @@ class PoolingJobs:
         labels = self.pools("classify").pools.labels
         return PoolingJob(
             [prompts] if isinstance(prompts, TextPair) else prompt_list(prompts),  # type: ignore[arg-type]
-            pooling_params_of(params),
+            get_pooling_params(params),
             lambda outputs: [ClassificationRequestOutput.of(each, labels) for each in outputs],
         )
 
@@ -321,7 +321,7 @@ class PoolingJobs:
         is cut to `max_second_tokens`; embeddings are compared by their cosine.
         """
         pools = self.pools("classify", "embed").pools
-        params = pooling_params_of(params)
+        params = get_pooling_params(params)
         _check_scores(pools)
         first, second = prompt_list(data_1, "data_1"), prompt_list(data_2, "data_2")
         _check_counts(len(first), len(second))

@@ -15,7 +15,7 @@ from octavo.api.sampling_options import whole_number
 from octavo.engine.protocol.prompt_limits import AdmissionDecision, AllocStatus, PromptLimits
 from octavo.frontend.arguments import Messages, Prompt, as_list, check_messages
 from octavo.frontend.encoder_inputs import EncoderInputs
-from octavo.frontend.images import KEY, ImageInputs, images_of, taken_out
+from octavo.frontend.images import KEY, ImageInputs, get_images, taken_out
 from octavo.frontend.params_resolver import need_tokenizer
 from octavo.text.ports import Rendering, Tokenizer
 from octavo.text.unicode import LONG_TEXT_CHARACTERS, check_unicode
@@ -51,7 +51,7 @@ class PromptInputs:
         salt = ""
         has_images = False
         if isinstance(prompt, Mapping):
-            has_images = bool(images_of(prompt))
+            has_images = bool(get_images(prompt))
             text, prompt, salt = self._open_dict(prompt)
         if isinstance(prompt, str):
             if not may_be_long:

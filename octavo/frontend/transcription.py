@@ -202,7 +202,7 @@ class Transcriptions:
         )
         return self._prepare(request_id, window, [self.tokens.start], params, origin)
 
-    def language_of(self, output: RequestOutput) -> str:
+    def get_language(self, output: RequestOutput) -> str:
         """Returns the code of the language that such a request has found."""
         drawn = output.outputs[0].token_ids
         found = (code for code, token in self.tokens.languages.items() if drawn == [token])

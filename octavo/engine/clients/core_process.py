@@ -142,7 +142,7 @@ class CoreLoop:
             if isinstance(command, CalledToStep):
                 continue
             if isinstance(command, RunQuery):
-                self.send(_result_of(core, command))
+                self.send(_make_result(core, command))
             else:
                 apply_command(core, command)
         return True
@@ -176,7 +176,7 @@ class CoreLoop:
             own.send(msgspec.msgpack.encode(message))
 
 
-def _result_of(core: EngineCore, command: RunQuery) -> QueryResult:
+def _make_result(core: EngineCore, command: RunQuery) -> QueryResult:
     try:
         return QueryResult(command.number, core.query(command.query))
     except InvalidRequest as error:
@@ -188,13 +188,13 @@ def _bind(commands: zmq.Socket, endpoint: str) -> bool:
     try:
         commands.bind(endpoint)
     except zmq.ZMQError:
-        if _file_of(endpoint).parent.exists():
+        if _get_file(endpoint).parent.exists():
             raise
         return False
     return True
 
 
-def _file_of(endpoint: str) -> Path:
+def _get_file(endpoint: str) -> Path:
     return Path(endpoint.removeprefix("ipc://"))
 
 
@@ -202,5 +202,5 @@ def _remove_files(endpoints: list[str]) -> None:
     """Removes the endpoints' folder, which a frontend leaves if it is killed before Connected."""
     with contextlib.suppress(OSError):
         for endpoint in endpoints:
-            _file_of(endpoint).unlink(missing_ok=True)
-        _file_of(endpoints[0]).parent.rmdir()
+            _get_file(endpoint).unlink(missing_ok=True)
+        _get_file(endpoints[0]).parent.rmdir()

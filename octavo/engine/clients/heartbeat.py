@@ -91,7 +91,7 @@ class MonitoredExecutor:
         return self._executor.progress
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self._page.begin_step(_requests_of(plan))
+        self._page.begin_step(_get_requests(plan))
         try:
             return self._executor.execute(plan)
         finally:
@@ -100,7 +100,7 @@ class MonitoredExecutor:
     def decode(self, plan: StepPlan) -> Generator[StepResult]:
         results = cast("DecodingExecutor", self._executor).decode(plan)
         while True:
-            self._page.begin_step(_requests_of(plan))
+            self._page.begin_step(_get_requests(plan))
             try:
                 result = next(results, None)
             finally:
@@ -111,7 +111,7 @@ class MonitoredExecutor:
 
     def launch(self, plan: StepPlan) -> Launched:
         assert isinstance(self._executor, AsyncExecutor)
-        self._launched.append(_requests_of(plan))
+        self._launched.append(_get_requests(plan))
         self._page.begin_step(self._launched[0])
         try:
             return MonitoredStep(self._executor.launch(plan), self._note_return)
@@ -151,7 +151,7 @@ class MonitoredStep:
             self.note_return()
 
 
-def _requests_of(plan: StepPlan) -> list[str]:
+def _get_requests(plan: StepPlan) -> list[str]:
     """Returns the ids of the step's requests, once each: the beams of a search are one request."""
     return list(dict.fromkeys(row.owner for row in plan.rows))
 

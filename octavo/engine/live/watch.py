@@ -54,7 +54,7 @@ class EngineWatch:
         if plan.rows:
             # A plan has the number of its first step, its further decode steps the next ones.
             self._last_step = max(plan.step, self._last_step + 1)
-            self._steps.append(mark_of(self._last_step, plan, elapsed_s))
+            self._steps.append(make_mark(self._last_step, plan, elapsed_s))
 
     def spent(self, now: float, seconds: float) -> None:
         """Plans the next view after one that took so long: no more than MAX_SHARE of the time is
@@ -66,13 +66,13 @@ class EngineWatch:
         """Returns a view if one is due, or with `is_last` in any case; else None."""
         if now < self._due and not is_last:
             return None
-        view = view_of(self._scheduler, now, with_blocks=True)
+        view = make_view(self._scheduler, now, with_blocks=True)
         view.steps = list(self._steps)
         self._steps.clear()
         return view
 
 
-def mark_of(step: int, plan: StepPlan, elapsed_s: float) -> StepMark:
+def make_mark(step: int, plan: StepPlan, elapsed_s: float) -> StepMark:
     """Returns what is shown of a step."""
     num_decode = sum(row.wants == "draw" and row.num_tokens == 1 for row in plan.rows)
     return StepMark(
@@ -84,7 +84,7 @@ def mark_of(step: int, plan: StepPlan, elapsed_s: float) -> StepMark:
     )
 
 
-def view_of(scheduler: Scheduler, now: float, *, with_blocks: bool) -> EngineView:
+def make_view(scheduler: Scheduler, now: float, *, with_blocks: bool) -> EngineView:
     """Returns an engine as it is now; with its blocks at most MAX_REQUESTS of its requests."""
     queues = scheduler.queues
     requests: Iterable[Request] = chain(queues.running, queues.swapped, scheduler.waiting)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from octavo.api.errors import ConfigError
 from octavo.engine.live.feed import EngineFeed
 from octavo.engine.live.feed import Event as FeedEvent
-from octavo.engine.live.watch import mark_of, view_of
+from octavo.engine.live.watch import make_mark, make_view
 from octavo.engine.protocol.step import StepPlan
 from octavo.engine.protocol.view import EngineView
 from octavo.engine.recording.recorder import Event, RecordingHeader, StepComputed, StepPlanned
@@ -69,8 +69,8 @@ class RecordedFrames:
             self._now += busy_s
         assert self._plan is not None, "the replay has seen the plan"
         scheduler = self._replay.scheduler
-        view = view_of(scheduler, self._now, with_blocks=True)
-        mark = mark_of(self._step, self._plan, busy_s)
+        view = make_view(scheduler, self._now, with_blocks=True)
+        mark = make_mark(self._step, self._plan, busy_s)
         self._feed.offer(view, scheduler.stats())
         is_first = self._num_frames % self._num_in_chunk == 0
         event = self._feed.event(None if is_first else self._before, view, [mark])

@@ -66,9 +66,9 @@ class Replay:
         stop_texts: MakeStopTexts | None = None,
     ) -> None:
         self.found = Replayed()
-        self.scheduler = scheduler_of(header, stop_texts)
+        self.scheduler = make_scheduler(header, stop_texts)
         """The new scheduler, which stands where the last event has brought it."""
-        num_micro_batches = config_of(header).backend.pipeline_parallel_size
+        num_micro_batches = get_config(header).backend.pipeline_parallel_size
         self._max_steps_ahead = max(MAX_STEPS_AHEAD, num_micro_batches - 1)
         self._executor = executor
         self._in_flight: deque[StepPlanned] = deque()
@@ -201,14 +201,14 @@ class Replay:
                 )
 
 
-def config_of(header: RecordingHeader) -> EngineConfig:
+def get_config(header: RecordingHeader) -> EngineConfig:
     """Returns the recorded engine's options."""
     return EngineConfig.from_options(**header.options)
 
 
-def scheduler_of(header: RecordingHeader, stop_texts: MakeStopTexts | None = None) -> Scheduler:
+def make_scheduler(header: RecordingHeader, stop_texts: MakeStopTexts | None = None) -> Scheduler:
     """Returns a scheduler like the recorded engine's, with no request yet."""
-    config = config_of(header)
+    config = get_config(header)
     return build_scheduler(
         header.scheduler,
         header.cache,

@@ -157,7 +157,7 @@ class BeamSearch:
         running: list[Continuation] = []
         finished: list[BeamOutput] = []
         for place, best in enumerate(self._candidates(rows, yields)):
-            end = self._end_of(best, num_output_tokens)
+            end = self._get_finish(best, num_output_tokens)
             if end is None and len(running) < self.num_seqs:
                 running.append(best)
             elif end is not None and place < self.num_seqs:
@@ -210,7 +210,7 @@ class BeamSearch:
         others = [one for one in every if one[1] not in self._end_token_ids]
         return every if self._has_grammar and not others else others
 
-    def _end_of(self, best: Continuation, num_output_tokens: int) -> Finish | None:
+    def _get_finish(self, best: Continuation, num_output_tokens: int) -> Finish | None:
         if best.token_id in self._end_token_ids:
             return Finish("stop", None if best.token_id in self._eos_token_ids else best.token_id)
         if self._stop_texts is not None and num_output_tokens > self._params.min_tokens:
