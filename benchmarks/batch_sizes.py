@@ -4,7 +4,7 @@
 
 Sizes take turns within each round. Prints one JSON line for each size: the median of a step, and
 its microseconds a request. A step with one request more should cost about one request more: where
-the line jumps, threads share the rows unevenly (`row_block` in csrc/runtime/walk.h).
+the line jumps, threads share the rows unevenly (`choose_row_block` in csrc/runtime/step_run.h).
 """
 
 from __future__ import annotations

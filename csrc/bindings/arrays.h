@@ -1,4 +1,4 @@
-// NumPy arrays as the bindings take them: C-contiguous, on the CPU, of one type and number of axes.
+// NumPy arrays as arguments: C-contiguous, on the CPU, with a fixed type and number of axes.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,9 +13,9 @@ using Array = nanobind::ndarray<const T, Axes..., nanobind::c_contig, nanobind::
 template <typename T, typename... Axes>
 using Out = nanobind::ndarray<T, Axes..., nanobind::c_contig, nanobind::device::cpu>;
 
-// The attribute `name` as an array. It is never a converted copy, which would not outlive the call.
+// Returns the attribute `name` as an array. Never converts, since a copy would not outlive the call.
 template <typename A>
-A array_of(const nanobind::object& object, const char* name) {
+A get_array(const nanobind::object& object, const char* name) {
     A array;
     if (!nanobind::try_cast<A>(object.attr(name), array, false))
         throw nanobind::type_error(

@@ -1,4 +1,4 @@
-// Several decode steps of one batch, each computed when the caller asks for it.
+// Several decode steps of one batch, computed on demand.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -29,11 +29,12 @@ class DecodeCall {
     DecodeCall(const DecodeCall&) = delete;
     DecodeCall& operator=(const DecodeCall&) = delete;
 
-    // Computes the next step and checks its draws as BoundRunner::run does. Returns whether another may follow:
-    // fewer than num_steps are done, and no request has ended or failed.
+    // Computes the next step and verifies its samples like BoundRunner::run. Returns whether another step
+    // may follow: fewer than num_steps are done, and no request has ended or failed.
     bool step(const nb::object& check) {
         if (num_done_ > 0 && follows_tokens_)
-            decoding_.follow(read_sampling(batch_.attr("sampling"), static_cast<size_t>(first_.num_samples)));
+            decoding_.set_sampling_inputs(
+                read_sampling(batch_.attr("sampling"), static_cast<size_t>(first_.num_samples)));
         runner_.run_and_check(decoding_.batch(), *kv_, check, num_done_);
         return ++num_done_ < num_steps_ && decoding_.advance();
     }

@@ -1,4 +1,4 @@
-// One instruction set's kernels with the threads that run them.
+// The kernels of one instruction set, and the threads that run them.
 #pragma once
 
 #include <string>

@@ -21,67 +21,67 @@ void expect(bool holds, const char* otherwise) {
 
 template <typename T>
 const T* numbers(const nb::object& object, const char* name) {
-    return array_of<Array<T>>(object, name).data();
+    return get_array<Array<T>>(object, name).data();
 }
 
 // Returns an array whose length the step's other arrays determine.
 template <typename T>
 const T* numbers(const nb::object& object, const char* name, size_t wanted) {
-    const auto array = array_of<Array<T>>(object, name);
+    const auto array = get_array<Array<T>>(object, name);
     if (array.size() != wanted)
         throw std::invalid_argument(std::string(name) + ": got " + std::to_string(array.size()) +
                                     " numbers, the batch needs " + std::to_string(wanted));
     return array.data();
 }
 
-// Returns null where the attribute is None, since its numbers are not wanted.
+// Returns null if the attribute is None: the caller does not want these results.
 template <typename T>
 T* out_numbers(const nb::object& object, const char* name) {
-    return object.attr(name).is_none() ? nullptr : array_of<Out<T>>(object, name).data();
+    return object.attr(name).is_none() ? nullptr : get_array<Out<T>>(object, name).data();
 }
 
-void read_results(SampleArgs& a, const nb::object& result, size_t num_draws) {
-    const auto ids = array_of<Out<int32_t>>(result, "token_ids");
-    if (ids.size() < num_draws) throw std::invalid_argument("results for fewer rows than are drawn");
+void read_results(SampleArgs& a, const nb::object& result, size_t num_samples) {
+    const auto ids = get_array<Out<int32_t>>(result, "token_ids");
+    if (ids.size() < num_samples) throw std::invalid_argument("token_ids: fewer than sampled rows");
     a.out_ids = ids.data();
     a.out_failed = reinterpret_cast<uint8_t*>(out_numbers<bool>(result, "failed"));
     a.out_logprobs = out_numbers<float>(result, "logprobs");
     a.out_ranks = out_numbers<int32_t>(result, "ranks");
     a.out_top_logprobs = out_numbers<float>(result, "top_logprobs");
     a.out_surprises = out_numbers<float>(result, "surprises");
-    if (a.uncut) {
-        const auto witnesses = array_of<Out<int32_t, nb::ndim<2>>>(result, "witnesses");
-        if (witnesses.shape(0) < num_draws || witnesses.shape(1) != kMostWitnesses)
+    if (a.skips_cutoffs) {
+        const auto proof = get_array<Out<int32_t, nb::ndim<2>>>(result, "witnesses");
+        if (proof.shape(0) < num_samples || proof.shape(1) != kMaxProofTokens)
             throw std::invalid_argument("witnesses: not 16 of each row");
-        a.out_witnesses = witnesses.data();
+        a.out_cutoff_proofs = proof.data();
     }
     if (result.attr("top_ids").is_none()) return;
-    const auto top_ids = array_of<Out<int32_t, nb::ndim<2>>>(result, "top_ids");
+    const auto top_ids = get_array<Out<int32_t, nb::ndim<2>>>(result, "top_ids");
     a.out_top_ids = top_ids.data();
     a.max_top = static_cast<int>(top_ids.shape(1));
 }
 
 // Returns NumPy's name of a type of 4 or 8 bytes.
 template <typename T>
-const char* format_of() {
+const char* numpy_format() {
     if (std::is_same_v<T, float>) return "f4";
     if (sizeof(T) == 8) return std::is_signed_v<T> ? "i8" : "u8";
     return std::is_signed_v<T> ? "i4" : "u4";
 }
 
-// Returns the records; NumPy's structured arrays do not cross as such, but their bytes do.
-const SamplingRecord* records_of(const nb::object& sampling, size_t num_draws) {
+// Returns the records as bytes, since nanobind does not accept NumPy's structured arrays.
+const SamplingRecord* read_records(const nb::object& sampling, size_t num_samples) {
     const nb::object records = sampling.attr("records"), bytes = records.attr("view")("uint8");
     Array<uint8_t> array;
     if (!nb::try_cast<Array<uint8_t>>(bytes, array, false) ||
-        array.size() != num_draws * sizeof(SamplingRecord))
+        array.size() != num_samples * sizeof(SamplingRecord))
         throw nb::type_error("records: not a C-contiguous array of one SAMPLING_RECORD for each sampled row");
     return reinterpret_cast<const SamplingRecord*>(array.data());
 }
 
-// Requests own rows of the step, which padding may follow.
+// Checks that requests own consecutive rows of the step; padding may follow.
 void check_rows(const Ints& query_starts, size_t num_tokens) {
-    expect(query_starts.size() > 0, "query_starts: empty, one start and the end are the least");
+    expect(query_starts.size() > 0, "query_starts: empty, expected at least one entry");
     const int32_t* starts = query_starts.data();
     const size_t num_requests = query_starts.size() - 1;
     expect(starts[0] == 0, "query_starts: the first request does not start at row 0");
@@ -91,19 +91,20 @@ void check_rows(const Ints& query_starts, size_t num_tokens) {
            "query_starts: ends behind the rows of the step");
 }
 
-// Reads the rows from outside, where a step has any.
-void read_given(Batch& b, const nb::object& batch) {
+// Reads the input rows of a step, if it has any.
+void read_input_rows(Batch& b, const nb::object& batch) {
     if (batch.attr("given").is_none()) return;
-    const auto given = array_of<Array<float, nb::ndim<2>>>(batch, "given");
-    b.given = given.data();
-    b.num_given = static_cast<int>(given.shape(0));
-    b.given_width = static_cast<int>(given.shape(1));
-    b.given_rows = numbers<int32_t>(batch, "given_rows", b.num_tokens);
+    const auto rows = get_array<Array<float, nb::ndim<2>>>(batch, "given");
+    b.input_rows = rows.data();
+    b.num_input_rows = static_cast<int>(rows.shape(0));
+    b.input_width = static_cast<int>(rows.shape(1));
+    b.input_row_indices = numbers<int32_t>(batch, "given_rows", b.num_tokens);
     for (int t = 0; t < b.num_tokens; t++)
-        expect(b.given_rows[t] < b.num_given, "given_rows: a row that is not among the given ones");
+        expect(b.input_row_indices[t] < b.num_input_rows,
+               "given_rows: a row that is not among the given ones");
 }
 
-// Reads the further slots that rows write to, where a step has any.
+// Reads the further slots that rows write to, if there are any.
 void read_copies(Batch& b, const nb::object& batch, size_t num_groups) {
     const nb::object copies = batch.attr("copies");
     if (copies.is_none()) return;
@@ -117,9 +118,9 @@ void read_copies(Batch& b, const nb::object& batch, size_t num_groups) {
 
 }  // namespace
 
-SampleArgs read_sampling(const nb::object& sampling, size_t num_draws) {
+SampleArgs read_sampling(const nb::object& sampling, size_t num_samples) {
     SampleArgs a{};
-    a.records = records_of(sampling, num_draws);
+    a.records = read_records(sampling, num_samples);
     a.history_starts = numbers<int32_t>(sampling, "history_starts");
     a.history_ids = numbers<int32_t>(sampling, "history_ids");
     a.history_counts = numbers<int32_t>(sampling, "history_counts");
@@ -131,11 +132,11 @@ SampleArgs read_sampling(const nb::object& sampling, size_t num_draws) {
 }
 
 Batch read_batch(const nb::object& batch, const nb::object& output, int num_steps) {
-    const auto token_ids = array_of<Ints>(batch, "token_ids");
-    const auto positions = array_of<Array<int32_t, nb::ndim<2>>>(batch, "positions");
-    const auto query_starts = array_of<Ints>(batch, "query_starts");
-    const auto block_tables = array_of<Array<int32_t, nb::ndim<3>>>(batch, "block_tables");
-    const auto sample_rows = array_of<Ints>(batch, "sample_rows");
+    const auto token_ids = get_array<Ints>(batch, "token_ids");
+    const auto positions = get_array<Array<int32_t, nb::ndim<2>>>(batch, "positions");
+    const auto query_starts = get_array<Ints>(batch, "query_starts");
+    const auto block_tables = get_array<Array<int32_t, nb::ndim<3>>>(batch, "block_tables");
+    const auto sample_rows = get_array<Ints>(batch, "sample_rows");
     const size_t num_tokens = token_ids.size(), num_groups = block_tables.shape(0);
     check_rows(query_starts, num_tokens);
     Batch b{};
@@ -148,7 +149,7 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
     expect(block_tables.shape(1) == static_cast<size_t>(b.num_requests),
            "block_tables: not one for each request");
     b.token_ids = token_ids.data();
-    b.places = numbers<int32_t>(batch, "places", num_tokens);
+    b.key_indices = numbers<int32_t>(batch, "places", num_tokens);
     b.positions = positions.data();
     b.query_starts = query_starts.data();
     b.context_lens = numbers<int32_t>(batch, "context_lens", num_groups * b.num_requests);
@@ -159,25 +160,25 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
         b.adapters = numbers<int32_t>(batch, "adapter_rows", num_tokens);
     if (!batch.attr("sparse_from").is_none())
         b.sparse_from = numbers<int32_t>(batch, "sparse_from", b.num_requests);
-    read_given(b, batch);
+    read_input_rows(b, batch);
     read_copies(b, batch, num_groups);
     if (!batch.attr("limits").is_none()) b.limits = numbers<int32_t>(batch, "limits", num_tokens);
     if (!batch.attr("hidden").is_none()) {
-        const auto hidden = array_of<Array<float, nb::ndim<2>>>(batch, "hidden");
+        const auto hidden = get_array<Array<float, nb::ndim<2>>>(batch, "hidden");
         expect(hidden.shape(0) == num_tokens, "hidden: not one row for each of the step");
         b.hidden = hidden.data();
         b.hidden_width = static_cast<int>(hidden.shape(1));
     }
     const nb::object sampling = batch.attr("sampling");
-    b.draws = !sampling.is_none();
-    if (b.draws) {
+    b.has_sampling = !sampling.is_none();
+    if (b.has_sampling) {
         b.sampling = read_sampling(sampling, b.num_samples);
         b.keeps_logits = nb::cast<bool>(sampling.attr("keeps_logits"));
         if (!sampling.attr("late").is_none())
-            b.late = reinterpret_cast<const uint8_t*>(
+            b.deferred = reinterpret_cast<const uint8_t*>(
                 numbers<bool>(sampling, "late", static_cast<size_t>(b.num_samples)));
         if (!sampling.attr("uncut").is_none())
-            b.sampling.uncut = reinterpret_cast<const uint8_t*>(
+            b.sampling.skips_cutoffs = reinterpret_cast<const uint8_t*>(
                 numbers<bool>(sampling, "uncut", static_cast<size_t>(b.num_samples)));
         read_results(b.sampling, output.attr("samples"), static_cast<size_t>(b.num_samples) * num_steps);
     } else {
@@ -195,7 +196,7 @@ nb::dict sampling_record() {
         formats.append(format);
         offsets.append(offset);
     };
-#define OCTAVO_FIELD(type, name) add(#name, format_of<type>(), offsetof(SamplingRecord, name));
+#define OCTAVO_FIELD(type, name) add(#name, numpy_format<type>(), offsetof(SamplingRecord, name));
     OCTAVO_SAMPLING_FIELDS(OCTAVO_FIELD)
 #undef OCTAVO_FIELD
     nb::dict type;
@@ -207,7 +208,7 @@ nb::dict sampling_record() {
 }
 
 EndTokens read_end_tokens(const nb::object& steps, int num_requests) {
-    const auto starts = array_of<Ints>(steps, "end_starts");
+    const auto starts = get_array<Ints>(steps, "end_starts");
     if (starts.size() != static_cast<size_t>(num_requests) + 1)
         throw std::invalid_argument("decode steps: end tokens of another number of requests");
     return EndTokens{starts.data(), numbers<int32_t>(steps, "end_ids")};

@@ -1,4 +1,4 @@
-// A StepRunner as Python runs it: steps come as StepBatch and StepOutput.
+// A StepRunner for Python: steps are StepBatch and StepOutput.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -32,11 +32,11 @@ struct BoundRunner {
 
     int vocab() const { return runner.plan().options.vocab; }
 
-    // updates: by site None, or (A, B, scales, gain or None, bias or None), whose arrays are kept.
+    // updates: by site None, or (A, B, scales, gain or None, bias or None). The arrays are kept alive.
     void put_adapter(int slot, const nb::list& updates) {
         std::vector<SiteUpdate> sites;
-        for (const auto& item : updates) sites.push_back(update_of(nb::borrow(item)));
-        runner.adapters().put(slot, std::move(sites), runner.adapter_rows());
+        for (const auto& item : updates) sites.push_back(read_update(nb::borrow(item)));
+        runner.adapters().put(slot, std::move(sites), runner.num_adapter_rows());
         if (slot >= static_cast<int>(adapter_arrays_.size())) adapter_arrays_.resize(slot + 1);
         adapter_arrays_[slot] = updates;
     }
@@ -44,9 +44,9 @@ struct BoundRunner {
         runner.adapters().drop(slot);
         if (slot >= 0 && slot < static_cast<int>(adapter_arrays_.size())) adapter_arrays_[slot] = nb::none();
     }
-    // batch: StepBatch; output: StepOutput, whose arrays are filled in; check: None, or a function that is
-    // given the step's index once it is drawn, and returns None or a Redraw; it is asked again behind one that
-    // is not the last.
+    // batch: StepBatch; output: StepOutput, whose arrays are filled; check: None, or a function that is
+    // called with the step's index after sampling and returns None or a Redraw. It is called again after a
+    // Redraw that is not the last.
     void run(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv,
              const nb::object& check) {
         run_and_check(read_batch(batch, output), *kv, check, 0);
@@ -57,53 +57,54 @@ struct BoundRunner {
             nb::gil_scoped_release release;
             runner.run(step, kv);
         }
-        check_draws(step, kv, check, index);
+        verify_samples(step, kv, check, index);
     }
 
-    void check_draws(const Batch& step, const KvMemory& kv, const nb::object& check, int index) {
+    void verify_samples(const Batch& step, const KvMemory& kv, const nb::object& check, int index) {
         if (check.is_none()) return;
-        const Checking checking(*this, step, kv);
+        const VerificationScope checking(*this, step, kv);
         std::vector<SamplingRecord> records(step.sampling.records, step.sampling.records + step.num_samples);
         for (nb::object found = check(index); !found.is_none();) {
-            draw_again(step, kv, found, records);
+            resample(step, kv, found, records);
             if (nb::cast<bool>(found.attr("is_last"))) return;
             found = check(index);
         }
     }
 
-    // Changes the records of a Redraw's rows, and draws from them again.
-    void draw_again(const Batch& step, const KvMemory& kv, const nb::object& found,
-                    std::vector<SamplingRecord>& records) {
-        const auto samples = array_of<Array<int32_t, nb::ndim<1>>>(found, "samples");
-        const auto masks = array_of<Array<uint32_t, nb::ndim<2>>>(found, "masks");
+    // Updates the records of a Redraw's rows and samples these rows again.
+    void resample(const Batch& step, const KvMemory& kv, const nb::object& found,
+                  std::vector<SamplingRecord>& records) {
+        const auto samples = get_array<Array<int32_t, nb::ndim<1>>>(found, "samples");
+        const auto masks = get_array<Array<uint32_t, nb::ndim<2>>>(found, "masks");
         if (masks.shape(0) != samples.size() || static_cast<int>(masks.shape(1)) != (vocab() + 31) / 32)
-            throw std::invalid_argument("masks: not one for each row that is drawn again");
+            throw std::invalid_argument("masks: not one for each resampled row");
         const std::vector<int32_t> rows(samples.data(), samples.data() + samples.size());
         if (!found.attr("mirostat_mus").is_none()) {
-            const auto mus = array_of<Array<float, nb::ndim<1>>>(found, "mirostat_mus");
+            const auto mus = get_array<Array<float, nb::ndim<1>>>(found, "mirostat_mus");
             if (mus.size() != samples.size())
-                throw std::invalid_argument("mirostat_mus: not one for each row that is drawn again");
+                throw std::invalid_argument("mirostat_mus: not one for each resampled row");
             for (size_t i = 0; i < rows.size(); i++)
                 if (rows[i] >= 0 && rows[i] < step.num_samples && !std::isnan(mus.data()[i]))
                     records[rows[i]].mirostat_mu = mus.data()[i];
         }
-        const auto replaced = replaced_logits(found, rows.size());
+        const auto replacement_logits = read_replacement_logits(found, rows.size());
         nb::gil_scoped_release release;
-        runner.redraw(step, kv, rows, records, masks.data(), replaced);
+        runner.resample(step, kv, rows, records, masks.data(), replacement_logits);
     }
 
-    // Returns the logits that each of a Redraw's rows is drawn from, null where these are its own.
-    std::vector<const float*> replaced_logits(const nb::object& redraw, size_t num_rows) const {
+    // Returns the logits that each of a Redraw's rows is sampled from; null: its own.
+    std::vector<const float*> read_replacement_logits(const nb::object& resample, size_t num_rows) const {
         std::vector<const float*> found(num_rows);
-        if (redraw.attr("logits").is_none()) return found;
-        const auto logits = array_of<Array<float, nb::ndim<2>>>(redraw, "logits");
-        const auto places = array_of<Array<int32_t, nb::ndim<1>>>(redraw, "places");
-        if (places.size() != num_rows || static_cast<int>(logits.shape(1)) != vocab())
-            throw std::invalid_argument("logits: not a row of the vocabulary for each that is drawn again");
+        if (resample.attr("logits").is_none()) return found;
+        const auto logits = get_array<Array<float, nb::ndim<2>>>(resample, "logits");
+        const auto row_indices = get_array<Array<int32_t, nb::ndim<1>>>(resample, "places");
+        if (row_indices.size() != num_rows || static_cast<int>(logits.shape(1)) != vocab())
+            throw std::invalid_argument("logits: not a row of the vocabulary for each resampled row");
         for (size_t i = 0; i < num_rows; i++) {
-            if (places.data()[i] >= static_cast<int>(logits.shape(0)))
+            if (row_indices.data()[i] >= static_cast<int>(logits.shape(0)))
                 throw std::invalid_argument("places: behind the logits");
-            if (places.data()[i] >= 0) found[i] = logits.data() + places.data()[i] * logits.shape(1);
+            if (row_indices.data()[i] >= 0)
+                found[i] = logits.data() + row_indices.data()[i] * logits.shape(1);
         }
         return found;
     }
@@ -115,14 +116,14 @@ struct BoundRunner {
         std::memcpy(out.data(), runner.kept_logits(sample), sizeof(float) * vocab());
     }
 
-    // Writes the candidates of sampled rows of the step whose draws are being checked to `out` [N][8].
+    // Writes the candidates of sampled rows of the step that is being verified to `out` [N][8].
     void candidates(const Array<int32_t, nb::ndim<1>>& samples, const Out<int32_t, nb::ndim<2>>& out) {
-        if (!checked_step_) throw std::invalid_argument("candidates: no draws are being checked");
-        if (out.shape(0) != samples.size() || out.shape(1) != kMostCandidates)
+        if (!verified_step_) throw std::invalid_argument("candidates: no samples are being verified");
+        if (out.shape(0) != samples.size() || out.shape(1) != kMaxCandidates)
             throw std::invalid_argument("candidates: not 8 of each row");
         const std::vector<int32_t> rows(samples.data(), samples.data() + samples.size());
         nb::gil_scoped_release release;
-        runner.write_candidates(*checked_step_, *checked_kv_, rows, out.data());
+        runner.write_candidates(*verified_step_, *verified_kv_, rows, out.data());
     }
 
     nb::list profiled() const {
@@ -134,21 +135,21 @@ struct BoundRunner {
     }
 
   private:
-    // Says for as long as it lives which step's draws are being checked.
-    struct Checking {
+    // Marks a step as the one that is being verified during its lifetime.
+    struct VerificationScope {
         BoundRunner& runner;
-        Checking(BoundRunner& r, const Batch& step, const KvMemory& kv) : runner(r) {
-            runner.checked_step_ = &step;
-            runner.checked_kv_ = &kv;
+        VerificationScope(BoundRunner& r, const Batch& step, const KvMemory& kv) : runner(r) {
+            runner.verified_step_ = &step;
+            runner.verified_kv_ = &kv;
         }
-        Checking(const Checking&) = delete;
-        ~Checking() { runner.checked_step_ = nullptr; }
+        VerificationScope(const VerificationScope&) = delete;
+        ~VerificationScope() { runner.verified_step_ = nullptr; }
     };
 
-    const Batch* checked_step_ = nullptr;
-    const KvMemory* checked_kv_ = nullptr;
+    const Batch* verified_step_ = nullptr;
+    const KvMemory* verified_kv_ = nullptr;
 
-    static SiteUpdate update_of(const nb::object& item) {
+    static SiteUpdate read_update(const nb::object& item) {
         if (item.is_none()) return {};
         const auto t = nb::cast<nb::tuple>(item);
         const auto b = nb::cast<nb::ndarray<nb::ro, nb::ndim<3>, nb::c_contig, nb::device::cpu>>(t[1]);
@@ -165,7 +166,7 @@ struct BoundRunner {
         return update;
     }
 
-    std::vector<nb::object> adapter_arrays_;  // by slot: what its adapter's matrices lie in
+    std::vector<nb::object> adapter_arrays_;  // by slot: arrays of the adapter's matrices
 };
 
 }  // namespace octavo

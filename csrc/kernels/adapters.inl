@@ -1,5 +1,5 @@
-// Adapters: h = A x of some rows, and B h added to a tile of sums. Every sum is fp32 and goes through its
-// terms in one order, however many rows, ranks or adapters are computed together.
+// Adapter kernels: h = A x for some rows, and sums += B h for a tile. Each sum is fp32 and adds its terms
+// in one fixed order, independent of the rows, ranks and adapters that are computed together.
 #pragma once
 #include <algorithm>
 
@@ -10,13 +10,13 @@
 namespace octavo {
 namespace {
 
-// Two vectors that lie side by side in a matrix.
+// Two adjacent vectors of a matrix.
 struct Pair {
     vf first, second;
 };
 struct Bf16Pairs {
     const uint16_t* numbers;
-    // The pair whose first number is the i-th; both come of one load.
+    // Returns the pair that starts at element i; one load reads both vectors.
     OCTAVO_INLINE Pair at(int64_t i) const {
         const vi both = load_i(numbers + i);
         return {as_float(both << 16), as_float(both & static_cast<int32_t>(0xffff0000))};
@@ -34,7 +34,8 @@ struct Int8Pairs {
 };
 constexpr int kPair = 2 * kLanes;
 
-// Calls `compute` with what reads the numbers of a matrix, so that no loop asks for their type.
+// Calls `compute` with a reader for the matrix's element type, so that inner loops have no branch on the
+// type.
 template <typename Compute>
 OCTAVO_INLINE void with_numbers(AdapterNumber type, const Compute& compute) {
     if (type == AdapterNumber::int8)
@@ -45,8 +46,8 @@ OCTAVO_INLINE void with_numbers(AdapterNumber type, const Compute& compute) {
         compute([](const LowRankMatrix& m) { return Fp32Pairs{static_cast<const float*>(m.numbers)}; });
 }
 
-// How much a block holds at once: as many sums as the registers of a level have room for, beside what they are
-// made of. The order of a sum's terms is the same in all blocks.
+// Block sizes: as many sums as fit into the registers of the level beside their operands. All block sizes
+// add the terms of a sum in the same order.
 #if defined(__AVX512F__)
 constexpr int kRanksAlone = 8, kRanks = 4, kRows = 4, kExpandedRows = 8, kExpandedPairs = 8, kApart = 4;
 #elif defined(__AVX2__)
@@ -63,8 +64,7 @@ struct Shrunk {
     float* const* h;
 };
 
-// J ranks from `rank` on, times M rows from `row` on. Asks for the ranks behind these, which lie in as many
-// places as are read at once.
+// Computes J ranks from `rank` on for M rows from `row` on, and prefetches the J ranks after them.
 template <int J, int M, typename Numbers>
 void shrink_block(const Numbers& a, const Shrunk& s, int rank, int row) {
     vf sums[J][M] = {};
@@ -86,7 +86,7 @@ void shrink_block(const Numbers& a, const Shrunk& s, int rank, int row) {
         for (int m = 0; m < M; m++) s.h[row + m][rank + j] = s.scales[rank + j] * sum_lanes(sums[j][m]);
 }
 
-// The rows from `row` on, M at a time, and the last ones in smaller blocks.
+// Computes the rows from `row` on, M at a time, and the remaining ones in smaller blocks.
 template <int J, int M, typename Numbers>
 void shrink_rows(const Numbers& a, const Shrunk& s, int rank, int row) {
     for (; row + M <= s.num_rows; row += M) shrink_block<J, M>(a, s, rank, row);
@@ -109,7 +109,7 @@ void shrink(const LowRankMatrix& a, const float* const* x, int num_rows, const f
     });
 }
 
-// The h and the sums that a block of tiles is made of.
+// The h and the sums of a block of tiles.
 struct ExpandedTiles {
     const Expansion& rows;
     int tile;
@@ -127,8 +127,8 @@ struct ExpandedTiles {
     }
 };
 
-// N tiles of M rows of one adapter, from the i-th on. A row's sum is one chain, so that several are needed to
-// fill the units.
+// Computes N tiles of M rows of one adapter, from row i on. The sum of a row is one dependency chain, so
+// several rows are needed to keep the FMA units busy.
 template <int M, int N, typename Numbers>
 OCTAVO_INLINE void expand_block(const Numbers& b, const ExpandedRows& run, int i, const ExpandedTiles& to) {
     const int rank = run.b.rank;
@@ -155,7 +155,7 @@ OCTAVO_INLINE void expand_block(const Numbers& b, const ExpandedRows& run, int i
         for (int n = 0; n < N; n++) to.add(run, i + m, n, sums[n][m]);
 }
 
-// N tiles of M adapters with one row each, all of one rank.
+// Computes N tiles of M adapters of the same rank with one row each.
 template <int M, int N, typename Numbers>
 OCTAVO_INLINE void expand_apart(const Numbers& numbers, const ExpandedRows* runs, const ExpandedTiles& to) {
     const int rank = runs->b.rank;
@@ -179,14 +179,14 @@ OCTAVO_INLINE void expand_apart(const Numbers& numbers, const ExpandedRows* runs
         for (int n = 0; n < N; n++) to.add(runs[m], 0, n, sums[n][m]);
 }
 
-// The rows from the i-th on, M at a time, and the last ones in smaller blocks.
+// Computes the rows from row i on, M at a time, and the remaining ones in smaller blocks.
 template <int M, int N, typename Numbers>
 OCTAVO_INLINE void expand_rows(const Numbers& b, const ExpandedRows& run, int i, const ExpandedTiles& to) {
     for (; i + M <= run.count; i += M) expand_block<M, N>(b, run, i, to);
     if constexpr (M > 1) expand_rows<M / 2, N>(b, run, i, to);
 }
 
-// Returns how many runs from the first on have one row each and matrices alike, at most kApart.
+// Returns how many of the first runs, at most kApart, have one row each and the same rank and type.
 inline int runs_apart(const ExpandedRows* runs, int num_runs) {
     int count = 0;
     while (count < std::min(num_runs, kApart) && runs[count].count == 1 &&
@@ -195,18 +195,18 @@ inline int runs_apart(const ExpandedRows* runs, int num_runs) {
     return count;
 }
 
-// Computes the first runs that go together; returns how many.
+// Computes the first runs that can be computed together and returns how many.
 template <int N>
 int expand_next(const ExpandedRows* runs, int num_runs, const ExpandedTiles& to) {
     const int apart = runs_apart(runs, num_runs);
     with_numbers(runs->b.type, [&](const auto& numbers) {
-        constexpr int kMost = N == 2 ? kExpandedPairs : kExpandedRows;
+        constexpr int kMaxRows = N == 2 ? kExpandedPairs : kExpandedRows;
         if (apart == kApart)
             expand_apart<kApart, N>(numbers, runs, to);
         else if (runs->count == 1)
             expand_block<1, N>(numbers(runs->b), *runs, 0, to);
         else
-            expand_rows<kMost, N>(numbers(runs->b), *runs, 0, to);
+            expand_rows<kMaxRows, N>(numbers(runs->b), *runs, 0, to);
     });
     return apart == kApart ? kApart : 1;
 }
@@ -220,7 +220,7 @@ void expand(const Expansion& expansion, int tile, int num_tiles, float* const* a
     }
 }
 
-// Returns the i-th number of a table.
+// Returns element i of a table.
 inline float number_at(const LowRankMatrix& table, int64_t i) {
     if (table.type == AdapterNumber::int8) return (static_cast<const int8_t*>(table.numbers))[i];
     if (table.type == AdapterNumber::bf16)

@@ -1,12 +1,12 @@
 // Attention over splits of 256 keys.
 //
-// A lane is one query row of one head; the lanes of a piece share a kv head, so that each key and value is
-// loaded once for up to 16 of them, and comes from far once for all. Per lane and split: scores of all its
-// keys, m = max, p = exp(score - m), l = sum p, acc = sum p V, in a fixed order or exactly; then (m, l, acc)
-// of the splits are merged left to right. What a lane computes depends on its own row alone: neither on the
-// other lanes nor on how the splits were shared out.
+// A lane is one query row of one head. The lanes of an item share a KV head, so that each key and value is
+// loaded once for up to 16 lanes and comes from memory once for all of them. For each lane and split:
+// scores of all keys, m = max, p = exp(score - m), l = sum p, acc = sum p V, in a fixed order or exactly;
+// then (m, l, acc) of the splits are merged from left to right. The result of a lane depends on its own row
+// only, not on the other lanes or on the distribution of splits over threads.
 #pragma once
-#include "attention_products.inl"
+#include "attention_matmul.inl"
 #include "attention_softmax.inl"
 #ifdef __AMX_INT8__
 #include "attention_amx.inl"
@@ -15,16 +15,17 @@
 namespace octavo {
 namespace {
 
-// Prefetches what the products have not of the blocks ahead: those in excess of this split's, and the scales.
+// Prefetches the part of the next blocks that the matmuls have not prefetched: blocks in excess of this
+// split's, and the scales.
 void prefetch_rest(const LaneSet& set, int num_blocks) {
-    BlockRange rest = set.ahead;
+    BlockRange rest = set.next_blocks;
     const KvLayer& kv = set.args->kv;
     if (kv.type == KvType::int8) prefetch_blocks(kv, rest, kv.scales_offset, kv.block_end());
     rest.first += num_blocks;
     prefetch_blocks(kv, rest, 0, kv.scales_offset);
 }
 
-// Attends to keys key0 .. key1 - 1 of one split, for every lane into split_state.
+// Computes the states of all lanes for keys key0 .. key1 - 1 of one split into split_state.
 template <Way way>
 void attend_keys(const LaneSet& set, int key0, int key1, int split0) {
     const int block0 = key0 / kTile, block1 = (key1 + kTile - 1) / kTile;
@@ -42,7 +43,7 @@ void attend_keys(const LaneSet& set, int key0, int key1, int split0) {
     prefetch_rest(set, block1 - block0);
 }
 
-// Attends to one split, for every lane into split_state.
+// Computes the states of all lanes for one split into split_state.
 void attend_split(const LaneSet& set, int split) {
     const int split0 = split * kSplitKeys;
     const int key0 = set.first_key > split0 ? set.first_key / kTile * kTile : split0;
@@ -71,8 +72,8 @@ Exps two_exps(float first, float second) {
     return {x[0], x[1]};
 }
 
-// Adds the state `part` (m, l, acc) to the state `into`, each relative to its own maximum. A part that saw no
-// key (m = -inf) changes nothing.
+// Merges the state `part` (m, l, acc) into the state `into`. A part without keys (m = -inf) changes
+// nothing.
 void merge_state(float* into, const float* part, int v_padded) {
     if (part[0] == -INFINITY) return;
     if (into[0] == -INFINITY) {
@@ -103,7 +104,7 @@ void finish_lane(const AttentionArgs& args, const Lane& lane, float* state) {
     if (!args.rows) return;
     const int first_group = lane.head * args.kv.v_width / kGroup;
     for (int g = 0; g < args.kv.v_width / kGroup; g++)
-        put_rows(acc + g * kGroup, *args.rows, lane.row, 1, first_group + g, kGroup);
+        quantize_group(acc + g * kGroup, *args.rows, lane.row, 1, first_group + g, kGroup);
 }
 
 void finish_set(const LaneSet& set, float* states) {
@@ -111,7 +112,7 @@ void finish_set(const LaneSet& set, float* states) {
         finish_lane(*set.args, set.lanes[lane], states + lane * set.state_size);
 }
 
-// Merges a set's states of a split into the set's own, or copies them to the rows' partials.
+// Merges the states of a split into the set's states, or copies them to the partials of the rows.
 void keep_split(const LaneSet& set, int split, bool merges) {
     if (merges) {
         for (int lane = 0; lane < set.count; lane++)
@@ -121,15 +122,15 @@ void keep_split(const LaneSet& set, int split, bool merges) {
     }
     const size_t row_size = static_cast<size_t>(set.count) / set.num_rows * set.state_size;
     for (int i = 0; i < set.num_rows; i++) {
-        const AttentionRow& row = set.piece->rows[set.row0 + i];
-        std::memcpy(row.partial + (split - set.piece->first_split) * row.split_stride,
+        const AttentionRow& row = set.item->rows[set.row0 + i];
+        std::memcpy(row.partial + (split - set.item->first_split) * row.split_stride,
                     set.split_state + i * row_size, sizeof(float) * row_size);
     }
 }
 
 // Returns the blocks of a split that any of the sets reads.
-BlockRange split_blocks(const AttentionPiece& piece, const LaneSet* sets, int num_sets, int split) {
-    BlockRange blocks{piece.block_table, piece.kv_head, (split + 1) * kSplitKeys / kTile,
+BlockRange split_blocks(const AttentionItem& item, const LaneSet* sets, int num_sets, int split) {
+    BlockRange blocks{item.block_table, item.kv_head, (split + 1) * kSplitKeys / kTile,
                       split * kSplitKeys / kTile};
     const int first = blocks.last, last = blocks.first;
     for (int i = 0; i < num_sets; i++) {
@@ -140,27 +141,27 @@ BlockRange split_blocks(const AttentionPiece& piece, const LaneSet* sets, int nu
     return blocks;
 }
 
-void attention(const AttentionArgs& args, const AttentionPiece& piece, float* memory) {
+void attention(const AttentionArgs& args, const AttentionItem& item, float* memory) {
     const AttentionScratch scratch(args.kv, memory);
-    const int rows_a_set = kMaxLanes / (args.num_heads / args.kv.num_heads);
-    const bool merges = !piece.rows[0].partial, one_split = piece.last_split - piece.first_split == 1;
+    const int rows_per_set = kMaxLanes / (args.num_heads / args.kv.num_heads);
+    const bool merges = !item.rows[0].partial, one_split = item.last_split - item.first_split == 1;
     LaneSet sets[kMaxSets];
     int num_sets = 0;
-    for (int row = 0; row < piece.num_rows; row += rows_a_set) {
+    for (int row = 0; row < item.num_rows; row += rows_per_set) {
         LaneSet& set = sets[num_sets];
-        set.fill(args, piece, row, piece.num_rows - row < rows_a_set ? piece.num_rows - row : rows_a_set,
+        set.fill(args, item, row, item.num_rows - row < rows_per_set ? item.num_rows - row : rows_per_set,
                  scratch, num_sets++);
         for (int lane = 0; merges && !one_split && lane < set.count; lane++) {
             std::memset(set.state + lane * set.state_size, 0, sizeof(float) * set.state_size);
             set.state[lane * set.state_size] = -INFINITY;
         }
     }
-    if (!piece.is_prefetched)
-        prefetch_blocks(args.kv, split_blocks(piece, sets, num_sets, piece.first_split), 0,
+    if (!item.is_prefetched)
+        prefetch_blocks(args.kv, split_blocks(item, sets, num_sets, item.first_split), 0,
                         args.kv.block_end());
-    for (int split = piece.first_split; split < piece.last_split; split++) {
-        sets[0].ahead =
-            split + 1 < piece.last_split ? split_blocks(piece, sets, num_sets, split + 1) : piece.ahead;
+    for (int split = item.first_split; split < item.last_split; split++) {
+        sets[0].next_blocks =
+            split + 1 < item.last_split ? split_blocks(item, sets, num_sets, split + 1) : item.next_blocks;
         for (int i = 0; i < num_sets; i++) {
             attend_split(sets[i], split);
             if (merges && one_split)
@@ -172,16 +173,16 @@ void attention(const AttentionArgs& args, const AttentionPiece& piece, float* me
     for (int i = 0; merges && !one_split && i < num_sets; i++) finish_set(sets[i], sets[i].state);
 }
 
-// Merges the partials of a piece's rows left to right and writes the out.
-void attention_merge(const AttentionArgs& args, const AttentionPiece& piece) {
+// Merges the partials of an item's rows from left to right and writes the output.
+void attention_merge(const AttentionArgs& args, const AttentionItem& item) {
     const int group = args.num_heads / args.kv.num_heads, size = 2 + args.kv.v_padded;
-    for (int i = 0; i < piece.num_rows; i++)
+    for (int i = 0; i < item.num_rows; i++)
         for (int h = 0; h < group; h++) {
-            const AttentionRow& row = piece.rows[i];
+            const AttentionRow& row = item.rows[i];
             float* state = row.partial + h * size;
-            for (int split = 1; split < piece.last_split - piece.first_split; split++)
+            for (int split = 1; split < item.last_split - item.first_split; split++)
                 merge_state(state, state + split * row.split_stride, args.kv.v_padded);
-            finish_lane(args, Lane{row.row, piece.kv_head * group + h, 0, 0}, state);
+            finish_lane(args, Lane{row.row, item.kv_head * group + h, 0, 0}, state);
         }
 }
 

@@ -1,32 +1,31 @@
-// Scores and weighted values on the AMX tile unit, for K and V in bf16 or int8 with a key width that is a
-// multiple of 32.
+// Scores and weighted values on AMX, for K and V in bf16 or int8 with a key width that is a multiple of 32.
 //
-// A lane is a row of a tile, so up to 16 lanes cost what one does. A block's keys, [D/2][16 tokens][2], are B
-// tiles as they lie; so are its values, [8 pairs of tokens][Dv][2], 16 columns at a time. Every number of
-// lanes takes the tile unit: its sums have an order of their own. Blocks in int8 are written out as bf16
-// first, a few at a time.
+// A lane is a row of a tile, so up to 16 lanes cost as much as one. The keys of a block, [D/2][16
+// tokens][2], are B tiles as stored, and so are the values, [8 pairs of tokens][Dv][2], 16 columns at a
+// time. AMX is used for any number of lanes, since its sums have an order of their own. int8 blocks are
+// first widened to bf16, a few at a time.
 #pragma once
 #include "../simd/amx.h"
-#include "attention_products.inl"
+#include "attention_matmul.inl"
 
 namespace octavo {
 namespace {
 
-// Returns the keys of block b in bf16; they stay valid while those of three more blocks are returned.
+// Returns the keys of block b in bf16. The pointer is valid for the next three calls.
 template <Way way>
 const uint8_t* tile_keys(const LaneSet& set, int b) {
-    if (way == Way::bf16) return set.keys_of(b);
+    if (way == Way::bf16) return set.keys_at(b);
     uint8_t* to = set.keys + sizeof(uint16_t) * (b % 4) * kTile * set.width;
     for (int p = 0; p < set.width / 2; p++)
-        store_i(to + 64 * p, int8_to_bf16(reinterpret_cast<const int8_t*>(set.keys_of(b)) + 32 * p));
+        store_i(to + 64 * p, int8_to_bf16(reinterpret_cast<const int8_t*>(set.keys_at(b)) + 32 * p));
     return to;
 }
-// Returns the values of block b as they lie. Beyond the last key there may be anything, NaN too: bf16 is
-// zeroed there. (int8 may stay any integer, since its weights are 0.)
+// Returns the values of block b as stored. The memory after the last key may hold NaN: bf16 values are
+// zeroed there. int8 may hold anything, since its weights are 0.
 template <Way way>
 const uint8_t* values_until(const LaneSet& set, int b, int key1) {
     const int padded = set.args->kv.v_padded, tokens = key1 - b * kTile;
-    const uint8_t* v = set.values_of(b);
+    const uint8_t* v = set.values_at(b);
     if (way != Way::bf16 || tokens >= kTile) return v;
     std::memcpy(set.values, v, sizeof(uint16_t) * padded * kTile);
     uint32_t* pairs = reinterpret_cast<uint32_t*>(set.values);
@@ -36,7 +35,7 @@ const uint8_t* values_until(const LaneSet& set, int b, int key1) {
                 sizeof(uint32_t) * (kTile / 2 - (tokens + 1) / 2) * padded);
     return set.values;
 }
-// Returns up to 64 columns of block b's values from `column` on, in bf16, harmless beyond key1; valid until
+// Returns up to 64 columns of block b's values from `column` on, in bf16 and finite after key1. Valid until
 // the next call.
 template <Way way>
 const uint8_t* tile_columns(const LaneSet& set, int b, int key1, int column) {
@@ -54,15 +53,15 @@ OCTAVO_INLINE void prefetch_tile(const uint8_t* p, int bytes) {
     for (int line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 3);
 }
 
-// Computes scores [lanes][256] of blocks block0 .. block1 - 1, four blocks at a time, so that the unit has
-// independent sums to work on.
+// Computes scores [lanes][256] of blocks block0 .. block1 - 1, four blocks at a time so that the tile unit
+// has independent sums.
 template <Way way>
 void tile_scores(const LaneSet& set, int block0, int block1, int split0) {
     constexpr int share = way == Way::widened ? 512 : 1024;  // bytes of 32 dimensions of a block
-    const auto keys = [&](int b) { return set.keys_of(b); };
-    const auto values = [&](int b) { return set.values_of(b); };
+    const auto keys = [&](int b) { return set.keys_at(b); };
+    const auto values = [&](int b) { return set.values_at(b); };
     const auto block_keys = [&](int b) { return tile_keys<way>(set, b); };
-    // Prefetches the keys four blocks on and the block's own values, which are about as wide as its keys.
+    // Prefetches the keys of block b + 4 and the values of block b, which are about as wide as its keys.
     const auto prefetch = [&](int b, int d) {
         if (b + 4 < block1) prefetch_tile(keys(b + 4) + d / 32 * share, share);
         prefetch_tile(values(b) + d / 32 * share, share);
@@ -112,7 +111,7 @@ void tile_scores(const LaneSet& set, int block0, int block1, int split0) {
     }
 }
 
-// Multiplies the sums of codes by each key's scale.
+// Multiplies the integer sums by each key's scale.
 template <Way way>
 void scale_scores(const LaneSet& set, int block0, int block1, int split0) {
     if (way != Way::widened) return;
@@ -124,7 +123,7 @@ void scale_scores(const LaneSet& set, int block0, int block1, int split0) {
     }
 }
 
-// Computes split_state's acc = weights times V, for keys key0 .. key1 - 1.
+// Computes acc = weights times V in split_state, for keys key0 .. key1 - 1.
 template <Way way>
 void tile_values(const LaneSet& set, int key0, int key1, int split0) {
     const int padded = set.args->kv.v_padded, stride = set.state_size * static_cast<int>(sizeof(float));

@@ -1,11 +1,11 @@
-// The lanes of an attention piece: query rows of one head each, in sets of up to 16 that share a kv head.
+// The lanes of an attention item: query rows of one head each, in sets of up to 16 that share a KV head.
 //
-// How K and V are multiplied follows from how they are stored (`Way`):
-//   fp32     as they are, queries and weights in fp32
+// The storage type of K and V determines the arithmetic (`Way`):
+//   fp32     queries and weights in fp32
 //   bf16     in pairs, queries and weights rounded to bf16
-//   int16    codes of int8 in pairs, queries and weights as integers of 15 bits: sums are exact, and the same
-//            at every level
-//   widened  codes of int8 as bf16 pairs, which hold them exactly; on the tile unit only
+//   int16    int8 codes in pairs, queries and weights as 15-bit integers: sums are exact, and equal at every
+//            level
+//   widened  int8 codes as bf16 pairs, which represent them exactly; only on AMX
 #pragma once
 #include <type_traits>
 
@@ -20,17 +20,17 @@ enum class Way { fp32, bf16, int16, widened };
 constexpr float kQueryCodes = 16383;
 // Largest integer of a weight: 256 products with a code fit 31 bits.
 constexpr float kWeightCodes = 32767;
-// Smallest scale; one below it counts as 0, so that the inverse is finite.
+// Smallest scale; smaller ones count as 0, so that the inverse is finite.
 constexpr float kTiny = 1e-30f;
 
 struct Keys {
     int first, last;  // keys first .. last - 1
 };
 struct Lane {
-    int row, head, first_key, last_key;  // keys first_key .. last_key - 1 are seen
+    int row, head, first_key, last_key;  // attends to keys first_key .. last_key - 1
 };
 
-// The places in a thread's memory for a piece. Those that all sets use, one after another, come first.
+// Layout of a thread's scratch memory for one item. The parts that all sets use in turn come first.
 struct AttentionScratch {
     int width, state_size;
     float* at;
@@ -44,34 +44,34 @@ struct AttentionScratch {
     float* split_state() const { return scores() + kMaxLanes * kSplitKeys; }
     // [256], see ValueScales
     float* value_scales() const { return split_state() + kMaxLanes * state_size; }
-    // [lanes]: the unit of each lane's integer sums of values
+    // [lanes]: unit of each lane's integer sums of values
     float* units() const { return value_scales() + kSplitKeys; }
-    // One head's values of a block in bf16, where the block stores them otherwise.
+    // Values of one head and block, converted to bf16.
     uint8_t* values() const { return reinterpret_cast<uint8_t*>(units() + kMaxLanes); }
-    // One head's keys of four blocks in bf16, where the blocks store them otherwise.
+    // Keys of one head and four blocks, converted to bf16.
     uint8_t* keys() const { return values() + sizeof(uint16_t) * kTile * (state_size - 2); }
     float* sets() const { return reinterpret_cast<float*>(keys() + sizeof(uint16_t) * 4 * kTile * width); }
     size_t set_size() const { return static_cast<size_t>(kMaxLanes) * (width + state_size); }
 };
 
-// A set of up to 16 lanes of a piece.
+// A set of up to 16 lanes of an item.
 struct LaneSet {
     const AttentionArgs* args = nullptr;
-    const AttentionPiece* piece = nullptr;
+    const AttentionItem* item = nullptr;
     Way way = Way::fp32;
-    BlockRange ahead{};  // what is read next: the first set of a piece prefetches it while it computes
+    BlockRange next_blocks{};  // read next; the first set of an item prefetches them while it computes
     int count = 0, width = 0, state_size = 0, row0 = 0, num_rows = 0, first_key = 0, last_key = 0;
     Lane lanes[kMaxLanes];
-    float factors[kMaxLanes];  // by which a lane's sums become scores
-    float* q = nullptr;  // [lanes][width]; numbers of 16 bits take the first half
+    float factors[kMaxLanes];  // by which a lane's sums are multiplied to give scores
+    float* q = nullptr;  // [lanes][width]; 16-bit elements use the first half
     float* state = nullptr;  // [lanes][2 + v_padded]
     float *scores = nullptr, *split_state = nullptr, *value_scales = nullptr, *units = nullptr;
     uint8_t *values = nullptr, *keys = nullptr;
 
-    void fill(const AttentionArgs& a, const AttentionPiece& p, int first_row, int rows,
+    void fill(const AttentionArgs& a, const AttentionItem& p, int first_row, int rows,
               const AttentionScratch& scratch, int index) {
         args = &a;
-        piece = &p;
+        item = &p;
         const int group = a.num_heads / a.kv.num_heads;
         width = scratch.width;
         state_size = scratch.state_size;
@@ -98,37 +98,39 @@ struct LaneSet {
 
     const uint16_t* q_bf16() const { return reinterpret_cast<const uint16_t*>(q); }
     uint16_t* weights_bf16() const { return reinterpret_cast<uint16_t*>(scores); }
-    const uint8_t* keys_of(int b) const { return k_of(args->kv, piece->block_table[b], piece->kv_head); }
-    const uint8_t* values_of(int b) const { return v_of(args->kv, piece->block_table[b], piece->kv_head); }
-    const uint16_t* scales(int b) const { return scales_of(args->kv, piece->block_table[b], piece->kv_head); }
-    // Returns the keys among key0 .. key1 - 1 that a lane sees.
+    const uint8_t* keys_at(int b) const { return k_block(args->kv, item->block_table[b], item->kv_head); }
+    const uint8_t* values_at(int b) const { return v_block(args->kv, item->block_table[b], item->kv_head); }
+    const uint16_t* scales(int b) const {
+        return scales_block(args->kv, item->block_table[b], item->kv_head);
+    }
+    // Returns the keys among key0 .. key1 - 1 that a lane attends to.
     Keys seen(int lane, int key0, int key1) const {
         const Lane& l = lanes[lane];
         return {l.first_key > key0 ? l.first_key : key0, l.last_key < key1 ? l.last_key : key1};
     }
-    // Returns the keys of the i-th block ahead; past the last one, `instead`.
-    const uint8_t* block_ahead(int i, const uint8_t* instead) const {
-        return ahead.first + i < ahead.last
-                   ? k_of(args->kv, ahead.block_table[ahead.first + i], ahead.kv_head)
+    // Returns the keys of the i-th of the next blocks, or `instead` past the last one.
+    const uint8_t* next_block_keys(int i, const uint8_t* instead) const {
+        return next_blocks.first + i < next_blocks.last
+                   ? k_block(args->kv, next_blocks.block_table[next_blocks.first + i], next_blocks.kv_head)
                    : instead;
     }
 
   private:
     void add(int row, int head) {
-        const int place = piece->places[row];
-        const int limit = piece->limits ? piece->limits[row] : place + 1;
-        const int last = args->mask.full() || limit > piece->context_len ? piece->context_len : limit;
-        const int first = args->mask.first_key(place);
-        factors[count] = put_query(
+        const int key_index = item->key_indices[row];
+        const int limit = item->limits ? item->limits[row] : key_index + 1;
+        const int last = args->mask.full() || limit > item->context_len ? item->context_len : limit;
+        const int first = args->mask.first_key(key_index);
+        factors[count] = quantize_query(
             args->q + row * args->q_stride + static_cast<int64_t>(head) * args->kv.k_width, count * width);
         first_key = count && first_key < first ? first_key : first;
         last_key = count && last_key > last ? last_key : last;
         lanes[count++] = Lane{row, head, first, last};
     }
 
-    // Converts a query. Returns the factor by which sums with it become scores; a NaN or an infinity among
-    // int16 queries makes it NaN, so that it shows.
-    float put_query(const float* from, int at) {
+    // Quantizes a query and returns the factor by which sums with it become scores. With int16 a NaN or an
+    // infinity in the query makes the factor NaN, so that it propagates.
+    float quantize_query(const float* from, int at) {
         float unit = 1, inverse = 1;
         if (way == Way::int16) {
             vf largest = {}, check = {};

@@ -1,19 +1,20 @@
-// Weights from a split's scores: masks, caps, biases, exponentials, and each lane's maximum m and sum l.
+// Weights from the scores of a split: mask, softcap, bias, exponential, and each lane's maximum m and sum
+// l.
 #pragma once
 #include "attention_lanes.inl"
 
 namespace octavo {
 namespace {
 
-// The factors by which int16 weights are multiplied before they become integers: each value's scale over the
-// largest scale that the lane sees in the split, times kWeightCodes; 0 where it sees none. Lanes that see the
-// same keys share them.
+// Factors that int16 weights are multiplied by before they become integers: each value's scale divided by
+// the largest scale that the lane attends to in the split, times kWeightCodes; 0 for keys outside. Lanes
+// with the same keys share them.
 struct ValueScales {
     const LaneSet& set;
     const int from, to, split0;
     float* scales;  // [256]
     int first = 0, last = 0;
-    float unit = 0;  // unit of the integer sums of weighed values
+    float unit = 0;  // unit of the integer sums of weighted values
 
     ValueScales(const LaneSet& s, int a, int b, int split)
         : set(s), from(a), to(b), split0(split), scales(s.value_scales) {}
@@ -44,12 +45,12 @@ struct ValueScales {
     }
 };
 
-// Turns a lane's sums into scores where these are capped or biased; else the sums stay, and the exponential
-// multiplies them with the lane's factor.
+// Maps sums to scores if there is a softcap or a bias. Otherwise the sums stay unchanged, and the
+// exponential applies the lane's factor.
 struct ScoreMap {
     const float factor, softcap, slope;
     const float* distances;  // of the lane's head, from -reach on; or null
-    const int reach, place;
+    const int reach, key_index;
     const bool changes;
 
     ScoreMap(const LaneSet& set, int lane)
@@ -60,19 +61,19 @@ struct ScoreMap {
                                                                     (2 * set.args->reach + 1)
                                         : nullptr),
           reach(set.args->reach),
-          place(set.piece->places[set.lanes[lane].row]),
+          key_index(set.item->key_indices[set.lanes[lane].row]),
           changes(softcap > 0 || set.args->slopes || distances) {}
 
-    // Returns the scores of the sums of keys key and on.
+    // Returns the scores of keys key .. key + 15.
     vf operator()(vf s, int key) const {
         if (!changes) return s;
         s = softcap > 0 ? softcap * (splat(2.0f) * sigmoid(splat(2.0f * factor / softcap) * s) - splat(1.0f))
                         : splat(factor) * s;
-        if (distances) return s + bias_from(key - place);
-        return slope != 0 ? s + splat(slope) * to_float(iota() + (key - place)) : s;
+        if (distances) return s + bias_from(key - key_index);
+        return slope != 0 ? s + splat(slope) * to_float(iota() + (key - key_index)) : s;
     }
 
-    // Returns the biases of the distances `first` and on.
+    // Returns the biases of distances first .. first + 15.
     vf bias_from(int first) const {
         if (first >= -reach && first + kLanes - 1 <= reach) return load(distances + reach + first);
         float each[kLanes];
@@ -84,8 +85,8 @@ struct ScoreMap {
     }
 };
 
-// Maps the scores and sets those of keys that the lane does not see to -inf. Returns the largest; a NaN may
-// be lost in that, but shows in the sum of the weights.
+// Maps the scores and sets those outside the lane's mask to -inf. Returns the largest. A NaN may be lost in
+// the maximum, but appears in the sum of the weights.
 OCTAVO_INLINE float mask_scores(const ScoreMap& map, float* scores, int from, int to, Keys seen) {
     vf largest = splat(-INFINITY);
     const auto mask = [&](int key, int end) {
@@ -100,7 +101,7 @@ OCTAVO_INLINE float mask_scores(const ScoreMap& map, float* scores, int from, in
     const int inner = (seen.first + kTile - 1) / kTile * kTile,
               outer = seen.last / kTile * kTile > inner ? seen.last / kTile * kTile : inner;
     mask(from, inner);
-    for (int key = inner; key < outer; key += kTile) {  // blocks that it sees whole
+    for (int key = inner; key < outer; key += kTile) {  // blocks that are inside the mask
         const vf s = map(load(scores + key), key);
         if (map.changes) store(scores + key, s);
         largest = max(largest, s);
@@ -109,9 +110,9 @@ OCTAVO_INLINE float mask_scores(const ScoreMap& map, float* scores, int from, in
     return max_lanes(largest);
 }
 
-// Computes a lane's weights e^(s - m), its m and its l; m = -inf where the lane sees no key here.
+// Computes a lane's weights e^(s - m), its m and its l; m = -inf if the lane attends to no key here.
 //   fp32     weights replace the scores; l is their sum
-//   bf16     weights are rounded to bf16; l is the sum of the rounded ones
+//   bf16     weights are rounded to bf16; l is the sum of the rounded weights
 //   int16    weights times their value's scale, as integers; l is the sum of e^(s - m)
 //   widened  weights times their value's scale, rounded to bf16; l is the sum of e^(s - m)
 template <Way way>
@@ -147,10 +148,10 @@ void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1
         if constexpr (way == Way::int16)
             store_int16(weights + key, round_to_int(p * load(values.scales + key - split0)));
         if constexpr (way == Way::widened) {
-            const bool read = key >= key0 && key < key1;  // the block table may end there
+            const bool read = key >= key0 && key < key1;  // the block table may end before it
             store_bf16(weights + key,
                        read ? select(p == 0.0f, vf{}, p * load_bf16(set.scales(key / kTile) + kTile))
-                            : vf{});  // unseen scales may be NaN
+                            : vf{});  // scales outside the mask may be NaN
         }
         total += p;
     }
@@ -162,7 +163,7 @@ void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1
 
 template <Way way>
 void soften(const LaneSet& set, int key0, int key1, int split0) {
-    // Whole vectors of 16-bit weights; the lanes see nothing around the keys.
+    // Whole vectors of 16-bit weights; keys around key0 .. key1 - 1 are masked.
     ValueScales values(set, key0 / (2 * kTile) * 2 * kTile, (key1 + 2 * kTile - 1) / (2 * kTile) * 2 * kTile,
                        split0);
     float largest[kMaxLanes];

@@ -1,6 +1,6 @@
-// The share of a row's attention that falls on each block of keys, by a part of the columns of queries and keys:
-// it says which blocks are worth reading. Scores are taken block by block, a key in each lane; a lane's sums have
-// one order, so they depend on the row and its keys alone.
+// The attention weight of a row on each block of keys, estimated from a part of the dimensions of queries
+// and keys, to select the blocks to read. One key per lane; the sums of a lane have one order, so that they
+// depend on the row and its keys only.
 #pragma once
 #include "../simd/simd.h"
 #include "table.h"
@@ -8,7 +8,7 @@
 namespace octavo {
 namespace {
 
-// Scores of the sixteen keys of a block with a query, before the scale.
+// Returns the unscaled scores of a query with the sixteen keys of a block.
 OCTAVO_INLINE vf partial_scores(const KvLayer& kv, const uint8_t* keys, const float* q) {
     vf sum{};
     if (kv.type == KvType::fp32) {
@@ -32,15 +32,15 @@ void block_masses(const BlockMassArgs& args) {
     const vf none = splat(-1e30f);
     for (int lane = 0; lane < args.num_lanes; lane++) {
         const float* q = args.q + static_cast<int64_t>(lane) * args.kv.k_width;
-        vf most = none;
+        vf largest = none;
         for (int b = 0; b < blocks; b++) {
             const uint8_t* keys = base + args.block_table[b] * args.kv.block_stride;
             vf scores = partial_scores(args.kv, keys, q) * splat(args.scale);
             if (b + 1 == blocks) scores = select(is_key, scores, none);
             store(args.scores + b * kTile, scores);
-            most = max(most, scores);
+            largest = max(largest, scores);
         }
-        const vf top = splat(max_lanes(most));
+        const vf top = splat(max_lanes(largest));
         vf sum{};
         for (int b = 0; b < blocks; b++) {
             const vf weights = exp(load(args.scores + b * kTile) - top);

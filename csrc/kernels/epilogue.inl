@@ -1,4 +1,4 @@
-// Activations, and the path of a product's sums to memory: bias, activation or gate, residual.
+// Activations, and the epilogue of matmuls: bias, activation or gate, residual.
 #pragma once
 #include "../simd/simd.h"
 #include "table.h"

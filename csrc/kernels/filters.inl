@@ -1,23 +1,23 @@
-// The distribution and after_cutoff filters of executor/filters.py, which look at a row's whole distribution and at
-// what the cuts leave of it. Each bans tokens (-inf) in the row's own copy of the logits. Sums and borders are in
-// fp64 over weights in fp32; a row without such a filter never gets here.
+// The distribution and after_cutoff filters of executor/filters.py. Each bans tokens (sets -inf) in the
+// row's own copy of the logits. Sums and thresholds are fp64 over fp32 weights. Rows without such a filter
+// do not run this code.
 #pragma once
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
 
-#include "cuts.inl"
+#include "cutoffs.inl"
 #include "noise.inl"
 
 namespace octavo {
 namespace {
 
 constexpr uint32_t kXtcPurpose = 1;
-constexpr double kLeastTemperature = 0.01;
+constexpr double kMinTemperature = 0.01;
 constexpr int kMirostatTokens = 100;
 
 template <typename See>
-OCTAVO_INLINE void each_token(const Row& row, See see) {
+OCTAVO_INLINE void for_each_token(const Row& row, See see) {
     float weights[kLanes];
     for (int from = 0; from < row.vocab; from += kLanes) {
         store(weights, row.weights(row.logits(from)));
@@ -34,7 +34,7 @@ struct Distribution {
 
     explicit Distribution(const Row& row) {
         double sum = 0;
-        each_token(row, [&](int id, float weight) {
+        for_each_token(row, [&](int id, float weight) {
             total += weight;
             sum += weight * row.distance(row.z[id]);
         });
@@ -52,9 +52,9 @@ void ban_below_sigmas(float* z, int vocab, double num_sigmas) {
     const double mean = sum / count;
     for (int id = 0; id < vocab; id++)
         if (z[id] != -INFINITY) squares += (z[id] - mean) * (z[id] - mean);
-    const double least = z[best_id(z, vocab)] - num_sigmas * std::sqrt(squares / count);
+    const double threshold = z[best_id(z, vocab)] - num_sigmas * std::sqrt(squares / count);
     for (int id = 0; id < vocab; id++)
-        if (z[id] < least) z[id] = -INFINITY;
+        if (z[id] < threshold) z[id] = -INFINITY;
 }
 
 float dynamic_temperature(SamplingRecord record, const float* z, int vocab) {
@@ -62,7 +62,7 @@ float dynamic_temperature(SamplingRecord record, const float* z, int vocab) {
     record.temperature = 1;
     const Distribution all(Row{record, z, vocab, best_id(z, vocab)});
     if (all.count < 2) return static_cast<float>(middle);
-    const double low = std::max(middle - reach, kLeastTemperature), high = middle + reach;
+    const double low = std::max(middle - reach, kMinTemperature), high = middle + reach;
     const double share = std::clamp(all.entropy / std::log(static_cast<double>(all.count)), 0.0, 1.0);
     return static_cast<float>(low +
                               (high - low) * std::pow(share, static_cast<double>(record.dynatemp_exponent)));
@@ -71,7 +71,7 @@ float dynamic_temperature(SamplingRecord record, const float* z, int vocab) {
 void ban_untypical(const Row& row, float* z, Candidate* space) {
     const Distribution all(row);
     int count = 0;
-    each_token(row, [&](int id, float weight) {
+    for_each_token(row, [&](int id, float weight) {
         const double distance = std::abs(all.surprise(row, id) - all.entropy);
         space[count++] = Candidate{static_cast<float>(-distance), id, weight};
     });
@@ -83,22 +83,22 @@ void ban_untypical(const Row& row, float* z, Candidate* space) {
     for (int i = 0; i < kept; i++) z[space[i].id] = space[i].logit;
 }
 
-// Sets the record's temperature to the one that holds from here on.
+// Applies the distribution filters and sets record.temperature to the temperature for the following steps.
 void filter_whole(SamplingRecord& record, float* z, int vocab, Candidate* space) {
     if (record.top_n_sigma > 0) ban_below_sigmas(z, vocab, record.top_n_sigma);
     if (record.dynatemp_range > 0) record.temperature = dynamic_temperature(record, z, vocab);
     if (record.typical_p < 1) ban_untypical(Row{record, z, vocab, best_id(z, vocab)}, z, space);
 }
 
-// The best `count` tokens in order.
+// Writes the `count` largest finite logits in order and returns their number.
 int sorted_best(const float* z, int vocab, int count, Candidate* best) {
-    const int found = best_of(z, vocab, count, best);
+    const int found = select_top(z, vocab, count, best);
     std::sort(best, best + found, better);
     return static_cast<int>(
         std::find_if(best, best + found, [](const Candidate& c) { return c.logit == -INFINITY; }) - best);
 }
 
-// Bans every token before (or behind) a place in the order (logit down, id up).
+// Bans every token before (or after) a token in the order (logit down, id up).
 void ban_before(float* z, int vocab, Candidate first) {
     for (int id = 0; id < vocab; id++)
         if (better(Candidate{z[id], id}, first)) z[id] = -INFINITY;
@@ -108,23 +108,23 @@ void ban_behind(float* z, int vocab, Candidate last) {
         if (better(last, Candidate{z[id], id})) z[id] = -INFINITY;
 }
 
-bool throws_xtc(const SamplingRecord& record) {
+bool applies_xtc(const SamplingRecord& record) {
     if (record.xtc_probability <= 0) return false;
     const PhiloxBlock counter{{record.position, record.sample_index, 0, kXtcPurpose}};
     return (philox(record.seed, counter).words[0] + 0.5) * 0x1p-32 < record.xtc_probability;
 }
 
 void ban_top_choices(const Row& row, float* z) {
-    const double least = row.record.xtc_threshold * Distribution(row).total;
+    const double threshold = row.record.xtc_threshold * Distribution(row).total;
     Candidate last{INFINITY, -1};
-    each_token(row, [&](int id, float) {
-        if (row.weight(z[id]) >= least && better(last, Candidate{z[id], id})) last = Candidate{z[id], id};
+    for_each_token(row, [&](int id, float) {
+        if (row.weight(z[id]) >= threshold && better(last, Candidate{z[id], id})) last = Candidate{z[id], id};
     });
     if (last.id >= 0) ban_before(z, row.vocab, last);
 }
 
-// How many of the best tokens have a surprise of 2^mu together by Zipf's law, whose exponent the first ones
-// give.
+// Returns how many of the best tokens have a surprise of at most mu bits under Zipf's law, whose exponent
+// is fitted to the first kMirostatTokens.
 int zipf_count(const Row& row, Candidate* best) {
     const int count = sorted_best(row.z, row.vocab, std::min(kMirostatTokens, row.vocab), best);
     if (count < 2) return 1;
@@ -149,37 +149,38 @@ void ban_surprising(const Row& row, float* z, Candidate* space) {
     Candidate last{z[row.best], row.best};
     if (row.record.mirostat_mode == 2) {
         const double total = Distribution(row).total;
-        const double least = total * std::exp2(-static_cast<double>(row.record.mirostat_mu));
-        each_token(row, [&](int id, float) {
-            if (row.weight(z[id]) >= least && better(last, Candidate{z[id], id})) last = Candidate{z[id], id};
+        const double threshold = total * std::exp2(-static_cast<double>(row.record.mirostat_mu));
+        for_each_token(row, [&](int id, float) {
+            if (row.weight(z[id]) >= threshold && better(last, Candidate{z[id], id}))
+                last = Candidate{z[id], id};
         });
     } else {
-        const int wanted = zipf_count(row, space), count = best_of(z, row.vocab, wanted, space);
+        const int wanted = zipf_count(row, space), count = select_top(z, row.vocab, wanted, space);
         last = *std::max_element(space, space + count, better);
     }
     ban_behind(z, row.vocab, last);
 }
 
-// Cuts first, so that what is left is a distribution of its own.
+// Applies the cut-offs first, so that the remaining tokens are a distribution of their own.
 void filter_kept(SamplingRecord& record, float* z, int vocab, Candidate* space) {
     const Row all{record, z, vocab, best_id(z, vocab)};
     const Candidate last = last_kept(all, space);
-    const double least = record.min_p;
+    const double threshold = record.min_p;
     const float best = z[all.best];
     for (int id = 0; id < vocab; id++) {
         const bool light =
-            least > 0 && std::exp((static_cast<double>(z[id]) - best) / record.temperature) < least;
+            threshold > 0 && std::exp((static_cast<double>(z[id]) - best) / record.temperature) < threshold;
         if (light || better(last, Candidate{z[id], id})) z[id] = -INFINITY;
     }
     record.top_k = 0;
     record.top_p = 1;
     record.min_p = 0;
-    if (throws_xtc(record)) ban_top_choices(Row{record, z, vocab, best_id(z, vocab)}, z);
+    if (applies_xtc(record)) ban_top_choices(Row{record, z, vocab, best_id(z, vocab)}, z);
     if (record.mirostat_mode) ban_surprising(Row{record, z, vocab, best_id(z, vocab)}, z, space);
 }
 
-// Bits of surprise of a token among those that are left.
-double surprise_of(const Row& row, int token) {
+// Returns the surprise of a token, in bits, among the remaining tokens.
+double surprise_bits(const Row& row, int token) {
     return Distribution(row).surprise(row, token) / std::log(2.0);
 }
 

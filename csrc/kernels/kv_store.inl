@@ -1,23 +1,23 @@
-// Stores a token's K and V in its slot of a KV block, in the cache's type. Layouts: KvLayer in table.h.
+// Stores a token's K and V in its slot of a KV block, in the cache's type. Layouts: KvLayer in attention.h.
 //
 // int8: per token and head, scale = absmax / 127 rounded to bf16, code = round(x / scale), in fp32 and with
 // true divisions, so that every level and the reference store the same bytes. A row of zeros has scale 0; a
-// NaN or an infinity makes the scale NaN, so that it shows.
+// NaN or an infinity makes the scale NaN, so that it propagates.
 #pragma once
 #include "../simd/dots.h"
-#include "rows.inl"
+#include "quantize.inl"
 
 namespace octavo {
 namespace {
 
-OCTAVO_INLINE uint8_t* k_of(const KvLayer& kv, int block, int head) {
+OCTAVO_INLINE uint8_t* k_block(const KvLayer& kv, int block, int head) {
     return kv.base + head * kv.head_stride + block * kv.block_stride;
 }
-OCTAVO_INLINE uint8_t* v_of(const KvLayer& kv, int block, int head) {
-    return k_of(kv, block, head) + kv.v_offset;
+OCTAVO_INLINE uint8_t* v_block(const KvLayer& kv, int block, int head) {
+    return k_block(kv, block, head) + kv.v_offset;
 }
-OCTAVO_INLINE uint16_t* scales_of(const KvLayer& kv, int block, int head) {
-    return reinterpret_cast<uint16_t*>(k_of(kv, block, head) + kv.scales_offset);
+OCTAVO_INLINE uint16_t* scales_block(const KvLayer& kv, int block, int head) {
+    return reinterpret_cast<uint16_t*>(k_block(kv, block, head) + kv.scales_offset);
 }
 
 void store_fp32(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, int token, const float* k, const float* v) {
@@ -43,14 +43,14 @@ void store_bf16_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, int token
     }
 }
 
-// Converts x [n] to codes, hands each to put(d, code), and returns their scale as bf16.
+// Quantizes x [n], calls put(d, code) for each element, and returns the scale as bf16.
 template <typename Put>
 uint16_t put_codes(const float* x, int n, const Put& put) {
     vf largest = {}, check = {};
     for (int d = 0; d < n; d += kLanes) {
         const vf v = load_first(x + d, n - d < kLanes ? n - d : kLanes);
         largest = max(largest, absolute(v));
-        check += v * 0.0f;  // 0, or NaN where a number is not finite
+        check += v * 0.0f;  // 0, or NaN if an element is not finite
     }
     const bool finite = sum_lanes(check) == 0;
     const uint16_t scale = float_to_bf16(finite ? max_lanes(largest) / 127.0f : NAN);
@@ -75,26 +75,27 @@ void store_int8_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, uint16_t*
         put_codes(v, kv.v_width, [&](int d, int8_t code) { first[2 * d] = static_cast<uint8_t>(code); });
 }
 
-// Prefetches the keys of a block. A token touches every line of its block's K; in a decode step none of them
-// is in a cache, for attention has read other requests' since, and prefetched together they arrive together.
+// Prefetches the keys of a block. A token writes to every line of its block's K. In a decode step none of
+// them is cached, since attention has read other requests' blocks in between; prefetching overlaps the
+// misses.
 OCTAVO_INLINE void prefetch_keys(const KvLayer& kv, int block) {
     for (int head = 0; head < kv.num_heads; head++)
         for (size_t line = 0; line < kv.v_offset; line += 64)
-            __builtin_prefetch(k_of(kv, block, head) + line, 1, 3);
+            __builtin_prefetch(k_block(kv, block, head) + line, 1, 3);
 }
 
-// Stores k [heads * k_width], v [heads * v_width] of one token in its slot. Other threads may be writing its
-// neighbours in the block.
+// Stores k [heads * k_width] and v [heads * v_width] of one token in its slot. Other threads may write
+// neighbouring tokens of the block at the same time.
 void kv_store(const KvLayer& kv, int32_t slot, const float* k, const float* v) {
     const int block = slot / kTile, token = slot % kTile;
     prefetch_keys(kv, block);
     for (int head = 0; head < kv.num_heads; head++, k += kv.k_width, v += kv.v_width) {
-        uint8_t *k_to = k_of(kv, block, head), *v_to = v_of(kv, block, head);
+        uint8_t *k_to = k_block(kv, block, head), *v_to = v_block(kv, block, head);
         switch (kv.type) {
             case KvType::fp32: store_fp32(kv, k_to, v_to, token, k, v); break;
             case KvType::bf16: store_bf16_block(kv, k_to, v_to, token, k, v); break;
             case KvType::int8:
-                store_int8_block(kv, k_to, v_to, scales_of(kv, block, head), token, k, v);
+                store_int8_block(kv, k_to, v_to, scales_block(kv, block, head), token, k, v);
                 break;
         }
     }

@@ -1,6 +1,6 @@
-// One instruction set's kernels: compiled once for each level, with that level's flags, into a shared object
-// whose symbols are hidden but for octavo_kernel_table. So no wide instruction leaks into code that a smaller
-// machine runs.
+// The kernels of one instruction set. Compiled once for each level, with that level's flags, into a shared
+// object whose symbols are hidden except octavo_kernel_table, so that no wide instruction leaks into code
+// for smaller processors.
 #include "../simd/simd.h"
 #include "adapters.inl"
 #include "attention.inl"
@@ -10,8 +10,9 @@
 #include "linear_columns.inl"
 #include "linear_skip.inl"
 #include "mixers.inl"
+#include "quantize.inl"
+#include "read_row.inl"
 #include "rope.inl"
-#include "rows.inl"
 #include "sample.inl"
 #include "table.h"
 #ifdef __AMX_INT8__
@@ -22,27 +23,28 @@ namespace octavo {
 namespace {
 
 #ifdef __AMX_INT8__
-constexpr int kRowsPerBlock = 128, kRowsPerByte = 128;  // enough rows to be worth unpacking codes for
-constexpr auto kDenseProducts = amx_products;
+constexpr int kRowsPerBlock = 128, kRowsPerByte = 128;  // enough rows to make unpacking of codes worthwhile
+constexpr auto kDenseMatmul = amx_matmul;
 constexpr auto kScratch = amx_scratch_bytes;
 constexpr auto kBeginStep = forget_configuration;
 #else
 constexpr int kRowsPerBlock = 64, kRowsPerByte = 16;
 size_t no_scratch(const Tiles&) { return 0; }
-constexpr auto kDenseProducts = [](const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows,
-                                   uint8_t*) { vector_products(tiles, count, x, row0, num_rows); };
+constexpr auto kDenseMatmul = [](const TileRef* tiles, int count, const QuantizedRows& x, int64_t row0,
+                                 int num_rows, uint8_t*) { vector_matmul(tiles, count, x, row0, num_rows); };
 constexpr auto kScratch = no_scratch;
 constexpr auto kBeginStep = [] {};
 #endif
 
-void products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t* scratch) {
-    if (skipping_products(tiles, count, x, row0, num_rows)) return SoonReader(tiles->soon, 1).step();
-    kDenseProducts(tiles, count, x, row0, num_rows, scratch);
+void tile_matmul(const TileRef* tiles, int count, const QuantizedRows& x, int64_t row0, int num_rows,
+                 uint8_t* scratch) {
+    if (skipping_matmul(tiles, count, x, row0, num_rows)) return Prefetcher(tiles->prefetch, 1).step();
+    kDenseMatmul(tiles, count, x, row0, num_rows, scratch);
 }
 
-void column_products(const Tiles& w, int tile, int count, const Rows& x, int64_t row0, int num_rows,
-                     float* acc, uint8_t* scratch) {
-    multiply_columns(kDenseProducts, w, tile, count, x, row0, num_rows, acc, scratch);
+void column_matmul(const Tiles& w, int tile, int count, const QuantizedRows& x, int64_t row0, int num_rows,
+                   float* acc, uint8_t* scratch) {
+    multiply_columns(kDenseMatmul, w, tile, count, x, row0, num_rows, acc, scratch);
 }
 
 size_t scratch_bytes(const Tiles& w) { return kScratch(w) + (w.column_stride ? column_scratch_bytes(w) : 0); }
@@ -52,12 +54,12 @@ const KernelTable kTable = {
     .row_block = kRowsPerBlock,
     .rows_per_byte = kRowsPerByte,
     .begin_step = kBeginStep,
-    .prepare_row = prepare_row,
-    .tile_products = products,
+    .quantize_row = quantize_row,
+    .tile_matmul = tile_matmul,
     .scratch_bytes = scratch_bytes,
-    .column_products = column_products,
+    .column_matmul = column_matmul,
     .write_tile = write_tile,
-    .put_rows = put_rows,
+    .quantize_group = quantize_group,
     .row_type = row_type,
     .skips_zeros = [](Code code) { return choose_skipping(code) != nullptr; },
     .read_row = read_row,
@@ -73,7 +75,7 @@ const KernelTable kTable = {
     .shrink = shrink,
     .expand = expand,
     .read_ranks = read_ranks,
-    .keep_best = keep_best,
+    .update_best = update_best,
     .sample_row = sample_row,
     .sample_scratch_bytes = sample_scratch_bytes,
 };

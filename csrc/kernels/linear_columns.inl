@@ -1,32 +1,31 @@
-// Products with weights that lie by columns: the codes that one input is multiplied with are neighbours, those
-// of all outputs.
+// Matmuls with weights stored by columns: the codes of all outputs for one input are adjacent.
 //
-// Few rows read only the columns of inputs that are not zero in all of them, four at a time, and interleave
-// their bytes to quads as a tile has them; a block's sums stay in the first-level cache. Sums of codes are
-// exact, over all inputs or over a group's, so results have the bits of the same weight in tiles. With more
-// rows, tiles are put together from their columns and multiplied as such: what that costs is shared by the
-// rows.
+// For few rows, only the columns of inputs that are nonzero in at least one row are read, four at a time,
+// and their bytes are interleaved to quads as in a tile. The sums of a block stay in the first-level cache.
+// Sums of codes are exact, over all inputs or over a group, so the results are bitwise those of the same
+// weight in tiles. With more rows, tiles are gathered from the columns and multiplied as usual, and the
+// rows share the cost.
 #pragma once
 #include "linear.inl"
 
 namespace octavo {
 namespace {
 
-// kInterleaved: outputs whose quads come out of one interleaving.
+// kInterleaved: outputs whose quads one interleaving produces.
 constexpr int kQuadVectors = kInterleaved / kTile;
-// Sums of a block: outputs times rows.
+// Outputs times rows of a block.
 constexpr int kBlockSums = 2048;
 
-// The codes of an input with one scale an output, and these scales.
-OCTAVO_INLINE const uint8_t* column_of(const Tiles& w, int64_t input) {
+// Codes of one input of a weight with one scale per output, and its scales.
+OCTAVO_INLINE const uint8_t* get_column(const Tiles& w, int64_t input) {
     return w.columns ? w.columns[input] : w.data + input * w.column_stride;
 }
-OCTAVO_INLINE const uint8_t* scales_of(const Tiles& w) {
+OCTAVO_INLINE const uint8_t* output_scales(const Tiles& w) {
     return w.columns ? w.data : w.data + static_cast<size_t>(w.num_groups) * kGroup * w.column_stride;
 }
 
-// The inputs that are not zero in all of M rows, and the rows' two terms for each. Those of a run of inputs, a
-// group or all, begin at a multiple of four; zeros fill it up.
+// Inputs that are nonzero in at least one of M rows, and both terms of each row for them. The inputs of a
+// run (a group or all inputs) start at a multiple of four and are padded with zeros.
 struct ActiveInputs {
     static constexpr int kBehind = 8;
     int64_t capacity;
@@ -34,14 +33,16 @@ struct ActiveInputs {
     int8_t* terms;  // [kColumnRows][2][capacity]
 
     ActiveInputs(uint8_t* memory, int num_groups)
-        : capacity(capacity_of(num_groups)),
+        : capacity(get_capacity(num_groups)),
           inputs(reinterpret_cast<int32_t*>(memory)),
           ends(inputs + capacity),
           terms(reinterpret_cast<int8_t*>(ends + num_groups)) {}
-    static int64_t capacity_of(int num_groups) { return static_cast<int64_t>(num_groups) * kGroup + kBehind; }
+    static int64_t get_capacity(int num_groups) {
+        return static_cast<int64_t>(num_groups) * kGroup + kBehind;
+    }
     static size_t num_bytes(int num_groups) {
         const size_t inputs = static_cast<size_t>(num_groups) * kGroup;
-        return capacity_of(num_groups) * (sizeof(int32_t) + 2 * kColumnRows) + num_groups * sizeof(int32_t) +
+        return get_capacity(num_groups) * (sizeof(int32_t) + 2 * kColumnRows) + num_groups * sizeof(int32_t) +
                inputs * kColumnRows;
     }
     int8_t* of(int row, int term) const { return terms + (2 * row + term) * capacity; }
@@ -51,14 +52,14 @@ struct ActiveInputs {
     }
 };
 
-// A row's two terms, those of input k at `at(k)`; `second` null: it has one.
+// Both terms of a row; those of input k are at index at(k). `second` is null if there is one term.
 struct RowTerms {
     const int8_t *first, *second;
-    bool in_groups;  // whether a group's first and second terms lie together
+    bool in_groups;  // whether the first and second terms of a group are adjacent
 
     RowTerms() = default;
-    // `memory` is for second terms that do not lie in the row.
-    RowTerms(const Rows& x, int64_t row, int8_t* memory)
+    // `memory` receives second terms that are not stored in the row.
+    RowTerms(const QuantizedRows& x, int64_t row, int8_t* memory)
         : first(static_cast<const int8_t*>(x.values) + row * x.stride),
           second(nullptr),
           in_groups(x.type == RowType::two_terms) {
@@ -74,9 +75,9 @@ struct RowTerms {
     OCTAVO_INLINE int64_t at(int input) const { return in_groups ? input + input / kGroup * kGroup : input; }
 };
 
-// `run`: inputs of a run, a multiple of 32.
+// `run`: inputs per run, a multiple of 32.
 template <int M>
-void find_active(const Rows& x, int64_t row0, int run, ActiveInputs& active) {
+void find_active(const QuantizedRows& x, int64_t row0, int run, ActiveInputs& active) {
     const int num_inputs = x.num_groups * kGroup;
     RowTerms rows[M];
     for (int m = 0; m < M; m++) rows[m] = RowTerms(x, row0 + m, active.seconds(m, num_inputs));
@@ -106,10 +107,10 @@ void find_active(const Rows& x, int64_t row0, int run, ActiveInputs& active) {
             active.ends[(base + 8) / run - 1] = count;
         }
     }
-    for (int i = 0; i < 4; i++) add(num_inputs - 1, false);  // prefetched, and no more
+    for (int i = 0; i < 4; i++) add(num_inputs - 1, false);  // read by the prefetch only
 }
 
-// Loads the rows' terms for four inputs from `i` on; returns whether any second term is not zero.
+// Loads the rows' terms of four inputs from `i` on. Returns whether any second term is nonzero.
 template <int M>
 OCTAVO_INLINE bool load_terms(const ActiveInputs& active, int i, vi (&terms)[M][2]) {
     int32_t second = 0;
@@ -122,7 +123,7 @@ OCTAVO_INLINE bool load_terms(const ActiveInputs& active, int i, vi (&terms)[M][
     return second != 0;
 }
 
-// -- 8-bit with one scale an output --
+// -- 8-bit with one scale per output --
 
 // Adds four columns, from output `from` of the weight on, to the sums of a block: [M][2 terms][outputs].
 template <int M, bool kSecond>
@@ -145,20 +146,20 @@ OCTAVO_INLINE void add_columns(const Columns& columns, const Columns& ahead, con
 
 // Multiplies M rows by `count` tiles from `tile` on, into acc [..][M][16].
 template <int M>
-void sparse_columns(const Tiles& w, int tile, int count, const Rows& x, int64_t row0, float* acc,
+void sparse_columns(const Tiles& w, int tile, int count, const QuantizedRows& x, int64_t row0, float* acc,
                     uint8_t* scratch) {
-    constexpr int kOutputs = kBlockSums / M;  // of a block
+    constexpr int kOutputs = kBlockSums / M;  // per block
     ActiveInputs active(scratch, x.num_groups);
     find_active<M>(x, row0, x.num_groups * kGroup, active);
     alignas(64) int32_t sums[2 * (kOutputs + kInterleaved) * M];
     constexpr int kStride = kOutputs + kInterleaved;
-    const float* scales = reinterpret_cast<const float*>(scales_of(w));
+    const float* scales = reinterpret_cast<const float*>(output_scales(w));
     for (int first = 0; first < count * kTile; first += kOutputs) {
         const int outputs = std::min(kOutputs, count * kTile - first);
         const int64_t from = static_cast<int64_t>(tile) * kTile + first;
         std::memset(sums, 0, sizeof sums);
         const auto columns_at = [&](int i, Columns& columns) {
-            for (int c = 0; c < 4; c++) columns[c] = column_of(w, active.inputs[i + c]) + from;
+            for (int c = 0; c < 4; c++) columns[c] = get_column(w, active.inputs[i + c]) + from;
         };
         for (int i = 0; i < active.ends[0]; i += 4) {
             Columns columns, ahead;
@@ -193,16 +194,16 @@ void sparse_columns(const Tiles& w, int tile, int count, const Rows& x, int64_t 
 
 // -- 4-bit --
 
-// A group of 32 inputs lies as [32 inputs][outputs / 2]: byte j of sixteen holds the codes of outputs j (low)
-// and j + 16 of two tiles. Behind them lie the scales of all outputs, then their mins or zeros.
+// A group of 32 inputs is stored as [32 inputs][outputs / 2]: byte j of sixteen holds the codes of outputs
+// j (low) and j + 16 of two tiles. The scales of all outputs follow, then their mins or zeros.
 
-template <ScaleType S, Low L>
+template <ScaleType S, ZeroPointKind Z>
 constexpr size_t tile_group_bytes() {
-    return 256 + scale_bytes<S>() + low_bytes<S, L>();
+    return 256 + scale_bytes<S>() + zero_point_bytes<S, Z>();
 }
 
-// Does what add_columns does with 4-bit codes: sums [M][2 terms][outputs], of which each 2 * kInterleaved are
-// the low codes' and then the high ones'.
+// add_columns for 4-bit codes: sums [M][2 terms][outputs]; each 2 * kInterleaved sums are those of the low
+// codes, then of the high codes.
 template <int M, bool kSecond>
 OCTAVO_INLINE void add_nibbles(const Columns& columns, const Columns& ahead, const vi (&terms)[M][2],
                                int num_bytes, int outputs, int32_t* sums) {
@@ -222,13 +223,13 @@ OCTAVO_INLINE void add_nibbles(const Columns& columns, const Columns& ahead, con
     }
 }
 
-// Multiplies M rows by `count` tiles from `tile` on, into acc [..][M][16]. A product of one tile of a pair
-// computes both.
-template <int M, ScaleType S, Low L>
-void sparse_nibbles(const Tiles& w, int tile, int count, const Rows& x, int64_t row0, float* acc,
+// Multiplies M rows by `count` tiles from `tile` on, into acc [..][M][16]. For one tile of a pair, both are
+// computed.
+template <int M, ScaleType S, ZeroPointKind Z>
+void sparse_nibbles(const Tiles& w, int tile, int count, const QuantizedRows& x, int64_t row0, float* acc,
                     uint8_t* scratch) {
     constexpr int kOutputs = kBlockSums / M, kStride = kOutputs + 2 * kInterleaved;
-    const size_t group_bytes = static_cast<size_t>(w.num_tiles()) * tile_group_bytes<S, L>();
+    const size_t group_bytes = static_cast<size_t>(w.num_tiles()) * tile_group_bytes<S, Z>();
     const size_t codes = static_cast<size_t>(kGroup) * w.column_stride,
                  all_scales = w.num_tiles() * scale_bytes<S>();
     ActiveInputs active(scratch, x.num_groups);
@@ -263,23 +264,24 @@ void sparse_nibbles(const Tiles& w, int tile, int count, const Rows& x, int64_t 
                 const int32_t* halves = x.sums + x.half_at(row, g, 0);
                 const vi zeros = splat_i(-w.zero_point * (halves[0] + halves[kTile]));
                 const float d = x.scales[x.at(row, g)], scaled = x.scaled_sums[x.at(row, g)];
-                const int both = 2 * kInterleaved;  // low codes' sums, then the high ones'
+                const int both = 2 * kInterleaved;  // sums of low codes, then of high codes
                 for (int at = 0; at < (tiles * kTile + both - 1) / both * both; at += kInterleaved) {
                     vi firsts[kQuadVectors], seconds[kQuadVectors];
                     load_sums(sums + 2 * m * kStride + at, firsts);
                     if (kTwoTerms) load_sums(sums + (2 * m + 1) * kStride + at, seconds);
                     for (int v = 0; v < kQuadVectors; v++) {
                         const int pair = at / (2 * kInterleaved) * kQuadVectors + v,
-                                  of = 2 * pair + at / kInterleaved % 2;  // the tile of the block
+                                  of = 2 * pair + at / kInterleaved % 2;  // index of the tile in the block
                         if (of >= tiles) break;
                         const vi sum = (kTwoTerms ? firsts[v] * kFirstUnit + seconds[v] : firsts[v]) + zeros;
                         const vf scale = load_scale<S>(scales + (block + of) * scale_bytes<S>());
                         float* total = totals + m * kStride + of * kTile;
                         vf to = fma(to_float(sum), scale * d, load(total));
-                        if (L != Low::none)
-                            to = fma(
-                                load_min<S, L>(scales + all_scales + (block + of) * low_bytes<S, L>(), scale),
-                                splat(scaled), to);
+                        if (Z != ZeroPointKind::none)
+                            to =
+                                fma(load_min<S, Z>(
+                                        scales + all_scales + (block + of) * zero_point_bytes<S, Z>(), scale),
+                                    splat(scaled), to);
                         store(total, to);
                     }
                 }
@@ -293,23 +295,26 @@ void sparse_nibbles(const Tiles& w, int tile, int count, const Rows& x, int64_t 
 }
 
 template <int M, ScaleType S>
-void choose_nibbles(const Tiles& w, int tile, int count, const Rows& x, int64_t row0, float* acc,
+void choose_nibbles(const Tiles& w, int tile, int count, const QuantizedRows& x, int64_t row0, float* acc,
                     uint8_t* scratch) {
-    switch (w.low) {
-        case Low::none: return sparse_nibbles<M, S, Low::none>(w, tile, count, x, row0, acc, scratch);
-        case Low::min: return sparse_nibbles<M, S, Low::min>(w, tile, count, x, row0, acc, scratch);
-        case Low::zero: return sparse_nibbles<M, S, Low::zero>(w, tile, count, x, row0, acc, scratch);
+    switch (w.zero_point_kind) {
+        case ZeroPointKind::none:
+            return sparse_nibbles<M, S, ZeroPointKind::none>(w, tile, count, x, row0, acc, scratch);
+        case ZeroPointKind::min:
+            return sparse_nibbles<M, S, ZeroPointKind::min>(w, tile, count, x, row0, acc, scratch);
+        case ZeroPointKind::zero:
+            return sparse_nibbles<M, S, ZeroPointKind::zero>(w, tile, count, x, row0, acc, scratch);
     }
 }
 
 // -- many rows --
 
-// Puts the tiles of pairs together from the columns of 4-bit codes, as gather_tiles does.
+// Gathers tiles of a weight with 4-bit codes; see gather_tiles.
 void gather_nibbles(const Tiles& w, int tile, int count, uint8_t* to) {
     const size_t scale = w.scale_type == ScaleType::fp16 ? 32 : 64,
-                 low = w.low == Low::none   ? 0
-                       : w.low == Low::zero ? kTile
-                                            : scale,
+                 low = w.zero_point_kind == ZeroPointKind::none   ? 0
+                       : w.zero_point_kind == ZeroPointKind::zero ? kTile
+                                                                  : scale,
                  step = 256 + scale + low;
     const int all = w.num_tiles();
     for (int g = 0; g < w.num_groups; g++) {
@@ -341,7 +346,8 @@ void gather_nibbles(const Tiles& w, int tile, int count, uint8_t* to) {
     }
 }
 
-// Puts `count` tiles together from their columns, one behind the other; returns a weight of them alone.
+// Gathers `count` tiles from their columns into consecutive memory. Returns a weight that consists of these
+// tiles.
 Tiles gather_tiles(const Tiles& w, int tile, int count, uint8_t* to) {
     Tiles gathered = w;
     gathered.column_stride = 0;
@@ -354,12 +360,12 @@ Tiles gather_tiles(const Tiles& w, int tile, int count, uint8_t* to) {
     }
     for (int k = 0; k < w.num_groups * kGroup; k += 4) {
         Columns columns;
-        for (int c = 0; c < 4; c++) columns[c] = column_of(w, k + c);
+        for (int c = 0; c < 4; c++) columns[c] = get_column(w, k + c);
         for (int t = 0; t < count; t++)
             interleave16(columns, static_cast<int64_t>(tile + t) * kTile,
                          to + t * w.tile_bytes + 16 * static_cast<size_t>(k));
     }
-    const uint8_t* scales = scales_of(w);
+    const uint8_t* scales = output_scales(w);
     constexpr size_t kScales = kTile * sizeof(float);
     for (int t = 0; t < count; t++)
         std::memcpy(to + (t + 1) * w.tile_bytes - kScales, scales + (tile + t) * kScales, kScales);
@@ -372,7 +378,7 @@ size_t column_scratch_bytes(const Tiles& w) {
 }
 
 template <int M>
-void few_columns(const Tiles& w, int tile, int count, const Rows& x, int64_t row0, float* acc,
+void few_columns(const Tiles& w, int tile, int count, const QuantizedRows& x, int64_t row0, float* acc,
                  uint8_t* scratch) {
     if (w.code == Code::i8) return sparse_columns<M>(w, tile, count, x, row0, acc, scratch);
     w.scale_type == ScaleType::fp16
@@ -380,10 +386,10 @@ void few_columns(const Tiles& w, int tile, int count, const Rows& x, int64_t row
         : choose_nibbles<M, ScaleType::fp32>(w, tile, count, x, row0, acc, scratch);
 }
 
-// `dense` multiplies tiles, as KernelTable::tile_products does.
+// `dense` multiplies tiles; see KernelTable::tile_matmul.
 template <typename Dense>
-void multiply_columns(const Dense& dense, const Tiles& w, int tile, int count, const Rows& x, int64_t row0,
-                      int num_rows, float* acc, uint8_t* scratch) {
+void multiply_columns(const Dense& dense, const Tiles& w, int tile, int count, const QuantizedRows& x,
+                      int64_t row0, int num_rows, float* acc, uint8_t* scratch) {
     switch (num_rows) {
         case 1: return few_columns<1>(w, tile, count, x, row0, acc, scratch);
         case 2: return few_columns<2>(w, tile, count, x, row0, acc, scratch);

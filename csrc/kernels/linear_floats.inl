@@ -1,28 +1,28 @@
-// Products with weights that are floats: bf16, fp16 and fp32, and codes that stand for floats. The order of
-// their sums is linear.inl's.
+// Matmuls with float weights: bf16, fp16 and fp32, and codes that stand for floats. Summation order:
+// linear.inl.
 #pragma once
 #include <algorithm>
 
-#include "read_ahead.inl"
+#include "prefetch.inl"
 
 namespace octavo {
 namespace {
 
-// One chain of sums for each row and output, over pairs of inputs. Each sum waits for the one before; working
-// on as many rows and tiles as registers hold hides that.
+// One chain of sums per row and output, over pairs of inputs. Working on as many rows and tiles as
+// registers hold hides the latency of the chain.
 template <int M, int T>
-void product_bf16(const TileRef* refs, const Rows& x, int64_t row, const Turn& turn) {
+void matmul_bf16(const TileRef* refs, const QuantizedRows& x, int64_t row, const RowPass& pass) {
     const auto* values = static_cast<const uint16_t*>(x.values) + row * x.stride;
     const uint8_t* tile[T];
     for (int t = 0; t < T; t++) tile[t] = refs[t].data();
     const int pairs = x.num_groups * kGroup / 2;
     vf acc[T][M] = {};
-    ReadAhead<M> ahead(turn, *refs->weight);
+    WeightPrefetcher<M> prefetcher(pass, *refs->weight);
     for (int p = 0; p < pairs; p++) {
-        ahead.step();
+        prefetcher.step();
         vi weights[T];
         for (int t = 0; t < T; t++) {
-            ahead.template prefetch<64>(tile[t] + 64 * static_cast<size_t>(p));
+            prefetcher.template prefetch<64>(tile[t] + 64 * static_cast<size_t>(p));
             weights[t] = load_i(tile[t] + 64 * static_cast<size_t>(p));
         }
         for (int m = 0; m < M; m++) {
@@ -31,20 +31,21 @@ void product_bf16(const TileRef* refs, const Rows& x, int64_t row, const Turn& t
         }
     }
     for (int t = 0; t < T; t++)
-        for (int m = 0; m < M; m++) store(refs[t].acc + 16 * (turn.done + m), acc[t][m]);
+        for (int m = 0; m < M; m++) store(refs[t].acc + 16 * (pass.first_row + m), acc[t][m]);
 }
 
 template <int M, bool kHalf>
-void product_float(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
+void matmul_float(const TileRef* ref, const QuantizedRows& x, int64_t row, const RowPass& pass) {
     const Tiles& w = *ref->weight;
     const uint8_t* tile = ref->data();
     const float* values = static_cast<const float*>(x.values) + row * x.stride;
     const int inputs = w.num_groups * kGroup;
     vf acc[M][4] = {};
-    ReadAhead<M> ahead(turn, w);
+    WeightPrefetcher<M> prefetcher(pass, w);
     for (int k = 0; k < inputs; k += 4) {
-        ahead.step();
-        ahead.template prefetch<(kHalf ? 128 : 256)>(tile + static_cast<size_t>(k) * kTile * (kHalf ? 2 : 4));
+        prefetcher.step();
+        prefetcher.template prefetch<(kHalf ? 128 : 256)>(tile +
+                                                          static_cast<size_t>(k) * kTile * (kHalf ? 2 : 4));
         for (int c = 0; c < 4; c++) {
             const size_t at = static_cast<size_t>(k + c) * kTile;
             const vf weights = kHalf ? load_fp16(reinterpret_cast<const uint16_t*>(tile) + at)
@@ -54,27 +55,27 @@ void product_float(const TileRef* ref, const Rows& x, int64_t row, const Turn& t
         }
     }
     for (int m = 0; m < M; m++)
-        store(ref->acc + 16 * (turn.done + m), (acc[m][0] + acc[m][1]) + (acc[m][2] + acc[m][3]));
+        store(ref->acc + 16 * (pass.first_row + m), (acc[m][0] + acc[m][1]) + (acc[m][2] + acc[m][3]));
 }
 
-// Codes of 4 bits that stand for floats, in four chains over k mod 4 for the inputs that share a scale.
+// 4-bit float codes, in four chains over k mod 4 for the inputs that share a scale.
 template <int M>
-void product_f4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
+void matmul_f4(const TileRef* ref, const QuantizedRows& x, int64_t row, const RowPass& pass) {
     constexpr int kCodes = kGroup * kTile / 2;
     const Tiles& w = *ref->weight;
     const uint8_t* tile = ref->data();
     const float* values = static_cast<const float*>(x.values) + row * x.stride;
     const Floats16 numbers(w.numbers);
     vf acc[M] = {};
-    ReadAhead<M> ahead(turn, w);
+    WeightPrefetcher<M> prefetcher(pass, w);
     for (int g = 0; g < w.num_groups;) {
         const vf scale = load(reinterpret_cast<const float*>(tile));
         tile += kTile * sizeof(float);
         vf sum[M][4] = {};
         for (const int end = std::min(g + w.span, static_cast<int>(w.num_groups)); g < end;
              g++, tile += kCodes) {
-            ahead.step();
-            ahead.template prefetch<kCodes>(tile);
+            prefetcher.step();
+            prefetcher.template prefetch<kCodes>(tile);
             for (int v = 0; v < 4; v++) {
                 const vi both = load_i(tile + 64 * v);
                 const float* at = values + kGroup * g + 8 * v;
@@ -90,26 +91,26 @@ void product_f4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
         for (int m = 0; m < M; m++)
             acc[m] = fma((sum[m][0] + sum[m][1]) + (sum[m][2] + sum[m][3]), scale, acc[m]);
     }
-    for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), acc[m]);
+    for (int m = 0; m < M; m++) store(ref->acc + 16 * (pass.first_row + m), acc[m]);
 }
 
-// e4m3, which bf16 holds exactly, in one chain over pairs for the inputs that share a scale.
+// e4m3, which bf16 represents exactly, in one chain over pairs for the inputs that share a scale.
 template <int M>
-void product_e4m3(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
+void matmul_e4m3(const TileRef* ref, const QuantizedRows& x, int64_t row, const RowPass& pass) {
     constexpr int kCodes = kGroup * kTile;
     const Tiles& w = *ref->weight;
     const uint8_t* tile = ref->data();
     const uint16_t* values = static_cast<const uint16_t*>(x.values) + row * x.stride;
     vf acc[M] = {};
-    ReadAhead<M> ahead(turn, w);
+    WeightPrefetcher<M> prefetcher(pass, w);
     for (int g = 0; g < w.num_groups;) {
         const vf scale = load(reinterpret_cast<const float*>(tile));
         tile += kTile * sizeof(float);
         vf sum[M] = {};
         for (const int end = std::min(g + w.span, static_cast<int>(w.num_groups)); g < end;
              g++, tile += kCodes) {
-            ahead.step();
-            ahead.template prefetch<kCodes>(tile);
+            prefetcher.step();
+            prefetcher.template prefetch<kCodes>(tile);
             for (int v = 0; v < 8; v++) {
                 const vi four = load_i(tile + 64 * v);
                 const vi first = e4m3_to_bf16(four), second = e4m3_to_bf16(four >> 8);
@@ -122,10 +123,10 @@ void product_e4m3(const TileRef* ref, const Rows& x, int64_t row, const Turn& tu
         }
         for (int m = 0; m < M; m++) acc[m] = fma(sum[m], scale, acc[m]);
     }
-    for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), acc[m]);
+    for (int m = 0; m < M; m++) store(ref->acc + 16 * (pass.first_row + m), acc[m]);
 }
 
-// Returns number k of output `lane` of a tile of float codes.
+// Returns the value of input k and output `lane` in a tile of float codes.
 float float_code_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
     const int g = k / kGroup, in = k % kGroup;
     const size_t codes = kGroup * kTile / (w.code == Code::f4 ? 2 : 1), scales = kTile * sizeof(float);

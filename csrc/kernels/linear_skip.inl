@@ -1,32 +1,32 @@
-// Products of single rows that read no weight whose input is zero.
+// Matmuls of one or two rows that do not read weights whose input is zero.
 //
-// A row is a sequence of words of 32 bits (four int8, two bf16, one fp32), and a tile of these formats has one
-// vector of 16 outputs for each. A word of zeros changes no sum, and the words that are left are added in the
-// order of linear.inl, so the results are the same bits. Lines are prefetched word by word: what is skipped
-// keeps the hardware's prefetcher from seeing a stream.
+// A row is a sequence of 32-bit words (four int8, two bf16, one fp32), and a tile of these formats has one
+// vector of 16 outputs per word. A zero word changes no sum, and the other words are added in the order of
+// linear.inl, so the results are bitwise equal. Lines are prefetched word by word, since the hardware
+// prefetcher sees no stream if words are skipped.
 #pragma once
 #include "linear.inl"
 
 namespace octavo {
 namespace {
 
-// Rows of a call up to which skipping pays: more rows share few zeros, and reading a weight once for all of
-// them is cheaper.
+// Up to this many rows skipping pays off: more rows have few zeros in common, and reading each weight once
+// for all of them is cheaper.
 constexpr int kSkippingRows = 2;
-// Whether bf16 sums have the order of linear.inl: the tile unit's is another.
+// Whether bf16 sums have the order of linear.inl; AMX has an order of its own.
 constexpr bool kSkipsBf16 = !kHasTileUnit;
-// Words from one that is multiplied to the one that is prefetched: with a tenth of the inputs left, 256 were
-// better than 64 and 768 on a 2-core Xeon (avx512_bf16), for int8 and bf16.
-constexpr int kWordsAhead = 256;
+// Prefetch distance in words. With a tenth of the inputs nonzero, 256 was better than 64 and 768 on a
+// 2-core Xeon (avx512_bf16), for int8 and bf16.
+constexpr int kPrefetchWords = 256;
 
-// A row's words, and the tile that they meet.
+// The words of a row.
 struct RowWords {
     const uint8_t* first;
     const uint8_t* second;  // of the second terms, or null
-    int32_t bits;  // bits of a word that tell it from zero: a float's sign does not
+    int32_t bits;  // mask of the bits that make a word nonzero: a float's sign does not
     int count;  // a multiple of 16
 
-    // Returns a bit for each of the sixteen words from `base` on.
+    // Returns a bit mask of the nonzero words among the sixteen from `base` on.
     OCTAVO_INLINE uint32_t active(int base) const {
         vi words = load_i(first + 4 * static_cast<size_t>(base));
         if (second) words = words | load_i(second + 4 * static_cast<size_t>(base));
@@ -34,24 +34,24 @@ struct RowWords {
     }
 };
 
-// Calls fn(word) for the words that are not zero, in order; a vector of the tile has kBytes, and behind the
-// tile lies the next one, which the same row meets.
+// Calls fn(base, mask) for each sixteen words, in order. A tile has kBytes per word, and the next tile,
+// which the same row is multiplied by, follows it in memory.
 template <size_t kBytes, typename Fn>
 OCTAVO_INLINE void each_word(const RowWords& row, const uint8_t* tile, size_t tile_bytes, const Fn& fn) {
     for (int base = 0; base < row.count; base += 16) {
-        int ahead = base + kWordsAhead;
+        int ahead = base + kPrefetchWords;
         const uint8_t* to = tile;
         if (ahead >= row.count) ahead -= row.count, to += tile_bytes;
         if (ahead >= 0 && ahead < row.count)
             for (uint32_t left = row.active(ahead); left; left &= left - 1)
                 __builtin_prefetch(to + kBytes * static_cast<size_t>(ahead + __builtin_ctz(left)), 0,
-                                   kIntoCache);
+                                   kPrefetchLocality);
         fn(base, row.active(base));
     }
 }
 
-// Four inputs a word. Sums are exact, so their order is free.
-void skipping_int8(const TileRef& ref, const Rows& x, int64_t row, int done) {
+// Four inputs per word. Sums are exact, so their order does not matter.
+void skipping_int8(const TileRef& ref, const QuantizedRows& x, int64_t row, int done) {
     const Tiles& w = *ref.weight;
     const uint8_t* tile = ref.data();
     const int inputs = w.num_groups * kGroup;
@@ -73,7 +73,7 @@ void skipping_int8(const TileRef& ref, const Rows& x, int64_t row, int done) {
             }
         }
     });
-    const vf scale = scales_of(w, tile);
+    const vf scale = output_scales(w, tile);
     if (kTwoTerms)
         return store(out, scale_whole(x, row, scale, first - 128 * sums[0], second - 128 * sums[kTile]));
     vi more[1] = {splat_i(-kSignedOffset * sums[kTile])};
@@ -84,8 +84,8 @@ void skipping_int8(const TileRef& ref, const Rows& x, int64_t row, int done) {
                    (scale * splat(x.scales[x.at(row, 0)])));
 }
 
-// Two inputs a word, in one chain.
-void skipping_bf16(const TileRef& ref, const Rows& x, int64_t row, int done) {
+// Two inputs per word, in one chain.
+void skipping_bf16(const TileRef& ref, const QuantizedRows& x, int64_t row, int done) {
     const uint8_t* tile = ref.data();
     const uint8_t* values = static_cast<const uint8_t*>(x.values) + 2 * row * x.stride;
     vf acc = {};
@@ -99,9 +99,9 @@ void skipping_bf16(const TileRef& ref, const Rows& x, int64_t row, int done) {
     store(ref.acc + 16 * done, acc);
 }
 
-// One input a word, in four chains.
+// One input per word, in four chains.
 template <bool kHalf>
-void skipping_float(const TileRef& ref, const Rows& x, int64_t row, int done) {
+void skipping_float(const TileRef& ref, const QuantizedRows& x, int64_t row, int done) {
     constexpr size_t kBytes = kHalf ? 32 : 64;
     const uint8_t* tile = ref.data();
     const float* values = static_cast<const float*>(x.values) + row * x.stride;
@@ -122,10 +122,11 @@ void skipping_float(const TileRef& ref, const Rows& x, int64_t row, int done) {
     store(ref.acc + 16 * done, (acc[0] + acc[1]) + (acc[2] + acc[3]));
 }
 
-using SkippingProduct = void (*)(const TileRef& ref, const Rows& x, int64_t row, int done);
+using SkippingMatmul = void (*)(const TileRef& ref, const QuantizedRows& x, int64_t row, int done);
 
-// Null for weights with scales between their codes: a group's sum is scaled whether or not words are skipped.
-SkippingProduct choose_skipping(Code code) {
+// Returns null for weights with scales between their codes: a group's sum is scaled whether or not words
+// are skipped.
+SkippingMatmul choose_skipping(Code code) {
     switch (code) {
         case Code::i8: return skipping_int8;
         case Code::bf16: return kSkipsBf16 ? skipping_bf16 : nullptr;
@@ -135,12 +136,12 @@ SkippingProduct choose_skipping(Code code) {
     }
 }
 
-// Multiplies as vector_products does; false, with nothing done, where that is as good.
-bool skipping_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows) {
-    const SkippingProduct product = choose_skipping(tiles->weight->code);
-    if (!x.skips_zeros || num_rows > kSkippingRows || !product) return false;
+// Multiplies like vector_matmul. Returns false and does nothing if skipping does not apply.
+bool skipping_matmul(const TileRef* tiles, int count, const QuantizedRows& x, int64_t row0, int num_rows) {
+    const SkippingMatmul matmul = choose_skipping(tiles->weight->code);
+    if (!x.skips_zeros || num_rows > kSkippingRows || !matmul) return false;
     for (int i = 0; i < count; i++)
-        for (int m = 0; m < num_rows; m++) product(tiles[i], x, row0 + m, m);
+        for (int m = 0; m < num_rows; m++) matmul(tiles[i], x, row0 + m, m);
     return true;
 }
 

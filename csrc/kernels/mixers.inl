@@ -1,5 +1,6 @@
-// Short convolutions and selective scans, 16 columns at a time. What a row reads comes in one order, whatever
-// rows it is computed with, so that its bits do not depend on how its request was cut.
+// Short convolutions and selective scans, 16 columns at a time. The operations of a row have one order,
+// independent of the rows that are computed with it, so the result does not depend on how a request is
+// chunked.
 #pragma once
 #include "epilogue.inl"
 #include "table.h"
@@ -20,8 +21,8 @@ void short_conv(const ShortConvArgs& args, const float* const* rows, float* out)
     }
 }
 
-// log(1 + e^x) = max(x, 0) + log1p(e^-|x|), where log1p(e) = 2 atanh(e / (2 + e)) by its series: its argument
-// is at most 1/3, so that eight terms leave 1e-8 of it.
+// log(1 + e^x) = max(x, 0) + log1p(e^-|x|), where log1p(e) = 2 atanh(e / (2 + e)) as a series: its argument
+// is at most 1/3, so eight terms have an error of 1e-8.
 OCTAVO_INLINE vf softplus(vf x) {
     const vf e = exp(min(x, -x)), s = e / (e + 2.0f), q = s * s;
     vf series = splat(1.0f / 15);
@@ -56,7 +57,7 @@ void scan(const ScanArgs& args, const ScanLanes& lanes) {
     }
 }
 
-// The gated delta rule: what the state lacks of reading x at b enters it.
+// The gated delta rule: the difference between x and the state's value for key b is added to the state.
 void delta_scan(const ScanArgs& args, const ScanLanes& lanes) {
     const vf skip = load(lanes.skip), bias = lanes.bias ? load(lanes.bias) : vf{};
     const vf rate_of_decay = load(lanes.decay);

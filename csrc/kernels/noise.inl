@@ -1,6 +1,6 @@
-// The noise of draws: Philox4x32-10 (Salmon et al. 2011) and what makes Gumbel noise of its words. The
-// formulas are those of executor/noise.py: a token's word is number token % 4 of the block at the counter
-// (position, sample, token / 4, purpose), the key is the row's seed.
+// Sampling noise: Philox4x32-10 (Salmon et al. 2011) and Gumbel noise from its words. Same formulas as
+// executor/noise.py: a token's word is word token % 4 of the block with counter (position, sample, token /
+// 4, purpose) and the row's seed as key.
 #pragma once
 #include <cmath>
 
@@ -13,8 +13,8 @@ namespace {
 constexpr uint32_t kPhiloxMultipliers[2] = {0xD2511F53u, 0xCD9E8D57u};
 constexpr uint32_t kPhiloxWeyl[2] = {0x9E3779B9u, 0xBB67AE85u};
 constexpr int kPhiloxRounds = 10;
-constexpr uint32_t kDrawPurpose = 0;
-constexpr double kLargestNoise = 22.88;  // of u = 1 - 2^-33, rounded up
+constexpr uint32_t kSamplePurpose = 0;
+constexpr double kLargestNoise = 22.88;  // for u = 1 - 2^-33, rounded up
 
 // g = -ln(-ln u), u = (word + 1/2) / 2^32.
 inline double gumbel(uint32_t word) {
@@ -41,31 +41,32 @@ inline PhiloxBlock philox(uint64_t seed, PhiloxBlock counter) {
 
 inline uint32_t noise_word(const SamplingRecord& record, int token) {
     const PhiloxBlock counter{
-        {record.position, record.sample_index, static_cast<uint32_t>(token) / 4, kDrawPurpose}};
+        {record.position, record.sample_index, static_cast<uint32_t>(token) / 4, kSamplePurpose}};
     return philox(record.seed, counter).words[token % 4];
 }
 
 // -- many tokens at once --
 
-// One row's words, for tokens in order, kTokens at a time.
+// The words of one row for consecutive tokens, kTokens at a time.
 class RowNoise {
   public:
     static constexpr int kTokens = 64;
-    static constexpr int kRegisters = kTokens / (2 * kRegisterLanes);  // each 4 words of kWideLanes counters
+    static constexpr int kRegisters =
+        kTokens / (2 * kRegisterLanes);  // each has 4 words of kWideLanes counters
 
     explicit RowNoise(const SamplingRecord& record)
         : key_{static_cast<uint32_t>(record.seed), static_cast<uint32_t>(record.seed >> 32)} {
-        // Only the counter's third word differs among tokens in the first round, and its product is mixed
-        // into the first two words alone: the other two are the row's.
+        // In the first round only the counter's third word differs between tokens, and its product enters
+        // the first two words only; the other two are the same for the whole row.
         const uint64_t product = static_cast<uint64_t>(kPhiloxMultipliers[0]) * record.position;
         second_ = record.sample_index;
-        row_words_[0] = static_cast<uint32_t>(product >> 32) ^ kDrawPurpose ^ key_[1];
+        row_words_[0] = static_cast<uint32_t>(product >> 32) ^ kSamplePurpose ^ key_[1];
         row_words_[1] = static_cast<uint32_t>(product);
-        // The second round's product of these is the row's, too.
+        // So is their product in the second round.
         row_product_ = static_cast<uint64_t>(kPhiloxMultipliers[1]) * row_words_[0];
     }
 
-    // to [kTokens]: the words of first_token (a multiple of kTokens) and on.
+    // Writes to [kTokens] the words of tokens first_token (a multiple of kTokens) and on.
     OCTAVO_INLINE void write(uint32_t first_token, uint32_t* to) const {
         RegisterW c[kRegisters][4];
         for (int r = 0; r < kRegisters; r++) start(first_token / 4 + r * kWideLanes, c[r]);
@@ -77,7 +78,7 @@ class RowNoise {
         }
         for (int r = 0; r < kRegisters; r++) {
             const WordPair words =
-                in_turns(interleave_words(c[r][0], c[r][1]), interleave_words(c[r][2], c[r][3]));
+                interleave_pairs(interleave_words(c[r][0], c[r][1]), interleave_words(c[r][2], c[r][3]));
             std::memcpy(to + 2 * r * kRegisterLanes, &words, sizeof words);
         }
     }
@@ -85,8 +86,8 @@ class RowNoise {
   private:
     static OCTAVO_INLINE RegisterW every(uint64_t x) { return RegisterW{} + x; }
 
-    // The counters of kWideLanes neighbouring quads after two rounds. Lanes are in the order in which
-    // `in_turns` leaves neighbours side by side: even lanes hold the first half of the quads.
+    // The counters of kWideLanes neighbouring quads after two rounds. The order of lanes is such that
+    // `interleave_pairs` puts neighbours next to each other: even lanes hold the first half of the quads.
     OCTAVO_INLINE void start(uint32_t quad, RegisterW* c) const {
         RegisterW lanes;
         for (int lane = 0; lane < kWideLanes; lane++) lanes[lane] = lane / 2 + lane % 2 * (kWideLanes / 2);

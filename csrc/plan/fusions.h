@@ -1,4 +1,4 @@
-// The fusions of a plan: each is a pass over the list of its ops, before their stages are made.
+// Fusions: passes over the list of specs before the ops are made.
 #pragma once
 
 #include <memory>
@@ -6,31 +6,31 @@
 #include <variant>
 #include <vector>
 
+#include "op.h"
 #include "specs.h"
-#include "stage.h"
 
 namespace octavo {
 
-// Row ops that follow one another: each row is taken through all of them.
-struct RowsSpec {
+// Consecutive row ops: each row is computed through all of them.
+struct FusedRowOpsSpec {
     bool samples = false;
     std::vector<std::unique_ptr<RowOp>> ops{};
-    std::vector<std::pair<int, int>> kv_writes{};  // the group and layer of those that write keys and values
+    std::vector<std::pair<int, int>> kv_writes{};  // group and layer of each KV write among them
 };
 
-using PlanOp = std::variant<RowsSpec, ShrinkSpec, LinearSpec, HeadsSpec, AttentionSpec, ShortConvSpec,
+using OpSpec = std::variant<FusedRowOpsSpec, ShrinkSpec, LinearSpec, HeadsSpec, AttentionSpec, ShortConvSpec,
                             ScanSpec, RouteSpec, DispatchSpec, ExpertsSpec, CollectSpec, NeuronsSpec,
-                            ForeseeSpec, CollectiveSpec, SampleSpec>;
-using PlanOps = std::vector<PlanOp>;
+                            PrefetchNeuronsSpec, CollectiveSpec, SampleSpec>;
+using OpSpecs = std::vector<OpSpec>;
 
-// Lets the op before each product that fuses its input write the product's rows in place of its own out.
-// logic_error where that op cannot.
-void fuse_conversions(PlanOps& ops);
+// Lets the op before each matmul with a fused input write the quantized input instead of its own output.
+// Throws logic_error if that op cannot.
+void fuse_quantization(OpSpecs& ops);
 
-// Lets a product that writes just the logits of a draw keep the best of them.
-void fuse_best_logits(PlanOps& ops);
+// Lets a linear op that computes only the logits of a sampler keep the best logit of each row.
+void fuse_argmax(OpSpecs& ops);
 
-// Lets each product prefetch what the adapters of the next one read.
-void prefetch_adapters(PlanOps& ops);
+// Lets each linear op prefetch the adapter data of the next one.
+void prefetch_next_adapters(OpSpecs& ops);
 
 }  // namespace octavo

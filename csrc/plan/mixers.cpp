@@ -12,19 +12,19 @@ namespace octavo {
 
 namespace {
 
-// The slot of a row in a group; -1: padding.
-int32_t slot_of(const Batch& batch, int group, int row) {
+// Returns the slot of a row in a group; -1: padding.
+int32_t get_slot(const Batch& batch, int group, int row) {
     return batch.slots[static_cast<int64_t>(group) * batch.num_tokens + row];
 }
 
-struct ShortConvStage : Stage {
-    static constexpr int kRowsAPiece = 4;
-    static constexpr int kMostTaps = 64;
+struct ShortConvOp : Op {
+    static constexpr int kRowsPerItem = 4;
+    static constexpr int kMaxTaps = 64;
     ShortConvSpec spec;
     const int taps;
 
-    explicit ShortConvStage(const ShortConvSpec& s) : spec(s), taps(s.taps()) {
-        if (taps < 1 || taps > kMostTaps)
+    explicit ShortConvOp(const ShortConvSpec& s) : spec(s), taps(s.taps()) {
+        if (taps < 1 || taps > kMaxTaps)
             throw std::invalid_argument("a convolution of " + std::to_string(taps) + " taps");
     }
     std::string name() const override { return "convolution"; }
@@ -32,14 +32,14 @@ struct ShortConvStage : Stage {
         const double numbers = static_cast<double>(view.batch.num_tokens) * taps * spec.x.width;
         return {numbers * sizeof(float), 2 * numbers};
     }
-    int pieces(const View& view) const override {
-        return (view.batch.num_tokens + kRowsAPiece - 1) / kRowsAPiece;
+    int num_items(const View& view) const override {
+        return (view.batch.num_tokens + kRowsPerItem - 1) / kRowsPerItem;
     }
     void check(const Batch& batch, const KvMemory& kv) const override {
         for (int request = 0; request < batch.num_requests; request++)
             for (int row = batch.query_starts[request]; row < batch.query_starts[request + 1]; row++) {
                 if (is_none(batch, row)) continue;
-                const int last = batch.places[row];
+                const int last = batch.key_indices[row];
                 if (last / kTile >= batch.table_width)
                     throw std::invalid_argument("place " + std::to_string(last) +
                                                 " is outside the block table");
@@ -49,30 +49,30 @@ struct ShortConvStage : Stage {
                                                     " is outside the KV memory");
             }
     }
-    void run(const View& view, int piece, ThreadState&, int) const override {
+    void run(const View& view, int item, ThreadState&, int) const override {
         const Batch& batch = view.batch;
-        const int end = std::min(batch.num_tokens, (piece + 1) * kRowsAPiece);
+        const int end = std::min(batch.num_tokens, (item + 1) * kRowsPerItem);
         const ShortConvArgs args{taps, spec.x.width, spec.weight, spec.bias, spec.activation};
-        for (int row = piece * kRowsAPiece; row < end; row++) {
+        for (int row = item * kRowsPerItem; row < end; row++) {
             if (is_none(batch, row)) continue;
-            const float* rows[kMostTaps];
+            const float* rows[kMaxTaps];
             find_rows(view, row, rows);
             view.runner.kernels().short_conv(args, rows, view.at(spec.out, row));
         }
     }
     bool is_none(const Batch& batch, int row) const {
-        return spec.fills && slot_of(batch, spec.group, row) < 0;
+        return spec.fills && get_slot(batch, spec.group, row) < 0;
     }
-    // The rows that each tap reads, null before the request's first.
+    // Finds the rows of all taps; null before the start of the request.
     void find_rows(const View& view, int row, const float** rows) const {
         const Batch& batch = view.batch;
         const int32_t* starts = batch.query_starts;
         const int request =
             static_cast<int>(std::upper_bound(starts, starts + batch.num_requests + 1, row) - starts) - 1;
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);
-        const int own = taps - 1, place = batch.places[row];
+        const int own = taps - 1, key_index = batch.key_indices[row];
         for (int tap = 0; tap < own; tap++) {
-            const int at = place - own + tap;
+            const int at = key_index - own + tap;
             const auto block = [&] { return table(batch, request)[at / kTile]; };
             rows[tap] =
                 at < 0 ? nullptr
@@ -87,18 +87,18 @@ struct ShortConvStage : Stage {
     }
 };
 
-struct ScanStage : Stage {
+struct ScanOp : Op {
     ScanSpec spec;
 
-    explicit ScanStage(const ScanSpec& s) : spec(s) {
+    explicit ScanOp(const ScanSpec& s) : spec(s) {
         if (spec.num_heads() % num_runs() || (spec.head_width == 1 && num_runs() > 1))
-            throw std::invalid_argument("heads that do not share their runs of b and c evenly");
+            throw std::invalid_argument("the number of heads is not a multiple of the number of b and c");
         if (spec.beta.width && (spec.by_state() || spec.head_width == 1))
             throw std::invalid_argument("the delta rule with decays by state, or heads of one column");
     }
     std::string name() const override { return "scan"; }
     int num_runs() const { return spec.b.width / spec.state_size; }
-    int blocks_a_part(const View& view) const {
+    int blocks_per_part(const View& view) const {
         return view.kv.group(spec.group).k_width / (spec.state_size * kTile);
     }
     int num_parts(const View& view) const { return view.kv.group(spec.group).num_heads; }
@@ -106,7 +106,7 @@ struct ScanStage : Stage {
         const double numbers = static_cast<double>(spec.num_blocks()) * kTile * spec.state_size;
         return {2 * numbers * sizeof(float) * view.batch.num_requests, 5 * numbers * view.batch.num_tokens};
     }
-    int pieces(const View& view) const override { return view.batch.num_requests * num_parts(view); }
+    int num_items(const View& view) const override { return view.batch.num_requests * num_parts(view); }
     void check(const Batch& batch, const KvMemory& kv) const override {
         const KvGroup& group = kv.group(spec.group);
         const int64_t room =
@@ -116,26 +116,26 @@ struct ScanStage : Stage {
                                         " blocks of states, needed are " + std::to_string(spec.num_blocks()));
         for (int r = 0; r < batch.num_requests; r++) {
             const int row = batch.query_starts[r];
-            if (row < batch.query_starts[r + 1] && batch.places[row] < 0)
+            if (row < batch.query_starts[r + 1] && batch.key_indices[row] < 0)
                 throw std::invalid_argument("a request that begins at place " +
-                                            std::to_string(batch.places[row]));
+                                            std::to_string(batch.key_indices[row]));
         }
     }
-    void run(const View& view, int piece, ThreadState&, int) const override {
-        const int request = piece / num_parts(view), part = piece % num_parts(view);
+    void run(const View& view, int item, ThreadState&, int) const override {
+        const int request = item / num_parts(view), part = item % num_parts(view);
         const int row0 = view.batch.query_starts[request], row1 = view.batch.query_starts[request + 1];
         if (row0 == row1) return;
-        const int32_t slot = slot_of(view.batch, spec.group, row0);
+        const int32_t slot = get_slot(view.batch, spec.group, row0);
         if (slot < 0) return;
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);
         uint8_t* memory = kv.base + part * kv.head_stride + slot / kTile * kv.block_stride;
         auto* counts = reinterpret_cast<int32_t*>(memory + kv.v_offset);
         auto* states = reinterpret_cast<float*>(memory);
-        const int begin = view.batch.places[row0];
-        // The state before the step stays, so that the step may be computed again.
+        const int begin = view.batch.key_indices[row0];
+        // The state before the step is kept, so that the step can be recomputed.
         const int to = begin && counts[0] == begin ? 1 : 0;
         const bool is_kept = begin == 0 || counts[1 - to] == begin;
-        if (begin == 0) counts[1] = -1;  // what an earlier request has left
+        if (begin == 0) counts[1] = -1;  // left over from an earlier request
         float* written = states + static_cast<int64_t>(to) * kv.k_width;
         const float* read = begin ? states + static_cast<int64_t>(1 - to) * kv.k_width : nullptr;
         if (!is_kept) {
@@ -164,17 +164,17 @@ struct ScanStage : Stage {
                             .by_lane = spec.head_width == 1,
                             .low = spec.low,
                             .high = spec.high};
-        const int each = blocks_a_part(view), end = std::min(spec.num_blocks(), (part + 1) * each);
+        const int each = blocks_per_part(view), end = std::min(spec.num_blocks(), (part + 1) * each);
         const int64_t floats = static_cast<int64_t>(spec.state_size) * kTile;
         for (int block = part * each; block < end; block++, to += floats) {
-            view.runner.kernels().scan_lanes(args, lanes_of(args, block, from, to));
+            view.runner.kernels().scan_lanes(args, make_lanes(args, block, from, to));
             if (from) from += floats;
         }
     }
-    ScanLanes lanes_of(const ScanArgs& args, int block, const float* from, float* to) const {
+    ScanLanes make_lanes(const ScanArgs& args, int block, const float* from, float* to) const {
         const bool by_lane = spec.head_width == 1;
-        const int head = by_lane ? 0 : block / spec.blocks_a_head();
-        const int first = by_lane ? block * kTile : block % spec.blocks_a_head() * kTile;
+        const int head = by_lane ? 0 : block / spec.blocks_per_head();
+        const int first = by_lane ? block * kTile : block % spec.blocks_per_head() * kTile;
         const int count = std::min(kTile, (by_lane ? spec.num_heads() : spec.head_width) - first);
         const int64_t run = static_cast<int64_t>(head) / (spec.num_heads() / num_runs()) * spec.state_size;
         return ScanLanes{.column = head * spec.head_width + first,
@@ -193,10 +193,8 @@ struct ScanStage : Stage {
 
 }  // namespace
 
-std::unique_ptr<Stage> make_stage(const ShortConvSpec& spec) {
-    return std::make_unique<ShortConvStage>(spec);
-}
+std::unique_ptr<Op> make_op(const ShortConvSpec& spec) { return std::make_unique<ShortConvOp>(spec); }
 
-std::unique_ptr<Stage> make_stage(const ScanSpec& spec) { return std::make_unique<ScanStage>(spec); }
+std::unique_ptr<Op> make_op(const ScanSpec& spec) { return std::make_unique<ScanOp>(spec); }
 
 }  // namespace octavo

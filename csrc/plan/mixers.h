@@ -1,15 +1,15 @@
-// Stages that mix a request's rows without attention: short convolutions, whose earlier rows lie in a cache
-// group of their own, and selective scans, whose states do. octavo/program/mixers.py has the formulas.
+// Ops that mix a request's rows without attention: short convolutions, whose previous rows are stored in a
+// cache group, and selective scans, whose states are. Formulas: octavo/program/mixers.py.
 #pragma once
 
 #include <memory>
 
+#include "op.h"
 #include "specs.h"
-#include "stage.h"
 
 namespace octavo {
 
-std::unique_ptr<Stage> make_stage(const ShortConvSpec& spec);
-std::unique_ptr<Stage> make_stage(const ScanSpec& spec);
+std::unique_ptr<Op> make_op(const ShortConvSpec& spec);
+std::unique_ptr<Op> make_op(const ScanSpec& spec);
 
 }  // namespace octavo

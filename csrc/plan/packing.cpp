@@ -7,230 +7,24 @@
 #include <stdexcept>
 #include <string>
 
+#include "packing_readers.h"
+
 namespace octavo {
 
 namespace {
 
-template <typename T>
-T load(const uint8_t* p) {
-    T value;
-    std::memcpy(&value, p, sizeof value);
-    return value;
-}
-
-float half_to_float(uint16_t h) {
-    const uint32_t exponent = h >> 10 & 31, mantissa = h & 1023;
-    const float value = exponent == 0 ? static_cast<float>(mantissa) * 0x1p-24f
-                        : exponent == 31
-                            ? (mantissa ? NAN : INFINITY)
-                            : std::bit_cast<float>((static_cast<uint32_t>(h & 0x7fff) << 13) + (112u << 23));
-    return h & 0x8000 ? -value : value;
-}
-
-uint16_t float_to_bf16_bits(float f) {
-    const uint32_t bits = std::bit_cast<uint32_t>(f);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
-    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-}
-
-// Sixteen bytes, which shifts take as two words.
-typedef uint64_t Bytes __attribute__((vector_size(16)));
-
-// Source of the layout: ggml's get_scale_min_k4. Scales and mins 0 to 3 lie in the low six bits of bytes 0-3
-// and 4-7. Bytes 8-11 hold the low four bits of scales and mins 4 to 7, the tops of bytes 0-3 and 4-7 the
-// high two.
-int six_bits(const uint8_t* p, int index, bool is_min) {
-    const int own = is_min ? 4 : 0;
-    if (index < 4) return p[own + index] & 63;
-    return (p[4 + index] >> own & 15) | (p[own + index - 4] >> 6 << 4);
-}
-
-// Source of the layout: ggml's dequantize_row_q3_K. The low four bits of numbers 0 to 7 are the low nibbles of
-// bytes 0-7, those of 8 to 15 the high ones; bytes 8-11 hold the top two bits of four numbers each.
-int signed_six_bits(const uint8_t* p, int index) {
-    return ((p[index % 8] >> index / 8 * 4 & 15) | (p[8 + index % 4] >> index / 4 * 2 & 3) << 4) - 32;
-}
-
-float number_at(Matrix::Kind kind, const uint8_t* column, int index) {
-    switch (kind) {
-        case Matrix::Kind::u8: return column[index];
-        case Matrix::Kind::i8: return static_cast<int8_t>(column[index]);
-        case Matrix::Kind::fp16: return half_to_float(load<uint16_t>(column + 2 * index));
-        case Matrix::Kind::bf16:
-            return std::bit_cast<float>(static_cast<uint32_t>(load<uint16_t>(column + 2 * index)) << 16);
-        case Matrix::Kind::fp32: return load<float>(column + 4 * index);
-        case Matrix::Kind::scales6: return static_cast<float>(six_bits(column, index, false));
-        case Matrix::Kind::mins6: return -static_cast<float>(six_bits(column, index, true));
-        case Matrix::Kind::scales4: return column[index] & 15;
-        case Matrix::Kind::mins4: return -static_cast<float>(column[index] >> 4);
-        case Matrix::Kind::signed6: return static_cast<float>(signed_six_bits(column, index));
-    }
-    return 0;
-}
-
-// Reads the codes of groups of 32 inputs out of rows of blocks.
-class CodeReader {
-  public:
-    CodeReader(const CodeRows& rows, int num_inputs, int padding)
-        : rows_(rows), num_inputs_(num_inputs), padding_(padding) {
-        int low = 0;
-        for (const Plane& plane : rows.planes) {
-            const uint64_t mask = kOnes * ((1u << plane.bits) - 1);
-            parts_.push_back(Part{Bytes{mask, mask}, low, plane.run == 1 ? plane.bits : 0});
-            low += plane.bits;
-        }
-        for (int first = 0; first < num_inputs; first += kGroup)
-            for (const Plane& plane : rows.planes)
-                for (int half = 0; half < 2; half++) places_.push_back(place_of(plane, first + half * kHalf));
-    }
-
-    // Reads a group's 32 codes as bytes; those past the last input are padding.
-    void read(int64_t row, int g, Bytes (&codes)[2]) const {
-        const uint8_t* from = rows_.data + row * rows_.row_stride;
-        if (num_inputs_ - g * kGroup < kGroup) return read_end(from, g, codes);
-        read_whole(from, g, codes);
-    }
-
-  private:
-    // A plane: the mask of its bits in each byte, the number of bits of the planes before, and its own number
-    // of bits where neighbouring inputs share a byte, else 0.
-    struct Part {
-        Bytes mask;
-        int low, spread;
-    };
-    // Half a group in a plane: the index in a row at which its bytes begin, and the shift of its bits.
-    struct Place {
-        int64_t at;
-        int shift;
-    };
-
-    Place place_of(const Plane& plane, int input) const {
-        const int64_t block =
-            static_cast<int64_t>(input / rows_.block_inputs) * rows_.block_bytes + plane.start;
-        const int i = input % rows_.block_inputs, span = plane.run * 8 / plane.bits;
-        if (plane.run == 1) return {block + i * plane.bits / 8, 0};
-        return {block + i / span * plane.run + i % plane.run, i % span / plane.run * plane.bits};
-    }
-
-    void read_whole(const uint8_t* row, int g, Bytes (&codes)[2]) const {
-        const Place* place = places_.data() + static_cast<size_t>(g) * parts_.size() * 2;
-        Bytes first{}, second{};
-        for (const Part& part : parts_) {
-            first |= bits_of(part, row, place[0]) << part.low;
-            second |= bits_of(part, row, place[1]) << part.low;
-            place += 2;
-        }
-        codes[0] = first;
-        codes[1] = second;
-    }
-
-    // Reads a group that ends past the last input, or begins there.
-    [[gnu::noinline]] void read_end(const uint8_t* row, int g, Bytes (&codes)[2]) const {
-        const int left = std::max(num_inputs_ - g * kGroup, 0);
-        if (left) {
-            std::vector<uint8_t> whole(rows_.row_bytes + rows_.block_bytes);
-            std::memcpy(whole.data(), row, rows_.row_bytes);
-            read_whole(whole.data(), g, codes);
-        }
-        std::memset(reinterpret_cast<uint8_t*>(codes) + left, padding_, kGroup - left);
-    }
-
-    static Bytes bits_of(const Part& part, const uint8_t* row, const Place& place) {
-        const uint8_t* from = row + place.at;
-        if (part.spread) return Bytes{spread(from, part.spread), spread(from + part.spread, part.spread)};
-        return load<Bytes>(from) >> place.shift & part.mask;
-    }
-
-    // Spreads eight neighbouring codes, which lie in as many bytes as each has bits, to a byte each.
-    [[gnu::noinline]] static uint64_t spread(const uint8_t* from, int bits) {
-        uint64_t codes = 0;
-        for (int i = 0; i < bits; i++) codes |= static_cast<uint64_t>(from[i]) << 8 * i;
-        codes = (codes | codes << (32 - 4 * bits)) & 0x0000000100000001 * ((1ull << 4 * bits) - 1);
-        codes = (codes | codes << (16 - 2 * bits)) & 0x0001000100010001 * ((1ull << 2 * bits) - 1);
-        return (codes | codes << (8 - bits)) & kOnes * ((1ull << bits) - 1);
-    }
-
-    static constexpr int kHalf = kGroup / 2;
-    static constexpr uint64_t kOnes = 0x0101010101010101;
-    const CodeRows rows_;
-    const int num_inputs_, padding_;
-    std::vector<Part> parts_;
-    std::vector<Place> places_;  // [groups][planes][2]
-};
-
-// Writes scales or mins as a tile holds them: one level of fp16 stays fp16, small ones stay bytes and have
-// factors, everything else becomes fp32, which is exact.
-class LevelReader {
-  public:
-    // The tile has a number for every `unit` inputs, the source for every `group`.
-    LevelReader(const Matrix& values, const Matrix& supers, ScaleType type, int unit, int group,
-                int num_inputs)
-        : values_(values), supers_(supers), type_(type) {
-        for (int first = 0; values.data && first < num_inputs; first += unit) {
-            const int number = first / group;
-            const int64_t super = supers.data ? number * supers.numbers() / values.numbers() : 0;
-            places_.push_back({number / values.per_column * values.column_stride,
-                               super * supers.column_stride, number % values.per_column});
-        }
-    }
-
-    // Writes number `index` of a row, if the row has it.
-    void write(int64_t row, int index, uint8_t* to) const {
-        if (index >= static_cast<int>(places_.size())) return;
-        const Place& place = places_[index];
-        const uint8_t* column = values_.data + row * values_.row_stride + place.value;
-        if (type_ == ScaleType::fp16) {
-            std::memcpy(to, column + 2 * place.number, 2);
-            return;
-        }
-        float value = number_at(values_.kind, column, place.number);
-        if (type_ == ScaleType::small) {
-            *to = static_cast<uint8_t>(static_cast<int8_t>(value));
-            return;
-        }
-        if (supers_.data) value = super_at(row, place) * value;
-        std::memcpy(to, &value, 4);
-    }
-
-    // Writes the factor of number `index` of a row, if it has one: fp16 as it is stored, or fp32.
-    void write_factor(int64_t row, int index, bool as_stored, uint8_t* to) const {
-        if (index >= static_cast<int>(places_.size())) return;
-        if (as_stored) {
-            std::memcpy(to, super_bytes(row, places_[index]), sizeof(uint16_t));
-            return;
-        }
-        const float value = super_at(row, places_[index]);
-        std::memcpy(to, &value, sizeof value);
-    }
-
-  private:
-    struct Place {
-        int64_t value, super;
-        int number;
-    };
-    const uint8_t* super_bytes(int64_t row, const Place& place) const {
-        return supers_.data + row * supers_.row_stride + place.super;
-    }
-    float super_at(int64_t row, const Place& place) const {
-        return number_at(supers_.kind, super_bytes(row, place), 0);
-    }
-    const Matrix values_, supers_;
-    const ScaleType type_;
-    std::vector<Place> places_;
-};
-
-// How a group of 32 inputs lies in a tile.
+// Layout of a group of 32 inputs in a tile.
 struct GroupLayout {
     size_t codes_bytes;  // of all 16 outputs
     size_t scale_bytes = 0;  // one scale for each of the 16 outputs
-    int parts = 0;  // scales of one output
-    size_t low_bytes = 0;  // of the mins or zeros of all 16 outputs
+    int parts = 0;  // scales per output
+    size_t zero_point_bytes = 0;  // mins or zero points of all 16 outputs
     size_t factor_bytes = 0;  // before each `span` groups
     int span = kSmallSpan;
-    size_t bytes() const { return codes_bytes + scale_bytes * parts + low_bytes; }
+    size_t bytes() const { return codes_bytes + scale_bytes * parts + zero_point_bytes; }
 };
 
-GroupLayout group_of(const Tiles& t) {
+GroupLayout make_group_layout(const Tiles& t) {
     constexpr size_t kCodes = kGroup * kTile;
     switch (t.code) {
         case Code::i8: return {kCodes};
@@ -242,29 +36,31 @@ GroupLayout group_of(const Tiles& t) {
         default: {
             const bool small = t.scale_type == ScaleType::small;
             const size_t scale = kTile * (small ? 1 : t.scale_type == ScaleType::fp16 ? 2 : 4);
-            const bool has_no_low = t.low == Low::none || shares_levels(t.code);
-            const size_t low = has_no_low ? 0 : t.low == Low::zero ? static_cast<size_t>(kTile) : scale;
+            const bool has_no_zero_point = t.zero_point_kind == ZeroPointKind::none || shares_levels(t.code);
+            const size_t low = has_no_zero_point                          ? 0
+                               : t.zero_point_kind == ZeroPointKind::zero ? static_cast<size_t>(kTile)
+                                                                          : scale;
             const int parts = t.half_groups ? 2 : 1;
             const size_t factor = kTile * (t.half_factors ? sizeof(uint16_t) : sizeof(float));
-            const size_t factors = small ? factor * (t.low == Low::min ? 2 : 1) : 0;
+            const size_t factors = small ? factor * (t.zero_point_kind == ZeroPointKind::min ? 2 : 1) : 0;
             return {codes_bytes(t.code), scale, parts, low * parts, factors};
         }
     }
 }
 
-// Returns four bytes with the inner two in each other's place.
-uint32_t pairs_apart(uint32_t four) {
+// Swaps the inner two of four bytes.
+uint32_t swap_inner_bytes(uint32_t four) {
     return (four & 0xff0000ff) | (four >> 8 & 0x0000ff00) | (four << 8 & 0x00ff0000);
 }
 
-// Whether scales, and mins where there are any, have one level of fp16, as a tile may hold them.
-bool keeps_fp16(const QuantisedSource& s) {
+// Whether scales, and mins if any, are single-level fp16, which tiles store unchanged.
+bool keeps_fp16(const QuantizedSource& s) {
     return s.scales.kind == Matrix::Kind::fp16 && !s.super_scales.data &&
            (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
 }
 
-// Returns the code of a source's tiles. `narrow`: whether codes of up to 4 bits take no more.
-Code code_for(const QuantisedSource& s, bool narrow) {
+// Returns the code of a source's tiles. `narrow`: whether codes of up to 4 bits stay 4 bits.
+Code code_for(const QuantizedSource& s, bool narrow) {
     const int bits = s.codes.bits();
     const bool small_halves = s.small_levels && s.group == 16;
     const bool shares_bytes = s.scales.kind == Matrix::Kind::scales4 && s.mins.kind == Matrix::Kind::mins4;
@@ -276,13 +72,14 @@ Code code_for(const QuantisedSource& s, bool narrow) {
     return bits == 6 && small_halves && !s.mins.data ? Code::u6 : Code::u8;
 }
 
-// Writes one output's codes of a group: the low bits of each, then the high ones (table.h).
+// Writes one output's codes of a group: the low bits of each, then the high bits (weights.h).
 void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
     uint32_t quads[8];
     std::memcpy(quads, codes, sizeof quads);
     if (code == Code::e4m3)
-        for (uint32_t& quad : quads) quad = pairs_apart(quad);
-    // Writes `bits` bits of each code, from bit `first` on, as many quads in one vector as a byte has room for.
+        for (uint32_t& quad : quads) quad = swap_inner_bytes(quad);
+    // Writes `bits` bits of each code, from bit `first` on, with as many quads per vector as fit into a
+    // byte.
     const auto put = [&](int first, int bits, uint8_t* at) {
         const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
         const int shared = 8 / bits;
@@ -297,9 +94,9 @@ void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
     if (high) put(low, high, to + 64 * low);
 }
 
-// Packs a tile's groups from `begin` to `end`: write(row, lane, group, its bytes) adds a row's part of a group
-// to zeros. A few groups at a time are put together in the first-level cache and then copied, since memory
-// takes whole lines in their order several times as fast as scattered words.
+// Packs groups `begin` to `end` of a tile: write(row, lane, group, bytes) adds a row's part of a group to
+// zeroed bytes. A few groups at a time are assembled in the first-level cache and then copied, since
+// writing whole lines in order is several times as fast as scattered words.
 template <typename Write>
 void pack_groups(const Tiles& t, size_t group_bytes, int tile, uint8_t* to, const Write& write, int begin,
                  int end) {
@@ -320,7 +117,7 @@ void pack_groups(const Tiles& t, size_t group_bytes, int tile, uint8_t* to, cons
     pack_groups(t, group_bytes, tile, to, write, 0, t.num_groups);
 }
 
-void check(const QuantisedSource& s) {
+void check(const QuantizedSource& s) {
     const bool half_groups = s.group == 16;
     if (!half_groups && s.group % kGroup != 0)
         throw std::invalid_argument("weights are packed in groups of 16 or a multiple of 32, got " +
@@ -343,7 +140,7 @@ void check(const QuantisedSource& s) {
         throw std::invalid_argument("zeros of groups are signed bytes, without mins beside them");
 }
 
-// Calls to(i, value) for each of some numbers that lie side by side.
+// Calls to(i, value) for each of `count` adjacent numbers.
 template <typename To>
 void read_floats(Matrix::Kind kind, const uint8_t* from, int count, const To& to) {
     const auto each = [&]<Matrix::Kind K>() {
@@ -356,8 +153,7 @@ void read_floats(Matrix::Kind kind, const uint8_t* from, int count, const To& to
     }
 }
 
-// Reads a group's floats of one output, `count` of them and then zeros, in the tile's own type of 2 or 4
-// bytes.
+// Reads `count` floats of a group for one output, followed by zeros, in the tile's type of 2 or 4 bytes.
 void read_values(Matrix::Kind kind, Code code, const uint8_t* from, int count, uint32_t (&words)[kGroup]) {
     if (code == Code::fp32) {
         std::fill(words + count, words + kGroup, 0);
@@ -376,20 +172,20 @@ void read_values(Matrix::Kind kind, Code code, const uint8_t* from, int count, u
 
 }  // namespace
 
-Tiles tiles_of(const TileFormat& format, int64_t num_rows, int num_inputs) {
+Tiles make_tiles(const TileFormat& format, int64_t num_rows, int num_inputs) {
     Tiles t{};
     t.code = format.code;
     t.scale_type = format.scale_type;
-    t.low = format.low;
+    t.zero_point_kind = format.zero_point_kind;
     t.half_groups = format.half_groups;
     t.half_factors = format.half_factors;
     if (is_float_code(format.code)) t.span = std::max(format.span, 1);
     t.num_rows = static_cast<int32_t>(num_rows);
     t.num_inputs = num_inputs;
     t.num_groups = (num_inputs + kGroup - 1) / kGroup;
-    const bool whole_rows = format.code == Code::i8;  // pairs of groups, then one scale an output
+    const bool whole_rows = format.code == Code::i8;  // pairs of groups, and one scale per output
     if (whole_rows) t.num_groups = (t.num_groups + 1) / 2 * 2;
-    const GroupLayout group = group_of(t);
+    const GroupLayout group = make_group_layout(t);
     t.tile_bytes = group.bytes() * t.num_groups + (whole_rows ? kTile * sizeof(float) : 0) +
                    group.factor_bytes * ((t.num_groups + group.span - 1) / group.span);
     return t;
@@ -417,7 +213,7 @@ CodeRows CodeRows::plain(const uint8_t* data, int64_t rows, int num_inputs, int 
 
 PackedTiles Packer::add(const Tiles& tiles, PackTile pack) {
     PackedTiles packed{tiles, nullptr};
-    packed.memory = memory_.take(packed.num_bytes());
+    packed.memory = memory_.allocate(packed.num_bytes());
     packed.tiles.data = packed.memory.get();
     packed.tiles.tile_stride = tiles.column_stride ? kTile : tiles.tile_bytes;
     jobs_.push_back({packed, std::move(pack), num_tiles_});
@@ -433,13 +229,13 @@ bool Packer::interleave(PackedTiles& first, PackedTiles& second) {
     if (!waiting || first.tiles.tile_stride != bytes || !first.tiles.is_laid_out_as(second.tiles) ||
         first.tiles.num_rows != second.tiles.num_rows)
         return false;
-    // Weights side by side stay there. Both get new memory where a piece of memory ends between them, or a
-    // gap that fills up a line.
-    const bool one_piece =
+    // Adjacent weights stay where they are. Both get new memory if a memory block ends between them, or if
+    // padding to a cache line separates them.
+    const bool one_block =
         !first.memory.owner_before(second.memory) && !second.memory.owner_before(first.memory);
-    const bool side_by_side = one_piece && first.tiles.data + first.num_bytes() == second.tiles.data;
+    const bool side_by_side = one_block && first.tiles.data + first.num_bytes() == second.tiles.data;
     const std::shared_ptr<uint8_t> memory =
-        side_by_side ? first.memory : memory_.take(first.num_bytes() + second.num_bytes());
+        side_by_side ? first.memory : memory_.allocate(first.num_bytes() + second.num_bytes());
     const auto move = [&](PackedTiles& packed, Job& job, size_t from) {
         packed.memory = {memory, memory.get() + from};
         packed.tiles.data = packed.memory.get();
@@ -464,12 +260,12 @@ void Packer::run(ThreadPool& pool) {
     num_waiting_bytes_ = 0;
 }
 
-// Adds codes with one scale for each output.
-PackedTiles Packer::add_whole_rows(const QuantisedSource& s) {
+// Adds codes with one scale per output.
+PackedTiles Packer::add_whole_rows(const QuantizedSource& s) {
     if (s.codes.bits() != 8 || !s.codes.is_signed || s.zero_point || s.mins.data || s.super_scales.data)
         throw std::invalid_argument(
             "weights with one scale an output have signed codes of 8 bits, no zero point and no mins");
-    Tiles t = tiles_of({Code::i8}, s.codes.rows, s.num_inputs);
+    Tiles t = make_tiles({Code::i8}, s.codes.rows, s.num_inputs);
     const size_t codes_bytes = t.tile_bytes - kTile * sizeof(float);
     const auto pack_tile = [t, codes_bytes, codes = CodeReader(s.codes, s.num_inputs, 0), scales = s.scales](
                                int tile, uint8_t* data) {
@@ -492,23 +288,23 @@ PackedTiles Packer::add_whole_rows(const QuantisedSource& s) {
             const size_t output = at / 4 % kTile, input = at / (4 * kTile) * 4 + at % 4;
             to[input * t.column_stride + output] = packed[at];
         }
-        uint8_t* const scales_of_all =
+        uint8_t* const all_scales =
             to - static_cast<size_t>(tile) * kTile + codes_bytes / kTile * t.column_stride;
-        std::memcpy(scales_of_all + tile * kTile * sizeof(float), packed.data() + codes_bytes,
+        std::memcpy(all_scales + tile * kTile * sizeof(float), packed.data() + codes_bytes,
                     kTile * sizeof(float));
     });
 }
 
-// Returns the groups of 32 inputs that share a scale in tiles, at most four of them.
-int span_of(const QuantisedSource& s) {
-    if (s.group >= s.num_inputs) return kMostSpan;
-    for (int span = kMostSpan; span > 1; span /= 2)
+// Returns the number of groups of 32 inputs that share a scale, at most kMaxSpan.
+int get_scale_span(const QuantizedSource& s) {
+    if (s.group >= s.num_inputs) return kMaxSpan;
+    for (int span = kMaxSpan; span > 1; span /= 2)
         if (s.group % (span * kGroup) == 0) return span;
     return 1;
 }
 
-// Adds codes that stand for floats.
-PackedTiles Packer::add_floats(const QuantisedSource& s) {
+// Adds float codes.
+PackedTiles Packer::add_floats(const QuantizedSource& s) {
     const Code code = *s.floats;
     if (!is_float_code(code) || s.codes.bits() != (code == Code::f4 ? 4 : 8) || s.codes.is_signed ||
         (code == Code::f4) != (s.numbers != nullptr))
@@ -516,9 +312,9 @@ PackedTiles Packer::add_floats(const QuantisedSource& s) {
     if (s.zero_point || s.mins.data || s.zeros.data || s.super_scales.data ||
         (s.group % kGroup && s.group < s.num_inputs))
         throw std::invalid_argument("codes of floats have one scale for a multiple of 32 inputs, or for all");
-    Tiles t = tiles_of({.code = code, .span = span_of(s)}, s.codes.rows, s.num_inputs);
+    Tiles t = make_tiles({.code = code, .span = get_scale_span(s)}, s.codes.rows, s.num_inputs);
     if (s.numbers) std::copy_n(s.numbers, 16, t.numbers);
-    const GroupLayout group = group_of(t);
+    const GroupLayout group = make_group_layout(t);
     const LevelReader scales(s.scales, {}, ScaleType::fp32, t.span * kGroup, s.group, s.num_inputs);
     return add(t, [t, group, scales, codes = CodeReader(s.codes, s.num_inputs, 0)](int tile, uint8_t* data) {
         for (int g = 0; g < t.num_groups; g += t.span) {
@@ -538,7 +334,7 @@ PackedTiles Packer::add_floats(const QuantisedSource& s) {
     });
 }
 
-// Lays two tiles of 4-bit codes, from `tile` on, by columns: `to` is where the weight begins.
+// Stores two tiles of 4-bit codes by columns, from `tile` on. `to`: start of the weight.
 void put_columns(const Tiles& t, const GroupLayout& layout, int tile, const std::vector<uint8_t> (&packed)[2],
                  uint8_t* to) {
     const auto code = [&](const uint8_t* group, int output, int input) {
@@ -558,17 +354,18 @@ void put_columns(const Tiles& t, const GroupLayout& layout, int tile, const std:
         for (int i = 0; i < 2; i++) {
             const uint8_t* levels = from[i] + layout.codes_bytes;
             std::memcpy(scales + (tile + i) * layout.scale_bytes, levels, layout.scale_bytes);
-            std::memcpy(lows + (tile + i) * layout.low_bytes, levels + layout.scale_bytes, layout.low_bytes);
+            std::memcpy(lows + (tile + i) * layout.zero_point_bytes, levels + layout.scale_bytes,
+                        layout.zero_point_bytes);
         }
     }
 }
 
-PackedTiles Packer::add(const QuantisedSource& s) {
+PackedTiles Packer::add(const QuantizedSource& s) {
     if (s.whole_rows) return add_whole_rows(s);
     if (s.floats) return add_floats(s);
     check(s);
     const bool fp16 = keeps_fp16(s);
-    // Codes of 4 bits in groups of 16 are places in a table, too, that of the numbers 0 to 15.
+    // 4-bit codes in groups of 16 are indices into a table too, that of the numbers 0 to 15.
     const bool narrow = s.codes.bits() <= 4 && (s.table || s.group == 16 || !s.wide);
     const bool has_half_factors = s.small_levels && s.super_scales.kind == Matrix::Kind::fp16 &&
                                   (!s.mins.data || s.super_mins.kind == Matrix::Kind::fp16);
@@ -576,16 +373,17 @@ PackedTiles Packer::add(const QuantisedSource& s) {
                             .scale_type = s.small_levels ? ScaleType::small
                                           : fp16         ? ScaleType::fp16
                                                          : ScaleType::fp32,
-                            .low = s.zeros.data  ? Low::zero
-                                   : s.mins.data ? Low::min
-                                                 : Low::none,
+                            .zero_point_kind = s.zeros.data  ? ZeroPointKind::zero
+                                               : s.mins.data ? ZeroPointKind::min
+                                                             : ZeroPointKind::none,
                             .half_groups = s.group == 16,
                             .half_factors = has_half_factors};
-    Tiles t = tiles_of(format, s.codes.rows, s.num_inputs);
+    Tiles t = make_tiles(format, s.codes.rows, s.num_inputs);
     t.zero_point = s.zero_point + (s.codes.is_signed || s.table ? 128 : 0);
     for (int i = 0; i < 16; i++) t.table[i] = static_cast<uint8_t>(s.table ? s.table[i] + 128 : i);
-    const GroupLayout group = group_of(t);
-    const uint64_t flipped = s.codes.is_signed ? 0x8080808080808080 : 0;  // 128 more, as unsigned codes
+    const GroupLayout group = make_group_layout(t);
+    const uint64_t flipped =
+        s.codes.is_signed ? 0x8080808080808080 : 0;  // converts signed to unsigned codes, plus 128
     const auto levels = [&](const Matrix& values, const Matrix& supers) {
         return LevelReader(values, supers, format.scale_type, kGroup / group.parts, s.group, s.num_inputs);
     };
@@ -644,8 +442,8 @@ PackedTiles Packer::add(const QuantisedSource& s) {
 }
 
 PackedTiles Packer::add(const Matrix& values, Code code) {
-    const Tiles t = tiles_of({code}, values.rows, static_cast<int>(values.columns));
-    const size_t group_bytes = group_of(t).bytes();
+    const Tiles t = make_tiles({code}, values.rows, static_cast<int>(values.columns));
+    const size_t group_bytes = make_group_layout(t).bytes();
     return add(t, [t, values, group_bytes](int tile, uint8_t* data) {
         pack_groups(t, group_bytes, tile, data, [&](int64_t row, int lane, int g, uint8_t* to) {
             const uint8_t* from = values.data + row * values.row_stride + g * kGroup * values.column_stride;

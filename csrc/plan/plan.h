@@ -1,5 +1,5 @@
-// A plan: the stages of a Program, and what a StepRunner needs to run them. PlanBuilder makes it; nothing changes
-// it afterwards.
+// A plan: the ops of a Program, and what a StepRunner needs to run them. PlanBuilder makes it; it is
+// immutable.
 #pragma once
 
 #include <array>
@@ -11,47 +11,47 @@
 #include "../runtime/expert_plan.h"
 #include "../runtime/neuron_cache.h"
 #include "../runtime/shared_ranks.h"
+#include "op.h"
 #include "specs.h"
-#include "stage.h"
 
 namespace octavo {
 
 struct PlanOptions {
     int max_tokens = 1, vocab = 0;
-    std::shared_ptr<SharedRanks> ranks{};  // null where this is the only one
-    // The ranks of all engines, engine by engine, where several share their experts and have tokens of their own;
-    // experts' rows are exchanged there.
+    std::shared_ptr<SharedRanks> ranks{};  // null if there is only one rank
+    // The ranks of all engines, engine by engine, if engines with their own tokens share experts. They
+    // exchange expert rows.
     std::shared_ptr<SharedRanks> engines{};
     int num_engines = 1;
 };
 
-// Stages first .. last - 1, which a block of rows goes through without a barrier.
-struct StageRange {
+// Ops first .. last - 1, which a block of rows goes through without a barrier.
+struct OpRange {
     int first, last;
 };
 
-// A stage of the body that writes the keys and values of a group's layer.
+// An op of the body that writes keys and values of a group's layer.
 struct KvWrite {
-    int stage, group, layer;
+    int op, group, layer;
 };
 
-// The blocks of keys that the attentions of one shape choose; `ahead`: before their layer has its queries.
+// Key selection of the attentions of one shape. `is_prefetch`: before their layer has its queries.
 struct SelectionShape {
-    int attention;  // index of the shape
+    int attention;  // index in Plan::attentions
     double budget;
-    bool ahead;
+    bool is_prefetch;
     bool operator==(const SelectionShape&) const = default;
 };
 
-// The largest that any stage needs.
+// Maximum over all ops.
 struct BufferSizes {
-    int64_t row_floats[kNumAxes] = {};  // behind the last float that any Value has in a row
-    size_t product_scratch = 0, num_scores = 0;
-    size_t gathered_bytes = 0;  // of the tiles that a thread puts together from neurons' rows
+    int64_t row_floats[kNumAxes] = {};  // end of the last Value in a row
+    size_t matmul_scratch = 0, num_scores = 0;
+    size_t gathered_bytes = 0;  // tiles that a thread gathers from neuron rows
     size_t expert_rows = 0;  // rows of the largest ExpertPlan
     size_t rank_slot = 0, engine_slot = 0;  // bytes of an exchange
-    int adapted_width = 0;  // numbers of the widest row that adapters read
-    bool has_row_blocks = false;  // whether threads put up to kExpertRows rows together
+    int adapted_width = 0;  // width of the widest input of adapters
+    bool has_row_blocks = false;  // whether threads gather up to kExpertRows rows
 };
 
 struct Plan {
@@ -61,33 +61,33 @@ struct Plan {
 
     const KernelTable* kernels = nullptr;
     PlanOptions options;
-    // Stages over tokens are the body, stages over sampled rows the head, which runs in chunks of at most
-    // kSampleChunk rows, so that logits never need more memory than that.
-    std::vector<std::unique_ptr<const Stage>> body, head;
-    std::vector<StageRange> ranges;  // of the body: row-local stages that follow one another, any other alone
-    std::vector<StageRange> each;  // every stage of the body alone
-    std::vector<StageRange> plain;  // and without those that only adapters need
+    // The body has the ops over tokens, the head those over sampled rows. The head runs in chunks of at
+    // most kSampleChunk rows, which bounds the memory for logits.
+    std::vector<std::unique_ptr<const Op>> body, head;
+    std::vector<OpRange> ranges;  // of the body: consecutive row-local ops, and every other op alone
+    std::vector<OpRange> single_ops;  // every op of the body alone
+    std::vector<OpRange> single_ops_without_adapters;  // the same without ops that only adapters need
     std::vector<KvWrite> kv_writes;
-    const Stage* sampling = nullptr;  // the stage of draws
-    const Stage* logits_product = nullptr;  // the product that writes just the logits, if one does
-    Place logits{};
-    int hidden_width = 0;  // of the rows that the batch has to bring; 0: none
-    int given_width = 0;  // of the rows that may be given; 0: none
-    int num_axes = 1;  // of positions that the program reads
-    int least_rows = 0;  // for each thread, from which on the threads go by ranges
-    int num_collectives[2] = {};  // of the body and the head
+    const Op* sampling = nullptr;  // the sampling op
+    const Op* logits_linear = nullptr;  // the linear op that computes only the logits, if there is one
+    ValueSlice logits{};
+    int hidden_width = 0;  // width of the hidden rows from the previous pipeline stage; 0: none
+    int input_width = 0;  // width of the input rows that a batch may replace; 0: none
+    int num_axes = 1;  // axes of positions that the program reads
+    int min_rows_per_thread = 0;  // from this many rows per thread on, threads run ranges
+    int num_collectives[2] = {};  // of the body and of the head
     int num_engine_exchanges = 0;
-    // What the runner keeps one of each for; stages know them by their index.
-    std::deque<PreparedRows> rows;
+    // The runner keeps state for each of these; ops refer to them by index.
+    std::deque<QuantizedInput> inputs;
     std::vector<AnglesSpec> angles;
     std::vector<AttentionShape> attentions;
     std::vector<SelectionShape> selections;
     std::vector<ExpertChoice> choices;
-    std::vector<int> site_groups;  // by site of adapters: the product whose rows it shares, -1: a table
-    std::shared_ptr<NeuronCache> neurons;  // null where no weights are read neuron by neuron
+    std::vector<int> site_groups;  // by adapter site: the linear op whose input it shares, -1: a table
+    std::shared_ptr<NeuronCache> neurons;  // null if no weights are read neuron by neuron
     BufferSizes sizes;
 
-    int most_expert_tokens() const { return options.max_tokens * options.num_engines; }
+    int max_expert_tokens() const { return options.max_tokens * options.num_engines; }
 };
 
 }  // namespace octavo

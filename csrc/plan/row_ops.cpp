@@ -1,22 +1,22 @@
-// The row-local ops: each takes one row and touches no other.
+// The row ops: each reads and writes one row.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
 
 #include "../runtime/step_runner.h"
-#include "stage.h"
+#include "op.h"
 
 namespace octavo {
 
-void PreparedRows::convert(const View& view, int64_t row, const Rows& to, int64_t index) const {
+void QuantizedInput::convert(const View& view, int64_t row, const QuantizedRows& to, int64_t index) const {
     const float* from = view.at(x, row);
     std::vector<float> permuted(permutation.size());
     for (size_t i = 0; i < permuted.size(); i++) permuted[i] = from[permutation[i]];
     const float* ordered = permuted.empty() ? from : permuted.data();
     Norm first = norm.args();
     first.threshold = threshold > 0 && view.sparse_rows(x.on_samples())[row] ? threshold : 0;
-    view.runner.kernels().prepare_row(ordered, x.width, first, to, index);
+    view.runner.kernels().quantize_row(ordered, x.width, first, to, index);
     if (!observed.data) return;
     float* copy = observed.data + (row + (x.on_samples() ? view.first_sample : 0)) * x.width;
     std::vector<float> numbers(ordered, ordered + x.width);
@@ -24,20 +24,20 @@ void PreparedRows::convert(const View& view, int64_t row, const Rows& to, int64_
     for (int i = 0; i < x.width; i++) copy[permutation.empty() ? i : permutation[i]] = numbers[i];
 }
 
-int64_t PreparedRows::at(const View& view, int64_t row) const {
+int64_t QuantizedInput::at(const View& view, int64_t row) const {
     return area == RowArea::prepared || area == RowArea::converted ? row - view.shift : row;
 }
 
 namespace {
 
-// Converts a product's rows ahead of it, into memory that all threads read. Up to kFewRows the product does
+// Quantizes a matmul's input before it, into memory that all threads read. Up to kFewRows the matmul does
 // it.
-struct PrepareOp : RowOp {
-    const PreparedRows& rows;
-    explicit PrepareOp(const PreparedRows& r) : rows(r) {}
+struct QuantizeOp : RowOp {
+    const QuantizedInput& rows;
+    explicit QuantizeOp(const QuantizedInput& r) : rows(r) {}
     bool needed(int count) const override { return count > kFewRows; }
     void run(const View& view, int64_t row) const override {
-        rows.convert(view, row, view.runner.rows(rows), rows.at(view, row));
+        rows.convert(view, row, view.runner.quantized_rows(rows), rows.at(view, row));
     }
 };
 
@@ -50,18 +50,21 @@ struct EmbeddingOp : RowOp {
                            ? b.positions[static_cast<int64_t>(spec.axis) * b.num_tokens + row] + spec.offset
                            : b.token_ids[row];
         if (spec.first_row >= 0) return run_part(view, row, id - spec.first_row);
-        const int safe = id < 0 || id >= spec.table.tiles.num_rows ? 0 : id;  // padded rows may hold anything
+        const int safe = id < 0 || id >= spec.table.tiles.num_rows ? 0 : id;  // padding rows may hold any id
         view.runner.kernels().read_row(spec.table.tiles, safe, spec.scale, view.at(spec.out, row));
         adapt(view, row, safe);
     }
-    // Reads a row of this rank's part of the table; zeros where another rank has it.
+    // Reads a row of this rank's part of the table; zeros if another rank has it.
     void run_part(const View& view, int64_t row, int id) const {
         float* to = view.at(spec.out, row);
-        if (id < 0 || id >= spec.table.tiles.num_rows) return std::fill_n(to, spec.out.width, 0.0f), void();
+        if (id < 0 || id >= spec.table.tiles.num_rows) {
+            std::fill_n(to, spec.out.width, 0.0f);
+            return;
+        }
         view.runner.kernels().read_row(spec.table.tiles, id, spec.scale, to);
         adapt(view, row, id);
     }
-    // Adds what the row's adapter says; its h lies where a product's would.
+    // Adds the update of the row's adapter. Its h uses the memory of a linear op's.
     void adapt(const View& view, int64_t row, int id) const {
         const Adapters& adapters = view.runner.adapters();
         const SiteUpdate* update = adapters.update(view.adapter(false, row), spec.site);
@@ -97,16 +100,16 @@ struct NormOp : RowOp {
     }
 };
 
-struct GivenOp : RowOp {
-    GivenSpec spec;
-    explicit GivenOp(const GivenSpec& s) : spec(s) {}
+struct InputRowsOp : RowOp {
+    InputRowsSpec spec;
+    explicit InputRowsOp(const InputRowsSpec& s) : spec(s) {}
     void run(const View& view, int64_t row) const override {
         const Batch& b = view.batch;
         const auto& [base, out] = spec;
         float* to = view.at(out, row);
-        const int at = b.given ? b.given_rows[row] : -1;
+        const int at = b.input_rows ? b.input_row_indices[row] : -1;
         if (at >= 0)
-            std::copy_n(b.given + static_cast<int64_t>(at) * b.given_width, out.width, to);
+            std::copy_n(b.input_rows + static_cast<int64_t>(at) * b.input_width, out.width, to);
         else if (!base.width)
             std::fill_n(to, out.width, 0.0f);
         else if (const float* from = view.at(base, row); from != to)
@@ -141,17 +144,17 @@ struct RopeOp : RowOp {
     static int position(const View& view, int axis, int64_t row) {
         const Batch& b = view.batch;
         return std::max(b.positions[static_cast<int64_t>(axis) * b.num_tokens + row],
-                        0);  // padded rows may have any
+                        0);  // padding rows may hold any position
     }
 };
 
 struct KvWriteOp : RowOp {
-    static constexpr int kMostJoined = 1024;  // columns of parts that are put side by side
+    static constexpr int kMaxJoinedColumns = 1024;  // columns of parts that are joined
     KvWriteSpec spec;
     explicit KvWriteOp(KvWriteSpec s) : spec(std::move(s)) {
         int width = 0;
-        for (const Place& part : spec.k_parts) width += part.width;
-        if (spec.k_parts.empty() || (spec.k_parts.size() > 1 && width > kMostJoined))
+        for (const ValueSlice& part : spec.k_parts) width += part.width;
+        if (spec.k_parts.empty() || (spec.k_parts.size() > 1 && width > kMaxJoinedColumns))
             throw std::invalid_argument("keys in parts of " + std::to_string(width) + " columns");
     }
     void run(const View& view, int64_t row) const override {
@@ -159,10 +162,10 @@ struct KvWriteOp : RowOp {
         const int32_t slot = view.batch.slots[static_cast<int64_t>(group) * view.batch.num_tokens + row];
         if (slot < 0) return;
         const float* k = view.at(k_parts.front(), row);
-        float joined[kMostJoined];
+        float joined[kMaxJoinedColumns];
         if (k_parts.size() > 1) {
             float* to = joined;
-            for (const Place& part : k_parts) to = std::copy_n(view.at(part, row), part.width, to);
+            for (const ValueSlice& part : k_parts) to = std::copy_n(view.at(part, row), part.width, to);
             k = joined;
         }
         const float* values = v.width ? view.at(v, row) : k;
@@ -227,7 +230,7 @@ struct ElementwiseOp : RowOp {
         for (int i = 0; i < width; i++) sum += static_cast<double>(x[i]) * x[i];
         return sum / width;
     }
-    // The products' epilogue opens the gate, 16 columns at a time, so that it means the same there and here.
+    // Uses the epilogue of matmuls, 16 columns at a time, so that both compute the same.
     void open_gate(const View& view, int64_t row, const float* x, const float* y, float* to) const {
         Epilogue gate = spec.gate.epilogue(true);
         if (gate.threshold > 0) gate.is_sparse = view.sparse_rows(spec.a.on_samples()) + row;
@@ -241,7 +244,7 @@ struct ElementwiseOp : RowOp {
     }
 };
 
-// Columns are read before they are written: an out may lie where an input did.
+// Reads columns before it writes them: an output may be stored over an input.
 struct MixOp : RowOp {
     static constexpr int kMost = 8;
     MixSpec spec;
@@ -283,7 +286,7 @@ struct GatherOp : RowOp {
     }
 };
 
-// One row of a request's rows; the mean's sum goes from the first row to the last.
+// One output row per request; the mean adds rows in order.
 struct PoolOp : RowOp {
     PoolSpec spec;
     explicit PoolOp(const PoolSpec& s) : spec(s) {}
@@ -292,7 +295,10 @@ struct PoolOp : RowOp {
         const int32_t* starts = view.batch.query_starts + view.first_sample + row;
         const int32_t first = starts[0], count = starts[1] - first;
         float* to = view.at(out, row);
-        if (count == 0) return (void)std::memset(to, 0, sizeof(float) * x.width);
+        if (count == 0) {
+            std::memset(to, 0, sizeof(float) * x.width);
+            return;
+        }
         const int32_t from = mode == Pooling::last ? first + count - 1 : first;
         std::memcpy(to, view.at(x, from), sizeof(float) * x.width);
         if (mode != Pooling::mean) return;
@@ -305,26 +311,26 @@ struct PoolOp : RowOp {
 };
 
 struct HiddenInOp : RowOp {
-    Place out;
-    explicit HiddenInOp(Place p) : out(p) {}
+    ValueSlice out;
+    explicit HiddenInOp(ValueSlice p) : out(p) {}
     void run(const View& view, int64_t row) const override {
         std::memcpy(view.at(out, row), view.batch.hidden + row * out.width, sizeof(float) * out.width);
     }
 };
 
 struct HiddenOutOp : RowOp {
-    Place x;
-    explicit HiddenOutOp(Place p) : x(p) {}
+    ValueSlice x;
+    explicit HiddenOutOp(ValueSlice p) : x(p) {}
     void run(const View& view, int64_t row) const override {
         std::memcpy(view.batch.out_rows + row * x.width, view.at(x, row), sizeof(float) * x.width);
     }
 };
 
 struct OutputOp : RowOp {
-    Place rows;
-    explicit OutputOp(Place p) : rows(p) {}
+    ValueSlice rows;
+    explicit OutputOp(ValueSlice p) : rows(p) {}
     void run(const View& view, int64_t row) const override {
-        if (view.batch.draws) return;
+        if (view.batch.has_sampling) return;
         std::memcpy(view.batch.out_rows + (view.first_sample + row) * static_cast<int64_t>(rows.width),
                     view.at(rows, row), sizeof(float) * rows.width);
     }
@@ -335,7 +341,7 @@ struct CombineOp : RowOp {
     explicit CombineOp(const CombineSpec& s) : spec(s) {}
     void run(const View& view, int64_t row) const override {
         const ExpertPlan& plan = view.runner.expert_plan(spec.route);
-        const int32_t* rows = plan.rows_of(row);
+        const int32_t* rows = plan.choice_rows(row);
         const float* weights = view.at(spec.weights, row);
         float* to = view.at(spec.out, row);
         for (int j = 0; j < plan.top_k; j++) {
@@ -346,15 +352,15 @@ struct CombineOp : RowOp {
     }
 };
 
-template <typename Op>
+template <typename Derived>
 std::unique_ptr<RowOp> make(auto spec) {
-    return std::make_unique<Op>(std::move(spec));
+    return std::make_unique<Derived>(std::move(spec));
 }
 
 }  // namespace
 
 std::unique_ptr<RowOp> make_row_op(EmbeddingSpec spec) { return make<EmbeddingOp>(std::move(spec)); }
-std::unique_ptr<RowOp> make_row_op(GivenSpec spec) { return make<GivenOp>(spec); }
+std::unique_ptr<RowOp> make_row_op(InputRowsSpec spec) { return make<InputRowsOp>(spec); }
 std::unique_ptr<RowOp> make_row_op(RowNormSpec spec) { return make<NormOp>(std::move(spec)); }
 std::unique_ptr<RowOp> make_row_op(RopeSpec spec) { return make<RopeOp>(std::move(spec)); }
 std::unique_ptr<RowOp> make_row_op(KvWriteSpec spec) { return make<KvWriteOp>(std::move(spec)); }
@@ -366,6 +372,6 @@ std::unique_ptr<RowOp> make_row_op(CombineSpec spec) { return make<CombineOp>(sp
 std::unique_ptr<RowOp> make_row_op(HiddenInSpec spec) { return make<HiddenInOp>(spec.out); }
 std::unique_ptr<RowOp> make_row_op(HiddenOutSpec spec) { return make<HiddenOutOp>(spec.x); }
 std::unique_ptr<RowOp> make_row_op(OutputSpec spec) { return make<OutputOp>(spec.x); }
-std::unique_ptr<RowOp> make_row_op(const PreparedRows& rows) { return std::make_unique<PrepareOp>(rows); }
+std::unique_ptr<RowOp> make_row_op(const QuantizedInput& rows) { return std::make_unique<QuantizeOp>(rows); }
 
 }  // namespace octavo

@@ -1,8 +1,8 @@
-// The ops of a plan as plain structs: what PlanBuilder takes, and what stages compute.
+// The specs of ops as plain structs: input of PlanBuilder, and parameters of ops.
 //
-// Each struct lists the fields that Python fills in: the bindings read them as keyword arguments, and the builder
-// finds the Places among them. What stands below the list is set by the builder and its fusions.
-// octavo/program/ops.py, mixers.py and expert_ops.py have the formulas.
+// Each struct lists the fields that Python sets: the bindings read them as keyword arguments, and the
+// builder finds the ValueSlices among them. Fields after the list are set by the builder and its fusions.
+// Formulas: octavo/program/ops.py, mixers.py and expert_ops.py.
 #pragma once
 
 #include <cstddef>
@@ -19,22 +19,22 @@ namespace octavo {
 class NeuronCache;
 struct View;
 
-// The rows of a Value. `block` is tokens as well, for a Value that is read only in the range that makes it;
-// it needs only as many rows as the threads compute at once. `experts`: the rows of an ExpertPlan.
+// The rows of a Value. `block`: tokens too, for a Value that is read only in the range that computes it; it
+// needs as many rows as the threads compute at once. `experts`: the rows of an ExpertPlan.
 enum class Axis : int32_t { tokens, block, samples, experts };
 constexpr int kNumAxes = 4;
 
-// The place of a Value, in floats: at `offset` of each row of its axis. A row holds all its Values, so that
-// threads may be at different stages with different rows. Of width 0: no Value.
-struct Place {
+// Columns offset .. offset + width - 1 of the rows of an axis, where a Value is stored. A row holds all its
+// Values, so that threads may run different ops on different rows. Width 0: no Value.
+struct ValueSlice {
     Axis axis = Axis::tokens;
     int64_t offset = 0;
     int width = 0;
     bool on_samples() const { return axis == Axis::samples; }
-    bool operator==(const Place&) const = default;
+    bool operator==(const ValueSlice&) const = default;
 };
 
-// Numbers of a parameter, shared by the specs that read them; null without any.
+// Parameters, shared by the specs that use them; null if there are none.
 class FloatArray {
   public:
     FloatArray() = default;
@@ -47,15 +47,15 @@ class FloatArray {
     std::shared_ptr<const std::vector<float>> values_;
 };
 
-// Memory of the caller that steps write; null: none.
+// Caller's memory that steps write to; null: none.
 struct FloatBuffer {
     float* data = nullptr;
     int64_t size = 0;
     std::shared_ptr<void> owner{};
 };
 
-// OCTAVO_FIELDS(Type, field, ...): lists the fields that Python fills in. `Type::fields(take)` calls
-// take(name, &Type::field) for each.
+// OCTAVO_FIELDS(Type, field, ...) lists the fields that Python sets. `Type::fields(visit)` calls
+// visit(name, &Type::field) for each.
 #define OCTAVO_RESCAN(...) OCTAVO_RESCAN_3(OCTAVO_RESCAN_3(OCTAVO_RESCAN_3(__VA_ARGS__)))
 #define OCTAVO_RESCAN_3(...) OCTAVO_RESCAN_2(OCTAVO_RESCAN_2(OCTAVO_RESCAN_2(__VA_ARGS__)))
 #define OCTAVO_RESCAN_2(...) OCTAVO_RESCAN_1(OCTAVO_RESCAN_1(OCTAVO_RESCAN_1(__VA_ARGS__)))
@@ -63,10 +63,10 @@ struct FloatBuffer {
 #define OCTAVO_NEXT_FIELD() OCTAVO_TAKE_FIELD
 #define OCTAVO_NOTHING()
 #define OCTAVO_TAKE_FIELD(name, ...) \
-    take(#name, &Self::name);        \
+    visit(#name, &Self::name);       \
     __VA_OPT__(OCTAVO_NEXT_FIELD OCTAVO_NOTHING()()(__VA_ARGS__))
 #define OCTAVO_FIELDS(Type, ...)                      \
-    static void fields(auto&& take) {                 \
+    static void fields(auto&& visit) {                \
         using Self = Type;                            \
         OCTAVO_RESCAN(OCTAVO_TAKE_FIELD(__VA_ARGS__)) \
     }
@@ -85,7 +85,7 @@ struct NormSpec {
     }
 };
 
-// An activation, and with `gated` products the rest of a gate.
+// An activation, and the other parameters of a gate.
 struct GateSpec {
     int activation = -1;  // -1: none
     float clamp = 0;  // 0: none
@@ -101,29 +101,29 @@ struct GateSpec {
     }
 };
 
-// The memory that a product's converted rows lie in. `prepared`: those that a row op converts. `converted`:
-// those that the product before writes, which may be reading `prepared` while it does. `attended`: those that
-// an attention or a choice of experts writes, which has no block of rows but all tokens. `experts`: the rows
-// of an ExpertPlan.
+// Memory of a matmul's quantized input. `prepared`: quantized by a row op. `converted`: written by the
+// matmul before, which may read `prepared` at the same time. `attended`: written by attention or routing,
+// which have rows for all tokens instead of a block. `experts`: the rows of an ExpertPlan.
 enum class RowArea { prepared, converted, attended, experts };
 constexpr int kNumRowAreas = 4;
 
-// A Value as a product reads it; its memory is StepRunner::rows.
-struct PreparedRows {
+// A Value as a matmul reads it; its memory is StepRunner::quantized_rows.
+struct QuantizedInput {
     int index = 0;
-    Place x{};
+    ValueSlice x{};
     NormSpec norm{};
     RowArea area = RowArea::prepared;
     RowType type{};
     int num_groups = 0;
     bool skips_zeros = false;
-    std::vector<int32_t> permutation{};  // the input of x for each that the product reads; empty: its own
-    // Numbers of smaller magnitude become zeros in sparse rows, after the norm; 0: none.
+    std::vector<int32_t> permutation{};  // order of the inputs; empty: unchanged
+    // After the norm, values of smaller magnitude become 0 in sparse rows; 0: none.
     float threshold = 0;
-    FloatBuffer observed{};  // where each token's numbers are copied to, after the norm alone
+    FloatBuffer observed{};  // receives each token's input after the norm
 
-    // Converts a row of x to row `index` of `to`. The norm's numbers lie in the order of the permutation.
-    void convert(const View& view, int64_t row, const Rows& to, int64_t index) const;
+    // Converts a row of x to row `index` of `to`. The weights of the norm have the order of the
+    // permutation.
+    void convert(const View& view, int64_t row, const QuantizedRows& to, int64_t index) const;
     int64_t at(const View& view, int64_t row) const;
     size_t row_bytes() const { return row_elements(type, num_groups) * element_bytes(type); }
 };
@@ -132,32 +132,32 @@ struct PreparedRows {
 
 struct EmbeddingSpec {
     PackedTiles table;
-    Place out;
+    ValueSlice out;
     float scale = 1;
-    bool by_position = false;  // row `position + offset` of the table, not the token's
+    bool by_position = false;  // reads row `position + offset` of the table instead of the token's
     int offset = 0;
     int axis = 0;  // of the positions
-    int first_row = -1;  // the token of the table's first row, others have zeros; -1: it has all
-    int site = -1;  // where adapters update it; -1: nowhere
+    int first_row = -1;  // token of the table's first row, other ranks have the rest; -1: it has all tokens
+    int site = -1;  // adapter site; -1: none
     OCTAVO_FIELDS(EmbeddingSpec, table, out, scale, by_position, offset, axis, first_row, site)
 };
 
-// The step's given row, where it has one, in place of base.
-struct GivenSpec {
-    Place base, out;  // no base: zeros
-    OCTAVO_FIELDS(GivenSpec, base, out)
+// Replaces rows of `base` by input rows of the batch (input embeddings).
+struct InputRowsSpec {
+    ValueSlice base, out;  // no base: zeros
+    OCTAVO_FIELDS(InputRowsSpec, base, out)
 };
 
 struct RowNormSpec {
-    Place x, out;
+    ValueSlice x, out;
     NormSpec norm;
-    int group_width = 0;  // columns that are normed together; 0: the whole row
-    bool each_group = false;  // whether the weights are those of a whole row, not of each group of columns
+    int group_width = 0;  // columns per norm group; 0: the whole row
+    bool each_group = false;  // whether the weights cover the whole row instead of one group
     OCTAVO_FIELDS(RowNormSpec, x, out, norm, group_width, each_group)
 };
 
-// Angles by position, and the factor on their cosines and sines. Positions from long_start on turn by the long
-// numbers, where there are any: p as p - long_start.
+// Rotary frequencies, and the factor on cosines and sines. Positions from long_start on use the long
+// frequencies, if there are any, with p - long_start as position.
 struct AnglesSpec {
     std::vector<double> inv_freq;
     double mscale = 1;
@@ -168,19 +168,19 @@ struct AnglesSpec {
 };
 
 struct RopeSpec {
-    Place x, out;
+    ValueSlice x, out;
     int num_heads = 0, head_width = 0;
-    int rotary_dim = 0, rotary_start = 0;  // the part of each head that is rotated
+    int rotary_dim = 0, rotary_start = 0;  // part of each head that is rotated
     bool interleaved = false;
-    int angles = 0;  // the index of its AnglesSpec
-    std::vector<int> axes = {};  // of positions that each frequency reads; empty: the first
+    int angles = 0;  // index of its AnglesSpec
+    std::vector<int> axes = {};  // axis of positions for each frequency; empty: the first
     OCTAVO_FIELDS(RopeSpec, x, out, num_heads, head_width, rotary_dim, rotary_start, interleaved, angles,
                   axes)
 };
 
 struct KvWriteSpec {
-    std::vector<Place> k_parts;
-    Place v;  // none: the group stores no values
+    std::vector<ValueSlice> k_parts;
+    ValueSlice v;  // none: the group stores no values
     int group = 0, layer = 0;
     OCTAVO_FIELDS(KvWriteSpec, k_parts, v, group, layer)
 };
@@ -188,7 +188,7 @@ struct KvWriteSpec {
 enum class Elementwise { add, mul, scale, activate, softcap, gate, clip, match, largest };
 struct ElementwiseSpec {
     Elementwise kind{};
-    Place a, b, out;
+    ValueSlice a, b, out;
     float factor = 1;
     GateSpec gate{};
     OCTAVO_FIELDS(ElementwiseSpec, kind, a, b, out, factor, gate)
@@ -196,54 +196,55 @@ struct ElementwiseSpec {
 
 // outs[i] = bases[i] + sum over k of (coefs[i * xs + k] + offset) * xs[k].
 struct MixSpec {
-    std::vector<Place> xs, bases, outs;
-    Place coefs;
+    std::vector<ValueSlice> xs, bases, outs;
+    ValueSlice coefs;
     float offset = 0;
     OCTAVO_FIELDS(MixSpec, xs, bases, outs, coefs, offset)
 };
 
 struct GatherSpec {
-    Place x, out;
+    ValueSlice x, out;
     OCTAVO_FIELDS(GatherSpec, x, out)
 };
 
 enum class Pooling { last, cls, mean };
 struct PoolSpec {
-    Place x, out;
+    ValueSlice x, out;
     Pooling mode{};
     OCTAVO_FIELDS(PoolSpec, x, out, mode)
 };
 
-// The sum of each token's rows of experts, times the weights of its choice.
+// Sum of each token's expert rows, times the weights of its choices.
 struct CombineSpec {
-    Place x, weights, out;
+    ValueSlice x, weights, out;
     int route = 0;
     OCTAVO_FIELDS(CombineSpec, x, weights, out, route)
 };
 
-// Takes the rows that the stage of the model before has made.
+// Reads the hidden rows from the previous pipeline stage.
 struct HiddenInSpec {
-    Place out;
+    ValueSlice out;
     OCTAVO_FIELDS(HiddenInSpec, out)
 };
 
-// Copies rows of tokens to the step's output.
+// Copies token rows to the step's output.
 struct HiddenOutSpec {
-    Place x;
+    ValueSlice x;
     OCTAVO_FIELDS(HiddenOutSpec, x)
 };
 
 // Copies the head's rows to the step's output.
 struct OutputSpec {
-    Place x;
+    ValueSlice x;
     OCTAVO_FIELDS(OutputSpec, x)
 };
 
-// -- products --
+// -- matmuls --
 
-// What adapters make of the rows of the next product, x with the norm where there is one, at each of its sites.
+// Computes h of adapters for the next linear op: its input x, with the norm if there is one, at each of its
+// sites.
 struct ShrinkSpec {
-    Place x;
+    ValueSlice x;
     NormSpec norm;
     std::vector<int> sites;
     OCTAVO_FIELDS(ShrinkSpec, x, norm, sites)
@@ -251,72 +252,73 @@ struct ShrinkSpec {
 
 struct LinearPart {
     PackedTiles weight;
-    Place out;
+    ValueSlice out;
     FloatArray bias{};
-    Place residual{};
-    int site = -1;  // where adapters update it; -1: nowhere
+    ValueSlice residual{};
+    int site = -1;  // adapter site; -1: none
     OCTAVO_FIELDS(LinearPart, weight, out, bias, residual, site)
     const Tiles& tiles() const { return weight.tiles; }
 };
 
 struct LinearSpec {
-    Place x;
+    ValueSlice x;
     std::vector<LinearPart> parts;  // gated: gate, then up, into parts[0].out
     NormSpec norm{};  // of x
     std::vector<int32_t> permutation{};
     float threshold = 0;
     FloatBuffer observed{};
-    // Whether the op before converts x, its out that no other op reads; else a row op does.
+    // Whether the op before quantizes x and no other op reads it; else a row op does.
     bool fuses_input = false;
-    bool skips_zeros = false;  // whether most numbers of x are zeros
+    bool skips_zeros = false;  // whether most values of x are zeros
     bool gated = false;
     GateSpec gate{};
-    int chunk = -1;  // of streamed weights, which it waits for; -1: none
+    int chunk = -1;  // chunk of streamed weights to wait for; -1: none
     OCTAVO_FIELDS(LinearSpec, x, parts, norm, permutation, threshold, observed, fuses_input, skips_zeros,
                   gated, gate, chunk)
 
-    PreparedRows* rows = nullptr;  // x as the product reads it
-    PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
-    bool keeps_out = false;  // whether rows with an adapter are written there too
-    std::vector<int> next_sites{};  // sites of the next product, whose adapters are prefetched
+    QuantizedInput* input = nullptr;  // x as the matmul reads it
+    QuantizedInput* next_input = nullptr;  // input of the next matmul, written instead of `out`
+    bool keeps_out = false;  // whether rows with an adapter are written to `out` too
+    std::vector<int> next_sites{};  // adapter sites of the next linear op, which this op prefetches
 };
 
-// Products of each head's columns with a matrix of its own: out[h] = weights[h] x[h], then tail[h].
+// Multiplies each head's columns by its own matrix: out[h] = weights[h] x[h], followed by tail[h].
 struct HeadsSpec {
-    Place x, out, tail;
+    ValueSlice x, out, tail;
     std::vector<PackedTiles> weights;
     int chunk = -1;
     OCTAVO_FIELDS(HeadsSpec, x, out, tail, weights, chunk)
 
-    PreparedRows* rows = nullptr;  // their form; each piece converts its own
+    QuantizedInput* input = nullptr;  // type and layout of the rows that each item quantizes
 };
 
 // -- attention --
 
-// A choice of the blocks of keys that sparse rows read: those to which most of the attention of `q` goes, a part
-// of the columns of queries, by the same part of the keys, which another group keeps.
+// Selection of the key blocks that sparse rows read: those with the largest attention weight, estimated
+// from a part of the queries' dimensions, `q`, and the same part of the keys, which a separate group
+// stores.
 struct KeySelection {
-    Place q{};
+    ValueSlice q{};
     int group = 0, layer = 0;
-    double budget = 0;  // share of the blocks that are read; 0: all
+    double budget = 0;  // share of the blocks to read; 0: all
     OCTAVO_FIELDS(KeySelection, q, group, layer, budget)
 };
 
 struct AttentionSpec {
-    Place q, out;
+    ValueSlice q, out;
     int group = 0, layer = 0, num_heads = 0;
     int window = 0;
     bool chunks = false;
     float scale = 1, softcap = 0;
     FloatArray sinks{}, slopes{}, distances{};  // distances: [num_heads][2 * reach + 1]
-    int latent_width = 0;  // where values lie in the keys
-    // Scores by places (PlaceBuckets in octavo/program/ops.py): each row's products with the rows of two
-    // tables, [num_heads][rows of a table]; and which of these is read, by the query's place less the key's,
-    // from -reach on. None: empty.
-    Place of_queries{}, of_keys{};
+    int latent_width = 0;  // width of values that are stored in the keys
+    // Position scores (PlaceBuckets in octavo/program/ops.py): products of each row with the rows of two
+    // tables, [num_heads][table rows], and the table row to use by query index minus key index, from -reach
+    // on. Empty: none.
+    ValueSlice of_queries{}, of_keys{};
     std::vector<int32_t> buckets{};
     KeySelection selection{};
-    KeySelection ahead{};  // what the next attention of the group chooses by; no budget: not known yet
+    KeySelection ahead{};  // selection of the group's next attention; budget 0: not known yet
     int ahead_layer = 0;
     OCTAVO_FIELDS(AttentionSpec, q, out, group, layer, num_heads, window, chunks, scale, softcap, sinks,
                   slopes, distances, latent_width, of_queries, of_keys, buckets, selection, ahead,
@@ -326,27 +328,27 @@ struct AttentionSpec {
         return static_cast<int>(buckets.empty() ? distances.size() / num_heads : std::ssize(buckets)) / 2;
     }
 
-    PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
-    bool keeps_out = false;  // whether the out is written too in steps with adapters
+    QuantizedInput* next_input = nullptr;  // input of the next matmul, written instead of `out`
+    bool keeps_out = false;  // whether `out` is written too in steps with adapters
 };
 
 // -- mixers --
 
-// The rows lie where a group without keys has its values.
+// Previous rows are stored as the values of a group without keys.
 struct ShortConvSpec {
-    Place x, out;
+    ValueSlice x, out;
     int group = 0, layer = 0;
     FloatArray weight, bias;  // [taps][width], the oldest first; [width] or null
     int activation = -1;  // -1: none
-    bool fills = false;  // whether the program fills the group itself, so that a row without a slot is none
+    bool fills = false;  // whether the program writes the group itself; rows without a slot are then skipped
     OCTAVO_FIELDS(ShortConvSpec, x, out, group, layer, weight, bias, activation, fills)
     int taps() const { return static_cast<int>(weight.size() / x.width); }
 };
 
-// Columns are taken in blocks of 16 lanes: of one head, or, where heads have one column, of as many heads. A
-// head of the group is a part: as many blocks as its states have room for.
+// Columns are computed in blocks of 16 lanes: of one head, or of 16 heads with one column each. A head of
+// the cache group is a part: as many blocks as its states have room for.
 struct ScanSpec {
-    Place x, dt, b, c, out, beta;
+    ValueSlice x, dt, b, c, out, beta;
     int group = 0, layer = 0, state_size = 0, head_width = 0;
     FloatArray decay, skip, bias;  // [blocks][state_size or 1][16], [blocks][16], the same or null
     float low = 0, high = 0;
@@ -355,16 +357,16 @@ struct ScanSpec {
     int num_heads() const { return dt.width; }
     int num_blocks() const { return static_cast<int>(skip.size() / kTile); }
     bool by_state() const { return decay.size() > skip.size(); }
-    int blocks_a_head() const { return (head_width + kTile - 1) / kTile; }
+    int blocks_per_head() const { return (head_width + kTile - 1) / kTile; }
 };
 
 // -- experts --
 
-// How the experts of each row are chosen.
+// Routing: how the experts of each row are chosen.
 struct RouteSpec {
     enum class Score { softmax, sigmoid, softmax_top_k, sigmoid_top_k, sparsemixer };
     enum class GroupRank { two_best, best };
-    Place logits, weights;
+    ValueSlice logits, weights;
     int top_k = 0;
     Score score{};
     FloatArray bias{};  // [E] or null
@@ -376,101 +378,100 @@ struct RouteSpec {
                   normalize, scales_rows, scale, jitter)
     int num_experts() const { return logits.width; }
 
-    int route = 0;  // its index
-    PreparedRows* converts = nullptr;  // the rows that the experts' first product reads
+    int route = 0;  // index of the choice
+    QuantizedInput* next_input = nullptr;  // input of the experts' first matmul
 };
 
-// Which experts' rows this rank computes. With x and weights, gives every engine that shares the experts the rows
-// of all engines' tokens: the experts' rows from here on are those.
+// The experts that this rank computes. With x and weights, sends the tokens of this engine to all engines
+// that share the experts; expert rows from here on are those of all engines' tokens.
 struct DispatchSpec {
     int route = 0, first = 0, last = 0;
-    Place x, weights;
+    ValueSlice x, weights;
     OCTAVO_FIELDS(DispatchSpec, route, first, last, x, weights)
 
-    PreparedRows* converts = nullptr;  // the rows that the experts' first product reads
+    QuantizedInput* next_input = nullptr;  // input of the experts' first matmul
 };
 
 struct ExpertsSpec {
     int route = 0;
-    Place x, out;  // x: the experts' rows, or those of the tokens that chose them
-    Place scaled_by;  // weights of a choice, by which tokens' rows are multiplied before the product
-    // Whether the op before converts x: a choice of experts, a dispatch, or the product of the same experts.
+    ValueSlice x, out;  // x: expert rows, or the rows of the tokens that chose them
+    ValueSlice scaled_by;  // weights of choices that token rows are multiplied by before the matmul
+    // Whether the op before quantizes x: routing, a dispatch, or a matmul of the same experts.
     bool fuses_input = false;
     std::vector<PackedTiles> weights,
-        ups;  // by expert; gated: gates, and their up projections, else `ups` is empty
+        ups;  // by expert; gated: gates, and their up projections in `ups`, else `ups` is empty
     FloatArray bias{}, up_bias{};  // [E][N] or null
     GateSpec gate{};
     int chunk = -1;
     OCTAVO_FIELDS(ExpertsSpec, route, x, out, scaled_by, fuses_input, weights, ups, bias, up_bias, gate,
                   chunk)
 
-    PreparedRows* rows = nullptr;  // `attended`: tokens' rows, which each block puts together
-    PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
+    QuantizedInput* input = nullptr;  // `attended`: token rows, which each block gathers
+    QuantizedInput* next_input = nullptr;  // input of the next matmul, written instead of `out`
 };
 
-// Brings the experts' rows of the other ranks to their places among this one's.
+// Brings the expert rows of the other ranks to this rank.
 struct CollectSpec {
-    Place x, out;
+    ValueSlice x, out;
     int route = 0;
-    std::vector<int> firsts;  // the first expert of each rank
+    std::vector<int> firsts;  // first expert of each rank
     OCTAVO_FIELDS(CollectSpec, x, out, route, firsts)
 };
 
 // -- neurons --
 
-// A feed-forward layer whose weights are read neuron by neuron, up to its last product.
+// A feed-forward layer whose weights are read neuron by neuron, up to its down projection.
 struct NeuronsSpec {
     std::shared_ptr<NeuronCache> cache;
-    int layer = 0;  // of the cache
-    // f(gate), or without an up projection what the last product reads. Where gates are computed here: scores,
-    // of which a sparse row uses the neurons that are not negative.
-    Place opened;
-    float threshold =
-        0;  // f(gate) of smaller magnitude becomes zero in sparse rows, where `opened` is; 0: none
-    Place out{};  // f(gate) * (up + offset); none: there is no up projection
-    Place
-        x{};  // what the up projection reads after the norm, in sparse rows without numbers below x_threshold
+    int layer = 0;  // layer of the cache
+    // f(gate), or the input of the down projection if there is no up projection. If gates are computed
+    // here: scores; a sparse row uses the neurons with scores >= 0.
+    ValueSlice opened;
+    float threshold = 0;  // in sparse rows, f(gate) of smaller magnitude becomes 0 in `opened`; 0: none
+    ValueSlice out{};  // f(gate) * (up + offset); none: there is no up projection
+    ValueSlice
+        x{};  // input of the up projection after the norm; in sparse rows without values below x_threshold
     NormSpec norm{};
     float x_threshold = 0;
-    // Numbers by neuron; a bias may be null.
+    // By neuron; a bias may be null.
     FloatArray up_scales{}, up_bias{}, gate_scales{}, gate_bias{};
-    GateSpec gate{};  // of gates that are computed here; else its offset alone counts
+    GateSpec gate{};  // of gates that are computed here; otherwise only its up_offset is used
     OCTAVO_FIELDS(NeuronsSpec, cache, layer, opened, threshold, out, x, norm, x_threshold, up_scales, up_bias,
                   gate_scales, gate_bias, gate)
     bool computes_gate() const { return gate_scales != nullptr; }
-    // Rows of matrices in front of a record's column.
+    // Matrix rows before the column of a record.
     int num_rows() const { return out.width ? computes_gate() ? 2 : 1 : 0; }
 
-    PreparedRows* rows = nullptr;  // what the up projection reads; null: there is none
+    QuantizedInput* input = nullptr;  // input of the up projection; null: there is none
 };
 
-// Has neurons of a layer of the cache read that comes later, by guessed scores.
-struct ForeseeSpec {
+// Prefetches neurons of a later layer by predicted scores.
+struct PrefetchNeuronsSpec {
     std::shared_ptr<NeuronCache> cache;
     int layer = 0;
-    Place scores;
-    OCTAVO_FIELDS(ForeseeSpec, cache, layer, scores)
+    ValueSlice scores;
+    OCTAVO_FIELDS(PrefetchNeuronsSpec, cache, layer, scores)
 };
 
 // -- ranks --
 
-// A collective over the ranks: the sum of their x, or with the width of each rank's x their columns side by
-// side.
+// A collective over the tensor-parallel ranks: the sum of their x, or with `widths`, the width of each
+// rank's x, the concatenation of their columns.
 struct CollectiveSpec {
-    Place x, out;
+    ValueSlice x, out;
     std::vector<int> widths{};
     OCTAVO_FIELDS(CollectiveSpec, x, out, widths)
 };
 
-// -- draws --
+// -- sampling --
 
-// Draws from the logits, or copies them to the step's output.
+// Samples from the logits, or copies them to the step's output.
 struct SampleSpec {
-    Place logits;
+    ValueSlice logits;
     OCTAVO_FIELDS(SampleSpec, logits)
 
-    // Whether the product before keeps the best logit of each row as it makes them, where no row wants more.
-    bool fuses_best = false;
+    // Whether the linear op before keeps the best logit of each row, which is used if all rows are greedy.
+    bool fuses_argmax = false;
 };
 
 // -- fields --
@@ -478,17 +479,17 @@ struct SampleSpec {
 template <typename T>
 concept Spec = requires { T::fields([](const char*, auto) {}); };
 
-// Calls `take` for each Place among a spec's fields, those of its parts included.
-template <typename Take>
-void each_place(const Place& place, Take&& take) {
-    take(place);
+// Calls `visit` for each ValueSlice among a spec's fields, nested specs included.
+template <typename Visit>
+void for_each_slice(const ValueSlice& slice, Visit&& visit) {
+    visit(slice);
 }
-template <typename T, typename Take>
-void each_place(const T& value, Take&& take) {
+template <typename T, typename Visit>
+void for_each_slice(const T& value, Visit&& visit) {
     if constexpr (Spec<T>)
-        T::fields([&](const char*, auto member) { each_place(value.*member, take); });
+        T::fields([&](const char*, auto member) { for_each_slice(value.*member, visit); });
     else if constexpr (requires { value.begin(); })
-        for (const auto& one : value) each_place(one, take);
+        for (const auto& one : value) for_each_slice(one, visit);
 }
 
 }  // namespace octavo

@@ -40,13 +40,13 @@ struct Measurement {
     std::atomic<int64_t> next{0}, done{0};
     std::atomic<int> error{0};
 
-    // Reads blocks until the time is over, one at least; thread `index` of several.
+    // Reads blocks for the duration of the measurement, at least one. `index`: of the thread.
     void read(int index) {
         const Memory memory(reads.block_bytes);
         std::mt19937_64 generator(static_cast<uint64_t>(index));
         do {
-            const int64_t turn = reads.in_order ? next++ : static_cast<int64_t>(generator() >> 1);
-            const off_t offset = turn % num_blocks * static_cast<int64_t>(reads.block_bytes);
+            const int64_t pass = reads.in_order ? next++ : static_cast<int64_t>(generator() >> 1);
+            const off_t offset = pass % num_blocks * static_cast<int64_t>(reads.block_bytes);
             const ssize_t got = pread(file, memory.data(), reads.block_bytes, offset);
             if (got < 0 && errno == EINTR) continue;
             if (got < 0) error = errno;

@@ -1,4 +1,4 @@
-// Measures how fast a disk gives a file's blocks to several readers, past the system's cache of files.
+// Measures the read bandwidth of a disk with several reads in flight, bypassing the page cache (O_DIRECT).
 #pragma once
 
 #include <cstddef>
@@ -7,14 +7,14 @@
 namespace octavo {
 
 struct DiskReads {
-    size_t block_bytes;  // of one read, a multiple of 4096
+    size_t block_bytes;  // per read, a multiple of 4096
     int num_threads;  // reads in flight
-    bool in_order;  // one block after another; else at random places
-    double seconds;  // how long the measurement takes
+    bool in_order;  // sequential; else at random offsets
+    double seconds;  // duration of the measurement
 };
 
-// Returns the bytes per second; 0 where the file system has no reads that pass by its cache. The file holds at
-// least one block. Throws std::system_error where it cannot be read.
+// Returns bytes per second; 0 if the file system does not support O_DIRECT. The file must hold at least one
+// block. Throws std::system_error if it cannot be read.
 double disk_rate(const std::string& path, const DiskReads& reads);
 
 }  // namespace octavo

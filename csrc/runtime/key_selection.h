@@ -1,7 +1,7 @@
-// Blocks of keys that sparse rows of a step read in one layer, and the step as that layer's attention then sees
-// it: each sparse row is a request of its own, whose block table has the chosen blocks alone, in their order.
-// Since rotary keys carry their places, nothing else changes; the attention's splits are counted over what is
-// read. Idea: InfiniGen (arXiv 2406.19707).
+// The key blocks that sparse rows of a step read in one layer, and the batch for that layer's attention:
+// each sparse row becomes a request whose block table has the selected blocks only, in order. Rotary keys
+// contain their positions, so nothing else changes; splits are counted over the selected keys. Idea:
+// InfiniGen (arXiv 2406.19707).
 #pragma once
 
 #include <memory>
@@ -15,44 +15,45 @@ namespace octavo {
 
 class SelectedKeys {
   public:
-    // The plan is that of the attention; a share `budget` of the blocks is read.
+    // plan: of the attention. budget: share of the blocks to read.
     SelectedKeys(AttentionPlan plan, double budget);
 
-    // Finds the sparse rows of a step; none: its attention is as it was. With `of_earlier` they see the keys alone
-    // that were there before the step.
-    void begin(const Batch& batch, const KvMemory& kv, const uint8_t* is_sparse, bool of_earlier = false);
+    // Finds the sparse rows of a step; without any, its attention is unchanged. With `sees_earlier_only`
+    // they only attend to keys from before the step.
+    void begin(const Batch& batch, const KvMemory& kv, const uint8_t* is_sparse,
+               bool sees_earlier_only = false);
     int num_rows() const { return static_cast<int>(rows_.size()); }
-    // Row of the step, its request, and the keys that it sees.
+    // Row of the step, its request, and the number of keys that it attends to.
     struct Row {
         int row, request, num_keys;
     };
     const Row& row(int index) const { return rows_[index]; }
-    // Shares of the attention of a kv head's lanes that fall on each block of a row's.
+    // Attention weights of a KV head's lanes on each block of a row.
     float* masses(int index, int kv_head) {
         return masses_.data() + (static_cast<size_t>(index) * num_heads_ + kv_head) * table_width_;
     }
-    // Chooses each row's blocks by its masses, and plans the attention.
-    void choose(const KvMemory& kv, int threads);
+    // Selects each row's blocks by its masses, and plans the attention.
+    void select(const KvMemory& kv, int threads);
     const Batch& batch() const { return batch_; }
-    // The blocks that the attention of the step reads, once they are chosen; some twice where requests share them.
+    // Blocks that the attention of the step reads, after the selection; shared blocks may occur twice.
     std::vector<int32_t> blocks_read() const;
-    // The blocks that rows would choose by their masses alone.
-    std::vector<int32_t> blocks_wanted();
+    // Blocks that rows would select by their masses.
+    std::vector<int32_t> blocks_by_mass();
     const AttentionPlan& plan() const { return plan_; }
     float* partials() const { return reinterpret_cast<float*>(partials_->data()); }
 
-    // Blocks that a row reads of those that it sees, and the fewest.
+    // Number of blocks that a row reads, and its minimum.
     static int count(double budget, int num_blocks);
-    static constexpr int kLeast = 4;
-    // Blocks that it always reads: the first one, and the last ones.
-    static constexpr int kLast = 2;
+    static constexpr int kMinBlocks = 4;
+    // Blocks that are always read: the first, and this many at the end.
+    static constexpr int kLastBlocks = 2;
 
   private:
     void add_request(int first_row, int context);
-    void add_whole(const Batch& whole, int request, int num_rows);
-    void add_row(int index);
-    void order_blocks(int index);
-    const int32_t* table_of(int index) const;
+    void add_dense_rows(const Batch& dense, int request, int num_rows);
+    void add_sparse_row(int index);
+    void select_blocks(int index);
+    const int32_t* block_table_at(int index) const;
 
     AttentionPlan plan_;
     const double budget_;
@@ -60,9 +61,9 @@ class SelectedKeys {
     int num_heads_ = 0, table_width_ = 0;
     std::vector<Row> rows_;
     std::vector<float> masses_, sums_;
-    std::vector<int32_t> order_;
+    std::vector<int32_t> chosen_;
     Batch batch_{};
-    std::vector<int32_t> places_, limits_, query_starts_, context_lens_, tables_;
+    std::vector<int32_t> key_indices_, limits_, query_starts_, context_lens_, tables_;
     std::unique_ptr<Memory> partials_;
 };
 

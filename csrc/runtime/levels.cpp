@@ -18,7 +18,7 @@ namespace {
 #if defined(__x86_64__)
 struct Cpu {
     uint32_t leaf1_c = 0, leaf7_b = 0, leaf7_c = 0, leaf7_d = 0, leaf71_a = 0;
-    uint64_t saved_state = 0;  // XCR0: the registers that the operating system saves
+    uint64_t saved_state = 0;  // XCR0: registers that the operating system saves
 
     Cpu() {
         uint32_t a, b, c, d;
@@ -44,8 +44,7 @@ struct Cpu {
     }
 };
 
-// Requests the tile registers, which Linux grants a process only on request (ARCH_REQ_XCOMP_PERM, feature
-// 18).
+// Requests permission to use AMX, which Linux requires (ARCH_REQ_XCOMP_PERM, feature 18).
 bool request_tiles() {
 #if defined(__linux__)
     return syscall(SYS_arch_prctl, 0x1023, 18) == 0;

@@ -1,4 +1,4 @@
-// Instruction-set levels: finds which of the kernels' shared objects this machine can run, and loads one.
+// Instruction-set levels: detects which kernel libraries this machine can run, and loads one.
 #pragma once
 
 #include <string>
@@ -8,12 +8,12 @@
 
 namespace octavo {
 
-// Returns the names of the levels that this machine runs, best last: portable, avx2, avx2_vnni, avx512,
+// Returns the names of the levels that this machine supports, best last: portable, avx2, avx2_vnni, avx512,
 // avx512_vnni, avx512_bf16, amx.
 std::vector<std::string> supported_levels();
 
-// Loads `directory`/liboctavo_<name>.so. Throws std::runtime_error where it is missing or this machine cannot
-// run it.
+// Loads `directory`/liboctavo_<name>.so. Throws std::runtime_error if it is missing or not supported by
+// this machine.
 const KernelTable& load_level(const std::string& directory, const std::string& name);
 
 }  // namespace octavo

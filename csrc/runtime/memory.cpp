@@ -11,9 +11,9 @@
 namespace octavo {
 
 #ifdef __SANITIZE_ADDRESS__
-// The sanitizer sees a step over the end of a heap block, but not over that of mapped pages.
+// The address sanitizer detects overruns of heap blocks, but not of mapped pages.
 Memory::Memory(size_t bytes, bool)
-    : data_((uint8_t*)::operator new(bytes, std::align_val_t(4096))), size_(bytes) {
+    : data_(static_cast<uint8_t*>(::operator new(bytes, std::align_val_t(4096)))), size_(bytes) {
     std::memset(data_, 0, size_);
 }
 Memory::~Memory() { ::operator delete(data_, std::align_val_t(4096)); }
@@ -30,27 +30,27 @@ Memory::Memory(size_t bytes, bool small_pages) : size_(bytes < 64 ? 64 : bytes) 
 Memory::~Memory() { munmap(data_, size_); }
 #endif
 
-void Memory::give_back(size_t offset, size_t bytes) {
+void Memory::release(size_t offset, size_t bytes) {
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t first = (reinterpret_cast<uintptr_t>(data_) + offset + page - 1) / page * page;
     const uintptr_t end = (reinterpret_cast<uintptr_t>(data_) + offset + bytes) / page * page;
     if (first < end && madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED))
-        throw std::runtime_error("the system does not take memory back");
+        throw std::runtime_error("memory cannot be released");
 }
 
-std::shared_ptr<uint8_t> WeightMemory::take(size_t bytes) {
+std::shared_ptr<uint8_t> WeightMemory::allocate(size_t bytes) {
 #ifdef __SANITIZE_ADDRESS__
-    constexpr size_t kPiece = 0;  // each weight by itself, so that a step over its end is seen
+    constexpr size_t kBlockBytes = 0;  // each weight in its own block, to detect overruns
 #else
-    constexpr size_t kPiece = 32u << 20;
+    constexpr size_t kBlockBytes = 32u << 20;
 #endif
     bytes = (bytes + 63) / 64 * 64;
-    if (!piece_ || used_ + bytes > piece_->size()) {
-        piece_ = std::make_shared<Memory>(std::max(bytes, kPiece));
+    if (!block_ || used_ + bytes > block_->size()) {
+        block_ = std::make_shared<Memory>(std::max(bytes, kBlockBytes));
         used_ = 0;
     }
     used_ += bytes;
-    return {piece_, piece_->data() + used_ - bytes};
+    return {block_, block_->data() + used_ - bytes};
 }
 
 }  // namespace octavo

@@ -1,4 +1,4 @@
-// Aligned memory in large pages, and the pieces of it that weights lie in.
+// Page-aligned memory, and the blocks of it that hold weights.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 
 namespace octavo {
 
-// 64-byte aligned memory that costs nothing until it is touched: in huge pages where the system gives them,
-// or always in small ones, so that it costs no more than what is touched.
+// 64-byte aligned memory that is committed on first touch: in huge pages if the system provides them, or
+// with `small_pages` always in small ones, so that only touched memory is committed.
 class Memory {
   public:
     explicit Memory(size_t bytes, bool small_pages = false);
@@ -17,24 +17,24 @@ class Memory {
     Memory& operator=(const Memory&) = delete;
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
-    // Gives the whole pages within these bytes back to the system; read again they are zeros.
-    void give_back(size_t offset, size_t bytes);
+    // Releases the whole pages within these bytes to the system; they read as zeros afterwards.
+    void release(size_t offset, size_t bytes);
 
   private:
     uint8_t* data_;
     size_t size_;
 };
 
-// Memory for weights: they lie side by side in large pieces, in the order in which they are packed, which is
-// that in which a step reads them. A matrix of a small model alone would be too small for a large page, and
-// then a core waits for the table of pages, not for memory.
+// Memory for weights: adjacent in large blocks, in packing order, which is the order in which a step reads
+// them. The matrices of a small model are too small for huge pages of their own, and would be bound by TLB
+// misses.
 class WeightMemory {
   public:
-    // Returns `bytes` zeros at a multiple of 64, which live as long as the pointer is held.
-    std::shared_ptr<uint8_t> take(size_t bytes);
+    // Returns `bytes` zeros, aligned to 64, which live as long as the pointer.
+    std::shared_ptr<uint8_t> allocate(size_t bytes);
 
   private:
-    std::shared_ptr<Memory> piece_;
+    std::shared_ptr<Memory> block_;
     size_t used_ = 0;
 };
 

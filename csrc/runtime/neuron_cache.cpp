@@ -11,22 +11,22 @@ namespace octavo {
 
 namespace {
 
-constexpr size_t kSlack = 64;  // read behind the last record by kernels that take 64 outputs at a time
-constexpr size_t kGroupInputs = 64;  // inputs of a product by columns are padded to a multiple of it
+constexpr size_t kSlack = 64;  // read after the last record by kernels that load 64 outputs at a time
+constexpr size_t kGroupInputs = 64;  // inputs of column matmuls are padded to a multiple of it
 
 size_t landing_bytes(const std::vector<NeuronCache::Layer>& layers) {
-    size_t most = 0;
-    for (const auto& layer : layers) most = std::max(most, layer.num_neurons * layer.record_bytes);
-    return most;
+    size_t maximum = 0;
+    for (const auto& layer : layers) maximum = std::max(maximum, layer.num_neurons * layer.record_bytes);
+    return maximum;
 }
 
 size_t largest_record(const std::vector<NeuronCache::Layer>& layers) {
-    size_t most = 0;
-    for (const auto& layer : layers) most = std::max(most, layer.record_bytes);
-    return most;
+    size_t maximum = 0;
+    for (const auto& layer : layers) maximum = std::max(maximum, layer.record_bytes);
+    return maximum;
 }
 
-// A record of zeros, the landing place where a file is read, and the slots.
+// A record of zeros, the overflow area (with a file), and the slots.
 size_t total_bytes(const std::vector<NeuronCache::Layer>& layers, bool has_file) {
     size_t sum = (has_file ? landing_bytes(layers) : 0) + largest_record(layers) + kSlack;
     for (const auto& layer : layers)
@@ -51,16 +51,17 @@ int64_t aligned_up(int64_t offset) { return (offset + kDirectAlign - 1) / kDirec
 
 NeuronCache::NeuronCache(Source source, std::vector<Layer> layers)
     : source_(std::move(source)),
-      buffer_bytes_(source_.most_bytes + 2 * kDirectAlign),
+      buffer_bytes_(source_.max_read_bytes + 2 * kDirectAlign),
       memory_(total_bytes(layers, true)),
       buffers_(source_.num_threads * buffer_bytes_),
       file_(std::make_unique<WeightFile>(source_.path, source_.read_at, buffers_.data())) {
-    if (source_.num_threads < 1 || source_.most_bytes % kDirectAlign)
-        throw std::logic_error("a cache of no neurons");
+    if (source_.num_threads < 1 || source_.max_read_bytes % kDirectAlign)
+        throw std::logic_error("an invalid neuron cache");
     check(layers);
     for (const Layer& each : layers)
-        if (each.record_bytes > source_.most_bytes || each.file_offset % kDirectAlign || each.num_slots < 1)
-            throw std::logic_error("neurons that lie wrong");
+        if (each.record_bytes > source_.max_read_bytes || each.file_offset % kDirectAlign ||
+            each.num_slots < 1)
+            throw std::logic_error("neurons with invalid records");
     lay_out(std::move(layers));
     read_pinned();
     bytes_read_ = 0;
@@ -79,17 +80,17 @@ NeuronCache::NeuronCache(std::vector<Layer> layers)
 }
 
 void NeuronCache::check(const std::vector<Layer>& layers) {
-    if (layers.empty()) throw std::logic_error("a cache of no neurons");
+    if (layers.empty()) throw std::logic_error("an invalid neuron cache");
     for (const Layer& each : layers)
         if (each.num_neurons < 1 || each.record_bytes % kSlack || each.up_bytes % kSlack ||
             each.up_bytes >= each.record_bytes)
-            throw std::logic_error("neurons that lie wrong");
+            throw std::logic_error("neurons with invalid records");
 }
 
 void NeuronCache::fill(int layer, const uint8_t* records, size_t bytes) {
     LayerState& state = layers_.at(layer);
     if (file_ || bytes != state.shape.num_neurons * state.shape.record_bytes)
-        throw std::logic_error("records of another size than the layer's");
+        throw std::logic_error("the size of the records is not that of the layer");
     std::memcpy(state.slots, records, bytes);
 }
 
@@ -105,34 +106,34 @@ void NeuronCache::stop() {
     threads_.clear();
 }
 
-// Zeros, the landing place, then each layer's slots, the pinned ones behind the others.
+// A record of zeros, the overflow area, then each layer's slots, pinned ones last.
 void NeuronCache::lay_out(std::vector<Layer> layers) {
     uint8_t* at = memory_.data();
     zeros_ = std::exchange(at, at + largest_record(layers));
     if (file_) landing_ = std::exchange(at, at + landing_bytes(layers));
     for (Layer& each : layers) layers_.push_back({.shape = std::move(each)});
-    size_t most = 0;
+    size_t maximum = 0;
     for (LayerState& state : layers_) {
         const size_t slots = state.shape.num_slots + state.shape.pinned.size();
         state.slots = std::exchange(at, at + slots * state.shape.record_bytes);
-        state.slot_of.assign(state.shape.num_neurons, -1);
-        state.neuron_in.assign(slots, -1);
+        state.slot_by_neuron.assign(state.shape.num_neurons, -1);
+        state.neuron_by_slot.assign(slots, -1);
         state.used_at.assign(slots, -1);
-        state.is_foreseen.assign(state.shape.num_neurons, 0);
+        state.is_prefetched.assign(state.shape.num_neurons, 0);
         for (size_t i = 0; i < state.shape.pinned.size(); i++) {
             const int neuron = state.shape.pinned[i], slot = state.shape.num_slots + static_cast<int>(i);
-            if (neuron < 0 || neuron >= state.shape.num_neurons || state.slot_of[neuron] >= 0)
-                throw std::logic_error("a pinned neuron that is none, or twice");
-            state.slot_of[neuron] = slot;
-            state.neuron_in[slot] = neuron;
+            if (neuron < 0 || neuron >= state.shape.num_neurons || state.slot_by_neuron[neuron] >= 0)
+                throw std::logic_error("a pinned neuron that is invalid or repeated");
+            state.slot_by_neuron[neuron] = slot;
+            state.neuron_by_slot[slot] = neuron;
             state.used_at[slot] = kPinned;
         }
         const size_t inputs = (state.shape.num_neurons + kGroupInputs - 1) / kGroupInputs * kGroupInputs;
-        most = std::max(most, inputs);
+        maximum = std::max(maximum, inputs);
     }
-    columns_.assign(most, zeros_);
-    marks_ = std::make_unique<std::atomic<uint8_t>[]>(most);
-    for (size_t i = 0; i < most; i++) marks_[i].store(0, std::memory_order_relaxed);
+    columns_.assign(maximum, zeros_);
+    marks_ = std::make_unique<std::atomic<uint8_t>[]>(maximum);
+    for (size_t i = 0; i < maximum; i++) marks_[i].store(0, std::memory_order_relaxed);
 }
 
 void NeuronCache::read_pinned() {
@@ -141,53 +142,53 @@ void NeuronCache::read_pinned() {
         std::sort(missing_.begin(), missing_.end());
         reads_.clear();
         for (const int neuron : missing_)
-            reads_.push_back(
-                {offset_of(state, neuron), state.slots + state.slot_of[neuron] * state.shape.record_bytes});
-        for (const Job& job : jobs_of(reads_, state)) {
+            reads_.push_back({file_offset(state, neuron),
+                              state.slots + state.slot_by_neuron[neuron] * state.shape.record_bytes});
+        for (const Job& job : make_jobs(reads_, state)) {
             const auto failure = file_->read(job.offset, job.bytes, buffer(0), bytes_read_);
             if (failure) file_->raise(failure);
-            fetch(job, reads_, state.shape.record_bytes, buffer(0));
+            copy_records(job, reads_, state.shape.record_bytes, buffer(0));
         }
     }
     reads_.clear();
 }
 
-int64_t NeuronCache::offset_of(const LayerState& state, int neuron) const {
+int64_t NeuronCache::file_offset(const LayerState& state, int neuron) const {
     return state.shape.file_offset +
            static_cast<int64_t>(neuron) * static_cast<int64_t>(state.shape.record_bytes);
 }
 
-// Slots are taken at once, and hold their neurons once the bytes are there.
-void NeuronCache::foresee(int layer, const std::vector<int32_t>& neurons) {
+// Slots are reserved immediately and hold their neurons when the bytes have arrived.
+void NeuronCache::prefetch(int layer, const std::vector<int32_t>& neurons) {
     LayerState& state = layers_[layer];
-    settle(&state);
-    Ahead ahead{.state = &state};
+    finish_prefetch(&state);
+    Prefetch prefetch{.state = &state};
     for (const int32_t neuron : neurons)
-        if (state.slot_of[neuron] < 0)
-            ahead.reads.push_back({offset_of(state, neuron), nullptr, neuron});
-        else if (state.used_at[state.slot_of[neuron]] != kPinned)
-            state.used_at[state.slot_of[neuron]] = now_;
+        if (state.slot_by_neuron[neuron] < 0)
+            prefetch.reads.push_back({file_offset(state, neuron), nullptr, neuron});
+        else if (state.used_at[state.slot_by_neuron[neuron]] != kPinned)
+            state.used_at[state.slot_by_neuron[neuron]] = now_;
     const auto is_free = [&](int64_t used_at) { return used_at < now_; };
     const auto slots_end = state.used_at.begin() + state.shape.num_slots;
     const auto room = static_cast<size_t>(std::count_if(state.used_at.begin(), slots_end, is_free));
-    ahead.reads.resize(std::min(ahead.reads.size(), room));
-    if (!file_ || ahead.reads.empty()) return;
-    const std::vector<int32_t> slots = free_slots(state, ahead.reads.size());
+    prefetch.reads.resize(std::min(prefetch.reads.size(), room));
+    if (!file_ || prefetch.reads.empty()) return;
+    const std::vector<int32_t> slots = free_slots(state, prefetch.reads.size());
     for (size_t i = 0; i < slots.size(); i++) {
-        ahead.reads[i].slot = slots[i];
-        ahead.reads[i].to = state.slots + slots[i] * state.shape.record_bytes;
+        prefetch.reads[i].slot = slots[i];
+        prefetch.reads[i].to = state.slots + slots[i] * state.shape.record_bytes;
         state.used_at[slots[i]] = now_;
     }
-    ahead.jobs = jobs_of(ahead.reads, state);
+    prefetch.jobs = make_jobs(prefetch.reads, state);
     const std::lock_guard lock(mutex_);
-    ahead_.push_back(std::move(ahead));
+    prefetches_.push_back(std::move(prefetch));
     may_read_.notify_all();
 }
 
-// Ends the guess of a layer, or of all: what is not being read yet is given up, the rest is waited for.
-void NeuronCache::settle(const LayerState* only) {
+// Ends the prefetch of a layer, or of all: drops reads that have not started and waits for the others.
+void NeuronCache::finish_prefetch(const LayerState* only) {
     std::unique_lock lock(mutex_);
-    for (auto it = ahead_.begin(); it != ahead_.end();) {
+    for (auto it = prefetches_.begin(); it != prefetches_.end();) {
         if (only && it->state != only) {
             ++it;
             continue;
@@ -201,7 +202,7 @@ void NeuronCache::settle(const LayerState* only) {
         const auto waited = std::chrono::steady_clock::now() - start;
         wait_ns_.fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count(),
                            std::memory_order_relaxed);
-        it = ahead_.erase(it);
+        it = prefetches_.erase(it);
     }
 }
 
@@ -209,13 +210,13 @@ void NeuronCache::request(int layer) {
     if (running_)
         for (const int neuron : running_->requested) columns_[neuron] = zeros_;
     LayerState& state = layers_[layer];
-    if (!ahead_.empty()) settle(&state);
+    if (!prefetches_.empty()) finish_prefetch(&state);
     running_ = &state;
-    drop_old(state);
-    take_marks(state);
+    evict_old(state);
+    collect_marks(state);
     const size_t record = state.shape.record_bytes, column = state.shape.up_bytes;
     for (const int neuron : state.requested)
-        columns_[neuron] = state.slots + state.slot_of[neuron] * record + column;
+        columns_[neuron] = state.slots + state.slot_by_neuron[neuron] * record + column;
     state.num_found = static_cast<int>(state.requested.size());
     num_found_.fetch_add(state.num_found, std::memory_order_relaxed);
     num_read_.fetch_add(static_cast<int64_t>(missing_.size()), std::memory_order_relaxed);
@@ -226,55 +227,56 @@ void NeuronCache::request(int layer) {
         uint8_t* to = landing_ + neuron * record;
         if (!slots.empty()) {
             to = state.slots + slots[i] * record;
-            state.slot_of[neuron] = slots[i];
-            state.neuron_in[slots[i]] = neuron;
+            state.slot_by_neuron[neuron] = slots[i];
+            state.neuron_by_slot[slots[i]] = neuron;
             state.used_at[slots[i]] = now_;
         }
         columns_[neuron] = to + column;
-        reads_.push_back({offset_of(state, neuron), to});
+        reads_.push_back({file_offset(state, neuron), to});
         state.requested.push_back(neuron);
     }
     const std::lock_guard lock(mutex_);
-    jobs_ = jobs_of(reads_, state);
+    jobs_ = make_jobs(reads_, state);
     next_ = done_ = 0;
     is_done_.assign(jobs_.size(), 0);
     arrived_.store(0, std::memory_order_release);
     may_read_.notify_all();
 }
 
-// Sorts the marked neurons into those in memory and those that are missing, and takes the marks away.
-void NeuronCache::take_marks(LayerState& state) {
+// Sorts the marked neurons into those in memory and those that are missing, and clears the marks.
+void NeuronCache::collect_marks(LayerState& state) {
     state.requested.clear();
     missing_.clear();
     for (int neuron = 0; neuron < state.shape.num_neurons; neuron++) {
         if (!marks_[neuron].load(std::memory_order_relaxed)) continue;
         marks_[neuron].store(0, std::memory_order_relaxed);
-        const int slot = state.slot_of[neuron];
+        const int slot = state.slot_by_neuron[neuron];
         if (slot < 0) {
             missing_.push_back(neuron);
             continue;
         }
         if (state.used_at[slot] != kPinned) state.used_at[slot] = now_;
-        if (state.is_foreseen[neuron]) num_foreseen_used_.fetch_add(1, std::memory_order_relaxed);
+        if (state.is_prefetched[neuron]) num_prefetched_used_.fetch_add(1, std::memory_order_relaxed);
         state.requested.push_back(neuron);
     }
-    std::fill(state.is_foreseen.begin(), state.is_foreseen.end(), 0);
+    std::fill(state.is_prefetched.begin(), state.is_prefetched.end(), 0);
 }
 
-// Gives up the slots of neurons that none of the window's steps has used.
-void NeuronCache::drop_old(LayerState& state) const {
+// Empties slots of neurons that no step of the window has used.
+void NeuronCache::evict_old(LayerState& state) const {
     if (!source_.window) return;
     for (int slot = 0; slot < state.shape.num_slots; slot++)
-        if (state.neuron_in[slot] >= 0 && state.used_at[slot] < now_ - source_.window) clear(state, slot);
+        if (state.neuron_by_slot[slot] >= 0 && state.used_at[slot] < now_ - source_.window)
+            clear(state, slot);
 }
 
 void NeuronCache::clear(LayerState& state, int slot) {
-    state.slot_of[state.neuron_in[slot]] = -1;
-    state.neuron_in[slot] = -1;
+    state.slot_by_neuron[state.neuron_by_slot[slot]] = -1;
+    state.neuron_by_slot[slot] = -1;
     state.used_at[slot] = -1;
 }
 
-// Empty slots first, then those that were used the longest ago.
+// Empty slots first, then the least recently used.
 std::vector<int32_t> NeuronCache::free_slots(LayerState& state, size_t count) const {
     std::vector<int32_t> found;
     for (int slot = 0; slot < state.shape.num_slots; slot++)
@@ -286,13 +288,13 @@ std::vector<int32_t> NeuronCache::free_slots(LayerState& state, size_t count) co
     });
     found.erase(end, found.end());
     for (const int32_t slot : found)
-        if (state.neuron_in[slot] >= 0) clear(state, slot);
+        if (state.neuron_by_slot[slot] >= 0) clear(state, slot);
     return found;
 }
 
-// Puts neighbouring records into one read, as long as what lies between them costs less than another one.
-std::vector<NeuronCache::Job> NeuronCache::jobs_of(const std::vector<Read>& reads,
-                                                   const LayerState& state) const {
+// Merges neighbouring records into one read if the gap between them costs less than another read.
+std::vector<NeuronCache::Job> NeuronCache::make_jobs(const std::vector<Read>& reads,
+                                                     const LayerState& state) const {
     const auto record = static_cast<int64_t>(state.shape.record_bytes);
     std::vector<Job> jobs;
     for (int i = 0; i < static_cast<int>(reads.size()); i++) {
@@ -301,7 +303,7 @@ std::vector<NeuronCache::Job> NeuronCache::jobs_of(const std::vector<Read>& read
             Job& last = jobs.back();
             const int64_t gap = reads[i].offset - (reads[i - 1].offset + record);
             if (gap <= static_cast<int64_t>(source_.gap_bytes) &&
-                end - reads[last.first].offset <= static_cast<int64_t>(source_.most_bytes)) {
+                end - reads[last.first].offset <= static_cast<int64_t>(source_.max_read_bytes)) {
                 last.end = i + 1;
                 last.bytes = static_cast<size_t>(aligned_up(end) - last.offset);
                 continue;
@@ -313,34 +315,34 @@ std::vector<NeuronCache::Job> NeuronCache::jobs_of(const std::vector<Read>& read
     return jobs;
 }
 
-// Copies a read's records to their places.
-void NeuronCache::fetch(const Job& job, const std::vector<Read>& reads, size_t record,
-                        const uint8_t* buffer) {
+// Copies the records of a read to their slots.
+void NeuronCache::copy_records(const Job& job, const std::vector<Read>& reads, size_t record,
+                               const uint8_t* buffer) {
     for (int i = job.first; i < job.end; i++)
         std::memcpy(reads[i].to, buffer + (reads[i].offset - job.offset), record);
 }
 
-NeuronCache::Ahead* NeuronCache::next_ahead() {
-    for (Ahead& ahead : ahead_)
-        if (ahead.next < ahead.jobs.size()) return &ahead;
+NeuronCache::Prefetch* NeuronCache::next_prefetch() {
+    for (Prefetch& prefetch : prefetches_)
+        if (prefetch.next < prefetch.jobs.size()) return &prefetch;
     return nullptr;
 }
 
 void NeuronCache::serve(int thread) {
     std::unique_lock lock(mutex_);
-    const auto is_asked = [&] { return next_ < jobs_.size() && !failed_; };
+    const auto has_job = [&] { return next_ < jobs_.size() && !failed_; };
     while (true) {
-        may_read_.wait(lock, [&] { return stopping_ || is_asked() || next_ahead(); });
+        may_read_.wait(lock, [&] { return stopping_ || has_job() || next_prefetch(); });
         if (stopping_) return;
-        if (is_asked())
+        if (has_job())
             read_job(lock, buffer(thread));
         else
-            read_ahead(lock, *next_ahead(), buffer(thread));
+            read_prefetch(lock, *next_prefetch(), buffer(thread));
         has_arrived_.notify_all();
     }
 }
 
-// Reads the next of what a step asks for.
+// Runs the next read that a step has requested.
 void NeuronCache::read_job(std::unique_lock<std::mutex>& lock, uint8_t* buffer) {
     const size_t index = next_++;
     const Job job = jobs_[index];
@@ -348,7 +350,7 @@ void NeuronCache::read_job(std::unique_lock<std::mutex>& lock, uint8_t* buffer) 
     in_flight_++;
     lock.unlock();
     const auto failure = file_->read(job.offset, job.bytes, buffer, bytes_read_);
-    if (!failure) fetch(job, reads_, record, buffer);
+    if (!failure) copy_records(job, reads_, record, buffer);
     lock.lock();
     in_flight_--;
     is_done_[index] = !failure;
@@ -361,26 +363,27 @@ void NeuronCache::read_job(std::unique_lock<std::mutex>& lock, uint8_t* buffer) 
                    std::memory_order_release);
 }
 
-// Reads the next of a guess. A read that fails is forgotten: if its neurons are asked for, they are read again.
-void NeuronCache::read_ahead(std::unique_lock<std::mutex>& lock, Ahead& ahead, uint8_t* buffer) {
-    const Job job = ahead.jobs[ahead.next++];
-    LayerState& state = *ahead.state;
-    ahead.in_flight++;
+// Runs the next read of a prefetch. Failures are ignored: if its neurons are requested, they are read
+// again.
+void NeuronCache::read_prefetch(std::unique_lock<std::mutex>& lock, Prefetch& prefetch, uint8_t* buffer) {
+    const Job job = prefetch.jobs[prefetch.next++];
+    LayerState& state = *prefetch.state;
+    prefetch.in_flight++;
     lock.unlock();
     const auto failure = file_->read(job.offset, job.bytes, buffer, bytes_read_);
-    if (!failure) fetch(job, ahead.reads, state.shape.record_bytes, buffer);
+    if (!failure) copy_records(job, prefetch.reads, state.shape.record_bytes, buffer);
     lock.lock();
-    ahead.in_flight--;
+    prefetch.in_flight--;
     for (int i = job.first; i < job.end; i++) {
-        const auto [offset, to, neuron, slot] = ahead.reads[i];
+        const auto [offset, to, neuron, slot] = prefetch.reads[i];
         if (failure) {
             state.used_at[slot] = -1;
             continue;
         }
-        state.slot_of[neuron] = slot;
-        state.neuron_in[slot] = neuron;
-        state.is_foreseen[neuron] = 1;
-        num_foreseen_.fetch_add(1, std::memory_order_relaxed);
+        state.slot_by_neuron[neuron] = slot;
+        state.neuron_by_slot[slot] = neuron;
+        state.is_prefetched[neuron] = 1;
+        num_prefetched_.fetch_add(1, std::memory_order_relaxed);
     }
 }
 
@@ -397,9 +400,9 @@ bool NeuronCache::await(int layer, int count) {
     return !failed_;
 }
 
-// Slots of a layer that were to be filled when a read failed hold nothing.
+// After a failed read, the slots reserved for the layer are empty.
 void NeuronCache::end_step() {
-    settle(nullptr);
+    finish_prefetch(nullptr);
     std::unique_lock lock(mutex_);
     has_arrived_.wait(lock, [&] { return in_flight_ == 0 && (failed_ || done_ == jobs_.size()); });
     if (!failed_) return;

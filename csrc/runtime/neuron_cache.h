@@ -1,15 +1,15 @@
-// Feed-forward weights by neuron. A file holds a record for each neuron of a layer: its rows of the matrices
-// before the last product, where there are some, and its column of that. Records of neurons that the last tokens
-// used stay in slots of memory; those of the others that a step uses are read for it by threads of their own,
-// neighbours in one read. Without a file all records are in memory.
+// Feed-forward weights by neuron. A file holds one record per neuron of a layer: its rows of the gate and
+// up matrices, if any, and its column of the down projection. Records of recently used neurons stay in
+// memory slots; those of other neurons that a step uses are read by I/O threads, neighbouring records in
+// one read. Without a file all records are in memory.
 //
-// Neurons of later layers may be read before they are asked for, by a guess (`foresee`), where the running layer
-// leaves the disk idle; what was not guessed is read as ever. Idea: ActiveFlow (arXiv 2504.08378).
+// Neurons of later layers may be prefetched by prediction (`prefetch`) while the disk is idle; the others
+// are read when they are requested. Idea: ActiveFlow (arXiv 2504.08378).
 //
-// A step uses one layer after the other: `request` names the neurons that its rows use, and `await` waits for
-// them in the order in which they arrive. Where they are more than a layer has slots for, the missing ones go
-// to a landing place that all layers share, and the slots stay as they are. Idea: LLM in a Flash (arXiv
-// 2312.11514); pinned neurons: PowerInfer (arXiv 2312.12456).
+// A step uses one layer after another: `request` starts reads of the marked neurons, and `await` waits for
+// them in the order of arrival. If they are more than the layer's slots, the missing ones go to an overflow
+// area that all layers share, and the slots stay unchanged. Idea: LLM in a Flash (arXiv 2312.11514); pinned
+// neurons: PowerInfer (arXiv 2312.12456).
 #pragma once
 
 #include <atomic>
@@ -32,23 +32,23 @@ class NeuronCache {
     struct Layer {
         int64_t file_offset;  // of the first record, a multiple of kDirectAlign
         int num_neurons;
-        size_t up_bytes, record_bytes;  // multiples of 64; the column lies behind the rows
+        size_t up_bytes, record_bytes;  // multiples of 64; the column follows the rows
         int num_slots;
-        std::vector<int32_t> pinned{};  // neurons that are read once and stay, in slots of their own
+        std::vector<int32_t> pinned{};  // neurons that are read once and kept in extra slots
     };
     struct Source {
         std::string path;
         int num_threads;
-        size_t most_bytes;  // of one read, a multiple of kDirectAlign
-        size_t gap_bytes;  // that a read passes over rather than end
-        int window;  // steps for which a neuron that none has used stays; 0: as long as there is room
+        size_t max_read_bytes;  // per read, a multiple of kDirectAlign
+        size_t gap_bytes;  // largest gap between records of one read
+        int window;  // steps that an unused neuron is kept; 0: until its slot is needed
         WeightFile::ReadAt read_at = ::pread;
     };
     // Opens the file and reads the pinned neurons.
     NeuronCache(Source source, std::vector<Layer> layers);
-    // Takes memory for all records of the layers, which `fill` then brings.
+    // Allocates memory for all records; `fill` sets them.
     explicit NeuronCache(std::vector<Layer> layers);
-    // Brings the records of a layer; `bytes` are all that it has.
+    // Sets all records of a layer.
     void fill(int layer, const uint8_t* records, size_t bytes);
     ~NeuronCache();
     NeuronCache(const NeuronCache&) = delete;
@@ -58,68 +58,68 @@ class NeuronCache {
     size_t memory_bytes() const { return memory_.size() + buffers_.size(); }
     int num_layers() const { return static_cast<int>(layers_.size()); }
     const Layer& layer(int index) const { return layers_[index].shape; }
-    // Bytes read from the file, the records of running steps that were in memory and those that were read, and
-    // the seconds that stages have waited, since the start.
+    // Bytes read from the file, requested records that were in memory and that were read, and seconds that
+    // ops have waited, since the start.
     int64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
     int64_t num_found() const { return num_found_.load(std::memory_order_relaxed); }
     int64_t num_read() const { return num_read_.load(std::memory_order_relaxed); }
-    // Records that were read by a guess, and those of them that the layer then asked for.
-    int64_t num_foreseen() const { return num_foreseen_.load(std::memory_order_relaxed); }
-    int64_t num_foreseen_used() const { return num_foreseen_used_.load(std::memory_order_relaxed); }
+    // Records that were prefetched, and those of them that were requested afterwards.
+    int64_t num_prefetched() const { return num_prefetched_.load(std::memory_order_relaxed); }
+    int64_t num_prefetched_used() const { return num_prefetched_used_.load(std::memory_order_relaxed); }
     double wait_seconds() const {
         return static_cast<double>(wait_ns_.load(std::memory_order_relaxed)) * 1e-9;
     }
 
     void begin_step() { now_++; }
-    // Marks that a row of the running layer uses a neuron; from any thread.
+    // Marks a neuron as used by a row of the running layer. Thread-safe.
     void mark(int neuron) {
         if (!marks_[neuron].load(std::memory_order_relaxed))
             marks_[neuron].store(1, std::memory_order_relaxed);
     }
-    // Has neurons of a layer that comes later read, as far as it has slots, behind what is asked for.
-    void foresee(int layer, const std::vector<int32_t>& neurons);
-    // Takes in the marks of a layer, whose stages come next, and has what is missing read.
+    // Starts to read neurons of a later layer, as far as it has slots, with lower priority than requests.
+    void prefetch(int layer, const std::vector<int32_t>& neurons);
+    // Collects the marks of a layer, whose ops come next, and starts to read missing neurons.
     void request(int layer);
-    // The neurons that were requested of a layer in this step, in the order in which they arrive.
+    // Neurons requested of a layer in this step, in the order of arrival.
     const std::vector<int32_t>& requested(int layer) const { return layers_[layer].requested; }
-    // Waits for the first `count` of them; false where a read has failed. From any thread.
+    // Waits for the first `count` of them. Returns false if a read has failed. Thread-safe.
     bool await(int layer, int count);
-    // The first row of a requested neuron of the running layer, in front of all others.
+    // First matrix row in the record of a requested neuron of the running layer.
     const uint8_t* row(int layer, int neuron) const {
         return columns_[neuron] - layers_[layer].shape.up_bytes;
     }
     // A row of zeros.
     const uint8_t* zeros() const { return zeros_; }
-    // The columns of the running layer by neuron; zeros for those that were not requested.
+    // Columns of the running layer by neuron; zeros for neurons that were not requested.
     const uint8_t* const* columns() const { return columns_.data(); }
     bool failed() const { return failed_.load(std::memory_order_acquire); }
-    // Waits for the reads in flight; throws what the step's have met.
+    // Waits for reads in flight. Throws if a read of the step has failed.
     void end_step();
 
   private:
     struct LayerState {
         Layer shape;
         uint8_t* slots = nullptr;
-        std::vector<int32_t> slot_of;  // by neuron, -1: none
-        std::vector<int32_t> neuron_in;  // by slot, -1: none
-        std::vector<int64_t> used_at;  // by slot: the last step that used it
+        std::vector<int32_t> slot_by_neuron;  // by neuron, -1: none
+        std::vector<int32_t> neuron_by_slot;  // by slot, -1: none
+        std::vector<int64_t> used_at;  // by slot: last step that used it
         std::vector<int32_t> requested;
-        int num_found = 0;  // of these, which come first
-        std::vector<uint8_t> is_foreseen;  // by neuron: whether a guess of this step has read it
+        int num_found = 0;  // of `requested`, at its front
+        std::vector<uint8_t> is_prefetched;  // by neuron: whether it was prefetched in this step
     };
     struct Read {
         int64_t offset;
         uint8_t* to;
         int32_t neuron = -1, slot = -1;
     };
-    // A read from the file for records `first` .. `end` - 1 of reads_.
+    // A read of the file for records `first` .. `end` - 1 of a list of reads.
     struct Job {
         int64_t offset;
         size_t bytes;
         int first, end;
     };
-    // The reads of a layer's guess.
-    struct Ahead {
+    // The prefetch of a layer.
+    struct Prefetch {
         LayerState* state;
         std::vector<Read> reads;
         std::vector<Job> jobs;
@@ -131,19 +131,20 @@ class NeuronCache {
     static void check(const std::vector<Layer>& layers);
     void lay_out(std::vector<Layer> layers);
     void read_pinned();
-    void take_marks(LayerState& state);
-    void drop_old(LayerState& state) const;
+    void collect_marks(LayerState& state);
+    void evict_old(LayerState& state) const;
     static void clear(LayerState& state, int slot);
-    // Returns `count` slots, emptied; none where fewer are free of what this step uses.
+    // Returns `count` emptied slots; none if fewer are unused in this step.
     std::vector<int32_t> free_slots(LayerState& state, size_t count) const;
-    int64_t offset_of(const LayerState& state, int neuron) const;
-    std::vector<Job> jobs_of(const std::vector<Read>& reads, const LayerState& state) const;
-    static void fetch(const Job& job, const std::vector<Read>& reads, size_t record, const uint8_t* buffer);
-    void settle(const LayerState* state);
-    Ahead* next_ahead();
+    int64_t file_offset(const LayerState& state, int neuron) const;
+    std::vector<Job> make_jobs(const std::vector<Read>& reads, const LayerState& state) const;
+    static void copy_records(const Job& job, const std::vector<Read>& reads, size_t record,
+                             const uint8_t* buffer);
+    void finish_prefetch(const LayerState* state);
+    Prefetch* next_prefetch();
     void serve(int thread);
     void read_job(std::unique_lock<std::mutex>& lock, uint8_t* buffer);
-    void read_ahead(std::unique_lock<std::mutex>& lock, Ahead& ahead, uint8_t* buffer);
+    void read_prefetch(std::unique_lock<std::mutex>& lock, Prefetch& prefetch, uint8_t* buffer);
     void stop();
     uint8_t* buffer(int thread) const { return buffers_.data() + thread * buffer_bytes_; }
 
@@ -158,19 +159,19 @@ class NeuronCache {
     std::vector<int32_t> missing_;
     int64_t now_ = 0;
     LayerState* running_ = nullptr;
-    std::atomic<int64_t> bytes_read_{0}, wait_ns_{0}, num_found_{0}, num_read_{0}, num_foreseen_{0},
-        num_foreseen_used_{0};
+    std::atomic<int64_t> bytes_read_{0}, wait_ns_{0}, num_found_{0}, num_read_{0}, num_prefetched_{0},
+        num_prefetched_used_{0};
 
-    std::vector<Read> reads_;  // of the running layer, in the file's order; changed while no job is left
+    std::vector<Read> reads_;  // of the running layer, in file order; changed only when no job is left
     std::vector<Job> jobs_;
-    std::list<Ahead> ahead_;  // guesses of layers that have not been asked for
+    std::list<Prefetch> prefetches_;  // of layers that have not been requested yet
     std::mutex mutex_;
     std::condition_variable may_read_, has_arrived_;
-    size_t next_ = 0;  // the job that is handed out next
+    size_t next_ = 0;  // next job to start
     int in_flight_ = 0;
     std::vector<uint8_t> is_done_;  // by job
-    size_t done_ = 0;  // jobs before it are done
-    std::atomic<int> arrived_{0};  // records of reads_ before it are in memory
+    size_t done_ = 0;  // all jobs before it are done
+    std::atomic<int> arrived_{0};  // all records of reads_ before it are in memory
     WeightFile::Failure failure_;
     std::atomic<bool> failed_{false};
     bool stopping_ = false;

@@ -1,4 +1,4 @@
-// A cosine and sine table that grows with the positions seen.
+// Cosine and sine table that grows with the positions used.
 #pragma once
 
 #include <algorithm>

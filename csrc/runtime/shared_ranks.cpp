@@ -19,12 +19,12 @@ namespace octavo {
 
 namespace {
 
-static_assert(std::atomic<uint32_t>::is_always_lock_free, "words that processes share");
+static_assert(std::atomic<uint32_t>::is_always_lock_free, "words shared by processes");
 
 constexpr size_t kPage = 4096, kFirstSlot = 64 << 10;
-// Time that a rank spins before it sleeps: that of compute threads between stages (thread_pool.cpp).
+// Time that a rank spins before it sleeps; the same as in thread_pool.cpp.
 constexpr auto kSpin = std::chrono::microseconds(50);
-// Upper bound on one sleep: a wait that an abort has missed by a hair ends after it.
+// Upper bound on one sleep: a waiter that misses the wake-up of an abort continues after it.
 constexpr long kSleepNs = 50'000'000;
 
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
@@ -37,11 +37,11 @@ void* map_file(int file, size_t bytes) {
     return p;
 }
 
-// Sleeps while the word has that value, at most kSleepNs. Other processes share the word.
+// Sleeps while the word has this value, at most kSleepNs. Other processes share the word.
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 #ifdef __linux__
-    const timespec most{0, kSleepNs};
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &most, nullptr, 0);
+    const timespec timeout{0, kSleepNs};
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &timeout, nullptr, 0);
 #else
     if (word.load(std::memory_order_acquire) == value)
         std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -52,12 +52,12 @@ void wake_all(std::atomic<uint32_t>& word) {
 #ifdef __linux__
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 #else
-    (void)word;
+    static_cast<void>(word);
 #endif
 }
 
-// Whether a count has come to a number; both wrap around.
-bool has_come(uint32_t count, uint32_t number) { return static_cast<int32_t>(count - number) >= 0; }
+// Whether a counter has reached a number; both wrap around.
+bool has_reached(uint32_t count, uint32_t number) { return static_cast<int32_t>(count - number) >= 0; }
 
 void relax() {
 #if defined(__x86_64__)
@@ -97,7 +97,7 @@ SharedRanks::~SharedRanks() {
     close(file_);
 }
 
-// The file only grows, and its new bytes are zeros: ranks come here in any order.
+// The file only grows, and its new bytes are zeros, so ranks may call this in any order.
 void SharedRanks::map(size_t slot_bytes) {
     const size_t bytes = header_bytes_ + 2 * static_cast<size_t>(num_ranks_) * slot_bytes;
     const off_t have = lseek(file_, 0, SEEK_END);
@@ -119,16 +119,16 @@ void SharedRanks::unmap() {
 
 void SharedRanks::reserve(size_t slot_bytes) {
     slot_bytes = whole_pages(slot_bytes);
-    require_exchange(next_++);  // all have read what lies in the slots so far
+    require_exchange(next_++);  // all ranks have read the slots
     if (slot_bytes <= slot_bytes_) return;
     unmap();
     map(slot_bytes);
 }
 
 void SharedRanks::all_reduce(const float* x, float* out, size_t count) {
-    const size_t most = slot_bytes_ / sizeof(float);
-    for (size_t first = 0; first < count; first += most) {
-        const size_t n = std::min(most, count - first);
+    const size_t capacity = slot_bytes_ / sizeof(float);
+    for (size_t first = 0; first < count; first += capacity) {
+        const size_t n = std::min(capacity, count - first);
         const uint32_t number = next_++;
         std::memcpy(own_slot(number), x + first, n * sizeof(float));
         require_exchange(number);
@@ -150,9 +150,9 @@ void SharedRanks::all_gather(const float* x, float* out, size_t rows, const std:
     for (const int w : widths) width += static_cast<size_t>(w);
     const size_t row_bytes = std::max(static_cast<size_t>(widest), static_cast<size_t>(1)) * sizeof(float);
     if (row_bytes > slot_bytes_) reserve(row_bytes);
-    const size_t most = slot_bytes_ / row_bytes;
-    for (size_t first = 0; first < rows; first += most) {
-        const size_t n = std::min(most, rows - first), own = static_cast<size_t>(widths[tensor_place()]);
+    const size_t capacity = slot_bytes_ / row_bytes;
+    for (size_t first = 0; first < rows; first += capacity) {
+        const size_t n = std::min(capacity, rows - first), own = static_cast<size_t>(widths[tensor_index()]);
         const uint32_t number = next_++;
         std::memcpy(own_slot(number), x + first * own, n * own * sizeof(float));
         require_exchange(number);
@@ -170,9 +170,9 @@ void SharedRanks::all_gather(const float* x, float* out, size_t rows, const std:
 void SharedRanks::collect(const float* x, const int32_t* owners, float* out, size_t rows, size_t width) {
     const size_t row_bytes = std::max(width, static_cast<size_t>(1)) * sizeof(float);
     if (row_bytes > slot_bytes_) reserve(row_bytes);
-    const size_t most = slot_bytes_ / row_bytes;
-    for (size_t first = 0; first < rows; first += most) {
-        const size_t end = std::min(rows, first + most);
+    const size_t capacity = slot_bytes_ / row_bytes;
+    for (size_t first = 0; first < rows; first += capacity) {
+        const size_t end = std::min(rows, first + capacity);
         const uint32_t number = next_++;
         std::memcpy(own_slot(number), x + first * width, (end - first) * width * sizeof(float));
         require_exchange(number);
@@ -210,11 +210,11 @@ bool SharedRanks::exchange(uint32_t number) {
     return !aborted();
 }
 
-// Whichever thread comes first says it for all.
+// The first thread to call it announces for all threads of the rank.
 void SharedRanks::announce(uint32_t number) {
     Line& own = lines_[rank_];
     uint32_t seen = own.arrived.load(std::memory_order_acquire);
-    while (!has_come(seen, number)) {
+    while (!has_reached(seen, number)) {
         if (!own.arrived.compare_exchange_weak(seen, number, std::memory_order_seq_cst)) continue;
         if (own.waiting.load(std::memory_order_seq_cst)) wake_all(own.arrived);
         return;
@@ -223,7 +223,7 @@ void SharedRanks::announce(uint32_t number) {
 
 bool SharedRanks::wait_for(Line& line, uint32_t number) {
     const auto start = std::chrono::steady_clock::now();
-    for (int i = 1; !has_come(line.arrived.load(std::memory_order_acquire), number); i++) {
+    for (int i = 1; !has_reached(line.arrived.load(std::memory_order_acquire), number); i++) {
         if (i % 64 == 0) {
             if (aborted()) return false;
             if (std::chrono::steady_clock::now() - start > kSpin) break;
@@ -232,7 +232,7 @@ bool SharedRanks::wait_for(Line& line, uint32_t number) {
     }
     for (;;) {
         const uint32_t seen = line.arrived.load(std::memory_order_acquire);
-        if (has_come(seen, number)) return true;
+        if (has_reached(seen, number)) return true;
         if (aborted()) return false;
         line.waiting.fetch_add(1, std::memory_order_seq_cst);
         if (line.arrived.load(std::memory_order_seq_cst) == seen) sleep_while(line.arrived, seen);

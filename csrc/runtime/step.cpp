@@ -10,7 +10,7 @@ KvMemory::KvMemory(std::vector<KvGroup> groups) : groups_(std::move(groups)), sp
 
 void KvMemory::spill_to(int group, const KvSpill::Source& source, std::vector<int> layers) {
     const KvGroup& g = groups_.at(group);
-    if (!g.by_blocks || g.holds_states) throw std::logic_error("a group that cannot be in a file in part");
+    if (!g.by_blocks || g.holds_states) throw std::logic_error("a cache group that cannot be spilled");
     spills_[group] = std::make_unique<KvSpill>(
         source, KvSpill::Shape{g.num_blocks, g.record_bytes(), g.block_bytes(), std::move(layers)},
         *memory_[group]);
@@ -30,7 +30,7 @@ KvLayer KvMemory::layer(int group, int layer) const {
                    g.v_padded()};
 }
 
-// One head's share of a block in one layer.
+// Returns the address of one head of a block in one layer.
 uint8_t* KvMemory::at(int group, int layer, int head, int block) const {
     const KvGroup& g = groups_[group];
     const size_t offset =
@@ -77,12 +77,12 @@ void KvMemory::write_layer(int group, int layer, int block, const uint8_t* from)
         std::memcpy(at(group, layer, head, block), from + head * g.head_bytes(), g.head_bytes());
 }
 
-void KvMemory::give_back(int group, int block, int count) {
+void KvMemory::release(int group, int block, int count) {
     const KvGroup& g = groups_[group];
     for (int layer = 0; layer < g.num_layers; layer++)
         for (int head = 0; head < g.num_heads; head++)
-            memory_[group]->give_back(at(group, layer, head, block) - memory_[group]->data(),
-                                      count * g.head_bytes());
+            memory_[group]->release(at(group, layer, head, block) - memory_[group]->data(),
+                                    count * g.head_bytes());
 }
 
 }  // namespace octavo

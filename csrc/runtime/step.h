@@ -1,5 +1,5 @@
-// One step as a StepRunner sees it: the batch's arrays, and the KV blocks. Shapes are those of StepBatch in
-// executor/batch.py.
+// One step as a StepRunner receives it: the batch's arrays, and the KV blocks. Shapes are those of
+// StepBatch in executor/batch.py.
 #pragma once
 
 #include <memory>
@@ -11,17 +11,17 @@
 
 namespace octavo {
 
-constexpr int kStates = 2;  // states in a block: the one that a step reads, and the one that it writes
-constexpr size_t kCountBytes = 64;  // of their counts, which lie on a cache line of their own
+constexpr int kStates = 2;  // states per block: the one that a step reads, and the one that it writes
+constexpr size_t kCountBytes = 64;  // of the states' token counts, which have a cache line of their own
 
-// A group of states has, in place of keys and values, two states of k_width fp32 numbers in each head, and
-// behind them the counts of tokens that they stand for, int32: at v_offset.
+// A group of states has, instead of keys and values, two states of k_width fp32 numbers per head, and their
+// token counts, int32, at v_offset.
 struct KvGroup {
     int num_layers, num_heads, k_width, v_width;
     KvType type;
     int num_blocks;
     bool holds_states = false;
-    bool by_blocks = false;  // whether all heads of a block lie together, on pages of its own
+    bool by_blocks = false;  // whether all heads of a block are adjacent, on pages of their own
 
     int v_padded() const { return (v_width + 15) / 16 * 16; }
     size_t element() const { return type == KvType::fp32 ? 4 : type == KvType::bf16 ? 2 : 1; }
@@ -33,22 +33,22 @@ struct KvGroup {
         return v_offset() +
                (holds_states ? kCountBytes : static_cast<size_t>(v_padded()) * kTile * element());
     }
-    // Bytes of a block: one head of one layer, and one layer.
+    // Bytes of a block for one head of one layer, and for one layer.
     size_t head_bytes() const {
         return scales_offset() + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0);
     }
     size_t block_bytes() const { return num_heads * head_bytes(); }
-    // Bytes in memory of one layer's part of a block, where its heads lie together.
+    // Bytes of one layer's part of a block with `by_blocks`, padded to pages.
     size_t record_bytes() const { return (block_bytes() + kRecordAlign - 1) / kRecordAlign * kRecordAlign; }
     size_t memory_bytes() const {
         return static_cast<size_t>(num_blocks) * num_layers * (by_blocks ? record_bytes() : block_bytes());
     }
 };
 
-// Owns each group's blocks, 0 .. num_blocks - 1. Memory is [layer][head][block], so that what one head reads
-// of neighbouring blocks lies together, or [layer][block][head] (`by_blocks`), and costs nothing until it is written. Pages are small: the first
-// blocks of each head of each layer would fill a large one each, 180 MiB of zeros for SmolLM2 before its
-// first token, and only whole pages can be given back.
+// Owns each group's blocks, 0 .. num_blocks - 1. Memory is [layer][head][block], so that neighbouring
+// blocks of a head are adjacent, or [layer][block][head] (`by_blocks`), and is committed on first write.
+// Pages are small: with huge pages the first blocks of each head of each layer would commit one each, 180
+// MiB for SmolLM2 before its first token, and only whole pages can be released.
 class KvMemory {
   public:
     explicit KvMemory(std::vector<KvGroup> groups);
@@ -58,16 +58,17 @@ class KvMemory {
     const KvGroup& group(int index) const { return groups_[index]; }
     int num_groups() const { return static_cast<int>(groups_.size()); }
     void copy_block(int group, int source, int target);
-    // Copies a block's bytes, [layer][head]: num_layers * block_bytes.
+    // Copies a block, [layer][head]: num_layers * block_bytes.
     void read_block(int group, int block, uint8_t* bytes) const;
-    // Copies one layer's part of them, [head]: block_bytes, from offset layer * block_bytes on.
+    // Copies one layer's part of a block, [head]: block_bytes, which read_block stores at layer *
+    // block_bytes.
     void read_layer(int group, int layer, int block, uint8_t* bytes) const;
     void write_block(int group, int block, const uint8_t* bytes);
-    // Frees the memory of whole pages within `count` neighbouring blocks; their contents are lost.
-    void give_back(int group, int block, int count);
-    // Keeps the blocks of some layers of a group, which lies by blocks, in a file where memory has no room.
+    // Releases the whole pages within `count` neighbouring blocks; their contents are lost.
+    void release(int group, int block, int count);
+    // Keeps blocks of some layers of a group with `by_blocks` in a file when memory has no room for them.
     void spill_to(int group, const KvSpill::Source& source, std::vector<int> layers);
-    // The owner of that file; null where all of a group is in memory.
+    // The spill file of a group; null if all of it is in memory.
     KvSpill* spill(int group) const { return spills_[group].get(); }
     const Memory& memory(int group) const { return *memory_[group]; }
     bool has_block(int group, int block) const {
@@ -86,42 +87,43 @@ class KvMemory {
 struct Batch {
     int num_tokens, num_requests, num_samples, table_width;
     int num_axes;  // axes of `positions` [num_axes][num_tokens]
-    // `places` [num_tokens]: each row's index among its request's keys, for masks. Rope and learned
-    // embeddings read `positions`.
-    const int32_t *token_ids, *places, *positions, *query_starts, *context_lens, *slots, *block_tables,
+    // `key_indices` [num_tokens]: each row's index among its request's keys, for masks. Rotary and learned
+    // position embeddings use `positions`.
+    const int32_t *token_ids, *key_indices, *positions, *query_starts, *context_lens, *slots, *block_tables,
         *sample_rows;
-    const int32_t* adapters = nullptr;  // slot of each row's adapter [num_tokens], -1: none; or null
-    // Place [num_requests] from which on a request's rows are sparse; null: all rows are dense.
+    const int32_t* adapters = nullptr;  // [num_tokens], slot of each row's adapter, -1: none; or null
+    // [num_requests], key index from which on a request's rows are sparse; null: all rows are dense.
     const int32_t* sparse_from = nullptr;
-    // Rows from outside [num_given][given_width], and which of them each row of the step is [num_tokens], -1:
-    // none; or null.
-    const float* given = nullptr;
-    const int32_t* given_rows = nullptr;
-    int num_given = 0, given_width = 0;
-    // One past the last key that each row sees under a causal mask or a window's [num_tokens]; null: its place
-    // + 1.
+    // Rows that replace embeddings [num_input_rows][input_width], and the index of each token's row among
+    // them [num_tokens], -1: none; or null.
+    const float* input_rows = nullptr;
+    const int32_t* input_row_indices = nullptr;
+    int num_input_rows = 0, input_width = 0;
+    // [num_tokens], one past the last key that each row attends to under a causal or sliding-window mask;
+    // null: its key index + 1.
     const int32_t* limits = nullptr;
-    // Further slots that rows write their keys and values to: row t those of copy_slots
+    // Further slots that rows write their keys and values to: row t writes copy_slots
     // [num_groups][num_copies] from copy_starts[t] to copy_starts[t + 1] - 1; or null.
     const int32_t *copy_starts = nullptr, *copy_slots = nullptr;
     int num_copies = 0;
-    // Rows that the stage of the model before has made [num_tokens][hidden_width], or null.
+    // Hidden rows from the previous pipeline stage [num_tokens][hidden_width], or null.
     const float* hidden = nullptr;
     int hidden_width = 0;
-    bool draws;  // whether `sampling` is set; otherwise the rows that are made go to out_rows [rows][width]
-    SampleArgs sampling;  // all but logits, stride, vocab and first, which the stage of draws knows
+    // Whether `sampling` is set; otherwise the head's rows are written to out_rows [rows][width].
+    bool has_sampling;
+    SampleArgs sampling;  // all fields except logits, stride, vocab and first, which the sampling op sets
     float* out_rows;
-    bool keeps_logits = false;  // whether rows may be drawn again once all are drawn
-    // Rows that are drawn only once they are drawn again [num_samples], or null.
-    const uint8_t* late = nullptr;
+    bool keeps_logits = false;  // whether logits are kept for `StepRunner::resample`
+    // [num_samples], rows that are sampled only by `StepRunner::resample`; or null.
+    const uint8_t* deferred = nullptr;
 
-    // Returns one past the last key that a row sees under a causal mask.
-    int limit(int row) const { return limits ? limits[row] : places[row] + 1; }
+    // Returns one past the last key that a row attends to under a causal mask.
+    int limit(int row) const { return limits ? limits[row] : key_indices[row] + 1; }
 
-    // Whether each draw is its row's best logit and looks at no other.
-    bool draws_best() const {
+    // Whether each sampled row takes its largest logit and uses no other.
+    bool is_greedy() const {
         for (int at = 0; at < num_samples; at++)
-            if (!draws || !sampling.takes_best(at)) return false;
+            if (!has_sampling || !sampling.is_greedy(at)) return false;
         return true;
     }
 };

@@ -5,20 +5,20 @@
 #include <stdexcept>
 #include <utility>
 
-#include "walk.h"
+#include "step_run.h"
 
 namespace octavo {
 
-float* View::at(const Place& p, int64_t row) const {
-    const int64_t place = p.axis == Axis::block ? row - shift : row;
-    return runner.arena(p.axis) + place * runner.row_floats(p.axis) + p.offset;
+float* View::at(const ValueSlice& p, int64_t row) const {
+    const int64_t at = p.axis == Axis::block ? row - shift : row;
+    return runner.arena(p.axis) + at * runner.row_floats(p.axis) + p.offset;
 }
 
 const uint8_t* View::sparse_rows(bool samples) const {
     return runner.sparse_rows(samples) + (samples ? first_sample : 0);
 }
 
-int64_t View::stride(const Place& p) const { return runner.row_floats(p.axis); }
+int64_t View::stride(const ValueSlice& p) const { return runner.row_floats(p.axis); }
 
 static void require(bool holds, const char* what) {
     if (!holds) throw std::logic_error(what);
@@ -36,23 +36,23 @@ StepRunner::StepRunner(ThreadPool& pool, std::shared_ptr<const Plan> plan,
       angles_(plan_->angles.begin(), plan_->angles.end()),
       attention_plans_(plan_->attentions.begin(), plan_->attentions.end()),
       adapters_(plan_->site_groups) {
-    for (const auto& [attention, budget, ahead] : plan_->selections) {
+    for (const auto& [attention, budget, is_prefetch] : plan_->selections) {
         const AttentionPlan& attended = attention_plans_[attention];
         selected_.push_back(std::make_unique<SelectedKeys>(attended, budget));
-        if (!ahead) chosen_groups_.insert(attended.group);
+        if (!is_prefetch) selected_groups_.insert(attended.group);
     }
     for (const ExpertChoice& choice : plan_->choices)
-        expert_plans_.push_back(std::make_unique<ExpertPlan>(choice, plan_->most_expert_tokens()));
-    take_memory();
+        expert_plans_.push_back(std::make_unique<ExpertPlan>(choice, plan_->max_expert_tokens()));
+    allocate_arenas();
     if (plan_->options.ranks) plan_->options.ranks->reserve(plan_->sizes.rank_slot);
     if (plan_->options.engines) plan_->options.engines->reserve(plan_->sizes.engine_slot);
-    place_rows();
-    order_chunks();
-    size_thread_states();
+    allocate_quantized_rows();
+    plan_chunk_releases();
+    allocate_thread_states();
 }
 
-// Rounds up to an odd number of cache lines, so that one place of neighbouring rows lies in different sets of
-// a cache.
+// Rounds up to an odd number of cache lines, so that the same column of neighbouring rows maps to different
+// cache sets.
 static int64_t odd_lines(int64_t elements, int64_t element) {
     const int64_t lines = (elements * element + 63) / 64;
     return (lines | 1) * 64 / element;
@@ -60,12 +60,12 @@ static int64_t odd_lines(int64_t elements, int64_t element) {
 
 static size_t whole_blocks(int rows) { return static_cast<size_t>(rows + kTile - 1) / kTile * kTile; }
 
-size_t bytes_of_rows(const Rows& rows, size_t count) {
+size_t rows_bytes(const QuantizedRows& rows, size_t count) {
     const size_t values = (count * rows.stride * element_bytes(rows.type) + 63) / 64 * 64;
     return values + count * rows.group_stride * 16;
 }
 
-void place_rows_at(uint8_t* memory, size_t count, Rows& rows) {
+void set_rows_memory(uint8_t* memory, size_t count, QuantizedRows& rows) {
     rows.values = memory;
     memory += (count * rows.stride * element_bytes(rows.type) + 63) / 64 * 64;
     rows.scales = reinterpret_cast<float*>(memory);
@@ -73,7 +73,7 @@ void place_rows_at(uint8_t* memory, size_t count, Rows& rows) {
     rows.sums = reinterpret_cast<int32_t*>(rows.scaled_sums + count * rows.group_stride);
 }
 
-void StepRunner::take_memory() {
+void StepRunner::allocate_arenas() {
     const size_t rows[kNumAxes] = {static_cast<size_t>(plan_->options.max_tokens),
                                    static_cast<size_t>(pool_.num_threads()) * kernels().row_block,
                                    kSampleChunk, plan_->sizes.expert_rows};
@@ -83,82 +83,82 @@ void StepRunner::take_memory() {
     }
 }
 
-// The converted rows of all products share the areas: no two products' are alive at a time in one of them.
-void StepRunner::place_rows() {
+// The quantized inputs of all matmuls share the areas: at most one per area is in use at a time.
+void StepRunner::allocate_quantized_rows() {
     size_t bytes[kNumRowAreas] = {}, groups[kNumRowAreas] = {};
-    for (const PreparedRows& each : plan_->rows) {
+    for (const QuantizedInput& each : plan_->inputs) {
         const int area = static_cast<int>(each.area);
         bytes[area] = std::max(bytes[area], each.row_bytes());
         groups[area] = std::max(groups[area], static_cast<size_t>(each.num_groups));
     }
     const size_t prepared = whole_blocks(std::max(pool_.num_threads() * kernels().row_block, kSampleChunk));
-    const size_t attended = whole_blocks(plan_->most_expert_tokens());
-    const size_t rows_of[kNumRowAreas] = {prepared, prepared, attended, plan_->sizes.expert_rows};
+    const size_t attended = whole_blocks(plan_->max_expert_tokens());
+    const size_t kernel[kNumRowAreas] = {prepared, prepared, attended, plan_->sizes.expert_rows};
     for (int area = 0; area < kNumRowAreas; area++) {
         bytes[area] = static_cast<size_t>(odd_lines(static_cast<int64_t>(bytes[area]), 1));
-        areas_[area] = std::make_unique<Memory>(rows_of[area] * (bytes[area] + groups[area] * 16));
+        areas_[area] = std::make_unique<Memory>(kernel[area] * (bytes[area] + groups[area] * 16));
     }
-    for (const PreparedRows& each : plan_->rows) {
+    for (const QuantizedInput& each : plan_->inputs) {
         const int area = static_cast<int>(each.area);
-        Rows rows{.type = each.type, .num_groups = each.num_groups, .skips_zeros = each.skips_zeros};
+        QuantizedRows rows{.type = each.type, .num_groups = each.num_groups, .skips_zeros = each.skips_zeros};
         rows.stride = static_cast<int64_t>(bytes[area] / element_bytes(each.type));
         rows.group_stride = static_cast<int32_t>(groups[area]);
-        place_rows_at(areas_[area]->data(), rows_of[area], rows);
+        set_rows_memory(areas_[area]->data(), kernel[area], rows);
         rows_.push_back(rows);
     }
 }
 
-// Chunks arrive in the order of the stages, and those of a range, which are all waited for at once, or of the
-// head, which may run several times, lie in memory together.
-void StepRunner::order_chunks() {
+// Checks the order of chunks and plans when they are released. Chunks arrive in the order of the ops. Those
+// of a range, which are all awaited at once, and those of the head, which may run several times, must not
+// overlap in memory.
+void StepRunner::plan_chunk_releases() {
     if (!stream_) return;
     int last = -1;
     for (const auto* list : {&plan_->body, &plan_->head})
-        for (const auto& stage : *list) {
-            if (stage->chunk < 0) continue;
-            require(stage->chunk == last || stage->chunk == last + 1, "chunks of weights out of order");
-            last = stage->chunk;
+        for (const auto& op : *list) {
+            if (op->chunk < 0) continue;
+            require(op->chunk == last || op->chunk == last + 1, "chunks of weights out of order");
+            last = op->chunk;
         }
-    require(last + 1 == static_cast<int>(stream_->streamed().size()),
-            "a chunk of weights that no stage reads");
-    // A stage releases the chunks before its own; the last stage of a chunk releases that one too.
+    require(last + 1 == static_cast<int>(stream_->streamed().size()), "a chunk of weights that no op reads");
+    // An op releases the chunks before its own; the last op of a chunk releases that chunk too.
     released_.assign(plan_->body.size(), 0);
     int next = static_cast<int>(stream_->streamed().size());
-    for (const auto& stage : plan_->head)
-        if (stage->chunk >= 0) next = std::min(next, stage->chunk);
+    for (const auto& op : plan_->head)
+        if (op->chunk >= 0) next = std::min(next, op->chunk);
     const int head_first = next;
     for (int i = static_cast<int>(plan_->body.size()) - 1; i >= 0; i--) {
         released_[i] = next;
         if (plan_->body[i]->chunk >= 0) next = plan_->body[i]->chunk;
     }
-    for (const StageRange& range : plan_->ranges)
-        check_places(range.first ? released_[range.first - 1] : 0, released_[range.last - 1]);
-    check_places(head_first, static_cast<int>(stream_->streamed().size()));
+    for (const OpRange& range : plan_->ranges)
+        check_overlaps(range.first ? released_[range.first - 1] : 0, released_[range.last - 1]);
+    check_overlaps(head_first, static_cast<int>(stream_->streamed().size()));
 }
 
-void StepRunner::check_places(int first, int end) const {
+void StepRunner::check_overlaps(int first, int end) const {
     const auto& chunks = stream_->streamed();
     for (int a = first; a < end; a++)
         for (int b = a + 1; b < end; b++)
-            require(!chunks[a].overlaps(chunks[b]), "chunks of one range in one place");
+            require(!chunks[a].overlaps(chunks[b]), "overlapping chunks in one range");
 }
 
-void StepRunner::size_thread_states() {
+void StepRunner::allocate_thread_states() {
     const BufferSizes& sizes = plan_->sizes;
     size_t row_bytes = 0;
-    for (const Rows& each : rows_)
-        row_bytes = std::max(row_bytes, bytes_of_rows(each, sizes.has_row_blocks ? kExpertRows : kTile));
+    for (const QuantizedRows& each : rows_)
+        row_bytes = std::max(row_bytes, rows_bytes(each, sizes.has_row_blocks ? kExpertRows : kTile));
     for (auto& thread : threads_) {
         for (auto& acc : thread.acc) acc.resize(static_cast<size_t>(kRowBlock) * kTile);
         for (auto& sums : thread.columns)
             sums.resize(static_cast<size_t>(kTile) *
                         std::max(kColumnTiles * kColumnRows, kGatheredTiles * kRowBlock));
         thread.group.resize(static_cast<size_t>(kRowBlock) * kGroup);
-        thread.product = std::make_unique<Memory>(sizes.product_scratch);
-        thread.rows = std::make_unique<Memory>(row_bytes);
+        thread.matmul_scratch = std::make_unique<Memory>(sizes.matmul_scratch);
+        thread.own_rows = std::make_unique<Memory>(row_bytes);
         thread.scores.resize(sizes.num_scores);
-        thread.adapted = std::make_unique<Memory>(sizeof(float) * AdapterRows::kTogether *
-                                                  padded_width(sizes.adapted_width));
+        thread.adapter_input = std::make_unique<Memory>(sizeof(float) * AdapterRows::kMaxRunRows *
+                                                        padded_width(sizes.adapted_width));
         thread.gathered = std::make_unique<Memory>(sizes.gathered_bytes);
         thread.seconds.resize(plan_->body.size());
         thread.sampling = std::make_unique<Memory>(kernels().sample_scratch_bytes(plan_->options.vocab));
@@ -167,10 +167,10 @@ void StepRunner::size_thread_states() {
 
 // -- running --
 
-void StepRunner::record(const Stage& stage, const View& view, double seconds) {
-    StageTime& time = profiled_[stage.name()];
-    const Cost cost = stage.cost(view);
-    time.code = stage.code();
+void StepRunner::record(const Op& op, const View& view, double seconds) {
+    OpTime& time = profiled_[op.name()];
+    const Cost cost = op.cost(view);
+    time.code = op.code();
     time.calls++;
     time.seconds += seconds;
     time.cost.bytes += cost.bytes;
@@ -178,7 +178,7 @@ void StepRunner::record(const Stage& stage, const View& view, double seconds) {
 }
 
 uint32_t StepRunner::collective(int index, const View& view) const {
-    // The head's collectives come again with each chunk of sampled rows; no rows, no chunk.
+    // The head's collectives are repeated for each chunk of sampled rows.
     const bool samples = view.num_samples > 0;
     const int before =
         samples ? plan_->num_collectives[0] + view.first_sample / kSampleChunk * plan_->num_collectives[1]
@@ -191,13 +191,13 @@ int StepRunner::count_collectives(const Batch& batch) const {
     return plan_->num_collectives[0] + chunks * plan_->num_collectives[1];
 }
 
-Best StepRunner::best(int sample) const {
-    Best best;
-    for (const auto& thread : threads_) best.see(thread.best[sample]);
+BestLogit StepRunner::best(int sample) const {
+    BestLogit best;
+    for (const auto& thread : threads_) best.update(thread.best[sample]);
     return best;
 }
 
-void StepRunner::make_plans(const Batch& batch, const KvMemory& kv) {
+void StepRunner::plan_attention(const Batch& batch, const KvMemory& kv) {
     size_t floats = 0;
     for (auto& plan : attention_plans_) {
         const KvGroup& group = kv.group(plan.group);
@@ -214,21 +214,21 @@ void StepRunner::make_plans(const Batch& batch, const KvMemory& kv) {
 
 [[noreturn]] static void fail(const std::string& what) { throw std::invalid_argument(what); }
 
-// A slot or a block outside the KV memory would corrupt another request's keys: better an exception here.
+// A slot or block outside the KV memory would corrupt another request's keys.
 void StepRunner::check(const Batch& batch, const KvMemory& kv) const {
     if (batch.num_axes < plan_->num_axes)
         fail("positions on " + std::to_string(batch.num_axes) + " axes, the program reads " +
              std::to_string(plan_->num_axes));
-    if (batch.given && plan_->given_width && batch.given_width != plan_->given_width)
-        fail("given rows of width " + std::to_string(batch.given_width) + ", the program takes " +
-             std::to_string(plan_->given_width));
+    if (batch.input_rows && plan_->input_width && batch.input_width != plan_->input_width)
+        fail("given rows of width " + std::to_string(batch.input_width) + ", the program takes " +
+             std::to_string(plan_->input_width));
     for (int t = 0; batch.limits && t < batch.num_tokens; t++)
-        if (batch.limits[t] <= batch.places[t])
+        if (batch.limits[t] <= batch.key_indices[t])
             fail("row " + std::to_string(t) + " sees keys up to " + std::to_string(batch.limits[t]) +
-                 ", not its own at " + std::to_string(batch.places[t]));
+                 ", not its own at " + std::to_string(batch.key_indices[t]));
     if (batch.hidden_width != plan_->hidden_width)
-        fail("rows of " + std::to_string(batch.hidden_width) + " numbers come from the stage before, not " +
-             std::to_string(plan_->hidden_width));
+        fail("rows of " + std::to_string(batch.hidden_width) +
+             " hidden values come from the previous stage, not " + std::to_string(plan_->hidden_width));
     if (batch.num_tokens > plan_->options.max_tokens)
         fail("a step of " + std::to_string(batch.num_tokens) + " tokens, prepared for " +
              std::to_string(plan_->options.max_tokens));
@@ -240,7 +240,7 @@ void StepRunner::check(const Batch& batch, const KvMemory& kv) const {
             batch.copy_slots[i] >= kv.group(i / batch.num_copies).num_blocks * kTile)
             fail("a copy to slot " + std::to_string(batch.copy_slots[i]) + " is outside the KV memory");
     for (const auto& plan : attention_plans_) check_tables(plan, batch, kv);
-    for (const auto& stage : plan_->body) stage->check(batch, kv);
+    for (const auto& op : plan_->body) op->check(batch, kv);
     for (int t = 0; batch.adapters && t < batch.num_tokens; t++)
         if (batch.adapters[t] >= 0 && !adapters_.has(batch.adapters[t]))
             fail("row " + std::to_string(t) + " has the adapter of slot " +
@@ -259,8 +259,8 @@ void StepRunner::check_tables(const AttentionPlan& plan, const Batch& batch, con
         if (needed > batch.table_width)
             fail("a context of " + std::to_string(batch.context_lens[i]) + " keys with " +
                  std::to_string(batch.table_width) + " blocks");
-        // Blocks that a window has passed may be gone from the table.
-        const int first_key = plan.mask.first_key(batch.places[row]);
+        // Blocks that have left the window may be missing in the table.
+        const int first_key = plan.mask.first_key(batch.key_indices[row]);
         for (int b = first_key / kTile; b < needed; b++) {
             const int block = batch.block_tables[static_cast<int64_t>(i) * batch.table_width + b];
             if (!kv.has_block(plan.group, block))
@@ -274,15 +274,15 @@ void StepRunner::profile(bool on) {
     profiled_.clear();
 }
 
-void StepRunner::sort_adapters(const Batch& batch) {
+void StepRunner::group_adapter_rows(const Batch& batch) {
     if (!batch.adapters) return;
-    adapted_.sort(batch.adapters, 0, batch.num_tokens);
+    adapter_rows_.sort(batch.adapters, 0, batch.num_tokens);
     std::vector<int32_t> slots(batch.num_samples);
     for (int s = 0; s < batch.num_samples; s++) slots[s] = batch.adapters[batch.sample_rows[s]];
-    adapted_samples_.resize((batch.num_samples + kSampleChunk - 1) / kSampleChunk);
+    sample_adapter_rows_.resize((batch.num_samples + kSampleChunk - 1) / kSampleChunk);
     for (int first = 0; first < batch.num_samples; first += kSampleChunk)
-        adapted_samples_[first / kSampleChunk].sort(slots.data() + first, 0,
-                                                    std::min(kSampleChunk, batch.num_samples - first));
+        sample_adapter_rows_[first / kSampleChunk].sort(slots.data() + first, 0,
+                                                        std::min(kSampleChunk, batch.num_samples - first));
 }
 
 void StepRunner::mark_sparse(const Batch& batch) {
@@ -290,7 +290,7 @@ void StepRunner::mark_sparse(const Batch& batch) {
     sparse_samples_.assign(batch.num_samples, 0);
     for (int r = 0; batch.sparse_from && r < batch.num_requests; r++)
         for (int t = batch.query_starts[r]; t < batch.query_starts[r + 1]; t++)
-            sparse_rows_[t] = batch.places[t] >= batch.sparse_from[r];
+            sparse_rows_[t] = batch.key_indices[t] >= batch.sparse_from[r];
     for (int s = 0; s < batch.num_samples; s++) sparse_samples_[s] = sparse_rows_[batch.sample_rows[s]];
 }
 
@@ -298,37 +298,37 @@ void StepRunner::run(const Batch& batch, const KvMemory& kv) {
     check(batch, kv);
     mark_sparse(batch);
     for (size_t i = 0; i < selected_.size(); i++)
-        selected_[i]->begin(batch, kv, sparse_rows_.data(), plan_->selections[i].ahead);
+        selected_[i]->begin(batch, kv, sparse_rows_.data(), plan_->selections[i].is_prefetch);
     begin_spill(batch, kv);
     num_kept_ = batch.keeps_logits ? batch.num_samples : 0;
-    sort_adapters(batch);
+    group_adapter_rows(batch);
     int last = 0;
     for (int t = 0; t < plan_->num_axes * batch.num_tokens; t++) last = std::max(last, batch.positions[t]);
     for (auto& angles : angles_) angles.ensure(last + 1);
-    make_plans(batch, kv);
+    plan_attention(batch, kv);
     for (auto& thread : threads_) {
-        thread.prepared_stage = thread.prepared_block = -1;
-        thread.best.assign(batch.num_samples, Best{});
+        thread.prepared_op = thread.prepared_block = -1;
+        thread.best.assign(batch.num_samples, BestLogit{});
     }
     kernels().begin_step();
     if (plan_->neurons) plan_->neurons->begin_step();
     SharedRanks *ranks = plan_->options.ranks.get(), *engines = plan_->options.engines.get();
     if (ranks) first_collective_ = ranks->next();
     if (engines) first_engine_exchange_ = engines->next();
-    Walk walk(*this, batch, kv);
-    pool_.walk(walk);
+    StepRun step_run(*this, batch, kv);
+    pool_.run(step_run);
     if (ranks) ranks->advance(count_collectives(batch));
     if (engines) engines->advance(plan_->num_engine_exchanges);
-    for (const SharedRanks* met : {ranks, engines})
-        if (met && met->aborted()) throw RanksAborted();
-    end_reads(kv);
+    for (const SharedRanks* group : {ranks, engines})
+        if (group && group->aborted()) throw RanksAborted();
+    finish_reads(kv);
 }
 
-// Tells what keeps a part of the keys in a file which blocks the step writes.
+// Passes the blocks that the step writes to the spill files.
 void StepRunner::begin_spill(const Batch& batch, const KvMemory& kv) {
-    for (const int group : chosen_groups_) {
+    for (const int group : selected_groups_) {
         if (!kv.spill(group)) continue;
-        std::map<int32_t, int> firsts;  // by block: its first token that is written
+        std::map<int32_t, int> firsts;  // by block: first token that is written
         const auto add = [&](const int32_t* slots, int count) {
             for (int i = 0; i < count; i++) {
                 if (slots[i] < 0) continue;
@@ -348,46 +348,45 @@ void StepRunner::begin_spill(const Batch& batch, const KvMemory& kv) {
     }
 }
 
-// Ends all kinds of reads before it throws what one has met.
-void StepRunner::end_reads(const KvMemory& kv) {
-    std::exception_ptr met;
+// Ends all kinds of reads, then rethrows the last error.
+void StepRunner::finish_reads(const KvMemory& kv) {
+    std::exception_ptr error;
     const auto end = [&](auto& reads) {
         try {
             reads.end_step();
         } catch (...) {
-            met = std::current_exception();
+            error = std::current_exception();
         }
     };
     if (plan_->neurons) end(*plan_->neurons);
-    for (const int group : chosen_groups_)
+    for (const int group : selected_groups_)
         if (kv.spill(group)) end(*kv.spill(group));
     if (stream_) stream_->end_step();
-    if (met) std::rethrow_exception(met);
+    if (error) std::rethrow_exception(error);
 }
 
 const float* StepRunner::kept_logits(int sample) const {
     if (sample < 0 || sample >= num_kept_ || num_kept_ > kSampleChunk)
-        fail("sampled row " + std::to_string(sample) + " has no logits any more, of " +
-             std::to_string(num_kept_));
+        fail("sampled row " + std::to_string(sample) + " has no logits, of " + std::to_string(num_kept_));
     return arena(Axis::samples) + sample * row_floats(Axis::samples) + plan_->logits.offset;
 }
 
-void StepRunner::redraw(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples,
-                        std::vector<SamplingRecord> records, const uint32_t* masks,
-                        const std::vector<const float*>& replaced) {
-    std::vector<const float*> given(batch.num_samples);
+void StepRunner::resample(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples,
+                          std::vector<SamplingRecord> records, const uint32_t* masks,
+                          const std::vector<const float*>& replacement_logits) {
+    std::vector<const float*> replacements(batch.num_samples);
     for (size_t i = 0; i < samples.size(); i++) {
         kept_logits(samples[i]);
         records[samples[i]].allowed_mask = static_cast<int32_t>(i);
-        given[samples[i]] = replaced[i];
+        replacements[samples[i]] = replacement_logits[i];
     }
     Batch masked = batch;
-    masked.late = nullptr;
-    masked.sampling.uncut = nullptr;
+    masked.deferred = nullptr;
+    masked.sampling.skips_cutoffs = nullptr;
     masked.sampling.records = records.data();
     masked.sampling.allowed_masks = masks;
-    masked.sampling.replaced = given.data();
-    draw_rows(masked, kv, samples);
+    masked.sampling.replacement_logits = replacements.data();
+    run_sampling(masked, kv, samples);
 }
 
 void StepRunner::write_candidates(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples,
@@ -396,26 +395,26 @@ void StepRunner::write_candidates(const Batch& batch, const KvMemory& kv, const 
     std::vector<SamplingRecord> records(batch.sampling.records, batch.sampling.records + batch.num_samples);
     for (auto& record : records) record.num_logprobs = -1;
     std::vector<int32_t> ids(batch.num_samples),
-        candidates(static_cast<size_t>(batch.num_samples) * kMostCandidates, -1);
+        candidates(static_cast<size_t>(batch.num_samples) * kMaxCandidates, -1);
     std::vector<uint8_t> failed(batch.num_samples);
-    Batch asked = batch;
-    asked.late = nullptr;
-    asked.sampling.uncut = nullptr;
-    asked.sampling.records = records.data();
-    asked.sampling.out_ids = ids.data();
-    asked.sampling.out_failed = failed.data();
-    asked.sampling.out_candidates = candidates.data();
-    asked.sampling.num_candidates = kMostCandidates;
-    draw_rows(asked, kv, samples);
+    Batch sampled = batch;
+    sampled.deferred = nullptr;
+    sampled.sampling.skips_cutoffs = nullptr;
+    sampled.sampling.records = records.data();
+    sampled.sampling.out_ids = ids.data();
+    sampled.sampling.out_failed = failed.data();
+    sampled.sampling.out_candidates = candidates.data();
+    sampled.sampling.num_candidates = kMaxCandidates;
+    run_sampling(sampled, kv, samples);
     for (const int32_t sample : samples)
-        out = std::copy_n(candidates.data() + static_cast<int64_t>(sample) * kMostCandidates, kMostCandidates,
+        out = std::copy_n(candidates.data() + static_cast<int64_t>(sample) * kMaxCandidates, kMaxCandidates,
                           out);
 }
 
-void StepRunner::draw_rows(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples) {
+void StepRunner::run_sampling(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples) {
     const View view{.runner = *this, .batch = batch, .kv = kv, .num_samples = batch.num_samples};
-    pool_.parallel_for(static_cast<int>(samples.size()), [&](int piece, int thread) {
-        plan_->sampling->run(view, samples[piece], threads_[thread], 0);
+    pool_.parallel_for(static_cast<int>(samples.size()), [&](int item, int thread) {
+        plan_->sampling->run(view, samples[item], threads_[thread], 0);
     });
 }
 

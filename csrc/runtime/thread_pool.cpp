@@ -16,13 +16,13 @@ void relax() {
 #endif
 }
 
-// Upper bound on spinning before a thread sleeps: longer than any wait between the stages of a decode step on
-// idle cores (about 1 to 10 us), and the most that a thread may spin after a step.
+// Time that a thread spins before it sleeps, also after a step. Longer than any wait between the phases of
+// a decode step on idle cores (about 1 to 10 us).
 constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr size_t kLine = 64;  // bytes of a cache line
 
-// Spins until ready() holds; returns false once the time for spinning is over. Prefetches the lines of
-// `to_prefetch`, one each turn.
+// Spins until ready() holds and prefetches one line of `to_prefetch` in each iteration. Returns false after
+// kSpin.
 template <typename Ready>
 bool spin_until(const Ready& ready, Span to_prefetch = {}) {
     const auto start = std::chrono::steady_clock::now();
@@ -44,8 +44,7 @@ ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num
     gate_.value = kClosed;
     try {
         for (int t = 1; t < num_threads_; t++) threads_.emplace_back([this, t] { serve(t); });
-    } catch (
-        ...) {  // the system gives no more threads; those that run must be joined before they are destroyed
+    } catch (...) {  // the system's thread limit is reached: join the threads that have started
         stop();
         throw;
     }
@@ -68,11 +67,12 @@ void ThreadPool::serve(int thread) {
         seen = epoch_.value.load(std::memory_order_acquire);
         if (stopping_) return;
         if (!enter()) continue;
-        walk_as(thread);
+        run_as(thread);
         if (gate_.value.fetch_sub(1, std::memory_order_acq_rel) == kClosed + 1) gate_.value.notify_one();
     }
 }
 
+// Enters the current task. Returns false if it is closed.
 bool ThreadPool::enter() {
     int inside = gate_.value.load(std::memory_order_acquire);
     while (inside < kClosed)
@@ -80,63 +80,62 @@ bool ThreadPool::enter() {
     return false;
 }
 
-void ThreadPool::walk(Work& work) {
-    work_ = &work;
-    num_stages_ = work.num_stages();
+void ThreadPool::run(Task& task) {
+    task_ = &task;
+    num_phases_ = task.num_phases();
     if (num_threads_ == 1) {
-        for (int stage = 0; stage < num_stages_; stage++) {
-            for (int piece = 0, pieces = work.pieces(stage); piece < pieces; piece++)
-                work.run(stage, piece, 0);
-            work.finished(stage);
+        for (int phase = 0; phase < num_phases_; phase++) {
+            for (int item = 0, num_items = task.num_items(phase); item < num_items; item++)
+                task.run(phase, item, 0);
+            task.on_phase_done(phase);
         }
         return;
     }
-    if (num_stages_ > capacity_) {
-        capacity_ = num_stages_;
+    if (num_phases_ > capacity_) {
+        capacity_ = num_phases_;
         ranges_ = std::make_unique<Range[]>(static_cast<size_t>(capacity_) * num_threads_);
         done_ = std::make_unique<Counter[]>(capacity_);
     }
-    for (int i = 0; i < num_stages_ * num_threads_; i++) ranges_[i].next.store(0, std::memory_order_relaxed);
-    for (int i = 0; i < num_stages_; i++) done_[i].value.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < num_phases_ * num_threads_; i++) ranges_[i].next.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < num_phases_; i++) done_[i].value.store(0, std::memory_order_relaxed);
     gate_.value.store(0, std::memory_order_release);
     epoch_.value.fetch_add(1, std::memory_order_release);
     epoch_.value.notify_all();
-    walk_as(0);
+    run_as(0);
     gate_.value.fetch_add(kClosed, std::memory_order_acq_rel);
     wait_for(gate_.value, kClosed);
 }
 
-void ThreadPool::walk_as(int thread) {
-    for (int stage = 0; stage < num_stages_; stage++) {
-        const int pieces = work_->pieces(stage);
-        if (pieces == 0) continue;
-        const int mine = take_all(stage, pieces, thread);
-        auto& done = done_[stage].value;
-        if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == pieces) {
+void ThreadPool::run_as(int thread) {
+    for (int phase = 0; phase < num_phases_; phase++) {
+        const int num_items = task_->num_items(phase);
+        if (num_items == 0) continue;
+        const int own = run_items(phase, num_items, thread);
+        auto& done = done_[phase].value;
+        if (own && done.fetch_add(own, std::memory_order_acq_rel) + own == num_items) {
             done.notify_all();
         } else {
-            wait_for(done, pieces, work_->waits(stage, thread));
+            wait_for(done, num_items, task_->before_wait(phase, thread));
         }
-        if (thread == 0) work_->finished(stage);
+        if (thread == 0) task_->on_phase_done(phase);
     }
 }
 
-// Runs pieces of the stage until none is left to take; returns how many. Thread t of n has as its own range
-// the pieces from t/n to (t+1)/n of all.
-int ThreadPool::take_all(int stage, int pieces, int thread) {
-    int taken = 0;
+// Runs items of the phase until none is left and returns how many it has run.
+int ThreadPool::run_items(int phase, int num_items, int thread) {
+    int count = 0;
     for (int i = 0; i < num_threads_; i++) {
         const int owner = (thread + i) % num_threads_;
-        const int first = first_piece(pieces, owner), last = first_piece(pieces, owner + 1);
-        auto& next = ranges_[static_cast<size_t>(stage) * num_threads_ + owner].next;
+        const int first = first_item(num_items, owner), last = first_item(num_items, owner + 1);
+        auto& next = ranges_[static_cast<size_t>(phase) * num_threads_ + owner].next;
         while (next.load(std::memory_order_relaxed) < last - first) {
-            const int piece = first + next.fetch_add(1, std::memory_order_relaxed);
-            if (piece >= last) break;
-            work_->run(stage, piece, thread);
-            taken++;
+            const int item = first + next.fetch_add(1, std::memory_order_relaxed);
+            if (item >= last) break;
+            task_->run(phase, item, thread);
+            count++;
         }
     }
-    return taken;
+    return count;
 }
 
 void ThreadPool::wait_for(std::atomic<int>& counter, int goal, Span to_prefetch) {
@@ -145,16 +144,16 @@ void ThreadPool::wait_for(std::atomic<int>& counter, int goal, Span to_prefetch)
         counter.wait(seen, std::memory_order_acquire);
 }
 
-void ThreadPool::parallel_for(int pieces, const std::function<void(int, int)>& fn) {
-    struct One : Work {
+void ThreadPool::parallel_for(int num_items, const std::function<void(int, int)>& fn) {
+    struct OnePhase : Task {
         int count;
         const std::function<void(int, int)>& fn;
-        One(int n, const std::function<void(int, int)>& f) : count(n), fn(f) {}
-        int num_stages() const override { return 1; }
-        int pieces(int) const override { return count; }
-        void run(int, int piece, int thread) override { fn(piece, thread); }
-    } one(pieces, fn);
-    walk(one);
+        OnePhase(int n, const std::function<void(int, int)>& f) : count(n), fn(f) {}
+        int num_phases() const override { return 1; }
+        int num_items(int) const override { return count; }
+        void run(int, int item, int thread) override { fn(item, thread); }
+    } task(num_items, fn);
+    run(task);
 }
 
 }  // namespace octavo

@@ -1,10 +1,11 @@
-// Compute threads that live as long as their engine, and the walk over stages that they do together.
+// The engine's compute threads. They live as long as the engine and run tasks together.
 //
-// A stage is a number of independent pieces; the next stage starts when all are done. Each thread takes
-// pieces from a range of its own and then from the others', so a thread that the operating system has
-// preempted holds back at most the piece it is in. One that wakes only when all is done finds the walk
-// closed; no other thread has waited for it. Waiting spins for a moment, then sleeps: beside a busy neighbour
-// on the same core, a spinning thread would burn the very time its partner needs.
+// A task is a sequence of phases; a phase is a number of independent work items. A phase starts when all
+// items of the one before it are done. Each thread runs the items of its own range first and then steals
+// from the others, so a thread that the operating system has preempted delays at most the item that it is
+// running. A thread that wakes up after the last item is done finds the task closed, and no other thread
+// has waited for it. Threads spin for at most 50 us and then sleep: on a core shared with a busy neighbour,
+// spinning would slow that neighbour down.
 #pragma once
 
 #include <atomic>
@@ -23,18 +24,17 @@ struct Span {
 
 class ThreadPool {
   public:
-    // Stages to walk over: stage s has pieces(s) pieces; run(s, piece, thread) computes one. Both are called
-    // from every thread.
-    struct Work {
-        virtual ~Work() = default;
-        virtual int num_stages() const = 0;
-        virtual int pieces(int stage) const = 0;
-        virtual void run(int stage, int piece, int thread) = 0;
-        // Called by a thread that has nothing left to do in a stage, before it waits for the others. It
-        // prefetches the returned bytes while it waits.
-        virtual Span waits(int /*stage*/, int /*thread*/) { return {}; }
-        // Called by the thread that called `walk`, once all of a stage's pieces are done.
-        virtual void finished(int /*stage*/) {}
+    // All functions are called from every thread, except on_phase_done.
+    struct Task {
+        virtual ~Task() = default;
+        virtual int num_phases() const = 0;
+        virtual int num_items(int phase) const = 0;
+        virtual void run(int phase, int item, int thread) = 0;
+        // Called on a thread that has no item left in a phase, before it waits for the others. Returns
+        // bytes that the thread prefetches while it waits.
+        virtual Span before_wait(int /*phase*/, int /*thread*/) { return {}; }
+        // Called on the thread that called `ThreadPool::run` when all items of a phase are done.
+        virtual void on_phase_done(int /*phase*/) {}
     };
 
     explicit ThreadPool(int num_threads);
@@ -44,22 +44,23 @@ class ThreadPool {
 
     int num_threads() const { return num_threads_; }
 
-    // Returns the first of a stage's pieces that a thread takes, and whether the thread that took a piece
-    // goes on with the next one; both hold unless another thread takes it.
-    int first_piece(int pieces, int thread) const {
-        return static_cast<int>(static_cast<int64_t>(pieces) * thread / num_threads_);
+    // Returns the first item of a thread's own range.
+    int first_item(int num_items, int thread) const {
+        return static_cast<int>(static_cast<int64_t>(num_items) * thread / num_threads_);
     }
-    bool goes_on(int pieces, int piece) const {
+    // Returns whether the thread that runs an item runs the next one too, unless another thread steals it.
+    bool runs_next_item(int num_items, int item) const {
         const int thread =
-            static_cast<int>((static_cast<int64_t>(piece + 1) * num_threads_ + pieces - 1) / pieces);
-        return piece + 1 < pieces && first_piece(pieces, thread) != piece + 1;
+            static_cast<int>((static_cast<int64_t>(item + 1) * num_threads_ + num_items - 1) / num_items);
+        return item + 1 < num_items && first_item(num_items, thread) != item + 1;
     }
 
-    // Runs all stages in order; returns when the last is done. One caller at a time. `run` must not throw.
-    void walk(Work& work);
+    // Runs all phases in order and returns when the last is done. One caller at a time. Task::run must not
+    // throw.
+    void run(Task& task);
 
-    // Calls fn(piece, thread) for each piece, in one stage.
-    void parallel_for(int pieces, const std::function<void(int, int)>& fn);
+    // Calls fn(item, thread) for each item, in one phase.
+    void parallel_for(int num_items, const std::function<void(int, int)>& fn);
 
   private:
     struct alignas(64) Range {
@@ -74,19 +75,19 @@ class ThreadPool {
     void stop();
     void serve(int thread);
     bool enter();
-    void walk_as(int thread);
-    int take_all(int stage, int pieces, int thread);
+    void run_as(int thread);
+    int run_items(int phase, int num_items, int thread);
     static void wait_for(std::atomic<int>& counter, int goal, Span to_prefetch = {});
 
     const int num_threads_;
     std::vector<std::thread> threads_;
-    Work* work_ = nullptr;
-    int num_stages_ = 0;
-    std::unique_ptr<Range[]> ranges_;  // [stages][threads]
-    std::unique_ptr<Counter[]> done_;  // [stages]: pieces finished
-    int capacity_ = 0;  // stages that the two arrays have room for
-    Counter epoch_;  // counts walks; a change wakes the threads
-    Counter gate_;  // threads inside the current walk, plus kClosed once no further one may enter
+    Task* task_ = nullptr;
+    int num_phases_ = 0;
+    std::unique_ptr<Range[]> ranges_;  // [phases][threads]
+    std::unique_ptr<Counter[]> done_;  // [phases]: items that are done
+    int capacity_ = 0;  // phases that both arrays have room for
+    Counter epoch_;  // counts tasks; a change wakes the threads
+    Counter gate_;  // threads inside the current task, plus kClosed when no further thread may enter
     std::atomic<bool> stopping_{false};
 };
 

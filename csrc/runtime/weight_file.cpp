@@ -9,7 +9,7 @@
 
 namespace octavo {
 
-// Not every file system has reads that pass by the cache; the first read tells.
+// Not every file system supports O_DIRECT; the first read shows it.
 WeightFile::WeightFile(std::string path, ReadAt read_at, uint8_t* scratch)
     : path_(std::move(path)), read_at_(read_at) {
     file_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
@@ -36,7 +36,7 @@ WeightFile::Failure WeightFile::read(int64_t offset, size_t bytes, uint8_t* to,
         const ssize_t got = read_at_(file_, to, std::min(bytes, kMost), offset);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return {errno, offset, false};
-        // A direct read is whole but at the end of the file.
+        // A direct read is short only at the end of the file.
         if (got == 0 || (direct_ && got % kDirectAlign)) return {0, offset + got, true};
         counted.fetch_add(got, std::memory_order_relaxed);
         offset += got, to += got, bytes -= static_cast<size_t>(got);

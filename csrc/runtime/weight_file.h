@@ -1,4 +1,4 @@
-// A file of weights, read past the system's cache of files where that can be done.
+// A file of weights, read with O_DIRECT if the file system supports it.
 #pragma once
 
 #include <sys/types.h>
@@ -13,11 +13,11 @@ namespace octavo {
 
 constexpr int64_t kDirectAlign = 4096;
 
-// A read that failed: the step fails, and the next one tries again.
+// A read failed. The step fails; the next one retries.
 struct WeightReadError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
-// A file that has become shorter: no later step can be computed.
+// The file has become shorter; no later step can be computed.
 struct WeightFileTruncated : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -32,16 +32,16 @@ class WeightFile {
         explicit operator bool() const { return code || truncated; }
     };
 
-    // Opens the file; throws WeightReadError. `scratch` has kDirectAlign bytes, which are lost.
+    // Opens the file; throws WeightReadError. `scratch` has kDirectAlign bytes and is overwritten.
     WeightFile(std::string path, ReadAt read_at, uint8_t* scratch);
     ~WeightFile();
     WeightFile(const WeightFile&) = delete;
     WeightFile& operator=(const WeightFile&) = delete;
 
-    // Whether reads pass by the system's cache of files (O_DIRECT); then place, length and memory are
-    // multiples of kDirectAlign.
+    // Whether reads bypass the page cache (O_DIRECT); offset, length and address are then multiples of
+    // kDirectAlign.
     bool is_direct() const { return direct_; }
-    // Reads all bytes and counts them as they come. Called from every thread.
+    // Reads all bytes and adds them to `counted`. Thread-safe.
     Failure read(int64_t offset, size_t bytes, uint8_t* to, std::atomic<int64_t>& counted) const;
     [[noreturn]] void raise(const Failure& failure) const;
 

@@ -13,12 +13,12 @@ WeightStream::WeightStream(Source source, const std::vector<WeightChunk>& reside
       memory_(memory_bytes),
       file_(source_.path, source_.read_at, memory_.data()) {
     if (source_.num_threads < 1 || !source_.block_bytes || source_.block_bytes % kDirectAlign)
-        throw std::logic_error("reads of weights that are none");
+        throw std::logic_error("an invalid number of threads or block size");
     for (const std::vector<WeightChunk>* list : {&resident, &std::as_const(chunks_)})
         for (const WeightChunk& c : *list)
             if (!c.bytes || c.memory_offset + c.bytes > memory_bytes || c.bytes % kDirectAlign ||
                 c.file_offset % kDirectAlign || c.memory_offset % kDirectAlign)
-                throw std::logic_error("a chunk of weights that lies wrong");
+                throw std::logic_error("an invalid chunk of weights");
     for (int i = 0; i < count(); i++) {
         int back = 1;
         while (!chunks_[i].overlaps(chunks_[((i - back) % count() + count()) % count()])) back++;
@@ -87,13 +87,14 @@ void WeightStream::serve() {
     }
 }
 
-// Counts the chunks up to a position, each once, whichever thread is the first to ask; true for that one.
-bool WeightStream::count_asked(int64_t position) {
-    int64_t asked = asked_.load(std::memory_order_relaxed);
-    while (asked <= position)
-        if (asked_.compare_exchange_weak(asked, position + 1, std::memory_order_relaxed)) {
-            const int64_t arrived = std::clamp(arrived_.load(std::memory_order_relaxed), asked, position + 1);
-            num_found_.fetch_add(arrived - asked, std::memory_order_relaxed);
+// Counts the chunks up to a position, each once. Returns true on the thread that counts it first.
+bool WeightStream::count_requested(int64_t position) {
+    int64_t requested = requested_.load(std::memory_order_relaxed);
+    while (requested <= position)
+        if (requested_.compare_exchange_weak(requested, position + 1, std::memory_order_relaxed)) {
+            const int64_t arrived =
+                std::clamp(arrived_.load(std::memory_order_relaxed), requested, position + 1);
+            num_found_.fetch_add(arrived - requested, std::memory_order_relaxed);
             num_waited_.fetch_add(position + 1 - arrived, std::memory_order_relaxed);
             return true;
         }
@@ -102,7 +103,7 @@ bool WeightStream::count_asked(int64_t position) {
 
 bool WeightStream::await(int chunk) {
     const int64_t position = first_ + chunk;
-    const bool is_first = count_asked(position);
+    const bool is_first = count_requested(position);
     if (arrived_.load(std::memory_order_acquire) > position) return true;
     const auto start = std::chrono::steady_clock::now();
     std::unique_lock lock(mutex_);
@@ -121,8 +122,8 @@ void WeightStream::release(int end) {
     may_read_.notify_all();
 }
 
-// Chunks that the step had no use for, such as the head's without sampled rows, are waited for too: what
-// comes into their place must not cross them.
+// Also waits for chunks that the step did not use, such as the head's without sampled rows: later chunks
+// are read to the same memory.
 void WeightStream::end_step() {
     if (!count()) return;
     std::unique_lock lock(mutex_);
@@ -131,7 +132,7 @@ void WeightStream::end_step() {
     });
     const WeightFile::Failure failure = failure_;
     const int64_t next = (first_ / count() + 1) * count();
-    if (failed_) {  // all that was read ahead is read again
+    if (failed_) {  // prefetched chunks are read again
         reading_ = next;
         arrived_.store(next, std::memory_order_release);
         block_ = 0;
@@ -139,7 +140,7 @@ void WeightStream::end_step() {
         failed_.store(false, std::memory_order_release);
     }
     first_ = released_ = next;
-    asked_.store(next, std::memory_order_relaxed);  // chunks that no stage asked for are not counted
+    requested_.store(next, std::memory_order_relaxed);  // chunks that no op has requested are not counted
     may_read_.notify_all();
     lock.unlock();
     if (failure) file_.raise(failure);

@@ -1,5 +1,5 @@
-// The AMX tile unit's configurations. It multiplies up to 16 rows by 16 columns at a time, 64 bytes of each
-// row deep.
+// Configurations of AMX tile registers. AMX multiplies up to 16 rows by 16 columns at a time, with a depth
+// of 64 bytes.
 #pragma once
 #include "simd.h"
 
@@ -16,7 +16,7 @@ struct alignas(64) TileConfig {
     }
 };
 
-// Loading a configuration costs tens of cycles, so it is kept between calls on a thread while it fits.
+// Loading a configuration costs tens of cycles, so each thread keeps the last one between calls.
 thread_local int configured = 0;
 void forget_configuration() { configured = 0; }
 
@@ -29,9 +29,9 @@ OCTAVO_INLINE void configure_as(int wanted, const Fill& fill) {
     configured = wanted;
 }
 
-// Configures the registers for products: 0..3 sums of `rows` rows, 4..5 rows (A), 6..7 weights (B). One
-// multiplication takes `depth` bytes of each row.
-OCTAVO_INLINE void configure_product(int rows, int depth) {
+// Configures the registers for a matmul: 0..3 sums of `rows` rows, 4..5 rows (A), 6..7 weights (B). One
+// multiplication uses `depth` bytes of each row.
+OCTAVO_INLINE void configure_matmul(int rows, int depth) {
     configure_as(rows * 1000 + depth, [&](TileConfig& config) {
         for (int t = 0; t < 4; t++) config.set(t, rows, 64);
         for (int t = 4; t < 6; t++) config.set(t, rows, depth);

@@ -1,5 +1,5 @@
-// Levels from AVX2 (with FMA and F16C) on: two registers hold the sixteen lanes. AVX-VNNI replaces the products
-// that it has instructions for.
+// Levels from AVX2 (with FMA and F16C) on: two registers hold the sixteen lanes. AVX-VNNI replaces the dot
+// products that it has instructions for.
 #pragma once
 #include "by_lane.h"
 
@@ -47,7 +47,7 @@ OCTAVO_INLINE uint32_t nonzero_lanes(vi v) {
     return ~(zeros(v.low) | zeros(v.high) << 8) & 0xffff;
 }
 
-OCTAVO_INLINE vi held(vi numbers) { return numbers; }
+OCTAVO_INLINE vi keep_in_register(vi numbers) { return numbers; }
 
 // -- conversions --
 
@@ -78,13 +78,13 @@ OCTAVO_INLINE void store_int16(uint16_t* p, vi v) {
 OCTAVO_INLINE vi e4m3_to_bf16(vi codes) {
     const auto half = [](RegisterI codes_of) {
         const __m256i x = raw(codes_of);
-        // The low bytes of the eight smallest numbers, then the high ones.
+        // Low bytes of the eight smallest numbers, then their high bytes.
         const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(
             0, 0, -0x80, -0x40, 0, 0x20, 0x40, 0x60, 0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c));
-        const __m256i place = _mm256_and_si256(x, _mm256_set1_epi16(7));
+        const __m256i index = _mm256_and_si256(x, _mm256_set1_epi16(7));
         const __m256i small = _mm256_shuffle_epi8(
             table,
-            _mm256_or_si256(_mm256_or_si256(place, _mm256_slli_epi16(place, 8)), _mm256_set1_epi16(0x0800)));
+            _mm256_or_si256(_mm256_or_si256(index, _mm256_slli_epi16(index, 8)), _mm256_set1_epi16(0x0800)));
         const __m256i magnitude = _mm256_and_si256(_mm256_slli_epi16(x, 4), _mm256_set1_epi16(0x07f0));
         const __m256i is_small = _mm256_cmpeq_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x78)), __m256i{});
         const __m256i whole =
@@ -155,30 +155,30 @@ OCTAVO_INLINE RegisterW multiply_words(RegisterW a, RegisterW b) {
 OCTAVO_INLINE RegisterW interleave_words(RegisterW low, RegisterW high) {
     return words(_mm256_blend_epi32(wide(low), wide(high << 32), 0xAA));
 }
-OCTAVO_INLINE WordPair in_turns(RegisterW a, RegisterW b) {
+OCTAVO_INLINE WordPair interleave_pairs(RegisterW a, RegisterW b) {
     return {words(_mm256_unpacklo_epi64(wide(a), wide(b))), words(_mm256_unpackhi_epi64(wide(a), wide(b)))};
 }
 
 // -- tables --
 
-// Sixteen bytes, and the one that each byte's low nibble names; the high nibbles are zeros.
+// Looks up each byte's low nibble in sixteen bytes; the high nibbles must be zero.
 class Table16 {
   public:
     OCTAVO_INLINE explicit Table16(const uint8_t (&bytes)[16])
         : all_(_mm256_broadcastsi128_si256(load16(bytes))) {}
     OCTAVO_INLINE vi operator()(vi nibbles) const {
-        return each([this](RegisterI places) { return lanes(_mm256_shuffle_epi8(all_, raw(places))); },
+        return each([this](RegisterI indices) { return lanes(_mm256_shuffle_epi8(all_, raw(indices))); },
                     nibbles);
     }
 
   private:
     __m256i all_;
 };
-// Sixteen floats, and the one that the lowest four bits of each lane name.
+// Looks up the lowest four bits of each lane in sixteen floats.
 class Floats16 {
   public:
     OCTAVO_INLINE explicit Floats16(const float (&numbers)[16]) : all_(load(numbers)) {}
-    OCTAVO_INLINE vf operator()(vi places) const {
+    OCTAVO_INLINE vf operator()(vi indices) const {
         const __m256 low = raw(all_.low), high = raw(all_.high);
         return each(
             [low, high](RegisterI at) {
@@ -186,7 +186,7 @@ class Floats16 {
                 const __m256 second = _mm256_permutevar8x32_ps(high, raw(at));
                 return lanes(_mm256_blendv_ps(first, second, reinterpret_cast<__m256>(at << 28)));
             },
-            places);
+            indices);
     }
 
   private:

@@ -1,5 +1,5 @@
 // Levels from AVX-512 (F, BW, DQ, VL) on: one register holds the sixteen lanes. VNNI and BF16 replace the
-// products that they have instructions for.
+// dot products that they have instructions for.
 #pragma once
 #include "by_lane.h"
 
@@ -36,8 +36,8 @@ OCTAVO_INLINE int32_t max_lanes_i(vi v) { return _mm512_reduce_max_epi32(raw(v))
 OCTAVO_INLINE uint32_t nonzero_lanes(vi v) { return _mm512_test_epi32_mask(raw(v), raw(v)); }
 OCTAVO_INLINE bool any_lane(vi mask) { return nonzero_lanes(mask) != 0; }
 
-// Keeps the compiler from loading a register again for each use.
-OCTAVO_INLINE vi held(vi numbers) {
+// Keeps the compiler from loading the operand again for each use.
+OCTAVO_INLINE vi keep_in_register(vi numbers) {
     asm("" : "+v"(numbers));
     return numbers;
 }
@@ -78,7 +78,7 @@ OCTAVO_INLINE void store_int8(int8_t* p, vi v) {
 OCTAVO_INLINE vi pack_int8(const vi (&v)[4]) {
     const __m512i low = _mm512_packs_epi32(raw(v[0]), raw(v[1])),
                   high = _mm512_packs_epi32(raw(v[2]), raw(v[3]));
-    // Packing works within quarters of a register: quarter q now holds the q-th four numbers of each v.
+    // Packing works within 128-bit lanes: lane q now holds the q-th four numbers of each v.
     return lanes(
         _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
                                  _mm512_packs_epi16(low, high)));
@@ -131,7 +131,7 @@ OCTAVO_INLINE vi int8_to_bf16(const int8_t* p) {
 
 // -- columns --
 
-// Vector j has the outputs 4j .. 4j + 3 of each sixteen, and `load_sums` puts the sums back in order.
+// Vector j holds outputs 4j .. 4j + 3 of each sixteen; `load_sums` restores the order of the sums.
 constexpr int kInterleaved = 64;
 OCTAVO_INLINE void interleave(const Columns& columns, int64_t at, vi (&quads)[4]) {
     __m512i c[4];
@@ -155,9 +155,9 @@ OCTAVO_INLINE void load_sums(const int32_t* sums, vi (&tiles)[4]) {
     tiles[2] = lanes(_mm512_shuffle_i32x4(even01, even23, 0xdd));
     tiles[3] = lanes(_mm512_shuffle_i32x4(odd01, odd23, 0xdd));
 }
-OCTAVO_INLINE int keep_nonzero(vi terms, vi places, int32_t* kept_places, int8_t* kept_terms) {
+OCTAVO_INLINE int keep_nonzero(vi terms, vi indices, int32_t* kept_indices, int8_t* kept_terms) {
     const __mmask16 some = _mm512_test_epi32_mask(raw(terms), raw(terms));
-    store_i(kept_places, lanes(_mm512_maskz_compress_epi32(some, raw(places))));
+    store_i(kept_indices, lanes(_mm512_maskz_compress_epi32(some, raw(indices))));
     store_i(kept_terms, lanes(_mm512_maskz_compress_epi32(some, raw(terms))));
     return __builtin_popcount(some);
 }
@@ -172,13 +172,13 @@ OCTAVO_INLINE RegisterW multiply_words(RegisterW a, RegisterW b) {
 OCTAVO_INLINE RegisterW interleave_words(RegisterW low, RegisterW high) {
     return words(_mm512_mask_blend_epi32(0xAAAA, wide(low), wide(high << 32)));
 }
-OCTAVO_INLINE WordPair in_turns(RegisterW a, RegisterW b) {
+OCTAVO_INLINE WordPair interleave_pairs(RegisterW a, RegisterW b) {
     return {words(_mm512_unpacklo_epi64(wide(a), wide(b))), words(_mm512_unpackhi_epi64(wide(a), wide(b)))};
 }
 
 // -- tables --
 
-// Sixteen bytes, and the one that each byte's low nibble names; the high nibbles are zeros.
+// Looks up each byte's low nibble in sixteen bytes; the high nibbles must be zero.
 class Table16 {
   public:
     OCTAVO_INLINE explicit Table16(const uint8_t (&bytes)[16])
@@ -188,12 +188,12 @@ class Table16 {
   private:
     __m512i all_;
 };
-// Sixteen floats, and the one that the lowest four bits of each lane name.
+// Looks up the lowest four bits of each lane in sixteen floats.
 class Floats16 {
   public:
     OCTAVO_INLINE explicit Floats16(const float (&numbers)[16]) : all_(load(numbers)) {}
-    OCTAVO_INLINE vf operator()(vi places) const {
-        return lanes(_mm512_permutexvar_ps(raw(places), raw(all_)));
+    OCTAVO_INLINE vf operator()(vi indices) const {
+        return lanes(_mm512_permutexvar_ps(raw(indices), raw(all_)));
     }
 
   private:

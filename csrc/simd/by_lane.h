@@ -1,11 +1,11 @@
-// Operations that go through memory, one lane after the other: what a level uses for which it has no
-// instruction. Before them come those that all levels of x86-64 have in SSE2.
+// Operations that go through memory, one lane after another, for levels without an instruction for them.
+// The first functions use SSE2 on all levels of x86-64.
 #pragma once
 #include "lanes.h"
 
 namespace octavo {
 namespace {
-// Where four columns of codes begin, one byte an output.
+// Start of four columns of codes, one byte per output.
 using Columns = const uint8_t* [4];
 
 // Returns the sum of sixteen int8.
@@ -82,9 +82,9 @@ OCTAVO_INLINE int32_t sum_lanes_i(vi v) {
 OCTAVO_INLINE int32_t max_lanes_i(vi v) {
     int32_t lanes[kLanes];
     store_i(lanes, v);
-    int32_t most = lanes[0];
-    for (const int32_t lane : lanes) most = most > lane ? most : lane;
-    return most;
+    int32_t largest = lanes[0];
+    for (const int32_t lane : lanes) largest = largest > lane ? largest : lane;
+    return largest;
 }
 
 OCTAVO_INLINE vf reciprocal(vf x) { return splat(1.0f) / x; }
@@ -115,22 +115,22 @@ OCTAVO_INLINE vi pack_int8(const vi (&v)[4]) {
     return load_i(bytes);
 }
 
-// Writes the places and terms of the lanes whose term is not zero; returns how many there are. Up to sixteen of
-// each may be written. There is no branch on which lanes these are: it could not be predicted.
-OCTAVO_INLINE int keep_nonzero(vi terms, vi places, int32_t* kept_places, int8_t* kept_terms) {
-    int32_t term[kLanes], place[kLanes];
+// Writes the indices and terms of the lanes with a nonzero term and returns their number. May write up to
+// sixteen of each. Branchless, since the branches would be unpredictable.
+OCTAVO_INLINE int keep_nonzero(vi terms, vi indices, int32_t* kept_indices, int8_t* kept_terms) {
+    int32_t term[kLanes], index[kLanes];
     store_i(term, terms);
-    store_i(place, places);
+    store_i(index, indices);
     int count = 0;
     for (int i = 0; i < kLanes; i++) {
-        kept_places[count] = place[i];
+        kept_indices[count] = index[i];
         std::memcpy(kept_terms + 4 * count, term + i, 4);
         count += term[i] != 0;
     }
     return count;
 }
 
-// Interleaving of four columns at kInterleaved outputs, and the sums that come of it.
+// Interleaves four columns at kInterleaved outputs, and loads the sums of the interleaved outputs.
 constexpr int kInterleaved = 16;
 OCTAVO_INLINE void interleave(const Columns& columns, int64_t at, vi (&quads)[1]) {
     alignas(64) uint8_t bytes[64];

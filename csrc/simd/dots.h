@@ -1,12 +1,12 @@
-// Sums of products of codes with a row's terms, in the sixteen lanes: exact in integers at every level, and
-// made of other operations where a level has no instruction.
+// Dot products of weight codes and int8 terms in the sixteen lanes. Integer results are exact at every
+// level and are composed of other operations on levels without an instruction for them.
 #pragma once
 #include "simd.h"
 
 namespace octavo {
 namespace {
 
-// Whether bytes are multiplied in pairs whose sums have 16 bits, for lack of VNNI (`dot4_pairs`).
+// Whether bytes are multiplied in pairs with 16-bit sums, because there is no VNNI (`dot4_pairs`).
 #if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
 constexpr bool kPairSums = true;
 #else
@@ -17,48 +17,47 @@ OCTAVO_INLINE vi widen_pairs(vi sum) { return sum; }
 OCTAVO_INLINE vi dot4_turned(vi acc, vi codes, vi s) { return dot4(acc, codes, s); }
 #endif
 
-// dot4 with signed codes of -127 .. 127. `for_dot4_signed` does the part of the work that several rows share.
-// Where the instruction wants unsigned codes, they come with 128 added, and the result is too large by
-// kSignedOffset times the sum of s; elsewhere the code's sign goes over to s, so that pair sums of 8-bit
-// products fit 16 bits.
+// dot4 with signed codes of -127 .. 127. `for_dot4_signed` does the part of the work that several rows
+// share. For instructions that require unsigned codes 128 is added, and the result is too large by
+// kSignedOffset times the sum of s; otherwise the code's sign is transferred to s, so that pair sums of
+// 8-bit products fit 16 bits.
 constexpr int kSignedOffset = kPairSums ? 0 : 128;
 OCTAVO_INLINE vi for_dot4_signed(vi codes) { return kPairSums ? codes : codes ^ each_byte(0x80); }
 OCTAVO_INLINE vi dot4_signed(vi acc, vi codes, vi s) {
     return kPairSums ? dot4_turned(acc, codes, s) : dot4(acc, codes, s);
 }
 
-// Sums of products of unsigned codes of at most 6 bits with terms: `dot4_narrow` adds four products in each
-// lane, and `widen_pairs` makes 32 bits of the sum. Without VNNI, kNarrowVectors<bits> vectors of codes are
-// added in 16 bits before they are widened, which saves most multiplications.
+// Dot products of unsigned codes of at most 6 bits: `dot4_narrow` adds four products in each lane, and
+// `widen_pairs` converts the sum to 32 bits. Without VNNI, kNarrowVectors<bits> vectors of codes are added
+// in 16 bits before they are widened, which saves most multiplications.
 template <int kBits>
 constexpr int kNarrowVectors = kPairSums ? 32767 / (((1 << kBits) - 1) * 2 * 127) : 1 << 20;
 OCTAVO_INLINE vi dot4_narrow(vi acc, vi u, vi s) {
     return kPairSums ? add_pairs(acc, dot4_pairs(u, s)) : dot4(acc, u, s);
 }
 
-// Two 4-bit codes in a byte. The products of the low nibbles are summed as they are; those of the high ones
-// as codes times 16, which saves a shift for each vector (`nibble_sum` undoes it, exactly). Where sums of pairs
-// have 16 bits the codes are shifted down instead, since 240 * 127 * 2 would not fit.
+// Two 4-bit codes in a byte. Products of low nibbles are summed directly; those of high nibbles as codes
+// times 16, which saves a shift per vector (`nibble_sum` undoes it, exactly). With 16-bit pair sums the
+// codes are shifted down instead, since 240 * 127 * 2 would overflow.
 OCTAVO_INLINE vi high_nibbles(vi both) {
     return kPairSums ? (both >> 4) & each_byte(0x0f) : both & each_byte(0xf0);
 }
-// Returns the sum of a group's products, of its low nibbles and its high ones.
+// Returns the sum of a group's products of low and high nibbles.
 OCTAVO_INLINE vi nibble_sum(vi low, vi high) {
     return kPairSums ? widen_pairs(add_pairs(low, high)) : low + (high >> 4);
 }
 
-// Codes of 8 bits as `CodeSum` takes them, and what it takes away from them. Without VNNI they become signed
-// bytes, so that the sums of two products fit 16 bits.
+// 8-bit codes in the form that `CodeSum` expects, and the offset that it subtracts. Without VNNI they
+// become signed bytes, so that the sums of two products fit 16 bits.
 constexpr int kCodeOffset = kPairSums ? 128 : 0;
 OCTAVO_INLINE vi code_operand(vi codes) { return kPairSums ? codes ^ each_byte(0x80) : codes; }
 
-// The sum of products of vectors of codes of kBits bits with terms, in two chains.
+// Sum of dot products of kBits-bit codes and terms, in two chains.
 template <int kBits>
 class CodeSum {
   public:
     OCTAVO_INLINE void start(vi sum) { second_ = sum; }
-    // Adds vector v's products, of vectors 0, 1, 2 ... in order. Codes of 8 bits have been through
-    // `code_operand`.
+    // Adds the products of vector v = 0, 1, 2 ... in order. 8-bit codes come from `code_operand`.
     OCTAVO_INLINE void add(int v, vi codes, vi terms) {
         if constexpr (kBits == 8) {
             vi& sum = v % 2 ? second_ : first_;
@@ -84,7 +83,7 @@ OCTAVO_INLINE vf dot2_bf16(vf acc, vi w, vi a) {
     acc = fma(as_float(w << 16), as_float(a << 16), acc);
     return fma(as_float(w & high), as_float(a & high), acc);
 }
-// Loads thirty-two int8 as pairs of bf16, which hold them exactly.
+// Converts thirty-two int8 to pairs of bf16, which represent them exactly.
 OCTAVO_INLINE vi int8_to_bf16(const int8_t* p) {
     const vi pair = load_int16(p);
     const vi first = as_int(to_float((pair << 24) >> 24)), second = as_int(to_float(pair >> 8));

@@ -1,4 +1,5 @@
-// What is the same for all instruction sets: loads, stores, selections, and the half precisions of one number.
+// Operations common to all instruction sets: loads, stores, selects, and scalar conversions of bf16, fp16
+// and e4m3.
 #pragma once
 
 #include <cmath>
@@ -43,19 +44,19 @@ OCTAVO_INLINE vi iota() {
 OCTAVO_INLINE vf select(vi mask, vf yes, vf no) {
     return each([](RegisterI m, RegisterF a, RegisterF b) { return m ? a : b; }, mask, yes, no);
 }
-// Returns y, with zeros where x is smaller than a threshold in magnitude. Magnitudes have the same order as
-// integers, and a NaN is above all of them, so that it shows.
+// Returns y with zeros where |x| is smaller than the threshold. Magnitudes have the same order as their bit
+// patterns as integers; a NaN is above all of them and is kept.
 OCTAVO_INLINE vf without_small(vf x, vf y, float threshold) {
     if (threshold == 0) return y;
-    int32_t least;
-    std::memcpy(&least, &threshold, 4);
-    return select((as_int(x) & 0x7fffffff) < splat_i(least), vf{}, y);
+    int32_t threshold_bits;
+    std::memcpy(&threshold_bits, &threshold, 4);
+    return select((as_int(x) & 0x7fffffff) < splat_i(threshold_bits), vf{}, y);
 }
 OCTAVO_INLINE vi max_i(vi a, vi b) {
     return each([](RegisterI x, RegisterI y) { return x > y ? x : y; }, a, b);
 }
 
-// Lanes of 64 bits, each with a word in the low half.
+// 64-bit lanes, each with a 32-bit word in the low half.
 typedef uint64_t RegisterW __attribute__((vector_size(4 * kRegisterLanes)));
 constexpr int kWideLanes = kRegisterLanes / 2;
 struct WordPair {
@@ -94,8 +95,8 @@ OCTAVO_INLINE float fp16_to_float(uint16_t h) {
     return f;
 }
 
-// Returns an e4m3 code's number as bf16, which holds it exactly; what e4m3 has as NaN becomes 480. The
-// exponents' biases are 120 apart; numbers below the smallest exponent are looked up.
+// Converts an e4m3 code to bf16, which represents it exactly; NaN codes become 480. The exponent biases
+// differ by 120; subnormals are looked up.
 constexpr uint16_t kSmallE4m3[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
 OCTAVO_INLINE uint16_t e4m3_bits(uint8_t code) {
     const int magnitude = code & 0x7f;

@@ -1,5 +1,4 @@
-// The level that every machine runs: the compiler's vectors, with SSE2, which all x86-64 has, for a few
-// operations.
+// The level for every machine: compiler vectors, with SSE2 on x86-64 for a few operations.
 #pragma once
 #include "by_lane.h"
 
@@ -17,7 +16,7 @@ OCTAVO_INLINE vf to_float(vi v) {
     return each([](RegisterI x) { return __builtin_convertvector(x, RegisterF); }, v);
 }
 OCTAVO_INLINE vi round_to_int(vf v) {
-    // Adding and taking away 1.5 * 2^23 rounds to nearest even; good for |v| < 2^22.
+    // Adding and subtracting 1.5 * 2^23 rounds to nearest even, for |v| < 2^22.
     const vf magic = splat(12582912.0f);
     return each([](RegisterF x) { return __builtin_convertvector(x, RegisterI); }, (v + magic) - magic);
 }
@@ -31,7 +30,7 @@ OCTAVO_INLINE uint32_t nonzero_lanes(vi v) {
     return bits;
 }
 
-OCTAVO_INLINE vi held(vi numbers) { return numbers; }
+OCTAVO_INLINE vi keep_in_register(vi numbers) { return numbers; }
 
 // -- conversions --
 
@@ -126,13 +125,13 @@ OCTAVO_INLINE RegisterW multiply_words(RegisterW a, RegisterW b) {
 OCTAVO_INLINE RegisterW interleave_words(RegisterW low, RegisterW high) {
     return (low & 0xFFFFFFFFu) | (high << 32);
 }
-OCTAVO_INLINE WordPair in_turns(RegisterW a, RegisterW b) {
+OCTAVO_INLINE WordPair interleave_pairs(RegisterW a, RegisterW b) {
     return {RegisterW{a[0], b[0]}, RegisterW{a[1], b[1]}};
 }
 
 // -- tables --
 
-// Sixteen bytes, and the one that each byte's low nibble names; the high nibbles are zeros.
+// Looks up each byte's low nibble in sixteen bytes; the high nibbles must be zero.
 class Table16 {
   public:
     OCTAVO_INLINE explicit Table16(const uint8_t (&bytes)[16]) { std::memcpy(bytes_, bytes, sizeof bytes_); }
@@ -146,15 +145,15 @@ class Table16 {
   private:
     uint8_t bytes_[16];
 };
-// Sixteen floats, and the one that the lowest four bits of each lane name.
+// Looks up the lowest four bits of each lane in sixteen floats.
 class Floats16 {
   public:
     OCTAVO_INLINE explicit Floats16(const float (&numbers)[16]) {
         std::memcpy(numbers_, numbers, sizeof numbers_);
     }
-    OCTAVO_INLINE vf operator()(vi places) const {
+    OCTAVO_INLINE vf operator()(vi indices) const {
         int32_t lanes[kLanes];
-        store_i(lanes, places);
+        store_i(lanes, indices);
         float found[kLanes];
         for (int i = 0; i < kLanes; i++) found[i] = numbers_[lanes[i] & 15];
         return load(found);

@@ -1,36 +1,35 @@
-// Sixteen lanes at every level: one vector type, so that weight tiles and KV blocks have one layout
+// Sixteen lanes at every level: one vector type, so that weight tiles and KV blocks have the same layout
 // everywhere.
 //
 // `vf` is 16 fp32 lanes, `vi` 16 int32 lanes (vectors.h). On AVX-512 each is one register, on AVX2 two, on
-// SSE2 or NEON four. Operators are those of the compiler's vectors; what they do not cover has one file for
-// each instruction set, all with the same functions, and operations without an instruction come from
-// by_lane.h:
+// SSE2 or NEON four. Operators are those of the compiler's vectors. All other functions are defined in one
+// file per instruction set; operations without an instruction come from by_lane.h:
 //
-//   load_first, store_first    the first n lanes; the others are loaded as 0, nothing behind the n-th is touched
-//   fma, max, min              of each lane; max and min return their second operand for a NaN
+//   load_first, store_first    the first n lanes; the others are loaded as 0, and no memory after them is touched
+//   fma, max, min              per lane; max and min return their second operand for a NaN
 //   to_float, round_to_int     round_to_int rounds to nearest even, for |v| < 2^22
-//   reciprocal                 1 / x to about 1 ulp, for x of at least 1
-//   sum_lanes, max_lanes, ..   always in the same order at one level; `_i` is of integers
-//   nonzero_lanes, any_lane    a bit for each lane that is not zero, the first lane's lowest; whether one is set
-//   held                       keeps the compiler from loading a register again for each use
+//   reciprocal                 1 / x to about 1 ulp, for x >= 1
+//   sum_lanes, max_lanes, ..   in a fixed order at each level; `_i` for integers
+//   nonzero_lanes, any_lane    bit mask of nonzero lanes, lowest bit first; whether there is one
+//   keep_in_register           keeps the compiler from loading a register again for each use
 //   load_bf16, load_fp16, ..   sixteen numbers, widened; store_bf16 rounds to nearest even
 //   to_bf16, int8_to_bf16, ..  thirty-two numbers in pairs, in order
-//   store_bf16_pairs           the first n of 16 values in every second place; nothing between is written
+//   store_bf16_pairs           the first n of 16 values to every second element; the others are not written
 //   pack_int8                  sixty-four numbers of -128 .. 127 as bytes, v[0]'s sixteen first
-//   e4m3_to_bf16               of the codes in the low bytes of all 16 bits, whatever their high bytes hold
+//   e4m3_to_bf16               converts the low byte of each 16 bits; the high byte is ignored
 //   dot4(acc, u, s)            adds four products of uint8 and int8 in each lane: exact, without saturation
-//   dot4_pairs, add_pairs, ..  the same in pairs of products with sums of 16 bits, without VNNI (dots.h)
+//   dot4_pairs, add_pairs, ..  the same in pairs of products with 16-bit sums, without VNNI (dots.h)
 //   dot4_turned(acc, w, s)     dot4 with signed codes w of -127 .. 127, without VNNI
 //   dot2_int16, dot2_bf16      adds two products of pairs in each lane
 //   multiply_words             low half times low half, in 64 bits, of each wide lane
-//   interleave_words           words of `low` in the low halves, of `high` in the high ones
-//   in_turns                   wide lanes of a and b in turns: all even ones, then all odd ones
-//   interleave, load_sums      four columns at kInterleaved outputs as quads, and the sums that come of it
-//   keep_nonzero               places and terms of the lanes whose term is not zero (by_lane.h)
-//   Table16, Floats16          sixteen bytes or floats, and the one that each byte's or lane's low bits name
+//   interleave_words           words of `low` in the low halves, of `high` in the high halves
+//   interleave_pairs           wide lanes of a and b alternating: all even ones, then all odd ones
+//   interleave, load_sums      four columns at kInterleaved outputs as quads, and sums of these in output order
+//   keep_nonzero               indices and terms of the lanes with a nonzero term (by_lane.h)
+//   Table16, Floats16          lookup in sixteen bytes or floats by the low bits of each byte or lane
 //
-// Kernels are compiled with -ffp-contract=off: a product is fused into a sum where `fma` says so and nowhere
-// else, so that the same arithmetic comes out however many rows a template handles at once.
+// Kernels are compiled with -ffp-contract=off: a product is fused into a sum only by `fma`, so that the
+// arithmetic does not depend on how many rows a template computes at once.
 #pragma once
 
 #if defined(__AVX512F__)
@@ -44,7 +43,7 @@
 namespace octavo {
 namespace {
 
-// Whether the level has AMX, the tile unit (amx.h).
+// Whether the level has AMX (amx.h).
 #if defined(__AMX_INT8__)
 constexpr bool kHasTileUnit = true;
 #else
@@ -53,10 +52,10 @@ constexpr bool kHasTileUnit = false;
 
 // -- functions --
 
-// e^x to about 1 ulp for x in [-87, 88]; below, exactly 0; NaN stays NaN. Cody and Waite's reduction, Cephes'
-// polynomial.
+// e^x to about 1 ulp for x in [-87, 88]; below -87 exactly 0; NaN stays NaN. Cody and Waite's range
+// reduction, Cephes' polynomial.
 OCTAVO_INLINE vf exp(vf x) {
-    const vf clipped = min(splat(88.0f), max(splat(-87.0f), x));  // in this order a NaN passes
+    const vf clipped = min(splat(88.0f), max(splat(-87.0f), x));  // this order of operands passes a NaN
     const vi n = round_to_int(clipped * splat(1.44269504f));
     const vf nf = to_float(n);
     vf r = fma(nf, splat(-0.693359375f), clipped);
@@ -71,9 +70,9 @@ OCTAVO_INLINE vf exp(vf x) {
     return select(x < splat(-87.0f), vf{}, p * as_float((n + 127) << 23));
 }
 
-// 2^x to 2^-18 of itself, for what is rounded anyway: x <= 0; below -125 exactly 0; 1 at 0; NaN stays NaN.
-// Adding 1.5 * 2^23 leaves x rounded in the low bits; the polynomial interpolates 2^f at five Chebyshev
-// points of [-1/2, 1/2].
+// 2^x with a relative error of 2^-18, for values that are rounded afterwards: x <= 0; below -125 exactly 0;
+// 1 at 0; NaN stays NaN. Adding 1.5 * 2^23 leaves x rounded in the low bits; the polynomial interpolates
+// 2^f at five Chebyshev points of [-1/2, 1/2].
 OCTAVO_INLINE vf exp2_coarse(vf x) {
     const vf magic = splat(12582912.0f), shifted = x + magic;
     const vf f = x - (shifted - magic);
@@ -87,8 +86,8 @@ OCTAVO_INLINE vf exp2_coarse(vf x) {
 
 OCTAVO_INLINE vf sigmoid(vf x) { return reciprocal(splat(1.0f) + exp(-x)); }
 
-// erfc(z) for z in [0, 10.5]: e^(-z^2) times a polynomial in t = 1 / (1 + 0.4 z), fitted by least squares to
-// 6e-8 of its value up to z = 9.5; beyond 9.4, where e^(-z^2) is below e^-87, exactly 0. NaN stays NaN.
+// erfc(z) for z in [0, 10.5]: e^(-z^2) times a polynomial in t = 1 / (1 + 0.4 z), fitted by least squares
+// to 6e-8 of its value up to z = 9.5; beyond 9.4, where e^(-z^2) is below e^-87, exactly 0. NaN stays NaN.
 OCTAVO_INLINE vf erfc(vf z) {
     const vf t = reciprocal(fma(splat(0.4f), z, splat(1.0f)));
     vf p = splat(0.0392933156f);
@@ -102,10 +101,10 @@ OCTAVO_INLINE vf erfc(vf z) {
     p = fma(p, t, splat(0.225622618f));
     return p * t * exp(-z * z);
 }
-// x times the normal distribution's share below x. The share above |x| is taken from x or, where x is negative,
-// is what remains: no digit of the tail is lost to a difference.
+// x times the normal distribution function at x, computed from the tail above |x| so that no digits of the
+// tail are lost in a difference.
 OCTAVO_INLINE vf gelu(vf x) {
-    const vf size = min(splat(14.5f), max(x, -x));  // in this order a NaN passes
+    const vf size = min(splat(14.5f), max(x, -x));  // this order of operands passes a NaN
     return max(x, vf{}) - splat(0.5f) * size * erfc(splat(0.70710678f) * size);
 }
 

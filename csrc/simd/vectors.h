@@ -1,8 +1,8 @@
-// Sixteen lanes as a type: `vf` of fp32, `vi` of int32, with the operators that GCC's vectors have.
+// Sixteen lanes as a type: `vf` of fp32, `vi` of int32, with the operators of GCC's vectors.
 //
-// With AVX-512 both are vectors of the compiler. Where registers are smaller, it would keep a vector of 64
-// bytes in memory, but it keeps the members of a struct in registers. So there they are structs of two
-// vectors of 32 bytes (AVX2), or of four of 16.
+// With AVX-512 both are compiler vectors. With smaller registers the compiler would keep a 64-byte vector
+// in memory, but it keeps the members of a struct in registers. So there they are structs of two 32-byte
+// vectors (AVX2) or of four 16-byte vectors.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,6 @@ namespace {
 template <typename T>
 struct Two {
     T low, high;
-
-    template <typename U>
-    OCTAVO_INLINE explicit operator Two<U>() const {
-        return {(U)low, (U)high};
-    }
 };
 template <typename T>
 OCTAVO_INLINE Two<T> two(T low, T high) {
@@ -111,7 +106,7 @@ struct Doubled<Register, 1> {
 using vf = Doubled<RegisterF, 16 / kRegisterLanes>::type;
 using vi = Doubled<RegisterI, 16 / kRegisterLanes>::type;
 
-// The same bits as lanes of the other type.
+// Reinterprets the bits as lanes of the other type.
 OCTAVO_INLINE vf as_float(vi v) {
     return each([](RegisterI x) { return reinterpret_cast<RegisterF>(x); }, v);
 }
@@ -119,7 +114,7 @@ OCTAVO_INLINE vi as_int(vf v) {
     return each([](RegisterF x) { return reinterpret_cast<RegisterI>(x); }, v);
 }
 
-// Loads and stores, a register at a time.
+// Loads and stores, one register at a time.
 template <typename Vector>
 struct Memory16 {
     static OCTAVO_INLINE Vector load(const void* p) {

@@ -1,4 +1,4 @@
-// A check that says where it failed, and seeded numbers, for all native tests.
+// CHECK, which prints where it failed, and seeded random numbers, for all native tests.
 #pragma once
 
 #include <cmath>
@@ -26,19 +26,20 @@ using Floats = std::vector<float>;
 
 inline Floats normal(size_t count, uint32_t seed, float scale = 1) {
     std::mt19937 generator(seed);
-    std::normal_distribution<float> draw(0, scale);
+    std::normal_distribution<float> distribution(0, scale);
     Floats values(count);
-    for (float& value : values) value = draw(generator);
+    for (float& value : values) value = distribution(generator);
     return values;
 }
 
 inline bool same_bits(const Floats& a, const Floats& b) {
     if (a.size() != b.size()) return false;
-    return a.empty() || !std::memcmp(a.data(), b.data(), a.size() * sizeof(float));  // empty: no address
+    return a.empty() ||
+           !std::memcmp(a.data(), b.data(), a.size() * sizeof(float));  // data() may be null if empty
 }
 
 void test_thread_pool();
-void test_walk();
+void test_step_run();
 void test_weight_stream(const std::string& directory);
 void test_neuron_cache(const std::string& directory);
 void test_kv_spill(const std::string& directory);

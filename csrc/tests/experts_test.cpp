@@ -1,5 +1,5 @@
-// Routed experts on a StepRunner: what they make of each row is what plain loops in double make, and bitwise
-// the same alone or in a batch, on any number of threads, beside rows that are not numbers, and where several
+// Routed experts on a StepRunner: the output of each row equals that of plain loops over doubles, and is
+// bitwise the same alone or in a batch, on any number of threads, beside rows with NaN, and if several
 // engines with rows of their own share the experts.
 #include <algorithm>
 #include <cstdio>
@@ -13,8 +13,8 @@ namespace octavo::test {
 
 namespace {
 
-constexpr int kTable = 90, kHidden = 64, kInner = 70, kExperts = 8, kChosen = 3, kMostRows = 400;
-constexpr int kFaulty = kTable - 1;  // a row of the table that is not of numbers
+constexpr int kTable = 90, kHidden = 64, kInner = 70, kExperts = 8, kChosen = 3, kMaxRows = 400;
+constexpr int kFaulty = kTable - 1;  // a row of NaN
 
 using Score = RouteSpec::Score;
 using GroupRank = RouteSpec::GroupRank;
@@ -44,7 +44,7 @@ struct Experts {
     }
 };
 
-RouteSpec route_of(Score score, int groups, GroupRank rank) {
+RouteSpec make_route(Score score, int groups, GroupRank rank) {
     return RouteSpec{.top_k = kChosen,
                      .score = score,
                      .num_groups = groups,
@@ -57,7 +57,7 @@ RouteSpec route_of(Score score, int groups, GroupRank rank) {
 
 // -- plain loops --
 
-std::vector<double> scores_of(const RouteSpec& spec, const Row& logits) {
+std::vector<double> compute_scores(const RouteSpec& spec, const Row& logits) {
     Row scores = logits;
     double sum = 0;
     for (const double z : logits) sum += std::exp(z);
@@ -68,7 +68,7 @@ std::vector<double> scores_of(const RouteSpec& spec, const Row& logits) {
     return scores;
 }
 
-// Returns the experts of groups that rank among the best.
+// Returns the experts of the best groups.
 std::vector<bool> allowed(const RouteSpec& spec, const Row& choice) {
     const int size = kExperts / spec.num_groups;
     std::vector<std::pair<double, int>> ranks;
@@ -85,7 +85,8 @@ std::vector<bool> allowed(const RouteSpec& spec, const Row& choice) {
     return keep;
 }
 
-Row weights_of(const RouteSpec& spec, const Row& logits, const Row& scores, const std::vector<int>& ids) {
+Row compute_weights(const RouteSpec& spec, const Row& logits, const Row& scores,
+                    const std::vector<int>& ids) {
     Row weights;
     std::vector<bool> taken(kExperts, false);
     double sum = 0, chosen = 0;
@@ -110,7 +111,8 @@ Row weights_of(const RouteSpec& spec, const Row& logits, const Row& scores, cons
 
 Row plain(const Experts& experts, const RouteSpec& spec, int token) {
     const float* first = experts.table.data() + static_cast<size_t>(token) * kHidden;
-    const Row x(first, first + kHidden), logits = experts.router.times(x), scores = scores_of(spec, logits);
+    const Row x(first, first + kHidden), logits = experts.router.times(x),
+                                         scores = compute_scores(spec, logits);
     Row choice = scores;
     for (int e = 0; e < kExperts && spec.bias; e++) choice[e] += spec.bias[e];
     const std::vector<bool> keep = allowed(spec, choice);
@@ -119,7 +121,7 @@ Row plain(const Experts& experts, const RouteSpec& spec, int token) {
         if (keep[e]) ids.push_back(e);
     std::sort(ids.begin(), ids.end(), [&](int a, int b) { return choice[a] > choice[b]; });
     ids.resize(kChosen);
-    const Row weights = weights_of(spec, logits, scores, ids);
+    const Row weights = compute_weights(spec, logits, scores, ids);
     Row out(kHidden, 0);
     for (int j = 0; j < kChosen; j++) {
         const int e = ids[j];
@@ -138,10 +140,10 @@ Row plain(const Experts& experts, const RouteSpec& spec, int token) {
 
 // -- the plan --
 
-// The engines that share the experts, and this one's part of them.
+// The engines that share the experts, and this engine's part of them.
 struct Sharing {
-    std::shared_ptr<SharedRanks> ranks;  // null: all experts are this engine's
-    std::vector<int> firsts{};  // the first expert of each engine
+    std::shared_ptr<SharedRanks> ranks;  // null: this engine has all experts
+    std::vector<int> firsts{};  // first expert of each engine
     int first = 0, last = kExperts;
 };
 
@@ -151,15 +153,15 @@ std::vector<PackedTiles> own(const std::vector<TestMatrix>& weights, const Shari
     return list;
 }
 
-std::shared_ptr<const Plan> plan_of(const KernelTable& kernels, const Experts& experts, RouteSpec spec,
-                                    const Sharing& sharing) {
+std::shared_ptr<const Plan> build_plan(const KernelTable& kernels, const Experts& experts, RouteSpec spec,
+                                       const Sharing& sharing) {
     Arena tokens{Axis::tokens}, rows{Axis::experts}, samples{Axis::samples};
-    const Place x = tokens.place(kHidden), out = tokens.place(kHidden), inner = rows.place(kInner),
-                down = rows.place(kHidden), sampled = samples.place(kHidden);
-    spec.logits = tokens.place(kExperts);
-    spec.weights = tokens.place(kChosen);
+    const ValueSlice x = tokens.add(kHidden), out = tokens.add(kHidden), inner = rows.add(kInner),
+                     down = rows.add(kHidden), sampled = samples.add(kHidden);
+    spec.logits = tokens.add(kExperts);
+    spec.weights = tokens.add(kChosen);
     PlanBuilder builder(kernels,
-                        {.max_tokens = kMostRows,
+                        {.max_tokens = kMaxRows,
                          .vocab = kHidden,
                          .engines = sharing.ranks,
                          .num_engines = sharing.ranks ? static_cast<int>(sharing.firsts.size()) : 1});
@@ -170,18 +172,18 @@ std::shared_ptr<const Plan> plan_of(const KernelTable& kernels, const Experts& e
     builder.add(DispatchSpec{.route = route,
                              .first = sharing.first,
                              .last = sharing.last,
-                             .x = exchanges ? x : Place{},
-                             .weights = exchanges ? spec.weights : Place{}});
+                             .x = exchanges ? x : ValueSlice{},
+                             .weights = exchanges ? spec.weights : ValueSlice{}});
     builder.add(ExpertsSpec{.route = route,
                             .x = x,
                             .out = inner,
-                            .scaled_by = spec.scales_rows ? spec.weights : Place{},
+                            .scaled_by = spec.scales_rows ? spec.weights : ValueSlice{},
                             .fuses_input = !spec.scales_rows,
                             .weights = own(experts.gates, sharing),
                             .ups = own(experts.ups, sharing),
                             .gate = {.activation = 0}});
-    // The first product converts the rows of the second one, unless their format needs whole rows, or it reads
-    // the memory that they would have.
+    // The first matmul quantizes the input of the second, unless its format requires whole rows, or it
+    // reads the memory that this input would have.
     const RowType type = kernels.row_type(experts.downs[0].packed.tiles.code);
     const auto bias = experts.bias.begin() + static_cast<int64_t>(sharing.first) * kHidden;
     builder.add(
@@ -206,7 +208,7 @@ struct Runner {
     Runner(const KernelTable& kernels, const Experts& experts, const RouteSpec& spec, int threads,
            const Sharing& sharing = {})
         : pool(threads),
-          runner(pool, plan_of(kernels, experts, spec, sharing)),
+          runner(pool, build_plan(kernels, experts, spec, sharing)),
           kv({KvGroup{1, 1, 2, 2, KvType::bf16, 1}}) {}
     Floats run(const std::vector<int32_t>& ids) {
         const int count = static_cast<int>(ids.size());
@@ -217,7 +219,7 @@ struct Runner {
         b.num_tokens = b.num_samples = count;
         b.num_requests = b.table_width = b.num_axes = 1;
         b.token_ids = ids.data();
-        b.places = b.positions = b.sample_rows = rows.data();
+        b.key_indices = b.positions = b.sample_rows = rows.data();
         b.query_starts = starts.data();
         b.context_lens = b.block_tables = zero.data();
         b.slots = slots.data();
@@ -229,7 +231,7 @@ struct Runner {
 
 // -- tests --
 
-Floats row_of(const Floats& rows, size_t row) {
+Floats get_row(const Floats& rows, size_t row) {
     return Floats(rows.begin() + static_cast<int64_t>(row) * kHidden,
                   rows.begin() + static_cast<int64_t>(row + 1) * kHidden);
 }
@@ -258,27 +260,27 @@ void check_against_plain(const Floats& found, const std::vector<int32_t>& ids, c
 }
 
 void test_format(const KernelTable& kernels, const Experts& experts, const RouteSpec& spec, Format format) {
-    const std::vector<int32_t> ids = some_tokens(kMostRows);
+    const std::vector<int32_t> ids = some_tokens(kMaxRows);
     Runner one(kernels, experts, spec, 1), three(kernels, experts, spec, 3);
     const Floats wanted = one.run(ids);
     check_against_plain(wanted, ids, experts, spec, format);
     CHECK(same_bits(three.run(ids), wanted), "%s on three threads", kFormatNames[static_cast<int>(format)]);
     for (const size_t row : {0, 7, 399})
-        CHECK(same_bits(three.run({ids[row]}), row_of(wanted, row)), "%s, row %zu alone",
+        CHECK(same_bits(three.run({ids[row]}), get_row(wanted, row)), "%s, row %zu alone",
               kFormatNames[static_cast<int>(format)], row);
-    std::vector<int32_t> beside(ids.begin(), ids.begin() + 9);
-    beside[4] = kFaulty;
-    const Floats found = three.run(beside);
+    std::vector<int32_t> with_faulty(ids.begin(), ids.begin() + 9);
+    with_faulty[4] = kFaulty;
+    const Floats found = three.run(with_faulty);
     for (const size_t row : {0, 3, 5, 8})
-        CHECK(same_bits(row_of(found, row), row_of(wanted, row)), "%s, row %zu beside one without numbers",
+        CHECK(same_bits(get_row(found, row), get_row(wanted, row)), "%s, row %zu beside one without numbers",
               kFormatNames[static_cast<int>(format)], row);
 }
 
 // Three engines share the experts and have rows of their own, some of them none.
 void test_sharing(const KernelTable& kernels, const Experts& experts, const RouteSpec& spec, Format format) {
-    const std::vector<int32_t> ids = some_tokens(kMostRows);
+    const std::vector<int32_t> ids = some_tokens(kMaxRows);
     const std::vector<int> firsts = {0, 3, 6}, lasts = {3, 6, kExperts};
-    const std::vector<std::vector<int>> steps = {{9, 4, 1}, {0, 0, 5}, {kMostRows, 1, 0}, {3, 130, 70}};
+    const std::vector<std::vector<int>> steps = {{9, 4, 1}, {0, 0, 5}, {kMaxRows, 1, 0}, {3, 130, 70}};
     Runner whole(kernels, experts, spec, 1);
     const Floats wanted = whole.run(ids);
     FILE* memory = std::tmpfile();
@@ -308,18 +310,18 @@ void test_experts(const KernelTable& kernels) {
     ThreadPool packers(1);
     for (const Format format : {Format::fp32, Format::bf16, Format::int8, Format::int4}) {
         const Experts experts(format, packers);
-        test_format(kernels, experts, route_of(Score::softmax, 1, GroupRank::two_best), format);
-        RouteSpec scaled = route_of(Score::sigmoid_top_k, 1, GroupRank::two_best);
+        test_format(kernels, experts, make_route(Score::softmax, 1, GroupRank::two_best), format);
+        RouteSpec scaled = make_route(Score::sigmoid_top_k, 1, GroupRank::two_best);
         scaled.scales_rows = true;
         test_format(kernels, experts, scaled, format);
-        test_sharing(kernels, experts, route_of(Score::softmax, 1, GroupRank::two_best), format);
+        test_sharing(kernels, experts, make_route(Score::softmax, 1, GroupRank::two_best), format);
         test_sharing(kernels, experts, scaled, format);
         if (format != Format::fp32) continue;
-        RouteSpec corrected = route_of(Score::sigmoid, 4, GroupRank::two_best);
+        RouteSpec corrected = make_route(Score::sigmoid, 4, GroupRank::two_best);
         corrected.bias = FloatArray(experts.correction);
-        for (const RouteSpec& spec : {corrected, route_of(Score::softmax, 4, GroupRank::best),
-                                      route_of(Score::softmax_top_k, 1, GroupRank::two_best),
-                                      route_of(Score::sparsemixer, 1, GroupRank::two_best)})
+        for (const RouteSpec& spec : {corrected, make_route(Score::softmax, 4, GroupRank::best),
+                                      make_route(Score::softmax_top_k, 1, GroupRank::two_best),
+                                      make_route(Score::sparsemixer, 1, GroupRank::two_best)})
             test_format(kernels, experts, spec, format);
     }
 }

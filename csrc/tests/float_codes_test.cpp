@@ -1,5 +1,5 @@
-// Weights in codes that stand for floats: rows that are read back have the codes' own numbers, bit for bit,
-// products are those of these numbers, and a row's does not depend on how many rows come with it.
+// Float codes: rows that are read back have exactly the codes' values, matmuls use these values, and the
+// result of a row does not depend on the number of rows.
 #include "../plan/packing.h"
 #include "check.h"
 
@@ -11,8 +11,8 @@ constexpr float kNumbers[16] = {
     -1.0f,      -0.6961928f, -0.52507305f, -0.3949175f, -0.28444138f, -0.18477343f, -0.09105004f, 0.0f,
     0.0795803f, 0.1609302f,  0.2461123f,   0.33791524f, 0.44070983f,  0.562617f,    0.72295684f,  1.0f};
 
-// The number of an e4m3 code that is no NaN.
-float of_e4m3(uint8_t code) {
+// Returns the value of an e4m3 code that is not NaN.
+float e4m3_to_float(uint8_t code) {
     const int exponent = code >> 3 & 15, fraction = code & 7;
     const float size = exponent ? std::ldexp(1 + static_cast<float>(fraction) / 8, exponent - 7)
                                 : std::ldexp(static_cast<float>(fraction) / 8, -6);
@@ -23,8 +23,8 @@ float of_e4m3(uint8_t code) {
 struct Coded {
     Code code;
     int rows, inputs, group;
-    std::vector<uint8_t> codes;  // one a byte
-    std::vector<uint8_t> bytes;  // as a file has them
+    std::vector<uint8_t> codes;  // one per byte
+    std::vector<uint8_t> bytes;  // as in a file
     Floats scales;
 
     Coded(Code c, int n, int k, int g) : code(c), rows(n), inputs(k), group(g) {
@@ -47,11 +47,11 @@ struct Coded {
     int groups() const { return (inputs + group - 1) / group; }
     float value(int row, int k) const {
         const uint8_t each = codes[static_cast<size_t>(row) * inputs + k];
-        const float number = code == Code::f4 ? kNumbers[each] : of_e4m3(each);
+        const float number = code == Code::f4 ? kNumbers[each] : e4m3_to_float(each);
         return number * scales[static_cast<size_t>(row) * groups() + k / group];
     }
-    QuantisedSource source() const {
-        QuantisedSource s{};
+    QuantizedSource source() const {
+        QuantizedSource s{};
         s.group = group;
         s.num_inputs = inputs;
         s.codes = CodeRows::plain(bytes.data(), rows, inputs, code == Code::f4 ? 4 : 8, false);
@@ -67,35 +67,35 @@ struct Coded {
     }
 };
 
-void check_products(const KernelTable& kernels, const PackedTiles& packed, const Coded& e) {
+void check_matmul(const KernelTable& kernels, const PackedTiles& packed, const Coded& e) {
     constexpr int kRows = 37, kBlocks = 3 * kTile;
     const Tiles& w = packed.tiles;
     std::mt19937 generator(5);
-    Floats x(static_cast<size_t>(kRows) * e.inputs);  // numbers that bf16 holds
+    Floats x(static_cast<size_t>(kRows) * e.inputs);  // exact in bf16
     for (float& value : x) value = static_cast<float>(static_cast<int>(generator() % 255) - 127) / 64;
     const RowType type = kernels.row_type(w.code);
     CHECK(type == (e.code == Code::f4 ? RowType::fp32 : RowType::bf16));
     const int stride = static_cast<int>(row_elements(type, w.num_groups));
     Memory values(static_cast<size_t>(kBlocks) * stride * 4), scratch(kernels.scratch_bytes(w));
-    const Rows rows{.type = type,
-                    .values = values.data(),
-                    .stride = stride,
-                    .num_groups = w.num_groups,
-                    .group_stride = w.num_groups};
+    const QuantizedRows rows{.type = type,
+                             .values = values.data(),
+                             .stride = stride,
+                             .num_groups = w.num_groups,
+                             .group_stride = w.num_groups};
     for (int r = 0; r < kRows; r++)
-        kernels.prepare_row(x.data() + static_cast<size_t>(r) * e.inputs, e.inputs, Norm{}, rows, r);
+        kernels.quantize_row(x.data() + static_cast<size_t>(r) * e.inputs, e.inputs, Norm{}, rows, r);
     Floats together(static_cast<size_t>(kRows) * kTile), alone(kTile),
         both(static_cast<size_t>(2) * kRows * kTile);
     for (int tile = 0; tile < w.num_tiles(); tile++) {
         const TileRef ref{&w, tile, together.data()};
-        kernels.tile_products(&ref, 1, rows, 0, kRows, scratch.data());
+        kernels.tile_matmul(&ref, 1, rows, 0, kRows, scratch.data());
         const TileRef pair[] = {{&w, tile, both.data()},
                                 {&w, 0, both.data() + static_cast<size_t>(kRows) * kTile}};
-        kernels.tile_products(pair, 2, rows, 0, kRows, scratch.data());
+        kernels.tile_matmul(pair, 2, rows, 0, kRows, scratch.data());
         CHECK(!std::memcmp(both.data(), together.data(), together.size() * sizeof(float)));
         for (int r = 0; r < kRows; r++) {
             const TileRef one{&w, tile, alone.data()};
-            kernels.tile_products(&one, 1, rows, r, 1, scratch.data());
+            kernels.tile_matmul(&one, 1, rows, r, 1, scratch.data());
             CHECK(!std::memcmp(alone.data(), together.data() + static_cast<size_t>(r) * kTile,
                                kTile * sizeof(float)),
                   "%s, row %d of tile %d", kCodeNames[static_cast<int>(e.code)], r, tile);
@@ -136,7 +136,7 @@ void test_float_codes(const KernelTable& kernels) {
                     CHECK(row[k] == e.value(r, k), "%s, row %d input %d: %g, not %g",
                           kCodeNames[static_cast<int>(code)], r, k, row[k], e.value(r, k));
             }
-            check_products(kernels, packed, e);
+            check_matmul(kernels, packed, e);
         }
 }
 

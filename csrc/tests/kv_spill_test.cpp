@@ -1,5 +1,5 @@
-// Keys and values of which a part is in a file: every layer finds the bytes of the blocks that it asks for, whatever
-// stays in memory and whatever the disk does, and no more stays than was said.
+// KvSpill: every layer finds the data of the blocks that it requests, whatever stays in memory and however
+// the disk behaves, and no more records than allowed stay in memory.
 #include "../runtime/kv_spill.h"
 
 #include <fcntl.h>
@@ -24,7 +24,7 @@ std::atomic<int> reads_until_error{-1}, writes_until_error{-1};
 
 ssize_t read_at(int file, void* to, size_t bytes, off_t offset) {
     if (reads_until_error >= 0 && reads_until_error-- == 0) return errno = EIO, -1;
-    return pread(file, to, std::min(bytes, kRecordAlign), offset);  // short reads go on
+    return pread(file, to, std::min(bytes, kRecordAlign), offset);  // short reads are continued
 }
 
 ssize_t write_at(int file, const void* from, size_t bytes, off_t offset) {
@@ -32,16 +32,17 @@ ssize_t write_at(int file, const void* from, size_t bytes, off_t offset) {
     return pwrite(file, from, bytes, offset);
 }
 
-// Memory of a group, and what each record of its layers has to hold: 16 tokens of numbers that say who wrote them.
+// Memory of a group, and the expected contents of each record of its layers: 16 tokens whose bytes identify
+// their writer.
 struct Group {
     Memory memory{kGroupLayers * kBlocks * kRecord, true};
     std::map<std::pair<int, int>, std::vector<uint8_t>> wanted;  // by layer and block
     std::unique_ptr<KvSpill> spill;
 
     explicit Group(const std::string& directory) {
-        std::string path = directory + "/spill-" + std::string(6, 'X');  // letters that mkstemp replaces
+        std::string path = directory + "/spill-" + std::string(6, 'X');  // replaced by mkstemp
         const int file = mkstemp(path.data());
-        CHECK(file >= 0 && ftruncate(file, (off_t)(kLayers.size() * kBlocks * kRecord)) == 0);
+        CHECK(file >= 0 && ftruncate(file, static_cast<off_t>(kLayers.size() * kBlocks * kRecord)) == 0);
         unlink(path.c_str());
         spill = std::make_unique<KvSpill>(KvSpill::Source{file, 3, kKept, read_at, write_at},
                                           KvSpill::Shape{kBlocks, kRecord, kUsed, kLayers}, memory);
@@ -72,15 +73,15 @@ struct Group {
     }
 };
 
-// Guesses some blocks of the last layer.
-void foresee(const Group& group, std::mt19937& generator) {
-    std::vector<int32_t> guessed(generator() % 8);
-    for (int32_t& block : guessed) block = static_cast<int32_t>(generator() % kBlocks);
-    group.spill->foresee(kLayers[1], guessed);
+// Prefetches some blocks of the last layer.
+void prefetch(const Group& group, std::mt19937& generator) {
+    std::vector<int32_t> blocks(generator() % 8);
+    for (int32_t& block : blocks) block = static_cast<int32_t>(generator() % kBlocks);
+    group.spill->prefetch(kLayers[1], blocks);
 }
 
-// A step that continues some blocks and begins others, and reads any of those that were ever written. False where
-// it failed; then its rows are to be computed again.
+// A step that continues some blocks, starts others, and reads any of those that were written. Returns false
+// if it failed; its rows then have to be computed again.
 bool step(Group& group, std::mt19937& generator, uint8_t value) {
     const bool may_fail = reads_until_error >= 0 || writes_until_error >= 0;
     std::set<int> blocks, continued;
@@ -94,14 +95,15 @@ bool step(Group& group, std::mt19937& generator, uint8_t value) {
         return false;
     }
     for (const int layer : kLayers) {
-        std::vector<int32_t> asked(blocks.begin(), blocks.end());
+        std::vector<int32_t> requested(blocks.begin(), blocks.end());
         for (const int block : blocks)
             group.write(layer, block, continued.contains(block) ? 7 : 0, static_cast<uint8_t>(value + layer));
-        for (size_t i = 0; i < num_read; i++) asked.push_back(static_cast<int32_t>(generator() % kBlocks));
-        group.spill->request(layer, asked);
-        if (layer == kLayers[0]) foresee(group, generator);
+        for (size_t i = 0; i < num_read; i++)
+            requested.push_back(static_cast<int32_t>(generator() % kBlocks));
+        group.spill->request(layer, requested);
+        if (layer == kLayers[0]) prefetch(group, generator);
         if (!may_fail)
-            for (const int block : asked) group.check_in_memory(layer, block);
+            for (const int block : requested) group.check_in_memory(layer, block);
     }
     try {
         group.spill->end_step();
@@ -126,7 +128,7 @@ void test_steps(const std::string& directory) {
         CHECK(group.spill->num_in_memory() <= static_cast<int64_t>(kLayers.size()) * kKept, "%d records",
               static_cast<int>(group.spill->num_in_memory()));
         if (i % 10 == 0) check_all(group);
-        if (i % 3) continue;  // a block comes from elsewhere
+        if (i % 3) continue;  // a block arrives from elsewhere
         const int block = static_cast<int>(generator() % kBlocks);
         for (const int layer : kLayers) {
             auto& bytes = group.wanted[{layer, block}];
@@ -135,14 +137,14 @@ void test_steps(const std::string& directory) {
         }
     }
     CHECK(group.spill->num_found() > 0 && group.spill->num_read() > 0);
-    CHECK(group.spill->num_foreseen() > 0);
-    CHECK(group.spill->num_foreseen_used() > 0);
-    CHECK(group.spill->num_foreseen_used() <= group.spill->num_foreseen());
+    CHECK(group.spill->num_prefetched() > 0);
+    CHECK(group.spill->num_prefetched_used() > 0);
+    CHECK(group.spill->num_prefetched_used() <= group.spill->num_prefetched());
     CHECK(group.spill->bytes_read() > 0 && group.spill->bytes_written() > 0);
     CHECK(!group.spill->spills(0) && group.spill->spills(1) && !group.spill->spills(2));
 }
 
-// Reads and writes that fail are the step's error. No record is lost to them, and later steps find theirs.
+// Failed reads and writes are errors of the step. No record is lost, and later steps find theirs.
 void test_faults(const std::string& directory) {
     Group group(directory);
     std::mt19937 generator(11);

@@ -1,8 +1,8 @@
 // The native tests. `native_tests KERNELS LEVEL...` runs all of them at each level, with the shared objects
-// of the directory KERNELS, where it also keeps small files for a moment. `native_tests --kernels KERNELS
-// LEVEL...` leaves out the tests that need no kernels, and takes levels that the processor does not name, as an
-// emulated one may not: an instruction that it lacks ends the tests. `native_tests --levels` prints the levels that this machine
-// runs, best last.
+// in the directory KERNELS, where it also creates temporary files. `native_tests --kernels KERNELS
+// LEVEL...` skips the tests that need no kernels and accepts levels that the processor does not report, for
+// emulators: a missing instruction ends the tests. `native_tests --levels` prints the levels that this
+// machine supports, best last.
 #include <dlfcn.h>
 
 #include "check.h"
@@ -14,8 +14,8 @@ namespace {
 void test_without_kernels(const std::string& directory) {
     test::test_thread_pool();
     std::printf("thread pool: ok\n");
-    test::test_walk();
-    std::printf("walk: ok\n");
+    test::test_step_run();
+    std::printf("step run: ok\n");
     test::test_weight_stream(directory);
     std::printf("weight stream: ok\n");
     test::test_neuron_cache(directory);

@@ -1,5 +1,5 @@
-// Matrices in the formats of weights, with the numbers that they stand for, and places for Values: what tests
-// that build a plan by hand share.
+// Matrices in the formats of weights, with the values that they stand for, and allocation of Values, for
+// tests that build a plan.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ using Row = std::vector<double>;
 enum class Format { fp32, bf16, int8, int4 };
 inline const char* const kFormatNames[] = {"fp32", "bf16", "int8", "int4"};
 
-// A matrix [rows][columns] in a format; `values` are the drawn numbers as the format rounds them.
+// A matrix [rows][columns] in a format; `values` are random numbers as the format rounds them.
 struct TestMatrix {
     int rows, columns;
     Floats values;
@@ -49,7 +49,7 @@ struct TestMatrix {
                 codes[static_cast<size_t>(r) * k + i] = static_cast<int8_t>(code);
                 values[static_cast<size_t>(r) * k + i] = static_cast<float>(code) * scale;
             }
-        QuantisedSource source{};
+        QuantizedSource source{};
         source.num_inputs = k;
         source.group = kGroup;
         source.scales = Matrix{
@@ -77,16 +77,16 @@ struct TestMatrix {
 struct Arena {
     Axis axis;
     int64_t used = 0;
-    Place place(int width) {
+    ValueSlice add(int width) {
         const int stride = (width + 15) / 16 * 16;
-        const Place p{axis, used, width};
+        const ValueSlice p{axis, used, width};
         used += stride;
         return p;
     }
 };
 
-inline LinearPart part(const TestMatrix& m, const Place& out, const Place* residual = nullptr) {
-    return {.weight = m.packed, .out = out, .residual = residual ? *residual : Place{}};
+inline LinearPart part(const TestMatrix& m, const ValueSlice& out, const ValueSlice* residual = nullptr) {
+    return {.weight = m.packed, .out = out, .residual = residual ? *residual : ValueSlice{}};
 }
 
 }  // namespace octavo::test

@@ -1,5 +1,5 @@
-// Neurons' records: every request finds the bytes of its neurons, whatever stays in memory and whatever the
-// disk does; reads that fail are the step's error, and later steps find theirs.
+// NeuronCache: every request finds the data of its neurons, whatever stays in memory and however the disk
+// behaves; failed reads are errors of the step, and later steps find their neurons.
 #include "../runtime/neuron_cache.h"
 
 #include <fcntl.h>
@@ -32,7 +32,7 @@ ssize_t read_at(int file, void* to, size_t bytes, off_t offset) {
 
 uint8_t byte_at(size_t offset) { return static_cast<uint8_t>((offset * 2654435761u) >> 13); }
 
-// Layers of several shapes in a file whose bytes tell their places.
+// Layers of several shapes in a file whose bytes identify their offsets.
 struct Records {
     std::string path;
     std::vector<NeuronCache::Layer> layers;
@@ -48,7 +48,7 @@ struct Records {
         std::vector<uint8_t> bytes(at);
         for (size_t i = 0; i < at; i++) bytes[i] = byte_at(i);
         const int file = mkstemp(path.data());
-        CHECK(file >= 0 && write(file, bytes.data(), at) == (ssize_t)at);
+        CHECK(file >= 0 && write(file, bytes.data(), at) == static_cast<ssize_t>(at));
         close(file);
     }
     ~Records() { unlink(path.c_str()); }
@@ -67,7 +67,7 @@ void check_record(const NeuronCache& cache, int layer, int neuron) {
         CHECK(row[i] == byte_at(at + i), "layer %d, neuron %d, byte %zu", layer, neuron, i);
 }
 
-// Requests neurons of a layer and looks at all of its records.
+// Requests neurons of a layer and checks all of its records.
 bool use(NeuronCache& cache, int layer, const std::set<int>& neurons) {
     for (const int neuron : neurons) cache.mark(neuron);
     cache.request(layer);
@@ -118,7 +118,7 @@ void test_records(const std::string& directory) {
     is_slow = false;
 }
 
-// Neurons that a step has used are found in the window's next steps, and where there is room in all.
+// Neurons of a step are found in the next steps of the window, and in all steps if there is room.
 void test_window(const std::string& directory) {
     const Records records(directory);
     for (const int window : {0, 2}) {
@@ -132,12 +132,13 @@ void test_window(const std::string& directory) {
             const bool expected =
                 cache->num_read() - before == num_read &&
                 cache->num_found() - found == static_cast<int64_t>(neurons.size()) - num_read;
-            CHECK(expected, "window %d: %lld read", window, (long long)(cache->num_read() - before));
+            CHECK(expected, "window %d: %lld read", window,
+                  static_cast<long long>(cache->num_read() - before));
         }
     }
 }
 
-// The oldest give way to new ones; those of a step with more than there are slots for do not.
+// The oldest are replaced by new ones, but not by those of a step that needs more than the slots.
 void test_room(const std::string& directory) {
     const Records records(directory);
     const auto cache = records.open();
@@ -166,28 +167,28 @@ void test_pinned(const std::string& directory) {
         CHECK(use(*cache, 0, {step, 3, 4, 90}) && ended(*cache).empty());
         CHECK(use(*cache, 1, {step}) && ended(*cache).empty());
     }
-    CHECK(cache->num_found() == 4 * 3, "%lld", (long long)cache->num_found());
+    CHECK(cache->num_found() == 4 * 3, "%lld", static_cast<long long>(cache->num_found()));
     records.layers[0].pinned = {3, 3};
-    bool is_refused = false;
+    bool is_rejected = false;
     try {
         records.open();
     } catch (const std::logic_error&) {
-        is_refused = true;
+        is_rejected = true;
     }
-    CHECK(is_refused);
+    CHECK(is_rejected);
 }
 
-// Neurons that were foreseen are found, those that were not are read, and a guess changes no byte.
-void test_foreseen(const std::string& directory) {
+// Prefetched neurons are found, others are read, and a prefetch changes no data.
+void test_prefetch(const std::string& directory) {
     const Records records(directory);
     const auto cache = records.open();
     cache->begin_step();
-    cache->foresee(0, {3, 4, 50});
-    cache->foresee(1, {7, 8, 150});
+    cache->prefetch(0, {3, 4, 50});
+    cache->prefetch(1, {7, 8, 150});
     CHECK(use(*cache, 2, {1}));
-    while (cache->num_foreseen() < 6) std::this_thread::yield();
+    while (cache->num_prefetched() < 6) std::this_thread::yield();
     CHECK(use(*cache, 0, {3, 4, 60}) && use(*cache, 1, {8}) && ended(*cache).empty());
-    CHECK(cache->num_foreseen_used() == 3 && cache->num_read() == 2);
+    CHECK(cache->num_prefetched_used() == 3 && cache->num_read() == 2);
     std::mt19937 generator(11);
     for (const bool slow : {false, true}) {
         is_slow = slow;
@@ -198,8 +199,8 @@ void test_foreseen(const std::string& directory) {
             bool is_whole = true;
             for (int layer = 0; is_whole && layer < cache->num_layers(); layer++) {
                 for (int later = layer + 1; later < cache->num_layers(); later++) {
-                    const std::set<int> guess = some(generator, cache->layer(later).num_neurons, 0.2);
-                    cache->foresee(later, {guess.begin(), guess.end()});
+                    const std::set<int> prefetched = some(generator, cache->layer(later).num_neurons, 0.2);
+                    cache->prefetch(later, {prefetched.begin(), prefetched.end()});
                 }
                 is_whole = use(*cache, layer, some(generator, cache->layer(layer).num_neurons, 0.2));
             }
@@ -239,7 +240,7 @@ void test_neuron_cache(const std::string& directory) {
     test_window(directory);
     test_room(directory);
     test_pinned(directory);
-    test_foreseen(directory);
+    test_prefetch(directory);
     test_failing_reads(directory);
 }
 

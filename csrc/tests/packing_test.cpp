@@ -1,83 +1,11 @@
-// Weights in tiles: a row that is read back has the format's own values, bit for bit, and products are those
-// of these values.
+// Packed weights: a row that is read back has exactly the format's values, and matmuls use these values.
 #include "../plan/packing.h"
 
-#include "check.h"
+#include "weights.h"
 
 namespace octavo::test {
 
 namespace {
-
-float from_half(uint16_t h) {  // positive, normal
-    return std::ldexp(1.0f + static_cast<float>(h & 1023) / 1024, (h >> 10 & 31) - 15);
-}
-
-// A weight of random codes, and the values that they stand for.
-struct Example {
-    int rows, inputs, bits, group, zero_point;
-    bool halves, is_signed, mins, supers;
-    std::vector<uint8_t> codes;
-    std::vector<uint16_t> scales;  // fp16
-    std::vector<int8_t> small;  // the scales of groups, where there are two levels
-    Floats least;
-    const int8_t* table = nullptr;  // numbers of 4-bit codes
-
-    Example(int n, int k, int b, int g, int zero, bool h, bool s, bool m, bool two)
-        : rows(n),
-          inputs(k),
-          bits(b),
-          group(g),
-          zero_point(zero),
-          halves(h),
-          is_signed(s),
-          mins(m),
-          supers(two) {
-        std::mt19937 generator(static_cast<uint32_t>(n * 1000 + k + b));
-        codes.resize(static_cast<size_t>(rows) * inputs * bits / 8);
-        for (auto& code : codes) code = static_cast<uint8_t>(generator());
-        for (int i = 0; i < rows * groups(); i++) {
-            scales.push_back(static_cast<uint16_t>((10 + generator() % 8) << 10 | generator() % 1024));
-            small.push_back(static_cast<int8_t>(generator()));
-            least.push_back(static_cast<float>(generator() % 1000) / 300 - 1.5f);
-        }
-    }
-    int groups() const { return (inputs + group - 1) / group; }
-    int code(int row, int k) const {
-        if (bits == 8)
-            return is_signed ? static_cast<int8_t>(codes[static_cast<size_t>(row) * inputs + k])
-                             : codes[static_cast<size_t>(row) * inputs + k];
-        const int in = k % group, half = group / 2;
-        const int byte = halves ? k / group * half + in % half : k / 2;
-        const bool high = halves ? in >= half : k % 2;
-        const int nibble = codes[static_cast<size_t>(row) * inputs / 2 + byte] >> (high ? 4 : 0) & 15;
-        return table ? table[nibble] : nibble;
-    }
-    float value(int row, int k) const {
-        const int at = row * groups() + k / group;
-        const float scale =
-            supers ? from_half(scales[row]) * static_cast<float>(small[at]) : from_half(scales[at]);
-        const float scaled = static_cast<float>(code(row, k) - zero_point) * scale;
-        return mins ? scaled + least[at] : scaled;
-    }
-    QuantisedSource source() const {
-        const auto matrix = [&](Matrix::Kind kind, const void* data, int columns, int item) {
-            return Matrix{kind,    static_cast<const uint8_t*>(data),    rows,
-                          columns, static_cast<int64_t>(columns) * item, item};
-        };
-        QuantisedSource s{};
-        s.group = group;
-        s.zero_point = zero_point;
-        s.num_inputs = inputs;
-        s.codes = CodeRows::plain(codes.data(), rows, inputs, bits, is_signed, halves ? group / 2 : 1);
-        s.scales = supers ? matrix(Matrix::Kind::i8, small.data(), groups(), 1)
-                          : matrix(Matrix::Kind::fp16, scales.data(), groups(), 2);
-        if (supers) s.super_scales = matrix(Matrix::Kind::fp16, scales.data(), 1, 2);
-        if (mins) s.mins = matrix(Matrix::Kind::fp32, least.data(), groups(), 4);
-        s.whole_rows = group >= inputs && bits == 8;
-        s.table = table;
-        return s;
-    }
-};
 
 void check_rows(const KernelTable& kernels, const PackedTiles& packed, const Example& e) {
     Floats row(e.inputs);
@@ -88,10 +16,10 @@ void check_rows(const KernelTable& kernels, const PackedTiles& packed, const Exa
     }
 }
 
-// Checks products with rows whose quantisation is exact (codes times a power of two), so that the right
-// result is known to fp32's rounding: random ones, or of the largest numbers alone.
-void check_products(const KernelTable& kernels, const PackedTiles& packed, const Example& e,
-                    bool largest = false) {
+// Checks matmuls of rows whose quantization is exact (codes times a power of two), so that the expected
+// result is known up to fp32 rounding. `largest`: with the largest values only.
+void check_matmul(const KernelTable& kernels, const PackedTiles& packed, const Example& e,
+                  bool largest = false) {
     constexpr int kRows = 37;
     const int blocks = (kRows + kTile - 1) / kTile * kTile;
     std::mt19937 generator(5);
@@ -105,21 +33,21 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
     Memory values(static_cast<size_t>(blocks) * stride),
         scales(static_cast<size_t>(blocks) * packed.tiles.num_groups * 4), sums(scales.size() * 2),
         scaled(scales.size());
-    const Rows rows{.type = type,
-                    .values = values.data(),
-                    .stride = stride,
-                    .scales = reinterpret_cast<float*>(scales.data()),
-                    .sums = reinterpret_cast<int32_t*>(sums.data()),
-                    .scaled_sums = reinterpret_cast<float*>(scaled.data()),
-                    .num_groups = packed.tiles.num_groups,
-                    .group_stride = packed.tiles.num_groups};
+    const QuantizedRows rows{.type = type,
+                             .values = values.data(),
+                             .stride = stride,
+                             .scales = reinterpret_cast<float*>(scales.data()),
+                             .sums = reinterpret_cast<int32_t*>(sums.data()),
+                             .scaled_sums = reinterpret_cast<float*>(scaled.data()),
+                             .num_groups = packed.tiles.num_groups,
+                             .group_stride = packed.tiles.num_groups};
     for (int r = 0; r < kRows; r++)
-        kernels.prepare_row(x.data() + static_cast<size_t>(r) * e.inputs, e.inputs, Norm{}, rows, r);
+        kernels.quantize_row(x.data() + static_cast<size_t>(r) * e.inputs, e.inputs, Norm{}, rows, r);
     Memory scratch(kernels.scratch_bytes(packed.tiles));
-    Floats product(static_cast<size_t>(kRows) * kTile);
+    Floats results(static_cast<size_t>(kRows) * kTile);
     for (int tile = 0; tile < (e.rows + kTile - 1) / kTile; tile++) {
-        const TileRef ref{&packed.tiles, tile, product.data()};
-        kernels.tile_products(&ref, 1, rows, 0, kRows, scratch.data());
+        const TileRef ref{&packed.tiles, tile, results.data()};
+        kernels.tile_matmul(&ref, 1, rows, 0, kRows, scratch.data());
         for (int r = 0; r < kRows; r++)
             for (int o = 0; o < kTile && tile * kTile + o < e.rows; o++) {
                 double sum = 0, size = 0;
@@ -129,13 +57,13 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
                     sum += term;
                     size += std::fabs(term);
                 }
-                CHECK(std::fabs(product[static_cast<size_t>(r) * kTile + o] - sum) <= 2e-5 * size,
-                      "row %d output %d: %g, not %g", r, tile * kTile + o, product[r * kTile + o], sum);
+                CHECK(std::fabs(results[static_cast<size_t>(r) * kTile + o] - sum) <= 2e-5 * size,
+                      "row %d output %d: %g, not %g", r, tile * kTile + o, results[r * kTile + o], sum);
             }
     }
 }
 
-// Checks that two weights have the same products, bit for bit.
+// Checks that matmuls with two weights are bitwise equal.
 void check_same(const KernelTable& kernels, const PackedTiles& a, const PackedTiles& b, int num_rows,
                 bool largest = false) {
     const int inputs = a.tiles.num_inputs, groups = a.tiles.num_groups;
@@ -144,60 +72,60 @@ void check_same(const KernelTable& kernels, const PackedTiles& a, const PackedTi
     Memory values(static_cast<size_t>(2) * kTile * stride),
         scales(static_cast<size_t>(2) * kTile * groups * 4), sums(scales.size() * 2), scaled(scales.size()),
         scratch(kernels.scratch_bytes(b.tiles));
-    const Rows rows{.type = type,
-                    .values = values.data(),
-                    .stride = stride,
-                    .scales = reinterpret_cast<float*>(scales.data()),
-                    .sums = reinterpret_cast<int32_t*>(sums.data()),
-                    .scaled_sums = reinterpret_cast<float*>(scaled.data()),
-                    .num_groups = groups,
-                    .group_stride = groups};
+    const QuantizedRows rows{.type = type,
+                             .values = values.data(),
+                             .stride = stride,
+                             .scales = reinterpret_cast<float*>(scales.data()),
+                             .sums = reinterpret_cast<int32_t*>(sums.data()),
+                             .scaled_sums = reinterpret_cast<float*>(scaled.data()),
+                             .num_groups = groups,
+                             .group_stride = groups};
     for (int r = 0; r < num_rows; r++) {
         const Floats x = largest ? Floats(inputs, r % 2 ? -3.0f : 3.0f) : normal(inputs, 90 + r);
-        kernels.prepare_row(x.data(), inputs, Norm{}, rows, r);
+        kernels.quantize_row(x.data(), inputs, Norm{}, rows, r);
     }
     for (int tile = 0; tile < a.tiles.num_tiles(); tile++) {
         Floats expected(static_cast<size_t>(num_rows) * kTile), found(expected.size(), 1);
         const TileRef first{&a.tiles, tile, found.data()}, second{&b.tiles, tile, expected.data()};
-        kernels.tile_products(&first, 1, rows, 0, num_rows, scratch.data());
-        kernels.tile_products(&second, 1, rows, 0, num_rows, scratch.data());
+        kernels.tile_matmul(&first, 1, rows, 0, num_rows, scratch.data());
+        kernels.tile_matmul(&second, 1, rows, 0, num_rows, scratch.data());
         CHECK(same_bits(expected, found), "%d rows, tile %d", num_rows, tile);
     }
 }
 
-// Checks that products which skip zeros have the bits of those that do not, for one row and two.
+// Checks that matmuls that skip zeros are bitwise equal to those that do not, for one row and two.
 void check_skipping(const KernelTable& kernels, const PackedTiles& packed, int inputs) {
     const RowType type = kernels.row_type(packed.tiles.code);
     const int stride = static_cast<int>(row_elements(type, packed.tiles.num_groups));
     Memory values(static_cast<size_t>(kTile) * stride * 4),
         scales(static_cast<size_t>(kTile) * packed.tiles.num_groups * 4), sums(scales.size() * 2),
         scaled(scales.size()), scratch(kernels.scratch_bytes(packed.tiles));
-    Rows rows{.type = type,
-              .values = values.data(),
-              .stride = stride,
-              .scales = reinterpret_cast<float*>(scales.data()),
-              .sums = reinterpret_cast<int32_t*>(sums.data()),
-              .scaled_sums = reinterpret_cast<float*>(scaled.data()),
-              .num_groups = packed.tiles.num_groups,
-              .group_stride = packed.tiles.num_groups};
+    QuantizedRows rows{.type = type,
+                       .values = values.data(),
+                       .stride = stride,
+                       .scales = reinterpret_cast<float*>(scales.data()),
+                       .sums = reinterpret_cast<int32_t*>(sums.data()),
+                       .scaled_sums = reinterpret_cast<float*>(scaled.data()),
+                       .num_groups = packed.tiles.num_groups,
+                       .group_stride = packed.tiles.num_groups};
     for (const double kept : {0.0, 0.03, 0.3, 1.0}) {
         for (int r = 0; r < 2; r++) {
             Floats x = normal(inputs, 7 + r);
             std::mt19937 generator(r);
             for (float& value : x)
                 if (generator() % 1000 >= 1000 * kept) value = generator() % 2 ? 0.0f : -0.0f;
-            if (kept > 0.1) x[3] = 40;  // a number that needs a second term
-            kernels.prepare_row(x.data(), inputs, Norm{}, rows, r);
+            if (kept > 0.1) x[3] = 40;  // needs a second term
+            kernels.quantize_row(x.data(), inputs, Norm{}, rows, r);
         }
         for (int tile = 0; tile < packed.tiles.num_tiles(); tile++)
             for (const int num_rows : {1, 2}) {
                 Floats dense(static_cast<size_t>(num_rows) * kTile, 1), skipping(dense);
                 const TileRef plain{&packed.tiles, tile, dense.data()};
-                kernels.tile_products(&plain, 1, rows, 0, num_rows, scratch.data());
-                Rows marked = rows;
+                kernels.tile_matmul(&plain, 1, rows, 0, num_rows, scratch.data());
+                QuantizedRows marked = rows;
                 marked.skips_zeros = true;
                 const TileRef ref{&packed.tiles, tile, skipping.data()};
-                kernels.tile_products(&ref, 1, marked, 0, num_rows, scratch.data());
+                kernels.tile_matmul(&ref, 1, marked, 0, num_rows, scratch.data());
                 CHECK(same_bits(dense, skipping), "%s, %g kept, tile %d",
                       kCodeNames[static_cast<int>(packed.tiles.code)], kept, tile);
             }
@@ -249,8 +177,8 @@ void test_skipping(const KernelTable& kernels, ThreadPool& pool) {
     CHECK(!kernels.skips_zeros(Code::u4) && !kernels.skips_zeros(Code::u8));
 }
 
-// Products with a weight that lies by columns have the bits of those with its tiles, whatever the number of
-// rows and of zeros in them.
+// Matmuls with a weight stored by columns are bitwise equal to those with its tiles, for any number of rows
+// and of zeros in them.
 void check_columns(const KernelTable& kernels, const PackedTiles& tiles, const PackedTiles& columns,
                    int inputs) {
     constexpr int kRows = 21;
@@ -261,22 +189,22 @@ void check_columns(const KernelTable& kernels, const PackedTiles& tiles, const P
         scales(static_cast<size_t>(2) * kTile * w.num_groups * 4), sums(scales.size() * 2),
         scaled(scales.size()), scratch(kernels.scratch_bytes(tiles.tiles)),
         own_scratch(kernels.scratch_bytes(w));
-    const Rows rows{.type = type,
-                    .values = values.data(),
-                    .stride = stride,
-                    .scales = reinterpret_cast<float*>(scales.data()),
-                    .sums = reinterpret_cast<int32_t*>(sums.data()),
-                    .scaled_sums = reinterpret_cast<float*>(scaled.data()),
-                    .num_groups = w.num_groups,
-                    .group_stride = w.num_groups};
+    const QuantizedRows rows{.type = type,
+                             .values = values.data(),
+                             .stride = stride,
+                             .scales = reinterpret_cast<float*>(scales.data()),
+                             .sums = reinterpret_cast<int32_t*>(sums.data()),
+                             .scaled_sums = reinterpret_cast<float*>(scaled.data()),
+                             .num_groups = w.num_groups,
+                             .group_stride = w.num_groups};
     for (const double kept : {0.0, 0.02, 0.5, 1.0}) {
         for (int r = 0; r < kRows; r++) {
             Floats x = normal(inputs, 70 + r);
             std::mt19937 generator(r);
             for (float& value : x)
                 if (generator() % 1000 >= 1000 * kept) value = 0;
-            if (kept > 0.1) x[r % inputs] = 40, x[inputs - 1] = -30;  // numbers that need a second term
-            kernels.prepare_row(x.data(), inputs, Norm{}, rows, r);
+            if (kept > 0.1) x[r % inputs] = 40, x[inputs - 1] = -30;  // need a second term
+            kernels.quantize_row(x.data(), inputs, Norm{}, rows, r);
         }
         for (const int num_rows : {1, 2, 3, 4, 5, 16})
             for (int tile = 0; tile < w.num_tiles();) {
@@ -286,9 +214,9 @@ void check_columns(const KernelTable& kernels, const PackedTiles& tiles, const P
                 Floats expected(count * each), found(count * each, 1);
                 for (int t = 0; t < count; t++) {
                     const TileRef ref{&tiles.tiles, tile + t, expected.data() + t * each};
-                    kernels.tile_products(&ref, 1, rows, 5, num_rows, scratch.data());
+                    kernels.tile_matmul(&ref, 1, rows, 5, num_rows, scratch.data());
                 }
-                kernels.column_products(w, tile, count, rows, 5, num_rows, found.data(), own_scratch.data());
+                kernels.column_matmul(w, tile, count, rows, 5, num_rows, found.data(), own_scratch.data());
                 CHECK(same_bits(expected, found), "%g kept, %d rows, %d tiles from %d", kept, num_rows, count,
                       tile);
                 tile += count;
@@ -305,7 +233,7 @@ void test_columns(const KernelTable& kernels, ThreadPool& pool) {
                                 Example(32, 64, 4, 32, 0, true, false, true, false),
                                 Example(2600, 96, 4, 32, 0, false, false, true, false)};
     for (const Example& e : examples) {
-        QuantisedSource by_columns = e.source();
+        QuantizedSource by_columns = e.source();
         by_columns.by_columns = true;
         WeightMemory memory;
         Packer packer(memory);
@@ -317,14 +245,7 @@ void test_columns(const KernelTable& kernels, ThreadPool& pool) {
     }
 }
 
-Example with_table(Example e) {
-    static constexpr int8_t table[16] = {-128, -104, -83, -65, -49, -35, -22, 0,
-                                         1,    13,   25,  38,  53,  69,  89,  127};
-    e.table = table;
-    return e;
-}
-
-// Products of codes that stand for numbers of a table have the bits of those of the numbers themselves.
+// Matmuls with codes of a table are bitwise equal to those with the table's values.
 void test_tables(const KernelTable& kernels, ThreadPool& pool) {
     for (const int group : {16, 32, 96}) {
         const Example codes = with_table(Example(40, 192, 4, group, 0, false, false, false, false));
@@ -344,74 +265,7 @@ void test_tables(const KernelTable& kernels, ThreadPool& pool) {
     }
 }
 
-// Random codes of 2, 3, 4, 5, 6 or 8 bits in groups of 16 or 32, with scales, and mins where wanted, of one level
-// or two.
-struct Grouped {
-    static constexpr int kRows = 37, kInputs = 768, kFactors = kInputs / 256;
-    std::vector<uint8_t> codes, scales, mins;
-    std::vector<uint16_t> factors, halves;  // fp16
-    Floats floats;
-
-    explicit Grouped(uint32_t seed)
-        : codes(static_cast<size_t>(kRows) * kInputs),
-          scales(codes.size() / 16),
-          mins(scales),
-          factors(kRows * kFactors),
-          halves(scales.size()) {
-        std::mt19937 generator(seed);
-        for (auto* bytes : {&codes, &scales, &mins})
-            for (uint8_t& byte : *bytes) byte = static_cast<uint8_t>(generator());
-        for (uint8_t& min : mins) min &= 63;
-        for (auto* numbers : {&factors, &halves})
-            for (uint16_t& half : *numbers)
-                half = static_cast<uint16_t>((10 + generator() % 8) << 10 | generator() % 1024);
-        for (const uint16_t half : factors) floats.push_back(from_half(half));
-    }
-    static Matrix matrix(Matrix::Kind kind, const void* data, int columns, int item) {
-        return Matrix{kind,    static_cast<const uint8_t*>(data),    kRows,
-                      columns, static_cast<int64_t>(columns) * item, item};
-    }
-    QuantisedSource source(int bits, int group, bool has_mins) const {
-        QuantisedSource s{};
-        s.group = group;
-        s.num_inputs = kInputs;
-        if (bits == 4 || bits == 8) {
-            s.codes = CodeRows::plain(codes.data(), kRows, kInputs, bits, bits == 8);
-        } else {
-            const int low = bits == 2 || bits == 3 ? 2 : 4, high = bits - low;
-            const int row_bytes = kInputs * bits / 8, run = 16 * low;
-            s.codes = {codes.data(), kRows, row_bytes, row_bytes, 128, 16 * bits, {{0, low, run}}};
-            if (high) s.codes.planes.push_back({run, high, 16 * high});
-            if (!has_mins) s.zero_point = 1 << (bits - 1);
-        }
-        return s;
-    }
-    QuantisedSource two_levels(int bits, int group, bool has_mins, Matrix::Kind factor_kind) const {
-        QuantisedSource s = source(bits, group, has_mins);
-        const bool half = factor_kind == Matrix::Kind::fp16;
-        s.scales = matrix(Matrix::Kind::i8, scales.data(), kInputs / group, 1);
-        s.super_scales =
-            matrix(factor_kind, half ? reinterpret_cast<const void*>(factors.data()) : floats.data(),
-                   kFactors, half ? sizeof(uint16_t) : sizeof(float));
-        if (!has_mins) return s;
-        s.mins = matrix(Matrix::Kind::u8, mins.data(), kInputs / group, 1);
-        s.super_mins = s.super_scales;
-        if (bits == 2 && group == 16) {  // as Q2_K has them: both in one byte
-            s.scales = matrix(Matrix::Kind::scales4, mins.data(), kInputs / group, 1);
-            s.mins = matrix(Matrix::Kind::mins4, mins.data(), kInputs / group, 1);
-        }
-        return s;
-    }
-    QuantisedSource one_level(int bits, bool has_mins) const {
-        QuantisedSource s = source(bits, kGroup, has_mins);
-        s.scales = matrix(Matrix::Kind::fp16, halves.data(), kInputs / kGroup, sizeof(uint16_t));
-        if (has_mins)
-            s.mins = matrix(Matrix::Kind::fp16, halves.data() + 5, kInputs / kGroup, sizeof(uint16_t));
-        return s;
-    }
-};
-
-// Checks that a weight takes less memory than another, and has its rows and its products bit for bit.
+// Checks that a weight needs less memory than another, with bitwise equal rows and matmuls.
 void check_smaller(const KernelTable& kernels, const PackedTiles& plain, const PackedTiles& small) {
     CHECK(small.num_bytes() < plain.num_bytes());
     const int inputs = plain.tiles.num_inputs;
@@ -424,11 +278,11 @@ void check_smaller(const KernelTable& kernels, const PackedTiles& plain, const P
     for (const int num_rows : {1, 2, 3, 4, 8, 15}) check_same(kernels, plain, small, num_rows);
 }
 
-// Scales and mins that stay bytes with factors mean what they do as floats, and products have the same bits;
-// so do codes of 2, 3, 5 and 6 bits, which are nibbles or bytes beside floats.
+// Scales and mins that stay bytes with factors have the same values as in floats, and matmuls are bitwise
+// equal; so are codes of 2, 3, 5 and 6 bits and the same codes in nibbles or bytes.
 void test_small_levels(const KernelTable& kernels, ThreadPool& pool) {
     const Grouped numbers(3);
-    const auto code_of = [](int bits, int group, bool has_mins) {
+    const auto parse_code = [](int bits, int group, bool has_mins) {
         const bool halves = group == 16;
         if (bits == 2 && halves && has_mins) return Code::u2;
         if (bits == 3 && halves && !has_mins) return Code::u3;
@@ -440,25 +294,25 @@ void test_small_levels(const KernelTable& kernels, ThreadPool& pool) {
         for (const int group : {16, 32})
             for (const bool has_mins : {false, true})
                 for (const Matrix::Kind factor_kind : {Matrix::Kind::fp16, Matrix::Kind::fp32}) {
-                    QuantisedSource s = numbers.two_levels(bits, group, has_mins, factor_kind);
+                    QuantizedSource s = numbers.two_levels(bits, group, has_mins, factor_kind);
                     WeightMemory memory;
                     Packer packer(memory);
                     const PackedTiles plain = packer.add(s);
                     s.small_levels = true;
                     const PackedTiles small = packer.add(s);
                     packer.run(pool);
-                    CHECK(small.tiles.code == code_of(bits, group, has_mins), "%d bits in groups of %d", bits,
-                          group);
+                    CHECK(small.tiles.code == parse_code(bits, group, has_mins), "%d bits in groups of %d",
+                          bits, group);
                     CHECK(small.tiles.half_factors == (factor_kind == Matrix::Kind::fp16));
                     check_smaller(kernels, plain, small);
                 }
 }
 
-// Codes of 5 bits with scales of one level have the products of codes in bytes.
+// 5-bit codes with single-level scales have the same matmuls as codes in bytes.
 void test_five_bits(const KernelTable& kernels, ThreadPool& pool) {
     const Grouped numbers(4);
     for (const bool has_mins : {false, true}) {
-        QuantisedSource s = numbers.one_level(5, has_mins);
+        QuantizedSource s = numbers.one_level(5, has_mins);
         WeightMemory memory;
         Packer packer(memory);
         const PackedTiles small = packer.add(s);
@@ -470,7 +324,7 @@ void test_five_bits(const KernelTable& kernels, ThreadPool& pool) {
     }
 }
 
-// Sums of the largest codes and the largest numbers are exact, though most levels add some of them in 16 bits.
+// Sums of the largest codes and values are exact, though most levels add some of them in 16 bits.
 void test_largest_sums(const KernelTable& kernels, ThreadPool& pool) {
     Example examples[] = {Example(16, 512, 4, 32, 8, true, false, false, false),
                           Example(16, 512, 4, 32, 0, true, false, true, false),
@@ -482,13 +336,13 @@ void test_largest_sums(const KernelTable& kernels, ThreadPool& pool) {
         Packer packer(memory);
         const PackedTiles packed = packer.add(e.source());
         packer.run(pool);
-        check_products(kernels, packed, e, true);
+        check_matmul(kernels, packed, e, true);
     }
     Grouped numbers(5);
     std::fill(numbers.codes.begin(), numbers.codes.end(), 0xff);
     for (const auto& [bits, group, has_mins] :
          {std::tuple(2, 16, true), {3, 16, false}, {4, 32, true}, {5, 32, true}, {6, 16, false}}) {
-        QuantisedSource s = numbers.two_levels(bits, group, has_mins, Matrix::Kind::fp16);
+        QuantizedSource s = numbers.two_levels(bits, group, has_mins, Matrix::Kind::fp16);
         WeightMemory memory;
         Packer packer(memory);
         const PackedTiles wide = packer.add(s);
@@ -499,13 +353,8 @@ void test_largest_sums(const KernelTable& kernels, ThreadPool& pool) {
     }
 }
 
-Example other_codes(Example e) {
-    for (uint8_t& code : e.codes) code ^= 0x5a;
-    return e;
-}
-
-// Two weights whose tiles lie in turns give the same products as apart; nothing is moved where they are not
-// laid out alike, or are not the last two.
+// Two weights with interleaved tiles have the same matmuls as separate ones. Nothing is moved if their
+// layouts differ or if they are not the last two.
 void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
     const Example gate(40, 96, 4, 32, 0, true, false, true, false);
     const Example up = other_codes(gate);
@@ -531,17 +380,17 @@ void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
                                                                  {d, other}, {e, gate}, {f, up}};
     for (const auto& [packed, example] : all) {
         check_rows(kernels, packed, example);
-        check_products(kernels, packed, example);
+        check_matmul(kernels, packed, example);
     }
 }
 
-// Both weights move to the next piece of memory where one ends between them.
-void test_interleaved_in_two_pieces(const KernelTable& kernels, ThreadPool& pool) {
+// Both weights move to the next memory block if a block ends between them.
+void test_interleaved_across_blocks(const KernelTable& kernels, ThreadPool& pool) {
     const Example gate(40, 96, 4, 32, 0, true, false, true, false);
     const Example up = other_codes(gate);
     WeightMemory memory;
     Packer packer(memory);
-    const std::shared_ptr<uint8_t> most = memory.take((32u << 20) - 4096);
+    const std::shared_ptr<uint8_t> most = memory.allocate((32u << 20) - 4096);
     PackedTiles a = packer.add(gate.source());
     CHECK(a.num_bytes() < 4096 && 2 * a.num_bytes() > 4096, "%zu bytes", a.num_bytes());
     PackedTiles b = packer.add(up.source());
@@ -553,7 +402,7 @@ void test_interleaved_in_two_pieces(const KernelTable& kernels, ThreadPool& pool
     const std::pair<const PackedTiles&, const Example&> all[] = {{a, gate}, {b, up}};
     for (const auto& [packed, example] : all) {
         check_rows(kernels, packed, example);
-        check_products(kernels, packed, example);
+        check_matmul(kernels, packed, example);
     }
 }
 
@@ -574,7 +423,7 @@ void test_packing(const KernelTable& kernels) {
         with_table(Example(37, 128, 4, 32, 0, true, false, false, false)),
         with_table(Example(20, 96, 4, 16, 0, false, false, false, true)),
         Example(21, 96, 4, 16, 0, false, false, true, false),
-        // one scale an output
+        // one scale per output
         Example(37, 100, 8, 100, 0, false, true, false, false),
         Example(16, 192, 8, 192, 0, false, true, false, false),
     };
@@ -586,7 +435,7 @@ void test_packing(const KernelTable& kernels) {
     CHECK(packer.num_waiting_bytes() == 0);
     for (size_t i = 0; i < packed.size(); i++) {
         check_rows(kernels, packed[i], examples[i]);
-        check_products(kernels, packed[i], examples[i]);
+        check_matmul(kernels, packed[i], examples[i]);
     }
     test_floats(kernels, pool);
     test_skipping(kernels, pool);
@@ -596,7 +445,7 @@ void test_packing(const KernelTable& kernels) {
     test_largest_sums(kernels, pool);
     test_columns(kernels, pool);
     test_interleaved(kernels, pool);
-    test_interleaved_in_two_pieces(kernels, pool);
+    test_interleaved_across_blocks(kernels, pool);
 }
 
 }  // namespace octavo::test

@@ -1,4 +1,4 @@
-// What PlanBuilder makes of ops: which share a stage or a range, which are fused, and what it refuses.
+// PlanBuilder: which specs share an op or a range, which are fused, and which are rejected.
 #include <functional>
 
 #include "../plan/builder.h"
@@ -15,20 +15,21 @@ struct Ops {
     const KernelTable& kernels;
     ThreadPool pool{1};
     TestMatrix matrix{kWidth, kWidth, 5, Format::fp32, pool};
-    Place x{Axis::tokens, 0, kWidth}, y{Axis::tokens, kWidth, kWidth}, z{Axis::tokens, 2 * kWidth, kWidth};
-    Place sampled{Axis::samples, 0, kWidth}, logits{Axis::samples, kWidth, kWidth};
+    ValueSlice x{Axis::tokens, 0, kWidth}, y{Axis::tokens, kWidth, kWidth},
+        z{Axis::tokens, 2 * kWidth, kWidth};
+    ValueSlice sampled{Axis::samples, 0, kWidth}, logits{Axis::samples, kWidth, kWidth};
 
     PlanBuilder builder() const { return PlanBuilder(kernels, {.max_tokens = 8, .vocab = kWidth}); }
     EmbeddingSpec embedding() const { return {.table = matrix.packed, .out = x}; }
-    LinearSpec linear(const Place& from, const Place& to, bool fuses_input = false) const {
+    LinearSpec linear(const ValueSlice& from, const ValueSlice& to, bool fuses_input = false) const {
         return {.x = from, .parts = {part(matrix, to)}, .fuses_input = fuses_input};
     }
-    AttentionSpec attention(const Place& from, const Place& to) const {
+    AttentionSpec attention(const ValueSlice& from, const ValueSlice& to) const {
         return {.q = from, .out = to, .num_heads = 1};
     }
 };
 
-bool is_refused(const std::function<void()>& build) {
+bool is_rejected(const std::function<void()>& build) {
     try {
         build();
     } catch (const std::logic_error&) {
@@ -37,13 +38,14 @@ bool is_refused(const std::function<void()>& build) {
     return false;
 }
 
-std::vector<std::pair<int, int>> ranges_of(const Plan& plan) {
+std::vector<std::pair<int, int>> get_ranges(const Plan& plan) {
     std::vector<std::pair<int, int>> ranges;
-    for (const StageRange& range : plan.ranges) ranges.emplace_back(range.first, range.last);
+    for (const OpRange& range : plan.ranges) ranges.emplace_back(range.first, range.last);
     return ranges;
 }
 
-// Row ops that follow one another share a stage, row-local stages a range; an attention's stages have none.
+// Consecutive row ops share an op, consecutive row-local ops a range; the two attention ops have a barrier
+// between them.
 void test_ranges(const Ops& ops) {
     PlanBuilder builder = ops.builder();
     builder.add(ops.embedding());
@@ -56,12 +58,12 @@ void test_ranges(const Ops& ops) {
     builder.add(OutputSpec{ops.sampled});
     const auto plan = builder.build();
     using Ranges = std::vector<std::pair<int, int>>;
-    CHECK((ranges_of(*plan) == Ranges{{0, 3}, {3, 4}, {4, 5}, {5, 7}}));
+    CHECK((get_ranges(*plan) == Ranges{{0, 3}, {3, 4}, {4, 5}, {5, 7}}));
     CHECK(plan->head.size() == 1);
-    CHECK(plan->kv_writes.size() == 1 && plan->kv_writes[0].stage == 2 && plan->kv_writes[0].layer == 3);
+    CHECK(plan->kv_writes.size() == 1 && plan->kv_writes[0].op == 2 && plan->kv_writes[0].layer == 3);
 }
 
-// A product or an attention writes the rows of the product behind it; no row op converts them.
+// A linear or attention op writes the input of the next matmul, and no row op quantizes it.
 void test_fused_conversions(const Ops& ops) {
     PlanBuilder builder = ops.builder();
     builder.add(ops.embedding());
@@ -72,13 +74,13 @@ void test_fused_conversions(const Ops& ops) {
     builder.add(ops.linear(ops.x, ops.y));
     const auto plan = builder.build();
     CHECK(plan->body.size() == 8);
-    CHECK(plan->plain.size() == 7, "a step without adapters goes without their stage");
+    CHECK(plan->single_ops_without_adapters.size() == 7, "steps without adapters skip their op");
     const RowArea areas[] = {RowArea::attended, RowArea::converted, RowArea::prepared};
-    CHECK(plan->rows.size() == 3);
-    for (int i = 0; i < 3; i++) CHECK(plan->rows[i].area == areas[i], "rows %d", i);
+    CHECK(plan->inputs.size() == 3);
+    for (int i = 0; i < 3; i++) CHECK(plan->inputs[i].area == areas[i], "rows %d", i);
 }
 
-void test_fused_draws(const Ops& ops) {
+void test_fused_argmax(const Ops& ops) {
     const auto plan_with = [&](auto... between) {
         PlanBuilder builder = ops.builder();
         builder.add(ops.embedding());
@@ -89,49 +91,49 @@ void test_fused_draws(const Ops& ops) {
         return builder.build();
     };
     const auto plain = plan_with();
-    CHECK(plain->logits_product && plain->logits_product == plain->head[1].get());
+    CHECK(plain->logits_linear && plain->logits_linear == plain->head[1].get());
     const auto capped = plan_with(
         ElementwiseSpec{.kind = Elementwise::softcap, .a = ops.logits, .b = ops.logits, .out = ops.logits});
-    CHECK(!capped->logits_product && capped->sampling, "logits that a row op changes");
+    CHECK(!capped->logits_linear && capped->sampling, "logits that a row op changes");
 }
 
-// Ops that contradict one another are refused, before any memory is at risk.
-void test_refusals(const Ops& ops) {
-    const auto refuses = [&](const char* what, const std::function<void(PlanBuilder&)>& add) {
-        CHECK(is_refused([&] {
+// Specs that contradict each other are rejected, before any memory is accessed.
+void test_rejections(const Ops& ops) {
+    const auto rejects = [&](const char* what, const std::function<void(PlanBuilder&)>& add) {
+        CHECK(is_rejected([&] {
                   PlanBuilder builder = ops.builder();
                   add(builder);
                   builder.build();
               }),
               "%s", what);
     };
-    refuses("no op", [&](PlanBuilder&) {});
-    refuses("an op over tokens behind one over samples", [&](PlanBuilder& b) {
+    rejects("no op", [&](PlanBuilder&) {});
+    rejects("an op over tokens behind one over samples", [&](PlanBuilder& b) {
         b.add(GatherSpec{ops.x, ops.sampled});
         b.add(ops.embedding());
     });
-    refuses("an attention over samples",
+    rejects("an attention over samples",
             [&](PlanBuilder& b) { b.add(ops.attention(ops.sampled, ops.logits)); });
-    refuses("keys of samples",
+    rejects("keys of samples",
             [&](PlanBuilder& b) { b.add(KvWriteSpec{.k_parts = {ops.sampled}, .v = {}}); });
-    refuses("a fused input that no op makes", [&](PlanBuilder& b) { b.add(ops.linear(ops.x, ops.y, true)); });
-    refuses("a fused input that row ops make", [&](PlanBuilder& b) {
+    rejects("a fused input that no op makes", [&](PlanBuilder& b) { b.add(ops.linear(ops.x, ops.y, true)); });
+    rejects("a fused input that row ops make", [&](PlanBuilder& b) {
         b.add(ops.embedding());
         b.add(ops.linear(ops.x, ops.y, true));
     });
-    refuses("a draw of logits that no op makes", [&](PlanBuilder& b) { b.add(SampleSpec{ops.logits}); });
-    refuses("angles that there are not",
+    rejects("a draw of logits that no op makes", [&](PlanBuilder& b) { b.add(SampleSpec{ops.logits}); });
+    rejects("angles that there are not",
             [&](PlanBuilder& b) { b.add(RopeSpec{.x = ops.x, .out = ops.x, .num_heads = 1}); });
-    refuses("a permutation of other inputs", [&](PlanBuilder& b) {
+    rejects("a permutation of other inputs", [&](PlanBuilder& b) {
         LinearSpec spec = ops.linear(ops.x, ops.y);
         spec.permutation = {0, 1};
         b.add(std::move(spec));
     });
-    refuses("sites out of order",
+    rejects("sites out of order",
             [&](PlanBuilder& b) { b.add(ShrinkSpec{.x = ops.x, .norm = {}, .sites = {1}}); });
-    refuses("a collective of a single rank",
+    rejects("a collective of a single rank",
             [&](PlanBuilder& b) { b.add(CollectiveSpec{.x = ops.x, .out = ops.y}); });
-    refuses("tokens of a single engine", [&](PlanBuilder& b) {
+    rejects("tokens of a single engine", [&](PlanBuilder& b) {
         const int route = b.add(RouteSpec{.logits = ops.x, .weights = {Axis::tokens, 96, 2}, .top_k = 2});
         b.add(DispatchSpec{.route = route, .last = kWidth, .x = ops.x, .weights = {Axis::tokens, 96, 2}});
     });
@@ -143,8 +145,8 @@ void test_plan(const KernelTable& kernels) {
     const Ops ops{kernels};
     test_ranges(ops);
     test_fused_conversions(ops);
-    test_fused_draws(ops);
-    test_refusals(ops);
+    test_fused_argmax(ops);
+    test_rejections(ops);
 }
 
 }  // namespace octavo::test

@@ -1,5 +1,5 @@
-// Ranks as threads, each with a mapping of its own: their collectives, in slots that grow and in several
-// pieces, and the end of a wait for a rank that never comes.
+// SharedRanks, with threads as ranks that each have a mapping of their own: collectives in slots that grow
+// and in several parts, and the end of a wait for a rank that never arrives.
 #include "../runtime/shared_ranks.h"
 
 #include <unistd.h>
@@ -15,7 +15,7 @@ namespace octavo::test {
 
 namespace {
 
-// A file that is gone once its last descriptor is closed.
+// A file that is removed when its last descriptor is closed.
 struct MemoryFile {
     int file;
     explicit MemoryFile(const std::string& directory) {
@@ -38,23 +38,23 @@ void on_ranks(int file, int num_ranks, const std::function<void(SharedRanks&)>& 
     for (auto& thread : threads) thread.join();
 }
 
-Floats part_of(int rank, size_t count) {
+Floats get_part(int rank, size_t count) {
     return normal(count, 7 + static_cast<uint32_t>(rank), static_cast<float>(1 + rank));
 }
 
-// Sums are those of a loop in rank order, bit by bit, whether they fit a slot or take several.
+// Sums are bitwise those of a loop in rank order, in one slot or several parts.
 void test_sums(const std::string& directory, int num_ranks) {
     for (const size_t count : {1, 577, 40'000}) {
         MemoryFile memory(directory);
         Floats wanted(count);
         for (int rank = 0; rank < num_ranks; rank++) {
-            const Floats part = part_of(rank, count);
+            const Floats part = get_part(rank, count);
             for (size_t i = 0; i < count; i++) wanted[i] = rank ? wanted[i] + part[i] : part[i];
         }
         on_ranks(memory.file, num_ranks, [&](SharedRanks& ranks) {
             for (int round = 0; round < 20; round++) {
                 Floats sum(count);
-                const Floats part = part_of(ranks.rank(), count);
+                const Floats part = get_part(ranks.rank(), count);
                 ranks.all_reduce(part.data(), sum.data(), count);
                 CHECK(same_bits(sum, wanted));
                 if (round == 9) ranks.reserve(count * sizeof(float));
@@ -63,7 +63,7 @@ void test_sums(const std::string& directory, int num_ranks) {
     }
 }
 
-// Rank r has r + 1 columns, each entry its rank and place.
+// Rank r has 5000 r + 1 columns, whose entries identify rank and index.
 void test_columns(const std::string& directory, int num_ranks) {
     MemoryFile memory(directory);
     std::vector<int> widths;
@@ -84,24 +84,24 @@ void test_columns(const std::string& directory, int num_ranks) {
     });
 }
 
-// Two pairs of ranks share out the heads: a sum is that of a pair, and a row comes from a rank at the same
-// place in the other pair.
+// Two tensor-parallel pairs: a sum is that of a pair, and a row comes from the rank with the same index in
+// the other pair.
 void test_grid(const std::string& directory) {
     MemoryFile memory(directory);
     const size_t rows = 7, width = 5'000;
     const auto run = [&](SharedRanks& ranks) {
-        const Floats own = part_of(ranks.rank(), rows * width);
+        const Floats own = get_part(ranks.rank(), rows * width);
         std::vector<int32_t> owners;
         for (size_t row = 0; row < rows; row++) owners.push_back(static_cast<int>(row) % 2);
         Floats found(own.size());
         ranks.collect(own.data(), owners.data(), found.data(), rows, width);
         for (size_t row = 0; row < rows; row++) {
-            const Floats wanted = part_of(owners[row] * 2 + ranks.rank() % 2, rows * width);
+            const Floats wanted = get_part(owners[row] * 2 + ranks.rank() % 2, rows * width);
             for (size_t i = row * width; i < (row + 1) * width; i++) CHECK(found[i] == wanted[i]);
         }
         ranks.all_reduce(own.data(), found.data(), own.size());
         const int first = ranks.rank() / 2 * 2;
-        const Floats a = part_of(first, own.size()), b = part_of(first + 1, own.size());
+        const Floats a = get_part(first, own.size()), b = get_part(first + 1, own.size());
         for (size_t i = 0; i < own.size(); i++) CHECK(found[i] == a[i] + b[i]);
     };
     on_ranks(memory.file, 4, run, 2);
@@ -117,7 +117,7 @@ void test_first(const std::string& directory) {
     });
 }
 
-// The second of two ranks never comes to the sum, and ends the first one's wait from its own mapping.
+// The second of two ranks never reaches the sum, and aborts the first one's wait from its own mapping.
 void test_abort(const std::string& directory) {
     using Clock = std::chrono::steady_clock;
     MemoryFile memory(directory);

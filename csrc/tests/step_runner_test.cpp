@@ -1,259 +1,14 @@
-// A small llama, built by hand, on a StepRunner: its logits are those of plain loops in double, and bitwise
-// the same alone or in a batch, in chunks or whole, on any number of threads, in copied blocks.
+// A small llama on a StepRunner: its logits are those of plain loops over doubles, and bitwise the same
+// alone or in a batch, in chunks or whole, on any number of threads, and in copied blocks.
 
 #include <algorithm>
 
-#include "../plan/builder.h"
 #include "../runtime/decode_batch.h"
-#include "../runtime/step_runner.h"
-#include "matrices.h"
+#include "tiny_llama.h"
 
 namespace octavo::test {
 
 namespace {
-
-constexpr int kVocab = 50, kHidden = 48, kHeads = 4, kKvHeads = 2, kWidth = 32, kInner = 70, kLayers = 2,
-              kBlocks = 64;
-constexpr int kQ = kHeads * kWidth, kKv = kKvHeads * kWidth;
-
-struct Layer {
-    TestMatrix q, k, v, o, gate, up, down;
-    Floats norm, inner_norm;
-};
-
-struct Model {
-    TestMatrix table, head;
-    Floats final_norm;
-    std::vector<double> inv_freq;
-    std::vector<Layer> layers;
-
-    Model(Format f, ThreadPool& pool)
-        : table(kVocab, kHidden, 1, Format::fp32, pool),
-          head(kVocab, kHidden, 2, f, pool),
-          final_norm(gains(3)) {
-        for (int i = 0; i < kWidth / 2; i++) inv_freq.push_back(std::pow(100.0, -2.0 * i / kWidth));
-        for (uint32_t l = 0; l < kLayers; l++) {
-            const uint32_t s = 100 * (l + 1);
-            layers.push_back(Layer{{kQ, kHidden, s, f, pool},
-                                   {kKv, kHidden, s + 1, f, pool},
-                                   {kKv, kHidden, s + 2, f, pool},
-                                   {kHidden, kQ, s + 3, f, pool},
-                                   {kInner, kHidden, s + 4, f, pool},
-                                   {kInner, kHidden, s + 5, f, pool},
-                                   {kHidden, kInner, s + 6, f, pool},
-                                   gains(s + 7),
-                                   gains(s + 8)});
-        }
-    }
-    static Floats gains(uint32_t seed) {
-        Floats values = normal(kHidden, seed, 0.2f);
-        for (float& value : values) value += 1;
-        return values;
-    }
-};
-
-// -- plain loops --
-
-Row normed(const Row& x, const Floats& weight) {
-    double squares = 0;
-    for (const double value : x) squares += value * value;
-    Row y(x.size());
-    for (size_t i = 0; i < x.size(); i++)
-        y[i] = x[i] / std::sqrt(squares / static_cast<double>(x.size()) + 1e-5) * weight[i];
-    return y;
-}
-
-void rotate(Row& x, int heads, int position, const std::vector<double>& inv_freq) {
-    for (int h = 0; h < heads; h++)
-        for (int i = 0; i < kWidth / 2; i++) {
-            double &a = x[h * kWidth + i], &b = x[h * kWidth + kWidth / 2 + i];
-            const double c = std::cos(position * inv_freq[i]), s = std::sin(position * inv_freq[i]),
-                         first = a;
-            a = a * c - b * s;
-            b = b * c + first * s;
-        }
-}
-
-Row attended(const Row& q, const std::vector<Row>& keys, const std::vector<Row>& values) {
-    Row out(kQ, 0);
-    for (int h = 0; h < kHeads; h++) {
-        const int kv = h / (kHeads / kKvHeads) * kWidth;
-        Row scores;
-        for (const Row& key : keys) {
-            double score = 0;
-            for (int d = 0; d < kWidth; d++) score += q[h * kWidth + d] * key[kv + d];
-            scores.push_back(std::exp(score * 0.3));
-        }
-        double total = 0;
-        for (const double score : scores) total += score;
-        for (size_t j = 0; j < keys.size(); j++)
-            for (int d = 0; d < kWidth; d++) out[h * kWidth + d] += scores[j] / total * values[j][kv + d];
-    }
-    return out;
-}
-
-void add(Row& x, const Row& y) {
-    for (size_t i = 0; i < x.size(); i++) x[i] += y[i];
-}
-
-std::vector<Row> plain_logits(const Model& model, const std::vector<int>& tokens) {
-    std::vector<std::vector<Row>> keys(kLayers), values(kLayers);
-    std::vector<Row> logits;
-    for (size_t t = 0; t < tokens.size(); t++) {
-        const float* first = model.table.values.data() + static_cast<size_t>(tokens[t]) * kHidden;
-        Row x(first, first + kHidden);
-        for (int l = 0; l < kLayers; l++) {
-            const Layer& layer = model.layers[l];
-            const Row h = normed(x, layer.norm);
-            Row q = layer.q.times(h), k = layer.k.times(h);
-            rotate(q, kHeads, static_cast<int>(t), model.inv_freq);
-            rotate(k, kKvHeads, static_cast<int>(t), model.inv_freq);
-            keys[l].push_back(k);
-            values[l].push_back(layer.v.times(h));
-            add(x, layer.o.times(attended(q, keys[l], values[l])));
-            const Row m = normed(x, layer.inner_norm), up = layer.up.times(m);
-            Row inner = layer.gate.times(m);
-            for (int i = 0; i < kInner; i++) inner[i] = inner[i] / (1 + std::exp(-inner[i])) * up[i];
-            add(x, layer.down.times(inner));
-        }
-        logits.push_back(model.head.times(normed(x, model.final_norm)));
-    }
-    return logits;
-}
-
-// -- the plan --
-
-Place columns(const Place& whole, int first, int width) {
-    return Place{whole.axis, whole.offset + first, width};
-}
-
-NormSpec norm_of(const Floats& weight) { return {.weight = FloatArray(weight), .eps = 1e-5f}; }
-
-// Places of a layer's Values in the arenas.
-struct LayerPlaces {
-    Place x, q, k, v, attended, inner;
-
-    LayerPlaces(Arena& tokens, Arena& block) : x(tokens.place(kHidden)) {
-        const Place qkv = tokens.place(kQ + 2 * kKv);
-        q = columns(qkv, 0, kQ);
-        k = columns(qkv, kQ, kKv);
-        v = columns(qkv, kQ + kKv, kKv);
-        attended = tokens.place(kQ);
-        inner = block.place(kInner);
-    }
-};
-
-void add_layer(PlanBuilder& builder, const Layer& layer, int index, int angles, const LayerPlaces& places) {
-    const auto& [x, q, k, v, attended, inner] = places;
-    const auto rope = [&](const Place& heads, int num_heads) {
-        builder.add(RopeSpec{.x = heads,
-                             .out = heads,
-                             .num_heads = num_heads,
-                             .head_width = kWidth,
-                             .rotary_dim = kWidth,
-                             .angles = angles});
-    };
-    builder.add(LinearSpec{.x = x,
-                           .parts = {part(layer.q, q), part(layer.k, k), part(layer.v, v)},
-                           .norm = norm_of(layer.norm)});
-    rope(q, kHeads);
-    rope(k, kKvHeads);
-    builder.add(KvWriteSpec{.k_parts = {k}, .v = v, .layer = index});
-    builder.add(AttentionSpec{.q = q, .out = attended, .layer = index, .num_heads = kHeads, .scale = 0.3f});
-    builder.add(LinearSpec{.x = attended, .parts = {part(layer.o, x, &x)}, .fuses_input = true});
-    builder.add(LinearSpec{.x = x,
-                           .parts = {part(layer.gate, inner), part(layer.up, inner)},
-                           .norm = norm_of(layer.inner_norm),
-                           .gated = true,
-                           .gate = {.activation = 0}});
-    builder.add(LinearSpec{.x = inner, .parts = {part(layer.down, x, &x)}, .fuses_input = true});
-}
-
-std::shared_ptr<const Plan> plan_of(const KernelTable& kernels, const Model& model) {
-    Arena tokens{Axis::tokens}, block{Axis::block}, samples{Axis::samples};
-    const LayerPlaces places(tokens, block);
-    const Place sampled = samples.place(kHidden), logits = samples.place(kVocab);
-    PlanBuilder builder(kernels, {.max_tokens = 600, .vocab = kVocab});
-    const int angles = builder.add(AnglesSpec{.inv_freq = model.inv_freq});
-    builder.add(EmbeddingSpec{.table = model.table.packed, .out = places.x});
-    for (int l = 0; l < kLayers; l++) add_layer(builder, model.layers[l], l, angles, places);
-    builder.add(GatherSpec{places.x, sampled});
-    builder.add(
-        LinearSpec{.x = sampled, .parts = {part(model.head, logits)}, .norm = norm_of(model.final_norm)});
-    builder.add(SampleSpec{logits});
-    return builder.build();
-}
-
-struct Request {
-    std::vector<int> tokens;
-    std::vector<int> blocks;
-};
-
-struct Span {
-    const Request* request;
-    int start, stop;
-};
-
-// How far a token's position is ahead of its place: code that confuses the two computes other numbers.
-constexpr int kAhead = 3;
-
-// A model on a pool of its own, with KV memory; `run` computes spans of requests and returns all their
-// logits.
-struct Engine {
-    ThreadPool pool;
-    StepRunner runner;
-    KvMemory kv;
-
-    Engine(const KernelTable& kernels, const Model& model, int threads, KvType cache)
-        : pool(threads),
-          runner(pool, plan_of(kernels, model)),
-          kv({KvGroup{kLayers, kKvHeads, kWidth, kWidth, cache, kBlocks}}) {}
-
-    Floats run(const std::vector<Span>& spans, int padding = 0) {
-        std::vector<int32_t> ids, places, positions, slots, starts = {0}, contexts, rows;
-        size_t width = 0;
-        for (const Span& s : spans) width = std::max(width, s.request->blocks.size());
-        std::vector<int32_t> tables(spans.size() * width, -1);
-        for (size_t r = 0; r < spans.size(); r++) {
-            const Span& s = spans[r];
-            for (int t = s.start; t < s.stop; t++) {
-                rows.push_back(static_cast<int>(ids.size()));
-                ids.push_back(s.request->tokens[t]);
-                places.push_back(t);
-                positions.push_back(t + kAhead);
-                slots.push_back(s.request->blocks[t / 16] * 16 + t % 16);
-            }
-            starts.push_back(static_cast<int>(ids.size()));
-            contexts.push_back(s.stop);
-            std::copy(s.request->blocks.begin(), s.request->blocks.end(),
-                      tables.begin() + static_cast<int64_t>(r * width));
-        }
-        for (int i = 0; i < padding; i++) {
-            ids.push_back(1 << 30);
-            places.push_back(-7);
-            positions.push_back(-7);
-            slots.push_back(-1);
-        }
-        Floats logits(rows.size() * kVocab);
-        Batch b{};
-        b.num_tokens = static_cast<int>(ids.size());
-        b.num_requests = static_cast<int>(spans.size());
-        b.num_samples = static_cast<int>(rows.size());
-        b.table_width = static_cast<int>(width);
-        b.num_axes = 1;
-        b.token_ids = ids.data();
-        b.places = places.data();
-        b.positions = positions.data();
-        b.query_starts = starts.data();
-        b.context_lens = contexts.data();
-        b.slots = slots.data();
-        b.block_tables = tables.data();
-        b.sample_rows = rows.data();
-        b.out_rows = logits.data();
-        runner.run(b, kv);
-        return logits;
-    }
-};
 
 std::vector<Request> make_requests() {
     std::vector<int> blocks(kBlocks);
@@ -335,7 +90,7 @@ void test_copied_blocks(const KernelTable& kernels, KvType cache) {
     CHECK(same_bits(last, Floats(wanted.end() - kVocab, wanted.end())));
 }
 
-// Requests that begin with the same blocks, whose last rows one step computes together.
+// Requests that start with the same blocks, whose last rows one step computes together.
 void test_shared_prefix(const KernelTable& kernels, KvType cache) {
     ThreadPool packers(2);
     const Model model(Format::fp32, packers);
@@ -361,14 +116,14 @@ void test_shared_prefix(const KernelTable& kernels, KvType cache) {
     }
 }
 
-// Arrays of a draw for `count` rows, greedy or at random.
-struct Draws {
+// Sampling arrays for `count` rows, greedy or random.
+struct SamplingArrays {
     std::vector<SamplingRecord> records;
     std::vector<float> logprobs, top_logprobs;
     std::vector<int32_t> starts, ids, ranks, top_ids;
     std::vector<uint8_t> failed;
 
-    explicit Draws(int n)
+    explicit SamplingArrays(int n)
         : records(n),
           logprobs(n),
           top_logprobs(n * 3),
@@ -403,12 +158,12 @@ struct Draws {
     }
 };
 
-void test_draws(const KernelTable& kernels) {
-    constexpr int kRows = 150;  // over three chunks of sampled rows
+void test_sampling(const KernelTable& kernels) {
+    constexpr int kRows = 150;  // in three chunks of sampled rows
     ThreadPool pool(4);
     const TestMatrix table(kRows, kVocab, 77, Format::fp32, pool);
     Arena tokens{Axis::tokens}, samples{Axis::samples};
-    const Place x = tokens.place(kVocab), logits = samples.place(kVocab);
+    const ValueSlice x = tokens.add(kVocab), logits = samples.add(kVocab);
     PlanBuilder builder(kernels, {.max_tokens = 200, .vocab = kVocab});
     builder.add(EmbeddingSpec{.table = table.packed, .out = x});
     builder.add(GatherSpec{x, logits});
@@ -417,50 +172,51 @@ void test_draws(const KernelTable& kernels) {
     std::vector<int32_t> ids(kRows), slots(kRows, -1), starts = {0, kRows}, context = {0}, block = {0};
     for (int i = 0; i < kRows; i++) ids[i] = i;
     KvMemory kv({KvGroup{1, 1, 2, 2, KvType::bf16, 1}});
-    Draws draws(kRows);
+    SamplingArrays sampling(kRows);
     Batch b{};
     b.num_tokens = b.num_samples = kRows;
     b.num_requests = 1;
     b.table_width = b.num_axes = 1;
-    b.token_ids = b.places = b.positions = b.sample_rows = ids.data();
+    b.token_ids = b.key_indices = b.positions = b.sample_rows = ids.data();
     b.query_starts = starts.data();
     b.context_lens = context.data();
     b.slots = slots.data();
     b.block_tables = block.data();
-    b.draws = true;
-    b.sampling = draws.args();
+    b.has_sampling = true;
+    b.sampling = sampling.args();
     runner.run(b, kv);
     for (int i = 0; i < kRows; i++) {
         const float* row = table.values.data() + static_cast<size_t>(i) * kVocab;
         const int best = static_cast<int>(std::max_element(row, row + kVocab) - row);
-        CHECK(!draws.failed[i] && draws.ids[i] >= 0 && draws.ids[i] < kVocab);
-        CHECK(draws.top_ids[3 * i] == best && draws.top_logprobs[3 * i] <= 0);
-        if (i % 2 == 0) CHECK(draws.ids[i] == best && draws.ranks[i] == 1);
-        if (i % 4 == 1) CHECK(draws.ranks[i] <= 5);
+        CHECK(!sampling.failed[i] && sampling.ids[i] >= 0 && sampling.ids[i] < kVocab);
+        CHECK(sampling.top_ids[3 * i] == best && sampling.top_logprobs[3 * i] <= 0);
+        if (i % 2 == 0) CHECK(sampling.ids[i] == best && sampling.ranks[i] == 1);
+        if (i % 4 == 1) CHECK(sampling.ranks[i] <= 5);
     }
 }
 
-// The draws of each step for all requests: tokens, their logprobs, the best three.
-struct Drawn {
+// Samples of each step for all requests: tokens, their logprobs, the top three.
+struct SampledTokens {
     std::vector<int32_t> ids, top_ids;
     Floats logprobs;
 
-    void take(const Draws& draws, size_t from, size_t count) {
-        ids.insert(ids.end(), draws.ids.begin() + from, draws.ids.begin() + from + count);
-        logprobs.insert(logprobs.end(), draws.logprobs.begin() + from, draws.logprobs.begin() + from + count);
-        top_ids.insert(top_ids.end(), draws.top_ids.begin() + 3 * from,
-                       draws.top_ids.begin() + 3 * (from + count));
+    void append(const SamplingArrays& sampling, size_t from, size_t count) {
+        ids.insert(ids.end(), sampling.ids.begin() + from, sampling.ids.begin() + from + count);
+        logprobs.insert(logprobs.end(), sampling.logprobs.begin() + from,
+                        sampling.logprobs.begin() + from + count);
+        top_ids.insert(top_ids.end(), sampling.top_ids.begin() + 3 * from,
+                       sampling.top_ids.begin() + 3 * (from + count));
     }
-    bool operator==(const Drawn& other) const {
+    bool operator==(const SampledTokens& other) const {
         return ids == other.ids && top_ids == other.top_ids && same_bits(logprobs, other.logprobs);
     }
 };
 
-// One decode step's arrays, as Python makes them: each request's last token. The second request has a penalty
-// on what it has generated.
+// The arrays of one decode step, as Python makes them: each request's last token. The second request has
+// penalties on its generated tokens.
 struct DecodeArrays {
-    std::vector<int32_t> ids, places, positions, starts = {0}, contexts, slots, rows, tables,
-                                                 history_starts = {0}, history_ids, history_counts;
+    std::vector<int32_t> ids, key_indices, positions, starts = {0}, contexts, slots, rows, tables,
+                                                      history_starts = {0}, history_ids, history_counts;
     size_t width = 0;
 
     DecodeArrays(const std::vector<Request>& requests, const std::vector<size_t>& prompts) {
@@ -469,8 +225,8 @@ struct DecodeArrays {
             const Request& r = requests[i];
             const int last = static_cast<int>(r.tokens.size()) - 1;
             ids.push_back(r.tokens[last]);
-            places.push_back(last);
-            positions.push_back(last + kAhead);
+            key_indices.push_back(last);
+            positions.push_back(last + kPositionOffset);
             contexts.push_back(last + 1);
             rows.push_back(static_cast<int>(i));
             starts.push_back(static_cast<int>(i) + 1);
@@ -488,23 +244,23 @@ struct DecodeArrays {
             history_starts.push_back(static_cast<int>(history_ids.size()));
         }
     }
-    Batch batch(Draws& draws) const {
+    Batch batch(SamplingArrays& sampling) const {
         Batch b{};
         b.num_tokens = b.num_requests = b.num_samples = static_cast<int>(ids.size());
         b.table_width = static_cast<int>(width);
         b.num_axes = 1;
         b.token_ids = ids.data();
-        b.places = places.data();
+        b.key_indices = key_indices.data();
         b.positions = positions.data();
         b.query_starts = starts.data();
         b.context_lens = contexts.data();
         b.slots = slots.data();
         b.block_tables = tables.data();
         b.sample_rows = rows.data();
-        b.draws = true;
+        b.has_sampling = true;
         for (size_t i = 0; i < ids.size(); i++)
-            draws.records[i].position = static_cast<uint32_t>(places[i]) + 1;
-        b.sampling = draws.args();
+            sampling.records[i].position = static_cast<uint32_t>(key_indices[i]) + 1;
+        b.sampling = sampling.args();
         b.sampling.history_starts = history_starts.data();
         b.sampling.history_ids = history_ids.data();
         b.sampling.history_counts = history_counts.data();
@@ -512,23 +268,23 @@ struct DecodeArrays {
     }
 };
 
-Draws draws_of(size_t rows) {
-    Draws draws(static_cast<int>(rows));
-    SamplingRecord& second = draws.records[1];
+SamplingArrays make_sampling(size_t rows) {
+    SamplingArrays sampling(static_cast<int>(rows));
+    SamplingRecord& second = sampling.records[1];
     second.repetition_penalty = 1.7f;
     second.presence_penalty = second.frequency_penalty = 0.4f;
-    return draws;
+    return sampling;
 }
 
-// A batch that advances itself computes the steps of batches made one by one, also with penalties, and stops
-// at a token that ends a request.
+// A batch that advances itself computes the same steps as batches made one by one, also with penalties, and
+// stops at a stop token.
 void test_decode_batch(const KernelTable& kernels, int threads) {
     constexpr int kSteps = 9;
     ThreadPool packers(1);
     const Model model(Format::int8, packers);
     std::vector<Request> requests = make_requests();
     std::vector<size_t> prompts;
-    int next = 24;  // blocks that make_requests has given away
+    int next = 24;  // after the blocks that make_requests uses
     for (Request& r : requests) {
         prompts.push_back(r.tokens.size() - 1);
         r.blocks.push_back(next++ * 37 % kBlocks);
@@ -538,23 +294,23 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
     for (const Request& r : requests)
         if (r.tokens.size() > 1) engine.run({{&r, 0, static_cast<int>(r.tokens.size()) - 1}});
     const std::vector<Request> before = requests;
-    Drawn wanted;
+    SampledTokens wanted;
     for (int step = 0; step < kSteps; step++) {
         const DecodeArrays arrays(requests, prompts);
-        Draws draws = draws_of(num);
-        engine.runner.run(arrays.batch(draws), engine.kv);
-        wanted.take(draws, 0, num);
-        for (size_t r = 0; r < num; r++) requests[r].tokens.push_back(draws.ids[r]);
+        SamplingArrays sampling = make_sampling(num);
+        engine.runner.run(arrays.batch(sampling), engine.kv);
+        wanted.append(sampling, 0, num);
+        for (size_t r = 0; r < num; r++) requests[r].tokens.push_back(sampling.ids[r]);
     }
     const int32_t end = wanted.ids[5 * num + 2];
     const auto until_end = [&](const std::vector<int32_t>& ends, const std::vector<int32_t>& end_starts) {
         const DecodeArrays arrays(before, prompts);
-        Draws draws = draws_of(num * kSteps);
-        DecodeBatch steps(arrays.batch(draws), 1, kSteps, EndTokens{end_starts.data(), ends.data()});
-        Drawn found;
+        SamplingArrays sampling = make_sampling(num * kSteps);
+        DecodeBatch steps(arrays.batch(sampling), 1, kSteps, EndTokens{end_starts.data(), ends.data()});
+        SampledTokens found;
         for (int step = 0; step < kSteps; step++) {
             engine.runner.run(steps.batch(), engine.kv);
-            found.take(draws, step * num, num);
+            found.append(sampling, step * num, num);
             if (!steps.advance()) break;
         }
         return found;
@@ -566,15 +322,15 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
           "a token that ends the third request");
     try {
         const DecodeArrays arrays(before, prompts);
-        Draws draws = draws_of(num * 40);
+        SamplingArrays sampling = make_sampling(num * 40);
         const std::vector<int32_t> none(num + 1);
-        DecodeBatch(arrays.batch(draws), 1, 40, EndTokens{none.data(), none.data()});
+        DecodeBatch(arrays.batch(sampling), 1, 40, EndTokens{none.data(), none.data()});
         CHECK(false, "block tables end before the last step");
     } catch (const std::invalid_argument&) {
     }
 }
 
-// The output product keeps the best logit of rows that want nothing else: the same as of logits in memory.
+// The logits' linear op keeps the best logit of greedy rows: the same as that of logits in memory.
 void test_greedy(const KernelTable& kernels, int threads) {
     ThreadPool packers(1);
     const Model model(Format::int8, packers);
@@ -587,16 +343,16 @@ void test_greedy(const KernelTable& kernels, int threads) {
         logits.push_back(alone(engine, r, 600));
     }
     const DecodeArrays arrays(requests, prompts);
-    Draws draws(static_cast<int>(requests.size()));
-    for (SamplingRecord& r : draws.records) r.temperature = 0, r.num_logprobs = -1;
-    const Batch batch = arrays.batch(draws);
-    CHECK(batch.draws_best());
+    SamplingArrays sampling(static_cast<int>(requests.size()));
+    for (SamplingRecord& r : sampling.records) r.temperature = 0, r.num_logprobs = -1;
+    const Batch batch = arrays.batch(sampling);
+    CHECK(batch.is_greedy());
     engine.runner.run(batch, engine.kv);
     for (size_t r = 0; r < requests.size(); r++)
-        CHECK(
-            !draws.failed[r] && draws.ids[r] == std::max_element(logits[r].end() - kVocab, logits[r].end()) -
-                                                    (logits[r].end() - kVocab),
-            "request %zu on %d threads", r, threads);
+        CHECK(!sampling.failed[r] &&
+                  sampling.ids[r] == std::max_element(logits[r].end() - kVocab, logits[r].end()) -
+                                         (logits[r].end() - kVocab),
+              "request %zu on %d threads", r, threads);
 }
 
 }  // namespace
@@ -608,7 +364,7 @@ void test_step_runner(const KernelTable& kernels) {
     for (const Format format : {Format::fp32, Format::int8}) test_format(kernels, format, KvType::int8);
     for (const KvType cache : {KvType::fp32, KvType::bf16, KvType::int8})
         test_copied_blocks(kernels, cache), test_shared_prefix(kernels, cache);
-    test_draws(kernels);
+    test_sampling(kernels);
     for (const int threads : {1, 3}) test_decode_batch(kernels, threads), test_greedy(kernels, threads);
 }
 

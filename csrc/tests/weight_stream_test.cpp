@@ -1,5 +1,5 @@
-// Streamed weights: every stage finds the bytes of its chunk, whatever the disk does. Reads that fail or end too
-// early are the step's error or the start's, slow ones are waited for, and nothing hangs.
+// WeightStream: every op finds the data of its chunk, however the disk behaves. Failed and short reads are
+// errors of the step or of the start, slow ones are awaited, and nothing hangs.
 #include "../runtime/weight_stream.h"
 
 #include <fcntl.h>
@@ -18,8 +18,8 @@ namespace {
 
 constexpr size_t kPage = static_cast<size_t>(kDirectAlign);
 
-// Faults of the disk: `fails_at` counts reads down to the one that fails with `error`, 0 being a read that finds
-// the file's end; with `erratic`, reads are slow, interrupted or short.
+// Simulated disk faults: `fails_at` counts reads down to the one that fails with `error` (0: end of file);
+// with `erratic`, reads are slow, interrupted or short.
 std::atomic<int> fails_at{-1}, error{0};
 std::atomic<bool> erratic{false};
 std::atomic<uint32_t> reads{0};
@@ -44,7 +44,7 @@ ssize_t read_at(int file, void* to, size_t bytes, off_t offset) {
 
 uint32_t word_at(size_t offset) { return static_cast<uint32_t>(offset / 4 * 2654435761u); }
 
-// A file whose words tell their places.
+// A file whose words identify their offsets.
 struct WordFile {
     std::string path;
     WordFile(const std::string& directory, size_t bytes) : path(directory + "/words-XXXXXX") {
@@ -52,21 +52,21 @@ struct WordFile {
         CHECK(file >= 0, "%s: %s", path.c_str(), std::strerror(errno));
         std::vector<uint32_t> words(bytes / 4);
         for (size_t i = 0; i < words.size(); i++) words[i] = word_at(4 * i);
-        CHECK(write(file, words.data(), bytes) == (ssize_t)bytes);
+        CHECK(write(file, words.data(), bytes) == static_cast<ssize_t>(bytes));
         close(file);
     }
     ~WordFile() { unlink(path.c_str()); }
-    void truncate_to(size_t bytes) const { CHECK(truncate(path.c_str(), (off_t)bytes) == 0); }
+    void truncate_to(size_t bytes) const { CHECK(truncate(path.c_str(), static_cast<off_t>(bytes)) == 0); }
 };
 
-// Chunks of some pages in a ring, with a kept one behind it, as the offload pass lays them.
+// Chunks of some pages in a ring, followed by a resident chunk, as in the offload pass.
 struct Layout {
     std::vector<WeightChunk> resident, streamed;
     size_t memory_bytes = 0;
     size_t file_bytes = 0;
 };
 
-Layout layout_of(int count, size_t ring_pages, uint32_t seed) {
+Layout get_layout(int count, size_t ring_pages, uint32_t seed) {
     std::mt19937 generator(seed);
     Layout layout;
     size_t at = 0, file = 0;
@@ -86,21 +86,23 @@ void check_words(const WeightStream& stream, const WeightChunk& chunk) {
     const auto* words = reinterpret_cast<const uint32_t*>(stream.memory() + chunk.memory_offset);
     for (size_t i = 0; i < chunk.bytes / 4; i++)
         CHECK(words[i] == word_at(static_cast<size_t>(chunk.file_offset) + 4 * i),
-              "word %zu of the chunk at %lld", i, (long long)chunk.file_offset);
+              "word %zu of the chunk at %lld", i, static_cast<long long>(chunk.file_offset));
 }
 
-// A step as the executor walks it: each stage waits for its chunk, reads it in several threads, and releases it.
-struct Step : ThreadPool::Work {
+// A step like that of a StepRunner: each phase waits for its chunk, reads it on several threads, and
+// releases it.
+struct Step : ThreadPool::Task {
     WeightStream& stream;
-    const int num_asked;  // chunks that have a stage; the others are a head's without sampled rows
-    const int num_pieces;
-    Step(WeightStream& s, int asked, int pieces) : stream(s), num_asked(asked), num_pieces(pieces) {}
-    int num_stages() const override { return num_asked; }
-    int pieces(int) const override { return num_pieces; }
-    void run(int stage, int, int) override {
-        if (stream.await(stage) && !stream.failed()) check_words(stream, stream.streamed()[stage]);
+    const int num_requested;  // chunks that a phase uses; the others are a head's without sampled rows
+    const int items_per_phase;
+    Step(WeightStream& s, int requested, int items)
+        : stream(s), num_requested(requested), items_per_phase(items) {}
+    int num_phases() const override { return num_requested; }
+    int num_items(int) const override { return items_per_phase; }
+    void run(int phase, int, int) override {
+        if (stream.await(phase) && !stream.failed()) check_words(stream, stream.streamed()[phase]);
     }
-    void finished(int stage) override { stream.release(stage + 1); }
+    void on_phase_done(int phase) override { stream.release(phase + 1); }
 };
 
 struct Bench {
@@ -108,7 +110,7 @@ struct Bench {
     WordFile file;
     ThreadPool pool{2};
     Bench(const std::string& directory, int count, size_t ring_pages, uint32_t seed)
-        : layout(layout_of(count, ring_pages, seed)), file(directory, layout.file_bytes) {}
+        : layout(get_layout(count, ring_pages, seed)), file(directory, layout.file_bytes) {}
 
     std::unique_ptr<WeightStream> open(int num_threads = 3) const {
         return std::make_unique<WeightStream>(
@@ -116,10 +118,10 @@ struct Bench {
             layout.streamed, layout.memory_bytes);
     }
     int count() const { return static_cast<int>(layout.streamed.size()); }
-    // Walks one step; returns what it threw, or nothing.
-    std::string step(WeightStream& stream, int asked = -1) {
-        Step work(stream, asked < 0 ? count() : asked, 2);
-        pool.walk(work);
+    // Runs one step. Returns its error message, or nothing.
+    std::string step(WeightStream& stream, int requested = -1) {
+        Step work(stream, requested < 0 ? count() : requested, 2);
+        pool.run(work);
         try {
             stream.end_step();
         } catch (const WeightFileTruncated& thrown) {
@@ -164,15 +166,15 @@ void test_bytes(const std::string& directory) {
     erratic = false;
 }
 
-void test_chunks_nobody_asks_for(const std::string& directory) {
+void test_unrequested_chunks(const std::string& directory) {
     Bench bench(directory, 6, 16, 1);
     const auto stream = bench.open();
-    // The head's chunks lie apart in any plan; here the last one is the head.
+    // The last chunk stands for the head.
     for (int i = 0; i < 8; i++) CHECK(bench.step(*stream, i % 2 ? 6 : 5).empty());
     CHECK(stream->num_found() + stream->num_waited() == 4 * 6 + 4 * 5);
 }
 
-// Each read of two steps in turn fails: that step does, and the ones after it find their weights.
+// Each read of two steps fails in turn: that step fails, and the steps after it find their weights.
 void test_read_errors(const std::string& directory) {
     Bench bench(directory, 5, 10, 3);
     int num_failed = 0;
@@ -195,7 +197,7 @@ void test_read_errors(const std::string& directory) {
     CHECK(num_failed == 24, "%d of 24", num_failed);
 }
 
-// A file that ends too early in the middle of a run, and one that was shorter from the start.
+// A file that is truncated between steps, and one that was too short from the start.
 void test_short_files(const std::string& directory) {
     Bench bench(directory, 5, 10, 5);
     const auto stream = bench.open();
@@ -217,7 +219,7 @@ void test_short_files(const std::string& directory) {
 void test_failing_starts(const std::string& directory) {
     Bench bench(directory, 3, 8, 7);
     error = EIO;
-    // Read 0 only asks whether direct reads work.
+    // Read 0 only tests O_DIRECT.
     for (int read = 1; read < 2; read++) {
         fails_at = read;
         CHECK(contains(thrown_by<WeightReadError>(bench), "could not be read from " + bench.file.path));
@@ -241,7 +243,7 @@ void test_layouts_that_cannot_be(const std::string& directory) {
     CHECK(!thrown_by<std::logic_error>(bench).empty());
 }
 
-// A stage waits for a slow disk, and says for how long; a stream goes away while reads are under way.
+// An op waits for a slow disk and counts the time; a stream can be destroyed while reads are in flight.
 void test_slow_disk(const std::string& directory) {
     Bench bench(directory, 8, 8, 11);
     erratic = true;
@@ -264,7 +266,7 @@ void test_slow_disk(const std::string& directory) {
 
 void test_weight_stream(const std::string& directory) {
     test_bytes(directory);
-    test_chunks_nobody_asks_for(directory);
+    test_unrequested_chunks(directory);
     test_read_errors(directory);
     test_short_files(directory);
     test_failing_starts(directory);

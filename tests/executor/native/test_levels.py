@@ -38,7 +38,7 @@ def test_a_build_of_other_sources_is_refused(monkeypatch, tmp_path):
     shutil.copytree(extension.SOURCES, tmp_path / "csrc")
     monkeypatch.setattr(extension, "SOURCES", tmp_path / "csrc")
     native_module()
-    with (tmp_path / "csrc/kernels/cuts.inl").open("a") as file:
+    with (tmp_path / "csrc/kernels/cutoffs.inl").open("a") as file:
         file.write("// one more line\n")
     extension.source_digest.cache_clear()
     with pytest.raises(BackendUnavailable, match="built from other sources") as caught:

@@ -1,4 +1,4 @@
-"""Tiles as the native backend packs them, byte for byte as csrc/kernels/table.h draws them: the
+"""Tiles as the native backend packs them, byte for byte as csrc/kernels/weights.h describes them: the
 tests write them with NumPy from a weight's arrays.
 """
 

@@ -1,17 +1,17 @@
-// Attention's two products on vectors: scores of queries and keys, and values times their weights. Layouts:
-// KvLayer in table.h.
+// The two matmuls of attention on vector registers: scores of queries and keys, and weights times values.
+// Layouts: KvLayer in attention.h.
 //
-// A register of K or V holds what 16 lanes of sums take at a time. With 16 or 8 bits that is pairs of
-// dimensions of 16 keys, or pairs of tokens of 16 dimensions; with fp32 single ones. It is multiplied with
-// four bytes of a query, or of weights, that are the same in all lanes. Each lane and block has one chain of
-// sums, so its bits do not depend on how many are computed at once.
+// A register of K or V holds operands for 16 sums: pairs of dimensions of 16 keys or pairs of tokens of 16
+// dimensions with 16- and 8-bit types, single ones with fp32. It is multiplied by four bytes of a query or
+// of weights, broadcast to all lanes. Each lane and block has one chain of sums, so the result does not
+// depend on how many are computed at once.
 #pragma once
 #include "attention_lanes.inl"
 
 namespace octavo {
 namespace {
 
-// The number of lanes, and of vectors of 16 columns of values, whose sums are in registers together.
+// Number of lanes, and of vectors of 16 value columns, whose sums are in registers at the same time.
 #if defined(__AVX512F__)
 constexpr int kScoreLanes = 8, kValueLanes = 4, kValueVectors = 4, kScoreSums = 16;
 #elif defined(__AVX2__)
@@ -43,7 +43,7 @@ OCTAVO_INLINE Sums<way> multiply_add(Sums<way> sum, vi numbers, vi factors) {
         return dot2_bf16(sum, numbers, factors);
 }
 
-// Calls fn<n>(first) for an n <= N that is known at run time only; does nothing where n is 0.
+// Calls fn<n>(first) for a run-time n <= N; does nothing if n is 0.
 template <int N, typename Fn>
 OCTAVO_INLINE void call_with(int n, int first, const Fn& fn) {
     if constexpr (N > 0) {
@@ -53,13 +53,13 @@ OCTAVO_INLINE void call_with(int n, int first, const Fn& fn) {
             call_with<N - 1>(n, first, fn);
     }
 }
-// Calls fn<n>(first) for 0 .. count - 1 in parts of nearly equal sizes n, at most `Most`.
-template <int Most, typename Fn>
+// Calls fn<n>(first) for 0 .. count - 1 in parts of nearly equal size n <= kMax.
+template <int kMax, typename Fn>
 OCTAVO_INLINE void in_parts(int count, const Fn& fn) {
-    const int parts = (count + Most - 1) / Most;
+    const int parts = (count + kMax - 1) / kMax;
     for (int i = 0; i < parts; i++) {
         const int first = count * i / parts;
-        call_with<Most>(count * (i + 1) / parts - first, first, fn);
+        call_with<kMax>(count * (i + 1) / parts - first, first, fn);
     }
 }
 
@@ -68,24 +68,24 @@ OCTAVO_INLINE void prefetch_bytes(const uint8_t* p, int bytes) {
     for (int line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 2);
 }
 
-// Computes scores [N][256] of B neighbouring blocks; `first_block` is the split's first. The first lanes of a
-// set prefetch the keys of as many blocks ahead, a line for each line that they read.
+// Computes scores [N][256] of B neighbouring blocks; `first_block` is the first block of the split. The
+// first lanes of a set prefetch the keys of the next blocks, one line for each line that they read.
 template <int N, int B, Way way>
 OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int first_block, int split0) {
     constexpr int step = kStep<way>;
     const int steps = way == Way::fp32 ? set.width : set.width / 2;
     const int query_bytes = set.width * (way == Way::fp32 ? 4 : 2);
     const uint8_t* queries = reinterpret_cast<const uint8_t*>(set.q) + lane0 * query_bytes;
-    const bool prefetches = lane0 == 0 && set.ahead.first + block - first_block < set.ahead.last;
+    const bool prefetches = lane0 == 0 && set.next_blocks.first + block - first_block < set.next_blocks.last;
     const uint8_t *keys[B], *ahead[B];
     for (int b = 0; b < B; b++) {
-        keys[b] = set.keys_of(block + b);
-        ahead[b] = set.block_ahead(block + b - first_block, keys[b]);
+        keys[b] = set.keys_at(block + b);
+        ahead[b] = set.next_block_keys(block + b - first_block, keys[b]);
     }
     Sums<way> sums[N][B] = {};
     for (int i = 0; i < steps; i++) {
         vi numbers[B];
-        for (int b = 0; b < B; b++) numbers[b] = held(load_numbers<way>(keys[b] + i * step));
+        for (int b = 0; b < B; b++) numbers[b] = keep_in_register(load_numbers<way>(keys[b] + i * step));
         if (prefetches && (step == 64 || i % 2 == 0))
             for (int b = 0; b < B; b++) prefetch_bytes(ahead[b] + i * step, 1);
         for (int n = 0; n < N; n++) {
@@ -104,8 +104,7 @@ OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int fi
     }
 }
 
-// Computes the sums over d of blocks block0 .. block1 - 1 for all lanes; with `int16`, times each key's
-// scale.
+// Computes q K for blocks block0 .. block1 - 1 and all lanes; with `int16`, times each key's scale.
 template <Way way>
 void score_blocks(const LaneSet& set, int block0, int block1, int split0) {
     in_parts<kScoreLanes>(set.count, [&]<int N>(int lane0) {
@@ -118,12 +117,12 @@ void score_blocks(const LaneSet& set, int block0, int block1, int split0) {
     });
 }
 
-// Computes acc [N][16 C] = weights times V, of the columns from `column` on. The first lanes prefetch the
-// values of the blocks ahead, as they do keys. Beyond the last key there may be anything, NaN too: bf16,
-// which reads whole pairs, zeroes it. (int8 may be any integer there, since its weights are 0.)
+// Computes acc [N][16 C] = weights times V for the columns from `column` on. The first lanes prefetch the
+// values of the next blocks. The memory after the last key may hold NaN: bf16, which reads whole pairs,
+// masks it. int8 may hold anything there, since its weights are 0.
 template <int N, int C, Way way>
 OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int key0, int key1, int split0) {
-    constexpr int step = kStep<way>, tokens_a_step = way == Way::fp32 ? 1 : 2;
+    constexpr int step = kStep<way>, tokens_per_step = way == Way::fp32 ? 1 : 2;
     const KvLayer& kv = set.args->kv;
     const size_t row = static_cast<size_t>(kv.v_padded) / kLanes * step;
     Sums<way> sums[N][C] = {};
@@ -132,7 +131,7 @@ OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int 
                              vi numbers[C];
                              for (int c = 0; c < C; c++) {
                                  const vi whole = load_numbers<way>(v + c * step);
-                                 numbers[c] = held(half ? whole & 0xffff : whole);
+                                 numbers[c] = keep_in_register(half ? whole & 0xffff : whole);
                              }
                              if (ahead) prefetch_bytes(ahead, C * step);
                              for (int n = 0; n < N; n++) {
@@ -144,16 +143,17 @@ OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int 
     for (int key = key0; key < key1; key += kTile) {
         const int tokens = key1 - key < kTile ? key1 - key : kTile;
         const size_t at = column / kLanes * step;
-        const uint8_t *v = set.values_of(key / kTile) + at,
-                      *ahead = lane0 == 0 ? set.block_ahead((key - key0) / kTile, nullptr) : nullptr;
+        const uint8_t *v = set.values_at(key / kTile) + at,
+                      *ahead = lane0 == 0 ? set.next_block_keys((key - key0) / kTile, nullptr) : nullptr;
         if (ahead) ahead += kv.v_offset + at;
         const uint8_t* weights = reinterpret_cast<const uint8_t*>(set.scores + lane0 * kSplitKeys) +
-                                 (key - split0) * (4 / tokens_a_step);
-        const int steps = way == Way::bf16 ? tokens / 2 : (tokens + tokens_a_step - 1) / tokens_a_step;
+                                 (key - split0) * (4 / tokens_per_step);
+        const int steps = way == Way::bf16 ? tokens / 2 : (tokens + tokens_per_step - 1) / tokens_per_step;
         for (int i = 0; i < steps; i++)
             add(v + i * row, weights + 4 * i, ahead ? ahead + i * row : nullptr, false);
         if (way == Way::bf16 && tokens % 2) add(v + steps * row, weights + 4 * steps, nullptr, true);
-        if (ahead && column == 0) prefetch_bytes(ahead + steps * row, (kTile / tokens_a_step - steps) * row);
+        if (ahead && column == 0)
+            prefetch_bytes(ahead + steps * row, (kTile / tokens_per_step - steps) * row);
     }
     for (int n = 0; n < N; n++)
         for (int c = 0; c < C; c++) {
@@ -165,15 +165,16 @@ OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int 
         }
 }
 
-// Weighs the values that lie in K, with 16 keys to a vector: each lane sums over the blocks, then the lanes
-// are summed. One vector holds one dimension in fp32, two in bf16. Beyond the last key there may be anything.
+// Computes weights times the values that are stored in K, 16 keys per vector: sums over the blocks in each
+// lane, then over the lanes. One vector holds one dimension in fp32, two in bf16. Keys after the last one
+// are masked.
 template <int N, Way way>
 OCTAVO_INLINE void weigh_latents(const LaneSet& set, int lane0, int key0, int key1, int split0) {
     constexpr int dims = way == Way::fp32 ? 1 : 2;
     for (int d = 0; d < set.args->kv.v_width; d += dims) {
         vf sums[N][dims] = {};
         for (int key = key0; key < key1; key += kTile) {
-            const vi stored = load_i(set.keys_of(key / kTile) + static_cast<size_t>(d) / dims * 64);
+            const vi stored = load_i(set.keys_at(key / kTile) + static_cast<size_t>(d) / dims * 64);
             const vi seen = stored & (iota() < splat_i(key1 - key));
             const vf first = way == Way::fp32 ? as_float(seen) : as_float(seen << 16);
             const vf second = as_float(seen & static_cast<int32_t>(0xffff0000u));

@@ -1,4 +1,5 @@
-// The cuts of a row by min_p, top_k and top_p: steps 4 to 6 of executor/filters.py, without sorting the row.
+// The cut-offs min_p, top_k and top_p of a row: steps 4 to 6 of executor/filters.py, without sorting the
+// row.
 #pragma once
 #include <algorithm>
 #include <cfloat>
@@ -13,7 +14,7 @@ namespace {
 struct Candidate {
     float logit;
     int32_t id;
-    float weight = 0;  // where top_p counts it
+    float weight = 0;  // set if top_p needs it
 };
 inline bool better(const Candidate& a, const Candidate& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
@@ -31,31 +32,31 @@ int best_id(const float* x, int n) {
     return id;
 }
 
-// The `wanted` best of n logits, unsorted, to `best` (room for n); returns how many there are. Behind the
-// first few, most logits are below those that are kept: one look at sixteen of them.
-int best_of(const float* x, int n, int wanted, Candidate* best) {
-    const int most = wanted + std::max(wanted, 256);
+// Writes the `wanted` largest of n logits, unsorted, to `best` (room for n) and returns their number. After
+// the first few, most logits are smaller than those kept, so sixteen are compared at once.
+int select_top(const float* x, int n, int wanted, Candidate* best) {
+    const int capacity = wanted + std::max(wanted, 256);
     int count = 0;
-    float least = -INFINITY;
+    float threshold = -INFINITY;
     const auto prune = [&] {
         if (count <= wanted) return;
         std::nth_element(best, best + wanted - 1, best + count, better);
         count = wanted;
-        least = best[wanted - 1].logit;
+        threshold = best[wanted - 1].logit;
     };
     for (int from = 0; from < n; from += kLanes) {
         const int end = std::min(n, from + kLanes);
-        if (count >= wanted && end == from + kLanes && !any_lane(load(x + from) > splat(least))) continue;
-        // An equal of the least kept one comes after it, having the higher id.
+        if (count >= wanted && end == from + kLanes && !any_lane(load(x + from) > splat(threshold))) continue;
+        // A later logit that equals the smallest one kept has a higher id and ranks after it.
         for (int id = from; id < end; id++)
-            if (count < wanted || x[id] > least) best[count++] = Candidate{x[id], id};
-        if (count >= most) prune();
+            if (count < wanted || x[id] > threshold) best[count++] = Candidate{x[id], id};
+        if (count >= capacity) prune();
     }
     prune();
     return count;
 }
 
-// The changed logits of one row, and how they become weights: in fp64 one by one, in fp32 sixteen at a time.
+// The modified logits of one row and their weights: in fp64 one by one, in fp32 sixteen at a time.
 struct Row {
     const SamplingRecord& record;
     const float* z;
@@ -66,7 +67,7 @@ struct Row {
     OCTAVO_INLINE vf weights(vf logits) const {
         return exp((logits - splat(z[best])) * std::min(1.0f / record.temperature, FLT_MAX));
     }
-    // Sixteen logits from `from` on, -inf behind the last.
+    // Returns logits from .. from + 15, -inf past the end.
     OCTAVO_INLINE vf logits(int from) const {
         if (from + kLanes <= vocab) return load(z + from);
         float rest[kLanes];
@@ -76,67 +77,69 @@ struct Row {
     }
 };
 
-// The next lower float at least, for bounds that may be too low but never too high.
+// Returns a float below x, for lower bounds.
 inline float rounded_down(double x) {
     return std::nextafter(static_cast<float>(std::max(x, -static_cast<double>(FLT_MAX))), -INFINITY);
 }
 
-// The sum of all weights of min_p and more.
+// Returns the sum of all weights >= min_p.
 double total_weight(const Row& row) {
-    const vf least = splat(row.record.min_p);
+    const vf threshold = splat(row.record.min_p);
     double total = 0;
     for (int from = 0; from < row.vocab; from += kLanes) {
         const vf weights = row.weights(row.logits(from));
-        total += sum_lanes(select(weights >= least, weights, vf{}));
+        total += sum_lanes(select(weights >= threshold, weights, vf{}));
     }
     return total;
 }
 
-// Logits sorted roughly: numbers of equal ranges that begin at the best logit and end at `least`. A lower
-// logit never has a lower number, and equal ones have the same.
+// Buckets of logits: kCount equal ranges from the largest logit down to `least`. A smaller logit never has
+// a smaller bucket number, and equal ones have the same.
 struct Ranges {
     static constexpr int kCount = 1024;
     float best, per_logit;
 
-    Ranges(float best, float least)
-        : best(best), per_logit(std::min(kCount / std::min(best - least, FLT_MAX), FLT_MAX)) {}
+    Ranges(float best, float threshold)
+        : best(best), per_logit(std::min(kCount / std::min(best - threshold, FLT_MAX), FLT_MAX)) {}
 
-    // The range is the whole part.
+    // Returns bucket numbers; the bucket is the integer part.
     OCTAVO_INLINE vf of(vf logits) const {
         return min((splat(best) - logits) * splat(per_logit), splat(static_cast<float>(kCount - 1)));
     }
 };
 
-// Calls see(id, weight, range) for all tokens of min_p and more with logits of `least` and more. Sixteen
-// that `wanted` has no lane of are passed over at one look.
+// Calls see(id, weight, bucket) for all tokens with weight >= min_p and logit >= `least` whose bucket
+// number is `wanted`. Sixteen tokens without a match are skipped at once.
 template <typename Wanted, typename See>
-OCTAVO_INLINE void each_heavy(const Row& row, const Ranges& ranges, float least, Wanted wanted, See see) {
+OCTAVO_INLINE void for_each_heavy(const Row& row, const Ranges& ranges, float threshold, Wanted wanted,
+                                  See see) {
     for (int from = 0; from < row.vocab; from += kLanes) {
         const vf logits = row.logits(from), numbers = ranges.of(logits);
-        const vi heavy = (logits >= splat(least)) & wanted(numbers);
+        const vi heavy = (logits >= splat(threshold)) & wanted(numbers);
         if (!any_lane(heavy)) continue;
         const vf weight_lanes = row.weights(logits);
-        float weights[kLanes], places[kLanes];
-        int32_t taken[kLanes];
+        float weights[kLanes], key_indices[kLanes];
+        int32_t selected[kLanes];
         store(weights, weight_lanes);
-        store(places, numbers);
-        store_i(taken, heavy & (weight_lanes >= splat(row.record.min_p)));
+        store(key_indices, numbers);
+        store_i(selected, heavy & (weight_lanes >= splat(row.record.min_p)));
         for (int i = 0; i < kLanes; i++)
-            if (taken[i]) see(from + i, weights[i], static_cast<int>(places[i]));
+            if (selected[i]) see(from + i, weights[i], static_cast<int>(key_indices[i]));
     }
 }
 
-// The best top_k tokens that min_p keeps, with their weights.
+// Returns the number of the top_k tokens that min_p keeps, which it moves to the front of `best` with their
+// weights.
 int best_tokens(const Row& row, Candidate* best) {
-    const int count = best_of(row.z, row.vocab, row.record.top_k, best);
+    const int count = select_top(row.z, row.vocab, row.record.top_k, best);
     for (int i = 0; i < count; i++) best[i].weight = static_cast<float>(row.weight(best[i].logit));
     const auto end =
         std::partition(best, best + count, [&](const Candidate& c) { return c.weight >= row.record.min_p; });
     return static_cast<int>(end - best);
 }
 
-// The last of the shortest beginning of the order that weighs `goal`, or of all. Halves the range that it
-// lies in, so that nothing is sorted.
+// Returns the last token of the shortest prefix of the order (logit down, id up) that weighs at least
+// `goal`, or of all. Halves the range in each step, so that nothing is sorted.
 Candidate last_of_weight(Candidate* range, int count, double goal) {
     while (count > 1) {
         const int half = count / 2;
@@ -154,17 +157,18 @@ Candidate last_of_weight(Candidate* range, int count, double goal) {
     return *range;
 }
 
-// The last token of the shortest beginning of the order that reaches top_p. Only tokens of the range of
-// logits that it lies in are collected: a flat row has tens of thousands of others.
+// Returns the last token of the shortest prefix that reaches top_p. Collects only the bucket that contains
+// it: a flat row has tens of thousands of other tokens.
 Candidate last_of_top_p(const Row& row, Candidate* space) {
     const double total = total_weight(row);
-    // The lighter ones together do not weigh what the beginning leaves.
+    // All smaller logits together weigh less than the remainder after top_p.
     const double share = (1 - static_cast<double>(row.record.top_p)) * total / row.vocab * 0.999;
-    const float least = rounded_down(row.z[row.best] + row.record.temperature * std::log(share));
-    const Ranges ranges(row.z[row.best], least);
+    const float threshold = rounded_down(row.z[row.best] + row.record.temperature * std::log(share));
+    const Ranges ranges(row.z[row.best], threshold);
     double weights[Ranges::kCount] = {};
-    const auto all = [](vf) { return (vi){} ^ -1; };
-    each_heavy(row, ranges, least, all, [&](int, float weight, int range) { weights[range] += weight; });
+    const auto all = [](vf) { return vi{} ^ -1; };
+    for_each_heavy(row, ranges, threshold, all,
+                   [&](int, float weight, int range) { weights[range] += weight; });
     double goal = row.record.top_p * total;
     int range = 0;
     for (int next = 0; next < Ranges::kCount; next++) {
@@ -176,20 +180,20 @@ Candidate last_of_top_p(const Row& row, Candidate* space) {
     int count = 0;
     const vf first = splat(static_cast<float>(range)), end = splat(static_cast<float>(range + 1));
     const auto in_range = [&](vf numbers) { return (numbers >= first) & (numbers < end); };
-    each_heavy(row, ranges, least, in_range,
-               [&](int id, float weight, int) { space[count++] = Candidate{row.z[id], id, weight}; });
+    for_each_heavy(row, ranges, threshold, in_range,
+                   [&](int id, float weight, int) { space[count++] = Candidate{row.z[id], id, weight}; });
     return last_of_weight(space, count, goal);
 }
 
-// The last token in the order (logit down, id up) that top_k and top_p keep. min_p may end that order
-// earlier.
+// Returns the last token in the order (logit down, id up) that top_k and top_p keep. min_p may end the
+// order earlier.
 Candidate last_kept(const Row& row, Candidate* space) {
     const SamplingRecord& record = row.record;
-    const bool cuts_k = record.top_k > 0 && record.top_k < row.vocab, cuts_p = record.top_p < 1;
-    if (!cuts_k && !cuts_p) return Candidate{-FLT_MAX, row.vocab};
-    if (!cuts_k) return last_of_top_p(row, space);
+    const bool has_top_k = record.top_k > 0 && record.top_k < row.vocab, has_top_p = record.top_p < 1;
+    if (!has_top_k && !has_top_p) return Candidate{-FLT_MAX, row.vocab};
+    if (!has_top_k) return last_of_top_p(row, space);
     const int count = best_tokens(row, space);
-    if (!cuts_p) return *std::max_element(space, space + count, better);
+    if (!has_top_p) return *std::max_element(space, space + count, better);
     double total = 0;
     for (int i = 0; i < count; i++) total += space[i].weight;
     return last_of_weight(space, count, record.top_p * total);

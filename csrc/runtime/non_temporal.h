@@ -1,5 +1,5 @@
-// Stores that leave the caches alone, for what is written once and seldom read: a line that is stored whole is
-// not read before.
+// Non-temporal stores for data that is written once and rarely read: they bypass the caches, and a line
+// that is stored as a whole is not read first.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace octavo {
 
-// Copies floats. What other threads are to read needs `end_past_caches` before they are told.
-inline void copy_past_caches(const float* from, int count, float* to) {
+// Copies floats. Before other threads are notified of the data, call fence_non_temporal.
+inline void copy_non_temporal(const float* from, int count, float* to) {
 #if defined(__SSE2__)
     constexpr int kLine = 16;
     if (count % kLine == 0 && reinterpret_cast<uintptr_t>(to) % (kLine * sizeof(float)) == 0) {
@@ -23,7 +23,7 @@ inline void copy_past_caches(const float* from, int count, float* to) {
     std::copy_n(from, count, to);
 }
 
-inline void end_past_caches() {
+inline void fence_non_temporal() {
 #if defined(__SSE2__)
     _mm_sfence();
 #endif

@@ -1,8 +1,9 @@
-// The work of adapters in a product: the stage that shrinks its rows ahead of it, and the sums of its tiles.
+// Adapters of linear ops: the op that computes h = A x before them, and the update of their tiles.
 //
-// A step's rows may have as many adapters as there are rows, whose matrices are read once, in pieces of a
-// kilobyte all over memory. So what a thread needs next it asks for while it multiplies the base's weights,
-// which keeps the units busy and memory idle: the next tiles of every B, and the A of the next product.
+// The rows of a step may have as many adapters as there are rows. Their matrices are read once, in
+// scattered ranges of about a kilobyte. While a thread multiplies base weights, it prefetches the adapter
+// data that it needs next, so that compute units and memory are busy at the same time: the next tiles of
+// every B, and the A of the next linear op.
 #pragma once
 
 #include <algorithm>
@@ -10,74 +11,74 @@
 #include <vector>
 
 #include "../runtime/step_runner.h"
+#include "op.h"
 #include "specs.h"
-#include "stage.h"
 
 namespace octavo {
 namespace {
 
-// Shrinks a product's rows for adapters: h = scales * A x for each of its sites. Rows of one adapter are taken
-// together.
-struct ShrinkStage : Stage {
+// Computes h = scales * A x for each site of a linear op. Rows of one adapter are computed together.
+struct ShrinkOp : Op {
     ShrinkSpec spec;
 
-    explicit ShrinkStage(ShrinkSpec s) : spec(std::move(s)) {}
+    explicit ShrinkOp(ShrinkSpec s) : spec(std::move(s)) {}
     std::string name() const override { return "adapters"; }
     bool on_samples() const override { return spec.x.on_samples(); }
     bool row_local() const override { return true; }
-    bool only_adapters() const override { return true; }
+    bool is_adapter_only() const override { return true; }
     const AdapterRows& adapted(const View& view) const {
-        return view.runner.adapted(on_samples(), view.first_sample);
+        return view.runner.adapter_rows(on_samples(), view.first_sample);
     }
-    // Several threads share the ranks of a run where there are fewer runs of rows than threads.
+    // If there are fewer runs than threads, several threads share the ranks of a run.
     int parts(const View& view) const {
         const int runs = static_cast<int>(adapted(view).runs.size());
-        return runs ? std::clamp((view.runner.pool().num_threads() + runs - 1) / runs, 1, kMostParts) : 1;
+        return runs ? std::clamp((view.runner.pool().num_threads() + runs - 1) / runs, 1, kMaxParts) : 1;
     }
-    int pieces(const View& view) const override {
+    int num_items(const View& view) const override {
         if (!view.batch.adapters) return 0;
         return parts(view) * static_cast<int>(adapted(view).runs.size());
     }
-    void run(const View& view, int piece, ThreadState& thread, int) const override {
+    void run(const View& view, int item, ThreadState& thread, int) const override {
         const AdapterRows& rows = adapted(view);
         const int num_parts = parts(view);
-        shrink(view, thread, rows, rows.runs[piece / num_parts], Part{piece % num_parts, num_parts});
+        shrink(view, thread, rows, rows.runs[item / num_parts], Part{item % num_parts, num_parts});
     }
     void run_rows(const View& view, int, int, ThreadState& thread) const override {
         if (!view.batch.adapters) return;
-        for (const auto& run : thread.block_rows.runs)
-            shrink(view, thread, thread.block_rows, run, Part{0, 1});
+        for (const auto& run : thread.block_adapter_rows.runs)
+            shrink(view, thread, thread.block_adapter_rows, run, Part{0, 1});
     }
-    // Asks for the A that a piece reads first.
-    void prefetch(const View& view, int piece, ThreadState&) const override {
+    // Prefetches the start of the A that an item reads.
+    void prefetch(const View& view, int item, ThreadState&) const override {
         if (!view.batch.adapters) return;
-        const int slot = adapted(view).runs[piece / parts(view)].slot;
-        each_update(view, spec.sites, slot, [&](const SiteUpdate& update) {
+        const int slot = adapted(view).runs[item / parts(view)].slot;
+        for_each_update(view, spec.sites, slot, [&](const SiteUpdate& update) {
             const int64_t bytes =
                 std::min(static_cast<int64_t>(kFirstBytes), update.a.rank * row_bytes(update));
             for (int64_t at = 0; at < bytes; at += kLineBytes)
                 __builtin_prefetch(static_cast<const uint8_t*>(update.a.numbers) + at, 0, 2);
         });
     }
-    // Appends what rows read of their adapters in the stage of these sites, and first in their product.
-    static void add_reads(const View& view, const std::vector<int>& sites, const AdapterRows& rows,
-                          std::vector<ReadSoon::Part>& reads) {
+    // Appends the ranges that rows read of their adapters in the shrink op of these sites, and at the start
+    // of the linear op.
+    static void add_prefetch_ranges(const View& view, const std::vector<int>& sites, const AdapterRows& rows,
+                                    std::vector<PrefetchList::Range>& reads) {
         for (const auto& run : rows.runs)
-            each_update(view, sites, run.slot, [&](const SiteUpdate& update) {
-                reads.push_back(lines(update.a.numbers, update.a.rank * row_bytes(update)));
+            for_each_update(view, sites, run.slot, [&](const SiteUpdate& update) {
+                reads.push_back(line_range(update.a.numbers, update.a.rank * row_bytes(update)));
             });
         for (const auto& run : rows.runs)
-            each_update(view, sites, run.slot, [&](const SiteUpdate& update) {
-                reads.push_back(lines(update.b.numbers, 2 * update.b.tile_bytes()));
+            for_each_update(view, sites, run.slot, [&](const SiteUpdate& update) {
+                reads.push_back(line_range(update.b.numbers, 2 * update.b.tile_bytes()));
             });
     }
-    static ReadSoon::Part lines(const void* first, int64_t bytes) {
+    static PrefetchList::Range line_range(const void* first, int64_t bytes) {
         return {static_cast<const uint8_t*>(first),
                 static_cast<int32_t>((bytes + kLineBytes - 1) / kLineBytes)};
     }
 
   private:
-    static constexpr int kMostParts = 16, kPartRanks = 4;  // ranks of a part are a multiple of the latter
+    static constexpr int kMaxParts = 16, kPartRanks = 4;  // the ranks of a part are a multiple of kPartRanks
     static constexpr int kFirstBytes = 8 << 10;
     struct Part {
         int index, count;
@@ -90,20 +91,21 @@ struct ShrinkStage : Stage {
     static int64_t row_bytes(const SiteUpdate& update) {
         return static_cast<int64_t>(update.a.stride) * update.a.number_bytes();
     }
-    template <typename Take>
-    static void each_update(const View& view, const std::vector<int>& sites, int slot, const Take& take) {
+    template <typename Visit>
+    static void for_each_update(const View& view, const std::vector<int>& sites, int slot,
+                                const Visit& visit) {
         for (const int site : sites)
-            if (const SiteUpdate* update = view.runner.adapters().update(slot, site)) take(*update);
+            if (const SiteUpdate* update = view.runner.adapters().update(slot, site)) visit(*update);
     }
     void shrink(const View& view, ThreadState& thread, const AdapterRows& rows, const AdapterRows::Run& run,
                 Part part) const {
         const Adapters& adapters = view.runner.adapters();
         const KernelTable& k = view.runner.kernels();
-        const float* from[AdapterRows::kTogether] = {};
-        each_update(view, spec.sites, run.slot, [&](const SiteUpdate& update) {
+        const float* from[AdapterRows::kMaxRunRows] = {};
+        for_each_update(view, spec.sites, run.slot, [&](const SiteUpdate& update) {
             const int first = part.first_rank(update.a.rank), end = part.end_rank(update.a.rank);
             if (first == end) return;
-            float* h[AdapterRows::kTogether];
+            float* h[AdapterRows::kMaxRunRows];
             for (int i = 0; i < run.count; i++) {
                 const int row = rows.rows[run.first + i];
                 if (!from[i]) from[i] = read(view, thread, k, row, i);
@@ -112,13 +114,13 @@ struct ShrinkStage : Stage {
             k.shrink(update.a.ranks(first, end), from, run.count, update.scales + first, h);
         });
     }
-    // Returns a row's numbers, the i-th one's of a run.
+    // Returns the input of row `row`, the i-th row of a run.
     const float* read(const View& view, ThreadState& thread, const KernelTable& k, int row, int i) const {
         const float* from = view.at(spec.x, row);
         const int width = spec.x.width;
         const int64_t stride = padded_width(width);
         if (!spec.norm.weight && stride == width) return from;
-        float* to = reinterpret_cast<float*>(thread.adapted->data()) + i * stride;
+        float* to = reinterpret_cast<float*>(thread.adapter_input->data()) + i * stride;
         if (spec.norm.weight)
             k.norm_row(from, width, spec.norm.args(), to);
         else
@@ -128,17 +130,17 @@ struct ShrinkStage : Stage {
     }
 };
 
-// A product of rows without adapters.
+// A matmul without adapters.
 struct NoAdapters {
     void begin(int, int) const {}
-    ReadSoon soon(int, int) const { return {}; }
+    PrefetchList prefetch_list(int, int) const { return {}; }
     void add(int, int, float* const*, bool) const {}
 };
 
-// The adapters of a block of rows at the tiles of a product, of one part of it after the other.
+// Adapter updates of the tiles of a linear op for a block of rows, one part after another.
 class TileAdapters {
   public:
-    // The sites whose matrices are prefetched while the tiles of a product are multiplied; null: none.
+    // Sites whose matrices are prefetched during the matmul; null: none.
     struct Next {
         const std::vector<int>* sites = nullptr;
         int num_tiles = 1;
@@ -146,12 +148,12 @@ class TileAdapters {
 
     TileAdapters(const View& view, ThreadState& thread, const AdapterRows& rows, int row0, const Next& next)
         : view_(view), thread_(thread), rows_(rows), row0_(row0) {
-        thread.next_reads.clear();
+        thread.next_prefetch.clear();
         if (!next.sites || next.sites->empty()) return;
-        ShrinkStage::add_reads(view, *next.sites, rows, thread.next_reads);
-        num_next_ = (num_lines(thread.next_reads) + next.num_tiles - 1) / next.num_tiles;
+        ShrinkOp::add_prefetch_ranges(view, *next.sites, rows, thread.next_prefetch);
+        num_next_ = (num_lines(thread.next_prefetch) + next.num_tiles - 1) / next.num_tiles;
     }
-    // Takes the site of the part whose tiles come now, and that of its up projection; -1: none.
+    // Starts a part with this site, and the site of its up projection; -1: none.
     void begin(int site, int up_site) {
         const Adapters& adapters = view_.runner.adapters();
         const int sites[] = {site, up_site};
@@ -167,15 +169,15 @@ class TileAdapters {
                                                                .bias = update->bias});
         }
     }
-    // Returns what is read behind the product of these tiles: the same of B for the tiles behind them, and a
-    // share of what the next product reads.
-    ReadSoon soon(int tile, int count) {
-        auto& reads = thread_.reads;
+    // Returns the ranges to prefetch during the matmul of these tiles: B of the next tiles, and a share of
+    // the next linear op's ranges.
+    PrefetchList prefetch_list(int tile, int count) {
+        auto& reads = thread_.prefetch;
         reads.clear();
         for (const auto& runs : thread_.expanded)
             for (const auto& run : runs)
-                reads.push_back(ShrinkStage::lines(run.b.tile(tile + count), count * run.b.tile_bytes()));
-        add_next(num_next_ * count);
+                reads.push_back(ShrinkOp::line_range(run.b.tile(tile + count), count * run.b.tile_bytes()));
+        add_next_ranges(num_next_ * count);
         return {reads.data(), static_cast<int>(reads.size()), num_lines(reads)};
     }
     void add(int tile, int count, float* const* acc, bool of_up) const {
@@ -186,21 +188,21 @@ class TileAdapters {
     }
 
   private:
-    static int num_lines(const std::vector<ReadSoon::Part>& parts) {
+    static int num_lines(const std::vector<PrefetchList::Range>& parts) {
         int sum = 0;
         for (const auto& part : parts) sum += part.num_lines;
         return sum;
     }
-    // Moves as many lines of the next product's to those that are read now.
-    void add_next(int most) {
-        auto& next = thread_.next_reads;
-        while (most > 0 && next_ < next.size()) {
-            ReadSoon::Part& part = next[next_];
-            const int taken = std::min(most, part.num_lines);
-            thread_.reads.push_back({part.first, taken});
-            part.first += static_cast<int64_t>(taken) * kLineBytes;
-            part.num_lines -= taken;
-            most -= taken;
+    // Moves up to `most` lines of the next linear op's ranges to the current list.
+    void add_next_ranges(int num_lines_left) {
+        auto& next = thread_.next_prefetch;
+        while (num_lines_left > 0 && next_ < next.size()) {
+            PrefetchList::Range& part = next[next_];
+            const int count = std::min(num_lines_left, part.num_lines);
+            thread_.prefetch.push_back({part.first, count});
+            part.first += static_cast<int64_t>(count) * kLineBytes;
+            part.num_lines -= count;
+            num_lines_left -= count;
             if (part.num_lines == 0) next_++;
         }
     }
@@ -209,7 +211,7 @@ class TileAdapters {
     ThreadState& thread_;
     const AdapterRows& rows_;
     const int row0_;
-    int num_next_ = 0;  // lines of the next product's that are asked for with each tile
+    int num_next_ = 0;  // lines of the next linear op to prefetch with each tile
     size_t next_ = 0;
 };
 

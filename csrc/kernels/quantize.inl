@@ -1,5 +1,6 @@
-// Rows before a product: RMS norm, layer norm, and conversion to integers (with a scale for each group or for
-// the whole row; in one int8 term, two, or a second one for outliers), bf16 or fp32. No row sees another.
+// Preparation of matmul inputs: RMS norm, layer norm, and conversion to integers (with one scale per group
+// or per row; in one or two int8 terms, or with a second term for outliers), bf16 or fp32. Rows are
+// independent.
 #pragma once
 #include "../simd/dots.h"
 #include "table.h"
@@ -7,8 +8,8 @@
 namespace octavo {
 namespace {
 
-// Computes y = (x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2) + eps) * (w + offset), 16 lanes at
-// a time.
+// Computes y = (x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2) + eps) * (w + offset), 16 lanes
+// at a time.
 struct Normalizer {
     const Norm& norm;
     float mean = 0, inverse = 1;
@@ -39,7 +40,7 @@ struct Normalizer {
         }
         return sum_lanes(total);
     }
-    // Lanes i .. i + n - 1 of the result, n <= 16; zero beyond.
+    // Returns elements i .. i + n - 1 of the result, n <= 16; zeros after them.
     OCTAVO_INLINE vf at(const float* x, int i, int n) const {
         const vf v = n == kLanes ? load(x + i) : load_first(x + i, n);
         if (!norm.weight) return without_small(v, v, norm.threshold);
@@ -62,17 +63,18 @@ void norm_row(const float* x, int k, const Norm& norm, float* out) {
 
 OCTAVO_INLINE vf absolute(vf v) { return as_float(as_int(v) & 0x7fffffff); }
 
-// Multiple of a row's mean magnitude that one int8 term holds; larger numbers are outliers.
+// Largest value of one int8 term as a multiple of the row's mean magnitude; larger values are outliers.
 constexpr float kOutlierMeans = 6;
 
-// Groups of 32 share d = absmax / 127; a group of zeros has d = 0. A NaN or an infinity makes d NaN, so that
-// it shows downstream. With kTwoTermed d = absmax / 1016, and each number is stored as 8 first + second.
+// Quantizes a group of 32 with d = absmax / 127; a group of zeros has d = 0. A NaN or an infinity makes d
+// NaN, so that it propagates. With kTwoTermed d = absmax / 1016, and values are stored as 8 first + second.
 template <bool kTwoTermed>
-OCTAVO_INLINE void put_integers(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
+OCTAVO_INLINE void store_int8_group(const vf (&half)[2], const QuantizedRows& rows, int64_t index, int g) {
     constexpr float kLargest = kTwoTermed ? 127.0f * kFirstUnit : 127.0f;
     int8_t* q =
         static_cast<int8_t*>(rows.values) + index * rows.stride + g * (kTwoTermed ? 2 * kGroup : kGroup);
-    // Magnitudes have the same order as integers, with infinities and NaNs above all numbers.
+    // Magnitudes have the same order as their bit patterns as integers; infinities and NaNs are above all
+    // numbers.
     const int32_t bits = max_lanes_i(max_i(as_int(absolute(half[0])), as_int(absolute(half[1]))));
     const bool finite = bits < 0x7f800000;
     float largest;
@@ -100,13 +102,14 @@ OCTAVO_INLINE void put_integers(const vf (&half)[2], const Rows& rows, int64_t i
 }
 
 // Converts the 32 values of group g of row `index`.
-OCTAVO_INLINE void put_group(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
+OCTAVO_INLINE void store_group(const vf (&half)[2], const QuantizedRows& rows, int64_t index, int g) {
     const int64_t at = index * rows.stride + g * kGroup;
     switch (rows.type) {
-        case RowType::int8: return put_integers<false>(half, rows, index, g);
-        case RowType::two_terms: return put_integers<true>(half, rows, index, g);
+        case RowType::int8: return store_int8_group<false>(half, rows, index, g);
+        case RowType::two_terms: return store_int8_group<true>(half, rows, index, g);
         case RowType::whole:
-        case RowType::outliers: return;  // never by groups: see put_whole, put_with_outliers
+        case RowType::outliers:
+            return;  // quantized by rows: see quantize_whole_row and quantize_with_outliers
         case RowType::bf16:
             store_bf16(static_cast<uint16_t*>(rows.values) + at, half[0]);
             return store_bf16(static_cast<uint16_t*>(rows.values) + at + kLanes, half[1]);
@@ -116,20 +119,21 @@ OCTAVO_INLINE void put_group(const vf (&half)[2], const Rows& rows, int64_t inde
     }
 }
 
-// Converts a row with one d = absmax / 16319 to two int8 terms. A NaN or an infinity shows as in
-// put_integers.
+// Quantizes a row with one d = absmax / 16319 to two int8 terms. A NaN or an infinity makes d NaN.
 template <typename Lanes>
-OCTAVO_INLINE void put_whole(const Lanes& lanes_at, int k, const Rows& rows, int64_t index) {
+OCTAVO_INLINE void quantize_whole_row(const Lanes& lanes_at, int k, const QuantizedRows& rows,
+                                      int64_t index) {
     constexpr float kLargest = 127.0f * kWholeUnit + (kWholeUnit / 2 - 1);
     const int padded = rows.num_groups * kGroup;
     int8_t* q = static_cast<int8_t*>(rows.values) + index * rows.stride;
-    vf most{}, bad{};
+    vf magnitudes{}, not_finite{};
     for (int i = 0; i < k; i += kLanes) {
         const vf v = lanes_at(i);
-        most = max(most, absolute(v));
-        bad += v * 0.0f;
+        magnitudes = max(magnitudes, absolute(v));
+        not_finite += v * 0.0f;
     }
-    const float largest = max_lanes(most), check = sum_lanes(bad);  // 0, or NaN where a value is not finite
+    const float largest = max_lanes(magnitudes),
+                check = sum_lanes(not_finite);  // 0, or NaN if a value is not finite
     const float inverse = largest > 0 && check == 0 ? kLargest / largest : 0.0f;
     vi sums[2] = {};
     for (int i = 0; i < padded; i += kLanes) {
@@ -150,23 +154,24 @@ OCTAVO_INLINE int append_outliers(vi terms, int first, const OutlierList& list, 
                                 list.terms + 4 * static_cast<int64_t>(count));
 }
 
-// Converts a row with one d, for which the mean magnitude of its numbers is 127 / kOutlierMeans; a number
-// larger than 127 d has a second term. d is smaller where no number does, and larger where one would need a
-// third term. A NaN or an infinity shows as in put_integers.
+// Quantizes a row with one d such that its mean magnitude is 127 / kOutlierMeans; values above 127 d have a
+// second term. d is smaller if there are no such values, and larger if a value would need a third term. A
+// NaN or an infinity makes d NaN.
 template <typename Lanes>
-OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& rows, int64_t index) {
+OCTAVO_INLINE void quantize_with_outliers(const Lanes& lanes_at, int k, const QuantizedRows& rows,
+                                          int64_t index) {
     constexpr float kLargest = 127.0f * (kOutlierUnit + 1);
-    static_assert(kOutlierUnit == 255);  // the shift by 8 below multiplies with it
+    static_assert(kOutlierUnit == 255);  // the shift by 8 below relies on it
     const int padded = rows.num_groups * kGroup;
     int8_t* q = static_cast<int8_t*>(rows.values) + index * rows.stride;
-    vf most{}, total{};
+    vf magnitudes{}, total{};
     for (int i = 0; i < k; i += kLanes) {
         const vf v = absolute(lanes_at(i));
-        most = max(most, v);
+        magnitudes = max(magnitudes, v);
         total += v;
     }
-    const float largest = max_lanes(most), sum = sum_lanes(total);
-    const bool finite = sum < INFINITY;  // false with a NaN too
+    const float largest = max_lanes(magnitudes), sum = sum_lanes(total);
+    const bool finite = sum < INFINITY;  // false for a NaN too
     const float with_outliers =
         std::max(kOutlierMeans / 127 * sum / static_cast<float>(k), largest / kLargest);
     const float d = finite ? std::min(largest / 127, with_outliers) : NAN;
@@ -195,9 +200,9 @@ OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& r
     rows.scales[rows.at(index, 0)] = d;
 }
 
-void prepare_row(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
+void quantize_row(const float* x, int k, const Norm& norm, const QuantizedRows& rows, int64_t index) {
     if (rows.type == RowType::whole || rows.type == RowType::outliers) {
-        constexpr int kBuffered = 4096;  // the row is read twice, and normalised only once up to this width
+        constexpr int kBuffered = 4096;  // the row is read twice, and normalized only once up to this width
         float buffer[kBuffered];
         const bool buffers = norm.weight && k <= kBuffered;
         if (buffers) norm_row(x, k, norm, buffer);
@@ -205,8 +210,8 @@ void prepare_row(const float* x, int k, const Norm& norm, const Rows& rows, int6
         const Normalizer normal(x, k, buffers ? none : norm);
         const float* from = buffers ? buffer : x;
         const auto lanes_at = [&](int i) { return normal.at(from, i, k - i < kLanes ? k - i : kLanes); };
-        return rows.type == RowType::whole ? put_whole(lanes_at, k, rows, index)
-                                           : put_with_outliers(lanes_at, k, rows, index);
+        return rows.type == RowType::whole ? quantize_whole_row(lanes_at, k, rows, index)
+                                           : quantize_with_outliers(lanes_at, k, rows, index);
     }
     const Normalizer normal(x, k, norm);
     for (int g = 0; g < rows.num_groups; g++) {
@@ -215,19 +220,20 @@ void prepare_row(const float* x, int k, const Norm& norm, const Rows& rows, int6
             const int i = g * kGroup + h * kLanes, n = k - i < kLanes ? k - i : kLanes;
             half[h] = n <= 0 ? vf{} : normal.at(x, i, n);
         }
-        put_group(half, rows, index, g);
+        store_group(half, rows, index, g);
     }
 }
 
-// Converts from [num_rows][32], of which `width` columns count, to group g of rows row0 and on.
-void put_rows(const float* from, const Rows& rows, int64_t row0, int num_rows, int g, int width) {
+// Converts from [num_rows][32], of which `width` columns are valid, to group g of rows row0 and on.
+void quantize_group(const float* from, const QuantizedRows& rows, int64_t row0, int num_rows, int g,
+                    int width) {
     for (int m = 0; m < num_rows; m++, from += kGroup) {
         vf half[2];
         for (int h = 0; h < 2; h++) {
             const int n = width - h * kLanes;
             half[h] = n >= kLanes ? load(from + h * kLanes) : n > 0 ? load_first(from + h * kLanes, n) : vf{};
         }
-        put_group(half, rows, row0 + m, g);
+        store_group(half, rows, row0 + m, g);
     }
 }
 

@@ -1,4 +1,4 @@
-#include "plan.h"
+#include "bind.h"
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -50,11 +50,11 @@ void read(nb::handle value, RouteSpec::Score& field) {
 void read(nb::handle value, RouteSpec::GroupRank& field) { read_name(value, field, {"two_best", "best"}); }
 
 // (axis, offset, width)
-void read(nb::handle value, Place& field) {
-    const auto place = nb::cast<nb::tuple>(value);
-    read(nb::object(place[0]), field.axis);
-    read(nb::object(place[1]), field.offset);
-    read(nb::object(place[2]), field.width);
+void read(nb::handle value, ValueSlice& field) {
+    const auto slice = nb::cast<nb::tuple>(value);
+    read(nb::object(slice[0]), field.axis);
+    read(nb::object(slice[1]), field.offset);
+    read(nb::object(slice[2]), field.width);
 }
 void read(nb::handle value, FloatArray& field) {
     const auto floats = nb::cast<Array<float>>(value);
@@ -69,7 +69,7 @@ void read(nb::handle value, std::vector<T>& field) {
     for (nb::handle item : value) read(item, field.emplace_back());
 }
 
-// Reads the fields of a spec from keyword arguments; None is a field's default.
+// Reads the fields of a spec from keyword arguments; None selects a field's default.
 template <Spec S>
 S read_spec(const char* type, const nb::kwargs& given) {
     S spec{};
@@ -106,7 +106,7 @@ void bind_spec(nb::module_& m, const char* name) {
         "__init__", [name](S* self, const nb::kwargs& fields) { new (self) S(read_spec<S>(name, fields)); });
 }
 
-// Binds a spec, and the builder's method that adds an op by it.
+// Binds a spec, and the builder's method that adds it.
 template <Spec S>
 void bind_op(nb::module_& m, nb::class_<PlanBuilder>& builder, const char* name) {
     bind_spec<S>(m, name);
@@ -139,8 +139,8 @@ void bind_plan(nb::module_& m) {
             },
             "device"_a, "max_tokens"_a, "vocab"_a, "ranks"_a = nb::none(), "engines"_a = nb::none(),
             "num_engines"_a = 1, nb::keep_alive<1, 2>(),
-            "ranks: those that share the model; engines: those of all engines that share its experts.")
-        .def("build", &PlanBuilder::build, "Returns the Plan of the ops that were added.");
+            "ranks: of this engine; engines: ranks of all engines that share the experts.")
+        .def("build", &PlanBuilder::build, "Returns the Plan of the added ops.");
 
     bind_spec<NormSpec>(m, "NormSpec");
     bind_spec<GateSpec>(m, "GateSpec");
@@ -149,7 +149,7 @@ void bind_plan(nb::module_& m) {
 
     bind_op<AnglesSpec>(m, builder, "AnglesSpec");
     bind_op<EmbeddingSpec>(m, builder, "EmbeddingSpec");
-    bind_op<GivenSpec>(m, builder, "GivenSpec");
+    bind_op<InputRowsSpec>(m, builder, "GivenSpec");
     bind_op<RowNormSpec>(m, builder, "RowNormSpec");
     bind_op<RopeSpec>(m, builder, "RopeSpec");
     bind_op<KvWriteSpec>(m, builder, "KvWriteSpec");
@@ -172,7 +172,7 @@ void bind_plan(nb::module_& m) {
     bind_op<ExpertsSpec>(m, builder, "ExpertsSpec");
     bind_op<CollectSpec>(m, builder, "CollectSpec");
     bind_op<NeuronsSpec>(m, builder, "NeuronsSpec");
-    bind_op<ForeseeSpec>(m, builder, "ForeseeSpec");
+    bind_op<PrefetchNeuronsSpec>(m, builder, "ForeseeSpec");
     bind_op<CollectiveSpec>(m, builder, "CollectiveSpec");
     bind_op<SampleSpec>(m, builder, "SampleSpec");
 }

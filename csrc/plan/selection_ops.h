@@ -1,22 +1,23 @@
-// The stages that choose which keys the sparse rows of a layer read; AttentionStage (stages.h) reads them.
+// Ops that select the keys that sparse rows of a layer read (AttentionOp).
 #pragma once
 
 #include <stdexcept>
 #include <string>
 
 #include "../runtime/key_selection.h"
-#include "stages.h"
+#include "../runtime/step_runner.h"
+#include "op.h"
 
 namespace octavo {
 namespace {
 
-// The share of attention of each block, for each sparse row and kv head.
-struct BlockMassStage : Stage {
+// Computes the attention weight of each block, for each sparse row and KV head.
+struct BlockMassOp : Op {
     KeySelection spec;
     int num_heads;  // of queries
     float scale;
     int selection;  // index
-    BlockMassStage(const AttentionSpec& s, const KeySelection& chosen, int keys)
+    BlockMassOp(const AttentionSpec& s, const KeySelection& chosen, int keys)
         : spec(chosen), num_heads(s.num_heads), scale(s.scale), selection(keys) {}
     std::string name() const override { return "keys weighed"; }
     Cost cost(const View& view) const override {
@@ -26,19 +27,19 @@ struct BlockMassStage : Stage {
         for (int i = 0; i < selected.num_rows(); i++) keys += selected.row(i).num_keys;
         return {keys * static_cast<double>(kv.block_bytes()) / kTile, 2.0 * keys * num_heads * kv.k_width};
     }
-    int pieces(const View& view) const override {
+    int num_items(const View& view) const override {
         return view.runner.selected(selection).num_rows() * view.kv.group(spec.group).num_heads;
     }
-    void run(const View& view, int piece, ThreadState& thread, int) const override {
+    void run(const View& view, int item, ThreadState& thread, int) const override {
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);
         SelectedKeys& selected = view.runner.selected(selection);
-        const int index = piece / kv.num_heads, head = piece % kv.num_heads, lanes = num_heads / kv.num_heads;
+        const int index = item / kv.num_heads, head = item % kv.num_heads, lanes = num_heads / kv.num_heads;
         const SelectedKeys::Row& row = selected.row(index);
         const size_t needed = static_cast<size_t>(row.num_keys + kTile - 1) / kTile * kTile;
         if (thread.scores.size() < needed) thread.scores.resize(needed);
         view.runner.kernels().block_masses(
             BlockMassArgs{.kv = kv,
-                          .block_table = table_of(view.batch, row.request),
+                          .block_table = block_table_at(view.batch, row.request),
                           .kv_head = head,
                           .num_keys = row.num_keys,
                           .q = view.at(spec.q, row.row) + static_cast<int64_t>(head) * lanes * kv.k_width,
@@ -47,7 +48,7 @@ struct BlockMassStage : Stage {
                           .scores = thread.scores.data(),
                           .masses = selected.masses(index, head)});
     }
-    const int32_t* table_of(const Batch& batch, int request) const {
+    const int32_t* block_table_at(const Batch& batch, int request) const {
         return batch.block_tables +
                (static_cast<int64_t>(spec.group) * batch.num_requests + request) * batch.table_width;
     }
@@ -59,44 +60,44 @@ struct BlockMassStage : Stage {
         for (int r = 0; r < batch.num_requests; r++) {
             const int context = batch.context_lens[static_cast<int64_t>(spec.group) * batch.num_requests + r];
             for (int b = 0; b < (context + kTile - 1) / kTile; b++)
-                if (b >= batch.table_width || !kv.has_block(spec.group, table_of(batch, r)[b]))
+                if (b >= batch.table_width || !kv.has_block(spec.group, block_table_at(batch, r)[b]))
                     throw std::invalid_argument("a block of partial keys is outside the KV memory");
         }
     }
 };
 
-// The choice, and the plan of the attention over what was chosen, which is brought from the file where memory has it
-// not.
-struct ChooseKeysStage : Stage {
+// Selects the blocks, plans the attention over them, and reads those that are not in memory from the spill
+// file.
+struct SelectKeysOp : Op {
     int group, layer;  // of the attention
     int selection;  // index
-    ChooseKeysStage(const AttentionSpec& spec, int keys)
+    SelectKeysOp(const AttentionSpec& spec, int keys)
         : group(spec.group), layer(spec.layer), selection(keys) {}
     std::string name() const override { return "keys chosen"; }
-    int pieces(const View& view) const override {
+    int num_items(const View& view) const override {
         return view.runner.selected(selection).num_rows() || view.kv.spill(group) ? 1 : 0;
     }
     void run(const View& view, int, ThreadState&, int) const override {
         SelectedKeys& selected = view.runner.selected(selection);
-        if (selected.num_rows()) selected.choose(view.kv, view.runner.pool().num_threads());
+        if (selected.num_rows()) selected.select(view.kv, view.runner.pool().num_threads());
         if (KvSpill* spill = view.kv.spill(group); spill && spill->spills(layer))
             spill->request(layer, selected.blocks_read());
     }
 };
 
-// Has the blocks read that the next layer would choose by what is known now, while this one computes.
-struct ForeseeKeysStage : Stage {
+// Prefetches the blocks that the next layer is predicted to select, while this layer computes.
+struct PrefetchKeysOp : Op {
     int group, layer;  // of the next attention
     int selection;  // index
-    ForeseeKeysStage(const AttentionSpec& spec, int keys)
+    PrefetchKeysOp(const AttentionSpec& spec, int keys)
         : group(spec.group), layer(spec.ahead_layer), selection(keys) {}
     std::string name() const override { return "keys foreseen"; }
-    int pieces(const View& view) const override {
+    int num_items(const View& view) const override {
         const KvSpill* spill = view.kv.spill(group);
         return view.runner.selected(selection).num_rows() && spill && spill->spills(layer) ? 1 : 0;
     }
     void run(const View& view, int, ThreadState&, int) const override {
-        view.kv.spill(group)->foresee(layer, view.runner.selected(selection).blocks_wanted());
+        view.kv.spill(group)->prefetch(layer, view.runner.selected(selection).blocks_by_mass());
     }
 };
 

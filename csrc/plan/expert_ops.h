@@ -1,5 +1,5 @@
-// The stages of a mixture of experts: the choice of each row, the order of all rows by expert, the conversion
-// of experts' rows, and their products.
+// Ops of a mixture of experts: routing, sorting of rows by expert, quantization of expert rows, and
+// matmuls.
 #pragma once
 
 #include <algorithm>
@@ -8,53 +8,55 @@
 #include <string>
 #include <utility>
 
-#include "stages.h"
+#include "linear_op.h"
 
 namespace octavo {
 namespace {
 
-// -- choosing --
+// -- routing --
 
-struct RouteStage : Stage {
-    static constexpr int kRowsAPiece = 4;
+struct RouteOp : Op {
+    static constexpr int kRowsPerItem = 4;
     RouteSpec spec;
-    explicit RouteStage(const RouteSpec& s) : spec(s) {}
+    explicit RouteOp(const RouteSpec& s) : spec(s) {}
     std::string name() const override { return "experts chosen"; }
-    // A single piece gives the rows their order as well, which saves a barrier.
-    static bool orders(const View& view, const ExpertPlan& plan) {
-        return !plan.gathers && view.batch.num_tokens <= kRowsAPiece;
+    // A single item also assigns the expert rows, which saves a barrier.
+    static bool assigns_rows(const View& view, const ExpertPlan& plan) {
+        return !plan.gathers && view.batch.num_tokens <= kRowsPerItem;
     }
-    int pieces(const View& view) const override {
-        return (view.batch.num_tokens + kRowsAPiece - 1) / kRowsAPiece;
+    int num_items(const View& view) const override {
+        return (view.batch.num_tokens + kRowsPerItem - 1) / kRowsPerItem;
     }
-    void run(const View& view, int piece, ThreadState& thread, int) const override {
+    void run(const View& view, int item, ThreadState& thread, int) const override {
         ExpertPlan& plan = view.runner.expert_plan(spec.route);
-        const PreparedRows* converts = spec.converts;
-        const int last = std::min(view.batch.num_tokens, (piece + 1) * kRowsAPiece);
-        for (int row = piece * kRowsAPiece; row < last; row++) {
+        const QuantizedInput* next_input = spec.next_input;
+        const int last = std::min(view.batch.num_tokens, (item + 1) * kRowsPerItem);
+        for (int row = item * kRowsPerItem; row < last; row++) {
             choose(view.at(spec.logits, row), thread.scores.data(),
                    plan.ids.data() + static_cast<size_t>(row) * spec.top_k, view.at(spec.weights, row));
-            if (converts)
-                view.runner.kernels().prepare_row(view.at(converts->x, row), converts->x.width,
-                                                  converts->norm.args(), view.runner.rows(*converts), row);
+            if (next_input)
+                view.runner.kernels().quantize_row(view.at(next_input->x, row), next_input->x.width,
+                                                   next_input->norm.args(),
+                                                   view.runner.quantized_rows(*next_input), row);
         }
-        if (orders(view, plan)) plan.order(view.batch.num_tokens);
+        if (assigns_rows(view, plan)) plan.assign_rows(view.batch.num_tokens);
     }
 
-    // Writes a row's experts and their weights, best first. Numbers that are not numbers choose something
-    // too, so that such a row harms no other.
+    // Writes a row's experts and their weights, best first. NaN logits choose some expert too, so that such
+    // a row affects no other.
     void choose(const float* logits, float* scores, int32_t* ids, float* weights) const {
         const int experts = spec.num_experts();
-        float *choice = scores + experts, *taken = choice + experts;
+        float *choice = scores + experts, *is_taken = choice + experts;
         score(logits, scores);
         for (int e = 0; e < experts; e++) choice[e] = spec.bias ? scores[e] + spec.bias[e] : scores[e];
-        if (spec.num_groups > 1) keep_best_groups(choice, taken);
-        std::fill_n(taken, experts, 0.0f);
+        if (spec.num_groups > 1) keep_best_groups(choice, is_taken);
+        std::fill_n(is_taken, experts, 0.0f);
         for (int j = 0; j < spec.top_k; j++) {
-            ids[j] = largest(choice, taken, experts);
+            ids[j] = take_largest(choice, is_taken, experts);
             weights[j] = scores[ids[j]];
             if (spec.score == RouteSpec::Score::sigmoid_top_k) weights[j] = sigmoid(weights[j]);
-            if (spec.score == RouteSpec::Score::sparsemixer) weights[j] = mixed(logits, taken, ids[j]);
+            if (spec.score == RouteSpec::Score::sparsemixer)
+                weights[j] = sparsemixer_weight(logits, is_taken, ids[j]);
         }
         if (spec.score == RouteSpec::Score::softmax_top_k) softmax(weights, spec.top_k, weights);
         float sum = 0;
@@ -76,40 +78,42 @@ struct RouteStage : Stage {
     }
     static float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
     static void softmax(const float* x, int count, float* out) {
-        float most = x[0], sum = 0;
-        for (int i = 1; i < count; i++) most = std::max(most, x[i]);
-        for (int i = 0; i < count; i++) sum += out[i] = std::exp(x[i] - most);
+        float largest = x[0], sum = 0;
+        for (int i = 1; i < count; i++) largest = std::max(largest, x[i]);
+        for (int i = 0; i < count; i++) sum += out[i] = std::exp(x[i] - largest);
         for (int i = 0; i < count; i++) out[i] /= sum;
     }
-    // Returns an expert's weight among itself and those not taken that come near it.
-    float mixed(const float* logits, const float* taken, int chosen) const {
+    // Returns an expert's softmax weight over itself and the remaining experts within the jitter margin
+    // (SparseMixer).
+    float sparsemixer_weight(const float* logits, const float* is_taken, int chosen) const {
         const float best = logits[chosen];
         float sum = 0;
         for (int e = 0; e < spec.num_experts(); e++) {
             const bool far = best - logits[e] > 2 * spec.jitter * std::max(std::fabs(logits[e]), best);
-            if (e == chosen || (!taken[e] && !far)) sum += std::exp(logits[e] - best);
+            if (e == chosen || (!is_taken[e] && !far)) sum += std::exp(logits[e] - best);
         }
         return 1 / sum;
     }
-    // Returns the place of the largest number that is not taken, of equals the first, and takes it.
-    static int largest(const float* x, float* taken, int count) {
+    // Returns the index of the largest number that is not taken, the first among equals, and marks it as
+    // taken.
+    static int take_largest(const float* x, float* is_taken, int count) {
         int best = -1;
         for (int i = 0; i < count; i++)
-            if (!taken[i] && (best < 0 || x[i] > x[best])) best = i;
-        taken[best] = 1;
+            if (!is_taken[i] && (best < 0 || x[i] > x[best])) best = i;
+        is_taken[best] = 1;
         return best;
     }
-    // Sets the experts outside the best groups to -inf. `memory` is as long as `choice`.
+    // Sets the experts outside the best groups to -inf. `memory` has the length of `choice`.
     void keep_best_groups(float* choice, float* memory) const {
         const int size = spec.num_experts() / spec.num_groups;
-        float* taken = memory + spec.num_groups;
-        for (int g = 0; g < spec.num_groups; g++) memory[g] = rank(choice + g * size, size);
-        std::fill_n(taken, spec.num_groups, 0.0f);
-        for (int i = 0; i < spec.top_groups; i++) largest(memory, taken, spec.num_groups);
+        float* is_taken = memory + spec.num_groups;
+        for (int g = 0; g < spec.num_groups; g++) memory[g] = score_group(choice + g * size, size);
+        std::fill_n(is_taken, spec.num_groups, 0.0f);
+        for (int i = 0; i < spec.top_groups; i++) take_largest(memory, is_taken, spec.num_groups);
         for (int g = 0; g < spec.num_groups; g++)
-            if (!taken[g]) std::fill_n(choice + g * size, size, -INFINITY);
+            if (!is_taken[g]) std::fill_n(choice + g * size, size, -INFINITY);
     }
-    float rank(const float* x, int count) const {
+    float score_group(const float* x, int count) const {
         if (spec.group_rank == RouteSpec::GroupRank::best) return *std::max_element(x, x + count);
         return two_best(x, count);
     }
@@ -125,41 +129,43 @@ struct RouteStage : Stage {
     }
 };
 
-// Gives the rows of all experts their order.
-struct OrderStage : Stage {
+// Assigns rows to the choices of all tokens.
+struct SortRowsByExpertOp : Op {
     int route;
-    explicit OrderStage(int r) : route(r) {}
+    explicit SortRowsByExpertOp(int r) : route(r) {}
     std::string name() const override { return "experts ordered"; }
-    int pieces(const View& view) const override {
+    int num_items(const View& view) const override {
         const ExpertPlan& plan = view.runner.expert_plan(route);
-        return plan.gathers || RouteStage::orders(view, plan) ? 0 : 1;
+        return plan.gathers || RouteOp::assigns_rows(view, plan) ? 0 : 1;
     }
     void run(const View& view, int, ThreadState&, int) const override {
-        view.runner.expert_plan(route).order(view.batch.num_tokens);
+        view.runner.expert_plan(route).assign_rows(view.batch.num_tokens);
     }
 };
 
-// -- products --
+// -- matmuls --
 
-// Converts the experts' rows for their next product, a block a piece.
-struct ExpertRowsStage : Stage {
-    const PreparedRows& rows;
+// Quantizes the expert rows for the next matmul, one block per item.
+struct QuantizeExpertRowsOp : Op {
+    const QuantizedInput& rows;
     int route;
-    Place by;  // weights of the tokens that the rows are made of; none: rows as they are
-    ExpertRowsStage(const PreparedRows& r, int choice, const Place& b) : rows(r), route(choice), by(b) {}
+    ValueSlice by;  // weights of the choices that rows are multiplied by; none: rows are used unchanged
+    QuantizeExpertRowsOp(const QuantizedInput& r, int choice, const ValueSlice& b)
+        : rows(r), route(choice), by(b) {}
     std::string name() const override { return "rows of experts"; }
     bool depends_on_data(const View&) const override { return true; }
-    int pieces(const View& view) const override {
+    int num_items(const View& view) const override {
         return view.runner.expert_plan(route).num_blocks(view.batch.num_tokens);
     }
-    void run(const View& view, int piece, ThreadState& thread, int) const override {
-        const ExpertPlan::Block& block = view.runner.expert_plan(route).blocks[piece];
+    void run(const View& view, int item, ThreadState& thread, int) const override {
+        const ExpertPlan::Block& block = view.runner.expert_plan(route).blocks[item];
         for (int row = block.row0; row < block.row0 + block.num_rows; row++) {
             const float* x = by.width ? scaled(view, row, thread.scores.data()) : view.at(rows.x, row);
-            view.runner.kernels().prepare_row(x, rows.x.width, rows.norm.args(), view.runner.rows(rows), row);
+            view.runner.kernels().quantize_row(x, rows.x.width, rows.norm.args(),
+                                               view.runner.quantized_rows(rows), row);
         }
     }
-    // Writes the row's token times the weight of this choice.
+    // Writes the row's token times the weight of its choice to `out`.
     const float* scaled(const View& view, int row, float* out) const {
         const ExpertPlan& plan = view.runner.expert_plan(route);
         const int token = plan.tokens[row];
@@ -174,8 +180,8 @@ struct ExpertRowsStage : Stage {
     }
 };
 
-// Copies a converted row.
-void copy_row(const Rows& from, int64_t row, const Rows& to, int64_t index) {
+// Copies a quantized row.
+void copy_row(const QuantizedRows& from, int64_t row, const QuantizedRows& to, int64_t index) {
     const size_t element = element_bytes(from.type);
     std::memcpy(static_cast<uint8_t*>(to.values) + index * to.stride * element,
                 static_cast<const uint8_t*>(from.values) + row * from.stride * element,
@@ -190,10 +196,11 @@ void copy_row(const Rows& from, int64_t row, const Rows& to, int64_t index) {
     }
 }
 
-// A product of each expert with its rows, in pieces of some tiles of an expert and a block of its rows.
-struct ExpertsStage : Stage {
+// Multiplies the rows of each expert by its weight. An item is some tiles of an expert by a block of its
+// rows.
+struct ExpertsOp : Op {
     ExpertsSpec spec;
-    explicit ExpertsStage(ExpertsSpec s) : spec(std::move(s)) {}
+    explicit ExpertsOp(ExpertsSpec s) : spec(std::move(s)) {}
 
     const Tiles& first() const { return spec.weights.front().tiles; }
     const ExpertPlan& plan(const View& view) const { return view.runner.expert_plan(spec.route); }
@@ -219,44 +226,44 @@ struct ExpertsStage : Stage {
         return sum;
     }
 
-    // Four pieces a thread, an even number of tiles each, as LinearStage has them.
-    int tiles_a_piece(const View& view) const {
-        const int pieces = 4 * view.runner.pool().num_threads();
-        const int each = static_cast<int>(plan(view).blocks.size() * num_tiles() + pieces - 1) / pieces;
+    // Four items per thread with an even number of tiles each, as in LinearOp.
+    int tiles_per_item(const View& view) const {
+        const int items = 4 * view.runner.pool().num_threads();
+        const int each = static_cast<int>(plan(view).blocks.size() * num_tiles() + items - 1) / items;
         return std::clamp((each + 1) / 2 * 2, 2, 16);
     }
     int chunks(const View& view) const {
-        const int chunk = tiles_a_piece(view);
+        const int chunk = tiles_per_item(view);
         return (num_tiles() + chunk - 1) / chunk;
     }
-    int pieces(const View& view) const override {
+    int num_items(const View& view) const override {
         return plan(view).num_blocks(view.batch.num_tokens) * chunks(view);
     }
 
-    void run(const View& view, int piece, ThreadState& thread, int stage) const override {
-        const int chunk = tiles_a_piece(view), index = piece / chunks(view);
+    void run(const View& view, int item, ThreadState& thread, int op_index) const override {
+        const int chunk = tiles_per_item(view), index = item / chunks(view);
         const ExpertPlan::Block& block = plan(view).blocks[index];
-        Rows x = view.runner.rows(*spec.rows);
+        QuantizedRows x = view.runner.quantized_rows(*spec.input);
         int64_t x0 = block.row0;
-        if (spec.rows->area == RowArea::attended) {
+        if (spec.input->area == RowArea::attended) {
             x0 = plan(view).tokens[block.row0];
-            if (block.num_rows > 1) x = gathered(view, block, thread, stage, index), x0 = 0;
+            if (block.num_rows > 1) x = gather_rows(view, block, thread, op_index, index), x0 = 0;
         }
-        const int tile0 = piece % chunks(view) * chunk, tile1 = std::min(num_tiles(), tile0 + chunk);
+        const int tile0 = item % chunks(view) * chunk, tile1 = std::min(num_tiles(), tile0 + chunk);
         for (int tile = tile0; tile < tile1; tile += 2)
             write(view, thread, block, x, x0, {tile, std::min(2, tile1 - tile)});
     }
 
-    // Puts the rows of a block's tokens side by side, in memory of the thread.
-    Rows gathered(const View& view, const ExpertPlan::Block& block, ThreadState& thread, int stage,
-                  int index) const {
-        const Rows& rows = view.runner.rows(*spec.rows);
-        Rows own = rows;
-        place_rows_at(thread.rows->data(), kExpertRows, own);
-        if (thread.prepared_stage != stage || thread.prepared_block != index)
+    // Copies the rows of a block's tokens to adjacent rows in the thread's memory.
+    QuantizedRows gather_rows(const View& view, const ExpertPlan::Block& block, ThreadState& thread,
+                              int op_index, int index) const {
+        const QuantizedRows& rows = view.runner.quantized_rows(*spec.input);
+        QuantizedRows own = rows;
+        set_rows_memory(thread.own_rows->data(), kExpertRows, own);
+        if (thread.prepared_op != op_index || thread.prepared_block != index)
             for (int i = 0; i < block.num_rows; i++)
                 copy_row(rows, plan(view).tokens[block.row0 + i], own, i);
-        thread.prepared_stage = stage;
+        thread.prepared_op = op_index;
         thread.prepared_block = index;
         return own;
     }
@@ -264,26 +271,26 @@ struct ExpertsStage : Stage {
     struct TilePair {
         int tile, count;
     };
-    void write(const View& view, ThreadState& thread, const ExpertPlan::Block& block, const Rows& x,
+    void write(const View& view, ThreadState& thread, const ExpertPlan::Block& block, const QuantizedRows& x,
                int64_t x0, const TilePair& tiles) const {
         const KernelTable& k = view.runner.kernels();
         const int column = tiles.tile * kTile;
-        float* out = spec.converts ? thread.group.data() : view.at(spec.out, block.row0) + column;
-        const Product product{.weight = &spec.weights[block.expert].tiles,
-                              .up = spec.ups.empty() ? nullptr : &spec.ups[block.expert].tiles,
-                              .tile = tiles.tile,
-                              .count = tiles.count,
-                              .x = x,
-                              .x0 = x0,
-                              .row0 = block.row0,
-                              .num_rows = block.num_rows,
-                              .epilogue = epilogue(block.expert),
-                              .out = out,
-                              .stride = spec.converts ? kGroup : view.stride(spec.out)};
-        multiply(k, thread, product);
-        if (spec.converts)
-            k.put_rows(out, view.runner.rows(*spec.converts), block.row0, block.num_rows, column / kGroup,
-                       product.width());
+        float* out = spec.next_input ? thread.group.data() : view.at(spec.out, block.row0) + column;
+        const TileMatmul matmul{.weight = &spec.weights[block.expert].tiles,
+                                .up = spec.ups.empty() ? nullptr : &spec.ups[block.expert].tiles,
+                                .tile = tiles.tile,
+                                .count = tiles.count,
+                                .x = x,
+                                .x0 = x0,
+                                .row0 = block.row0,
+                                .num_rows = block.num_rows,
+                                .epilogue = epilogue(block.expert),
+                                .out = out,
+                                .stride = spec.next_input ? kGroup : view.stride(spec.out)};
+        multiply(k, thread, matmul);
+        if (spec.next_input)
+            k.quantize_group(out, view.runner.quantized_rows(*spec.next_input), block.row0, block.num_rows,
+                             column / kGroup, matmul.width());
     }
 
     Epilogue epilogue(int expert) const {
@@ -295,12 +302,13 @@ struct ExpertsStage : Stage {
     }
 };
 
-// -- products of heads --
+// -- per-head matmuls --
 
-// Each head's columns times its own matrix, in pieces of a head and a block of rows, which each converts.
-struct HeadsStage : Stage {
+// Multiplies each head's columns by its own matrix. An item is a head by a block of rows, which it
+// quantizes itself.
+struct HeadsOp : Op {
     HeadsSpec spec;
-    explicit HeadsStage(HeadsSpec s) : spec(std::move(s)) {}
+    explicit HeadsOp(HeadsSpec s) : spec(std::move(s)) {}
 
     int num_heads() const { return static_cast<int>(spec.weights.size()); }
     const Tiles& first() const { return spec.weights.front().tiles; }
@@ -315,10 +323,10 @@ struct HeadsStage : Stage {
                 2.0 * num_heads() * first().num_rows * first().num_inputs * view.batch.num_tokens};
     }
     static int blocks(int rows) { return (rows + kExpertRows - 1) / kExpertRows; }
-    int pieces(const View& view) const override { return num_heads() * blocks(view.batch.num_tokens); }
-    void run(const View& view, int piece, ThreadState& thread, int) const override {
-        const int row0 = piece / num_heads() * kExpertRows;
-        compute(view, thread, piece % num_heads(), row0, std::min(kExpertRows, view.batch.num_tokens - row0));
+    int num_items(const View& view) const override { return num_heads() * blocks(view.batch.num_tokens); }
+    void run(const View& view, int item, ThreadState& thread, int) const override {
+        const int row0 = item / num_heads() * kExpertRows;
+        compute(view, thread, item % num_heads(), row0, std::min(kExpertRows, view.batch.num_tokens - row0));
     }
     bool row_local() const override { return true; }
     void run_rows(const View& view, int row0, int row1, ThreadState& thread) const override {
@@ -330,30 +338,30 @@ struct HeadsStage : Stage {
     void compute(const View& view, ThreadState& thread, int head, int row0, int rows) const {
         const KernelTable& k = view.runner.kernels();
         const Tiles& w = spec.weights[head].tiles;
-        Rows x = view.runner.rows(*spec.rows);
-        place_rows_at(thread.rows->data(), kExpertRows, x);
-        thread.prepared_stage = -1;
+        QuantizedRows x = view.runner.quantized_rows(*spec.input);
+        set_rows_memory(thread.own_rows->data(), kExpertRows, x);
+        thread.prepared_op = -1;
         const int columns = w.num_inputs, tail = spec.tail.width / num_heads();
         const int64_t column = static_cast<int64_t>(head) * (w.num_rows + tail);
         for (int i = 0; i < rows; i++) {
-            k.prepare_row(view.at(spec.x, row0 + i) + head * columns, columns, {}, x, i);
+            k.quantize_row(view.at(spec.x, row0 + i) + head * columns, columns, {}, x, i);
             if (tail)
                 std::copy_n(view.at(spec.tail, row0 + i) + head * tail, tail,
                             view.at(spec.out, row0 + i) + column + w.num_rows);
         }
         for (int tile = 0; tile < w.num_tiles(); tile += 2)
             multiply(k, thread,
-                     Product{.weight = &w,
-                             .up = nullptr,
-                             .tile = tile,
-                             .count = std::min(2, w.num_tiles() - tile),
-                             .x = x,
-                             .x0 = 0,
-                             .row0 = row0,
-                             .num_rows = rows,
-                             .epilogue = {},
-                             .out = view.at(spec.out, row0) + column + tile * kTile,
-                             .stride = view.stride(spec.out)});
+                     TileMatmul{.weight = &w,
+                                .up = nullptr,
+                                .tile = tile,
+                                .count = std::min(2, w.num_tiles() - tile),
+                                .x = x,
+                                .x0 = 0,
+                                .row0 = row0,
+                                .num_rows = rows,
+                                .epilogue = {},
+                                .out = view.at(spec.out, row0) + column + tile * kTile,
+                                .stride = view.stride(spec.out)});
     }
 };
 
