@@ -31,8 +31,9 @@ SAMPLING_RECORD = np.dtype(
     align=True,
 )
 """Parameters of one sampled row: state of the step and the options of SamplingParams that kernels
-read. `SamplingRecord` in csrc/kernels/table.h has the same fields (`csrc/kernels/sampling_fields.h`
-is generated from these); the native backend checks their offsets when it loads.
+read. `SamplingRecord` in csrc/kernels/sampling.h has the same fields, which
+`csrc/kernels/sampling_fields.h` is generated from; the native backend checks their offsets when it
+loads.
 
 `position` is that of the sampled token. `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 keep all
 tokens. `target_id` >= 0 requests that token's logprob instead of a sample (prompt logprobs).

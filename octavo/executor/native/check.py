@@ -22,7 +22,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
 
 MAX_LANES = 16
 """Most query heads per kv head, which one attention kernel call processes together
-(csrc/kernels/table.h)."""
+(csrc/kernels/attention.h)."""
 
 MAX_KEY_WIDTH = 1024
 """Widest key whose dot product with an int8 cache fits 31 bits (csrc/kernels/attention_lanes.inl).

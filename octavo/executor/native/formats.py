@@ -1,7 +1,7 @@
 """Weight formats that the native kernels support, and the tile format of each.
 
-Works on names and sizes; reads no weight. Tile layouts are defined in csrc/kernels/table.h, packing
-in csrc/plan/packing.cpp.
+Works on names and sizes; reads no weight. Tile layouts are defined in csrc/kernels/weights.h,
+packing in csrc/plan/packing.cpp.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ FLOAT_CODES = {"L4_F32": "f4", "F8_E4M3": "e4m3"}
 GROUP_INPUTS = 32
 HALF_GROUP = 16
 MOST_SPAN = 4
-"""Most groups that share a scale of float codes (csrc/kernels/table.h)."""
+"""Most groups that share a scale of float codes (csrc/kernels/weights.h)."""
 
 
 TILE = 16
-"""Outputs per tile (csrc/kernels/table.h)."""
+"""Outputs per tile (csrc/kernels/weights.h)."""
 
 PRODUCTS = (Linear, GroupedLinear, HeadLinear)
 """Ops that multiply activations by tiled matrices."""

@@ -18,7 +18,7 @@ from octavo.program.low_rank import Site
 from octavo.program.program import Op, Program, Value, Weight
 
 GROUP = 32
-"""Inputs per activation scale (csrc/kernels/table.h)."""
+"""Inputs per activation scale (csrc/kernels/weights.h)."""
 
 WHOLE_ROWS = ("whole", "outliers")
 """Activation types with one scale per row, which can only be quantized once the row is complete."""

@@ -1,7 +1,7 @@
 """Weights in the kernels' tiles: loads each weight once and packs it for its readers.
 
 Owns the packed tiles and the floats of norms and biases. formats.py lists formats,
-csrc/kernels/table.h defines tile layouts.
+csrc/kernels/weights.h defines tile layouts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NativeTiles:
     handle: Any
     """The extension's PackedTiles."""
     row_type: str
-    """Activation type of its matmuls at this level (`RowType` in csrc/kernels/table.h)."""
+    """Activation type of its matmuls at this level (`RowType` in csrc/kernels/activations.h)."""
     permutation: NDArray[np.int32] | None = None
     """Original input of each column, if permuted (GPTQ act-order)."""
 
