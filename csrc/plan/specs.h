@@ -312,7 +312,7 @@ struct AttentionSpec {
     float scale = 1, softcap = 0;
     FloatArray sinks{}, slopes{}, distances{};  // distances: [num_heads][2 * reach + 1]
     int latent_width = 0;  // width of values that are stored in the keys
-    // Position scores (PlaceBuckets in octavo/program/ops.py): products of each row with the rows of two
+    // Position scores (PositionBuckets in octavo/program/ops.py): products of each row with the rows of two
     // tables, [num_heads][table rows], and the table row to use by query index minus key index, from -reach
     // on. Empty: none.
     ValueSlice of_queries{}, of_keys{};
