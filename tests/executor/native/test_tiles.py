@@ -1,5 +1,5 @@
-"""Tiles as the native backend packs them, byte for byte as csrc/kernels/weights.h describes them: the
-tests write them with NumPy from a weight's arrays.
+"""The tile layout of the native backend, byte for byte as csrc/kernels/weights.h describes it:
+the tests build tiles with NumPy from a weight's arrays.
 """
 
 from pathlib import Path
