@@ -71,7 +71,7 @@ class AsyncLLM:
         )
         self._feed = EngineFeed(front.client.watch, front.outputs.name_of)
         self._streams = RequestStreams(
-            front, StreamEvents(self._take, self._remote_prefill.ended, self._feed.fail)
+            front, StreamEvents(self._handle_step, self._remote_prefill.ended, self._feed.fail)
         )
 
     @staticmethod
@@ -435,7 +435,7 @@ class AsyncLLM:
         request.samples[0] = msgspec.structs.replace(request.samples[0], sends_kv=True)
         return self.submit_prepared(request, deltas=False).final_or_abandoned()
 
-    def _take(self, step: CoreOutputs) -> None:
+    def _handle_step(self, step: CoreOutputs) -> None:
         self.limits.take(step)
         self._remote_prefill.note_step(step)
         if step.view is not None:

@@ -108,7 +108,7 @@ class _Lane:
         most = self._service.settings.max_running_batch_lines
         if most is None:
             most = max(1, llm.config.scheduler.max_num_seqs // 2)
-        if self._num_others(llm):
+        if self._count_others(llm):
             self._allowed = max(1, most // SHARE_BESIDE_OTHERS)
             return llm.stats().num_waiting == 0 and len(self._running) < self._allowed
         now = time.monotonic()
@@ -116,22 +116,22 @@ class _Lane:
             self._allowed, self._doubled_at = min(most, 2 * self._allowed), now
         return len(self._running) < self._allowed
 
-    def _num_others(self, llm: AsyncLLM) -> int:
+    def _count_others(self, llm: AsyncLLM) -> int:
         """Returns the number of the engine's other requests."""
         return llm.num_unfinished - len(self._running)
 
     def _watch(self) -> None:
         if self._watcher is None or self._watcher.done():
-            self._watcher = asyncio.create_task(self._give_way())
+            self._watcher = asyncio.create_task(self._preempt())
 
-    async def _give_way(self) -> None:
+    async def _preempt(self) -> None:
         """Aborts the youngest request while another request waits; ends with the last one."""
         while self._running:
             await asyncio.sleep(self._pace.look_every_s)
             llm = self._llm()
             if llm is None or not self._running:
                 continue
-            if self._num_others(llm) > 0 and llm.stats().num_waiting > 0:
+            if self._count_others(llm) > 0 and llm.stats().num_waiting > 0:
                 self._running[-1].cancel()
 
     def _llm(self) -> AsyncLLM | None:

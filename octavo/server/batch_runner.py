@@ -117,7 +117,7 @@ class BatchRunner:
         run = self._runs[record.id] = BatchRun(record)
         if record.body["batch"]["status"] == "cancelling":
             run.is_cancelled.set()
-        run.task = asyncio.create_task(self._follow(run))
+        run.task = asyncio.create_task(self._run_to_end(run))
         return run
 
     async def _change(self, run: BatchRun, **changes: Any) -> None:
@@ -128,7 +128,7 @@ class BatchRunner:
 
     # -- a batch's task ----------------------------------------------------------------------------
 
-    async def _follow(self, run: BatchRun) -> None:
+    async def _run_to_end(self, run: BatchRun) -> None:
         """Runs a batch to its end, retrying after failures of the store."""
         pause_s, longest_s = PAUSES_S
         while True:
@@ -171,7 +171,7 @@ class BatchRunner:
         batch = run.record.body["batch"]
         if batch["expired_at"] is not None:
             return "expired"
-        work = asyncio.create_task(self._all_lines(run, checked.model, done))
+        work = asyncio.create_task(self._run_all(run, checked.model, done))
         stop = asyncio.create_task(run.is_cancelled.wait())
         left_s = max(0.0, batch["expires_at"] - time.time())
         try:
@@ -185,7 +185,7 @@ class BatchRunner:
             stop.cancel()
             await asyncio.wait({work, stop})
 
-    async def _all_lines(self, run: BatchRun, model: str | None, done: set[int]) -> None:
+    async def _run_all(self, run: BatchRun, model: str | None, done: set[int]) -> None:
         ahead = asyncio.Semaphore(MAX_AHEAD)
         batch = run.record.body["batch"]
         path = get_file_path(self._store.folder, batch["input_file_id"])
@@ -193,16 +193,16 @@ class BatchRunner:
             async for line in read_lines(path, self._service.settings.max_body_bytes):
                 if line.number not in done:
                     await ahead.acquire()
-                    task = tasks.create_task(self._one_line(run, line, model))
+                    task = tasks.create_task(self._run_one(run, line, model))
                     task.add_done_callback(lambda _: ahead.release())
 
-    async def _one_line(self, run: BatchRun, line: BatchLine, model: str | None) -> None:
+    async def _run_one(self, run: BatchRun, line: BatchLine, model: str | None) -> None:
         """Runs a request until it has a result, and stores it."""
         endpoint = run.record.body["batch"]["endpoint"]
         answer = None
         tries = 0
         while answer is None:
-            asked = self._ask(endpoint, line.body, run.record.owner)
+            asked = self._post(endpoint, line.body, run.record.owner)
             try:
                 answer = await self._gate.run(asked, model)
             except PutBack:
@@ -216,7 +216,7 @@ class BatchRunner:
         await self._store.add_line(run.record.id, result)
         run.count(failed=result.failed)
 
-    async def _ask(self, endpoint: str, body: bytes, owner: str) -> InternalResponse:
+    async def _post(self, endpoint: str, body: bytes, owner: str) -> InternalResponse:
         """Returns a route's response; unexpected exceptions become a 500."""
         try:
             return await self._inner.post(endpoint, body, owner)

@@ -35,7 +35,8 @@ class Conversation:
     async def prompt(self, model: ServedModel) -> dict[str, Any]:
         """Returns the prompt as token ids."""
         if self.tools is not None:
-            await asyncio.to_thread(self.tools.enforced)  # compiles; `parser` finds it cached
+            # Compiles the schemas in a thread; `parser` finds them cached.
+            await asyncio.to_thread(self.tools.get_enforced_schemas)
         messages, rendering = self._with_tools(model)
         return await make_chat_prompt(
             model.llm,

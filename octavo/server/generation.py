@@ -75,7 +75,7 @@ class Generation:
                 )
                 self._streams.append(stream)
         except BaseException:
-            self._give_up()
+            self._abort()
             raise
 
     @classmethod
@@ -102,7 +102,7 @@ class Generation:
                 stream = model.llm.submit_prepared(request, deltas=deltas, admit=generation._admit)
                 generation._streams.append(stream)
         except BaseException:
-            generation._give_up()
+            generation._abort()
             raise
         return generation
 
@@ -111,7 +111,7 @@ class Generation:
         try:
             return [self._checked(await stream.final()) for stream in self._streams]
         finally:
-            self._give_up()
+            self._abort()
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yields (prompt index, output) on each change; closing it aborts the rest. With `deltas`
@@ -125,7 +125,7 @@ class Generation:
             async for index, output in _merge(self._streams):
                 yield index, self._checked(output)
         finally:
-            self._give_up()
+            self._abort()
 
     def _checked(self, output: RequestOutput) -> RequestOutput:
         if output.finished:
@@ -139,7 +139,7 @@ class Generation:
         """Charges a prompt before it runs; raises an error if the key's token limit is exceeded."""
         self._record.charge_prompt(len(request.prompt_token_ids))
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         """Aborts unfinished streams and charges their generated tokens; the request is no longer
         counted as running.
         """

@@ -156,7 +156,7 @@ class KnownModels:
             await self._forget(name)
             return
         slot = self._slot(name)
-        cached = await self._cached(name if slot is None else slot.spec.model)
+        cached = await self._find_cached(name if slot is None else slot.spec.model)
         if slot is None and cached is None:
             raise ModelNotFound(f"The model `{shown(name)[1:-1]}` does not exist.", param="model")
         if cached is None:
@@ -167,7 +167,7 @@ class KnownModels:
             )
         if slot is not None:
             name = slot.name
-            await self._leave(slot, cached)
+            await self._remove_name(slot, cached)
         await self._forget(name)
         if not any(find_cached(each.spec.model, [cached]) for each in self._models):
             await asyncio.to_thread(remove_local_model, cached)
@@ -179,7 +179,7 @@ class KnownModels:
         except OctavoError:
             return None
 
-    async def _leave(self, slot: EngineSlot, cached: CachedModel) -> None:
+    async def _remove_name(self, slot: EngineSlot, cached: CachedModel) -> None:
         """Removes a name from a model, which takes the name of its first alias or is unloaded."""
         copies = [name for name, target in self._pulled.aliases.items() if target == slot.name]
         if not copies:
@@ -196,7 +196,7 @@ class KnownModels:
             self._models.set_alias(other, first)
             self._pulled.aliases[other] = first
 
-    async def _cached(self, model: str) -> CachedModel | None:
+    async def _find_cached(self, model: str) -> CachedModel | None:
         """Returns the cached model with this name or path."""
         self._local.forget()
         return find_cached(model, await self.local())

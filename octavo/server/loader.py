@@ -117,9 +117,9 @@ class ModelLoader:
             self._when_failed(slot, slot.error)
 
     def _run(self, tasks: list[LoadTask], done: Callable[[], object]) -> None:
-        fetched = [task for task in tasks if self._attempt(task, partial(_fetch, task))]
+        fetched = [task for task in tasks if self._attempt(task, partial(_download, task))]
         with self._turn:
-            for task in self._planned([task for task in fetched if task.is_wanted]):
+            for task in self._plan_tasks([task for task in fetched if task.is_wanted]):
                 if task.is_wanted:
                     self._attempt(task, partial(self._build, task))
         if not (tasks and tasks[0].loop.is_closed()):
@@ -145,10 +145,10 @@ class ModelLoader:
         slot = task.slot
 
         def report(text: str) -> None:
-            self._say(slot, text)
+            self._report_line(slot, text)
             slot.report(text)
 
-        llm = AsyncLLM.from_options(report=report, when_started=slot.on_its_way, **task.options)
+        llm = AsyncLLM.from_options(report=report, when_started=slot.set_cancel, **task.options)
         try:
             self._name_adapters(slot, llm)
         except BaseException:
@@ -180,7 +180,7 @@ class ModelLoader:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def _planned(self, tasks: list[LoadTask]) -> list[LoadTask]:
+    def _plan_tasks(self, tasks: list[LoadTask]) -> list[LoadTask]:
         """Returns the tasks that fit, with their shares of the memory.
 
         A single model without a budget gets no share here: it determines the free memory when it
@@ -259,17 +259,17 @@ class ModelLoader:
     async def close(self, slot: EngineSlot, reason: str = "") -> None:
         """Shuts down the engine of a slot and frees its memory."""
         await asyncio.to_thread(slot.close)
-        slot.forget_engine()
+        slot.drop_engine()
         # A front's parts refer to each other, and collections are rare in a process that serves.
         await asyncio.to_thread(gc.collect)
         self._report(f"{slot.name} was unloaded" + (f": {reason}" if reason else ""))
 
-    def _say(self, slot: EngineSlot, text: str) -> None:
+    def _report_line(self, slot: EngineSlot, text: str) -> None:
         """Reports a message about a load, prefixed with the model's name if there are several."""
         self._report(f"[{slot.name}] {text}" if len(self._models) > 1 else text)
 
 
-def _fetch(task: LoadTask) -> None:
+def _download(task: LoadTask) -> None:
     """Locates the model's files, downloading them if necessary."""
     task.options["model"] = str(resolve(task.slot.spec.model, progress=True))
 

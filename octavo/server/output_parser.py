@@ -172,7 +172,7 @@ def build_parser(
         return PLAIN
     called = formats.tools if tools is not None else None
     aliases = {} if tools is None else tools.aliases(formats.tools)
-    schemas = {} if tools is None else tools.enforced()
+    schemas = {} if tools is None else tools.get_enforced_schemas()
     schemas = {aliases.get(name, name): schema for name, schema in schemas.items()}
     names = {alias: name for name, alias in aliases.items()}
     form = MessageForm(called, reasoning, schemas, state.has_begun, state.may_reason, names)

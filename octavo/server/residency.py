@@ -104,14 +104,14 @@ class Residency:
         try:
             await self._admit(slot)
             await self._loader.load(slot)
-            while isinstance(slot.error, InsufficientMemory) and await self._has_made_room(slot):
+            while isinstance(slot.error, InsufficientMemory) and await self._make_room(slot):
                 slot.begin_load()
                 await self._loader.load(slot)
             if slot.error is None or slot.is_draining:
                 return
             self._loader.note_failure(slot)
             if slot.uses.loads_on_request:
-                self._give_up(slot, slot.error)
+                self._raise_failure(slot, slot.error)
         finally:
             del self._loads[slot]
 
@@ -121,21 +121,21 @@ class Residency:
         while slot.state == "unloaded":
             if self._models.num_in_memory < limit:
                 slot.begin_load()
-            elif not await self._has_made_room(slot):
-                self._refuse(slot, f"{limit} models are loaded, and allowed are {limit}")
+            elif not await self._make_room(slot):
+                self._raise_no_room(slot, f"{limit} models are loaded, and allowed are {limit}")
 
-    def _refuse(self, slot: EngineSlot, reason: str) -> NoReturn:
+    def _raise_no_room(self, slot: EngineSlot, reason: str) -> NoReturn:
         slot.reset()
         raise Unavailable(
             f"the model `{slot.name}` cannot be loaded now: {reason}",
             hint="models that are in use or pinned stay; try again when one of them is idle",
         )
 
-    def _give_up(self, slot: EngineSlot, error: Exception) -> NoReturn:
+    def _raise_failure(self, slot: EngineSlot, error: Exception) -> NoReturn:
         """Raises the error of a failed load; the next request retries it."""
         reason = slot.reason
         if isinstance(error, InsufficientMemory):
-            self._refuse(slot, reason)
+            self._raise_no_room(slot, reason)
         slot.reset()
         kind = type(error) if isinstance(error, DownloadFailed) else ServerError
         raise kind(f"the model `{slot.name}` failed to load: {reason}", hint=_get_hint(error))
@@ -163,7 +163,7 @@ class Residency:
                 if left_s is not None and left_s <= 0 and self._is_idle(slot):
                     self._unload(slot, slot.uses.unload_reason)
 
-    async def _has_made_room(self, wanted: EngineSlot) -> bool:
+    async def _make_room(self, wanted: EngineSlot) -> bool:
         """Unloads the model that was idle for longest, waiting for one if all are in use.
 
         Returns False if none can be unloaded, or none becomes idle within ROOM_WAIT_S.

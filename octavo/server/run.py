@@ -56,7 +56,7 @@ def serve(
     configure_logging(settings)
     listener = listen(settings)
     if settings.is_open_to_all:
-        _say(
+        _print(
             f"warning: {settings.host} can be reached from other machines and no --api-key is set:"
             " anyone may use this server"
         )
@@ -72,7 +72,7 @@ def serve(
         defaults=defaults,
         memory_budget=settings.memory_budget,
         adapters=adapters,
-        report=_say,
+        report=_print,
         when_ready=start.note_ready,
         when_failed=start.note_failure,
     )
@@ -183,7 +183,7 @@ async def throughput_log(models: ModelDirectory, settings: ServerSettings) -> As
     if not settings.log_stats_interval_s:
         yield
         return
-    task = asyncio.create_task(ThroughputLog(models, _say).run(settings.log_stats_interval_s))
+    task = asyncio.create_task(ThroughputLog(models, _print).run(settings.log_stats_interval_s))
     yield
     task.cancel()
     await task
@@ -203,14 +203,14 @@ class Start:
 
     def note_ready(self, slot: EngineSlot) -> None:
         if self._is_over or len(self._models) > 1:
-            _say(f"{slot.name} is ready")
+            _print(f"{slot.name} is ready")
 
     def note_failure(self, slot: EngineSlot, error: Exception) -> None:
         """Reports why a model failed to load; a single model's error is reported by the command."""
         self._errors.append(error)
         if self._is_over or len(self._models) > 1:
             hint = f" (hint: {error.hint})" if isinstance(error, OctavoError) and error.hint else ""
-            _say(f"{slot.name} failed to load: {slot.reason}{hint}")
+            _print(f"{slot.name} failed to load: {slot.reason}{hint}")
         if not isinstance(error, OctavoError | MemoryError):
             logger.error("%s failed to load", slot.name, exc_info=error)
 
@@ -222,7 +222,7 @@ class Start:
         own = (slot for slot in self._models if not slot.spec.is_remote)
         ready = [slot for slot in own if slot.state in ("ready", "unloaded")]
         if ready and not self._models.is_stopping:
-            _say(_greeting(ready, self._settings, self._port))
+            _print(_greeting(ready, self._settings, self._port))
         elif self._errors and not self._models.is_stopping:
             self.failure = self._errors[0]
             stop()
@@ -309,5 +309,5 @@ def _get_port(listener: socket.socket) -> int:
     return 0 if listener.family == socket.AF_UNIX else int(listener.getsockname()[1])
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     notices.info(text)

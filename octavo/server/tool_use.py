@@ -79,7 +79,7 @@ class ToolUse:
             return list(self.functions)
         return [function for function in self.functions if function.name in self.allowed]
 
-    def enforced(self) -> dict[str, Mapping[str, Any]]:
+    def get_enforced_schemas(self) -> dict[str, Mapping[str, Any]]:
         """Returns the enforceable schemas of callable functions, by name. Other keywords are
         reported as ignored, or raise InvalidRequest for strict functions.
         """

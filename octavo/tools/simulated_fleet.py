@@ -295,10 +295,10 @@ class SimulatedFleet:
             self._router.yielded(output.request_id, len(output.token_ids), now)
             if output.finish_reason is not None:
                 self._router.ended(output.request_id)
-            self._take(index, output, now)
+            self._handle_output(index, output, now)
         self._step(index, now)
 
-    def _take(self, index: int, output: EngineOutput, now: float) -> None:
+    def _handle_output(self, index: int, output: EngineOutput, now: float) -> None:
         is_prefill = output.request_id.startswith("prefill ")
         request = self._requests[output.request_id.removeprefix("prefill ")]
         if output.error is not None:

@@ -68,7 +68,7 @@ class FakeLoader:
         await asyncio.sleep(0)
         self.closed.append(slot.name)
         self.reasons.append(reason)
-        slot.forget_engine()
+        slot.drop_engine()
 
 
 class World:

@@ -31,31 +31,31 @@ class ChatInput:
     def __init__(self, history: Path) -> None:
         self.is_terminal = sys.stdin.isatty()
         self._path = history
-        self._readline = self._with_history() if self.is_terminal else None
+        self._readline = self._load_history() if self.is_terminal else None
 
     def read(self) -> Entry:
         """Returns the next entry; raises EOFError at the end, KeyboardInterrupt at Ctrl-C."""
-        line = self._line("> ")
+        line = self._read_line("> ")
         if line.lstrip().startswith(QUOTES):
-            return Entry(self._quoted(line.lstrip().removeprefix(QUOTES)))
+            return Entry(self._read_quoted(line.lstrip().removeprefix(QUOTES)))
         if line.lstrip().startswith("/"):
             return Entry(line.strip(), is_command=True)
         lines = [line]
         with contextlib.suppress(EOFError):
             while lines[-1].endswith("\\"):
                 lines[-1] = lines[-1][:-1]
-                lines.append(self._line("... "))
+                lines.append(self._read_line("... "))
         return Entry("\n".join(lines).strip())
 
-    def _quoted(self, line: str) -> str:
+    def _read_quoted(self, line: str) -> str:
         """Returns the text up to the closing quotes, or to the end of the input."""
         lines = [line]
         with contextlib.suppress(EOFError):
             while not lines[-1].rstrip().endswith(QUOTES):
-                lines.append(self._line("... "))
+                lines.append(self._read_line("... "))
         return "\n".join(lines).rstrip().removesuffix(QUOTES).strip("\n")
 
-    def _line(self, prompt: str) -> str:
+    def _read_line(self, prompt: str) -> str:
         line = input(prompt if self.is_terminal else "")
         if self._readline is not None and line.strip():
             self._readline.add_history(line)
@@ -63,7 +63,7 @@ class ChatInput:
                 self._readline.append_history_file(1, self._path)
         return line
 
-    def _with_history(self) -> ModuleType | None:
+    def _load_history(self) -> ModuleType | None:
         """Loads the history of earlier runs, from a file that only its owner can read."""
         try:
             import readline

@@ -94,22 +94,22 @@ class ChatSession:
                 continue
             if entry.is_command and entry.text in ENDS:
                 return None
-            self._take(entry)
+            self._handle(entry)
 
-    def _take(self, entry: Entry) -> None:
+    def _handle(self, entry: Entry) -> None:
         """Handles an entry; an error is printed and leaves the conversation unchanged."""
         try:
             if entry.is_command:
-                self._do(entry.text)
+                self._run_command(entry.text)
             elif entry.text:
-                self._ask(entry.text)
+                self._answer(entry.text)
         except EngineDead:
             raise
         except OctavoError as error:
             hint = "/reset starts over" if isinstance(error, ContextTooLong) else error.hint
             _say(error.message + (f"\nhint: {hint}" if hint else ""))
 
-    def _do(self, text: str) -> None:
+    def _run_command(self, text: str) -> None:
         name, _, argument = text.partition(" ")
         command = self._commands.get(name)
         if command is None:
@@ -119,7 +119,7 @@ class ChatSession:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _ask(self, question: str) -> None:
+    def _answer(self, question: str) -> None:
         """Answers a question and stores both; a stopped response is stored as far as it came, a
         question without any response is dropped.
         """
@@ -166,7 +166,7 @@ class ChatSession:
         question, before = self._last_question(), list(self._messages)
         del self._messages[-2:]
         try:
-            self._ask(question)
+            self._answer(question)
         finally:
             self._messages = self._messages if len(self._messages) == len(before) else before
 

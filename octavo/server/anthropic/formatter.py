@@ -102,7 +102,7 @@ class MessageFormatter(ResponseFormatter):
         self, response: ResponseBuilder, choices: Sequence[ChoiceDelta]
     ) -> dict[str, Any]:
         (choice,) = choices
-        ending = self._ending(choice, response.usage)
+        ending = self._get_stop_reason(choice, response.usage)
         return self._message(_blocks(choice.message), ending, format_usage(response.usage))
 
     def format_deltas(
@@ -112,7 +112,7 @@ class MessageFormatter(ResponseFormatter):
         new = [event for part in delta.parts for event in self._blocks.add(part)]
         events = [*self._opening(response.usage, new), *new[1:]] if delta.is_first else new
         if delta.finish_reason is not None:
-            ending = self._ending(delta, response.usage)
+            ending = self._get_stop_reason(delta, response.usage)
             events += [] if delta.has_calls else self._blocks.open_text()
             events += [*self._blocks.close(), *_format_end(ending, format_usage(response.usage))]
         return events
@@ -123,7 +123,7 @@ class MessageFormatter(ResponseFormatter):
         message = self._message([], none_yet, format_usage(usage) | {"output_tokens": 0})
         return [{"type": "message_start", "message": message}, *new[:1], {"type": "ping"}]
 
-    def _ending(self, last: ChoiceDelta, usage: TokenUsage) -> dict[str, Any]:
+    def _get_stop_reason(self, last: ChoiceDelta, usage: TokenUsage) -> dict[str, Any]:
         """Returns the stop reason and stop sequence. Raises InvalidRequest for an aborted request,
         for which the API has no stop reason.
         """

@@ -143,7 +143,7 @@ class CohereFormatter(ResponseFormatter):
         new = [event for part in delta.parts for event in self._blocks.add(part)]
         if delta.logprobs:
             new = new or self._blocks.add(Part(PartKind.CONTENT, ""))
-            new[-1] |= {"logprobs": self._joined_logprobs(delta)}
+            new[-1] |= {"logprobs": self._join_logprobs(delta)}
         events += new
         if delta.finish_reason is not None:
             events += [*self._blocks.close(), self._closing(response, delta)]
@@ -159,7 +159,7 @@ class CohereFormatter(ResponseFormatter):
         }
         return {"type": "message-start", "id": self.id, "delta": {"message": message}}
 
-    def _joined_logprobs(self, delta: ChoiceDelta) -> dict[str, Any]:
+    def _join_logprobs(self, delta: ChoiceDelta) -> dict[str, Any]:
         parts = self._logprobs(delta)
         return {
             "token_ids": [part["token_ids"][0] for part in parts],

@@ -56,9 +56,9 @@ class ApiKeys:
             )
             await error_response(error, get_error_format(scope))(scope, receive, send)
             return
-        await self._pass_on(key, scope, receive, send)
+        await self._serve(key, scope, receive, send)
 
-    async def _pass_on(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
         """Records the key of a request; requests for generation count against its limits."""
         account = self._ring.account(key.name)
         record = get_record(scope)

@@ -102,10 +102,10 @@ def add_error_handlers(app: FastAPI, routers: Iterable[APIRouter] = ()) -> None:
             error = add_suggestions(error, request, routes)
         return error_response(error, get_error_format(request.scope))
 
-    async def answer_nobody(_: Request, error: Exception) -> Response:
+    async def respond_disconnected(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    app.add_exception_handler(ClientDisconnect, answer_nobody)
+    app.add_exception_handler(ClientDisconnect, respond_disconnected)
     for kind in (errors.OctavoError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer)
 

@@ -106,9 +106,9 @@ class RequestLog:
             record.release()
             duration_s = time.monotonic() - started_s
             code = status or CLIENT_CLOSED_REQUEST
-            self._tell(FinishedRequest(scope, record, code, started_s, duration_s))
+            self._notify(FinishedRequest(scope, record, code, started_s, duration_s))
 
-    def _tell(self, finished: FinishedRequest) -> None:
+    def _notify(self, finished: FinishedRequest) -> None:
         """Notifies all observers; their exceptions are logged."""
         for reader in self._readers:
             try:

@@ -73,11 +73,13 @@ class ModelDirectory:
         ModelNotFound, or InvalidRequest if the name is None and there are several models.
         """
         if name is None:
-            return self._only()
+            return self._get_only()
         name = self.resolve(name)
         found = self._with_name(name) or self.with_adapter(name)
         if found is None:
-            hint = f"this server has {self._listed()}" if self._slots else "this server has none"
+            hint = (
+                f"this server has {self._list_names()}" if self._slots else "this server has none"
+            )
             raise ModelNotFound(
                 f"The model `{name[:MAX_SHOWN]}` does not exist.", hint=hint, param="model"
             )
@@ -163,7 +165,7 @@ class ModelDirectory:
         with ThreadPoolExecutor(max(1, len(slots))) as pool:
             list(pool.map(EngineSlot.close, slots))
 
-    def _only(self) -> EngineSlot:
+    def _get_only(self) -> EngineSlot:
         if not self._slots:
             raise ModelNotFound("no model is loaded", hint="load one by POST /v1/models/load")
         slots = list(self)
@@ -173,9 +175,9 @@ class ModelDirectory:
             slots = [slot for slot in slots if slot.state != "failed"] or slots
         if len(slots) > 1:
             raise InvalidRequest(
-                f"model: needed, as this server has several: {self._listed()}", param="model"
+                f"model: needed, as this server has several: {self._list_names()}", param="model"
             )
         return slots[0]
 
-    def _listed(self) -> str:
+    def _list_names(self) -> str:
         return ", ".join(f"`{name}`" for name in self._slots)

@@ -179,7 +179,7 @@ CACHE = (
 CACHE_LABELS = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
 REJECTIONS = (
     "admission_rejections",
-    "Requests answered with 429, as the queue was full or would have made them too late.",
+    "Requests rejected with 429: the queue was full, or the predicted latency too high.",
 )
 STEP_TOKENS = ("iteration_tokens_total", "Tokens that a step computed.")
 ENDINGS = ("request_success", "Requests by how they ended.")

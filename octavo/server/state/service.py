@@ -53,18 +53,18 @@ class Service:
         slot = await self.residency.find(name)
         self.record.hold(slot.uses)
         load_s = await self.residency.load(slot)
-        served = self._named(slot, name)
+        served = self._serve_named(slot, name)
         return replace(served, name=name or served.name, load_s=load_s)
 
     def loaded_model(self, name: str | None = None) -> ServedModel:
         """Returns a model that is in memory, without keeping it loaded. Raises ModelNotFound or
         Unavailable.
         """
-        return self._named(self.models.find(name), name)
+        return self._serve_named(self.models.find(name), name)
 
-    def _named(self, slot: EngineSlot, name: str | None) -> ServedModel:
+    def _serve_named(self, slot: EngineSlot, name: str | None) -> ServedModel:
         """Returns a slot's model, with the adapter if the name is one's."""
-        served = self._served(slot, slot.llm)
+        served = self._serve(slot, slot.llm)
         adapter = None if name is None else slot.adapters.get(self.models.resolve(name))
         return (
             served if adapter is None else replace(served, name=adapter.name, adapter=adapter.ref)
@@ -77,9 +77,9 @@ class Service:
 
     def ready_models(self) -> list[ServedModel]:
         """Returns the models with engines, including draining ones."""
-        return [self._served(slot, slot.loaded) for slot in self.models if slot.loaded is not None]
+        return [self._serve(slot, slot.loaded) for slot in self.models if slot.loaded is not None]
 
-    def _served(self, slot: EngineSlot, llm: AsyncLLM) -> ServedModel:
+    def _serve(self, slot: EngineSlot, llm: AsyncLLM) -> ServedModel:
         limits = RequestLimits.of(self.settings)
         return ServedModel(
             slot.name,

@@ -189,7 +189,7 @@ class EngineSlot:
         """Sets the load progress, shown by 503 errors and the model's card."""
         self._progress = text
 
-    def on_its_way(self, cancel: Callable[[], None]) -> None:
+    def set_cancel(self, cancel: Callable[[], None]) -> None:
         """Sets the function that cancels the load; calls it if the load was already cancelled."""
         self._cancel = cancel
         if self._refusal:
@@ -206,13 +206,13 @@ class EngineSlot:
         self._llm = llm
         self._outline = None
 
-    def forget_engine(self) -> None:
+    def drop_engine(self) -> None:
         """Drops the reference to an engine that has ended."""
         self._llm = self._formats = self._cancel = None
 
     def reset(self) -> None:
         """Returns to the state unloaded, after the engine has ended."""
-        self.forget_engine()
+        self.drop_engine()
         self._refusal = self._failure = ""
         self._is_unloaded = True
         self.memory_bytes = 0

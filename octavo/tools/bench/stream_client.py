@@ -198,11 +198,11 @@ class EventReader:
             payload = text.removeprefix(b"data:").strip()
             if text.startswith(b"data:") and payload != b"[DONE]":
                 try:
-                    self._take(self._decoder.decode(payload), now)
+                    self._add_event(self._decoder.decode(payload), now)
                 except msgspec.MsgspecError as error:
                     self.error = self.error or f"an event is no completion: {error}"
 
-    def _take(self, event: Event, now: float) -> None:
+    def _add_event(self, event: Event, now: float) -> None:
         streamed = self._streamed
         if event.error is not None:
             self.error = str(event.error.get("message", event.error))

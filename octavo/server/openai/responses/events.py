@@ -45,41 +45,44 @@ class EventWriter:
         """Returns the first events; a background response is queued first."""
         running = {**self._first, "status": "in_progress"}
         if not self._first["background"]:
-            return [self._whole("created", running), self._whole("in_progress", running)]
+            return [
+                self._format_response("created", running),
+                self._format_response("in_progress", running),
+            ]
         queued = {**self._first, "status": "queued"}
         return [
-            self._whole("created", queued),
-            self._whole("queued", queued),
-            self._whole("in_progress", running),
+            self._format_response("created", queued),
+            self._format_response("queued", queued),
+            self._format_response("in_progress", running),
         ]
 
     def delta(self, piece: Piece) -> list[Event]:
         """Returns the events of a delta."""
         text, logprobs = piece
-        return self._told(self._reader.read(text), logprobs)
+        return self._format_parts(self._reader.read(text), logprobs)
 
     def closing(self, last: Response) -> list[Event]:
         """Returns the last events, with all items and the final response."""
         status = last["status"]
         if status == "failed":
-            return [self._whole("failed", last)]
+            return [self._format_response("failed", last)]
         ending = "completed" if status == "completed" else "incomplete"
-        events = self._told(self._reader.read("", finished=True), [])
+        events = self._format_parts(self._reader.read("", finished=True), [])
         if not self._output.items:
             self._output.finish()
-            events += self._begun(self._output.items[0])
-        return [*events, *self._ended(ending), self._whole(ending, last)]
+            events += self._open_item(self._output.items[0])
+        return [*events, *self._close_item(ending), self._format_response(ending, last)]
 
-    def _told(self, parts: list[Part], logprobs: list[TokenEntry]) -> list[Event]:
+    def _format_parts(self, parts: list[Part], logprobs: list[TokenEntry]) -> list[Event]:
         events: list[Event] = []
         for item, part, told in self._output.add_piece(parts, logprobs):
             if item is not self._open:
-                events += [*self._ended("completed"), *self._begun(item)]
+                events += [*self._close_item("completed"), *self._open_item(item)]
             if part.kind is not PartKind.CALL:
-                events.append(self._grown(item, part.text, told))
+                events.append(self._format_delta(item, part.text, told))
         return events
 
-    def _begun(self, item: OutputItem) -> list[Event]:
+    def _open_item(self, item: OutputItem) -> list[Event]:
         """Returns the events that open an item."""
         self._open = item
         value = item.value("in_progress")
@@ -92,11 +95,11 @@ class EventWriter:
             self._event("content_part.added", _place(item) | {"part": empty}),
         ]
 
-    def _grown(self, item: OutputItem, text: str, logprobs: list[TokenEntry]) -> Event:
+    def _format_delta(self, item: OutputItem, text: str, logprobs: list[TokenEntry]) -> Event:
         more: Event = {"logprobs": logprobs} if item.kind is PartKind.CONTENT else {}
         return self._event(f"{DELTAS[item.kind]}.delta", _place(item) | {"delta": text} | more)
 
-    def _ended(self, status: str) -> list[Event]:
+    def _close_item(self, status: str) -> list[Event]:
         """Returns the events that close the open item."""
         item, self._open = self._open, None
         if item is None:
@@ -114,7 +117,7 @@ class EventWriter:
         whole = {"output_index": item.index, "item": item.value(status)}
         return [*events, self._event("output_item.done", whole)]
 
-    def _whole(self, name: str, response: Response) -> Event:
+    def _format_response(self, name: str, response: Response) -> Event:
         return self._event(name, {"response": dict(response)})
 
     def _event(self, name: str, content: Mapping[str, Any]) -> Event:

@@ -157,10 +157,10 @@ class ResponseRuns:
         self, asked: ResponseRequest, record: Record, prepared: PreparedResponse | None
     ) -> ResponseRun:
         run = self._runs[asked.id] = ResponseRun(dict(record.body["response"]))
-        run.task = asyncio.create_task(self._follow(run, asked, record, prepared))
+        run.task = asyncio.create_task(self._run_to_end(run, asked, record, prepared))
         return run
 
-    async def _follow(
+    async def _run_to_end(
         self,
         run: ResponseRun,
         asked: ResponseRequest,
@@ -169,7 +169,7 @@ class ResponseRuns:
     ) -> None:
         """Computes and stores a response; leaves it unfinished if the server stops."""
         try:
-            last = await self._computed(run, asked, prepared)
+            last = await self._compute(run, asked, prepared)
             ended = _end_record(record, last, run.deltas, self._store)
             ended.body["reading"] = run.parser.dump()
             await self._store.replace(ended)
@@ -184,20 +184,20 @@ class ResponseRuns:
             if run.failure is None:
                 del self._runs[asked.id]
 
-    async def _computed(
+    async def _compute(
         self, run: ResponseRun, asked: ResponseRequest, prepared: PreparedResponse | None
     ) -> dict[str, Any]:
         """Returns the final response object; retries on another engine if the first one ends."""
         while True:
             try:
-                return await self._answered(run, asked, prepared)
+                return await self._compute_once(run, asked, prepared)
             except EngineDead:
                 prepared = None
                 await asyncio.sleep(RETRY_S)
             except OctavoError as error:
                 return make_failed(run.response, error)
 
-    async def _answered(
+    async def _compute_once(
         self, run: ResponseRun, asked: ResponseRequest, prepared: PreparedResponse | None
     ) -> dict[str, Any]:
         """Returns the final response object of one engine, or its state when it was cancelled."""
@@ -205,10 +205,10 @@ class ResponseRuns:
         told = sum(len(text) for text, _ in run.deltas)
         try:
             if prepared is None:
-                prepared = await self._patiently(lambda: self._prepared(asked))
+                prepared = await self._retry(lambda: self._prepare(asked))
             found = prepared
             run.parser = found.parser
-            builder = await self._patiently(lambda: _started(found))
+            builder = await self._retry(lambda: _started(found))
             num_bytes = len(asked.body.model_dump_json(exclude_none=True))
             self._service.parsers.keep(asked.id, found.parser, num_bytes)
             run.response = {**run.response, "status": "in_progress"}
@@ -226,7 +226,7 @@ class ResponseRuns:
                 return {**run.response, "status": "cancelled"}
             return prepared.ended(builder, run.deltas, "cancelled")
 
-    async def _prepared(self, asked: ResponseRequest) -> PreparedResponse:
+    async def _prepare(self, asked: ResponseRequest) -> PreparedResponse:
         record = self._service.background_record(asked.owner)
         try:
             model = await replace(self._service, record=record).model(asked.body.model)
@@ -234,7 +234,7 @@ class ResponseRuns:
         finally:
             record.release()  # from here on the model's own work keeps it in memory
 
-    async def _patiently(self, work: Callable[[], Awaitable[Any]]) -> Any:
+    async def _retry(self, work: Callable[[], Awaitable[Any]]) -> Any:
         """Retries work until an engine is available and its queue has room."""
         while True:
             try:
