@@ -94,7 +94,11 @@ class ModelRunner(ProgramRunner):
         assert output.samples is not None
         results = self._collect(model_input, output.samples)
         if self._rows.sampling.special_rows:
-            self._append_forced(model_input, results, num_steps=0)
+            known_ends = [
+                request.start + request.num_tokens - len(request.draft_ids)
+                for request in model_input.scheduled
+            ]
+            self._append_forced(model_input, results, known_ends)
         return results
 
     def _can_decode(self, model_input: ModelInput) -> bool:
@@ -110,11 +114,12 @@ class ModelRunner(ProgramRunner):
         follows_tokens = bool(sampling.special_rows) and sampling.follows_tokens(model_input.rows)
         steps = DecodeSteps(num_steps, *rows.get_end_tokens(model_input.rows), follows_tokens)
         decoded = self.runnable.decode(model_input, self._kv, steps, model_input.verifier)
-        for step, (samples, is_last) in enumerate(decoded, start=1):
+        for samples, is_last in decoded:
             results = self._collect(model_input, samples)
-            model_input.sample_ends += 1
             if is_last and sampling.special_rows:
-                self._append_forced(model_input, results, num_steps=step)
+                # The plan's `start` is not used: the scheduler advances it between steps.
+                self._append_forced(model_input, results, model_input.sample_ends.tolist())
+            model_input.sample_ends += 1
             yield results
             if follows_tokens:
                 sampling.follow(
@@ -256,22 +261,18 @@ class ModelRunner(ProgramRunner):
         model_input.sample_rows = np.concatenate(sample_rows)
 
     def _append_forced(
-        self, model_input: ModelInput, results: Sequence[RowResult], *, num_steps: int
+        self, model_input: ModelInput, results: Sequence[RowResult], known_ends: Sequence[int]
     ) -> None:
         """Appends the tokens that grammars force after a result's own, if the rows are not too
         many; the next step computes them as a chunk, like a prompt. Forced text that several tokens
-        may spell becomes draft tokens. `num_steps`: decode steps since the input was gathered.
+        may spell becomes draft tokens. `known_ends [R]`: number of tokens before each result's.
         """
         rows = self._rows
-        scheduled = model_input.scheduled
-        if not rows.grammars or len(scheduled) > self.runnable.max_forced_requests:
+        if not rows.grammars or len(results) > self.runnable.max_forced_requests:
             return
-        for request, row, result in zip(
-            scheduled, model_input.rows.tolist(), results, strict=False
-        ):
+        # `rows` has further entries for the branches of draft trees.
+        for row, end, result in zip(model_input.rows.tolist(), known_ends, results, strict=False):
             if row in rows.grammars and result.token_ids and result.failure is None:
-                end = request.start + request.num_tokens - len(request.draft_ids)
-                end += num_steps - 1 if num_steps else 0
                 result.token_ids += rows.append_forced(row, end + len(result.token_ids))
                 result.draft_ids = rows.draft_forced(row)
 

@@ -18,7 +18,7 @@ from octavo import LLM, SamplingParams
 from octavo.executor.native.backend import NativeProgram
 from octavo.executor.reference.backend import ReferenceRunnable
 from octavo.executor.torch.program import TorchProgram
-from octavo.worker.cache_engine import CacheEngine
+from octavo.worker.worker import Worker
 from tests.support.llm_tools import (
     GREEDY,
     PENALISED,
@@ -190,7 +190,7 @@ def test_an_exception_outside_of_the_rows_fails_the_step_and_not_the_engine(
     with make_llm(backend=backend) as llm:
         expected = expected_of(llm)
         with monkeypatch.context() as patch:
-            patch.setattr(CacheEngine, "apply", lambda self, moves: 1 / 0)
+            patch.setattr(Worker, "_apply", lambda self, plan: 1 / 0)
             outputs = llm.generate(PROMPTS, PARAMS)
         assert [output.error for output in outputs] == [
             "the step failed: ZeroDivisionError: division by zero"

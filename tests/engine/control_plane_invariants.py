@@ -169,7 +169,8 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
         if self.disk is None:
             return
         assert len(self.disk) <= self.disk.capacity
-        pins = self.core.scheduler.blocks.connector.pins
+        connector = self.core.scheduler.blocks.connector
+        pins = {} if connector is None else connector.pins
         assert sum(until > self.disk.now for until in pins.values()) <= MAX_PINNED_BLOCKS
 
     def check_every_invariant(self):

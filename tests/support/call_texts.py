@@ -54,7 +54,7 @@ def call_text(
     if isinstance(body, KeyValues):
         types = FunctionTypes({name: schema})
         written = "".join(
-            _pair(body.layout, key, value, types.types_of(name, key))
+            _pair(body.layout, key, value, types.get_types(name, key))
             for key, value in arguments.items()
         )
     elif isinstance(body, PythonCalls):

@@ -28,6 +28,7 @@ ARGUMENTS = (
     "--max-num-seqs=64",
     "--port=0",
     "--generation-config=vllm",
+    "--log-stats-interval-s=0",
 )
 PACES = ["--logits-processors=paces=tests.support.processors:paces"]
 PACE_FLAGS = [] if chosen_backend("native") == "torch" else PACES

@@ -131,7 +131,7 @@ GROUPS = {
 
 def torch_layout(group: CacheGroup, dtype: str) -> KvLayout:
     kv_cache = pytest.importorskip("octavo.executor.torch.kv_cache")
-    return kv_cache.layout_of(group, kv_cache.DTYPES[dtype])
+    return kv_cache.make_kv_layout(group, kv_cache.DTYPES[dtype])
 
 
 LAYOUTS = [

@@ -21,7 +21,7 @@ class Countdown:
     def copy(self):
         return Countdown(self.at)
 
-    def take(self, token_ids):
+    def accept_tokens(self, token_ids):
         for token_id in token_ids:
             if token_id != self.at:
                 raise ValueError(f"{token_id} is not {self.at}")
