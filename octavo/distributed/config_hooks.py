@@ -39,7 +39,8 @@ class DistributedConfigHooks(ConfigHooks):
         """Has an engine with prefill peers log its block events, which tell its frontend what is
         cached here, and limits the chunks of one that computes prompts for others.
         """
-        options, cache, scheduler = config.of(TransferOptions), config.cache, config.scheduler
+        options = config.of(TransferOptions)
+        cache, scheduler = config.cache, config.scheduler
         if options.prefill_peer and cache.kv_events_config is None:
             cache = replace(cache, kv_events_config=LOGGED_ONLY)
         is_prefill = options.kv_transfer is not None and options.role == "prefill"

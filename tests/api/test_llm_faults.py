@@ -190,7 +190,7 @@ def test_an_exception_outside_of_the_rows_fails_the_step_and_not_the_engine(
     with make_llm(backend=backend) as llm:
         expected = expected_of(llm)
         with monkeypatch.context() as patch:
-            patch.setattr(Worker, "_apply", lambda self, plan: 1 / 0)
+            patch.setattr(Worker, "execute", lambda self, plan: 1 / 0)
             outputs = llm.generate(PROMPTS, PARAMS)
         assert [output.error for output in outputs] == [
             "the step failed: ZeroDivisionError: division by zero"

@@ -180,7 +180,7 @@ def test_a_name_that_is_gone_is_seen():
         "octavo/engine/core.py",
         "Scheduler.update",
         "engine.build_core",
-        "ThreadPool::walk",
+        "ThreadPool::run",
         "/result/{id}",
         "--max-num-seqs",
         "make test",

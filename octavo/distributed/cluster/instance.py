@@ -1,6 +1,6 @@
 """One server or router of a cluster: its process, its ports and its health.
 
-The body of an actor. The actor ends with its process, and whoever started it starts both again; a
+The body of an actor. The actor ends with its process, and the cluster starts both again; a
 server restarts at the same ports if they are free.
 """
 

@@ -32,7 +32,7 @@ from octavo.engine.protocol.kv_messages import (
 )
 
 SAVED_BYTES_PER_STEP = 16 << 20
-"""Bytes that a step copies from the device if nobody waits for them: 2 ms at 8 GB/s."""
+"""Bytes that a step copies from the device if no request waits for them: 2 ms at 8 GB/s."""
 
 SENT_BYTES_PER_STEP = 128 << 20
 """Bytes that a step copies from the device if other engines wait for them: 16 ms."""

@@ -115,7 +115,7 @@ class EngineFeed:
         self.end_if_unread()
 
     def end_if_unread(self) -> None:
-        """Stops the core's views if nobody reads them."""
+        """Stops the core's views if no reader is left."""
         if not self._readers:
             self._watch(0.0)
 

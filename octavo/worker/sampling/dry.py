@@ -7,7 +7,7 @@ a sequence breaker is not penalized. Prompt and completion count alike. Source: 
 text-generation-webui 5677, 2024.
 
 The lengths of a step are updated from those of the step before in one pass. After a preemption or
-a rollback they are computed anew, in linear time (Z-function of the reversed tokens).
+a rollback they are computed again, in linear time (Z-function of the reversed tokens).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from octavo.api.sampling_params import SamplingParams
 
 MAX_FOLLOWED = 32
-"""Largest number of new tokens for which lengths are updated; for more they are computed anew."""
+"""Largest number of new tokens for which lengths are updated; beyond it they are recomputed."""
 LARGEST_PENALTY = 1e30
 """Upper bound on a penalty, far above any logit and far below the end of fp32."""
 
