@@ -1,4 +1,4 @@
-"""How the options of this package change a config, and the checks of these options."""
+"""Checks the options of KV transfer and the KV pool, and derives other options from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this package adds to octavo: options, commands and hooks. Nothing outside names it."""
+"""Registers the options, commands and hooks of this package. No file outside of it names them."""
 
 from octavo.utils.extensions import Extension
 

@@ -189,11 +189,20 @@ class AdapterSlots(Protocol):
         ...
 
 
+def make_unsupported_error(
+    backend: str, text: str, *, hint: str = "use --backend native"
+) -> BackendUnavailable:
+    """Returns the error of an operation that only other backends implement."""
+    return BackendUnavailable(f"the {backend} backend {text}", hint=hint)
+
+
 class Runnable(ABC):
-    """A prepared Program. What only some backends can do has a default that says so; callers ask
-    for it when they are constructed, not in a step.
+    """A prepared Program. An operation that only some backends implement has a default that raises
+    BackendUnavailable; engine options that need it are rejected before it is called.
     """
 
+    backend_name: ClassVar[str]
+    """`Backend.name` of the backend that prepared it."""
     kv_layouts: tuple[KvLayout, ...]
     """Layout of each of the Program's cache groups, in their order."""
 
@@ -215,7 +224,9 @@ class Runnable(ABC):
 
     def start_profile(self) -> None:
         """Starts timing each kind of op; BackendUnavailable if the backend cannot."""
-        raise BackendUnavailable("this backend times no ops", hint="profile with --backend native")
+        raise make_unsupported_error(
+            self.backend_name, "times no ops", hint="profile with --backend native"
+        )
 
     def stop_profile(self) -> Profile:
         raise BackendUnavailable("no profile was started")
@@ -240,22 +251,24 @@ class Runnable(ABC):
         The step in which a request ends or fails is the last. A fault in the first step is raised;
         a fault in a later one ends the iterator before it.
         """
-        raise NotImplementedError
+        raise make_unsupported_error(self.backend_name, "computes one decode step per call")
 
     def launch(self, batch: StepBatch, kv: KvCache) -> Computing:
         """Starts a step and returns at once, on an asynchronous backend. Steps and block moves of
         `kv` are computed in order; the device keeps the last token of each permanent row.
         """
-        raise NotImplementedError
+        raise make_unsupported_error(
+            self.backend_name, "does not launch steps", hint="use --backend torch"
+        )
 
     def join(self, kv: KvCache) -> None:
         """Computes a step without rows, whose experts compute those of other engines."""
-        raise NotImplementedError
+        raise make_unsupported_error(self.backend_name, "does not share experts among engines")
 
     @property
     def adapters(self) -> AdapterSlots:
         """Slots of the adapters that may update the Program's sites."""
-        raise BackendUnavailable("this backend takes no adapters", hint="take --backend native")
+        raise make_unsupported_error(self.backend_name, "does not support adapters")
 
     @property
     def arrivals(self) -> WeightArrivals | None:
@@ -274,7 +287,7 @@ class Runnable(ABC):
         """Number of the newest step, and how many of `kv_writes` it has done. Another thread may
         read it, and then the bytes.
         """
-        raise NotImplementedError
+        raise make_unsupported_error(self.backend_name, "does not report KV writes during a step")
 
 
 class Backend(ABC):
@@ -333,7 +346,7 @@ class Backend(ABC):
         self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]
     ) -> OnDemandKvCache:
         """Reserves addresses for blocks, without memory; ConfigError if there are too few."""
-        raise NotImplementedError
+        raise make_unsupported_error(self.name, "has no virtual KV layout")
 
     def memory(self) -> DeviceMemory | None:
         """Reads the device's memory as it is now, with the largest step of each prepared Program
@@ -345,7 +358,7 @@ class Backend(ABC):
         self, program: Program, load: LoadWeight
     ) -> tuple[Runnable, ObservedInputs]:
         """Prepares a Program so that each step of more than a few rows fills the inputs."""
-        raise NotImplementedError
+        raise make_unsupported_error(self.name, "does not record matmul inputs")
 
     def prepare_with_part(
         self, program: Program, part: Program, load: LoadWeight, *, part_tokens: int
@@ -353,13 +366,13 @@ class Backend(ABC):
         """Prepares a Program and a part of it, which has steps of at most `part_tokens` tokens and
         reads the same weights in memory.
         """
-        raise NotImplementedError
+        raise make_unsupported_error(self.name, "does not prepare parts of Programs")
 
     def get_block_rows(self, layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
         """Returns the keys and values of `blocks [B, block_bytes]`, as `KvCache.read_block` gave
         them; floats only.
         """
-        raise NotImplementedError
+        raise make_unsupported_error(self.name, "does not read KV blocks as floats")
 
     @abstractmethod
     def close(self) -> None: ...

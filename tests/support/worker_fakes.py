@@ -45,6 +45,7 @@ class FakeKv:
 
 
 class FakeRunnable(Runnable):
+    backend_name = "fake"
     weight_bytes = 0
     progress = 0
 

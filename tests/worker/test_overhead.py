@@ -22,6 +22,7 @@ from tests.support.worker_fakes import make_worker
 
 
 class InstantRunnable(Runnable):
+    backend_name = "instant"
     weight_bytes = progress = 0
 
     def run(self, batch, kv, verify=None):

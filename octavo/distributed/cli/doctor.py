@@ -1,4 +1,4 @@
-"""What `octavo doctor` reports about the packages that this extension can use."""
+"""Findings of `octavo doctor` about Mooncake, NIXL and Ray: versions, and whether they load."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What some requests need besides KV blocks: compiled grammars, adapters in slots of the device,
-and encoded media. Plain requests need none of it.
+"""Resources besides KV blocks: compiled grammars, adapters in device slots, encoded media.
+
+Plain requests use none of them. Owns slots and digests; the worker owns the bytes.
 """
 
 from __future__ import annotations

@@ -46,6 +46,8 @@ MANY_ROWS = 32
 
 
 class NativeProgram(Runnable):
+    backend_name = "native"
+
     def __init__(
         self,
         device: Any,

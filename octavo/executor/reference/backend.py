@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,7 @@ MASKS = ("causal", "window", "chunk", "full")
 class ReferenceRunnable(Runnable):
     """A Program and its weights."""
 
+    backend_name: ClassVar[str] = "reference"
     program: Program
     weights: dict[Weight, Floats]
     kv_layouts: tuple[KvLayout, ...]

@@ -90,6 +90,8 @@ ValuesOf = Callable[[slice], dict[str, Tensor]]
 class TorchProgram(Runnable):
     """A prepared Program."""
 
+    backend_name = "torch"
+
     def __init__(
         self,
         program: Program,
