@@ -36,8 +36,8 @@ class DistributedConfigHooks(ConfigHooks):
             )
 
     def derive(self, config: EngineConfig) -> EngineConfig:
-        """Has an engine with prefill peers log its block events, which tell its frontend what is
-        cached here, and limits the chunks of one that computes prompts for others.
+        """Enables block events for an engine with prefill peers, so that its frontend knows the
+        cached blocks, and limits the chunk size of an engine that computes prompts for others.
         """
         options = config.of(TransferOptions)
         cache, scheduler = config.cache, config.scheduler
@@ -56,7 +56,7 @@ class DistributedConfigHooks(ConfigHooks):
 
 
 def _first_given(options: Any, names: tuple[str, ...]) -> str:
-    """Returns the first of these options that is not at its default; "" if all are."""
+    """Returns the first of these options that differs from its default; "" if none does."""
     usual = type(options)()
     return next((name for name in names if getattr(options, name) != getattr(usual, name)), "")
 

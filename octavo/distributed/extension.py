@@ -1,4 +1,6 @@
-"""Registers the options, commands and hooks of this package. No file outside of it names them."""
+"""Registers the options, commands and hooks of this package. No file outside of the package refers
+to them.
+"""
 
 from octavo.utils.extensions import Extension
 

@@ -1,4 +1,4 @@
-"""Chooses the builder of the lower tiers by the options."""
+"""Selects the builder of the lower cache tiers by the options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the tier of prefix cache blocks that other engines hold."""
+"""Builds the cache tier of blocks in other engines."""
 
 from __future__ import annotations
 
@@ -189,9 +189,7 @@ def _fingerprint_parts(
 
 
 def _build_transport(options: TransferOptions) -> BlockTransport | None:
-    """Returns the transport of block data; None if messages carry it, which is the only encrypted
-    way.
-    """
+    """Returns the transport of block data; None if messages carry it, the only encrypted way."""
     host, _ = parse_address(options.kv_transfer_address, name="kv_transfer_address")
     if options.kv_transfer == "nixl":
         from octavo.distributed.transfer.nixl_mover import NixlMover

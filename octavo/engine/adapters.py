@@ -1,9 +1,9 @@
-"""The adapters of one engine: which slot of the device each has, who uses it, which are on their
-way.
+"""LoRA adapters of one engine: the device slot of each, which requests use it, and which adapters
+are being loaded.
 
-Knows adapters by the digest of their content; the bytes are the worker's. A request holds its
-adapter from its first start to its end, and waits for it as for blocks that are read. Least
-recently used ones that no request holds give their slots away first.
+Identifies adapters by a digest of their content; the worker owns the bytes. A request holds its
+adapter from its first start to its end, and waits for it as it waits for blocks that are being
+fetched. If no slot is free, the least recently used adapter that no request holds is evicted.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AdapterPlaces:
         return loads
 
     def load_again(self, loads: Iterable[AdapterLoad]) -> None:
-        """Has adapters read again that a step may not have begun to read, since it failed."""
+        """Reloads adapters whose load a failed step may not have begun."""
         self._to_load += [
             load
             for load in loads

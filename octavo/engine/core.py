@@ -78,8 +78,8 @@ class Decode:
 
 
 class EngineCore:
-    """One engine: requests in, outputs out, step by step. Every request added ends in exactly one
-    output with a finish_reason.
+    """One engine: adds requests and computes steps. Every added request ends in exactly one output
+    with a finish_reason.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class EngineCore:
         num_micro_batches: int = 1,
         costs: StepCosts = UNMEASURED,
     ) -> None:
-        """`stall_timeout_s`: seconds of steps that compute nothing while requests wait, after which
-        the first of these fails; 0: never. `runs_ahead`: an asynchronous executor gets the next
-        step while it computes one; with several micro-batches it has a step of each. `costs`: step
-        costs before the first measurement.
+        """`stall_timeout_s`: after steps have computed nothing for this many seconds while requests
+        wait, the first of them fails; 0: never. `runs_ahead`: an asynchronous executor receives the
+        next step while it computes one, or a step of each micro-batch. `costs`: step costs until
+        the first measurement.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -182,13 +182,13 @@ class EngineCore:
         self.scheduler.change(change)
 
     def watch(self, period_s: float) -> None:
-        """Adds a view to the outputs every `period_s` seconds while steps run, and to those of the
-        last step; 0 ends it.
+        """Adds a view to the outputs every `period_s` seconds while steps run, and to the last
+        step's outputs; 0 stops it.
         """
         self._watch = EngineWatch(self.scheduler, period_s) if period_s else None
 
     def query(self, query: Query) -> QueryAnswer:
-        """Returns the answer to a query; raises InvalidRequest if the sender is at fault."""
+        """Returns the reply to a query; raises InvalidRequest if the query is invalid."""
         blocks = self.scheduler.blocks
         if isinstance(query, ViewEngine):
             return make_view(self.scheduler, self._clock(), with_blocks=query.with_blocks)
@@ -372,7 +372,7 @@ class EngineCore:
         return result
 
     def _end_starvation(self, now: float) -> None:
-        """Fails the request that the others wait for if steps have computed nothing for
+        """Fails the request that blocks the others if steps have computed nothing for
         `stall_timeout_s`.
         """
         # Every compilation ends: the frontend has compiled the grammar before.

@@ -1,8 +1,9 @@
-"""The encoded media of one engine: which rows the device keeps, and which are made in a step.
+"""Encoder cache of one engine: which media the device keeps as encoded rows, and which are encoded
+in a step.
 
-Knows media by the digest of their pixels; the rows are the worker's. They are a function of the
-pixels alone, so that rows which were dropped are made again where they are needed. Least recently
-used ones go first, never those that the step reads.
+Identifies media by a digest of their pixels; the worker owns the rows. Rows depend only on the
+pixels, so evicted rows can be computed again when needed. The least recently used media are evicted
+first, never those that the step reads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from octavo.engine.protocol.step import MediaItem, MediaPixels
 
 
 class MediaPlaces:
-    """Media whose rows the worker has, up to `capacity_tokens` rows beside those of one step."""
+    """Media whose rows the worker has: up to `capacity_tokens` rows, plus those of one step."""
 
     def __init__(self, capacity_tokens: int = 0) -> None:
         self._capacity_tokens = capacity_tokens
@@ -40,14 +41,12 @@ class MediaPlaces:
         self.kept[item.digest] = item.num_tokens
 
     def take_encodes(self) -> list[MediaPixels]:
-        """Removes and returns the media that the next plan has encoded."""
+        """Removes and returns the media that the next plan encodes."""
         encodes, self._encodes = self._encodes, []
         return encodes
 
     def take_dropped(self) -> list[bytes]:
-        """Removes and returns the media whose rows are more than there is room for; ends the
-        step.
-        """
+        """Removes and returns the media whose rows exceed the capacity; ends the step."""
         excess = sum(self.kept.values()) - self._capacity_tokens
         dropped: list[bytes] = []
         for digest, num_tokens in self.kept.items():
@@ -61,7 +60,9 @@ class MediaPlaces:
         return dropped
 
     def forget(self, digests: Iterable[bytes]) -> None:
-        """Removes media whose rows the worker may not have: they are encoded when next needed."""
+        """Removes media whose rows may be missing on the worker, so that they are encoded again
+        when needed.
+        """
         for digest in digests:
             self.kept.pop(digest, None)
 

@@ -1,7 +1,7 @@
-"""Adapters as users name them: finds the folder, and the digest of what is in it.
+"""Resolves adapter names to folders, and computes the digests of their contents.
 
-Reads an adapter whole once, to check it, and keeps none of its bytes; the worker reads it again
-when a request needs it. Safe to be called by several threads.
+Reads an adapter once to check it and keeps none of its bytes; the worker reads it again when a
+request needs it. Thread-safe.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Signature = tuple[tuple[int, int, int], ...]
 
 
 class AdapterNames:
-    """The adapters that requests of one engine may name."""
+    """Adapters that requests of one engine may use."""
 
     def __init__(self, read: ReadDigest) -> None:
         self._read = read
@@ -36,9 +36,7 @@ class AdapterNames:
         self._lock = threading.Lock()
 
     def find(self, request: LoRARequest) -> AdapterRef:
-        """Returns the adapter that a request names; InvalidRequest says what is wrong with its
-        files.
-        """
+        """Returns the adapter of a request; raises InvalidRequest if its files are invalid."""
         path = expand_path(request.lora_path).absolute()
         try:
             digest = self._digest(path, again=request.load_inplace)

@@ -1,9 +1,9 @@
-"""Limits on the requests and prompt tokens that may wait: the queue's, and together with those of
-latency all that a frontend applies, with counts of rejected requests.
+"""Admission limits of a frontend: on the requests and prompt tokens in the queue, and on predicted
+latencies; counts rejected requests.
 
-Counts what was sent and what the core reports (EngineStats), so it knows the queue without asking,
-and tells a rejected client when to retry from the rate at which requests left the queue in the last
-seconds. Reads no clock itself.
+Computes the queue from what was sent and what the core reports (EngineStats), without a round trip.
+A rejected client is told when to retry, from the rate at which requests recently left the queue.
+Reads no clock itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number of requests, and the number of their prompts' tokens."""
+    """Number of requests and of their prompt tokens."""
 
     requests: int = 0
     tokens: int = 0
@@ -48,8 +48,8 @@ class Size:
 
 
 class QueueLimit:
-    """A queue's limits, `max_num_queued_reqs` and `max_num_queued_tokens`: beyond them requests are
-    refused with Overloaded.
+    """Queue limits `max_num_queued_reqs` and `max_num_queued_tokens`; requests beyond them are
+    rejected with Overloaded.
     """
 
     def __init__(self, options: SchedulerOptions, *, num_engines: int = 1) -> None:
@@ -62,7 +62,7 @@ class QueueLimit:
         """Moments of the last seconds, each with what had left the queue until then."""
 
     def sent(self, size: Size) -> None:
-        """Counts requests that were given to the core."""
+        """Counts requests that were sent to the core."""
         self._sent += size
 
     def take(self, stats: EngineStats, now: float) -> None:
@@ -74,11 +74,11 @@ class QueueLimit:
             self._left.popleft()
 
     def check(self, more: Size, *, num_unfinished: int, now: float) -> None:
-        """Raises Overloaded if more may not be sent now, and InvalidRequest if it never may.
-        What finds a place among the running does not wait.
+        """Raises Overloaded if more requests may not be sent now, and InvalidRequest if they never
+        may. Requests that can run at once do not count as waiting.
 
-        `num_unfinished` counts the requests known here: those aborted since the last step, which
-        the core's counts still hold, are not among them.
+        `num_unfinished` counts the frontend's requests, without those aborted since the last step,
+        which the core still counts.
         """
         most = self._max_running + self._max_reqs
         if more.requests > most:
@@ -115,8 +115,8 @@ class QueueLimit:
         )
 
     def _retry_after_s(self, excess: Size, now: float) -> float:
-        """Returns the seconds in which the excess will have left, at the rate of the last seconds;
-        where nothing left, as long again.
+        """Returns the seconds until the excess has left the queue at the recent rate; if nothing
+        left recently, the length of that period.
         """
         if not self._left or now <= self._left[0][0]:
             return UNKNOWN_S
@@ -139,7 +139,7 @@ def _waiting(stats: EngineStats) -> Size:
 
 
 class AdmissionLimits:
-    """The limits of one engine's queue and of its predicted latencies; times are the clock's."""
+    """Limits on the queue and the predicted latencies of one engine; times are from the clock."""
 
     def __init__(self, config: EngineConfig) -> None:
         num_engines = config.fleet.data_parallel_size
@@ -149,14 +149,16 @@ class AdmissionLimits:
         """Requests that were refused, by the limit: queue or latency."""
 
     def check_room(self, num_samples: int, *, num_unfinished: int) -> None:
-        """Raises Overloaded if the queue has no room for a request that is not read yet."""
+        """Raises Overloaded if the queue has no room for a request whose body has not been read
+        yet.
+        """
         with self._counting("queue"):
             self._queue.check(
                 Size(num_samples), num_unfinished=num_unfinished, now=time.monotonic()
             )
 
     def check(self, request: ParentRequest, *, num_unfinished: int) -> None:
-        """Raises Overloaded if the queue is full or a request would be too late."""
+        """Raises Overloaded if the queue is full or the predicted latency exceeds its limit."""
         now = time.monotonic()
         with self._counting("queue"):
             self._queue.check(_size(request), num_unfinished=num_unfinished, now=now)
@@ -165,7 +167,7 @@ class AdmissionLimits:
                 self._latency.check(len(request.prompt_token_ids), len(request.samples), now)
 
     def sent(self, request: ParentRequest) -> None:
-        """Counts a request that was given to the core."""
+        """Counts a request that was sent to the core."""
         self._queue.sent(_size(request))
         if not _is_background(request):
             self._latency.sent(request, time.monotonic())
@@ -190,5 +192,5 @@ def _size(request: ParentRequest) -> Size:
 
 
 def _is_background(request: ParentRequest) -> bool:
-    """Returns whether a request goes behind all others, and so delays none."""
+    """Returns whether a request has background priority, so that it delays no other."""
     return request.origin.priority == BACKGROUND_PRIORITY

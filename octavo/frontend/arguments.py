@@ -1,8 +1,8 @@
-"""What users pass to LLM and AsyncLLM, brought into one form: prompts, conversations and params for
-each of them, as lists, arrays or generators.
+"""Normalizes the arguments of LLM and AsyncLLM: prompts, conversations and params for each of them,
+as lists, arrays or generators.
 
-Knows shapes only; what a prompt or a conversation may hold is the input processor's business. An
-argument that can mean nothing is refused with what was probably meant.
+Checks types only; the input processor checks contents. The error for an ambiguous argument suggests
+what was probably meant.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MESSAGE_KEYS = ("role", "content")
 
 
 def text_of(prompt: PoolingPrompt) -> str:
-    """Returns the text that a prompt must still be tokenized from; "" where it has token ids."""
+    """Returns the text of a prompt that must be tokenized; "" if it has token ids."""
     if isinstance(prompt, TextPair):
         return prompt.first + prompt.second
     if isinstance(prompt, Mapping):
@@ -42,7 +42,7 @@ def text_of(prompt: PoolingPrompt) -> str:
 
 def prompt_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> list[Prompt]:
     """Returns one prompt (a text, a dict, token ids) or several as a list of prompts; `name` is
-    what a refusal calls them.
+    used in error messages.
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -135,7 +135,7 @@ def params_for_each(
 def get_pooling_params(
     params: PoolingParams | None, truncate_prompt_tokens: int | None = None
 ) -> PoolingParams:
-    """Returns the params of pooled texts, with a bound on their tokens that stands beside them."""
+    """Returns pooling params, with the limit on tokens given as a separate argument."""
     if params is None:
         params = PoolingParams()
     if not isinstance(params, PoolingParams):
@@ -176,8 +176,8 @@ def _for_each(name: str, items: list[Any], count: int) -> list[Any]:
 
 
 def as_list(value: object) -> list[Any] | None:
-    """Returns the items of a list, an array or a generator; None for a text and whatever has no
-    items in an order.
+    """Returns the items of a list, an array or a generator; None for a text or an unordered
+    collection.
     """
     if isinstance(value, list):
         return value

@@ -1,7 +1,8 @@
-"""Calls of several requests on one event loop: texts that are pooled together, a sound's windows.
+"""Calls that consist of several requests on one event loop: pooled texts, and the windows of an
+audio file.
 
-Knows which requests belong together and how their outputs are joined; how one request is prepared
-and started is the engine's.
+Knows which requests belong together and how to combine their outputs, not how a request is prepared
+and submitted.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class AsyncJobs:
         return job.read(await self.all(prepared))
 
     async def all(self, requests: Sequence[ParentRequest]) -> list[RequestOutput]:
-        """Computes requests together and returns their outputs, in their order."""
+        """Computes requests together and returns their outputs in order."""
         streams: list[RequestStream] = []
         try:
             for request in requests:
@@ -68,7 +69,7 @@ class AsyncJobs:
         origin: RequestContext,
         compute: Compute | None = None,
     ) -> Transcription:
-        """Returns the text of a sound file; `compute` runs its windows, or else `all`."""
+        """Returns the transcript of an audio file; `compute` runs its windows, by default `all`."""
         hearing, compute = self.front.hearing, compute or self.all
         options = hearing.checked(options)
         sound = await asyncio.to_thread(hearing.hearing.sound, data)

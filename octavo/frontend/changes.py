@@ -1,7 +1,7 @@
-"""Changes and forks of requests that run or have just finished: what a user passes in, checked.
+"""Validates changes and forks of requests that run or have just finished.
 
-Makes ParentRequests out of ParentRequests; raises InvalidRequest with what was got and what is
-allowed. Applies nothing: the core does, between two steps.
+Converts ParentRequests to ParentRequests; raises InvalidRequest for invalid values. The core
+applies the changes between two steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from octavo.frontend.params_resolver import need_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """New values of a request that waits or runs; None leaves a field as it is."""
+    """New values of a waiting or running request; None leaves a field unchanged."""
 
     max_tokens: int | None = None
     priority: int | None = None
@@ -39,7 +39,7 @@ class RequestUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A request that goes on from a point of another one."""
+    """A request that continues another one from a given point."""
 
     request_id: str
     index: int = 0
@@ -57,7 +57,7 @@ class Fork:
 
 
 def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) -> ParentRequest:
-    """Returns the request with new values; InvalidRequest if they are out of their range."""
+    """Returns the request with new values; raises InvalidRequest if one is out of range."""
     request, params = state.request, state.request.sampling_params
     fields: dict[str, Any] = {}
     if update == RequestUpdate():
@@ -84,8 +84,8 @@ def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) 
 
 
 def _with_priority(inputs: InputProcessor, origin: RequestContext, priority: int) -> RequestContext:
-    """Returns the origin with another priority; background requests and others stay what they are,
-    since policies account for the two apart.
+    """Returns the context with another priority. A background request stays in the background and
+    others stay out of it, since policies account for the two separately.
     """
     if BACKGROUND_PRIORITY in (origin.priority, priority) and origin.priority != priority:
         raise InvalidRequest(
@@ -96,7 +96,9 @@ def _with_priority(inputs: InputProcessor, origin: RequestContext, priority: int
 
 
 def _max_tokens(inputs: InputProcessor, state: RequestState, value: int) -> int:
-    """Returns a new length that is not below what is generated, nor beyond the context."""
+    """Returns the new maximum length, which may not be below the generated length or beyond the
+    context.
+    """
     num_prompt = len(state.request.samples[0].prompt_token_ids)
     lowest = max(1, state.num_output_tokens)
     highest = inputs.limits.prompts.max_num_tokens(num_prompt) - num_prompt
@@ -115,10 +117,10 @@ def _max_tokens(inputs: InputProcessor, state: RequestState, value: int) -> int:
 
 
 def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> ParentRequest:
-    """Returns a request that goes on from a point of another one, whose blocks it shares.
+    """Returns a request that continues another one from a given point and shares its blocks.
 
-    Its params are the parent's with its changes; without a seed among these it draws its own. What
-    it keeps, and what is put after that, is its prompt.
+    Its params are the parent's with the given changes; unless they set a seed, it gets its own. Its
+    prompt consists of the tokens that it keeps, followed by the added ones.
     """
     parent, params = state.request, state.request.sampling_params
     if params.beam_width is not None or params.is_ranked:
@@ -162,8 +164,8 @@ def _continue_grammar(
     added: Sequence[int],
     fork: Fork,
 ) -> None:
-    """Puts a fork at its place in the parent's grammar; InvalidRequest if it cannot go on
-    there.
+    """Advances the fork's grammar to the fork's position; raises InvalidRequest if it cannot
+    continue there.
     """
     spec, before = made.samples[0].grammar, parent.samples[0].grammar
     if spec is None or before is None or "structured_outputs" in fork.changes:
@@ -200,7 +202,7 @@ def _kept(state: RequestState, fork: Fork) -> list[int]:
 
 
 def _following(inputs: InputProcessor, then: str | Sequence[int]) -> list[int]:
-    """Returns the tokens that a fork is made to go on with."""
+    """Returns the tokens with which a fork must continue."""
     if isinstance(then, str):
         tokenizer = need_tokenizer(
             inputs.tokenizer, "then: a text needs a tokenizer, got none", "then"
@@ -218,7 +220,7 @@ def _following(inputs: InputProcessor, then: str | Sequence[int]) -> list[int]:
 def _fork_params(
     params: SamplingParams, num_added: int, changes: Mapping[str, Any]
 ) -> SamplingParams:
-    """Returns the parent's params for what is left of its length, with `changes`."""
+    """Returns the parent's params for the remaining length, with `changes`."""
     left = None if params.max_tokens is None else max(1, params.max_tokens - num_added)
     min_tokens = max(0, params.min_tokens - num_added)
     rest = {

@@ -1,7 +1,7 @@
-"""Inputs of an encoder before a decoder, checked once: what a prompt is for such a model.
+"""Validates inputs of encoder-decoder models.
 
-The prompt's tokens are the encoder's input; the decoder begins with tokens that the model's makers
-have chosen, or that the request names. Knows no queue and no text.
+The prompt's tokens are the encoder's input; the decoder begins with tokens that the model defines
+or the request names. Knows no queue and no text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class EncoderInputs:
-    """Makes the inputs of one model's encoder."""
+    """Builds the inputs of one model's encoder."""
 
     decoder_prompt: tuple[int, ...]
     """Tokens that the decoder begins with if a request names none; () if the model's makers
@@ -34,7 +34,9 @@ class EncoderInputs:
     """Whether the input is a sound's, and no text."""
 
     def of_tokens(self, token_ids: list[int]) -> EncoderInput:
-        """Returns the input that is a text; ContextTooLong if the encoder cannot take it."""
+        """Returns the encoder input for a text; raises ContextTooLong if it is too long for the
+        encoder.
+        """
         if self.hears:
             raise InvalidRequest(
                 "prompt: got a text, but the model hears sounds and reads none",
@@ -46,8 +48,8 @@ class EncoderInputs:
         return EncoderInput(digest, token_ids)
 
     def check_length(self, num_tokens: int, *, at_least: bool = False) -> None:
-        """Refuses an input of `num_tokens` tokens, or with `at_least` of that many or more, that is
-        too long.
+        """Raises ContextTooLong for an input of `num_tokens` tokens (with `at_least`: of at least
+        that many) that is too long.
         """
         if num_tokens > self.max_tokens:
             got = f"{'at least ' if at_least else ''}{num_tokens}"
@@ -61,7 +63,7 @@ class EncoderInputs:
             )
 
     def prompt_of(self, named: Sequence[int] | None) -> list[int]:
-        """Returns the tokens that the decoder begins with; `named` are those of the request."""
+        """Returns the tokens with which the decoder begins; `named` are the request's own."""
         if named is None:
             named = self.decoder_prompt
         if not named:

@@ -1,9 +1,8 @@
-"""The front of an engine: what LLM and AsyncLLM do alike, from a prompt on its way in to an output
-on its way out.
+"""Frontend of an engine: the part that LLM and AsyncLLM share, from prompt to output.
 
-Owns the input and the output processor, a client of the core and the newest stats. Reads no clock
-of its own but to stamp arrivals, starts no thread, knows no event loop: who calls `receive`, and
-when, is its user's choice. Not safe to be called by two threads at once, but for `close`.
+Owns the input processor, the output processor, a client of the core and the newest stats. Reads the
+clock only to stamp arrivals; starts no thread and uses no event loop: the caller decides when to
+call `receive`. Not thread-safe, except for `close` and the methods marked so.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ TASKS: Mapping[PoolingTask, str] = {"embed": "make embeddings", "classify": "cla
 
 @dataclass(slots=True)
 class Frontend:
-    """One engine as its users see it: prompts and params go in, texts come out."""
+    """One engine for its users: prompts and params in, texts out."""
 
     config: EngineConfig
     """Every option, derived ones included."""
@@ -77,29 +76,29 @@ class Frontend:
 
     @property
     def info(self) -> EngineInfo:
-        """Vocabulary, context and what the KV cache holds."""
+        """Vocabulary size, context length and capacity of the KV cache."""
         return self.client.info
 
     @property
     def num_unfinished(self) -> int:
-        """Number of samples (n of a request) that wait or run."""
+        """Number of waiting and running samples (n for each request)."""
         return self.outputs.num_unfinished
 
     @property
     def default_params(self) -> SamplingParams:
-        """Params of a request that sets none; InvalidRequest if the model generates nothing."""
+        """Default params; raises InvalidRequest if the model does not generate."""
         self.check_generates()
         return self.sampling.params
 
     @property
     def default_chat_params(self) -> SamplingParams:
-        """Params of a chat request that sets none; max_tokens is None unless one is recommended."""
+        """Default params of a chat request; max_tokens is None unless the model recommends one."""
         self.check_generates()
         return self.sampling.chat_params
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; InvalidRequest if the engine runs without one."""
+        """The model's tokenizer; raises InvalidRequest if the engine runs without one."""
         if self.inputs.tokenizer is None:
             raise InvalidRequest(
                 "this engine has no tokenizer", hint="start it without skip_tokenizer_init"
@@ -108,12 +107,12 @@ class Frontend:
 
     @property
     def task(self) -> PoolingTask | None:
-        """Task of a model that pools; None for one that generates."""
+        """Task of a pooling model; None for one that generates."""
         return None if self.pooling is None else self.pooling.pools.task
 
     @property
     def media(self) -> frozenset[str]:
-        """Kinds of media that the model reads beside text: "image", "audio"."""
+        """Kinds of media that the model accepts besides text: "image", "audio"."""
         reads = {
             "image": self.inputs.prompts.images.is_read,
             "audio": self.transcriptions is not None,
@@ -122,7 +121,7 @@ class Frontend:
 
     @property
     def pooling_jobs(self) -> PoolingJobs:
-        """Maker of what may be asked of a model that pools."""
+        """Builds the jobs of a pooling model."""
         return PoolingJobs(self.pools)
 
     # -- requests ----------------------------------------------------------------------------------
@@ -134,8 +133,8 @@ class Frontend:
         add_special_tokens: bool = True,
         truncation: Truncation | None = None,
     ) -> dict[str, Any]:
-        """Returns a prompt with its token ids, for `prepare`; ContextTooLong if it cannot fit.
-        Any thread may call it at any time.
+        """Returns a prompt with its token ids, for `prepare`; raises ContextTooLong if it cannot
+        fit. Thread-safe.
         """
         return self.inputs.prompts.tokenize(
             prompt, add_special_tokens=add_special_tokens, truncation=truncation
@@ -150,8 +149,8 @@ class Frontend:
         *,
         adapter: AdapterRef | None = None,
     ) -> ParentRequest:
-        """Checks and tokenizes a request; raises the error of what is wrong with it. Nothing is
-        registered and nothing runs.
+        """Validates and tokenizes a request; raises an error if it is invalid. Registers and runs
+        nothing.
         """
         if isinstance(params, PoolingParams):
             return self.pools("embed", "classify").process(request_id, prompt, params, origin)
@@ -165,18 +164,18 @@ class Frontend:
         return self.inputs.process(request_id, prompt, params, origin, adapter=adapter)
 
     def has_grammar(self, params: SamplingParams) -> bool:
-        """Returns whether the form of a request's answer is none, or is compiled already."""
+        """Returns whether a request needs no grammar, or its grammar is already compiled."""
         return self.inputs.has_grammar(params)
 
     def check_grammar(self, params: SamplingParams) -> None:
-        """Compiles the form of a request's answer; InvalidRequest if it cannot be kept. Any
-        thread may call it at any time.
+        """Compiles a request's grammar; raises InvalidRequest if it is not supported.
+        Thread-safe.
         """
         self.inputs.check_grammar(params)
 
     def adapter(self, request: LoRARequest) -> AdapterRef:
-        """Returns the adapter that a request names, once its files are read and checked;
-        InvalidRequest if they are not sound. Any thread may call it.
+        """Reads and checks the adapter of a request; raises InvalidRequest if it is invalid.
+        Thread-safe.
         """
         if self.adapters is None:
             raise InvalidRequest(
@@ -187,8 +186,8 @@ class Frontend:
         return self.adapters.find(request)
 
     def pools(self, *tasks: PoolingTask) -> PoolingInputs:
-        """Returns the checks of requests for a pooled row; InvalidRequest if the model does
-        none of the tasks.
+        """Returns the description of the model's pooled rows; raises InvalidRequest if the model
+        has no pooling task.
         """
         name = self.config.model.served_model_name
         what = " or ".join(TASKS[task] for task in tasks)
@@ -207,7 +206,9 @@ class Frontend:
 
     @property
     def hearing(self) -> Transcriptions:
-        """Maker of requests of sounds; InvalidRequest for a model that does not hear."""
+        """Builds transcription requests; raises InvalidRequest if the model does not accept
+        audio.
+        """
         if self.transcriptions is None:
             raise InvalidRequest(
                 f"model: {self.config.model.served_model_name} reads texts, and hears no sound",
@@ -228,8 +229,8 @@ class Frontend:
             )
 
     def submit(self, request: ParentRequest) -> None:
-        """Sends a prepared request to the core. If the client cannot send it, raises the error and
-        removes the request.
+        """Sends a prepared request to the core. If that fails, removes the request and raises the
+        error.
         """
         self.outputs.add(request)
         try:
@@ -252,8 +253,8 @@ class Frontend:
         return effects.changed
 
     def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
-        """Returns all of a request so far, or with `only_new` what it gained since the last call;
-        the final output is given once.
+        """Returns the whole output of a request so far, or with `only_new` the part since the last
+        call; the final output is returned once.
         """
         return self.outputs.output(request_id, only_new=only_new)
 
@@ -262,28 +263,30 @@ class Frontend:
         return self.outputs.is_finished(request_id)
 
     def lost(self, request_id: str) -> LostRequest | None:
-        """Returns what is left of a request that is about to be aborted; None if it is unknown."""
+        """Returns the measurements of a request that is about to be aborted; None if it is
+        unknown.
+        """
         return self.outputs.lost(request_id)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request early; its final output has the finish_reason "abort"."""
+        """Aborts a request; its final output has the finish_reason "abort"."""
         unfinished = self.outputs.unfinished_ids(request_id)
         if unfinished:
             self.client.abort(unfinished)
 
     def drop(self, request_id: str) -> None:
-        """Ends a request whose outputs are not read any more, and forgets it."""
+        """Aborts and removes a request whose outputs are no longer read."""
         self.abort(request_id)
         self.outputs.forget(request_id)
 
     # -- requests that run -------------------------------------------------------------------------
 
     def view(self, *, with_blocks: bool = False) -> EngineView | None:
-        """Returns the core as it is now; None while one is replaced. Any thread may call it."""
+        """Returns a view of the core's state; None while it is being replaced. Thread-safe."""
         return None if self.client.trouble else as_view(self.client.query(ViewEngine(with_blocks)))
 
     def requests(self, view: EngineView | None) -> list[LiveRequest]:
-        """Returns the requests that wait or run, the oldest first."""
+        """Returns the waiting and running requests, the oldest first."""
         views, trouble = views_by_id(view), self.client.trouble
         return [live_request(one, views, trouble=trouble) for one in self.outputs.unfinished()]
 
@@ -292,8 +295,8 @@ class Frontend:
         return [live_request(one, {}) for one in self.outputs.recent(time.monotonic())]
 
     def compute_here(self, request_id: str) -> None:
-        """Makes a request compute its own prompt instead of waiting for another engine; does
-        nothing if it waits for none or has ended.
+        """Makes a request compute its prompt here instead of waiting for another engine; does
+        nothing if it does not wait for one.
         """
         state = self.outputs.find(request_id, time.monotonic())
         if state is not None and state.num_unfinished:
@@ -304,7 +307,7 @@ class Frontend:
             self.client.change([change])
 
     def change(self, request_id: str, update: RequestUpdate) -> None:
-        """Changes a request that waits or runs; the core applies it between two steps."""
+        """Changes a waiting or running request; the core applies the change between two steps."""
         state = self._find(request_id)
         if not state.num_unfinished:
             raise InvalidRequest(f"request {request_id!r} has finished, and can be forked only")
@@ -320,7 +323,7 @@ class Frontend:
         )
 
     def fork(self, parent_id: str, fork: Fork) -> ParentRequest:
-        """Prepares a request that goes on from a point of one that runs or has just finished."""
+        """Prepares a request that continues a running or just finished one from a given point."""
         return forked(self.inputs, self._find(parent_id), fork)
 
     def _find(self, request_id: str) -> RequestState:
@@ -344,8 +347,8 @@ class Frontend:
         return self.inputs.prompts.chat_prompt(messages, rendering, truncation)
 
     def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
-        """Returns the prompt that asks for the text between two texts; InvalidRequest if the
-        model's vocabulary has no tokens for that.
+        """Returns the infilling prompt for the text between a prefix and a suffix; raises
+        InvalidRequest if the model's vocabulary has no tokens for it.
         """
         return self.inputs.prompts.infill_prompt(prefix, suffix)
 
@@ -356,25 +359,25 @@ class Frontend:
     # -- the engine as a whole ---------------------------------------------------------------------
 
     def check_trouble(self) -> None:
-        """Raises Unavailable while an engine that hung is being replaced."""
+        """Raises Unavailable while an engine that failed is being replaced."""
         if self.client.trouble:
             raise Unavailable(self.client.trouble)
 
     def pin_params(self, ttl_s: float | None) -> SamplingParams:
-        """Returns the params under which a prompt is computed in order to be pinned; InvalidRequest
-        where this engine cannot pin, or not for `ttl_s` seconds.
+        """Returns the params for computing a prompt that will be pinned; raises InvalidRequest if
+        this engine cannot pin, or not for `ttl_s` seconds.
         """
         check_pin(ttl_s, self.config.cache)
         return COMPUTE
 
     def pin(self, computed: RequestOutput, prompt: Prompt, ttl_s: float | None) -> int:
-        """Keeps the blocks of a computed prompt on disk for `ttl_s` seconds (None: for good) and
-        returns how many of its tokens they hold.
+        """Keeps the blocks of a computed prompt on disk for `ttl_s` seconds (None: without limit)
+        and returns how many of its tokens they contain.
         """
         return as_number(self.client.query(make_pin(computed, prompt, ttl_s)))
 
     def close(self) -> None:
-        """Ends the core and gives back its threads and memory."""
+        """Shuts down the core and releases its threads and memory."""
         self.client.close()
         for publisher in self.publishers:
             publisher.close()

@@ -1,7 +1,6 @@
-"""The images of prompts and conversations: taken out of what users send, read, and put among the
-tokens.
+"""Images in prompts and conversations: extracts them, reads them, and inserts their tokens.
 
-Knows no format of images; `prompt_ports.ImageReader` reads them.
+Knows no image format; `prompt_ports.ImageReader` reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ KEY = "multi_modal_data"
 
 
 class PlacedImages(NamedTuple):
-    """A prompt's tokens with one for each row of an image, and where these stand."""
+    """A prompt's tokens, with one for each row of an image, and the positions of the images."""
 
     token_ids: list[int]
     media: list[MediaItem]
@@ -27,7 +26,7 @@ class PlacedImages(NamedTuple):
 
 
 def get_images(prompt: object) -> list[Any]:
-    """Returns the images that a prompt's dict holds."""
+    """Returns the images in a prompt's dict."""
     if not isinstance(prompt, Mapping) or prompt.get(KEY) is None:
         return []
     given = prompt[KEY]
@@ -43,8 +42,8 @@ def get_images(prompt: object) -> list[Any]:
 
 
 def taken_out(messages: Messages) -> tuple[Messages, list[Any]]:
-    """Returns messages whose images are {"type": "image"}, as chat templates read them, and the
-    images.
+    """Returns the messages with images replaced by {"type": "image"}, as chat templates expect, and
+    the images.
     """
     images: list[Any] = []
     plain: list[Mapping[str, Any]] = []
@@ -61,7 +60,7 @@ def taken_out(messages: Messages) -> tuple[Messages, list[Any]]:
 
 
 def _part(part: Any, images: list[Any], where: str) -> Any:
-    """Returns a part of a content; adds its image, if it is one, to the images."""
+    """Returns a content part for the template; adds its image, if it has one, to the images."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in ("image", "image_url"):
         return part
@@ -92,17 +91,17 @@ class ImageInputs:
 
     @property
     def replacements(self) -> Mapping[str, str]:
-        """Texts of a prompt with images, and what is written in their places."""
+        """Texts in a prompt with images, and their replacements."""
         return {} if self._reader is None else self._reader.replacements
 
     def replaced(self, text: str) -> str:
-        """Returns a prompt's text as the model reads images in it."""
+        """Returns a prompt's text in the form that the model expects if there are images."""
         for old, new in self.replacements.items():
             text = text.replace(old, new)
         return text
 
     def read(self, sources: Sequence[Any]) -> list[ReadImage]:
-        """Reads images; InvalidRequest if the model reads none."""
+        """Reads images; raises InvalidRequest if the model does not accept any."""
         if self._reader is None:
             raise InvalidRequest(
                 "image: got an image, and this engine's model reads text only",
@@ -112,7 +111,7 @@ class ImageInputs:
         return self._reader.read(sources)
 
     def placed(self, token_ids: Sequence[int], sources: Sequence[Any]) -> PlacedImages:
-        """Puts images in the places of their tokens, one for each."""
+        """Inserts images at their placeholder tokens, one for each."""
         images = self.read(sources)
         assert self._reader is not None, "images are refused without a reader"
         token_id = self._reader.token_id

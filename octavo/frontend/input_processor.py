@@ -1,9 +1,8 @@
-"""What a user passes in, checked once and turned into EngineRequests; a user's fault ends here and
-nowhere deeper.
+"""Validates requests once and converts them to EngineRequests; later stages need not check user
+input.
 
-Owns the limits of the model (context, vocabulary, logprobs) and the seeds of unseeded requests;
-what is asked of the draws is checked by `params_resolver.py`. Knows no queue and no block. Any
-thread may call it at any time.
+Owns the model's limits (context, vocabulary, logprobs) and the seeds of unseeded requests;
+`params_resolver.py` checks sampling params. Knows no queue and no block. Thread-safe.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ DECODER_KEYS = ("decoder_prompt", "decoder_prompt_token_ids")
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits of one engine, which every request is checked against."""
+    """Limits of one engine that every request is checked against."""
 
     vocab_size: int
     prompts: PromptLimits
@@ -53,8 +52,8 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Tenant that a request comes from, and its priority: lower ones go first, and a fair policy
-    shares among tenants. BACKGROUND_PRIORITY goes behind all others under every policy.
+    """Tenant and priority of a request: lower values start first, and a fair policy shares among
+    tenants. Requests with BACKGROUND_PRIORITY start after all others under every policy.
     """
 
     priority: int = 0
@@ -69,8 +68,8 @@ DEFAULT_CONTEXT = RequestContext()
 
 @dataclass(slots=True)
 class ParentRequest:
-    """A user's request, ready to be sent: its prompt and params, and one EngineRequest for each of
-    its samples.
+    """A user's request, ready to be sent: prompt, params, and one EngineRequest for each of its
+    samples.
     """
 
     request_id: str
@@ -85,7 +84,7 @@ class ParentRequest:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Params of a request that generates; InvalidRequest for one that wants a pooled row."""
+        """Sampling params of a generation request; raises InvalidRequest for a pooling request."""
         if isinstance(self.params, SamplingParams):
             return self.params
         raise InvalidRequest(
@@ -108,9 +107,7 @@ class ReadInput:
 
 
 class InputProcessor:
-    """Turns prompts and params into ParentRequests; InvalidRequest or ContextTooLong says what is
-    wrong with them.
-    """
+    """Converts prompts and params to ParentRequests; raises InvalidRequest or ContextTooLong."""
 
     def __init__(
         self,
@@ -124,7 +121,7 @@ class InputProcessor:
         images: ImageReader | None = None,
         encoder: EncoderInputs | None = None,
     ) -> None:
-        """`encoder`: for models whose prompts are the input of an encoder."""
+        """`encoder`: set for encoder-decoder models."""
         self.limits = limits
         self.prompts = PromptInputs(tokenizer, limits.prompts, ImageInputs(images), encoder)
         """Reader of texts, ids and conversations as token ids."""
@@ -157,7 +154,7 @@ class InputProcessor:
         *,
         adapter: AdapterRef | None = None,
     ) -> ParentRequest:
-        """Checks a request and tokenizes its prompt."""
+        """Validates a request and tokenizes its prompt."""
         if self.encoder is None:
             read = self._read_text(prompt)
         else:
@@ -173,7 +170,7 @@ class InputProcessor:
         *,
         adapter: AdapterRef | None = None,
     ) -> ParentRequest:
-        """Checks a request whose prompt is read."""
+        """Validates a request whose prompt is tokenized."""
         origin = self.checked_origin(origin)
         token_ids = read.decoder_ids
         self.check_prompt(token_ids)
@@ -216,7 +213,7 @@ class InputProcessor:
         )
 
     def _read_text(self, prompt: Prompt) -> ReadInput:
-        """Reads a prompt that the decoder itself reads, with its images in their places."""
+        """Tokenizes a prompt for the decoder, with its images."""
         text, token_ids, salt = self.prompts.read_prompt(prompt)
         placed = None
         if isinstance(prompt, Mapping) and (images := get_images(prompt)):
@@ -225,7 +222,7 @@ class InputProcessor:
         return ReadInput(text, token_ids, token_ids, salt, images=placed)
 
     def _read_input(self, encoder: EncoderInputs, prompt: Prompt) -> ReadInput:
-        """Reads a prompt whose text is the encoder's input."""
+        """Tokenizes a prompt for the encoder."""
         named: Sequence[int] | None = None
         if isinstance(prompt, Mapping):
             given = {key: prompt[key] for key in DECODER_KEYS if prompt.get(key) is not None}
@@ -240,7 +237,7 @@ class InputProcessor:
         return ReadInput(text, token_ids, encoder.prompt_of(named), salt, encoded)
 
     def _decoder_prompt(self, given: Mapping[str, Any]) -> list[int]:
-        """Returns the tokens that a dict names for the decoder to begin with."""
+        """Returns the decoder prompt that a dict specifies."""
         if len(given) > 1:
             raise InvalidRequest(
                 f"prompt: got {' and '.join(DECODER_KEYS)}, allowed is one of them", param="prompt"
@@ -255,12 +252,12 @@ class InputProcessor:
         return whole_ids(token_ids)
 
     def next_core_id(self) -> str:
-        """Returns a name for a request of the core, which no other one has had."""
+        """Returns a new, unique request id for the core."""
         return str(next(self._core_ids))
 
     def check_prompt(self, token_ids: list[int], *, num_needed: int = 1) -> None:
-        """Refuses a prompt that is empty, does not fit with `num_needed` tokens after it, or has
-        unknown ids.
+        """Raises an error for a prompt that is empty, does not fit with `num_needed` tokens after
+        it, or has unknown ids.
         """
         if not token_ids:
             raise InvalidRequest("prompt: got no token, needed is at least one", param="prompt")
@@ -277,18 +274,18 @@ class InputProcessor:
     # -- forms -------------------------------------------------------------------------------------
 
     def check_grammar(self, params: SamplingParams) -> None:
-        """Compiles the form that an answer is to have, so that `process` need not; any thread may.
-        InvalidRequest if it cannot be kept.
+        """Compiles a request's grammar, so that `process` need not; raises InvalidRequest if it is
+        not supported. Thread-safe.
         """
         self._grammar(params)
 
     def has_grammar(self, params: SamplingParams) -> bool:
-        """Returns whether the form that an answer is to have was admitted before; true for none."""
+        """Returns whether a request's grammar has been checked before; True without one."""
         form = params.structured_outputs
         return form is None or self._grammars is None or self._grammars.knows(form)
 
     def _grammar(self, params: SamplingParams) -> GrammarSpec | None:
-        """Returns the grammar of the form that an answer is to have."""
+        """Returns the grammar of a request's structured output."""
         form = params.structured_outputs
         if form is None:
             return None
@@ -313,7 +310,7 @@ class InputProcessor:
         return self._grammars.admit(form)
 
     def continues(self, spec: GrammarSpec, token_ids: Sequence[int]) -> bool:
-        """Returns whether tokens are the beginning of an admitted grammar's text."""
+        """Returns whether tokens are a prefix that the grammar allows."""
         return self._grammars is not None and self._grammars.continues(spec, token_ids)
 
     # -- who asks, and seeds -----------------------------------------------------------------------
@@ -343,15 +340,15 @@ class InputProcessor:
         return replace(origin, priority=priority)
 
     def _draw_seed(self) -> int:
-        """Returns a seed that follows from the engine's and the number of seeds drawn before."""
+        """Returns a seed derived from the engine's seed and the number of seeds derived before."""
         number = next(self._seed_numbers)
         digest = blake2b(f"{self._seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
 
 def _for_encoder(params: SamplingParams, encoder: EncoderInputs) -> SamplingParams:
-    """Returns the params of a request of a decoder behind an encoder, with the bans of the model's
-    makers.
+    """Returns the params of an encoder-decoder request, with the tokens that the model's
+    configuration bans.
     """
     if params.prompt_logprobs is not None:
         raise InvalidRequest(
@@ -376,8 +373,8 @@ def _check_prompt_logprob_start(start: int, num_prompt_tokens: int) -> None:
 
 
 def _samples(first: EngineRequest) -> list[EngineRequest]:
-    """Makes a request for each sample: the first computes the prompt (and its logprobs), the others
-    wait to share it. A beam search is one request; its beams are the core's business.
+    """Creates an EngineRequest for each sample: the first computes the prompt (and its logprobs),
+    the others wait to share it. A beam search is one EngineRequest; the core manages its beams.
     """
     copy, params = msgspec.structs.replace, first.params
     if params.beam_width is not None:

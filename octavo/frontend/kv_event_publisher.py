@@ -1,8 +1,8 @@
-"""Publishes the KV events of one engine over ZeroMQ, as vLLM does: a PUB socket with (topic,
-sequence, batch), and a ROUTER socket that gives missed batches again.
+"""Publishes the KV events of one engine over ZeroMQ, as vLLM does: a PUB socket for (topic,
+sequence, batch), and a ROUTER socket that replays missed batches.
 
-A thread owns the sockets and sleeps while nothing happens. What was published is kept twice: the
-last batches for replay, and the blocks that are stored now for a snapshot, where a gap is too old.
+A thread owns the sockets and sleeps while nothing happens. It keeps the last batches for replay,
+and the set of stored blocks for a snapshot if a gap is too old to replay.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EPOCH_BYTES = 16
 
 
 class StoredBlocks:
-    """The blocks that subscribers know to be stored, from which a snapshot is made."""
+    """Blocks that subscribers know to be stored; a snapshot is built from them."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -64,7 +64,7 @@ class StoredBlocks:
                 self._blocks.pop(digest, None)
 
     def events(self) -> Sequence[BlockEvent]:
-        """Returns the events that tell of all blocks, runs of a chain in one."""
+        """Returns events for all blocks; consecutive blocks of a chain share one event."""
         log = BlockEventLog()
         log.cleared()
         for digest, (parent, tokens) in self._blocks.items():
@@ -73,12 +73,12 @@ class StoredBlocks:
 
 
 class KVEventPublisher:
-    """The publisher of one engine. `publish` and `close` may be called by any thread."""
+    """Publisher of one engine's events. `publish` and `close` are thread-safe."""
 
     def __init__(
         self, config: KVEventsConfig, *, engine: int, root: bytes, block_size: int
     ) -> None:
-        """Binds the addresses, those of engine number `engine`; ConfigError if one is taken."""
+        """Binds the endpoints of engine number `engine`; raises ConfigError if one is in use."""
         self._engine = engine
         self._root = root
         self._block_size = block_size
@@ -107,7 +107,7 @@ class KVEventPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[BlockEvent]) -> None:
-        """Publishes the events of a step as one batch. After BlocksCleared an epoch begins."""
+        """Publishes the events of a step as one batch. BlocksCleared begins a new epoch."""
         with self._lock:
             if self._closed:
                 return
@@ -121,7 +121,7 @@ class KVEventPublisher:
             self._inbox.send_multipart([number.to_bytes(8, "big"), payload])
 
     def close(self) -> None:
-        """Sends what is on its way and ends the thread."""
+        """Sends queued batches and ends the thread."""
         with self._lock:
             if self._closed:
                 return
@@ -131,7 +131,7 @@ class KVEventPublisher:
         self._context.destroy(linger=100)
 
     def _bound(self, kind: int, config: KVEventsConfig, name: str) -> Any:
-        """Returns a socket bound to the address of a field; None if it names none."""
+        """Returns a socket bound to the endpoint in a field; None if the field is empty."""
         address = getattr(config, name)
         if address is None:
             return None
@@ -169,9 +169,8 @@ class KVEventPublisher:
                     self._answer(self._requests.recv_multipart())
 
     def _answer(self, request: list[bytes]) -> None:
-        """Answers a request of a REQ or DEALER socket: a sequence number from which batches are
-        wanted, alone or with the epoch in which they must be, or SNAPSHOT; anything else, and
-        another epoch, is answered with the end alone.
+        """Replies to a request from a REQ or DEALER socket: the first wanted sequence number, alone
+        or with its epoch, or SNAPSHOT. Anything else, or another epoch, gets only the end marker.
         """
         asker, wanted = request[:-1], request[-1]
         answers: list[tuple[int, bytes]] = []

@@ -1,9 +1,9 @@
-"""Early rejection: predicts when a new request would have its first token and how fast its tokens
-would follow, and refuses it where that is too late, before anything is computed for it.
+"""Early rejection: predicts the time to first token and the time per output token of a new request,
+and rejects it before anything is computed if a limit would be exceeded.
 
-Lives in the frontend process; reads no clock itself. It counts what it has sent and what has come
-back, and knows from the core what steps cost. Unknown are the lengths of answers: those of the
-requests that have just ended stand for them. Source of the idea: Mooncake (Qin et al. 2025).
+Runs in the frontend process; reads no clock itself. It tracks what was sent and what has returned,
+and gets step costs from the core. The lengths of outputs are estimated from requests that have just
+finished. Source of the idea: Mooncake (Qin et al. 2025).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RETRY_S = (1.0, 300.0)
 
 @dataclass(slots=True)
 class SentRequest:
-    """A request that has been given to the engine and has not ended."""
+    """An unfinished request that was sent to the engine."""
 
     num_prompt_tokens: int
     num_tokens: int = 0
@@ -46,7 +46,7 @@ class SentRequest:
 
 @dataclass(frozen=True, slots=True)
 class PredictedLatency:
-    """The latencies that a new request would meet, in seconds."""
+    """Predicted latencies of a new request, in seconds."""
 
     ttft_s: float
     """Time to its first token."""
@@ -55,7 +55,7 @@ class PredictedLatency:
 
 
 class LatencyLimit:
-    """The limits `max_predicted_ttft_s` and `max_predicted_tpot_s`, of which either may be None."""
+    """Limits `max_predicted_ttft_s` and `max_predicted_tpot_s`; either may be None."""
 
     def __init__(self, options: SchedulerOptions, *, num_engines: int = 1) -> None:
         self._max_ttft_s = options.max_predicted_ttft_s
@@ -79,7 +79,7 @@ class LatencyLimit:
         self._stats = EngineStats()
 
     def sent(self, request: ParentRequest, now: float) -> None:
-        """Counts a request that was given to the engine; its samples' prompt is computed once."""
+        """Counts a request that was sent to the engine; its samples' prompt is computed once."""
         if not self._num_waiting:
             self._moved_s = now
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -111,7 +111,7 @@ class LatencyLimit:
                 self._ended(sent, now, counts=output.finish_reason not in ("abort", "error"))
 
     def check(self, num_prompt_tokens: int, num_rows: int, now: float) -> None:
-        """Raises Overloaded if a new request would be too late."""
+        """Raises Overloaded if a predicted latency of a new request exceeds its limit."""
         if self._max_ttft_s is None and self._max_tpot_s is None:
             return
         found = self.predict(num_prompt_tokens, num_rows, now)
@@ -125,8 +125,8 @@ class LatencyLimit:
             raise self._refusal("each next token", found.tpot_s, "max_predicted_tpot_s", wait_s)
 
     def predict(self, num_prompt_tokens: int, num_rows: int, now: float) -> PredictedLatency | None:
-        """Returns what a new request would meet now; None before steps were measured. Several
-        engines are taken to have equal shares.
+        """Returns the predicted latencies of a new request; None before steps were measured. With
+        several engines, each is assumed to have an equal share of the load.
         """
         if not self._costs.points:
             return None
@@ -165,12 +165,14 @@ class LatencyLimit:
 
     @property
     def _miss_share(self) -> float:
-        """Share of prompts' tokens that the prefix cache did not have."""
+        """Share of prompt tokens that were not in the prefix cache."""
         queries = self._stats.prefix_query_tokens
         return 1 - self._stats.prefix_hit_tokens / queries if queries else 1.0
 
     def _prefill_s(self, num_tokens: float, num_rows: int, num_keys: int) -> float:
-        """Returns the seconds of computing prompt tokens in steps that also decode `num_rows`."""
+        """Returns the seconds for computing prompt tokens in steps that also decode `num_rows`
+        rows.
+        """
         chunk = max(LEAST_CHUNK, self._chunk - num_rows)
         while (
             self._target_s is not None
@@ -183,8 +185,8 @@ class LatencyLimit:
         return seconds + (self._step_s(rest + num_rows, num_keys) if rest else 0.0)
 
     def _place_s(self, rows: int) -> float:
-        """Returns the seconds until one of `rows` requests has a place among those that run: as
-        many as may run end in the time of an answer.
+        """Returns the seconds until one of `rows` waiting requests can run: during the time of one
+        output, as many requests finish as may run at once.
         """
         most = self._max_rows
         if self._stats.num_waiting and self._stats.kv_usage > FULL_CACHE:

@@ -1,7 +1,7 @@
-"""Unfinished and just finished requests as their users see them: a state, reasons, tokens, text.
+"""Unfinished and recently finished requests for users: state, reasons, tokens, text.
 
-Puts together what the frontend knows (prompts, texts, who asked) and what the core knows (who runs,
-who waits and why). Data and its making only; decides nothing.
+Combines what the frontend knows (prompts, texts, tenants) with what the core knows (states, reasons
+to wait).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LiveSample(msgspec.Struct):
 
 
 class LiveRequest(msgspec.Struct):
-    """A request that waits or runs, or has just finished."""
+    """A waiting, running or recently finished request."""
 
     request_id: str
     state: str
@@ -62,8 +62,8 @@ STATES = ("running", "swapped", "waiting", "finished")
 def live_request(
     state: RequestState, views: Mapping[str, RequestView], *, trouble: str = ""
 ) -> LiveRequest:
-    """Returns one request with the core's views of its samples; `trouble` is why there is no core
-    at the moment.
+    """Returns one request with the core's views of its samples; `trouble` is the reason if there is
+    no core at the moment.
     """
     request = state.request
     found = [views.get(one.request_id) for one in request.samples]
@@ -93,7 +93,7 @@ def live_request(
 
 
 def views_by_id(view: EngineView | None) -> dict[str, RequestView]:
-    """Returns a view's requests by the core's ids; {} without a view."""
+    """Returns a view's requests by core request id; {} without a view."""
     return {} if view is None else {one.request_id: one for one in view.requests}
 
 

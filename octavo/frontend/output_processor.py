@@ -1,8 +1,8 @@
-"""Turns EngineOutputs into RequestOutputs: text, stop strings, logprobs, and the samples of a
-request together.
+"""Converts EngineOutputs to RequestOutputs: text, stop strings, logprobs, and the samples of each
+request.
 
-Owns the text so far, through the Detokenizer. Token ids are detokenized when the text is read, or
-at once if a stop string may be in it.
+Owns the text so far (Detokenizer). Token ids are detokenized when the text is read, or at once if a
+stop string may match.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ class Sample:
     """Whether a reader of deltas has got the sample's end."""
 
     def text(self) -> str:
-        """Returns the text so far; "" where none is made of the tokens."""
+        """Text so far; "" if the request does not detokenize."""
         self.catch_up()
         finished = self.finish_reason is not None
         return "" if self.detokenizer is None else self.detokenizer.text(finished=finished)
 
     def change_stops(self, params: SamplingParams) -> None:
-        """Changes the stop strings of the tokens to come."""
+        """Changes the stop strings for future tokens."""
         self.catch_up()
         if self.detokenizer is not None:
             self.detokenizer.change_stops(params)
 
     def catch_up(self, *, hide_last: bool = False) -> str | None:
-        """Detokenizes what is new; returns the stop string that ends the text, if one does. With
-        `hide_last` the last token is no text.
+        """Detokenizes new tokens; returns the stop string that ends the text, if any. With
+        `hide_last` the last token is not part of the text.
         """
         if self.detokenizer is None:
             return None
@@ -123,8 +123,8 @@ class RequestState:
         return num_tokens
 
     def get_returned(self) -> list[Sample]:
-        """Returns the samples that the user gets, by index; the best ones first if they are
-        ranked.
+        """Returns the samples that the user receives, by index; if they are ranked, the best ones
+        first.
         """
         if not self.request.params.is_ranked:
             return self.samples
@@ -247,22 +247,24 @@ class OutputProcessor:
         )
 
     def lost(self, request_id: str) -> LostRequest | None:
-        """Returns what is left of a request that is about to be aborted; None if it is unknown."""
+        """Returns the measurements of a request that is about to be aborted; None if it is
+        unknown.
+        """
         state = self._states.get(request_id)
         if state is None:
             return None
         return LostRequest(len(state.request.prompt_token_ids), state.metrics)
 
     def unfinished(self) -> list[RequestState]:
-        """Returns the requests of which some sample waits or runs, the oldest first."""
+        """Returns the requests with a waiting or running sample, the oldest first."""
         return [state for state in self._states.values() if state.num_unfinished]
 
     def find(self, request_id: str, now: float) -> RequestState | None:
-        """Returns a request that waits or runs, or has just finished; None for an unknown one."""
+        """Returns a waiting, running or recently finished request; None if it is unknown."""
         return self._states.get(request_id) or self._recent.find(request_id, now)
 
     def recent(self, now: float) -> list[RequestState]:
-        """Returns the requests that have just finished."""
+        """Returns the recently finished requests."""
         ended = [state for state in self._states.values() if not state.num_unfinished]
         return ended + self._recent.all(now)
 
@@ -272,7 +274,7 @@ class OutputProcessor:
         return None if found is None else (found[0].request.request_id, found[1].index)
 
     def change(self, request: ParentRequest) -> None:
-        """Puts a changed request in the place of the unfinished one of its id."""
+        """Replaces an unfinished request by a changed one with the same id."""
         state = self._states[request.request_id]
         if request.params.stop_strings != state.request.params.stop_strings:
             for sample in state.samples:
@@ -280,11 +282,13 @@ class OutputProcessor:
         state.request, state.ends_by_text = request, request.params.ends_by_text
 
     def is_finished(self, request_id: str) -> bool:
-        """Returns whether all samples of a request have ended, whose final output was not read."""
+        """Returns whether all samples of a request have finished and its final output has not been
+        read.
+        """
         return self._states[request_id].num_unfinished == 0
 
     def process(self, outputs: Iterable[EngineOutput], now: float) -> StepEffects:
-        """Adds a step's outputs to their requests; those of finished requests are dropped."""
+        """Adds a step's outputs to their requests; outputs of finished requests are dropped."""
         effects = StepEffects()
         for output in outputs:
             found = self._samples.get(output.request_id)
@@ -297,7 +301,7 @@ class OutputProcessor:
         return effects
 
     def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
-        """Returns a copy of all of a request so far, or with `only_new` what each sample gained
+        """Returns a copy of a request's output so far, or with `only_new` what each sample gained
         since the last call. The final output is returned once and removes the request.
         """
         state = self._states[request_id]
@@ -333,13 +337,13 @@ class OutputProcessor:
         return made
 
     def forget(self, request_id: str) -> None:
-        """Removes a request whose outputs are not read any more."""
+        """Removes a request whose outputs are no longer read."""
         state = self._states.pop(request_id, None)
         for sample in state.request.samples if state is not None else ():
             self._samples.pop(sample.request_id, None)
 
     def _make_detokenizer(self, request: ParentRequest) -> Detokenizer | None:
-        """Returns what makes text of a sample's tokens; None if none is wanted."""
+        """Returns the detokenizer of a sample; None if the request does not detokenize."""
         params = request.params
         if self._tokenizer is None or not isinstance(params, SamplingParams):
             return None
@@ -399,8 +403,8 @@ class OutputProcessor:
     def _search_stop(
         self, params: RequestParams, sample: Sample, output: EngineOutput, effects: StepEffects
     ) -> int:
-        """Ends the sample if its new tokens complete a stop string, and removes those after it;
-        returns how many are left.
+        """Ends the sample if its new tokens complete a stop string, and removes the tokens after
+        it; returns the number of tokens kept.
         """
         num_before = len(sample.token_ids) - len(output.token_ids)
         by_token = output.finish_reason == "stop" and not params.include_stop_str_in_output
@@ -420,7 +424,7 @@ class OutputProcessor:
             sample.logprobs += map(self._readable, logprobs)
 
     def _add_beams(self, state: RequestState, beams: list[BeamOutput]) -> None:
-        """Replaces the one sample of a beam search by the sequences that it has found."""
+        """Replaces the single sample of a beam search by the sequences found."""
         params = state.request.params
         state.samples = [self._make_sample(state.request, index) for index in range(len(beams))]
         for sample, beam in zip(state.samples, beams, strict=True):
@@ -437,7 +441,7 @@ class OutputProcessor:
             state.metrics.num_generation_tokens += len(beam.token_ids)
 
     def _add_start(self, state: RequestState, output: EngineOutput) -> None:
-        """Adds what comes with the first tokens of a sample; the first sample's times count."""
+        """Adds the metadata of a sample's first output; times are those of the first sample."""
         if state.metrics.scheduled_ts is None:
             state.metrics.scheduled_ts = output.scheduled_ts
             state.num_cached_tokens = output.num_cached_tokens
@@ -459,7 +463,7 @@ class OutputProcessor:
 
 
 def _make_completion(sample: Sample, *, only_new: bool) -> CompletionOutput:
-    """Returns all of a sample so far, or with `only_new` what it gained since the last call."""
+    """Returns a sample's output so far, or with `only_new` what it gained since the last call."""
     sample.catch_up()
     detokenizer, finished = sample.detokenizer, sample.finish_reason is not None
     start, text = 0, ""

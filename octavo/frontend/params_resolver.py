@@ -1,8 +1,7 @@
-"""Sampling and stop options checked against the model: ids within its vocabulary, logprobs within
-the engine's limit, texts turned into tokens.
+"""Checks sampling and stop options against the model: ids within its vocabulary, logprobs within
+the engine's limit; converts texts to tokens.
 
-Ranges that no model decides are checked by SamplingParams themselves. Knows no prompt. Any thread
-may call it.
+SamplingParams checks ranges that do not depend on the model. Knows no prompt. Thread-safe.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from octavo.text.unicode import check_unicode
 
 
 class ParamsResolver:
-    """Checks the SamplingParams of one model's requests; InvalidRequest says what is wrong."""
+    """Checks the SamplingParams of one model's requests; raises InvalidRequest."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class ParamsResolver:
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """Checks the params against the model and returns a copy of them.
 
-        They are checked as when they were made, too: a field may have been set since.
+        Their own checks are repeated, since a field may have been changed after construction.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(
@@ -139,8 +138,8 @@ class DrySequenceBreakers:
         self._found = lru_cache(maxsize=MAX_KEPT)(self._find)
 
     def ids(self, texts: list[str] | None) -> list[int]:
-        """Returns the tokens that hold one of `texts`; None stands for the default ones, which are
-        none where there is no tokenizer.
+        """Returns the tokens that contain one of `texts`; None: the default texts, or no tokens
+        without a tokenizer.
         """
         if self._tokenizer is None and texts:
             raise InvalidRequest(

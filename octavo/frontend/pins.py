@@ -1,6 +1,6 @@
-"""Pinning the beginning of prompts: the frontend has the core compute it, then keep it.
+"""Pins the beginning of prompts: the core computes it, then keeps its blocks.
 
-A pin ends at a time of the wall clock, since it outlives engines.
+A pin expires at a wall clock time, since it outlives engines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMPUTE = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
 
 def make_pin(output: RequestOutput, prompt: Any, ttl_s: float | None) -> Pin:
-    """Returns the pin of a prompt that was computed; `ttl_s` None is for good, 0 ends it."""
+    """Returns the pin of a computed prompt; `ttl_s` None: without limit, 0: unpins it."""
     if output.error is not None:
         raise WorkerFailed(output.error)
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
@@ -35,7 +35,7 @@ def make_pin(output: RequestOutput, prompt: Any, ttl_s: float | None) -> Pin:
 
 
 def check_pin(ttl_s: float | None, cache: CacheOptions) -> None:
-    """Raises InvalidRequest if a pin cannot be made, before anything is computed."""
+    """Raises InvalidRequest, before anything is computed, if the engine cannot pin."""
     if ttl_s is not None and not (0 <= ttl_s <= FOR_GOOD_S and math.isfinite(ttl_s)):
         raise InvalidRequest(
             f"ttl_s: got {ttl_s!r}, allowed is None (for good) or seconds from 0 to"

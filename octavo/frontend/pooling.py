@@ -1,8 +1,8 @@
-"""Pooling requests: texts checked once and turned into EngineRequests, and the jobs of several
-prompts whose pooled rows make one result.
+"""Pooling requests: validates texts and converts them to EngineRequests, and builds jobs of several
+prompts whose pooled rows are combined.
 
-LLM, AsyncLLM and the server's routes run jobs each in their own way. Prompts are read and measured
-by the input processor. Any thread may call it at any time.
+LLM, AsyncLLM and the server's routes run jobs each in their own way. The input processor tokenizes
+prompts and checks their length. Thread-safe.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from octavo.frontend.params_resolver import need_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The pooled rows of one model, and what its checkpoint says is made of them."""
+    """Pooled rows of one model, and how its checkpoint defines its outputs from them."""
 
     task: PoolingTask
     program: str
@@ -122,8 +122,8 @@ class PoolingInputs:
         )
 
     def _resolved(self, params: PoolingParams) -> PoolingParams:
-        """Returns the params with the checkpoint's own values if they name none; they are
-        checked as when they were made, too.
+        """Returns the params with the checkpoint's values for unset ones. Their own checks are
+        repeated.
         """
         params = msgspec.structs.replace(params)
         pools = self.pools
@@ -146,7 +146,9 @@ class PoolingInputs:
         )
 
     def _check_dimensions(self, wanted: int | None) -> None:
-        """Raises InvalidRequest for a width to which the model's embeddings cannot be cut."""
+        """Raises InvalidRequest for a number of dimensions to which the model's embeddings cannot
+        be truncated.
+        """
         pools = self.pools
         if wanted is None or wanted == pools.width or wanted in pools.dimensions:
             return
@@ -161,7 +163,7 @@ class PoolingInputs:
         )
 
     def _limit(self, params: PoolingParams) -> int | None:
-        """Returns the number of tokens that a prompt is cut to; None if it is not cut."""
+        """Returns the number of tokens to which a prompt is truncated; None if it is not."""
         limit = params.truncate_prompt_tokens
         most = self.inputs.limits.prompts.most_tokens(params.num_needed_tokens)
         if limit == MODEL_LIMIT:
@@ -174,7 +176,7 @@ class PoolingInputs:
         return limit
 
     def _read(self, prompt: Prompt, limit: int | None) -> ReadPrompt:
-        """Returns a prompt's tokens and its text, cut to the limit."""
+        """Returns a prompt's tokens and text, truncated to the limit."""
         if self.pools.task == "embed" and self.pools.prefix:
             prompt = _changed(prompt, lambda text: self.pools.prefix + text)
         if self.pools.lower_case:
@@ -185,7 +187,7 @@ class PoolingInputs:
         return ReadPrompt(self._cut(text, token_ids, limit), text)
 
     def _read_pair(self, pair: TextPair, limit: int | None) -> ReadPrompt:
-        """Returns the tokens of two texts, cut to the limit from the longer text first."""
+        """Returns the tokens of two texts, truncated to the limit from the longer text first."""
         if self.pools.task != "classify":
             raise InvalidRequest(
                 "prompt: got a pair of texts, allowed is one: an embedding is made of each text",
@@ -207,8 +209,8 @@ class PoolingInputs:
         return ReadPrompt(encoded.token_ids, second_start=_second_start(segments))
 
     def _cut(self, text: str | None, token_ids: list[int], limit: int) -> list[int]:
-        """Returns `limit` tokens, with the special ones that stand around a text in their places.
-        Token ids without a text are cut at their end.
+        """Truncates to `limit` tokens and keeps the special tokens around a text. Token ids without
+        a text are truncated at the end.
         """
         if text is None:
             return token_ids[:limit]
@@ -222,7 +224,7 @@ class PoolingInputs:
 
 
 def _check_half(text: object) -> None:
-    """Raises InvalidRequest if one of a pair's texts is none."""
+    """Raises InvalidRequest if one of a pair is not a text."""
     if not isinstance(text, str):
         raise InvalidRequest(
             f"prompt: got {shown(text)} in a pair, allowed are two texts", param="prompt"
@@ -252,7 +254,7 @@ def _below_special(limit: int, num_special: int) -> InvalidRequest:
 
 
 def _changed(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
-    """Returns a prompt whose text is changed; token ids stay."""
+    """Returns a prompt with a changed text; token ids are unchanged."""
     if isinstance(prompt, str):
         return change(prompt)
     if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
@@ -271,7 +273,7 @@ PoolingPrompts: TypeAlias = PoolingPrompt | Iterable[PoolingPrompt]
 
 @dataclass(frozen=True, slots=True)
 class PoolingJob(Generic[OutputT]):
-    """The prompts of one call, and what is made of their outputs."""
+    """The prompts of one call, and how their outputs are combined."""
 
     prompts: Sequence[PoolingPrompt]
     params: PoolingParams
@@ -281,7 +283,9 @@ class PoolingJob(Generic[OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class PoolingJobs:
-    """Maker of jobs from what users pass in; InvalidRequest if the model lacks the task."""
+    """Builds jobs from users' arguments; raises InvalidRequest if the model does not have the
+    task.
+    """
 
     pools: Callable[..., PoolingInputs]
     """Returns the checks of a model that does one of the named tasks, or refuses it."""
@@ -289,7 +293,7 @@ class PoolingJobs:
     def embedding(
         self, prompts: Texts, params: PoolingParams | None = None
     ) -> PoolingJob[EmbeddingRequestOutput]:
-        """Returns the job that makes an embedding of each prompt."""
+        """Returns the job that computes an embedding of each prompt."""
         self.pools("embed")
         return PoolingJob(
             prompt_list(prompts),
@@ -316,9 +320,9 @@ class PoolingJobs:
         *,
         max_second_tokens: int | None = None,
     ) -> PoolingJob[ScoringRequestOutput]:
-        """Returns the job that scores each text of `data_2` with the one of `data_1`, or with the
-        one at the same place. A classifier with one label reads the pairs, in which the second text
-        is cut to `max_second_tokens`; embeddings are compared by their cosine.
+        """Returns the job that scores each text of `data_2` with the single text of `data_1`, or
+        with the one at the same index. A classifier with one label reads the pair, with the second
+        text truncated to `max_second_tokens`; embeddings are compared by cosine similarity.
         """
         pools = self.pools("classify", "embed").pools
         params = get_pooling_params(params)
@@ -343,7 +347,7 @@ class PoolingJobs:
 
 
 def _check_scores(pools: Pools) -> None:
-    """Raises InvalidRequest if the model gives a pair of texts more than one score."""
+    """Raises InvalidRequest if the model computes more than one score for a pair of texts."""
     if pools.task == "classify" and pools.width != 1:
         raise InvalidRequest(
             f"model: got one with {pools.width} labels, needed for scoring is one label, or"
@@ -356,7 +360,7 @@ def _check_scores(pools: Pools) -> None:
 def _cosines(
     first: list[Prompt], second: list[Prompt], params: PoolingParams
 ) -> PoolingJob[ScoringRequestOutput]:
-    """Returns the job that makes each text's embedding once and compares them."""
+    """Returns the job that embeds each text once and compares the embeddings."""
 
     def read(outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
         firsts = list(outputs[: len(first)]) * (len(second) // len(first))
@@ -378,7 +382,7 @@ def _check_counts(num_first: int, num_second: int) -> None:
 
 
 def _text(prompt: Prompt, name: str) -> str:
-    """Returns a prompt's text; InvalidRequest if it has token ids."""
+    """Returns a prompt's text; raises InvalidRequest if it has token ids."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) and len(prompt) == 1 else prompt
     if not isinstance(text, str):
         raise InvalidRequest(

@@ -1,7 +1,7 @@
-"""What a user gives as a prompt, read as token ids: texts, ids, dicts, conversations.
+"""Converts prompts to token ids: texts, ids, dicts, conversations.
 
-Owns what a prompt may look like and how long it may be before it is tokenized. Knows no request and
-no params. Any thread may call it at any time.
+Owns the accepted formats of prompts and the limit on their length before tokenization. Knows no
+request and no params. Thread-safe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt")
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Bound on a prompt's tokens; those beyond it are cut off at one side."""
+    """Maximum number of prompt tokens, and the side at which more are cut off."""
 
     max_tokens: int
     side: Literal["left", "right"] = "left"
@@ -35,7 +35,7 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class PromptInputs:
-    """Reads prompts as token ids; InvalidRequest or ContextTooLong says what is wrong with one."""
+    """Converts prompts to token ids; raises InvalidRequest or ContextTooLong."""
 
     tokenizer: Tokenizer | None
     limits: PromptLimits
@@ -77,12 +77,12 @@ class PromptInputs:
         )
 
     def encode_plain(self, text: str) -> list[int]:
-        """Returns a text's tokens without the special ones that stand around it."""
+        """Returns a text's tokens without the special tokens around it."""
         return self._encode_prompt(text, add_special_tokens=False)
 
     def check_length(self, *texts: str) -> None:
-        """Refuses long texts that cannot fit into one prompt, before the seconds that tokenizing
-        them would take.
+        """Rejects texts that are too long for any prompt before spending seconds on tokenizing
+        them.
         """
         if self.tokenizer is None or max(map(len, texts)) <= LONG_TEXT_CHARACTERS:
             return
@@ -93,7 +93,7 @@ class PromptInputs:
         refuse_never(self.limits.judge(least, at_least=True))
 
     def _open_dict(self, prompt: Mapping[str, Any]) -> tuple[str | None, str | Sequence[int], str]:
-        """Returns what a dict holds: the text that its token ids came from, the prompt, the cache
+        """Returns the contents of a prompt's dict: the text of its token ids, the prompt, the cache
         salt.
         """
         for key in prompt:
@@ -158,7 +158,7 @@ class PromptInputs:
         add_special_tokens: bool = True,
         truncation: Truncation | None = None,
     ) -> dict[str, Any]:
-        """Returns a prompt with its token ids; ContextTooLong if it cannot fit."""
+        """Returns a prompt with its token ids; raises ContextTooLong if it cannot fit."""
         text, token_ids, salt = self.read_prompt(
             prompt, add_special_tokens=add_special_tokens, may_be_long=truncation is not None
         )
@@ -170,14 +170,16 @@ class PromptInputs:
         }
 
     def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
-        """Returns the prompt that asks for the text between two texts."""
+        """Returns the infilling prompt for the text between a prefix and a suffix."""
         tokenizer = need_tokenizer(self.tokenizer, "suffix: texts need a tokenizer", "suffix")
         self.check_length(prefix)
         self.check_length(suffix)
         return {"prompt_token_ids": tokenizer.infill(prefix, suffix)}
 
     def _check_conversation(self, messages: Messages, rendering: Rendering) -> Tokenizer:
-        """Refuses what no template can render; returns the tokenizer that has the template."""
+        """Raises InvalidRequest for what no template can render; returns the tokenizer with the
+        template.
+        """
         messages = check_messages(messages)
         for name in rendering.variables:
             if name in TEMPLATE_ARGUMENTS:
@@ -191,7 +193,7 @@ class PromptInputs:
 
 
 def whole_ids(token_ids: list[Any]) -> list[int]:
-    """Returns token ids as ints, NumPy's too."""
+    """Returns token ids as Python ints, also from NumPy integers."""
     if set(map(type, token_ids)) <= {int}:  # the common case, a hundred times faster
         return list(token_ids)
     numbers = list(map(whole_number, token_ids))
@@ -213,7 +215,9 @@ def _truncated(token_ids: list[int], truncation: Truncation | None) -> list[int]
 
 
 def _check_continued(messages: Messages, rendering: Rendering) -> None:
-    """Refuses to continue a conversation whose last message has no text of an assistant."""
+    """Raises InvalidRequest unless the last message of the conversation to continue is an
+    assistant's text.
+    """
     name = "continue_final_message"
     if rendering.add_generation_prompt:
         raise InvalidRequest(

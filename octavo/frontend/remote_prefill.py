@@ -1,4 +1,4 @@
-"""Interface by which an extension exchanges computed prompts with other engines."""
+"""Interface of an extension that exchanges computed prompts with other engines."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ComputeHere: TypeAlias = Callable[[str], None]
 
 
 class RemotePrefill:
-    """Prompts computed by other engines, and for them. Belongs to one event loop. The defaults
-    compute every prompt here.
+    """Prompts computed by other engines, and for them. Used in one event loop. The default
+    implementation computes every prompt here.
     """
 
     def __init__(
@@ -36,17 +36,17 @@ class RemotePrefill:
 
     @property
     def peers(self) -> list[str]:
-        """Addresses of the engines that compute prompts for this one now."""
+        """Addresses of the engines that currently compute prompts for this one."""
         return []
 
     def start(self) -> None:
         """Starts to listen and to connect to the peers, in the running event loop."""
 
     def place(self, request: ParentRequest) -> None:
-        """Sends a request's prompt to a peer if that pays."""
+        """Sends a request's prompt to a peer if that is faster."""
 
     def ended(self, request_id: str) -> None:
-        """Withdraws the prompt of a request that has ended."""
+        """Withdraws the prompt of a finished request."""
 
     def note_step(self, step: CoreOutputs) -> None:
         """Updates the engine's cached blocks, step costs and transfer rate."""
@@ -55,7 +55,7 @@ class RemotePrefill:
         """Updates the blocks in the engine's own prefix cache."""
 
     def close(self) -> None:
-        """Closes the connections; called in the loop's thread, or after the loop has ended."""
+        """Closes the connections; call it in the loop's thread, or after the loop has ended."""
 
 
 def build_remote_prefill(

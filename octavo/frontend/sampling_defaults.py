@@ -1,6 +1,6 @@
-"""SamplingDefaults: the sampling values of requests that set none, and where they come from.
+"""SamplingDefaults: default sampling values of a model, and their source.
 
-Knows no file; `octavo/wiring/sampling_defaults.py` chooses the values for a model.
+Reads no file; `octavo/wiring/sampling_defaults.py` selects the values for a model.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ NAMES = {
 
 
 def params_over(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-    """Returns a request's params: the values that it sets, and the defaults for the others.
+    """Returns a request's params: its own values, and defaults for the others.
 
-    A default that would contradict what the request sets does not apply: a max_tokens below its
-    min_tokens, and greedy sampling with several samples or with filters that need chance.
+    A default that contradicts the request is ignored: a max_tokens below its min_tokens, or greedy
+    sampling together with several samples or with filters.
     """
     values = {**msgspec.structs.asdict(defaults), **given}
     most, least = values["max_tokens"], values["min_tokens"]
@@ -44,7 +44,7 @@ def params_over(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingP
 
 
 def _needs_chance(given: Mapping[str, Any]) -> bool:
-    """Returns whether a request sets a value that greedy sampling refuses or ignores."""
+    """Returns whether a request sets a value that requires random sampling."""
     if any(given.get(name) not in (None, 1) for name in ("n", "best_of")):
         return "beam_width" not in given
     neutral = OPTIONS.filters.items()
@@ -78,14 +78,14 @@ class SamplingDefaults:
 
     @property
     def params(self) -> SamplingParams:
-        """Params of a completion that sets none; without a max_tokens for it, at most 16 tokens."""
+        """Default params of a completion; max_tokens is 16 unless the model recommends one."""
         left_out = {"max_tokens"} if self.limits_chats_only else set()
         return SamplingParams(**{k: v for k, v in self.values.items() if k not in left_out})
 
     @property
     def chat_params(self) -> SamplingParams:
-        """Params of a chat request that sets none: as `params`, but without a recommended
-        max_tokens an answer may go on until the context ends.
+        """Default params of a chat request: as `params`, but without a recommended max_tokens the
+        output may extend to the end of the context.
         """
         return msgspec.structs.replace(self.params, max_tokens=self.values.get("max_tokens"))
 

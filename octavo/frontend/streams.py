@@ -1,7 +1,7 @@
-"""The streams of an engine's requests, all read in one event loop.
+"""Streams of an engine's requests, read in one event loop.
 
-A thread waits for the core's outputs and hands them to the loop, where everything else happens.
-Owns the streams, the loop, the thread and the error that ended the engine. Knows no prompt.
+A thread waits for the core's outputs and passes them to the loop, which does everything else. Owns
+the streams, the loop, the thread and the error that ended the engine. Knows no prompt.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from octavo.frontend.output_processor import LostRequest
 
 
 class RequestStream:
-    """One request's outputs as they grow, read by one task.
+    """Outputs of one request as they grow, read by one task.
 
-    Each output holds all of the request so far, or with `deltas` what the one before did not. A
-    slow reader skips outputs and loses nothing.
+    Each output contains the whole request so far, or with `deltas` the part since the previous one.
+    A slow reader skips outputs but loses no tokens.
     """
 
     def __init__(
         self, front: Frontend, request_id: str, drop: Callable[[str], None], *, deltas: bool
     ) -> None:
-        """`drop` ends the request when the stream is abandoned."""
+        """`drop` aborts the request when the stream is abandoned."""
         self.request_id = request_id
         self.lost: LostRequest | None = None
         """Request that ran when the stream was abandoned; None if it had ended."""
@@ -60,7 +60,7 @@ class RequestStream:
         return output
 
     async def final(self) -> RequestOutput:
-        """Waits for the final output; those before it are not even made."""
+        """Waits for the final output; earlier ones are not even created."""
         while not (self._error or self._front.is_finished(self.request_id)):
             await self._wait()
         self._changed = True
@@ -83,7 +83,7 @@ class RequestStream:
         return True
 
     async def aclose(self) -> None:
-        """Abandons the request, under the name that async generators have for it."""
+        """Abandons the request; the standard method name of async generators."""
         self.abandon()
 
     def wake(self, error: OctavoError | None = None) -> None:
@@ -94,7 +94,7 @@ class RequestStream:
             self._reader.set_result(None)
 
     async def _wait(self) -> None:
-        """Waits for the next change; a reader that is cancelled abandons the request."""
+        """Waits for the next change; cancelling the reader abandons the request."""
         self._reader = asyncio.get_running_loop().create_future()
         try:
             await self._reader
@@ -105,7 +105,7 @@ class RequestStream:
 
 @dataclass(frozen=True, slots=True)
 class StreamEvents:
-    """Functions that are told of what happens to the streams, in the event loop's thread."""
+    """Callbacks for events of the streams, called in the event loop's thread."""
 
     step: Callable[[CoreOutputs], None]
     """Called with a step's outputs before the streams are woken."""
@@ -116,7 +116,7 @@ class StreamEvents:
 
 
 class RequestStreams:
-    """Streams of one front's requests, woken by what the core sends."""
+    """Streams of one frontend's requests, woken by the core's outputs."""
 
     def __init__(self, front: Frontend, events: StreamEvents) -> None:
         self._front = front
@@ -130,8 +130,8 @@ class RequestStreams:
         self._reader: threading.Thread | None = None
 
     def start(self) -> bool:
-        """Listens to the core from now on, in this event loop; returns whether it did not before.
-        InvalidRequest if another loop, still open, does.
+        """Starts to listen to the core in this event loop; returns False if it already did. Raises
+        InvalidRequest if another open loop does.
         """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
@@ -147,7 +147,7 @@ class RequestStreams:
         return True
 
     def open(self, request_id: str, *, deltas: bool) -> RequestStream:
-        """Returns the stream of a request that the core has been given."""
+        """Returns the stream of a request that was sent to the core."""
         stream = RequestStream(self._front, request_id, self._drop, deltas=deltas)
         self._streams[request_id] = stream
         return stream
@@ -158,7 +158,7 @@ class RequestStreams:
             raise EngineDead(self._dead.message, hint=self._dead.hint)
 
     def end(self, error: EngineDead) -> None:
-        """Refuses new requests and ends the streams; called in any thread."""
+        """Rejects new requests and ends the streams; thread-safe."""
         self._dead = self._dead or error
         self._call(self._end_streams)
 
@@ -177,7 +177,7 @@ class RequestStreams:
     # -- from the core -----------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Hands each step's outputs to the event loop; runs in a thread until the engine ends."""
+        """Passes each step's outputs to the event loop; runs in a thread until the engine ends."""
         while self._dead is None:
             try:
                 step = self._front.client.receive()
@@ -190,15 +190,15 @@ class RequestStreams:
                     self._call(self._take, step)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function in the event loop's thread, after those handed over before it; what is
-        left over when the loop has ended has no reader.
+        """Calls a function in the event loop's thread, after earlier ones; ignored if the loop has
+        ended, since nobody reads then.
         """
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     def _take(self, step: CoreOutputs) -> None:
-        """Wakes the streams of the requests to which a step gave something."""
+        """Wakes the streams of the requests with outputs in a step."""
         self._events.step(step)
         for request_id, is_finished in self._front.take(step).items():
             # Streams that were ended with the engine may still get what was on its way.
@@ -220,7 +220,7 @@ class RequestStreams:
     # -- from the streams --------------------------------------------------------------------------
 
     def _drop(self, request_id: str) -> None:
-        """Aborts and forgets a request whose stream was abandoned."""
+        """Aborts and removes a request whose stream was abandoned."""
         self._streams.pop(request_id, None)
         self._events.ended(request_id)
         self._front.drop(request_id)

@@ -1,9 +1,8 @@
-"""Speech to text: the windows of a sound as requests, joined to one text.
+"""Speech to text: one request for each window of an audio file, joined to one transcript.
 
-The sound itself is read by a `Hearing`; every window is a request of its own. Without timestamps
-the windows follow each other without a gap, and may be computed together. With them a window begins
-where the last one's text ends, so that no word is cut. Source: Radford et al. 2022, section 3.8,
-and `transcribe` of OpenAI's whisper.
+A `Hearing` decodes the audio. Without timestamps the windows are adjacent and may be computed
+together. With timestamps a window begins at the end of the last complete segment, so that no word
+is cut. Source: Radford et al. 2022, section 3.8, and `transcribe` of OpenAI's whisper.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Sound = bytes | str | Path
 
 
 def sound_bytes(sound: Sound) -> bytes:
-    """Returns a file's bytes; InvalidRequest if a path cannot be read."""
+    """Returns a file's bytes; raises InvalidRequest if a path cannot be read."""
     if isinstance(sound, bytes):
         return sound
     if not isinstance(sound, str | Path):
@@ -56,7 +55,7 @@ def sound_bytes(sound: Sound) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SpeechTokens:
-    """The tokens with which a decoder of speech is told what to do."""
+    """Special tokens that tell a speech decoder the language and the task."""
 
     start: int
     languages: Mapping[str, int] = field(default_factory=dict)
@@ -77,19 +76,19 @@ class SpeechTokens:
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of a prompt that asks for timestamps."""
+        """Length of a prompt with timestamps."""
         return 3 if self.languages else 1
 
     @property
     def first_timestamp(self) -> int:
-        """Token that stands for the beginning of a window."""
+        """Token of the timestamp 0."""
         assert self.no_timestamps is not None, "it has timestamps"
         return self.no_timestamps + 1
 
 
 @dataclass(frozen=True, slots=True)
 class SoundWindow:
-    """A part of a sound, as its encoder takes it."""
+    """A window of an audio file, as encoder input."""
 
     encoder_input: Callable[[], EncoderInput]
     """Makes the encoder's input, which is large."""
@@ -98,32 +97,32 @@ class SoundWindow:
 
 
 class Hearing(Protocol):
-    """Reads sounds for one model."""
+    """Decodes audio for one model."""
 
     @property
     def window_s(self) -> float:
-        """Length of a whole window, in seconds."""
+        """Length of a full window, in seconds."""
         ...
 
     def sound(self, data: bytes) -> HeardSound:
-        """Returns a file's sound; InvalidRequest if it is none."""
+        """Decodes an audio file; raises InvalidRequest if it is not one."""
         ...
 
 
 class HeardSound(Protocol):
-    """A sound that has been read."""
+    """Decoded audio."""
 
     @property
     def duration_s(self) -> float: ...
 
     def window(self, start_s: float) -> SoundWindow:
-        """Returns the window that begins there, as long as a window is or the sound goes on."""
+        """Returns the window that begins there; it ends at the latest with the audio."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechOptions:
-    """Wishes for a sound's text."""
+    """Options of a transcription."""
 
     language: str | None = None
     """Code of the language, such as "en"; None: the model finds it."""
@@ -140,15 +139,15 @@ class SpeechOptions:
 
 @dataclass(frozen=True, slots=True)
 class Transcriptions:
-    """Makes the requests of sounds, and texts of their answers."""
+    """Builds the requests of audio files, and texts from their outputs."""
 
     hearing: Hearing
     tokens: SpeechTokens
     inputs: InputProcessor
 
     def checked(self, options: SpeechOptions) -> SpeechOptions:
-        """Returns the options with none left open but the language; InvalidRequest if the model
-        cannot do what is asked.
+        """Returns the options with defaults for all but the language; raises InvalidRequest if the
+        model does not support them.
         """
         languages, language = self.tokens.languages, options.language
         known = sorted(languages) or ["en"]
@@ -187,13 +186,13 @@ class Transcriptions:
         )
 
     def asks_language(self, options: SpeechOptions) -> bool:
-        """Returns whether the language has to be found first."""
+        """Returns whether the language must be detected first."""
         return options.language is None and bool(self.tokens.languages)
 
     def language_request(
         self, request_id: str, window: SoundWindow, origin: RequestContext = DEFAULT_CONTEXT
     ) -> ParentRequest:
-        """Returns the request whose one token is the language of a window."""
+        """Returns the request that detects a window's language with one token."""
         params = SamplingParams(
             temperature=0,
             max_tokens=1,
@@ -203,7 +202,7 @@ class Transcriptions:
         return self._prepare(request_id, window, [self.tokens.start], params, origin)
 
     def get_language(self, output: RequestOutput) -> str:
-        """Returns the code of the language that such a request has found."""
+        """Returns the language code from the output of such a request."""
         drawn = output.outputs[0].token_ids
         found = (code for code, token in self.tokens.languages.items() if drawn == [token])
         return next(found, "en")
@@ -215,7 +214,7 @@ class Transcriptions:
         options: SpeechOptions,
         origin: RequestContext = DEFAULT_CONTEXT,
     ) -> ParentRequest:
-        """Returns the request of a window's text."""
+        """Returns the request that transcribes a window."""
         tokens = self.tokens
         prompt = [*self._before(window, options), tokens.start]
         if tokens.languages:
@@ -245,8 +244,8 @@ class Transcriptions:
         return self.inputs.prepare(request_id, read, params, origin)
 
     def _before(self, window: SoundWindow, options: SpeechOptions) -> list[int]:
-        """Returns the tokens of the text before a sound's first window, the last ones of a long
-        text.
+        """Returns the tokens of the preceding text for the first window, the last ones if it is
+        long.
         """
         tokenizer, previous = self.inputs.tokenizer, self.tokens.previous
         if window.start_s or not options.prompt or tokenizer is None or previous is None:
@@ -255,7 +254,7 @@ class Transcriptions:
         return [previous, *ids[1 - self.tokens.max_tokens :]]
 
     def text_of(self, token_ids: list[int]) -> str:
-        """Returns the text of tokens; "" without a tokenizer."""
+        """Detokenizes tokens; "" without a tokenizer."""
         tokenizer = self.inputs.tokenizer
         return "" if tokenizer is None else tokenizer.decode(token_ids).strip()
 
@@ -271,7 +270,7 @@ each other without a gap, so that a text that barely moves on ends.
 
 
 class CutAnswer(NamedTuple):
-    """The answer to a window, cut at its timestamps, in steps from the window's beginning."""
+    """The output of a window, split at its timestamps, in steps from the window's beginning."""
 
     spans: list[tuple[int, int, list[int]]]
     """First and last step of each segment, and its tokens of text."""
@@ -280,12 +279,12 @@ class CutAnswer(NamedTuple):
 
 
 def cut_at_times(token_ids: Sequence[int], first: int, num_steps: int) -> CutAnswer:
-    """Cuts a window's tokens at its timestamps, of which `first` stands for step 0; the window is
+    """Splits a window's tokens at its timestamps; `first` is the token of step 0, and the window is
     `num_steps` long.
 
-    Segments end where two timestamps follow each other. What comes behind the last of them is heard
-    again in the next window, which begins there, unless a timestamp ends it: then nothing is said
-    behind it.
+    Segments end where two timestamps are adjacent. The part after the last such pair is transcribed
+    again in the next window, which begins there, unless the output ends with a single timestamp:
+    then there is no more speech after it.
     """
     is_time = [token >= first for token in token_ids]
     cuts = [i for i in range(1, len(token_ids)) if is_time[i - 1] and is_time[i]]
@@ -306,7 +305,7 @@ def cut_at_times(token_ids: Sequence[int], first: int, num_steps: int) -> CutAns
 
 @dataclass(slots=True)
 class Listening:
-    """One sound on its way to a text."""
+    """An audio file that is being transcribed."""
 
     speech: Transcriptions
     sound: HeardSound
@@ -358,7 +357,7 @@ class Listening:
         self._step += cut.num_steps if self._may_overlap(cut) else self._steps_a_window
 
     def _may_overlap(self, cut: CutAnswer) -> bool:
-        """Whether the next window may begin before this one's end."""
+        """Whether the next window may begin before the end of this one."""
         lengths = math.ceil(self.sound.duration_s / self.speech.hearing.window_s)
         return cut.num_steps > 0 and self._num_windows < WINDOWS_A_LENGTH * lengths + SPARE_WINDOWS
 
@@ -370,7 +369,7 @@ class Listening:
         self._segments.append(Segment(index, start_s, end_s, text.strip(), words, seek_s))
 
     def result(self) -> Transcription:
-        """Returns the text of the sound, with an error if one of its windows has failed."""
+        """Returns the transcript, with an error if one of its windows failed."""
         return Transcription(
             text=" ".join(segment.text for segment in self._segments if segment.text),
             segments=self._segments,
@@ -382,7 +381,7 @@ class Listening:
 
 
 def next_windows(listenings: Sequence[Listening]) -> list[tuple[Listening, SoundWindow]]:
-    """Returns the windows of several sounds that are computed next; none once all are texts."""
+    """Returns the next windows of several audio files; none if all are transcribed."""
     found: list[tuple[Listening, SoundWindow]] = []
     for one in listenings:
         found += ((one, window) for window in one.windows(MOST_WINDOWS - len(found)))

@@ -1,4 +1,4 @@
-"""`octavo cluster PLAN`: servers and a router on several machines, placed by Ray."""
+"""`octavo cluster PLAN`: starts servers and a router on several machines through Ray."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def cluster(
 
 
 def _keep(running: Cluster, path: Path) -> None:
-    """Keeps the cluster as its file says until the process is told to stop."""
+    """Runs the cluster, and follows changes of the plan's file, until the process is stopped."""
     from octavo.api.errors import OctavoError
 
     stop = threading.Event()
@@ -93,7 +93,7 @@ def _keep(running: Cluster, path: Path) -> None:
 
 
 def _read(path: Path) -> ClusterPlan:
-    """Reads a plan, and checks the options that it gives to `octavo serve` and `octavo route`."""
+    """Reads a plan and checks the options that it sets for `octavo serve` and `octavo route`."""
     from octavo.config.engine_config import option_fields
     from octavo.config.option import get_options
     from octavo.distributed.cluster.plan import KnownOptions, read_plan
@@ -108,7 +108,7 @@ def _read(path: Path) -> ClusterPlan:
 
 
 def _changed_at(path: Path) -> float:
-    """Returns when a file was changed last; 0 where it is not there."""
+    """Returns a file's modification time; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -1,4 +1,6 @@
-"""Findings of `octavo doctor` about Mooncake, NIXL and Ray: versions, and whether they load."""
+"""Checks of `octavo doctor` for Mooncake, NIXL and Ray: versions, and whether they can be
+imported.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def distributed_findings() -> Iterator[Finding]:
 def _find(
     name: str, version: str | None, need: str, require: Callable[[], None] = lambda: None
 ) -> Finding:
-    """Reports a package and whether it can be imported; `need` says what it is for."""
+    """Reports a package and whether it can be imported; `need` is the feature that requires it."""
     if version is None:
         return Finding(name, f"not installed; {need}", hint=f"pip install 'octavo[{name.lower()}]'")
     try:

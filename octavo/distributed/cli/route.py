@@ -1,4 +1,4 @@
-"""`octavo route URL ...`: a router before several servers of OpenAI's API."""
+"""`octavo route URL ...`: a router in front of several OpenAI-compatible servers."""
 
 from __future__ import annotations
 

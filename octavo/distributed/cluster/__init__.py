@@ -1,1 +1,1 @@
-"""`octavo cluster`: instances on several machines, started and watched through Ray."""
+"""`octavo cluster`: starts and monitors instances on several machines through Ray."""

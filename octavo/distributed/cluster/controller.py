@@ -1,7 +1,7 @@
-"""Reconciles the running instances with the plan: starts missing ones, registers them with the
-router, and drains those that the plan no longer has.
+"""Reconciles the running instances with the plan: starts missing ones, adds them to the router, and
+drains those that are no longer in the plan.
 
-Runs once per period. A failure of one instance does not affect others. Knows neither Ray nor
+Runs periodically. A failure of one instance does not affect others. Independent of Ray and of
 processes.
 """
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """Secrets of a cluster; None: everything is on one machine, and no one else reaches it."""
+    """Secrets of a cluster; None if everything runs on one machine that nobody else can reach."""
 
     api_key: str | None = None
     """Key that clients send to the router."""
@@ -46,7 +46,7 @@ class ClusterKeys:
 
 @dataclass(slots=True)
 class ClusterMember:
-    """An instance that was started."""
+    """A started instance."""
 
     group: str
     spec: InstanceSpec
@@ -69,7 +69,7 @@ class ClusterMember:
 
 @dataclass(slots=True)
 class Cluster:
-    """The instances and the router of one plan."""
+    """Instances and router of one plan."""
 
     plan: ClusterPlan
     placer: RayPlacer
@@ -86,7 +86,7 @@ class Cluster:
     """Groups that could not be started, and why, so that it is said once."""
 
     def check(self) -> None:
-        """Raises ConfigError where the plan wants machines that are not there."""
+        """Raises ConfigError if the plan requires more than the machines have."""
         machines = self.placer.machines()
         for group in self.plan.instances:
             count = group.num_places
@@ -96,7 +96,7 @@ class Cluster:
         check_total([*needs, self.plan.router.needs], machines)
 
     def change(self, plan: ClusterPlan) -> None:
-        """Takes on another plan; the next steps make it so."""
+        """Changes the plan; later steps apply it."""
         before, self.plan = self.plan, plan
         try:
             self.check()
@@ -106,7 +106,9 @@ class Cluster:
         self._failed.clear()
 
     def step(self, now: float) -> None:
-        """Looks at everything once, and changes what is not as the plan says."""
+        """Compares the state of all instances with the plan once, and starts, adds, drains or stops
+        what differs.
+        """
         self._look()
         wanted = self._wanted()
         for name, member in list(self.members.items()):
@@ -121,12 +123,12 @@ class Cluster:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the router takes requests, and some instance is behind it."""
+        """Whether the router accepts requests and has at least one instance."""
         has_one = any(member.number is not None for member in self.members.values())
         return has_one and self.router is not None and self.router.is_ready
 
     def describe(self) -> str:
-        """Returns a line that says how many of each group are ready."""
+        """Returns a line with the number of ready instances of each group."""
         parts = []
         for group in self.plan.instances:
             members = [one for one in self.members.values() if one.group == group.name]
@@ -135,7 +137,7 @@ class Cluster:
         return f"{', '.join(parts)}; router {url or 'is not there yet'}"
 
     def close(self) -> None:
-        """Stops the router first, so that no request is sent to an instance that ends."""
+        """Stops the router first, so that it sends no request to an instance that is stopping."""
         for member in filter(None, [self.router, *self.members.values(), *self._leaving]):
             self._stop(member)
         self.router = None
@@ -146,8 +148,8 @@ class Cluster:
     # -- what is wanted ----------------------------------------------------------------------------
 
     def _wanted(self) -> dict[str, InstanceSpec]:
-        """Returns every instance of the plan whose peers are known, by its name; one whose peers
-        are only away keeps those that it has.
+        """Returns the specs of all instances of the plan whose peers are known, by name; an
+        instance whose peers are temporarily unavailable keeps its spec.
         """
         found = {}
         for group in self.plan.instances:
@@ -161,8 +163,8 @@ class Cluster:
         return found
 
     def _get_peers(self, group: InstanceGroup) -> list[str] | None:
-        """Returns the addresses of the instances that compute a group's prompts; None until all of
-        them are known.
+        """Returns the addresses of the instances that compute a group's prompts; None until all are
+        known.
         """
         if group.peers is None:
             return []
@@ -177,7 +179,9 @@ class Cluster:
 
     @property
     def _host(self) -> str:
-        """Address that instances listen on: their machine's own, unless there is one machine."""
+        """Address that instances listen on: loopback if there is only one machine, else their
+        machine's own.
+        """
         return "127.0.0.1" if len({one.host for one in self.placer.machines()}) == 1 else ""
 
     def _spec(self, name: str, group: InstanceGroup, peers: list[str]) -> InstanceSpec:
@@ -264,8 +268,8 @@ class Cluster:
         *,
         spread: bool,
     ) -> tuple[Any, list[Any]] | None:
-        """Starts instances together; returns their reservation and handles, or says what is in the
-        way and leaves nothing behind.
+        """Starts instances together; returns their reservation and handles. If one fails, reports
+        the error, stops the others and returns None.
         """
         handles: list[Any] = []
         try:
@@ -292,7 +296,7 @@ class Cluster:
             self.report(f"{name} cannot be started: {error}")
 
     def _end_old_router(self) -> None:
-        """Stops a router that is another one than the plan's; it lets what runs finish."""
+        """Stops a router whose part of the plan has changed; its running requests may finish."""
         if self.router is None or self._router_part == self.plan.router:
             return
         self.report("the router is replaced")
@@ -302,7 +306,7 @@ class Cluster:
             member.joined_url, member.number = "", None
 
     def _serve_router(self) -> None:
-        """Starts the router once an instance answers."""
+        """Starts the router when the first instance is ready."""
         first = next((one for one in self.members.values() if one.answers and one.is_ready), None)
         if self.router is not None or first is None or first.state is None:
             return
@@ -315,9 +319,9 @@ class Cluster:
         self._router_part = self.plan.router
 
     def _join_all(self) -> None:
-        """Tells the router of instances that are ready at an address that it does not have.
+        """Adds ready instances to the router, unless it already has their address.
 
-        A router that was started again has forgotten its servers, so all join it again.
+        A restarted router has no servers, so all are added again.
         """
         router = self.router
         if router is None or router.state is None:
@@ -345,7 +349,7 @@ class Cluster:
     # -- what leaves -------------------------------------------------------------------------------
 
     def _let_leave(self, member: ClusterMember, now: float) -> None:
-        """Gives an instance no more requests; it is stopped once it has none."""
+        """Drains an instance; it is stopped when it has no requests."""
         del self.members[member.spec.name]
         member.leaving_until = now + LEAVE_S
         self._leaving.append(member)
@@ -366,7 +370,7 @@ class Cluster:
                 self.report(f"{member.spec.name} has left")
 
     def _is_gone(self, member: ClusterMember) -> bool:
-        """Returns whether no request is left on an instance."""
+        """Returns whether an instance has no more requests."""
         if member.number is None or self.router is None or self.router.state is None:
             return True
         try:
@@ -382,12 +386,12 @@ class Cluster:
 
 @dataclass(slots=True)
 class SharedPlace:
-    """A reservation, which ends with the last of its instances."""
+    """A reservation that is released after the last of its instances has ended."""
 
     place: Any
     num_members: int
 
     def leave(self) -> bool:
-        """Notes that an instance has ended; returns whether it was the last one."""
+        """Records that an instance has ended; returns whether it was the last one."""
         self.num_members -= 1
         return self.num_members == 0

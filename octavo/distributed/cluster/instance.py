@@ -1,7 +1,7 @@
-"""One server or router of a cluster: its process, its ports and its health.
+"""One server or router of a cluster: its process, ports and health.
 
-The body of an actor. The actor ends with its process, and the cluster starts both again; a
-server restarts at the same ports if they are free.
+Body of a Ray actor. The actor ends with its process, and Ray restarts both; a server uses the same
+ports again if they are free.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ANSWER_S = 2.0
 
 
 class InstanceSpec(msgspec.Struct, frozen=True):
-    """The command of an instance, whole but for the address that its machine has."""
+    """Command of an instance, complete except for the address of its machine."""
 
     name: str
     host: str
@@ -61,7 +61,7 @@ class InstanceSpec(msgspec.Struct, frozen=True):
 
 
 class InstanceState(msgspec.Struct, frozen=True):
-    """Address and state of an instance, as it gives them itself."""
+    """Address and state of an instance, as it reports them."""
 
     url: str
     kv_address: str
@@ -71,7 +71,7 @@ class InstanceState(msgspec.Struct, frozen=True):
 
 
 def rank_spec(spec: InstanceSpec, rank: int, address: str) -> InstanceSpec:
-    """Returns the command of another rank of an instance whose first one is at an address."""
+    """Returns the command of a further rank of an instance; `address` is that of its first rank."""
     return InstanceSpec(
         f"{spec.name}-rank-{rank}",
         spec.host,
@@ -82,7 +82,7 @@ def rank_spec(spec: InstanceSpec, rank: int, address: str) -> InstanceSpec:
 
 
 class Instance:
-    """A running instance; `ended` is called, and must not return, once its process has ended."""
+    """A running instance. `ended` is called when its process has ended, and must not return."""
 
     def __init__(self, spec: InstanceSpec, host: str, ended: object = None) -> None:
         """`host` is the machine's own address."""
@@ -102,8 +102,8 @@ class Instance:
         return self._process.pid
 
     def state(self) -> InstanceState:
-        """Returns where it listens and whether it takes requests; ends the actor if its process
-        has ended.
+        """Returns the instance's addresses and whether it accepts requests; ends the actor if its
+        process has ended.
         """
         if self._process.poll() is not None:
             self._ended()
@@ -117,7 +117,7 @@ class Instance:
         return f"{self._host}:{self._rank_port}"
 
     def stop(self, patience_s: float) -> None:
-        """Tells the process to finish what runs, and ends it if that takes longer."""
+        """Asks the process to finish its requests and exit; kills it after `patience_s` seconds."""
         self._process.terminate()
         end_process(self._process, patience_s)
         self._folder.cleanup()
@@ -132,7 +132,7 @@ class Instance:
         return start_bound(MAIN, words, environment=spec.environment)
 
     def _write_config(self) -> str:
-        """Writes the configuration file, which has the secret, for this user's eyes only."""
+        """Writes the configuration file, which contains the secret, readable only by this user."""
         config = dict(self._spec.config)
         if self._spec.transfers:
             config["kv-transfer-address"] = f"{self._host}:{self._kv_port}"
@@ -149,7 +149,7 @@ class Instance:
 
 
 def free_ports(host: str, name: str, count: int = PORTS_EACH) -> int:
-    """Returns the first of `count` neighbouring free ports: the same for a name as long as they are
+    """Returns the first of `count` adjacent free ports; the same for a name as long as they are
     free.
     """
     start = zlib.crc32(name.encode()) % (NUM_PORTS // PORTS_EACH)

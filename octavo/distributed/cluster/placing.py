@@ -1,4 +1,4 @@
-"""The machines of a cluster, and whether a plan fits on them."""
+"""Machines of a cluster, and checks whether a plan fits on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.api.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ClusterMachine:
-    """A machine of the cluster: its address and what it has in all."""
+    """A machine of the cluster: its address and its total resources."""
 
     host: str
     resources: Mapping[str, float]
@@ -27,7 +27,7 @@ def check_machines(
     *,
     spread: bool,
 ) -> None:
-    """Raises ConfigError where instances want machines that there are not."""
+    """Raises ConfigError if instances require machines that do not exist."""
     fitting = [machine for machine in machines if machine.has(needs)]
     wanted = ", ".join(f"{amount:g} {resource}" for resource, amount in needs.items())
     there = "; ".join(
@@ -53,7 +53,7 @@ def check_machines(
 
 
 def check_total(needs: Sequence[Mapping[str, float]], machines: Sequence[ClusterMachine]) -> None:
-    """Raises ConfigError where all parts of a plan together want more than all machines have."""
+    """Raises ConfigError if the plan requires more in total than all machines have."""
     for name in sorted({name for each in needs for name in each}):
         wanted = sum(each.get(name, 0.0) for each in needs)
         there = sum(machine.resources.get(name, 0.0) for machine in machines)

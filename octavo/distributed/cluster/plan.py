@@ -50,7 +50,7 @@ Options = dict[str, str | int | float | bool | list[str]]
 
 
 class InstanceGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Instances of one kind."""
+    """A group of equal instances."""
 
     name: str
     model: str = "smollm2"
@@ -72,28 +72,28 @@ class InstanceGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     @property
     def needs(self) -> dict[str, float]:
-        """Resources of each instance as Ray counts them."""
+        """Resources of each instance, by Ray's names."""
         return {"CPU": self.cpus, **self.resources}
 
     @property
     def num_ranks(self) -> int:
-        """Parts of each instance that are placed by themselves."""
+        """Number of ranks of each instance that are placed separately."""
         return self.num_tensor if self.ranks_apart else 1
 
     @property
     def num_places(self) -> int:
-        """Parts of all instances together."""
+        """Number of separately placed ranks of all instances."""
         return self.count * self.num_ranks
 
     @property
     def num_tensor(self) -> int:
-        """Ranks that share out the heads of each instance's model."""
+        """Tensor-parallel size of each instance."""
         size = flag_names(self.options).get("tensor_parallel_size", 1)
         return size if isinstance(size, int) else 1
 
 
 class RouterPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The router before the instances."""
+    """The router of a plan."""
 
     port: int = 8080
     cpus: float = 1
@@ -107,7 +107,7 @@ class RouterPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class ClusterPlan(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """All that is to run."""
+    """A cluster plan."""
 
     instances: list[InstanceGroup]
     router: RouterPart = RouterPart()
@@ -117,13 +117,13 @@ class ClusterPlan(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def read_plan(path: Path) -> ClusterPlan:
-    """Reads and checks a file; ConfigError names what is wrong in it."""
+    """Reads and checks a plan file; raises ConfigError if it is invalid."""
     file = read_data_file(path, name="plan", max_bytes=MAX_FILE_BYTES, kind="YAML")
     return parse_plan(file)
 
 
 def parse_plan(file: DataFile) -> ClusterPlan:
-    """Checks what a file holds."""
+    """Parses and checks the content of a plan file."""
     plan = file.convert(ClusterPlan, hint="docs/guides/cluster.md shows a plan and its fields")
     _check(plan)
     return plan
@@ -131,14 +131,14 @@ def parse_plan(file: DataFile) -> ClusterPlan:
 
 @dataclass(frozen=True, slots=True)
 class KnownOptions:
-    """The options that the instances of a plan and its router may be given, by their names."""
+    """Options that a plan may set for its instances and its router, by name."""
 
     serve: Mapping[str, OptionField]
     route: Mapping[str, OptionField]
 
     def check(self, plan: ClusterPlan) -> None:
-        """Raises ConfigError for an option that its command does not have, or not with that value:
-        its instances would end, and be started again, for ever.
+        """Raises ConfigError for an option that the command does not have, or an invalid value:
+        otherwise the instances would fail and be restarted forever.
         """
         for group in plan.instances:
             _check_values(group.name, group.options, self.serve, "octavo serve")
@@ -165,7 +165,7 @@ def _check_values(
 
 
 def flag_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options by their names with underscores."""
+    """Returns options with underscores in their names."""
     return {name.replace("-", "_"): value for name, value in options.items()}
 
 

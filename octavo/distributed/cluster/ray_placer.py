@@ -31,7 +31,9 @@ OBJECT_BYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class ActorHandle:
-    """An instance's actor, those of its other ranks, and a name for messages."""
+    """The actors of an instance: that of its first rank, those of the others, and a name for
+    messages.
+    """
 
     name: str
     actor: Any
@@ -43,10 +45,10 @@ class ActorHandle:
 
 
 class RayPlacer:
-    """Places instances on machines, watches them and starts those again that end."""
+    """Starts instances on machines, monitors them, and restarts those that end."""
 
     def __init__(self, address: str | None) -> None:
-        """Joins the Ray cluster at `address`, or starts one on this machine without it."""
+        """Joins the Ray cluster at `address`; without an address, starts one on this machine."""
         self._ray = ray = require_ray()
         began = time.monotonic()
         try:
@@ -87,8 +89,8 @@ class RayPlacer:
         return group
 
     def start(self, place: Any, index: int, spec: InstanceSpec) -> ActorHandle:
-        """Starts an instance at place `index` of a reservation, and its other ranks at the places
-        behind it; returns at once.
+        """Starts an instance on bundle `index` of a reservation, and its other ranks on the bundles
+        after it; returns at once.
         """
         first = self._actor(ActorBody, place, index).remote(spec)
         ranks = [
@@ -98,7 +100,7 @@ class RayPlacer:
         return ActorHandle(spec.name, first, ranks)
 
     def _actor(self, body: type, place: Any, index: int) -> Any:
-        """Returns the kind of actor that has the needs of one place of a reservation."""
+        """Returns the actor class with the resources of one bundle of a reservation."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         needs = dict(place.bundle_specs[index])
@@ -115,9 +117,9 @@ class RayPlacer:
         )
 
     def get_state(self, handle: ActorHandle) -> InstanceState | None:
-        """Returns an instance's state; None while it is away or is started again.
+        """Returns an instance's state; None while it is unavailable or restarting.
 
-        Asks the other ranks as well, so that an actor ends whose process has ended.
+        Also queries the other ranks, so that an actor whose process has ended ends too.
         """
         asked = [actor.state.remote() for actor in handle.actors]
         try:
@@ -127,7 +129,7 @@ class RayPlacer:
         return found
 
     def stop(self, handle: ActorHandle, patience_s: float) -> None:
-        """Stops the first rank before the others, which it tells to end."""
+        """Stops the first rank before the others, which it tells to exit."""
         for actor in handle.actors:
             with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
                 asked = actor.stop.remote(patience_s)
@@ -144,15 +146,15 @@ class RayPlacer:
 
 
 class ActorBody(Instance):
-    """An instance that knows its machine from Ray."""
+    """An instance that gets its machine's address from Ray."""
 
     def __init__(self, spec: InstanceSpec) -> None:
         super().__init__(spec, require_ray().util.get_node_ip_address())
 
 
 class RankBody(Instance):
-    """Another rank of an instance, which asks the first one's actor where to join it: again
-    whenever Ray starts this one again.
+    """A further rank of an instance. At each start it asks the first rank's actor for the address
+    to join.
     """
 
     def __init__(self, spec: InstanceSpec, rank: int, first: Any) -> None:
@@ -162,7 +164,9 @@ class RankBody(Instance):
 
 
 def _rank_address(ray: Any, first: Any) -> str:
-    """Waits until the actor of an instance's first rank says where the others join."""
+    """Waits until the actor of an instance's first rank reports the address that other ranks
+    join.
+    """
     while True:
         try:
             state: InstanceState = ray.get(first.state.remote(), timeout=ANSWER_S)
@@ -172,7 +176,7 @@ def _rank_address(ray: Any, first: Any) -> str:
 
 
 def require_ray() -> Any:
-    """Returns Ray; BackendUnavailable says how to install it."""
+    """Returns the ray module; raises BackendUnavailable with install instructions."""
     try:
         import ray
         import ray.exceptions

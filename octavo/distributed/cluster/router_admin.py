@@ -11,22 +11,24 @@ TIMEOUT_S = 10.0
 
 
 class RouterAdmin:
-    """The list of a router's servers; raises httpx2.HTTPError if it is away or refuses."""
+    """Client of a router's server list; raises httpx2.HTTPError if the router is unavailable or
+    rejects a request.
+    """
 
     def __init__(self, url: str, key: str | None) -> None:
         self._url = f"{url}/router/servers"
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     def join(self, url: str) -> int:
-        """Lets a server join, or come back; returns its number."""
+        """Adds a server, or takes back a removed one; returns its number."""
         return int(self._request("POST", json={"url": url}).json()["number"])
 
     def leave(self, number: int) -> None:
-        """Drains a server, and lets it go once it has no request."""
+        """Drains a server; the router removes it when it has no requests."""
         self._request("DELETE", f"/{number}")
 
     def is_gone(self, number: int) -> bool:
-        """Returns whether a server that was told to leave has left."""
+        """Returns whether a removed server has finished draining."""
         cards = self._request("GET").json()["data"]
         return all(card["number"] != number or card["standing"] == "gone" for card in cards)
 

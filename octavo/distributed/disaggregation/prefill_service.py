@@ -1,6 +1,6 @@
 """Computes prompts for other engines, which fetch the blocks from this engine's worker.
 
-Used by one event loop. A peer's prompt is a normal request of this engine, with its priority and
+Used in one event loop. A peer's prompt is a normal request of this engine, with its priority and
 its tenant's share.
 """
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillService:
-    """Answers engines that want prompts computed."""
+    """Serves prefill requests of other engines."""
 
     def __init__(
         self, options: TransferOptions, facts: TransferFacts, compute: ComputePrompt
@@ -54,7 +54,7 @@ class PrefillService:
         self._requests = msgspec.msgpack.Decoder(FrontRequestMessage)
 
     def start(self) -> None:
-        """Begins to listen, in the running event loop; ConfigError if the port is taken."""
+        """Starts to listen in the running event loop; raises ConfigError if the port is in use."""
         if self._task is not None:
             return
         host, port = parse_address(self._options.kv_transfer_address, name="kv_transfer_address")
@@ -69,7 +69,7 @@ class PrefillService:
         self._task = asyncio.create_task(self._listen(self._socket))
 
     def close(self) -> None:
-        """Stops listening; to be called in the loop's thread, or once the loop is over."""
+        """Stops listening; call it in the loop's thread, or after the loop has ended."""
         for task in [*self._prompts.values(), *([self._task] if self._task else [])]:
             if not task.get_loop().is_closed():
                 task.cancel()
@@ -119,13 +119,13 @@ class PrefillService:
             self._send(peer, Ended(name, output.num_cached_tokens or 0, output.error))
 
     def _send(self, peer: bytes, message: FrontReplyMessage) -> None:
-        """Sends a message; a peer that has gone gets none."""
+        """Sends a message to a peer; ignored if the peer has disconnected."""
         assert self._socket is not None
         self._socket.send_multipart([peer, self._encode(message)], zmq.NOBLOCK)
 
 
 def _reason(error: Exception) -> str:
-    """Returns why a prompt is not computed; a fault of this engine is logged here too."""
+    """Returns the reason why a prompt was not computed; also logs it if this engine is at fault."""
     if isinstance(error, OctavoError):
         return error.message
     logger.error("a prompt of another engine was not computed", exc_info=error)

@@ -56,7 +56,7 @@ REACH_S = 10.0
 
 @dataclass(slots=True)
 class PrefillPeer:
-    """One engine that computes prompts for this one."""
+    """An engine that computes prompts for this one."""
 
     address: str
     socket: zmq.asyncio.Socket
@@ -76,7 +76,7 @@ class PrefillPeer:
 
 
 class PrefillPeers:
-    """Chooses who computes a prompt, and notices who cannot."""
+    """Chooses the peer for a prompt, and tracks which peers are available."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class PrefillPeers:
         compute_here: ComputeHere,
         max_chunk: int,
     ) -> None:
-        """`max_chunk`: most tokens of a step of this engine."""
+        """`max_chunk`: maximum number of tokens in a step of this engine."""
         self._options = options
         self._facts = facts
         self._compute_here = compute_here
@@ -104,7 +104,9 @@ class PrefillPeers:
         """Fewest uncached tokens of a prompt that a peer computes."""
 
     def start(self) -> None:
-        """Begins to meet the peers, in the running event loop; they may come and go."""
+        """Starts to connect to the peers, in the running event loop; peers may disconnect and
+        return.
+        """
         if self._tasks:
             return
         for address in self._options.prefill_peer:
@@ -120,11 +122,11 @@ class PrefillPeers:
 
     @property
     def there(self) -> list[str]:
-        """Addresses of the peers that take prompts now."""
+        """Addresses of the peers that accept prompts now."""
         return [peer.address for peer in self._peers if peer.endpoint]
 
     def close(self) -> None:
-        """Leaves the peers; to be called in the loop's thread, or once the loop is over."""
+        """Disconnects from the peers; call it in the loop's thread, or after the loop has ended."""
         for task in self._tasks:
             if not task.get_loop().is_closed():
                 task.cancel()
@@ -134,19 +136,19 @@ class PrefillPeers:
     # -- prompts -----------------------------------------------------------------------------------
 
     def note_blocks(self, events: Iterable[BlockEvent]) -> None:
-        """Takes in what this engine's own prefix cache has gained and lost."""
+        """Applies the block events of this engine's prefix cache."""
         note_events(self._cached, events)
 
     def withdraw(self, request_id: str) -> None:
-        """Tells the peer that has a request's prompt that the request has ended."""
+        """Tells the peer that computes a request's prompt that the request has ended."""
         for peer in self._peers:
             peer.asked.pop(request_id, None)
             if peer.tokens.pop(request_id, None) is not None:
                 self._send(peer, Withdrawn(request_id))
 
     def place(self, request: ParentRequest) -> None:
-        """Has a peer compute a request's prompt where enough of it is in no cache here and a peer
-        is there: the one with the fewest tokens to compute.
+        """Sends a request's prompt to the peer with the fewest queued tokens, if enough of the
+        prompt is uncached here and a peer is available.
         """
         first, num_tokens = request.samples[0], len(request.prompt_token_ids)
         is_own = bool(
@@ -180,7 +182,7 @@ class PrefillPeers:
         )
 
     def _num_uncached(self, request: ParentRequest) -> int:
-        """Returns how many of a prompt's tokens this engine has no blocks of."""
+        """Returns the number of a prompt's tokens that are not cached here."""
         size = self._facts.block_size
         first = self._facts.original.first_position(len(request.prompt_token_ids))
         naming = BlockHashing(request.samples[0].cache_salt, first_position=first)
@@ -193,7 +195,7 @@ class PrefillPeers:
     # -- peers -------------------------------------------------------------------------------------
 
     async def _watch(self, peer: PrefillPeer) -> None:
-        """Greets a peer whenever it comes, and gives up its prompts when it goes."""
+        """Greets a peer whenever it connects, and restarts its prompts here when it disconnects."""
         events = peer.socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
         )
@@ -209,7 +211,7 @@ class PrefillPeers:
                 return
 
     async def _tell_absence(self, peer: PrefillPeer) -> None:
-        """Says so where a peer has not been reached for some time after the start."""
+        """Logs a peer that has not been reached for some time after the start."""
         await asyncio.sleep(REACH_S)
         if not peer.was_reached:
             logger.warning(
@@ -252,7 +254,7 @@ class PrefillPeers:
                 self._compute_here(message.request_id)
 
     def _meet(self, peer: PrefillPeer, message: Welcome) -> None:
-        """Takes a peer on, unless its blocks would have other bytes."""
+        """Accepts a peer unless its blocks have a different layout."""
         differing = unequal(self._facts.facts, message.facts)
         if differing:
             logger.error(
@@ -271,7 +273,7 @@ class PrefillPeers:
 
 
 def unequal(own: dict[str, str], others: dict[str, str]) -> Sequence[str]:
-    """Says in which facts two engines differ: what is here, and what is there."""
+    """Describes the facts in which two engines differ, with both values."""
     return [
         f"{name}: {own.get(name, 'nothing')} here, {others.get(name, 'nothing')} there"
         for name in sorted(own | others)
@@ -294,11 +296,13 @@ WEIGHT = 0.2
 
 
 class RemotePrefillThreshold:
-    """The rates of one engine and its link, and the number of tokens that follows from them."""
+    """Prompt length from which remote prefill is faster, computed from the rates of the engine and
+    its link.
+    """
 
     def __init__(self, given: int | None, *, token_bytes: float, max_chunk: int) -> None:
-        """`given` holds whatever is measured; None: the rates decide. `token_bytes` are those of a
-        token in all cache groups, `max_chunk` the most tokens of a step.
+        """`given`: a fixed threshold; None: computed from the rates. `token_bytes`: bytes of a
+        token in all cache groups. `max_chunk`: maximum number of tokens in a step.
         """
         self._given = given
         self._token_bytes = token_bytes
@@ -315,7 +319,7 @@ class RemotePrefillThreshold:
         """Whether the derived number is that of the rates."""
 
     def note(self, costs: StepCosts | None, stored: StoredBytes, now: float) -> None:
-        """Takes in what steps cost, where a step tells it, and the sums of blocks that came."""
+        """Updates the step costs, if a step reports them, and the totals of received blocks."""
         if costs is not None:
             self._costs, self._is_fresh = costs, False
         num_bytes = stored.link_bytes - self._stored.link_bytes
@@ -328,13 +332,15 @@ class RemotePrefillThreshold:
         self._stored = stored  # which begins again where an engine was replaced
 
     def note_round_trip(self, seconds: float) -> None:
-        """Takes in how long a message and its answer took."""
+        """Records the round-trip time of a message."""
         mean = self._round_trip_s or seconds
         self._round_trip_s = mean + WEIGHT * (seconds - mean)
         self._is_fresh = False
 
     def num_tokens(self, now: float) -> float:
-        """Returns the fewest uncached tokens that are sent; infinity where none are worth it."""
+        """Returns the minimum number of uncached tokens to send; infinity if sending is never
+        faster.
+        """
         if self._given is not None:
             return self._given
         if now - self._moved_at > RATE_LIFE_S or not self._seconds or not self._costs.points:
@@ -344,8 +350,8 @@ class RemotePrefillThreshold:
         return self._derived
 
     def _fewest(self) -> float:
-        """Finds the number by halving, since each token more costs more here than on the link, or
-        none does.
+        """Returns the threshold by bisection, since the advantage of sending grows with the number
+        of tokens or never exists.
         """
         if not self._is_worth_it(MOST_TOKENS):
             return math.inf

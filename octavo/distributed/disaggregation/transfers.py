@@ -17,7 +17,9 @@ from octavo.frontend.remote_prefill import ComputeHere, ComputePrompt, RemotePre
 
 
 class Transfers(RemotePrefill):
-    """Has `PrefillPeers` with prefill_peer, and a `PrefillService` with role prefill or both."""
+    """Contains `PrefillPeers` if prefill_peer is set, and a `PrefillService` for the roles prefill
+    and both.
+    """
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ INSTALL = "pip install mooncake-transfer-engine-non-cuda"
 
 @dataclass(frozen=True, slots=True)
 class StoreValue:
-    """A key and the registered memory of its value."""
+    """A key, and the registered memory for its value."""
 
     key: str
     data: NDArray[np.uint8]
@@ -99,8 +99,8 @@ class MooncakePool:
 
 
 def check_pool(text: str) -> str:
-    """Returns the master's HOST:PORT; ConfigError or BackendUnavailable if an option names none,
-    nothing listens there, or Mooncake cannot be imported.
+    """Returns the master's HOST:PORT. Raises ConfigError if it is not set or nothing listens there,
+    BackendUnavailable if Mooncake cannot be imported.
     """
     if not text.startswith(SCHEME):
         raise ConfigError(

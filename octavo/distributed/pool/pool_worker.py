@@ -80,7 +80,7 @@ class PoolWorker:
         self._writer = _BatchThread("octavo-pool-write", self._keep, self._places(largest))
 
     def _places(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Returns registered memory of one thread's values."""
+        """Returns registered memory for one thread's values."""
         places = np.zeros((MAX_BATCH, num_bytes), np.uint8)
         self._store.register(places.reshape(-1))
         return places
@@ -120,7 +120,7 @@ class PoolWorker:
         return report
 
     def close(self) -> None:
-        """Ends the threads; one that waits for the store is abandoned."""
+        """Ends the threads; a thread that is blocked by the store is abandoned."""
         has_ended = [thread.close(CLOSE_S) for thread in (self._reader, self._writer)]
         if all(has_ended):
             self._store.close()
@@ -160,7 +160,7 @@ class PoolWorker:
         ]
 
     def _value(self, block: SlotBlock, place: NDArray[np.uint8]) -> StoreValue | None:
-        """Returns a block's value in a buffer; None if it is too long for it."""
+        """Returns a block's value in a buffer; None if the buffer is too small."""
         num_bytes = len(self._header(block)) + self._slot_bytes(block) + CHECKSUM.size
         if num_bytes > len(place):
             return None

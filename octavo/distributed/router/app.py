@@ -1,4 +1,4 @@
-"""The router's web application: its own few routes, and the proxy for all others."""
+"""The router's web application: its own routes, and a proxy for all others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class RouterRoutes:
         ]
 
     async def ready(self, _: Request) -> Response:
-        """Answers 200 while some server is well and the router takes requests, else 503."""
+        """Returns 200 if at least one server is healthy and the router accepts requests, else
+        503.
+        """
         if self._members.is_stopping:
             raise Unavailable("the router is stopping")
         if not any(member.takes_requests for member in self._members):
@@ -63,20 +65,20 @@ class RouterRoutes:
         return JSONResponse({"status": "ok"})
 
     async def live(self, _: Request) -> Response:
-        """Answers 200 as long as the router's process answers at all."""
+        """Returns 200 as long as the process responds."""
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def servers(self, _: Request) -> Response:
-        """Shows each server and what is known of it."""
+        """Lists the servers and their state."""
         shown = [build_card(index, member) for index, member in enumerate(self._members)]
         return JSONResponse({"object": "list", "data": shown})
 
     async def join(self, request: Request) -> Response:
-        """Lets the server of a body's `url` join, or come back, for the operator; answers when it
-        has been checked once.
+        """Adds the server with the body's `url`, or takes it back; operators only. Returns after
+        the first health check.
         """
         require_router_operator(request, self._roster.front)
         try:
@@ -87,26 +89,26 @@ class RouterRoutes:
         return JSONResponse(build_card(number, self._members[number]), 201)
 
     async def drain(self, request: Request) -> Response:
-        """Gives a server no more requests, for the operator; it finishes those that it has."""
+        """Stops sending requests to a server, which finishes its running ones; operators only."""
         require_router_operator(request, self._roster.front)
         number = self._roster.drain(request.path_params["number"])
         return JSONResponse(build_card(number, self._members[number]))
 
     async def leave(self, request: Request) -> Response:
-        """Drains a server and forgets it, for the operator; answers at once."""
+        """Drains and removes a server; operators only. Returns at once."""
         require_router_operator(request, self._roster.front)
         number = self._roster.leave(request.path_params["number"])
         return JSONResponse(build_card(number, self._members[number]), 202)
 
 
 class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /router/servers."""
+    """Body of POST /router/servers."""
 
     url: str
 
 
 def build_card(number: int, member: Member) -> dict[str, Any]:
-    """Returns what the router shows of a server."""
+    """Returns the public description of a server."""
     return {
         "number": number,
         "url": member.url,
@@ -122,8 +124,8 @@ def build_card(number: int, member: Member) -> dict[str, Any]:
 
 
 def require_router_operator(request: Request, front: ServerSettings) -> None:
-    """Raises 403 unless one of the router's keys was sent, or none is set and only this machine can
-    reach the router: a server that joins is sent the prompts of others.
+    """Raises 403 unless the request has one of the router's keys, or no key is set and only this
+    machine can reach the router. An added server receives the prompts of other users.
     """
     if request.scope.get(OPERATOR) or not (front.has_keys or front.is_open_to_all):
         return
@@ -139,7 +141,7 @@ def create_router_app(
     *,
     lifespan: Lifespan[FastAPI] | None = None,
 ) -> FastAPI:
-    """Returns the application in front of `members`, whose health `watch` checks."""
+    """Returns the application for `members`, whose health `monitor` checks."""
     front = settings.front
     counts = RouterCounts()
     app = FastAPI(title="Octavo router", version=__version__, lifespan=lifespan, openapi_url=None)

@@ -1,7 +1,8 @@
-"""Follows the KV events of a server, and records which blocks it holds.
+"""Follows the KV events of a server, and tracks which blocks it has cached.
 
-Each engine numbers its batches. A gap is replayed; if it is too old, or after a restart of the
-engine and at each new connection, a snapshot is read. Source of the format: vLLM's KV events.
+Each engine numbers its batches. Missed batches are replayed. If a gap is too old, after a restart
+of the engine, and at each new connection, a snapshot is read. Source of the format: vLLM's KV
+events.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ Batch = tuple[int, bytes]
 
 
 class KvFeed:
-    """The events of one engine, taken into the names of its server's blocks."""
+    """Subscriber to the events of one engine, which updates the cached block hashes of its
+    server.
+    """
 
     def __init__(
         self, cached: CachedNames, context: zmq.asyncio.Context, secret: str | None
@@ -84,8 +87,8 @@ class KvFeed:
             self._clear()
 
     async def _begin(self, replay: str | None) -> None:
-        """Takes in what an engine holds that has just been met, the first time or again: it may be
-        another one at the same address.
+        """Reads the current blocks after a connection was established: another engine may have the
+        same address now.
         """
         self._next = None
         if replay is not None:
@@ -94,7 +97,7 @@ class KvFeed:
             self._clear()
 
     async def _take_numbered(self, number: bytes, payload: bytes, replay: str | None) -> None:
-        """Takes in a batch that follows; one out of order has the missing ones asked for first."""
+        """Applies a batch; after a gap, missed batches are requested first."""
         index = int.from_bytes(number, "big")
         if self._next is not None and index != self._next:
             if index < self._next and replay is not None:
@@ -112,7 +115,9 @@ class KvFeed:
             self._next = index + 1
 
     async def _catch_up(self, index: int, replay: str) -> None:
-        """Takes in the batches before number `index`, or the snapshot."""
+        """Applies the batches before number `index`, or a snapshot if they are no longer
+        available.
+        """
         assert self._next is not None, "a gap has a beginning"
         answers = await self._asked(replay, self._next.to_bytes(8, "big") + self._epoch)
         if answers and answers[0][0] == self._next:
@@ -124,7 +129,7 @@ class KvFeed:
         await self._recover(replay)
 
     async def _recover(self, replay: str) -> None:
-        """Takes in the snapshot; without an answer nothing counts as known."""
+        """Applies a snapshot; without a reply, no blocks are known."""
         answers = await self._asked(replay, SNAPSHOT)
         self._clear()
         if answers:
@@ -133,9 +138,7 @@ class KvFeed:
             self._next = number
 
     async def _asked(self, replay: str, wanted: bytes) -> list[Batch]:
-        """Returns the numbered batches of an answer, whose epoch is noted; [] where none comes in
-        time.
-        """
+        """Returns the numbered batches of a reply and stores its epoch; [] after a timeout."""
         socket = self._context.socket(zmq.DEALER)
         lock_client(socket, self._secret)
         found: list[Batch] = []
@@ -179,7 +182,7 @@ class KvFeed:
 
 
 class MemberFeeds:
-    """The feeds of one server, for as long as it publishes the same addresses."""
+    """Feeds of one server, one for each of its engines."""
 
     def __init__(self, member: Member, context: zmq.asyncio.Context, secret: str | None) -> None:
         self._member = member
@@ -187,7 +190,7 @@ class MemberFeeds:
         self._secret = secret
 
     async def run(self) -> None:
-        """Follows what the server publishes, whenever it does, until it is cancelled."""
+        """Follows the server's events, whenever it publishes any, until cancelled."""
         while True:
             card = self._member.capabilities.kv_events
             if card is None:
@@ -196,7 +199,7 @@ class MemberFeeds:
                 await self._follow(card)
 
     async def _follow(self, card: KvEventsCard) -> None:
-        """Follows all engines of a card until the server shows another."""
+        """Follows all engines of a card until the server shows a different card."""
         if card.is_locked and self._secret is None:
             logger.warning(
                 "%s locks its KV events with a secret: name it with --kv-events-secret",
@@ -228,8 +231,8 @@ class MemberFeeds:
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """Returns an address at which a server's machine is reached: one that stands for all of its
-    interfaces gets the machine's name.
+    """Returns the address at which the router reaches a server's endpoint: a wildcard address is
+    replaced by the server's host.
     """
     if not endpoint.startswith("tcp://"):
         return endpoint

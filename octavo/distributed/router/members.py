@@ -1,7 +1,7 @@
-"""The servers behind a router: which ones may receive requests, and what is known of each.
+"""Servers of a router: which ones may receive requests, and their models, capabilities and load.
 
-A server that cannot be reached is skipped at once (its circuit breaker is open) and probed only by
-the health check, with increasing delay.
+A server that cannot be reached is skipped at once (its circuit breaker is open), and only the
+health check contacts it, with increasing delay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Standing = Literal["in", "draining", "gone"]
 
 
 class KvEventsCard(msgspec.Struct):
-    """The addresses at which a server publishes its KV events, as it tells them."""
+    """Endpoints at which a server publishes its KV events, from its capabilities."""
 
     endpoints: list[str] = []
     replay_endpoints: list[str] = []
@@ -39,7 +39,7 @@ class KvEventsCard(msgspec.Struct):
 
 
 class CapabilityCard(msgspec.Struct):
-    """The part of /v1/capabilities that routing reads."""
+    """Fields of /v1/capabilities that routing uses."""
 
     block_size: int | None = None
     kv_events: KvEventsCard | None = None
@@ -55,7 +55,7 @@ class ModelList(msgspec.Struct):
     data: list[msgspec.Raw] = []
 
     def cards(self) -> dict[str, tuple[ModelCard, msgspec.Raw]]:
-        """Returns each model's card by its name, as far as routing reads it and as it came."""
+        """Returns each model's card by name, parsed and raw."""
         found = {}
         for raw in self.data:
             card = msgspec.json.decode(raw, type=ModelCard)
@@ -65,7 +65,7 @@ class ModelList(msgspec.Struct):
 
 @dataclass(slots=True)
 class Member:
-    """One server."""
+    """A server behind the router."""
 
     client: UpstreamClient
     target: Target
@@ -97,11 +97,11 @@ class Member:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it may be given requests now."""
+        """Whether it may receive requests now."""
         return self.is_well and self.standing == "in"
 
     def serves(self, model: str | None) -> bool:
-        """Whether it answers to a model's name, or may do."""
+        """Whether it serves a model, or may do so because it does not list its models."""
         return model is None or not self.models or model in self.models
 
     def note_failure(self, reason: str) -> None:
@@ -124,8 +124,8 @@ class Member:
 
 
 class Members:
-    """All servers of a router, in the order in which they were named or joined; one that has left
-    keeps its number.
+    """All servers of a router, in the order in which they were added; a removed server keeps its
+    number.
     """
 
     def __init__(self, urls: Sequence[str], settings: RouterSettings) -> None:
@@ -141,7 +141,7 @@ class Members:
         return Member(client, Target(client.url, CachedNames(settings.max_known_blocks)))
 
     def add(self, url: str) -> Member:
-        """Adds a server behind all others; ConfigError where the URL is none."""
+        """Adds a server at the end; raises ConfigError if the URL is invalid."""
         member = self._make(url)
         self._members.append(member)
         return member
@@ -157,22 +157,23 @@ class Members:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens in a KV block of the servers; None before one has told."""
+        """Block size of the servers in tokens; None before one has reported it."""
         sizes = (member.capabilities.block_size for member in self._members)
         return next((size for size in sizes if size), None)
 
     @property
     def has_events(self) -> bool:
-        """Whether some server publishes KV events, so that prompts are worth tokenizing."""
+        """Whether some server publishes KV events, so that prompts should be tokenized."""
         return any(member.capabilities.kv_events is not None for member in self._members)
 
     def is_adapter(self, model: str | None) -> bool:
         return any(model in member.adapters for member in self._members)
 
     def able(self, model: str | None, without: set[int]) -> list[int]:
-        """Returns the servers that may be asked for a model, but those in `without`.
+        """Returns the servers to which a request for a model may be sent, except those in
+        `without`.
 
-        A name that no server has, well or not, may go to any: the server refuses it by name.
+        If no server lists the model, all are candidates: the chosen one returns the error.
         """
         well = [
             index
@@ -184,8 +185,8 @@ class Members:
         return well
 
     def listed(self) -> list[msgspec.Raw] | None:
-        """Returns the cards of all models that are served now; None where one server's list is that
-        of all.
+        """Returns the cards of all models that are currently served; None if all servers have the
+        same models.
         """
         told = [each for each in self._members if each.takes_requests and each.cards]
         if len({each.models for each in told}) < 2:
@@ -197,7 +198,7 @@ class Members:
         return list(found.values())
 
     def get_trouble(self, model: str | None) -> str:
-        """Returns why no server can be asked, for a message."""
+        """Returns the reasons why no server is available, for an error message."""
         here = [each for each in self._members if each.standing == "in"]
         asked = [each for each in here if each.serves(model)] or here
         return "; ".join(
@@ -210,7 +211,7 @@ class Members:
 
 
 class HealthCheck:
-    """The repeated check of one server, and of what it serves."""
+    """Periodic health check of one server, which also reads its models and capabilities."""
 
     def __init__(self, member: Member, settings: RouterSettings) -> None:
         self._member = member
@@ -268,8 +269,8 @@ class HealthCheck:
             await asyncio.sleep(min(doubled, self._settings.max_health_backoff_s))
 
     async def _read(self, path: str, default: Any) -> Any:
-        """Returns what a server says of itself; the default where it does not, as one that is not
-        Octavo, or wants a key.
+        """Returns a parsed response of a server; the default if it has none, for example because it
+        is not Octavo or requires a key.
         """
         status, body = await self._member.client.fetch("GET", path)
         if status != 200:
@@ -281,7 +282,7 @@ class HealthCheck:
 
 
 def _reason(status: int, body: bytes) -> str:
-    """Returns what a refusal says, in one line."""
+    """Returns the error message of a response, on one line."""
     try:
         message = str(msgspec.json.decode(body)["error"]["message"])
     except (*UNREADABLE, KeyError, TypeError):

@@ -49,18 +49,18 @@ LABELS = {
 
 @dataclass(slots=True)
 class RouterCounts:
-    """The events of a router so far, counted."""
+    """Event counters of a router."""
 
     counts: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """Counts by series and the values of its labels."""
 
     def add(self, series: str, *labels: str, by: int = 1) -> None:
-        """Counts in a series of `COUNTERS`."""
+        """Adds to a series of `COUNTERS`."""
         self.counts[(series, *labels)] += by
 
 
 class RouterMetrics(Collector):
-    """All series of a router, as they are when they are read."""
+    """Collector of all series of a router."""
 
     def __init__(self, members: Members, counts: RouterCounts) -> None:
         self._members = members

@@ -1,4 +1,4 @@
-"""Assigns requests to servers by the policy, and accounts for them until they end."""
+"""Assigns requests to servers by the routing policy, and tracks them until they end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_ID_CHARACTERS = 256
 
 
 class PlacedRequest:
-    """A request while one server has it."""
+    """A request that is assigned to a server."""
 
     def __init__(
         self, placer: Placer, member: Member, name: str, job: RoutingJob, index: int
@@ -35,11 +35,11 @@ class PlacedRequest:
         member.num_running += 1
 
     def yielded(self, num_tokens: int) -> None:
-        """Notes tokens of its answer; the first say that the prompt is computed."""
+        """Records output tokens; the first ones mean that the prompt has been computed."""
         self._router.yielded(self._name, num_tokens, time.monotonic())
 
     def end(self) -> None:
-        """Notes that the server has it no more."""
+        """Records that the server has finished the request."""
         self._router.ended(self._name)
         self.member.num_running -= 1
 
@@ -59,25 +59,29 @@ class Placer:
         return self.router.reads_names
 
     def place(self, job: RoutingJob, model: str | None, tried: set[int]) -> PlacedRequest | None:
-        """Gives a request to the best server that has not been tried; None where there is none."""
+        """Assigns a request to the best server that has not been tried; returns None if there is
+        none.
+        """
         able = self._members.able(model, tried)
         if not able:
             return None
         return self.place_on(self.router.choose(job, able, time.monotonic()), job)
 
     def place_on(self, index: int, job: RoutingJob) -> PlacedRequest:
-        """Gives a request to a server."""
+        """Assigns a request to a given server."""
         return PlacedRequest(self, self._members[index], str(next(self._numbers)), job, index)
 
     def least_busy(self, tried: set[int], model: str | None = None) -> int | None:
-        """Returns the server that answers the fewest requests, of those that have a model; None
-        where there is none.
+        """Returns the server with the fewest running requests among those that serve the model;
+        None if there is none.
         """
         able = self._members.able(model, tried)
         return min(able, key=lambda index: self._members[index].num_running, default=None)
 
     def get_home(self, sender: bytes) -> int:
-        """Returns the server that has a sender's files and batches, well or not."""
+        """Returns the server that stores a client's files and batches, whether it is healthy or
+        not.
+        """
 
         def rank(index: int) -> bytes:
             return get_session_score(sender, self._members[index].target.label)
@@ -88,8 +92,8 @@ class Placer:
     async def keeper_of(
         self, response_id: str, headers: Sequence[tuple[bytes, bytes]]
     ) -> int | None:
-        """Returns the server that has a stored response, which each is asked for with the
-        client's `headers`; None where none that is well has it.
+        """Returns the server that has a stored response, by asking each healthy server with the
+        client's `headers`; None if none has it.
         """
         known = self._kept.get(response_id)
         if known is not None and self._members[known].standing != "gone":

@@ -1,9 +1,9 @@
-"""Reads from a request what routing needs: the model, the prompt's length and hashes of its
+"""Extracts from a request what routing needs: the model, the prompt's length and hashes of its
 prefixes.
 
-The hashes are those of KV blocks if the token ids are known: given, or tokenized by a server when
-some server publishes KV events. Otherwise the text is hashed in pieces. A wrong or missing hash
-costs time, never correctness.
+The hashes are those of KV blocks if the token ids are known: given in the request, or tokenized by
+a server if some server publishes KV events. Otherwise chunks of the text are hashed. A wrong or
+missing hash affects only speed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Fields = Mapping[str, msgspec.Raw]
 
 @dataclass(frozen=True, slots=True)
 class AskedRequest:
-    """A request as the router sees it."""
+    """A parsed request, as far as routing needs it."""
 
     job: RoutingJob
     model: str | None = None
@@ -66,7 +66,7 @@ class AskedRequest:
 
 
 class PromptReader:
-    """Reads the bodies of requests."""
+    """Parses the bodies of requests."""
 
     def __init__(self, members: Members, *, reads_names: bool) -> None:
         self._members = members
@@ -74,8 +74,8 @@ class PromptReader:
         self._decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
     async def read(self, path: str, body: bytes, sender: bytes) -> AskedRequest:
-        """Reads a body; one that is no JSON object is passed on by its length alone. `sender` is
-        the key that the client sent.
+        """Parses a body; if it is not a JSON object, only its length is used. `sender` is the
+        client's API key.
         """
         try:
             fields = self._decoder.decode(body)
@@ -86,7 +86,7 @@ class PromptReader:
         return AskedRequest(job, model, _text(fields, "previous_response_id"))
 
     def get_model(self, path: str, body: bytes) -> str | None:
-        """Returns the model that a question to any server is about; None where it is about none."""
+        """Returns the model named in the path or body; None if there is none."""
         if path.startswith(MODELS):
             return path.removeprefix(MODELS)
         try:
@@ -116,7 +116,9 @@ class PromptReader:
         return RoutingJob(num_tokens, names, PIECE_BYTES // BYTES_PER_TOKEN, session)
 
     async def _tokens(self, path: str, fields: Fields) -> list[int] | None:
-        """Returns the ids of the prompt, the first of several; None where they are not known."""
+        """Returns the prompt's token ids (those of the first prompt, if there are several); None if
+        they are unknown.
+        """
         given = fields.get("prompt")
         if given is not None and bytes(given)[:1] == b"[":
             return _ids(given)
@@ -131,7 +133,7 @@ class PromptReader:
         return await self._tokenized(msgspec.json.encode(wanted), _text(fields, "model"))
 
     async def _tokenized(self, body: bytes, model: str | None) -> list[int] | None:
-        """Asks the least busy server for the ids of a prompt; None where it does not tell."""
+        """Tokenizes a prompt on the least busy server; returns None if that fails."""
         able = self._members.able(model, set())
         if not able:
             return None
@@ -152,7 +154,7 @@ _TOKENIZED = msgspec.json.Decoder(_Tokenized)
 
 
 def text_names(root: bytes, text: bytes) -> list[bytes]:
-    """Returns a name for each whole piece of a text, which depends on all before it and on
+    """Returns a hash for each complete chunk of a text, which depends on all text before it and on
     `root`.
     """
     parent = blake2b(root, digest_size=HASH_BYTES).digest()
@@ -164,13 +166,15 @@ def text_names(root: bytes, text: bytes) -> list[bytes]:
 
 
 def _beginning(fields: Fields) -> bytes:
-    """Returns the prompt as its sender wrote it, in the order in which templates do."""
+    """Returns the prompt as raw JSON, with the fields in the order in which chat templates render
+    them.
+    """
     found = [bytes(fields[name]) for name in (*LEADING_FIELDS, *PROMPT_FIELDS) if name in fields]
     return b"".join(found)
 
 
 def _session(fields: Fields, start: bytes, sender: bytes) -> bytes:
-    """Returns what requests of one session have in common."""
+    """Returns the key that identifies a session."""
     key = _text(fields, "prompt_cache_key") or _text(fields, "session_id")
     if key is not None:
         return b"key\0" + sender + b"\0" + key.encode()
@@ -179,7 +183,7 @@ def _session(fields: Fields, start: bytes, sender: bytes) -> bytes:
 
 
 def _text(fields: Fields, name: str) -> str | None:
-    """Returns a field's text; None where it is none."""
+    """Returns a field's text; None if it is not a string."""
     raw = fields.get(name)
     if raw is None or bytes(raw)[:1] != b'"':
         return None
@@ -190,7 +194,9 @@ def _text(fields: Fields, name: str) -> str | None:
 
 
 def _ids(prompt: msgspec.Raw) -> list[int] | None:
-    """Returns token ids, those of the first of several prompts; None where it is text."""
+    """Returns token ids, those of the first prompt if there are several; None if the prompt is
+    text.
+    """
     found: list[int] = []
     try:
         found = msgspec.json.decode(prompt, type=list[int])
@@ -201,5 +207,5 @@ def _ids(prompt: msgspec.Raw) -> list[int] | None:
 
 
 async def _in_thread_if_long(num_tokens: int, work: Callable[[], list[bytes]]) -> list[bytes]:
-    """Returns what `work` makes; in a thread where that would hold up other requests."""
+    """Returns the result of `work`; runs it in a thread if it would delay other requests."""
     return await asyncio.to_thread(work) if num_tokens > 16384 else work()

@@ -1,7 +1,7 @@
-"""Forwards requests to servers, and streams their responses back.
+"""Forwards requests to servers and streams their responses back.
 
-Until the first byte of a response has arrived, a request may be retried at another server: if the
-first one is gone, loading, stopping or overloaded. After that nothing is repeated.
+Until the first byte of a response has arrived, a request may be retried on another server if the
+first one is unreachable, loading, stopping or overloaded. After that nothing is retried.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SERVER_GONE = Unavailable(
 
 @dataclass(slots=True)
 class PassedOn:
-    """A request with what is needed to send it, and to send it again."""
+    """A request with everything that is needed to send it, possibly several times."""
 
     way: Way
     request: UpstreamRequest
@@ -69,7 +69,7 @@ class PassedOn:
 
 
 class RouterProxy:
-    """The ASGI application for all paths but the router's own."""
+    """ASGI application for all paths except the router's own."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class RouterProxy:
             await error_response(error, get_error_format(scope))(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> PassedOn:
-        """Reads a request whole; raises what the router refuses itself."""
+        """Reads a complete request; raises an error if the router rejects it."""
         path = scope["path"]
         way = get_way(scope["method"], path)
         if way is None:
@@ -129,8 +129,8 @@ class RouterProxy:
         return PassedOn(way, upstream, asked, sender)
 
     def _headers(self, scope: Scope) -> HeaderList:
-        """Returns the headers for a server: the client's, its address, the request's id, and the
-        key that the servers want.
+        """Returns the headers for the server: the client's, with its address, the request id, and
+        the servers' API key.
         """
         key = self._settings.server_api_key
         dropped = BY_THE_HOP | {ID_HEADER.lower().encode(), b"x-forwarded-for"}
@@ -147,7 +147,7 @@ class RouterProxy:
         return kept
 
     async def _pass_on(self, passed: PassedOn, scope: Scope, receive: Receive, send: Send) -> None:
-        """Asks one server after another until one has begun to answer."""
+        """Tries one server after another until one has begun to respond."""
         tried: set[int] = set()
         refusal: Response | None = None
         while len(tried) < self._settings.max_attempts:
@@ -181,7 +181,7 @@ class RouterProxy:
         await refusal(scope, receive, send)
 
     async def _place(self, passed: PassedOn, tried: set[int]) -> PlacedRequest | None:
-        """Returns the next server for a request; None where none is left."""
+        """Returns the next server for a request; None if there are no more."""
         job = passed.asked.job
         wanted = passed.asked.response_id
         if passed.way is Way.PLACED and wanted is None:
@@ -204,7 +204,7 @@ class RouterProxy:
         return None if index is None else self._placer.place_on(index, job)
 
     async def _refused(self, answer: UpstreamAnswer, placement: PlacedRequest) -> Response:
-        """Returns a refusal, for the case that no other server does better."""
+        """Returns the error response of a server, in case no other server succeeds."""
         member = placement.member
         try:
             body = await answer.rest()
@@ -217,7 +217,7 @@ class RouterProxy:
     async def _hand_on(
         self, answer: UpstreamAnswer, placement: PlacedRequest, scope: Scope, send: Send
     ) -> None:
-        """Sends an answer on as it comes."""
+        """Streams a response to the client."""
         number = str(placement.index)
         self._counts.add("requests", number, str(answer.status))
         headers = [*_passable(answer.headers), (SERVER_HEADER, number.encode())]
@@ -248,13 +248,15 @@ class RouterProxy:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _note_cached(self, data: bytes) -> None:
-        """Counts the cached tokens that an answer tells of, where it does so in one part."""
+        """Counts the cached tokens that a response reports, if a single chunk contains the
+        number.
+        """
         if b"cached_tokens" in data:
             self._counts.add("found_cached_tokens", by=sum(map(int, CACHED_TOKENS.findall(data))))
 
 
 def _asks_for_models(scope: Scope) -> bool:
-    """Tells whether a request asks for the list of models in OpenAI's form."""
+    """Returns whether a request is for OpenAI's list of models."""
     is_anthropic = any(name == b"anthropic-version" for name, _ in scope["headers"])
     return scope["method"] == "GET" and scope["path"] == "/v1/models" and not is_anthropic
 
@@ -268,7 +270,7 @@ def _decoded(headers: HeaderList) -> list[tuple[str, str]]:
 
 
 def _last_event(scope: Scope, error: Exception) -> bytes:
-    """Returns the end of a stream that an error breaks off, behind whatever has been sent."""
+    """Returns the final event of a stream that ended with an error."""
     body = get_error_format(scope)(make_fault(error))
     name, end = (b"event: error\n", b"") if body.get("type") == "error" else (b"", DONE)
     return b"\n\n" + name + b"data: " + msgspec.json.encode(body) + b"\n\n" + end

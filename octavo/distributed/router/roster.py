@@ -25,7 +25,7 @@ WAIT_S = 0.05
 
 
 class Roster:
-    """Changes who belongs to a router. Belongs to one event loop."""
+    """Changes the servers of a router. Used in one event loop."""
 
     def __init__(
         self, members: Members, router: Router, watch: Watch, settings: RouterSettings
@@ -42,7 +42,7 @@ class Roster:
         return self._settings.front
 
     async def join(self, url: str) -> int:
-        """Adds a server, or takes one back, and checks it once; returns its number."""
+        """Adds a server, or takes back a removed one, and checks it once; returns its number."""
         try:
             url = server_url(url)
         except ConfigError as error:
@@ -68,15 +68,15 @@ class Roster:
             await self._watch.begin(member)
 
     def drain(self, number: int) -> int:
-        """Gives a server no more requests."""
+        """Stops sending requests to a server."""
         member = self._member(number)
         if member.standing == "in":
             member.standing = "draining"
         return number
 
     def leave(self, number: int) -> int:
-        """Drains a server, and lets it go once it has no request, or after the time that requests
-        have when the router stops.
+        """Drains a server, and removes it when it has no requests, at the latest after the router's
+        shutdown timeout.
         """
         self.drain(number)
         if self._member(number).standing != "gone" and number not in self._leaving:

@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 
 class Way(Enum):
-    """How a request finds its server."""
+    """How the server of a request is selected."""
 
     PLACED = auto()
     """Chosen by the policy: the request asks for work."""
@@ -25,7 +25,7 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PassedRoute:
-    """A row of the table."""
+    """A forwarded route."""
 
     methods: frozenset[str]
     pattern: re.Pattern[str]
@@ -54,8 +54,8 @@ TABLE = (
 
 
 def get_way(method: str, path: str) -> Way | None:
-    """Returns how a request finds its server; None where it is not passed on, as a path that leads
-    out of what it names.
+    """Returns how the server of a request is selected; None if the path is not forwarded, for
+    example because it contains "..".
     """
     if not {".", ".."}.isdisjoint(path.split("/")):
         return None

@@ -28,7 +28,9 @@ notices = logging.getLogger(NOTICES)
 
 
 def route(urls: Sequence[str], settings: RouterSettings) -> None:
-    """Routes until SIGTERM or SIGINT; raises ConfigError for what no router can be made of."""
+    """Runs the router until SIGTERM or SIGINT; raises ConfigError for invalid servers or
+    settings.
+    """
     front = settings.front
     configure_logging(front)
     if not urls:
@@ -71,14 +73,14 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
 
 
 class RouterServer(uvicorn.Server):
-    """The server of uvicorn, which drains on a signal and then ends with exit code 0."""
+    """uvicorn's server, which drains on a signal and then exits with code 0."""
 
     def __init__(self, config: uvicorn.Config, members: Members) -> None:
         super().__init__(config)
         self._members = members
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Starts the drain; a second Ctrl-C ends it at once."""
+        """Starts to drain; a second Ctrl-C stops at once."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self._members.is_stopping = True
         self.should_exit = True

@@ -1,6 +1,7 @@
-"""The options of `octavo route`: servers, policy, health checks, and its own HTTP server.
+"""Options of `octavo route`: servers, policy, health checks, and its own HTTP server.
 
-Options in common with a server (address, keys, limits) are passed on as `ServerSettings`.
+Options that it shares with `octavo serve` (address, keys, limits) are passed on as
+`ServerSettings`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from octavo.server.settings import ServerSettings
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """All options of `octavo route` but the servers' URLs."""
+    """All options of `octavo route` except the servers' URLs."""
 
     host: str = option(
         "127.0.0.1", "Server", "Listen on this address, 0.0.0.0 for all", common=True

@@ -1,7 +1,8 @@
-"""HTTP/1.1 client of one server: a pool of connections, responses streamed part by part.
+"""HTTP/1.1 client of one server: a pool of connections with streamed responses.
 
 An asyncio protocol that parses with httptools, as the server does; docs/decisions/0037 compares it
-with httpx2. At most `MAX_AHEAD_BYTES` are buffered: a slow reader pauses the connection.
+with httpx2. At most `MAX_AHEAD_BYTES` are buffered; if the reader is slow, the connection is
+paused.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ HINT = "name each server as `octavo serve` prints it; keys go with --server-api-
 
 
 def server_url(text: str) -> str:
-    """Returns the canonical URL of a server; raises ConfigError for what is none."""
+    """Returns the canonical URL of a server; raises ConfigError if it is invalid."""
     return str(parse_server_url(text, hint=HINT))
 
 
 class UpstreamLost(Exception):
-    """A server that cannot be reached, or broke off before its answer was whole."""
+    """A server could not be reached, or the connection ended before the response was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamRequest:
-    """One request as it is sent; `headers` name neither host nor length."""
+    """A request; `headers` contain neither Host nor Content-Length."""
 
     method: str
     target: str
@@ -56,7 +57,7 @@ class UpstreamRequest:
     body: bytes = b""
 
     def encoded(self, host: bytes, prefix: str) -> bytes:
-        """Returns the message; `prefix` goes before the path."""
+        """Returns the bytes of the request; `prefix` is put before the path."""
         length = b"Content-Length: %d\r\n" % len(self.body)
         has_body = bool(self.body) or self.method not in ("GET", "HEAD", "DELETE")
         lines = [
@@ -71,9 +72,9 @@ class UpstreamRequest:
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """A connection with at most one exchange at a time.
+    """A connection with at most one request at a time.
 
-    asyncio calls the methods of its protocol, httptools those that begin with `on_`.
+    asyncio calls the protocol methods, httptools those that begin with `on_`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -107,7 +108,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Closes the connection at once; what it computes for the exchange is given up there."""
+        """Closes the connection at once, which aborts the request on the server."""
         if self._transport is not None:
             self._transport.abort()
         self.is_open = False
@@ -175,7 +176,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class UpstreamAnswer:
-    """The answer to one request, as it comes."""
+    """Response to one request while it is received."""
 
     def __init__(self, connection: UpstreamConnection, loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
@@ -194,12 +195,12 @@ class UpstreamAnswer:
         self._waiter: asyncio.Future[None] | None = None
 
     def header(self, name: bytes) -> bytes:
-        """Returns a header's value; b"" where there is none."""
+        """Returns a header's value; b"" if it is missing."""
         return next((value for known, value in self.headers if known == name), b"")
 
     async def part(self) -> bytes:
-        """Returns what has come since, once there is something; b"" at the end. Raises UpstreamLost
-        where the server broke off.
+        """Waits for data and returns everything received since the last call; b"" at the end.
+        Raises UpstreamLost if the connection was lost.
         """
         while not self._parts:
             if self.is_whole:
@@ -215,14 +216,14 @@ class UpstreamAnswer:
         return data
 
     async def begun(self) -> None:
-        """Returns once its first byte beyond the head, or its end, has come."""
+        """Waits for the first byte of the body, or for the end of the response."""
         while not (self._parts or self.is_whole):
             if self._error is not None:
                 raise self._error
             await self._change()
 
     async def rest(self) -> bytes:
-        """Returns all that has not been read; UpstreamLost where that is too much to hold."""
+        """Returns the rest of the body; raises UpstreamLost if it exceeds MAX_OWN_BYTES."""
         parts, num_bytes = [], 0
         while data := await self.part():
             parts.append(data)
@@ -232,7 +233,7 @@ class UpstreamAnswer:
         return b"".join(parts)
 
     def give_up(self, reason: str = "given up") -> None:
-        """Ends an exchange that is not whole, which aborts its work at the server."""
+        """Aborts an incomplete request, which also aborts its work on the server."""
         if not self.is_whole:
             self.is_given_up = True
             self.fail(UpstreamLost(reason))
@@ -272,7 +273,7 @@ class UpstreamAnswer:
 
 
 class UpstreamClient:
-    """The connections to one server."""
+    """Connections to one server."""
 
     def __init__(self, url: str, *, connect_timeout_s: float, api_key: str | None = None) -> None:
         address = parse_server_url(url, hint=HINT)
@@ -289,8 +290,8 @@ class UpstreamClient:
         self._waiting: set[UpstreamAnswer] = set()
 
     async def ask(self, request: UpstreamRequest) -> UpstreamAnswer:
-        """Sends a request and returns its answer once it has begun: its head and its first byte
-        behind it. Raises UpstreamLost; a connection that had gone stale is replaced first.
+        """Sends a request and returns its response after the head and the first byte of the body
+        have arrived. Raises UpstreamLost. A stale connection is replaced first.
         """
         data = request.encoded(self._authority, self._prefix)
         while (connection := self._take_idle()) is not None:
@@ -304,7 +305,7 @@ class UpstreamClient:
         return await self._begun(connection, connection.start(data))
 
     async def fetch(self, method: str, target: str, body: bytes = b"") -> tuple[int, bytes]:
-        """Asks for something on the router's own behalf; returns the status and the whole body."""
+        """Sends a request of the router itself; returns the status and the whole body."""
         headers = [(b"User-Agent", b"octavo")]
         if body:
             headers.append((b"Content-Type", b"application/json"))
@@ -318,7 +319,7 @@ class UpstreamClient:
         return answer.status, found
 
     def finish(self, answer: UpstreamAnswer) -> None:
-        """Takes back the connection of an answer that has been read, or is no longer wanted."""
+        """Releases the connection of a response that has been read or is no longer needed."""
         connection = answer.connection
         if not answer.is_whole:
             answer.give_up()
@@ -328,7 +329,7 @@ class UpstreamClient:
             connection.abort()
 
     def abort_waiting(self, reason: str) -> None:
-        """Breaks off all exchanges whose answers have not begun."""
+        """Aborts all requests whose responses have not begun."""
         for answer in list(self._waiting):
             answer.give_up(reason)
 

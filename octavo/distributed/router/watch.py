@@ -1,6 +1,4 @@
-"""What goes on beside the requests for each server of a router: its health is checked, and its KV
-events are followed.
-"""
+"""Background tasks for each server of a router: health checks and KV event feeds."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from octavo.distributed.router.settings import RouterSettings
 
 
 class Watch:
-    """The tasks of all servers. Belongs to one event loop."""
+    """Background tasks of all servers. Used in one event loop."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
@@ -25,7 +23,7 @@ class Watch:
         """Tasks by their server's identity."""
 
     async def begin(self, member: Member) -> None:
-        """Checks a server once, and then again and again for as long as it belongs."""
+        """Checks a server once, then starts its background tasks."""
         settings = self._settings
         check = HealthCheck(member, settings)
         await check.check()
@@ -38,11 +36,11 @@ class Watch:
         self._tasks[id(member)] = tasks
 
     def follows(self, member: Member) -> bool:
-        """Tells whether a server is checked again and again."""
+        """Returns whether a server has background tasks."""
         return id(member) in self._tasks
 
     async def end(self, member: Member) -> None:
-        """Ends what goes on for a server; one that is not watched is left alone."""
+        """Ends a server's background tasks, if it has any."""
         tasks = self._tasks.pop(id(member), [])
         for task in tasks:
             task.cancel()
@@ -55,7 +53,7 @@ class Watch:
 
 @asynccontextmanager
 async def watched(members: Members, settings: RouterSettings, watch: Watch) -> AsyncIterator[None]:
-    """Watches all servers for as long as the context lasts."""
+    """Monitors all servers within the context."""
     await asyncio.gather(*map(watch.begin, members))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Addresses of engines that exchange KV blocks, as options name them."""
+"""Parses the addresses of engines that exchange KV blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ MAX_PORT = 65535
 
 
 def parse_address(text: str, *, name: str) -> tuple[str, int]:
-    """Returns the host and the port of "HOST:PORT"; ConfigError names the option otherwise."""
+    """Returns host and port of "HOST:PORT"; raises ConfigError naming the option if it is
+    invalid.
+    """
     host, _, port = text.removeprefix("tcp://").rpartition(":")
     # The port above it is the blocks'.
     if not host or not port.isdecimal() or not 0 < int(port) < MAX_PORT:
@@ -24,23 +26,23 @@ def parse_address(text: str, *, name: str) -> tuple[str, int]:
 
 
 def endpoint(host: str, port: int) -> str:
-    """Returns an address as ZeroMQ writes it."""
+    """Returns an address in ZeroMQ's format."""
     return f"tcp://{host}:{port}"
 
 
 def join_endpoints(endpoints: Sequence[str]) -> str:
-    """Returns the endpoints of an engine's ranks, in the order of these, as one text."""
+    """Joins the endpoints of an engine's ranks, in rank order, to one string."""
     return ",".join(endpoints)
 
 
 def split_endpoints(text: str) -> list[str]:
-    """Returns the endpoints of an engine's ranks that `join_endpoints` has joined."""
+    """Splits a string of `join_endpoints` into the endpoints of the ranks."""
     return text.split(",")
 
 
 def check_ports(port: int, num_ranks: int, *, name: str) -> None:
-    """Raises ConfigError where the ports above an address are fewer than the ranks, whose blocks
-    they are.
+    """Raises ConfigError if there are fewer ports above the address than ranks, each of which needs
+    one.
     """
     if port + num_ranks > MAX_PORT:
         raise ConfigError(
@@ -50,7 +52,7 @@ def check_ports(port: int, num_ranks: int, *, name: str) -> None:
 
 
 def check_address(host: str, secret: str | None, *, name: str) -> None:
-    """Raises ConfigError where other machines could reach the address and no secret is set."""
+    """Raises ConfigError if other machines can reach the address and no secret is set."""
     if not is_local(host) and not secret:
         raise ConfigError(
             f"{name}: got the host {host!r}, which others may reach, and no kv_transfer_secret",
@@ -61,7 +63,7 @@ def check_address(host: str, secret: str | None, *, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnds:
-    """Says where a worker sends blocks, and how it fetches them."""
+    """Addresses at which a worker sends blocks, and how it fetches them."""
 
     fingerprint: bytes
     """Digest of everything that a block's bytes depend on."""

@@ -27,6 +27,6 @@ class BlockArena:
         return place
 
     def release(self, place: NDArray[np.uint8]) -> None:
-        """Frees a slot; later readers find other bytes."""
+        """Frees a slot; its bytes may be overwritten from now on."""
         offset = place.ctypes.data - self.memory.ctypes.data
         self._free.append(offset // self._place_bytes)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class PieceName(NamedTuple):
-    """A block's name and the endpoint of the rank that has it, or some of its heads."""
+    """Digest of a block and the endpoint of the rank that has it, or some of its heads."""
 
     block: BlockName
     source: str
@@ -63,12 +63,12 @@ class BlockReader:
         return self._num_under_way > 0
 
     def read(self, block: OfferedPiece) -> None:
-        """Requests a block, whose slot may be written until the result is taken."""
+        """Requests a block; its slot may be written until the result has been collected."""
         self._num_under_way += 1
         self._asked.put(block)
 
     def drop(self, name: PieceName) -> None:
-        """Cancels a block whose read has not begun; its result is still to be taken."""
+        """Cancels a block whose read has not begun; its result must still be collected."""
         self._dropped.add(name)
 
     def take_done(self) -> list[tuple[PieceName, bool]]:

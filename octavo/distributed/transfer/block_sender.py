@@ -1,9 +1,9 @@
 """Sender of a transfer channel: serves other engines' requests from a `SendBuffer`, leases memory
 that a mover reads, and sends the layers of blocks that are being computed.
 
-A peer requests blocks by name, often before they are computed, and waits. It wants all of this
-rank's heads, or a piece of them, which is cut when it is sent and always goes in messages. Used by
-the thread of `transfer.py`.
+A peer requests blocks by hash, often before they are computed, and waits. It requests all heads of
+this rank or a piece of them; a piece is cut out when it is sent, and always sent in messages. Used
+by the thread of `transfer.py`.
 """
 
 from __future__ import annotations
@@ -308,7 +308,9 @@ class BlockSender:
         return parts[0]
 
     def _cut(self, piece: LeavingPiece) -> list[Leaving]:
-        """Returns the messages of a piece, or that the block is absent if it was evicted."""
+        """Returns the messages of a piece, or a message that the block is absent if it was
+        evicted.
+        """
         name, ask = piece.name, piece.ask
         data = self.send_buffer.peek(name) if piece.data is None else piece.data
         self.send_buffer.end_leases(ask, [name])

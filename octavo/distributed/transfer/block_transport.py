@@ -1,8 +1,8 @@
-"""The port through which blocks' bytes are read out of another engine's memory.
+"""Interface of transports that read blocks from another engine's memory.
 
-Messages still go over ZeroMQ and say where a block lies; a mover moves the bytes past them. The
-reader alone knows when a read is over, and its slots are its own until then: nothing can land in
-them later.
+Messages over ZeroMQ contain the address of a block; a transport (mover) transfers its bytes. Only
+the reader knows when a read has finished, and its slots are reserved until then, so no late bytes
+can be written to them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RemoteBytes:
-    """Bytes in another engine's memory, and the own memory that they are read into."""
+    """Bytes in another engine's memory, and the local memory for them."""
 
     address: int
     into: NDArray[np.uint8]
@@ -31,16 +31,16 @@ class BlockTransport(Protocol):
 
     @property
     def session(self) -> str:
-        """Name by which other engines' movers reach this one."""
+        """Name by which other engines' movers connect to this one."""
         ...
 
     def register(self, memory: NDArray[np.uint8]) -> None:
-        """Makes memory known before the first transfer; it must outlive the mover."""
+        """Registers memory before the first transfer; it must outlive the mover."""
         ...
 
     def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
-        """Reads bytes of another engine, all in one batch. Yields each of them, in their order,
-        once it has come, and ends early where the others will not. One thread calls it, and waits.
+        """Reads ranges of another engine's memory in one batch. Yields each range in order after it
+        has arrived; ends early if the rest will not arrive. Blocks; called by one thread.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Sends the blocks that a step fills layer by layer while the step is computed.
 
-Each layer is copied once the step has counted its write, by the sending thread or, at the step's
-end, by the computing one. If a step fails or is computed again, the stream lacks its last layers;
-its blocks are sent as a whole later, or not at all.
+Each layer is copied after the step has counted its write, by the sending thread or, at the end of
+the step, by the computing one. If a step fails or is computed again, the stream lacks its last
+layers; its blocks are then sent as a whole later, or not at all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LayerStream:
     """The layers of one step's blocks. Two threads may use it."""
 
     def __init__(self, blocks: Sequence[StreamedBlock], layers: KvLayers) -> None:
-        """`blocks`: blocks that the step fills which begins now."""
+        """`blocks`: blocks that the starting step fills."""
         self._layers = layers
         self._step = layers.written[0] + 1
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class LayerStream:
                 self._copy()
 
     def end(self) -> None:
-        """Copies what the step has written by its end, and ends copying."""
+        """Copies the remaining layers at the end of the step, and ends copying."""
         with self._lock:
             self._copy()
             self.is_over = True

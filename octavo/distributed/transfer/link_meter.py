@@ -1,7 +1,7 @@
 """Measures the transfer rate of blocks from other engines.
 
-Each part of a block says whether another one was queued after it. If so, the time until the next
-part is that of the link; otherwise it may be the sender's, and is not counted.
+Each part of a block has a flag for whether another one was queued after it. If so, the time until
+the next part is spent on the link; otherwise it may be the sender's and is not counted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The messages between engines that exchange KV blocks, msgpack over ZeroMQ.
+"""Messages between engines that exchange KV blocks, msgpack over ZeroMQ.
 
-Two conversations. Fronts (DEALER to ROUTER): Hello, Welcome; then Prefill, which is Accepted or
-Declined and later Ended, unless it is Withdrawn. Workers (DEALER to ROUTER): WantBlocks,
-DropBlocks, HoldBlocks and TookBlocks go up; BlockPart and LayerPart (with the bytes as a second
-frame) or BlockAt, NoBlocks, StillThere and NotYours come down. A block is asked for by its name
-before it is computed, and sent when it is. Every ask has an epoch, which its answers repeat: what
-answers an older one lands nowhere.
+Frontends (DEALER to ROUTER): Hello is answered by Welcome. A Prefill is answered by Accepted or
+Declined, and an accepted one by Ended, unless it is Withdrawn first.
+
+Workers (DEALER to ROUTER): the receiver sends WantBlocks, DropBlocks, HoldBlocks and TookBlocks.
+The sender replies with BlockPart or LayerPart (with the bytes as a second frame), BlockAt,
+NoBlocks, StillThere or NotYours. A block is requested by its hash before it is computed, and sent
+afterwards. Every request has an epoch that replies repeat; replies with an older epoch are ignored.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ PART_BYTES = 512 << 10
 
 
 class Hello(msgspec.Struct, tag=True):
-    """First message of an engine that wants its prompts computed."""
+    """First message of an engine that requests remote prefill."""
 
     facts: dict[str, str]
     """Everything that a block's bytes depend on, by name."""
 
 
 class Welcome(msgspec.Struct, tag=True):
-    """Answer to a Hello."""
+    """Reply to a Hello."""
 
     facts: dict[str, str]
     endpoint: str
@@ -39,7 +40,7 @@ class Welcome(msgspec.Struct, tag=True):
 
 
 class Prefill(msgspec.Struct, tag=True):
-    """Asks for a prompt to be computed, so that its blocks can be fetched."""
+    """Request to compute a prompt, so that its blocks can be fetched."""
 
     request_id: str
     token_ids: list[int]
@@ -49,26 +50,26 @@ class Prefill(msgspec.Struct, tag=True):
 
 
 class Withdrawn(msgspec.Struct, tag=True):
-    """Says that a prompt is not wanted any more."""
+    """A prompt is no longer needed."""
 
     request_id: str
 
 
 class Accepted(msgspec.Struct, tag=True):
-    """Answer to a Prefill that is queued."""
+    """Reply to a Prefill that was queued."""
 
     request_id: str
 
 
 class Declined(msgspec.Struct, tag=True):
-    """Answer to a Prefill that is not."""
+    """Reply to a Prefill that was rejected."""
 
     request_id: str
     reason: str
 
 
 class Ended(msgspec.Struct, tag=True):
-    """End of an accepted Prefill."""
+    """An accepted Prefill has finished or failed."""
 
     request_id: str
     num_cached_tokens: int
@@ -76,7 +77,7 @@ class Ended(msgspec.Struct, tag=True):
 
 
 class WantedBlock(msgspec.Struct, array_like=True):
-    """A block that is asked for."""
+    """A requested block."""
 
     group: int
     key: BlockKey
@@ -87,7 +88,7 @@ class WantedBlock(msgspec.Struct, array_like=True):
 
 
 class WantBlocks(msgspec.Struct, tag=True):
-    """Asks for blocks, in the order in which they are needed."""
+    """Request for blocks, in the order in which they are needed."""
 
     fingerprint: bytes
     blocks: list[WantedBlock]
@@ -101,13 +102,13 @@ class WantBlocks(msgspec.Struct, tag=True):
 
 
 class DropBlocks(msgspec.Struct, tag=True):
-    """Blocks that are not waited for any more."""
+    """Blocks that are no longer needed."""
 
     names: list[BlockName]
 
 
 class HoldBlocks(msgspec.Struct, tag=True):
-    """Blocks at a BlockAt that are still to be read: their leases begin again."""
+    """Renews the leases of blocks of a BlockAt that are still to be read."""
 
     names: list[BlockName]
     epoch: int
@@ -115,7 +116,7 @@ class HoldBlocks(msgspec.Struct, tag=True):
 
 
 class TookBlocks(msgspec.Struct, tag=True):
-    """Blocks at a BlockAt that the sender of this has read, or will not: their leases end."""
+    """Ends the leases of blocks of a BlockAt that have been read or will not be."""
 
     names: list[BlockName]
     epoch: int
@@ -123,7 +124,7 @@ class TookBlocks(msgspec.Struct, tag=True):
 
 
 class BlockPart(msgspec.Struct, tag=True):
-    """Some bytes of a block, which come as the message's second frame."""
+    """Some bytes of a block, in the message's second frame."""
 
     name: BlockName
     num_bytes: int
@@ -139,8 +140,8 @@ class BlockPart(msgspec.Struct, tag=True):
 
 
 class LayerPart(msgspec.Struct, tag=True):
-    """One layer of some blocks of one cache group, which comes as the message's second frame: each
-    block's bytes, one block after the other. Sent while later layers are still computed.
+    """One layer of some blocks of one cache group, in the message's second frame: each block's
+    bytes, one block after the other. Sent while later layers are still computed.
     """
 
     names: list[BlockName]
@@ -155,7 +156,7 @@ class LayerPart(msgspec.Struct, tag=True):
 
 
 class BlockAt(msgspec.Struct, tag=True):
-    """A block that the receiver may read out of the sender's memory, past these messages."""
+    """Address of a block that the receiver may read from the sender's memory."""
 
     name: BlockName
     session: str
@@ -169,7 +170,7 @@ class BlockAt(msgspec.Struct, tag=True):
 
 
 class NoBlocks(msgspec.Struct, tag=True):
-    """Blocks that will not come."""
+    """Blocks that will not be sent."""
 
     names: list[BlockName]
     epoch: int
@@ -177,11 +178,11 @@ class NoBlocks(msgspec.Struct, tag=True):
 
 
 class StillThere(msgspec.Struct, tag=True):
-    """Sign of life while blocks are waited for."""
+    """Keep-alive while the receiver waits for blocks."""
 
 
 class NotYours(msgspec.Struct, tag=True):
-    """Answer to a WantBlocks of an engine whose blocks have other bytes."""
+    """Reply to a WantBlocks of an engine whose blocks have a different layout."""
 
     reason: str
 

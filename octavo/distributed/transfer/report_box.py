@@ -2,7 +2,7 @@
 
 Every rank transfers its own part of a block. A block counts as received, or stored, when all ranks
 report it; it has failed when all ranks have reported and one has failed. A rank that dies ends the
-engine, so no report is waited for in vain.
+engine, so every pending report arrives.
 """
 
 from __future__ import annotations

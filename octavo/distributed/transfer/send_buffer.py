@@ -1,8 +1,8 @@
-"""Send buffer: KV blocks that other engines may fetch, and the peers waiting for blocks to come.
+"""Send buffer: KV blocks that other engines may fetch, and the peers waiting for blocks.
 
 A lease keeps a block until it is fetched. A peer that reads a block directly from this engine's
-memory also holds a lease, which it renews or ends; it expires if nothing is heard of the peer.
-Blocks without a lease are evicted in LRU order. Times are arguments, and `block_sender.py` owns the
+memory also holds a lease, which it renews or ends; the lease expires if the peer is silent. Blocks
+without a lease are evicted in LRU order. Times are arguments, and `block_sender.py` owns the
 sockets.
 """
 
@@ -199,7 +199,7 @@ class SendBuffer:
         return self.waiting(name)
 
     def is_absent(self, name: BlockName, now: float) -> bool:
-        """Returns whether a block is known not to come."""
+        """Returns whether a block is known to be unavailable."""
         return self._absent.get(name, now) > now
 
     def drop(self, peer: bytes, names: Iterable[BlockName]) -> None:
@@ -208,7 +208,7 @@ class SendBuffer:
             self._keep_waits(name, [w for w in self._waits.get(name, ()) if w.ask.peer != peer])
 
     def expire(self, now: float) -> None:
-        """Ends the waits that timed out; their peers have given up as well."""
+        """Ends the waits that timed out; their peers have timed out as well."""
         for name, waits in list(self._waits.items()):
             self._keep_waits(name, [wait for wait in waits if wait.until > now])
 

@@ -36,7 +36,7 @@ class SocketMover:
     """Implements `block_transport.BlockTransport`."""
 
     def __init__(self, host: str | None) -> None:
-        """`host` is the address at which others read; None: this engine only reads."""
+        """`host`: address at which others read; None: this engine only reads."""
         self._server = None if host is None else MemoryServer(host)
         self._connections: dict[str, socket.socket] = {}
         """Connections to other engines, by their sessions."""

@@ -1,12 +1,12 @@
 """Worker half of a connector to other engines: blocks in slots of host memory, sent and fetched
 over ZeroMQ.
 
-Owns the slots' memory and one thread, which has all sockets. A block is requested by name, often
-before it is computed: the computing engine sends it once its scheduler half has saved it, and
-blocks of a prompt's last step layer by layer, while the step writes them. Bytes are written to
+Owns the slots' memory and one thread, which has all sockets. A block is requested by its hash,
+often before it is computed: the computing engine sends it after its scheduler half has saved it,
+and blocks of a prompt's last step layer by layer, while the step writes them. Bytes are written to
 memory that the fetching side reserves until it has reported the outcome, so late bytes cannot be
-written elsewhere. Any failure is a miss: the prompt is computed here. With several ranks, each has
-a worker for its own heads.
+written elsewhere. A failure is a miss: the prompt is computed here. With several ranks, each has a
+worker for its own heads.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TransferWorker:
         heads: KVHeadPartition | None = None,
         reports: Reports | None = None,
     ) -> None:
-        """`mover`: reads whole blocks from other engines' memory; without one they come in
+        """`mover`: reads whole blocks from other engines' memory; without it they arrive in
         messages, as layers always do. `heads`: KV heads of this rank, by default all. `reports`:
         receives this rank's reports, by default its own `ReportBox`.
         """

@@ -1,8 +1,8 @@
-"""The protocol by which a frontend reaches an engine core, and the commands that cross to it.
+"""Protocol between a frontend and an engine core, and the commands that it sends.
 
-Knows requests and outputs, and no text. Where the core runs is the implementation's business:
-`in_process.py` calls it directly, `process.py` talks to a process of its own, `supervised.py`
-replaces such a process when it hangs or dies, `fleet.py` has several of these.
+Knows requests and outputs, not text. Implementations: `in_process.py` calls the core directly,
+`process.py` runs it in a process of its own, `supervised.py` replaces that process if it hangs or
+dies, and `fleet.py` distributes requests over several cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.engine.protocol.view import EngineView
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Facts of a model that its clients may be told."""
+    """Facts about the model that clients may see."""
 
     family: str = ""
     """Hugging Face's model_type."""
@@ -34,7 +34,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct):
-    """Facts that a frontend needs of a core that has started."""
+    """Facts about a started core that the frontend needs."""
 
     vocab_size: int
     max_model_len: int
@@ -61,13 +61,13 @@ class EngineClient(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Reason why nothing is computed at the moment though the engine is to go on; "" if all is
-        well.
+        """Reason why nothing is computed at the moment, although the engine will recover; "" if it
+        is healthy.
         """
         ...
 
     def add(self, requests: list[EngineRequest]) -> None:
-        """Hands all requests to the core, or none: raises InvalidRequest if one cannot be sent."""
+        """Sends all requests to the core, or none: raises InvalidRequest if one cannot be sent."""
         ...
 
     def abort(self, request_ids: list[str]) -> None:
@@ -79,20 +79,20 @@ class EngineClient(Protocol):
         ...
 
     def watch(self, period_s: float) -> None:
-        """Has the core add a view to its outputs every `period_s` seconds while it computes; 0
-        ends it.
+        """Makes the core add a view to its outputs every `period_s` seconds while it computes; 0
+        stops it.
         """
         ...
 
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
-        """Returns the outputs of the next step; blocks, without using the CPU, if there is no work.
+        """Returns the outputs of the next step; blocks without using the CPU if there is no work.
 
-        Returns None when the time is up or the client is closed.
+        Returns None after a timeout or if the client is closed.
         """
         ...
 
     def query(self, query: Query) -> QueryAnswer:
-        """Returns the core's answer; raises InvalidRequest if the sender is at fault."""
+        """Returns the core's reply; raises InvalidRequest if the query is invalid."""
         ...
 
     def close(self) -> None:
@@ -101,13 +101,13 @@ class EngineClient(Protocol):
 
 
 class AddRequests(msgspec.Struct, tag=True):
-    """Command: take these requests in."""
+    """Command: add these requests."""
 
     requests: list[EngineRequest]
 
 
 class AbortRequests(msgspec.Struct, tag=True):
-    """Command: end these requests early."""
+    """Command: abort these requests."""
 
     request_ids: list[str]
 
@@ -133,19 +133,19 @@ class RunQuery(msgspec.Struct, tag=True):
 
 
 class CloseCore(msgspec.Struct, tag=True):
-    """Command: end."""
+    """Command: shut down."""
 
 
 Command = AddRequests | AbortRequests | ChangeRequests | WatchEngine | RunQuery | CloseCore
 
 
 def as_number(answer: QueryAnswer) -> int:
-    """Returns the answer to a query for a number."""
+    """Returns the reply to a query whose result is a number."""
     assert isinstance(answer, int), "this query is answered with a number"
     return answer
 
 
 def as_view(answer: QueryAnswer) -> EngineView:
-    """Returns the answer to ViewEngine."""
+    """Returns the reply to ViewEngine."""
     assert isinstance(answer, EngineView), "this query is answered with a view"
     return answer

@@ -1,7 +1,8 @@
-"""The core's own process: builds a core, reports its loading, then turns commands into steps.
+"""Main module of the core's process: builds a core, reports its loading, then runs steps and
+commands.
 
 Started by `process.py` with two ZeroMQ endpoints and the heartbeat page. Blocks on its socket while
-there is no work; ends by itself when the frontend's process does.
+there is no work, and exits when the frontend's process exits.
 """
 
 from __future__ import annotations
@@ -126,9 +127,9 @@ class CoreLoop:
             core.close()
 
     def _take_commands(self, core: EngineCore, heartbeat: HeartbeatThread) -> bool:
-        """Applies all commands that have come, and blocks for one while there is no work.
+        """Applies all received commands; blocks until there is one if there is no work.
 
-        Returns False when it is time to end.
+        Returns False if the process should exit.
         """
         while not (core.has_work or self._is_called) or self._commands.poll(self._pause_ms(core)):
             if not core.has_work:
@@ -154,11 +155,11 @@ class CoreLoop:
 
     @property
     def _is_called(self) -> bool:
-        """Whether another engine has begun a step that this one has to take part in."""
+        """Whether another engine has begun a step in which this one must take part."""
         return self._sharer is not None and self._sharer.is_behind
 
     def _take_part(self, core: EngineCore) -> None:
-        """Computes an empty step in a core without work of its own."""
+        """Computes a dummy step if the core has no work of its own."""
         outputs = core.step()
         if outputs.outputs or outputs.block_events:
             self.send(Stepped(outputs))
@@ -170,7 +171,7 @@ class CoreLoop:
         self._tell_self(CalledToStep())
 
     def _tell_self(self, message: ExecutorLost | CalledToStep) -> None:
-        """Wakes a loop that blocks for commands; called by another thread."""
+        """Wakes the loop if it blocks for commands; called by another thread."""
         with self._commands.context.socket(zmq.PUSH) as own:
             own.connect(OWN_COMMANDS)
             own.send(msgspec.msgpack.encode(message))

@@ -1,7 +1,7 @@
-"""Several cores behind one front: each request is computed by one of them, chosen by a policy.
+"""Several cores behind one frontend; a routing policy chooses the core of each request.
 
-A core that dies is replaced by its own client; requests that are not to blame for its death go on
-in another core. Draws depend on nothing but the request, so where it is computed never shows.
+A core that dies is replaced by its own client. Requests that did not cause the failure continue in
+another core: sampling depends only on the request, so its tokens are the same in every core.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FleetClient:
 
     @property
     def trouble(self) -> str:
-        """Reason why no core computes; "" as long as one does."""
+        """Reason why no core computes; "" if at least one does."""
         troubles = [client.trouble for client in self._clients]
         return troubles[0] if all(troubles) else ""
 
@@ -82,7 +82,7 @@ class FleetClient:
         return [client.pid for client in self._clients]
 
     def wait_until_ready(self, report: Report) -> EngineInfo:
-        """Passes on what the cores say of their loading, and returns when all are ready."""
+        """Forwards the cores' loading progress, and returns when all are ready."""
         infos = self._infos(report)
         smallest = min(infos, key=lambda info: info.kv_capacity_tokens)
         self.info = msgspec.structs.replace(
@@ -99,8 +99,8 @@ class FleetClient:
         return self.info
 
     def _infos(self, report: Report) -> list[EngineInfo]:
-        """Returns what each core says of itself once it is ready. Where one ends because of
-        another's end, that one's reason is raised.
+        """Returns the EngineInfo of each core once it is ready. If one core ended because another
+        did, the other's error is raised.
         """
         infos: list[EngineInfo] = []
         by_peer: PeerEngineDead | None = None
@@ -116,7 +116,7 @@ class FleetClient:
     # -- requests ----------------------------------------------------------------------------------
 
     def add(self, requests: list[EngineRequest]) -> None:
-        """Hands all requests to one core if they share their prompt's blocks."""
+        """Sends all requests to one core if they share their prompt's blocks."""
         if not requests:
             return
         job = self._job(requests[0])
@@ -179,7 +179,9 @@ class FleetClient:
         return int(all(done))
 
     def _most_pinned(self, pin: Pin) -> int:
-        """Pins the prompt in every core that holds it; returns the most tokens that one pinned."""
+        """Pins the prompt in every core that has cached it; returns the maximum number of tokens
+        that a core pinned.
+        """
         pinned, refusals = [], []
         for client in self._clients:
             try:
@@ -213,18 +215,18 @@ class FleetClient:
         return RoutingJob(len(tokens), names, self._block_size, session)
 
     def _index_for(self, request: EngineRequest, job: RoutingJob) -> int:
-        """Returns the core for a request: a fork goes to the one that has its parent's blocks."""
+        """Returns the core for a request: a fork goes to the core that has its parent's blocks."""
         parent = self._owners.get(request.fork_of or "")
         if parent is not None and not self._clients[parent].trouble:
             return parent
         return self._router.choose(job, self._well() or range(len(self._clients)), time.monotonic())
 
     def _well(self) -> list[int]:
-        """Returns the cores that compute now."""
+        """Returns the cores that are running."""
         return [index for index, client in enumerate(self._clients) if not client.trouble]
 
     def _place(self, requests: list[EngineRequest], job: RoutingJob, index: int) -> None:
-        """Sends the requests of one prompt to a core; called with the lock held."""
+        """Sends the requests of one prompt to a core; the caller holds the lock."""
         self._clients[index].add(requests)
         now = time.monotonic()
         for request in requests:
@@ -240,7 +242,7 @@ class FleetClient:
         return found
 
     def _read(self, index: int) -> None:
-        """Receives what one core yields until it is closed: the loop of a thread."""
+        """Receives a core's outputs until it is closed; runs in a thread."""
         client = self._clients[index]
         while not self._closing:
             try:
@@ -254,7 +256,7 @@ class FleetClient:
                 self._move_on(index)
 
     def _taken(self, index: int, step: CoreOutputs) -> CoreOutputs:
-        """Notes what a core yielded; returns it as the fleet's."""
+        """Updates the routing state from a core's outputs; returns them with the fleet's totals."""
         now = time.monotonic()
         with self._lock:
             for output in step.outputs:
@@ -269,7 +271,7 @@ class FleetClient:
             return msgspec.structs.replace(step, stats=stats, view=view, engine=index)
 
     def _move_on(self, index: int) -> None:
-        """Moves requests of a core that is being replaced to other cores."""
+        """Moves the requests of a core that is being replaced to other cores."""
         with self._lock:
             self._router.targets[index].cached.clear()
             well = self._well()  # one that ends now keeps its requests for its successor
@@ -285,14 +287,14 @@ def _prefixed(report: Report, index: int) -> Callable[[str], None]:
 
 
 class FleetView:
-    """Joins views: the requests of all cores, and each core's block maps after the one before."""
+    """Merges the views of all cores: requests, and block maps in the order of the cores."""
 
     def __init__(self, num_engines: int) -> None:
         self._newest: list[EngineView | None] = [None] * num_engines
 
     def joined(self, newer: Mapping[int, EngineView]) -> EngineView:
-        """Adds at least one newer view and merges all. Of the steps, those of the newer
-        views alone are in it.
+        """Adds at least one newer view and merges all of them; steps are taken from the newer views
+        only.
         """
         for index, view in newer.items():
             self._newest[index] = view

@@ -1,9 +1,9 @@
-"""The heartbeat of the core: a shared page of memory, which the frontend can read even if the core
-hangs or has died.
+"""Heartbeat of the core: a page of shared memory that the frontend can read even if the core hangs
+or has died.
 
-The core names the requests of a step before it computes them, and increments a counter with each
-step, and within a long step whenever the executor has made progress. How long the counter may stand
-still is the reader's business (`watchdog.py`).
+The core writes the ids of a step's requests before it computes them. It increments a counter with
+each step, and during a long step whenever the executor has made progress. The reader decides how
+long the counter may stay unchanged (`watchdog.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEARTBEAT_INTERVAL_S = 0.25
 class HeartbeatPage:
     """The shared page, written by the core's process and read by the frontend's.
 
-    `fd` is a file of PAGE_BYTES; each process maps it for itself.
+    `fd` is a file of PAGE_BYTES, which each process maps.
     """
 
     def __init__(self, fd: int) -> None:
@@ -48,7 +48,7 @@ class HeartbeatPage:
         self._set_number(0, self.beats + 1)
 
     def begin_step(self, request_ids: Sequence[str]) -> None:
-        """Names the requests of a step that starts; leaves all names out if they do not fit."""
+        """Writes the ids of the requests of a starting step; none if they do not fit."""
         names = msgspec.msgpack.encode(request_ids)
         if len(names) > PAGE_BYTES - NAMES_AT:
             names = b""
@@ -75,7 +75,7 @@ class HeartbeatPage:
 
 
 class MonitoredExecutor:
-    """An executor that notes each step on the heartbeat page while it is computed.
+    """Executor that records each step on the heartbeat page while it is computed.
 
     Implements `ports.AsyncExecutor` and `ports.DecodingExecutor` if the wrapped executor does.
     """
@@ -136,7 +136,7 @@ class MonitoredExecutor:
 
 @dataclass(frozen=True, slots=True)
 class MonitoredStep:
-    """A launched step that leaves the heartbeat page when its result is taken.
+    """A launched step, removed from the heartbeat page when its result is received.
 
     Implements `ports.Launched`.
     """
@@ -157,7 +157,7 @@ def _get_requests(plan: StepPlan) -> list[str]:
 
 
 class HeartbeatThread:
-    """A thread that beats for a long step as long as its executor makes progress.
+    """Thread that increments the counter during a long step as long as its executor makes progress.
 
     It sleeps while there is no work.
     """
@@ -171,11 +171,11 @@ class HeartbeatThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Starts the periodic checks: there is work."""
+        """Starts the periodic checks when there is work."""
         self._busy.set()
 
     def rest(self) -> None:
-        """Stops the periodic checks: there is no work."""
+        """Stops the periodic checks when there is no work."""
         self._busy.clear()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""A core in this process, called directly: each `receive` is a step.
+"""Client of a core in the same process: each `receive` computes a step.
 
-Used by `LLM` and tests. A core that hangs hangs its caller, so it cannot be replaced.
+Used by `LLM` and by tests. If the core hangs, the caller hangs too, so the core cannot be replaced.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class InProcessClient:
         return answer
 
     def close(self) -> None:
-        """Closes the core, and ends a `receive` that waits."""
+        """Closes the core, and ends a blocked `receive`."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -87,14 +87,14 @@ class InProcessClient:
         self._arrival.set()
 
     def _await_commands(self, timeout_s: float | None) -> None:
-        """Waits for a command, at most the time that is given, and applies all that have come."""
+        """Waits for a command, at most for the given time, and applies all received commands."""
         self._arrival.wait(timeout_s)
         self._arrival.clear()
         with self._lock:
             self._apply_commands()
 
     def _apply_commands(self) -> None:
-        """Applies the commands that have come, in their order; called under the lock."""
+        """Applies the received commands in order; the caller holds the lock."""
         with contextlib.suppress(queue.Empty):
             while True:
                 apply_command(self.core, self._inbox.get_nowait())

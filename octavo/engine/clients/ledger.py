@@ -1,6 +1,6 @@
-"""What a frontend has sent and got back, kept so that a new core can be told where each request is.
+"""Records the unfinished requests and their outputs so far, so that a new core can resume them.
 
-Owned by `supervised.py`, whose lock guards it against the threads that add and abort.
+Owned by `supervised.py`, whose lock protects it against concurrent adds and aborts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.engine.protocol.stats import COUNTS, EngineStats
 
 @dataclass(slots=True)
 class UnfinishedRequest:
-    """A request, and what it has yielded so far."""
+    """A request and its output so far."""
 
     request: EngineRequest
     token_ids: list[int] = field(default_factory=list)
@@ -27,13 +27,13 @@ class UnfinishedRequest:
     aborted: bool = False
 
     def take(self, output: EngineOutput) -> None:
-        """Notes what a step yielded."""
+        """Records the outputs of a step."""
         self.token_ids += output.token_ids
         if output.mirostat_mu is not None:
             self.mirostat_mu = output.mirostat_mu
 
     def resumed(self, *, one_token: bool = False) -> EngineRequest:
-        """Returns it as a core that has never heard of it takes it in."""
+        """Returns the request as a new core must receive it in order to resume it."""
         told: dict[str, Any] = {}
         if self.token_ids:
             told = {"output_token_ids": list(self.token_ids), "fork_of": None}
@@ -42,7 +42,7 @@ class UnfinishedRequest:
 
 
 class RequestLedger:
-    """All unfinished requests by id, and how many were ever sent."""
+    """All unfinished requests by id, and the number of requests ever sent."""
 
     def __init__(self) -> None:
         self.unfinished: dict[str, UnfinishedRequest] = {}
@@ -55,8 +55,8 @@ class RequestLedger:
             self._num_sent_tokens += len(request.prompt_token_ids)
 
     def give_up(self, request_id: str) -> EngineRequest:
-        """Removes an unfinished request as if it had never been sent; returns it as another core
-        takes it in.
+        """Removes an unfinished request as if it had never been sent; returns it in the form in
+        which another core resumes it.
         """
         given = self.unfinished.pop(request_id)
         self._num_sent -= 1
@@ -64,7 +64,7 @@ class RequestLedger:
         return msgspec.structs.replace(given.resumed(), fork_of=None)
 
     def change(self, changes: Iterable[RequestChange]) -> None:
-        """Notes how unfinished requests were changed, for a core that resumes them."""
+        """Records changes of unfinished requests, for a core that resumes them."""
         for change in changes:
             found = self.unfinished.get(change.request_id)
             if found is not None:
@@ -79,9 +79,9 @@ class RequestLedger:
         return [name for name, request in self.unfinished.items() if request.aborted]
 
     def counts(self, stats: EngineStats) -> EngineStats:
-        """Returns the counts of `stats` as if no core had been told of the unfinished requests.
+        """Returns the counts of `stats` without the unfinished requests.
 
-        The next core will count them when it takes them in.
+        The next core counts them again when it resumes them.
         """
         tokens = sum(len(one.request.prompt_token_ids) for one in self.unfinished.values())
         added = {

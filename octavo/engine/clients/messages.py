@@ -1,6 +1,6 @@
-"""The messages between a core's own process and its front, beside the commands of `client.py`.
+"""Messages between the core's process and the frontend, besides the commands in `client.py`.
 
-All are msgpack over ZeroMQ. The front sends a CoreSetup and then commands; the core replies.
+All are msgpack over ZeroMQ. The frontend sends a CoreSetup, then commands; the core replies.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Connected(msgspec.Struct, tag=True):
 
 
 class LoadProgress(msgspec.Struct, tag=True):
-    """A line about the loading of the model."""
+    """A line of loading progress."""
 
     text: str
 
 
 class CoreReady(msgspec.Struct, tag=True):
-    """The model is loaded; requests are computed from now on."""
+    """The model is loaded and the core accepts requests."""
 
     info: EngineInfo
 
 
 class Stepped(msgspec.Struct, tag=True):
-    """Outputs of a step, or of a part of one."""
+    """Outputs of a step, or part of them."""
 
     outputs: CoreOutputs
 
@@ -64,14 +64,14 @@ Reply = Connected | LoadProgress | CoreReady | ChildFailed | Stepped | QueryResu
 
 
 class ExecutorLost(msgspec.Struct, tag=True):
-    """A message of the core's process to itself, from another thread: the executor has ended."""
+    """Sent by another thread of the core's process to its main loop: the executor has ended."""
 
     error: ChildFailed
 
 
 class CalledToStep(msgspec.Struct, tag=True):
-    """A message of the core's process to itself, from another thread: another engine has begun a
-    step in which this one has to take part.
+    """Sent by another thread of the core's process to its main loop: another engine has begun a
+    step in which this one must take part.
     """
 
 
@@ -79,11 +79,11 @@ _decoder = msgspec.msgpack.Decoder(Command)
 
 
 def encode_requests(requests: list[EngineRequest]) -> bytes:
-    """Returns the AddRequests command as bytes that a core can read.
+    """Returns the encoded AddRequests command.
 
     Raises InvalidRequest if a value does not fit the wire format, such as an integer of more than
-    64 bits. All fields but the prompt, whose tokens the frontend has checked, are read back as the
-    core will read them: a request that it could not read would end it.
+    64 bits. The encoded fields are decoded again as a check, except the prompt, whose tokens the
+    frontend has validated: a request that the core cannot decode would end it.
     """
     try:
         data = msgspec.msgpack.encode(AddRequests(requests))

@@ -1,8 +1,8 @@
-"""A core in a process of its own, reached over ZeroMQ: starts it, sends commands, receives outputs,
-and says clearly when it has died.
+"""Client of a core in a separate process: starts it, sends commands and receives outputs over
+ZeroMQ, and detects its death.
 
-Death is noticed at once through a pipe that only the child holds open for writing. What is done
-about it is the business of `supervised.py`.
+Death is detected immediately through a pipe whose write end only the child holds. `supervised.py`
+decides what to do about it.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ LAST_WORDS_MS = 200
 
 
 class ProcessClient:
-    """An EngineClient that starts a core's process at once.
+    """An EngineClient that starts a core process in its constructor.
 
-    `wait_until_ready` must return before the first request. Once the process has ended `receive`
-    raises EngineDead.
+    Call `wait_until_ready` before the first request. After the process has ended, `receive` raises
+    EngineDead.
     """
 
     info: EngineInfo
@@ -74,8 +74,8 @@ class ProcessClient:
         place: Sequence[int] = (),
         inherited: Sequence[int] = (),
     ) -> None:
-        """`build` names the function ("module:function") that builds the core in the child, which
-        has the `inherited` descriptors; it is given the `place`, where there is one.
+        """`build` is the function ("module:function") that builds the core in the child process.
+        The child inherits the descriptors `inherited`; `place`, if given, is passed to `build`.
         """
         self._inherited = inherited
         self._sending = threading.Lock()
@@ -116,9 +116,9 @@ class ProcessClient:
         return self._process.pid
 
     def wait_until_ready(self, report: Report) -> EngineInfo:
-        """Passes on what the core says of its loading, and returns when it is ready.
+        """Forwards the core's loading progress, and returns when it is ready.
 
-        An error that keeps it from starting is raised as its own kind.
+        An error that prevents the core from starting is raised with its own type.
         """
         try:
             while True:
@@ -137,7 +137,7 @@ class ProcessClient:
         self.add_encoded(encode_requests(requests))
 
     def add_encoded(self, requests: bytes) -> None:
-        """Does what `add` does, with the result of `encode_requests`."""
+        """Like `add`, with the result of `encode_requests`."""
         self._send(requests)
 
     def abort(self, request_ids: list[str]) -> None:
@@ -150,7 +150,7 @@ class ProcessClient:
         self._command(WatchEngine(period_s))
 
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
-        """Returns what the core sends next; raises EngineDead once the process has ended."""
+        """Returns the next outputs of the core; raises EngineDead if the process has ended."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             reply = self._next(None if end is None else max(0.0, end - time.monotonic()))
@@ -162,7 +162,7 @@ class ProcessClient:
                 return None
 
     def query(self, query: Query) -> QueryAnswer:
-        """Does what the protocol says; another thread must be in `receive`."""
+        """Implements `EngineClient.query`; another thread must be in `receive`."""
         with self._querying:
             self._num_queries += 1
             self._command(RunQuery(self._num_queries, query))
@@ -172,7 +172,9 @@ class ProcessClient:
         return result.value
 
     def kill(self) -> list[CoreOutputs]:
-        """Ends a process that hangs or has died, and the client; returns its last outputs."""
+        """Kills a process that hangs or has died, and closes the client; returns the last
+        outputs.
+        """
         self._process.kill()
         self._process.wait()
         last = []
@@ -183,7 +185,7 @@ class ProcessClient:
         return last
 
     def close(self) -> None:
-        """Ends the process; a `receive` that blocks returns None, and so does every later one."""
+        """Ends the process; a blocked `receive` returns None, as do all later calls."""
         if self._closing:
             return
         self._closing = True
@@ -219,7 +221,7 @@ class ProcessClient:
                 self._commands.send(message)
 
     def _await_result(self, number: int) -> QueryResult:
-        """Returns the answer to this query, passing over answers to queries that timed out."""
+        """Returns the reply to this query; skips replies to queries that have timed out."""
         end = time.monotonic() + ANSWER_S
         try:
             while (
@@ -233,7 +235,7 @@ class ProcessClient:
         raise Unavailable("the engine ended before it answered")
 
     def _next(self, timeout_s: float | None) -> Reply | None:
-        """Returns the next reply; None when the time is up or the client is closed."""
+        """Returns the next message; None after a timeout or if the client is closed."""
         with self._receiving:
             if self._closing:
                 return None

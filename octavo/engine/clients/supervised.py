@@ -1,9 +1,9 @@
-"""A core process that is replaced when it hangs or dies: a request that is to blame fails, all
-others go on where they were.
+"""Replaces a core process that hangs or dies. Only the request that caused the failure fails; all
+others continue.
 
-Remembers what every unfinished request has yielded, so that a new core can be told. A native call
-that hangs cannot be ended from inside its process, so the process is. A request's draws depend on
-nothing but the request, so the new core continues it bit for bit.
+Records the output of every unfinished request, so that a new core can resume it. A native call that
+hangs cannot be interrupted within its process, so the whole process is killed. Sampling depends
+only on the request, so the new core continues with the same tokens, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECOVERY_INTERVAL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class CoreFailure:
-    """The end of a core that was not told to end."""
+    """Unexpected end of a core process."""
 
     reason: str
     hung: bool = False
@@ -52,10 +52,10 @@ class CoreFailure:
 
 
 class SupervisedClient:
-    """An EngineClient over a core process that it replaces as often as needed.
+    """An EngineClient over a core process, which it replaces as often as needed.
 
-    `wait_until_ready` must return before the first request. The core that it starts first may fail
-    to start; `wait_until_ready` then raises why.
+    Call `wait_until_ready` before the first request; it raises the error if the first core cannot
+    start.
     """
 
     info: EngineInfo
@@ -68,8 +68,9 @@ class SupervisedClient:
         report: Report,
         shares_steps: bool = False,
     ) -> None:
-        """`report` is told of every replacement; with `stall_timeout_s` 0 a hang is not noticed.
-        `shares_steps`: a hang may be another core's, for which this one waits.
+        """`report` is called for every replacement. With `stall_timeout_s` 0, hangs are not
+        detected. `shares_steps`: this core waits for other cores in each step, so it may stall
+        because another one hangs.
         """
         self._shares_steps = shares_steps
         self.trouble = ""
@@ -99,7 +100,7 @@ class SupervisedClient:
         return self._core.pid
 
     def wait_until_ready(self, report: Report) -> EngineInfo:
-        """Passes on what the first core says of its loading, and returns when it is ready."""
+        """Forwards the first core's loading progress, and returns when it is ready."""
         self.info = self._core.wait_until_ready(report)
         self._backoff.note_ready(time.monotonic())
         return self.info
@@ -112,7 +113,9 @@ class SupervisedClient:
                 self._core.add_encoded(encoded)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Ends requests; one that the core has not been told of yet is told, then ended there."""
+        """Aborts requests. One that has not been resumed by the new core yet is sent to it first,
+        then aborted there.
+        """
         with self._lock:
             for request_id in request_ids:
                 # The thread that receives may end it at any moment.
@@ -127,7 +130,9 @@ class SupervisedClient:
         self._wake.set()
 
     def change(self, changes: list[RequestChange]) -> None:
-        """Changes requests; one that the core has not been told of yet is told with the change."""
+        """Changes requests. One that has not been resumed by the new core yet is sent with the
+        change.
+        """
         with self._lock:
             self._ledger.change(changes)
             if self._restart_at is None:
@@ -156,10 +161,10 @@ class SupervisedClient:
         return self._core.query(query)
 
     def hand_over(self) -> list[EngineRequest]:
-        """Removes and returns the unfinished requests that another client may take.
+        """Removes and returns the unfinished requests that another client may compute.
 
-        There are such requests only while a core is being replaced: those under no suspicion, and
-        all of them where a core could not even start, which no request is to blame for.
+        There are such requests only while the core is being replaced: those that are not suspects,
+        or all of them if the core could not start, which no request can have caused.
         """
         with self._lock:
             if not self._trying:
@@ -187,7 +192,7 @@ class SupervisedClient:
     # -- a core that works -------------------------------------------------------------------------
 
     def _receive_once(self, timeout_s: float) -> CoreOutputs | None:
-        """Returns the next outputs; None if there are none within the time."""
+        """Returns the next outputs; None after a timeout."""
         if self._restart_at is not None:
             return self._await_restart(timeout_s)
         try:
@@ -204,21 +209,21 @@ class SupervisedClient:
         return None
 
     def _note_recovery(self) -> None:
-        """Reports a new core that has become ready, even if it has died at once."""
+        """Reports that a new core is ready, even if it died immediately afterwards."""
         if self.trouble and self._core.is_ready:
             self.trouble = ""
             self._backoff.note_ready(time.monotonic())
             self._report("the engine is ready again")
 
     def _hangs(self) -> bool:
-        """Returns whether a core that has work has stalled; one that loads may take its time."""
+        """Returns whether a core with work has stalled; a loading core has no time limit."""
         if self._core.is_ready and self._ledger.unfinished:
             return self._watchdog.has_stalled(self._core.heartbeat.beats, time.monotonic())
         self._watchdog.reset()
         return False
 
     def _take(self, step: CoreOutputs) -> CoreOutputs:
-        """Notes what a step yielded, and goes on with the trials."""
+        """Records the outputs of a step, and continues the trials of suspects."""
         for output in step.outputs:
             request = self._ledger.unfinished.get(output.request_id)
             if request is not None:
@@ -231,9 +236,9 @@ class SupervisedClient:
         return msgspec.structs.replace(step, stats=self._stats)
 
     def _note_end(self, request: UnfinishedRequest, output: EngineOutput) -> None:
-        """Removes a request that has ended; one whose trial ends is cleared and goes on.
+        """Removes a finished request. A request whose trial ends is cleared and resumed.
 
-        On trial a request ends with "abort" after one token, which the frontend never learns.
+        A request on trial ends with "abort" after one token; the frontend does not see this.
         """
         if (
             output.finish_reason == "abort"
@@ -250,7 +255,7 @@ class SupervisedClient:
             self._suspects.ended(output.request_id)
 
     def _go_on(self) -> None:
-        """Sends the next request on trial; once none is left, all unfinished requests."""
+        """Sends the next suspect to the core; if there is none, all unfinished requests."""
         with self._lock:
             unfinished = self._ledger.unfinished
             name = self._suspects.next_on_trial()
@@ -266,9 +271,9 @@ class SupervisedClient:
     # -- a core that hangs or has died -------------------------------------------------------------
 
     def _replace(self, reason: str, *, hung: bool, by_peer: bool = False) -> CoreOutputs | None:
-        """Ends the core; returns what it said last, and the ends of the requests that fail.
+        """Ends the core; returns its last outputs, and the final outputs of the requests that fail.
 
-        The next `receive` starts another, once the delay is over.
+        The next `receive` starts another core after the delay.
         """
         with self._lock:
             if self._closing:
@@ -284,7 +289,9 @@ class SupervisedClient:
         return self._recover(failure, outputs)
 
     def _recover(self, failure: CoreFailure, outputs: list[EngineOutput]) -> CoreOutputs | None:
-        """Fails the requests that are to blame and plans the next start; adds to `outputs`."""
+        """Fails the requests that caused the failure, adds their final outputs to `outputs`, and
+        schedules the next start.
+        """
         with self._lock:
             if self._closing:
                 return None
@@ -313,11 +320,11 @@ class SupervisedClient:
         return f"{what} made no progress for {self._watchdog.timeout_s:g} s (stall_timeout)"
 
     def _find_guilty(self, failure: CoreFailure) -> list[str]:
-        """Returns the requests to fail for the end of a core.
+        """Returns the requests to fail because of a core's end.
 
-        A core that dies may have been killed from outside, so a request that was computed alone is
-        tried once more before it is blamed for a death, but not for a hang. No request is to blame
-        for a core that dies while it loads, but none waits forever for one that never loads.
+        A core that died may have been killed from outside, so a request that was computed alone
+        gets a second trial after a death, but not after a hang. No request can have caused a core's
+        death while it was loading, but no request waits forever for a core that never loads.
         """
         unfinished = list(self._ledger.unfinished)
         if failure.was_ready and not failure.by_peer:
@@ -329,7 +336,7 @@ class SupervisedClient:
     def _end(
         self, request_ids: Iterable[str], finish_reason: FinishReason, error: str | None = None
     ) -> list[EngineOutput]:
-        """Ends requests that no core will end; returns their final outputs."""
+        """Ends requests without a core; returns their final outputs."""
         known = self._ledger.known(request_ids)
         for name in known:
             del self._ledger.unfinished[name]
@@ -337,7 +344,7 @@ class SupervisedClient:
         return [EngineOutput(name, finish_reason=finish_reason, error=error) for name in known]
 
     def _await_restart(self, timeout_s: float) -> CoreOutputs | None:
-        """Starts the next core when it is time; until then ends requests that are aborted."""
+        """Starts the next core after the delay; until then, ends requests that are aborted."""
         assert self._restart_at is not None and self._before is not None
         with self._lock:
             if ended := self._end(self._ledger.aborted(), "abort"):
@@ -355,7 +362,9 @@ class SupervisedClient:
         return None
 
     def _start_next(self, num_before: int) -> CoreFailure | None:
-        """Starts a core, with the lock held; returns why not even a process could be made."""
+        """Starts a core; the caller holds the lock. Returns the reason if no process could be
+        created.
+        """
         if not self._closing:
             try:
                 self._core = self._start(num_before)

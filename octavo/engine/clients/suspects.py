@@ -1,8 +1,8 @@
-"""Finds which of the requests of a step is to blame for the hang or death of its engine.
+"""Finds which request of a step caused the hang or death of its engine.
 
-All of them are tried, one after the other and alone in the engine: the one with which it fails
-again is guilty. Requests that all prove sound alone go on together, but not forever. Knows ids
-only.
+All requests of the step are tried, one after the other and alone in the engine; the one with which
+the engine fails again is guilty. Requests that pass alone are computed together again, but not
+forever. Works on request ids only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ MAX_UNSOLVED = 2
 
 
 class Suspects:
-    """The requests that may be to blame. Each failure of an engine either ends a request or brings
-    some nearer to their end, so failures come to an end.
+    """Requests that may have caused a failure. Each failure ends a request or brings some closer to
+    their end, so the number of failures is bounded.
     """
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class Suspects:
         return self.on_trial is not None or bool(self._held)
 
     def has(self, request_id: str) -> bool:
-        """Returns whether a request may be to blame for the failure under trial."""
+        """Returns whether a request is a suspect of the current failure."""
         return request_id == self.on_trial or request_id in self._held or request_id in self._case
 
     def accuse(self, request_ids: Sequence[str], *, certain: bool = False) -> list[str]:
-        """Records a failure while these were computed; returns those that caused it.
+        """Records a failure while these requests were computed; returns those that caused it.
 
-        The others are suspects from now on. With `certain` a single request is guilty at once: it
-        is known that nothing else can have been the cause.
+        The others become suspects. With `certain` a single request is guilty at once, since nothing
+        else can be the cause.
         """
         if self.on_trial is not None:
             guilty = [self.on_trial]
@@ -63,13 +63,13 @@ class Suspects:
         return self.on_trial
 
     def postpone(self) -> None:
-        """Ends a trial without a result: the engine failed before it took the request in."""
+        """Ends a trial without a result: the engine failed before it received the request."""
         if self.on_trial is not None:
             self._held.appendleft(self.on_trial)
             self.on_trial = None
 
     def cleared(self, request_id: str) -> None:
-        """Records that a request was computed and its step ended."""
+        """Records that a request was computed alone and its step ended."""
         if request_id == self.on_trial:
             self.on_trial = None
         if not self.any:
@@ -77,7 +77,7 @@ class Suspects:
             self._case = []
 
     def ended(self, request_id: str) -> None:
-        """Removes a request that has ended."""
+        """Removes a finished request."""
         if request_id in self._held:
             self._held.remove(request_id)
         if request_id in self._case:

@@ -1,6 +1,6 @@
-"""When a core counts as hung, and how long to wait before a dead one is replaced.
+"""Decides when a core counts as hung, and how long to wait before a dead one is replaced.
 
-Plain arithmetic on times that the caller passes in; knows neither processes nor requests.
+Computes with times that the caller passes; knows neither processes nor requests.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ HEALTHY_S = 60.0
 
 
 class Watchdog:
-    """The time for which a core's heartbeat has stood still.
+    """Measures how long a core's heartbeat counter has not changed.
 
-    Time in which it was not checked does not count: a machine that was suspended has not hung.
+    Time in which it was not checked does not count: a suspended machine has not hung.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s` 0 turns it off."""
+        """`timeout_s` 0 disables it."""
         self.timeout_s = timeout_s
         self.interval_s = min(timeout_s / CHECKS_PER_TIMEOUT or MAX_INTERVAL_S, MAX_INTERVAL_S)
         """Period at which `has_stalled` is to be called, in seconds."""
@@ -38,7 +38,7 @@ class Watchdog:
         return 0 < self.timeout_s <= self._still_s
 
     def reset(self) -> None:
-        """Removes what it measured: the core has no work, or it is a new one."""
+        """Resets the measurement: the core has no work, or it is a new one."""
         self._beats = None
 
 

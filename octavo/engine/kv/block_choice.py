@@ -28,7 +28,7 @@ class BlockChoice(Protocol):
     """The choices of requests that wait for stored blocks, or have them."""
 
     def left_out(self, request_id: str) -> frozenset[bytes]:
-        """Returns the digests of the blocks that a request does not load."""
+        """Returns the digests of the blocks that a request skips."""
         ...
 
     def prepare(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> bool:

@@ -145,8 +145,8 @@ class BlockManager(BlockTables):
             stats.connector = self.connector.snapshot()
 
     def capacity_of(self, num_rows: int) -> int:
-        """Returns the number of tokens of a request with `num_rows` rows that fit, shared blocks
-        counted once.
+        """Returns the number of tokens of a request with `num_rows` rows that fit, counting shared
+        blocks once.
         """
         return min(
             pool.spec.capacity_tokens(
@@ -261,7 +261,7 @@ class BlockManager(BlockTables):
     # -- a request leaves, for good or for a while -------------------------------------------------
 
     def free(self, request_id: str) -> None:
-        """Releases all of a request's blocks, if it has any."""
+        """Releases all blocks of a request, if it has any."""
         self.hashes.chains.pop(request_id, None)
         if self._loader is not None and self.connector is not None:
             self._loader.cancel(request_id)
@@ -285,8 +285,8 @@ class BlockManager(BlockTables):
     def swap_in(
         self, rows: Sequence[SwappedRow], *, reserve: int, step_tokens: int = UNBOUNDED
     ) -> list[BlockMove] | None:
-        """Brings rows back to the device, with blocks for all their tokens as in `start`; returns
-        None and changes nothing if too few are free.
+        """Swaps rows in, with blocks for all their tokens as in `start`; returns None and changes
+        nothing if too few are free.
 
         Blocks that are in the prefix cache or shared by the rows are shared again, not copied.
         """
@@ -318,8 +318,8 @@ class BlockManager(BlockTables):
         return True
 
     def pin_prefix(self, pin: Pin) -> int:
-        """Pins the full blocks of a prompt that are stored; returns the number of their tokens.
-        Raises InvalidRequest if they exceed the limit.
+        """Pins the full cached blocks of a prompt; returns the number of their tokens. Raises
+        InvalidRequest if they exceed the limit.
         """
         if self.connector is None:
             return 0

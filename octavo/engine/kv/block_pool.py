@@ -25,7 +25,7 @@ HOLE = -1
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """The size of one cache group, and how long its blocks live."""
+    """Size of one cache group, and the spec that determines how long its blocks are kept."""
 
     num_blocks: int
     """Blocks on the device."""
@@ -150,7 +150,9 @@ class BlockPool:
         return block_id
 
     def is_shared(self, block_id: int) -> bool:
-        """Returns whether a block must not be written: others hold it or may find it."""
+        """Returns whether a block must not be written, because it has other references or is in the
+        prefix cache.
+        """
         return self.ref_counts[block_id] > 1 or block_id in self.cache.key_of
 
     def uncache_to_write(self, block_id: int) -> bool:

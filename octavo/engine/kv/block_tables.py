@@ -101,8 +101,8 @@ class BlockTables:
         return True
 
     def kept(self, request_id: str, num_tokens: int) -> list[list[int]]:
-        """Returns the beginning of a request's tables that the token after its first `num_tokens`
-        reads; holes stand for the blocks that it does not read.
+        """Returns the part of a request's tables that the token after its first `num_tokens` tokens
+        reads; blocks that it does not read are holes.
         """
         size = self.block_size
         found = []
@@ -114,7 +114,7 @@ class BlockTables:
 
     def can_fork(self, parent_id: str, num_tokens: int) -> bool:
         """Returns whether another row can share the parent's first `num_tokens` tokens: the parent
-        has every block that the next token reads.
+        must have every block that the next token reads.
         """
         if parent_id not in self.tables or not self._allows_forks:
             return False
@@ -175,8 +175,8 @@ class BlockTables:
         return added
 
     def cut(self, request_id: str, num_tokens: int) -> list[int] | None:
-        """Releases the reserved blocks after a request's first `num_tokens` tokens; returns how
-        many blocks each table has left, None if there were none to release.
+        """Releases the reserved blocks after a request's first `num_tokens` tokens; returns the
+        remaining number of blocks of each table, None if there were none to release.
         """
         if request_id not in self._reserved:
             return None
@@ -192,8 +192,8 @@ class BlockTables:
         return list(map(len, tables)) if is_cut else None
 
     def branch(self, request_id: str, start: int, ends: Sequence[int]) -> LeafBlocks | None:
-        """Allocates blocks for the paths of a draft tree from the token `start` on, the first that
-        the step writes, up to their `ends`. The request's own tables reach to all ends.
+        """Allocates blocks for the paths of a draft tree from token `start`, the first that the
+        step writes, up to their `ends`. The request's own tables extend to the largest of `ends`.
 
         Returns None and changes nothing if too few blocks are free.
         """

@@ -126,15 +126,15 @@ class HashedBlocks:
         return self._connector is not None and self._connector.streams and self.is_used
 
     def offer_cached(self, request_id: str) -> None:
-        """Offers the cached blocks of a request that has just started to the connector again, which
-        may have evicted them since they were computed.
+        """Offers the cached blocks of a request that has just started to the connector again, since
+        it may have evicted them.
         """
         if self._connector is not None:
             for group, key in self._by_group(self.hashed(request_id)):
                 self._connector.offer(group, key)
 
     def stream(self, request_id: str, token_ids: Sequence[int], start: int, end: int) -> None:
-        """Streams the blocks that the next step, of the tokens `start` to `end`, fills."""
+        """Streams the blocks that the next step fills with the tokens from `start` to `end`."""
         if self._connector is None or not self.streams:
             return
         chain = self.chains[request_id]
@@ -149,7 +149,9 @@ class HashedBlocks:
                         self._connector.stream(block)
 
     def complete(self, request_id: str, token_ids: Sequence[int], naming: BlockHashing) -> None:
-        """Marks a prompt as finished for the connector: no more of its blocks will come."""
+        """Tells the connector that a prompt is finished and that no more of its blocks will be
+        offered.
+        """
         if self._connector is not None:
             keys = self.keys(request_id, token_ids, naming)
             self._connector.complete(
@@ -164,7 +166,7 @@ class HashedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The beginning of a prompt that is computed already."""
+    """The cached prefix of a prompt."""
 
     kept: Kept = field(default_factory=list)
     """Blocks of each group in the order of their names; None stands for one that the connector
@@ -196,7 +198,7 @@ NO_HIT = Hit()
 
 
 class PrefixFinder:
-    """Finds cached prefixes of prompts in all groups, and in what the connector has."""
+    """Finds cached prefixes of prompts in all groups and in the connector."""
 
     def __init__(
         self, pools: Sequence[BlockPool], block_size: int, connector: KVConnector | None
@@ -228,10 +230,10 @@ class PrefixFinder:
         root: bytes,
         left_out: Collection[bytes] = (),
     ) -> Hit:
-        """Finds the longest beginning of a prompt from which every group can go on.
+        """Finds the longest cached prefix of a prompt from which every group can continue.
 
         `keys` are those of the prompt's full blocks, `root` is the parent of the first; `rest` are
-        the tokens behind them, less than a block. Blocks of the digests `left_out` are holes.
+        the tokens after them, less than a block. Blocks with digests in `left_out` become holes.
         """
         if not self.can_hit:
             return NO_HIT
@@ -260,7 +262,7 @@ class PrefixFinder:
         return Hit(kept, len(kept[0]), len(kept[0]) * self._block_size)
 
     def read_after(self, keys: Sequence[BlockKey]) -> list[BlockName]:
-        """Names the blocks that the token after these blocks reads."""
+        """Lists the blocks that the token after these blocks reads."""
         names = []
         for group, first in enumerate(self._firsts(len(keys))):
             if self._pools[group].spec.is_named:
@@ -268,7 +270,7 @@ class PrefixFinder:
         return names
 
     def _partial_block(self, parent: bytes, wanted: tuple[int, ...]) -> tuple[list[int], int]:
-        """Finds a cached block that begins with the wanted tokens: its id in each group, and the
+        """Finds a cached block that begins with the given tokens: its id in each group, and the
         number of common tokens; ([], 0) if there is none.
         """
         if self._first_named is None or not (wanted and self._finds_parts):
@@ -290,8 +292,8 @@ class PrefixFinder:
         is_stored: Callable[[int, BlockKey], bool] | None,
         left_out: Collection[bytes],
     ) -> Kept:
-        """Returns the blocks with these keys, up to the first that a group which needs all blocks
-        lacks; holes for those that are left out.
+        """Returns the blocks with these keys, up to the first one that is missing in a group that
+        needs all blocks; skipped blocks are holes.
         """
         found: Kept = [[] for _ in self._pools]
         for key in keys:
@@ -314,8 +316,8 @@ class PrefixFinder:
         return found
 
     def _longest(self, found: Kept) -> Kept:
-        """Returns the longest beginning that has, in every group, the blocks that the token after
-        it reads.
+        """Returns the longest prefix for which every group has the blocks that the next token
+        reads.
         """
         for num_blocks in range(len(found[0]), 0, -1):
             firsts = self._firsts(num_blocks)

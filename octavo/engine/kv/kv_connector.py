@@ -1,8 +1,8 @@
-"""The scheduler half of the prefix cache's lower tiers: slots of host memory, and files on disk
-behind them.
+"""Scheduler half of the KV connector: slots of host memory and the files behind them, as lower
+tiers of the prefix cache.
 
-Knows names, slots and what is on its way; no byte, no file, no clock. What it decides leaves as
-moves and as a ConnectorPlan; what became of it comes back as a ConnectorReport. Its worker half is
+Knows block hashes, slots and pending transfers; no bytes, files or clock. Its decisions are sent as
+moves and a ConnectorPlan; the outcome is returned as a ConnectorReport. The worker half is
 `worker/kv_connectors/tiers.py`.
 """
 
@@ -50,7 +50,7 @@ EMPTY_PLAN = ConnectorPlan()
 
 
 class BlockChoiceSpec(NamedTuple):
-    """How stored blocks are chosen by their ratings."""
+    """How stored blocks are selected by their ratings."""
 
     group: int
     """Cache group whose blocks are rated."""
@@ -59,7 +59,7 @@ class BlockChoiceSpec(NamedTuple):
 
 
 class Tiers(msgspec.Struct):
-    """The sizes of the tiers; without slots there are none."""
+    """Sizes of the tiers; without slots there are none."""
 
     block_bytes: list[int]
     """Bytes of a block, by cache group."""
@@ -82,7 +82,7 @@ class Tiers(msgspec.Struct):
 
 @dataclass(slots=True)
 class StepUnderWay:
-    """Saves and plan of one step whose result has not come."""
+    """Saves and plan of a step whose result is outstanding."""
 
     saving: dict[BlockName, Slot] = field(default_factory=dict)
     """Blocks that its moves copy into slots."""
@@ -90,7 +90,7 @@ class StepUnderWay:
 
 
 class KVConnector:
-    """Decides which named blocks go to host memory and files, and which come back."""
+    """Decides which hashed blocks are saved to host memory and files, and which are loaded back."""
 
     def __init__(self, tiers: Tiers) -> None:
         self.keeps = tiers.keeps
@@ -134,7 +134,9 @@ class KVConnector:
 
     @property
     def has_work(self) -> bool:
-        """Whether it wants a step though no request runs: to send a plan or to get a report."""
+        """Whether the connector needs a step even if no request runs, to send a plan or to receive
+        a report.
+        """
         return bool(self._unsaved or self.keeping or self._completed or self._plan != EMPTY_PLAN)
 
     # -- what is there -----------------------------------------------------------------------------
@@ -145,8 +147,8 @@ class KVConnector:
         return slot is not None and slot.ready
 
     def can_fetch(self, group: int, key: BlockKey, source: str = "") -> bool:
-        """Returns whether the block is in a slot or on its way to one, or in a readable file, or
-        computed by the engine at `source`, or may be in a store that has to be asked.
+        """Returns whether the block can be fetched: it is in a slot or being fetched, in a readable
+        file, computed by the engine at `source`, or possibly in a remote store.
         """
         name = BlockName(group, key.digest)
         if self.slots[group].find(key) is not None:
@@ -162,10 +164,10 @@ class KVConnector:
     def fetch(
         self, request_id: str, wanted: Iterable[tuple[int, BlockKey]], source: str = ""
     ) -> bool:
-        """Fetches as many of these blocks, from the first on, as there are slots for, and holds
-        them for the request.
+        """Fetches the first of these blocks, as many as there are slots for, and holds them for the
+        request.
 
-        False, and nothing held, where nothing has to be waited for.
+        Returns False and holds nothing if the request need not wait.
         """
         held: list[tuple[int, Slot]] = []
         for group, key in wanted:
@@ -191,15 +193,15 @@ class KVConnector:
         return slot
 
     def has_fetched(self, request_id: str) -> bool:
-        """Returns whether a request has fetched blocks and not been released since."""
+        """Returns whether a request has fetched blocks that are still held."""
         return request_id in self.held
 
     def is_waiting(self, request_id: str) -> bool:
-        """Returns whether some of the blocks that a request fetched are not there yet."""
+        """Returns whether some of a request's fetched blocks have not arrived yet."""
         return any(slot.is_awaited for _, slot in self.held.get(request_id, ()))
 
     def release(self, request_id: str) -> None:
-        """Ends the holds of a request that has started or ended."""
+        """Releases the blocks held for a request that has started or ended."""
         for group, slot in self.held.pop(request_id, ()):
             self.slots[group].release(slot)
             name = BlockName(group, slot.key.digest)
@@ -209,8 +211,8 @@ class KVConnector:
     # -- ratings of blocks -------------------------------------------------------------------------
 
     def ask(self, query: BlockQuery, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Asks the worker half to rate the blocks that are in slots or on their way, which are held
-        until it has answered; returns these.
+        """Asks the worker half to rate those blocks that are in slots or being fetched, and holds
+        them until it has replied; returns these blocks.
         """
         slots = self.slots[query.group]
         near = [
@@ -229,7 +231,7 @@ class KVConnector:
         return [key for key, _ in near]
 
     def take_answer(self, request_id: str) -> list[float] | None:
-        """Returns the ratings that a request asked for, once; None until they are there."""
+        """Returns the requested ratings once; None until they have arrived."""
         ratings = self._answers.get(request_id)
         if ratings is not None:
             del self._answers[request_id]
@@ -240,8 +242,8 @@ class KVConnector:
         self._answers.pop(request_id, None)
 
     def rate(self, keys: Sequence[BlockKey], ratings: Sequence[float]) -> None:
-        """Adds ratings, as shares of their sum, to half of the earlier ones; a block that is rated
-        like the mean gets 1.
+        """Adds ratings, as shares of their sum, to half of the earlier ones; a block with the mean
+        rating gets 1.
         """
         for key, rating in zip(keys, ratings, strict=True):
             earlier = self._ratings.pop(key.digest, 0.0)
@@ -254,7 +256,7 @@ class KVConnector:
             self._ratings.popitem(last=False)
 
     def _end_query(self, request_id: str, ratings: list[float], group: int) -> None:
-        """Processes an answer, which is empty if not all of its blocks have arrived."""
+        """Processes a reply, which is empty if some of its blocks have not arrived."""
         asked = self._asked.pop(request_id, [])
         has_all = all(slot.ready and not slot.dropped for slot in asked)
         for slot in asked:
@@ -265,8 +267,8 @@ class KVConnector:
     # -- a request starts --------------------------------------------------------------------------
 
     def may_load(self, places: Sequence[tuple[int, int]]) -> bool:
-        """Returns whether this step may still load blocks at these places, (group, index), while
-        others compute.
+        """Returns whether this step may still load the blocks (group, index), given that other
+        requests compute in it.
         """
         return sum(self._block_bytes[group] for group, _ in places) <= self._load_budget
 
@@ -281,7 +283,7 @@ class KVConnector:
         return BlockMove(group, slot.index, block_id, "load")
 
     def touch(self, group: int, keys: Iterable[BlockKey]) -> None:
-        """Marks blocks as used, on the device or here, so that their files stay longer."""
+        """Marks blocks as used, on the device or in slots, so that their files are kept longer."""
         if self.keeps:
             self._plan.touch += [
                 name for key in keys if (name := BlockName(group, key.digest)) in self._behind
@@ -290,16 +292,16 @@ class KVConnector:
     # -- blocks are named --------------------------------------------------------------------------
 
     def offer(self, group: int, key: BlockKey) -> None:
-        """Queues a block to be saved that was just filled on the device."""
+        """Queues a block to be saved, just after it was filled on the device."""
         if self.stats.num_slots and len(self._unsaved) < MAX_UNSAVED:
             self._unsaved[BlockName(group, key.digest)] = key
 
     def stream(self, block: StreamedBlock) -> None:
-        """Has the layers of a block that the coming step fills leave while it computes."""
+        """Streams the layers of a block that the next step fills while that step computes."""
         self._plan.stream.append(block)
 
     def complete(self, names: Iterable[BlockName]) -> None:
-        """Notes the blocks of a prompt that was computed for another engine and has ended."""
+        """Records the blocks of a finished prompt that was computed for another engine."""
         if self.keeps:
             self._completed += names
 
@@ -330,8 +332,8 @@ class KVConnector:
         return name in self._behind or name in self.keeping or name in self._unsaved
 
     def pin(self, names: Sequence[BlockName], *, until: float, now: float) -> None:
-        """Pins blocks until a time, in seconds since 1970; InvalidRequest if that is more than
-        may be pinned.
+        """Pins blocks until a time, in seconds since 1970; raises InvalidRequest if that exceeds
+        the limit on pinned blocks.
         """
         pins = {name: end for name, end in self.pins.items() if end > now}
         if until > now:
@@ -354,9 +356,9 @@ class KVConnector:
     # -- steps -------------------------------------------------------------------------------------
 
     def begin_step(self, find: Callable[[int, BlockKey], int | None]) -> list[BlockMove]:
-        """Opens a step; returns the moves that come before all others of it, which save blocks.
+        """Begins a step; returns the moves that save blocks, which come before all others.
 
-        `find` says which block of the device has a name.
+        `find` returns the device block with a given hash.
         """
         self._load_budget = LOADED_BYTES_PER_STEP
         self.under_way.append(StepUnderWay())
@@ -393,12 +395,16 @@ class KVConnector:
             self._plan.pin.append(BlockPin(name, self.pins[name]))
 
     def _whole_slot(self, group: int, key: BlockKey) -> Slot | None:
-        """Returns the slot of a block that is to be kept behind it and is in it already."""
+        """Returns the slot of a block that is to be stored behind the slots and is in a slot
+        already.
+        """
         slot = self.slots[group].find(key) if self.keeps else None
         return slot if slot is not None and slot.ready else None
 
     def end_step(self) -> ConnectorPlan | None:
-        """Returns what the worker half begins after the step's moves; None if it is nothing."""
+        """Returns the plan that the worker half begins after the step's moves; None if there is
+        nothing to do.
+        """
         if self._completed and not self._unsaved:
             self._plan.complete += self._completed
             self._completed = []
@@ -417,8 +423,8 @@ class KVConnector:
             self.take(report)
 
     def step_failed(self) -> None:
-        """Undoes the oldest step under way: none of its plan was begun, and which of its moves were
-        made is unknown.
+        """Undoes the oldest step in flight: its plan was not begun, and it is unknown which of its
+        moves were made.
         """
         step = self.under_way[0]
         for name in list(step.saving):
@@ -473,7 +479,7 @@ class KVConnector:
         stats.stored = report.stored or stats.stored
 
     def snapshot(self) -> ConnectorStats:
-        """Returns the counters of this moment."""
+        """Returns the current counters."""
         self.stats.num_used_slots = sum(map(len, self.slots))
         self.stats.num_stored_blocks = len(self._behind)
         return msgspec.structs.replace(self.stats)

@@ -1,7 +1,7 @@
-"""Brings the stored blocks of a prompt back to the device: from files into slots before the request
-starts, from slots into blocks when it does.
+"""Loads the stored blocks of a prompt: from files into slots before the request starts, and from
+slots to the device when it starts.
 
-Stands between the pools and the connector; knows neither requests' tables nor when they start.
+Sits between the block pools and the connector; knows neither block tables nor when requests start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.engine.protocol.kv_messages import BlockKey, BlockMove
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Outcome of fetching the stored part of a prompt ahead of its request's start."""
+    """Outcome of prefetching the stored part of a prompt."""
 
     is_waiting: bool
     """Whether the request is to wait for it."""
@@ -33,7 +33,7 @@ FETCHING = Prefetch(is_waiting=True)
 
 
 class PrefixLoader:
-    """Fetches and loads blocks by name, a bounded number of bytes a step."""
+    """Fetches and loads blocks by hash, a bounded number of bytes per step."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class PrefixLoader:
         connector: KVConnector,
         choice: BlockChoice | None = None,
     ) -> None:
-        """`choice` chooses the blocks that prompts load; None: they load all of them."""
+        """`choice` selects the blocks that prompts load; None: all of them."""
         self._choice = choice
         self._pools = pools
         self._finder = finder
@@ -59,11 +59,12 @@ class PrefixLoader:
         prompt: PromptPart | None = None,
     ) -> Prefetch:
         """Fetches the stored blocks of a prompt into slots, and those that the engine at `source`
-        computes, then loads them ahead of its start. If blocks are chosen and `prompt` is given,
-        only those that it loads.
+        computes; loads them to the device before the request starts. If blocks are selected and
+        `prompt` is given, only the selected ones.
 
-        Unless `at_once`, a step loads only so much that it does not keep others waiting; blocks
-        loaded ahead are free, and found by name at the next step.
+        Unless `at_once`, a step loads a limited number of bytes, so that other requests do not
+        wait. Blocks loaded in advance are free blocks with a hash, found as prefix cache hits in
+        the next step.
         """
         connector = self._connector
         if connector.is_waiting(request_id):
@@ -84,19 +85,19 @@ class PrefixLoader:
         return NOTHING_TO_FETCH if at_once else self._load_ahead(keys, reserve, left_out)
 
     def left_out(self, request_id: str) -> frozenset[bytes]:
-        """Returns the digests of the blocks that a request goes without."""
+        """Returns the digests of the blocks that a request skips."""
         return NOTHING if self._choice is None else self._choice.left_out(request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Ends the choice of a request that has ended before it was made."""
+        """Cancels the unfinished choice of a request that has ended."""
         if self._choice is not None:
             self._choice.cancel(request_id)
 
     def load(
         self, hit: Hit, keys: Sequence[BlockKey], tables: Sequence[Sequence[int]]
     ) -> list[BlockMove]:
-        """Loads a hit's stored blocks into those of the tables, which bear their names from now
-        on.
+        """Loads the stored blocks of a hit into the tables' blocks, which have their hashes from
+        now on.
         """
         return [
             self._load_block(
@@ -110,7 +111,7 @@ class PrefixLoader:
     def _load_ahead(
         self, keys: Sequence[BlockKey], reserve: int, left_out: frozenset[bytes]
     ) -> Prefetch:
-        """Loads some of a hit that has more to load than one step may."""
+        """Loads part of a hit that exceeds the limit of one step."""
         stored = self._finder.find_whole(keys, self._connector.has, left_out).stored()
         if self._connector.may_load(stored) or any(
             len(pool.free) - reserve < len(keys) for pool in self._pools

@@ -1,9 +1,8 @@
-"""Host blocks of swapped requests: their ids, by cache group, and which device block each one
-holds.
+"""Host blocks of swapped requests: their ids by cache group, and the device block that each holds.
 
-Knows no bytes: the CacheEngine owns them and moves them as the BlockMoves say. A request's blocks
-are here all together or not at all; what its rows share on the device they share here. The host
-never has more blocks of a group than the device.
+Knows no bytes: the CacheEngine owns them and moves them according to BlockMoves. Either all blocks
+of a request are swapped or none; blocks that its rows share on the device are shared in host
+memory. The host never has more blocks of a group than the device.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class SwappedTable:
 
 
 class SwapIn:
-    """The return of rows to the device, in one cache group."""
+    """Swaps rows in, for one cache group."""
 
     def __init__(self, pool: BlockPool, rows: Sequence[SwappedTable], *, group: int) -> None:
         self.moves: list[BlockMove] = []
@@ -69,8 +68,8 @@ class SwapIn:
         return tables
 
     def _still_there(self, row: SwappedTable) -> list[int | None]:
-        """Returns the blocks that the device has under the row's names, holes, and None for the
-        others.
+        """Returns the device blocks that still have the row's hashes; holes stay holes, other
+        entries are None.
         """
         find = self._pool.cache.find
         named = [
@@ -92,7 +91,9 @@ class SwapIn:
     def _fill_row(
         self, row: SwappedTable, kept: Sequence[int | None], homes: dict[int, int]
     ) -> list[int]:
-        """Makes one row's table; `homes`: device blocks of the final host blocks copied so far."""
+        """Builds one row's table; `homes` maps the full host blocks copied so far to device
+        blocks.
+        """
         wanted = [
             homes.get(host_id) if block_id is None else block_id
             for host_id, block_id in zip(row.host, kept, strict=True)
@@ -109,7 +110,7 @@ class SwapIn:
 
 
 class HostBlocks:
-    """The host's blocks, by group. A hole in a device table stays a hole."""
+    """The host's blocks by group. A hole in a device table stays a hole."""
 
     def __init__(self, groups: Sequence[BlockGroup]) -> None:
         self.num_blocks = [min(group.num_host_blocks, group.num_blocks) for group in groups]
@@ -123,11 +124,13 @@ class HostBlocks:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks of all groups that requests hold."""
+        """Number of blocks that requests hold, over all groups."""
         return sum(self.num_blocks) - sum(map(len, self.free))
 
     def num_blocks_of(self, request_ids: Iterable[str]) -> int:
-        """Counts the blocks of requests, of all groups; shared ones count once for each."""
+        """Returns the number of blocks of requests over all groups; shared ones count for each
+        request.
+        """
         return sum(len(_blocks(table)) for name in request_ids for table in self.tables[name])
 
     def put(self, tables: Mapping[str, Sequence[Sequence[int]]]) -> list[BlockMove] | None:

@@ -1,9 +1,9 @@
-"""The slots of host memory through which blocks of one cache group leave the device and come back:
-which block each one holds.
+"""Slots of host memory for saved and loaded blocks of one cache group: which block each slot
+contains.
 
-A slot is held while it is filled or read, or while a request waits for it; of the others the least
-recently used is taken first, or of the oldest few the one whose block has the lowest rating. Knows
-no byte: the worker half of the connector owns them.
+A slot is held while it is filled or read, or while a request waits for it. Of the other slots the
+least recently used is reused first, or, among the oldest few, the one with the lowest rating. Knows
+no bytes: the worker half of the connector owns them.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class TierSlots:
         return slot
 
     def hold(self, slot: Slot) -> None:
-        """Keeps a slot from being taken for another block."""
+        """Protects a slot from being reused for another block."""
         slot.num_holds += 1
         self.idle.pop(slot.key.digest, None)
 
     def release(self, slot: Slot) -> None:
-        """Ends a hold; after the last one the slot counts as the most recently used."""
+        """Releases one hold; after the last one the slot counts as the most recently used."""
         slot.num_holds -= 1
         if slot.num_holds == 0:
             if slot.dropped:
@@ -96,7 +96,7 @@ class TierSlots:
                 self.idle[slot.key.digest] = slot
 
     def drop(self, slot: Slot) -> None:
-        """Removes a block; its slot is free once nothing holds it."""
+        """Removes a block; its slot becomes free when nothing holds it."""
         if slot.dropped:
             return
         slot.dropped = True

@@ -1,8 +1,8 @@
-"""The events of a watched engine: a snapshot first, then what has changed, for each reader.
+"""Events of a watched engine for each reader: first a snapshot, then changes.
 
-An event is an object of JSON, the same in Python and over HTTP (docs/concepts/engine-events.md
-lists its fields). Sizes are bounded by those of a view; a reader that falls behind gets one event
-for several views and loses steps beyond MAX_STEPS, nothing else. Knows no socket.
+An event is a JSON object, the same in Python and over HTTP (docs/concepts/engine-events.md lists
+its fields). Its size is bounded, as a view's is. A reader that falls behind receives one event for
+several views and misses only steps beyond MAX_STEPS. Knows no socket.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ class EngineFeed:
         self._number = 0
 
     def begin(self) -> None:
-        """Has the core send views from now on."""
+        """Makes the core send views from now on."""
         self._watch(PERIOD_S)
 
     def join(self, view: EngineView, stats: EngineStats) -> FeedReader:
-        """Returns a reader whose snapshot is `view`; `begin` must have been called before."""
+        """Adds a reader whose snapshot is `view`; `begin` must have been called before."""
         self._stats = stats
         reader = FeedReader(self, view)
         self._readers.add(reader)
@@ -120,7 +120,7 @@ class EngineFeed:
             self._watch(0.0)
 
     def offer(self, view: EngineView, stats: EngineStats) -> None:
-        """Hands the newest view to all readers."""
+        """Passes the newest view to all readers."""
         self._stats = stats
         for reader in self._readers:
             reader.offer(view)
@@ -198,7 +198,9 @@ def _group(number: int, blocks: BlockMap, before: BlockMap | None) -> Event:
 
 
 def changed_runs(before: list[BlockRun] | None, now: list[BlockRun]) -> list[BlockRun]:
-    """Returns the runs that are not among those before; laid over these they make the new map."""
+    """Returns the runs that differ from those before; applied to the old map they give the
+    new one.
+    """
     if before is None:
         return now
     known = set(before)

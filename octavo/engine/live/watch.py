@@ -1,6 +1,6 @@
-"""Makes views of a running engine: one on request, and several a second while it is watched.
+"""Builds views of a running engine, on request or periodically while it is watched.
 
-Reads the scheduler's state and changes none of it. Without a watch no step costs anything more.
+Reads the scheduler's state without changing it. If nobody watches, steps have no extra cost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_SHARE = 0.03
 
 
 class EngineWatch:
-    """The steps since the last view, and when the next one is due."""
+    """Steps since the last view, and the time of the next view."""
 
     def __init__(self, scheduler: Scheduler, period_s: float) -> None:
         """`period_s`: minimum seconds between two views."""
@@ -57,13 +57,13 @@ class EngineWatch:
             self._steps.append(make_mark(self._last_step, plan, elapsed_s))
 
     def spent(self, now: float, seconds: float) -> None:
-        """Plans the next view after one that took so long: no more than MAX_SHARE of the time is
-        spent on them.
+        """Schedules the next view after one that took this long: at most MAX_SHARE of the time is
+        spent on views.
         """
         self._due = now + max(self._period_s, seconds / MAX_SHARE)
 
     def view(self, now: float, *, is_last: bool) -> EngineView | None:
-        """Returns a view if one is due, or with `is_last` in any case; else None."""
+        """Returns a view if one is due or if `is_last`; else None."""
         if now < self._due and not is_last:
             return None
         view = make_view(self._scheduler, now, with_blocks=True)
@@ -73,7 +73,7 @@ class EngineWatch:
 
 
 def make_mark(step: int, plan: StepPlan, elapsed_s: float) -> StepMark:
-    """Returns what is shown of a step."""
+    """Returns the record of a step that views contain."""
     num_decode = sum(row.wants == "draw" and row.num_tokens == 1 for row in plan.rows)
     return StepMark(
         step,
@@ -85,7 +85,9 @@ def make_mark(step: int, plan: StepPlan, elapsed_s: float) -> StepMark:
 
 
 def make_view(scheduler: Scheduler, now: float, *, with_blocks: bool) -> EngineView:
-    """Returns an engine as it is now; with its blocks at most MAX_REQUESTS of its requests."""
+    """Returns a view of the engine's current state; with blocks, of at most MAX_REQUESTS of its
+    requests.
+    """
     queues = scheduler.queues
     requests: Iterable[Request] = chain(queues.running, queues.swapped, scheduler.waiting)
     if with_blocks:
@@ -181,7 +183,7 @@ def _counts(blocks: BlockManager, group: int, held_by: Mapping[int, str]) -> Blo
 def _holders(
     tables: Mapping[str, list[list[int]]], group: int, owners: Mapping[str, str]
 ) -> dict[int, str]:
-    """Returns a request of each block in the tables of one group, the first of several."""
+    """Returns, for each block in the tables of one group, the first request that has it."""
     found: dict[int, str] = {}
     for name in reversed(list(tables)):
         found.update(dict.fromkeys(tables[name][group], owners.get(name, "")))

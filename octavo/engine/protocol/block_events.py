@@ -1,4 +1,4 @@
-"""What happens to the named blocks of an engine's KV cache, as its core tells its front."""
+"""Events of cached blocks in an engine's KV cache, which its core sends to the frontend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.engine.protocol.kv_messages import BlockKey
 
 
 class BlocksStored(msgspec.Struct, tag=True, array_like=True):
-    """Blocks of one chain that can be found by their names from now on."""
+    """Blocks of one chain that are now in the prefix cache."""
 
     digests: list[bytes]
     parent: bytes
@@ -19,20 +19,22 @@ class BlocksStored(msgspec.Struct, tag=True, array_like=True):
 
 
 class BlocksRemoved(msgspec.Struct, tag=True, array_like=True):
-    """Blocks that are found no more."""
+    """Blocks that are no longer in the prefix cache."""
 
     digests: list[bytes]
 
 
 class BlocksCleared(msgspec.Struct, tag=True, array_like=True):
-    """The end of all blocks: the cache was reset, or its engine replaced."""
+    """All blocks are removed: the cache was reset, or the engine replaced."""
 
 
 BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class BlockEventLog:
-    """The events of one cache group since they were last taken; runs of blocks are one event."""
+    """Events of one cache group since they were last collected; consecutive blocks share one
+    event.
+    """
 
     def __init__(self) -> None:
         self._events: list[BlockEvent] = []
@@ -59,6 +61,6 @@ class BlockEventLog:
         self._events = [BlocksCleared()]
 
     def take(self) -> list[BlockEvent]:
-        """Returns the events in their order, and forgets them."""
+        """Removes and returns the events in order."""
         events, self._events = self._events, []
         return events

@@ -1,10 +1,9 @@
-"""The names of full KV blocks: a chain of hashes over all that a block's contents depend on.
+"""Block hashes: a chain of hashes over everything that the contents of a full KV block depend on.
 
-A block's digest hashes its parent's digest, its token ids and the digests of the media inside it;
-the parent of the first block is a root that hashes the request's salt, its adapter's content, its
-encoder's input and where its positions begin.
-Roots and blocks are hashed in domains of their own, so that no salt is ever taken for a block.
-Source: vLLM's hash per block.
+A block's digest hashes its parent's digest, its token ids and the digests of the media inside it.
+The parent of the first block is a root, which hashes the request's cache salt, adapter, encoder
+input and first position. Roots and blocks use separate hash domains, so that a salt cannot imitate
+a block. Source: vLLM's block hashes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BLOCK_DOMAIN = b"octavo block"
 
 @dataclass(frozen=True, slots=True)
 class BlockHashing:
-    """Everything but its tokens that the names of a request's blocks depend on."""
+    """Everything that a request's block hashes depend on, except its tokens."""
 
     salt: str = ""
     """A text that separates tenants: blocks are shared among equal salts only."""
@@ -67,8 +66,8 @@ class BlockHashing:
         return BlockKey(hashed.digest(), parent, token_ids, extra)
 
     def digests(self, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-        """Returns the digests of all full blocks of a text without media, as `block` makes them,
-        at less cost.
+        """Returns the digests of all full blocks of a text without media: those of `block`,
+        computed faster.
         """
         num_bytes = block_size * TOKEN_BYTES
         data = array("i", token_ids).tobytes()
@@ -81,8 +80,8 @@ class BlockHashing:
 
 
 def media_of_blocks(media: Iterable[MediaItem], block_size: int) -> dict[int, tuple[bytes, ...]]:
-    """Returns the digests of the media whose tokens lie in a block, by the block's index, each with
-    the place of its first token within the block: equal tokens may be other parts of an image.
+    """Returns the digests of the media whose tokens are in a block, by the block's index, each with
+    the offset of its first token in the block: equal tokens may be different parts of an image.
     """
     found: dict[int, tuple[bytes, ...]] = {}
     for item in media:
@@ -93,7 +92,7 @@ def media_of_blocks(media: Iterable[MediaItem], block_size: int) -> dict[int, tu
 
 
 class BlockChain:
-    """The keys of one request's full blocks, as far as anything has asked for them."""
+    """Keys of one request's full blocks, as far as they have been computed."""
 
     __slots__ = ("keys", "last_mark", "naming", "num_named", "num_named_tokens")
 
@@ -120,8 +119,8 @@ class BlockChain:
         return child
 
     def extend(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> list[BlockKey]:
-        """Returns the keys of the first `num_blocks` blocks; `token_ids` are the request's from its
-        first one on.
+        """Returns the keys of the first `num_blocks` blocks; `token_ids` begin with the request's
+        first token.
         """
         keys = self.keys
         parent = keys[-1].digest if keys else self.naming.root()
@@ -132,11 +131,11 @@ class BlockChain:
         return keys[:num_blocks]
 
     def named(self) -> Sequence[BlockKey]:
-        """Returns the keys of the blocks that have been named."""
+        """Returns the keys of the blocks that are registered in the prefix cache."""
         return self.keys[: self.num_named]
 
     def name_until(self, num_blocks: int) -> Iterator[tuple[int, BlockKey]]:
-        """Yields (index, key) of the blocks that get a name now; counts them as named."""
+        """Yields (index, key) of the blocks to register next, and counts them as registered."""
         first, self.num_named = self.num_named, max(self.num_named, num_blocks)
         for index in range(first, self.num_named):
             yield index, self.keys[index]

@@ -1,4 +1,4 @@
-"""The block names that an engine is known, or expected, to hold."""
+"""Hashes of the blocks that an engine has, or is expected to have, in its prefix cache."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterable, Sequence
 
 
 class CachedNames:
-    """A set of block names, bounded by forgetting names that have not been used for long.
+    """Set of block hashes, bounded by evicting hashes that have not been used for long.
 
-    Names lie in two generations. Where the younger one has half of what is allowed, it becomes the
-    older one, whose names are forgotten: no decision ever waits for a name by name eviction.
+    The hashes are in two generations. When the younger one has half of the allowed number, it
+    replaces the older one, whose hashes are removed together, so that no call waits for evictions
+    one by one.
     """
 
     def __init__(self, most: int | None = None) -> None:
-        """`most`: maximum number of names kept; None: no limit."""
+        """`most`: maximum number of hashes; None: no limit."""
         self._most = most
         self._young: set[bytes] = set()
         self._old: set[bytes] = set()
@@ -22,12 +23,12 @@ class CachedNames:
         return len(self._young | self._old)
 
     def bound(self, most: int) -> None:
-        """Keeps at most `most` names from now on."""
+        """Limits the number of hashes to `most` from now on."""
         self._most = most
         self._forget()
 
     def num_known(self, names: Sequence[bytes]) -> int:
-        """Returns how many of the first names are known without a gap."""
+        """Returns the length of the longest prefix of `names` that is known."""
         young, old = self._young, self._old
         for index, name in enumerate(names):
             if name not in young and name not in old:
@@ -35,12 +36,12 @@ class CachedNames:
         return len(names)
 
     def add(self, names: Iterable[bytes]) -> None:
-        """Adds names, or notes that they are in use."""
+        """Adds hashes, or marks them as used."""
         self._young.update(names)
         self._forget()
 
     def remove(self, names: Iterable[bytes]) -> None:
-        """Removes names; those that are not known are left out."""
+        """Removes hashes; unknown ones are ignored."""
         gone = list(names)
         self._young.difference_update(gone)
         self._old.difference_update(gone)

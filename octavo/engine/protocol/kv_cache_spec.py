@@ -91,7 +91,9 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
         return blocks_for(num_tokens, block_size)
 
     def blocks_final(self, num_tokens: int, num_blocks: int, block_size: int) -> int:
-        """Returns how many of the first blocks of a table of `num_blocks` no later token writes."""
+        """Returns how many of the first blocks of a table of `num_blocks` are complete, so that no
+        later token writes to them.
+        """
         return num_tokens // block_size
 
     def first_read(self, position: int, block_size: int) -> int:
@@ -221,12 +223,12 @@ class CrossAttentionSpec(KVCacheSpec, frozen=True, tag="fixed"):
 
 
 class StateSpec(KVCacheSpec, frozen=True, tag="state"):
-    """One block, which every step writes again: a recurrent state.
+    """Recurrent state: one block, which every step overwrites.
 
-    It stands for all tokens so far and for no shorter prefix. Where a checkpoint is due, the block
-    gets a name and is written no more: the request goes on with a copy. Beside the state lies the
-    one before the last step, to which a request returns that keeps only a part of the step's
-    tokens.
+    The state represents all tokens so far and no shorter prefix. At a checkpoint the block is
+    hashed and no longer written; the request continues with a copy. The block also contains the
+    state before the last step, to which a request returns if only part of the step's tokens are
+    accepted.
     """
 
     allows_forks: ClassVar[bool] = False

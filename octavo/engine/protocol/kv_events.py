@@ -1,8 +1,8 @@
-"""KV events on the wire, in vLLM's form, and the options under vLLM's names.
+"""KV events on the wire, in vLLM's format, and the option kv_events_config with vLLM's fields.
 
-A batch is an array of msgpack: time, events, data-parallel rank; an event is a map whose `type` is
-its name, as vllm-router 0.1.17 reads it. In vLLM's older form events were arrays too. Block hashes
-are the last 64 bits of the blocks' names.
+A batch is a msgpack array: time, events, data-parallel rank. An event is a map whose `type` is its
+name, as vllm-router 0.1.17 expects; older versions of vLLM sent arrays. Block hashes are the last
+64 bits of the block digests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Blocks of a chain that the engine holds from now on."""
+    """Blocks of a chain that the engine now has."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -39,14 +39,14 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
-    """Blocks that the engine holds no more."""
+    """Blocks that the engine no longer has."""
 
     block_hashes: list[int]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
-    """The end of all blocks that the engine held."""
+    """All blocks of the engine are removed."""
 
 
 WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -61,13 +61,13 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 def get_hash(digest: bytes) -> int:
-    """Returns the hash under which a block is known outside."""
+    """Returns the block hash in the wire format."""
     return int.from_bytes(digest[-HASH_BYTES:], "big")
 
 
 def wire_event(event: BlockEvent, root: bytes, block_size: int) -> WireEvent:
-    """Returns an event in the wire form. The first block of a prompt without a salt, whose parent
-    is `root`, has no parent there.
+    """Returns an event in the wire format. The first block of a prompt without a salt, whose parent
+    is `root`, has no parent in it.
     """
     if isinstance(event, BlocksStored):
         return BlockStored(
@@ -107,7 +107,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_events_config(text: str | None) -> KVEventsConfig:
-    """Reads the option; ConfigError says what is wrong with it."""
+    """Parses the option; raises ConfigError if it is invalid."""
     if text is None:
         return KVEventsConfig()
     try:
@@ -128,14 +128,16 @@ def parse_events_config(text: str | None) -> KVEventsConfig:
 
 
 def logged_only(text: str | None) -> str | None:
-    """Returns the option with which the same events are logged and none is published."""
+    """Returns the option with the same events logged, but not published."""
     if not parse_events_config(text).enable_kv_cache_events:
         return None
     return '{"enable_kv_cache_events": true, "publisher": "null"}'
 
 
 def offset_endpoint(address: str, engine: int) -> str:
-    """Returns the address of one of several engines: the port is the first one's plus its index."""
+    """Returns the endpoint of one of several engines: the first engine's port plus the engine's
+    index.
+    """
     if address.startswith("ipc://"):
         return f"{address}_dp{engine}" if engine else address
     host, _, port = address.rpartition(":")

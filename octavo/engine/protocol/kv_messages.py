@@ -1,8 +1,8 @@
-"""What the messages of a step say of KV blocks: how they are named, which are moved before the step
-computes, and what a connector does with them beside the steps.
+"""Parts of a step's messages about KV blocks: block keys, moves before the step computes, and the
+work of a connector in the background.
 
-Owns these data classes, ids and digests only. A StepPlan (`step.py`) carries the moves and the
-ConnectorPlan down, a StepResult the ConnectorReport back.
+Data classes of ids and digests. A StepPlan (`step.py`) contains the moves and the ConnectorPlan, a
+StepResult the ConnectorReport.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 
 
 class BlockMove(msgspec.Struct):
-    """A copy of a whole block of one group, in every layer, before the step computes. The moves of
-    a plan are made in their order.
+    """Copy of a whole block of one group, in all layers, before the step computes. Moves are made
+    in the plan's order.
 
-    "copy" stays on the device. With "swap_out" `target` is a host block, with "swap_in" `source` is
-    one; "save" and "load" likewise go between the device and a connector's slot.
+    "copy" stays on the device. For "swap_out" `target` is a host block, for "swap_in" `source` is
+    one; "save" and "load" copy between the device and a connector's slot.
     """
 
     group: int
@@ -29,7 +29,7 @@ class BlockMove(msgspec.Struct):
 
 
 class BlockKey(NamedTuple):
-    """The name of a full block, and the tokens that it is checked against."""
+    """Hash of a full block, and the tokens that verify a hit."""
 
     digest: bytes
     parent: bytes
@@ -40,14 +40,14 @@ class BlockKey(NamedTuple):
 
 
 class BlockName(NamedTuple):
-    """The name of one block of one cache group, wherever it is stored."""
+    """Digest of one block of one cache group, wherever it is stored."""
 
     group: int
     digest: bytes
 
 
 class BlockPin(NamedTuple):
-    """A block that stays stored until a time, in seconds since 1970."""
+    """A block to keep until a time, in seconds since 1970."""
 
     name: BlockName
     until: float
@@ -68,7 +68,7 @@ class SlotBlock(msgspec.Struct):
 
 
 class StreamedBlock(msgspec.Struct):
-    """A block of the device that a step fills, and whose layers other engines get as it writes
+    """A device block that a step fills; its layers are sent to other engines while the step writes
     them.
     """
 
@@ -83,8 +83,8 @@ class StreamedBlock(msgspec.Struct):
 
 
 class BlockQuery(msgspec.Struct):
-    """A question of a request about stored blocks of its prompt that lie in slots, or are fetched
-    into them: how an extension rates them.
+    """Query for the ratings, by an extension, of stored blocks of a request's prompt that are in
+    slots or being fetched.
     """
 
     request_id: str
@@ -101,7 +101,7 @@ class BlockQuery(msgspec.Struct):
 
 
 class BlockAnswer(msgspec.Struct):
-    """The answer to a BlockQuery."""
+    """Reply to a BlockQuery."""
 
     request_id: str
     ratings: list[float] = msgspec.field(name="masses")
@@ -109,10 +109,10 @@ class BlockAnswer(msgspec.Struct):
 
 
 class ConnectorPlan(msgspec.Struct):
-    """Work that a connector's worker half begins once the step's moves are made, and goes on with
-    while steps compute.
+    """Work that a connector's worker half begins after the step's moves, and continues while steps
+    compute.
 
-    What is done behind the slots is done in the order of the fields, and of the plans.
+    Work behind the slots is done in the order of the fields, and of the plans.
     """
 
     forget_all: bool = False
@@ -165,8 +165,8 @@ class ConnectorReport(msgspec.Struct):
 
 
 class StoredBytes(msgspec.Struct, frozen=True):
-    """Sums of what is stored behind a connector's slots, by this model and others, and of all
-    faults met there.
+    """Totals of what is stored behind a connector's slots, by this model and others, and of all
+    failures there.
     """
 
     num_bytes: int = 0
@@ -186,8 +186,8 @@ class StoredBytes(msgspec.Struct, frozen=True):
 
 
 class ConnectorStats(msgspec.Struct):
-    """Counters of a connector's scheduler half: gauges of this moment, then numbers of blocks since
-    the start.
+    """Counters of a connector's scheduler half: current gauges, then numbers of blocks since the
+    start.
     """
 
     num_slots: int = 0
@@ -208,7 +208,7 @@ class ConnectorStats(msgspec.Struct):
 
 
 class TransferFacts(msgspec.Struct, frozen=True):
-    """Facts of one engine that exchanges blocks."""
+    """Properties of an engine that exchanges blocks."""
 
     facts: dict[str, str]
     """Everything that a block's bytes depend on, by name."""

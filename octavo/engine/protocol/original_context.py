@@ -1,10 +1,10 @@
-"""The context up to which a model's rotary angles are its original ones (LongRoPE, Ding et al.
-2024), and where the positions of longer requests begin.
+"""LongRoPE (Ding et al. 2024): the context length within which a model uses its original rotary
+angles, and the first position of longer requests.
 
-All keys of a request are turned by one set of angles. Positions tell which: those of a request that
-has outgrown the original context begin where the original ones end, and the model's table of angles
-has the long ones there. Known to the scheduler, which has such a request computed once more, and to
-everything that lays out or names its blocks.
+All keys of a request are rotated with one set of angles, selected by its positions: the positions
+of a request that exceeds the original context begin after it, and the model's table has the long
+angles there. The scheduler recomputes a request when it exceeds the original context; block hashes
+include the first position.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 
 
 class OriginalContext(msgspec.Struct, frozen=True):
-    """The longest request whose positions begin at 0."""
+    """Length of the longest request whose positions begin at 0."""
 
     num_tokens: int = UNBOUNDED
 

@@ -1,6 +1,6 @@
-"""What the engine core sends back after each step.
+"""Outputs of the engine core after each step.
 
-Data only; crosses process boundaries.
+Data only; sent between processes.
 """
 
 from __future__ import annotations

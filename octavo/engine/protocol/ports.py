@@ -1,5 +1,5 @@
-"""The protocols through which the core meets what runs its steps and keeps its blocks, without
-importing it. Those of prompts are in `prompt_ports.py`, those of files in `checkpoint_ports.py`.
+"""Protocols of what executes the core's steps and stores its blocks, so that the core need not
+import it. Protocols for prompts are in `prompt_ports.py`, those for files in `checkpoint_ports.py`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from octavo.engine.protocol.step import StepPlan, StepResult
 
 
 class Executor(Protocol):
-    """Runs steps. The core knows only this; `worker/worker.py` implements it."""
+    """Executes steps. `worker/worker.py` implements it."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carries out a plan of one step. The fault of a single row does not raise: that row's
-        result carries `failure`.
+        """Executes a plan of one step. A failure of a single row is returned as its result's
+        `failure`, not raised.
         """
         ...
 
     @property
     def progress(self) -> int:
-        """A number that changes as a step advances, read by another thread while it is computed. A
-        step whose number stands still for long hangs.
+        """Number that changes as a step advances, read by another thread during the step. If it
+        does not change for long, the step hangs.
         """
         ...
 
@@ -39,63 +39,63 @@ class Launched(Protocol):
     """A step that is being computed."""
 
     def result(self) -> StepResult:
-        """Waits for the step and returns its result; raises what computing it raised."""
+        """Waits for the step and returns its result; raises its exception."""
         ...
 
 
 @runtime_checkable
 class AsyncExecutor(Executor, Protocol):
-    """An executor that takes the next step before the one before has come back. Steps are computed
-    in the order of their launches.
+    """Executor to which the next step can be launched before the previous one has finished. Steps
+    are computed in the order of their launches.
     """
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Starts a step and returns as soon as it can; rows that are `from_device` take what the
-        step before draws.
+        """Starts a step and returns as soon as possible; rows that are `from_device` use the token
+        that the previous step samples.
         """
         ...
 
 
 @runtime_checkable
 class DecodingExecutor(Executor, Protocol):
-    """An executor that carries out plans of several decode steps."""
+    """Executor of plans with several decode steps."""
 
     def decode(self, plan: StepPlan) -> Generator[StepResult]:
-        """Carries out a plan: computes one decode step each time the iterator is advanced, each
-        row's drawn token being its next one. The caller may stop after any step; the iterator ends
-        by itself behind `plan.num_steps` steps, or sooner.
+        """Executes a plan: computes one decode step each time the iterator is advanced, each row
+        continuing with its sampled token. The caller may stop after any step; the iterator ends
+        after `plan.num_steps` steps, or earlier.
         """
         ...
 
 
 @runtime_checkable
 class Losable(Protocol):
-    """An executor that may become useless by itself, at any time. `worker/ranks/ranked_worker.py`
-    implements it.
+    """Executor that may be lost at any time, such as one with ranks in other processes.
+    `worker/ranks/ranked_worker.py` implements it.
     """
 
     def when_lost(self, tell: Callable[[OctavoError], None]) -> None:
-        """Calls `tell` once, from another thread, when the executor is lost; at once if it is
-        lost already.
+        """Calls `tell` once, from another thread, when the executor is lost; at once if it already
+        is.
         """
         ...
 
 
 @runtime_checkable
 class StepSharer(Protocol):
-    """An executor whose steps other engines compute too. `worker/joined_executor.py` implements
-    it.
+    """Executor whose steps are computed together with other engines. `worker/joined_executor.py`
+    implements it.
     """
 
     @property
     def is_behind(self) -> bool:
-        """Whether another engine has begun a step that this one has not: a plan without rows takes
+        """Whether another engine has begun a step that this one has not; a plan without rows takes
         part in it.
         """
         ...
 
     def when_called(self, on_call: Callable[[], None]) -> None:
-        """Calls `on_call`, from another thread, whenever this engine has fallen behind."""
+        """Calls `on_call` from another thread whenever this engine is behind."""
         ...
 
 
@@ -110,24 +110,24 @@ class Profiler(Protocol):
 
 
 class ConnectorWorker(Protocol):
-    """The worker half of a connector: the bytes in the slots, and the work behind them while steps
+    """Worker half of a connector: the slots' bytes, and background work behind them while steps
     compute. `worker/kv_connectors/tiers.py` implements it.
     """
 
     def slot(self, group: int, slot: int) -> Any:
-        """Returns the bytes of one slot, `[KvLayout.block_bytes] uint8`, to be read or written."""
+        """Returns the bytes of one slot, `[KvLayout.block_bytes] uint8`, for reading or writing."""
         ...
 
     def begin(self, plan: ConnectorPlan) -> None:
-        """Begins the work of a plan once the moves of its step are made; returns at once."""
+        """Begins the work of a plan after the moves of its step; returns at once."""
         ...
 
     def report(self, *, wait_s: float) -> ConnectorReport | None:
         """Returns the outcome since the last report; waits at most `wait_s` seconds for the first
-        thing to tell.
+        result.
         """
         ...
 
     def close(self) -> None:
-        """Ends the work behind the slots, within a little time."""
+        """Ends the background work, within a short time."""
         ...

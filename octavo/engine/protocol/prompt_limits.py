@@ -35,8 +35,8 @@ OK = AdmissionDecision(AllocStatus.OK)
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """Limits that a prompt is checked against once. The context and the KV cache must have room for
-    one more token, where one is drawn.
+    """Limits on a prompt. The context and the KV cache must have room for one more token if the
+    request generates.
     """
 
     max_prompt_len: int | None
@@ -56,8 +56,8 @@ class PromptLimits:
         return min([most, *(limit for limit in limits if limit is not None)])
 
     def max_num_tokens(self, num_prompt_tokens: int, num_seqs: int = 1) -> int:
-        """Returns the most tokens of each of a request's rows, which share the full blocks of the
-        prompt alone.
+        """Returns the maximum number of tokens of each row of a request; the rows share only the
+        full blocks of the prompt.
         """
         num_blocks = self.kv_capacity_tokens // self.block_size
         num_shared = num_prompt_tokens // self.block_size

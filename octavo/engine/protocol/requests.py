@@ -1,6 +1,6 @@
-"""What the frontend sends to the engine core: requests, changes of them, pins of prefixes.
+"""Messages from the frontend to the engine core: requests, changes, pins.
 
-Data only; crosses process boundaries.
+Data only; sent between processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BACKGROUND_PRIORITY = 1 << 31
 
 
 class EngineRequest(msgspec.Struct):
-    """A validated request, as the frontend hands it to the core; crosses process boundaries."""
+    """A validated request, as the frontend sends it to the core."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -75,7 +75,7 @@ class EngineRequest(msgspec.Struct):
 
 
 class RequestChange(msgspec.Struct):
-    """New params and priority of one request. The front has checked them."""
+    """New params and priority of one request, validated by the frontend."""
 
     request_id: str
     params: RequestParams
@@ -97,13 +97,13 @@ class Pin(msgspec.Struct, tag=True):
 
 
 class ViewEngine(msgspec.Struct, tag=True):
-    """Query: the state of the engine now."""
+    """Query: the engine's current state."""
 
     with_blocks: bool
 
 
 class ResetPrefixCache(msgspec.Struct, tag=True):
-    """Query: clear the prefix cache on the device. The answer is 1, or 0 if nothing was cleared
+    """Query: clear the prefix cache on the device. The reply is 1, or 0 if nothing was cleared
     because requests hold blocks.
     """
 

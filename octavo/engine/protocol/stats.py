@@ -1,6 +1,6 @@
-"""Counters of the core, as a snapshot that returns with each step.
+"""Counters of the core, returned as a snapshot with each step.
 
-Owns no history and no clock: rates are the reader's business.
+Contains no history and no clock; readers compute rates.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, array_like=True):
-    """Gauges of this moment, then counts since the start."""
+    """Current gauges, then counts since the start."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -140,9 +140,7 @@ class EngineStats(msgspec.Struct, array_like=True):
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
 
     def after(self, earlier: EngineStats) -> EngineStats:
-        """Returns these stats with the counts of an earlier core added, which this one has
-        replaced.
-        """
+        """Returns these stats plus the counts of an earlier core that this one replaced."""
         return msgspec.structs.replace(
             self, **{name: _sum(getattr(self, name), getattr(earlier, name)) for name in COUNTS}
         )

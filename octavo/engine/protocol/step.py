@@ -123,8 +123,8 @@ class NewRequest(msgspec.Struct):
 
 
 class TableEnd(msgspec.Struct):
-    """New length of a row's block tables, after blocks were freed that had been allocated for
-    rejected draft tokens or for decode steps that were not computed.
+    """New length of a row's block tables after freeing blocks that were allocated for rejected
+    draft tokens or for decode steps that were not computed.
     """
 
     request_id: str
@@ -133,7 +133,7 @@ class TableEnd(msgspec.Struct):
 
 
 class ScheduledRequest(msgspec.Struct):
-    """A row of a step, of which `num_tokens` tokens from position `start` on are computed."""
+    """A row of a step: `num_tokens` tokens from position `start` on are computed."""
 
     request_id: str
     start: int
@@ -281,7 +281,9 @@ class WeightArrivals(msgspec.Struct, frozen=True):
         )
 
     def share_since(self, earlier: WeightArrivals, count: int) -> WeightArrivals:
-        """Returns the share of each of `count` requests in what was read since `earlier`."""
+        """Divides what was read since `earlier` into equal shares of `count` requests; returns one
+        share.
+        """
         found = {
             name: (getattr(self, name) - getattr(earlier, name)) / count
             for name in self.__struct_fields__

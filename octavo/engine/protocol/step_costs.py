@@ -69,15 +69,17 @@ class StepCosts(msgspec.Struct, frozen=True):
         return self._tokens_s(self.points, num_tokens) + self.key_s * num_keys
 
     def verify_s(self, num_tokens: int, num_keys: int) -> float | None:
-        """Returns the seconds of one step that verifies guesses, of `num_tokens` tokens in all;
-        None until one of about as many was measured.
+        """Returns the seconds of one step of `num_tokens` tokens that verifies draft tokens; None
+        until a step of similar size was measured.
         """
         if not _has_size(self.verifying, num_tokens):
             return None
         return self._tokens_s(self.verifying, num_tokens) + self.key_s * num_keys
 
     def is_measured(self, num_tokens: int) -> bool:
-        """Returns whether steps of about as many tokens were measured that verify nothing."""
+        """Returns whether steps of a similar number of tokens, without verification, were
+        measured.
+        """
         return _has_size(self.points, num_tokens)
 
     def prefill_s(self, num_tokens: int, max_chunk: int) -> float | None:
@@ -133,7 +135,7 @@ class KeyMeans(NamedTuple):
 
 
 class StepCostMeter:
-    """Measures step costs as running means. `known` are costs measured before."""
+    """Measures step costs as running means. `known`: costs measured earlier."""
 
     def __init__(self, known: StepCosts = UNMEASURED) -> None:
         self._costs: StepCosts | None = known
@@ -213,8 +215,9 @@ class StepCostMeter:
         )
 
     def _fit_key_cost(self, kind: StepKind, num_keys: float, step_s: float) -> None:
-        """Fits the cost per key by least squares over steps of equally many tokens: how much longer
-        those with more keys than their mean take. A negative cost is noise and counts as zero.
+        """Fits the cost per key by least squares over steps with equal numbers of tokens: the extra
+        time of steps that read more keys than the mean. A negative cost is noise and counts as
+        zero.
         """
         means = self._key_means.get(kind) or KeyMeans(num_keys, step_s, 0)
         more_keys, more_s = num_keys - means.num_keys, step_s - means.seconds

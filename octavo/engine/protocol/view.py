@@ -1,7 +1,7 @@
-"""A running engine as others see it at one moment: its requests, its KV blocks, its last steps.
+"""View of a running engine at one moment: its requests, KV blocks and last steps.
 
-Data only; crosses process boundaries. What is shown is bounded: blocks by MAX_BLOCKS of each cache
-group, requests by MAX_REQUESTS where blocks are shown too, steps by MAX_STEPS.
+Data only; sent between processes. Its size is bounded: MAX_BLOCKS blocks per cache group,
+MAX_REQUESTS requests if blocks are included, and MAX_STEPS steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BlockRun(NamedTuple):
 
 
 class BlockCounts(msgspec.Struct):
-    """Numbers of all blocks of one cache group by state, shown or not."""
+    """Number of blocks of one cache group by state, including those not in the view."""
 
     free: int
     cached: int

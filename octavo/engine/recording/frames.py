@@ -1,8 +1,7 @@
-"""The steps of a recording as the events that a reader of the live feed would have had, one for
-each step.
+"""Converts a recording to events of the live feed, one for each step.
 
-Makes the steps again, as `replay.py` does; a recording that this version plans differently ends
-with an error where it differs.
+Replays the steps (`replay.py`); if this version plans a step differently, the iterator ends there
+with an error.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from octavo.engine.requests.stop_strings import MakeStopTexts
 
 
 class RecordedFrames:
-    """Events of the feed, an iterator; every `num_in_chunk`-th is a snapshot."""
+    """Iterator of events; every `num_in_chunk`-th is a snapshot."""
 
     def __init__(
         self,
@@ -58,7 +57,9 @@ class RecordedFrames:
                 yield self._frame(event)
 
     def _frame(self, computed: StepComputed) -> FeedEvent:
-        """Returns the event after a step, which ends when the device was done with it."""
+        """Returns the event after a step; the step's end is the time at which the device finished
+        it.
+        """
         busy_s = computed.result.busy_s
         if self._planned and self._planned[0].plan.step == computed.result.step:
             planned = self._planned.pop(0)

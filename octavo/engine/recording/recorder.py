@@ -1,8 +1,8 @@
-"""The recording of an engine: every request with its seed, every plan and every result, so that the
-same steps can be made again.
+"""Records an engine: every request with its seed, every plan and every result, so that the steps
+can be replayed.
 
-One JSON object a line, written before the step that it plans is computed: the recording of an
-engine that died ends with the plan it died of. Decides nothing; `replay.py` makes the steps again.
+One JSON object per line. A plan is written before its step is computed, so the recording of a
+crashed engine ends with the plan that crashed it. `replay.py` replays recordings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecordingHeader(msgspec.Struct, tag=True):
-    """The first line: what the scheduler was made of, and all options by their flat names."""
+    """First line: the arguments of the scheduler, and all options by their flat names."""
 
     format: int
     version: str
@@ -54,44 +54,44 @@ class RecordingHeader(msgspec.Struct, tag=True):
 
 
 class RequestAdded(msgspec.Struct, tag=True):
-    """A request that came."""
+    """A request was added."""
 
     request: EngineRequest
 
 
 class RequestAborted(msgspec.Struct, tag=True):
-    """A request that its caller ended."""
+    """A request was aborted."""
 
     request_id: str
 
 
 class RequestChanged(msgspec.Struct, tag=True):
-    """A request that was changed while it waited or ran, or after its end."""
+    """A request was changed while it waited or ran, or after its end."""
 
     change: RequestChange
 
 
 class RequestFailed(msgspec.Struct, tag=True):
-    """A request that was ended because no step could start it."""
+    """A request failed because no step could start it."""
 
     request_id: str
     error: str
 
 
 class PrefixCacheReset(msgspec.Struct, tag=True):
-    """A reset of the prefix cache."""
+    """The prefix cache was reset."""
 
     reset_connector: bool = False
 
 
 class PrefixPinned(msgspec.Struct, tag=True):
-    """A request to pin a prefix, which may have been refused."""
+    """A prefix was to be pinned; the request may have been rejected."""
 
     pin: Pin
 
 
 class StepPlanned(msgspec.Struct, tag=True):
-    """A plan, with the arguments it was made of."""
+    """A plan, with the arguments of `Scheduler.schedule`."""
 
     now: float
     costs: StepCosts
@@ -101,7 +101,7 @@ class StepPlanned(msgspec.Struct, tag=True):
 
 
 class StepComputed(msgspec.Struct, tag=True):
-    """The result of the oldest plan without one, or of the next decode step of the last plan."""
+    """Result of the oldest plan without one, or of the next decode step of the last plan."""
 
     result: StepResult
     failed: bool = False
@@ -122,7 +122,7 @@ Event = (
 
 
 class Recorder:
-    """Writes events to a file, which is overwritten."""
+    """Writes events to a file, which it overwrites."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -137,7 +137,7 @@ class Recorder:
             raise ConfigError(f"record: cannot write {path}: {error.strerror}") from error
 
     def write(self, event: Event) -> None:
-        """Writes one event. If the disk is full, the recording ends and the engine goes on."""
+        """Writes one event. If the disk is full, the recording ends but the engine continues."""
         if self._file.closed:
             return
         if isinstance(event, StepPlanned):
@@ -166,7 +166,7 @@ class Recorder:
 
 
 def check_writable(path: Path) -> None:
-    """Raises ConfigError if a Recorder could not be made; a file that exists is not changed."""
+    """Raises ConfigError if a Recorder cannot be created; does not change an existing file."""
     try:
         path.open("ab").close()
     except OSError as error:
@@ -174,8 +174,8 @@ def check_writable(path: Path) -> None:
 
 
 def lean_rows(plan: StepPlan, rows: Sequence[RowResult]) -> list[RowResult]:
-    """Returns the parts of results that the scheduler looks at: tokens, failures, how many prompt
-    logprobs came, the logprobs that a beam search chooses by, and the bounds of mirostat.
+    """Returns the parts of results that the scheduler reads: tokens, failures, numbers of prompt
+    logprobs, the logprobs of beam searches, and mirostat's bounds.
     """
     return [
         _lean_row(row, searched=bool(scheduled.search_of))
@@ -201,8 +201,8 @@ def _lean_row(row: RowResult, *, searched: bool) -> RowResult:
 
 
 def read_log(path: Path) -> tuple[RecordingHeader, Iterator[Event]]:
-    """Returns the header and the events that follow; ConfigError if the file is no recording. A
-    last line that was cut off is left out.
+    """Returns the header and the events; raises ConfigError if the file is not a recording. A
+    truncated last line is ignored.
     """
     try:
         lines = path.open("rb")

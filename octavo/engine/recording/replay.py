@@ -1,9 +1,7 @@
-"""Makes the steps of a recording again: the same calls to a new Scheduler, and a comparison of what
-it decides.
+"""Replays a recording: makes the recorded calls to a new Scheduler and compares its decisions.
 
-Time, costs and results come from the recording, so the plans are the recorded ones whatever
-computes them now. With an executor the plans are carried out too, and what they yield is compared.
-Knows no file and no model.
+Time, costs and results are the recorded ones, so the plans must be equal on any hardware. With an
+executor the plans are executed as well, and their results compared. Knows no file and no model.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ MAX_STEPS_AHEAD = 1
 
 @dataclass(slots=True)
 class Replayed:
-    """Counts and differences that a replay has found so far."""
+    """Counts and differences found by a replay so far."""
 
     num_requests: int = 0
     num_steps: int = 0
@@ -55,7 +53,7 @@ class Replayed:
 
 
 class Replay:
-    """Replays a recording. `executor`: carries out the plans; None: only the scheduler runs.
+    """Replays a recording. `executor`: executes the plans; None: only the scheduler runs.
     `stop_texts`: as in the recorded engine.
     """
 
@@ -80,8 +78,8 @@ class Replay:
         self._other_plan = False
 
     def run(self, events: Iterable[Event], *, max_differences: int = 1) -> Replayed:
-        """Makes the steps again. It ends early at `max_differences`, and at the first plan that
-        differs: all that follows would too.
+        """Replays the steps. Ends early after `max_differences`, and at the first plan that
+        differs, since all later ones would differ too.
         """
         for event in events:
             self.take(event)
@@ -93,7 +91,7 @@ class Replay:
         return self.found
 
     def take(self, event: Event) -> None:
-        """Makes the call to the scheduler that an event stands for; what differs is in `found`."""
+        """Makes an event's call to the scheduler; adds differences to `found`."""
         if not self._is_repeat(event):
             self._end_decode()
         if isinstance(event, RequestAdded):
@@ -141,11 +139,11 @@ class Replay:
         self._computed = None
 
     def _execute(self, plan: StepPlan) -> StepResult | str | None:
-        """Returns what the executor yields for a plan's first step, or how it failed; None without
-        an executor.
+        """Returns the executor's result of a plan's first step, or its error; None without an
+        executor.
 
-        Plans are executed in their order, whether the engine ran ahead or not: what a row takes
-        from the device was drawn by the step before.
+        Plans are executed in order, whether the engine ran ahead or not, so a token that a row
+        takes from the device has been sampled by the step before.
         """
         if self._executor is None:
             return None
@@ -159,7 +157,7 @@ class Replay:
             return f"{type(error).__name__}: {error}"
 
     def _execute_next(self) -> StepResult | str | None:
-        """Returns what the executor yields for the next decode step of the last plan."""
+        """Returns the executor's result of the next decode step of the last plan."""
         if self._executor is None:
             return None
         try:
@@ -207,7 +205,7 @@ def get_config(header: RecordingHeader) -> EngineConfig:
 
 
 def make_scheduler(header: RecordingHeader, stop_texts: MakeStopTexts | None = None) -> Scheduler:
-    """Returns a scheduler like the recorded engine's, with no request yet."""
+    """Returns a new scheduler with the recorded engine's options."""
     config = get_config(header)
     return build_scheduler(
         header.scheduler,

@@ -1,11 +1,9 @@
-"""Beam search: of all continuations of the live beams the best go on, until the best finished ones
-cannot be beaten.
+"""Beam search: expands the best beams until no live beam can beat the finished ones.
 
-Owns the beams of one request, what they have yielded, and the finished sequences. Sees logprobs as
-numbers, and neither blocks nor arrays: which beam branches off which is an answer (`Branch`).
-Scores, order and end are those of Hugging Face transformers' `generate(num_beams=...)`, so that its
-results are met; the length penalty is that of Wu et al. 2016 in its simplest form, the length to a
-power.
+Owns the beams of one request, their tokens and the finished sequences. Works on logprobs as
+numbers, without blocks or arrays; its results name the parent of each new beam (`Branch`). Scores,
+order and termination are those of `generate(num_beams=...)` of Hugging Face transformers, with
+equal results; the length penalty is a power of the length, the simplest form of Wu et al. 2016.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ class Continuation:
 
 
 class Width(NamedTuple):
-    """How many `beams` go on, and how many continuations are looked at so that as many remain when
-    some have ended.
+    """Number of `beams`, and number of continuations that are considered so that as many beams
+    remain if some finish.
     """
 
     beams: int
@@ -62,10 +60,10 @@ class Width(NamedTuple):
 
 
 class BeamSearch:
-    """The search of one request, and the consumer of its rows.
+    """Search of one request, and consumer of its rows' results.
 
-    A search that has lost its blocks is folded: its trunk, the tokens that all beams begin with, is
-    computed first, and they branch off it again.
+    After a preemption the search restarts from its trunk, the tokens that all beams have in common:
+    the trunk is computed first, then the beams branch off again.
     """
 
     def __init__(
@@ -111,15 +109,15 @@ class BeamSearch:
 
     @property
     def num_seqs(self) -> int:
-        """Most beams that are live at once."""
+        """Maximum number of live beams."""
         return self._width.beams
 
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
-        """Refuses: how likely each beam still is to win was judged by the length."""
+        """Raises an error: earlier pruning depended on the old maximum length."""
         raise AssertionError("the front changes no length of a beam search")
 
     def num_plain_draws(self, num_tokens: int) -> int:
-        """Returns 1: each step decides which beams go on."""
+        """Returns 1: the beams are chosen again after each step."""
         return 1
 
     def _row_params(self) -> SamplingParams:
@@ -149,7 +147,7 @@ class BeamSearch:
         return progress
 
     def _advance(self, rows: Sequence[SequenceState]) -> list[Branch]:
-        """Returns the beams of the next step, none if the search is done."""
+        """Returns the beams of the next step; none if the search has finished."""
         yields, self._yields = self._yields, {}
         if self._folded:
             return self._unfold(rows[0])
@@ -173,11 +171,11 @@ class BeamSearch:
         return [Branch(beam, parent_id) for beam, parent_id in children]
 
     def _best(self) -> list[BeamOutput]:
-        """Returns as many finished sequences as are wanted, the best first."""
+        """Returns the requested number of finished sequences, the best first."""
         return self._found[: self._params.n]
 
     def _finish(self) -> Finish:
-        """Returns how the search has ended."""
+        """Returns the finish reason of the search."""
         if not self._found:
             return Finish("error", error="the beam search found no token that could follow")
         return Finish(self._found[0].finish_reason)
@@ -185,7 +183,7 @@ class BeamSearch:
     def _candidates(
         self, rows: Sequence[SequenceState], yields: dict[str, RowResult]
     ) -> list[Continuation]:
-        """Returns the best continuations of all rows together, the best first."""
+        """Returns the best continuations of all rows, the best first."""
         every = [
             Continuation(row, token_id, _cumulative(row) + logprob, place)
             for row in rows
@@ -196,8 +194,8 @@ class BeamSearch:
         )
 
     def _allowed(self, row: SequenceState, result: RowResult) -> list[tuple[int, int, float]]:
-        """Returns the continuations of one row: their places, tokens and logprobs. Before
-        min_tokens none is an end token, unless a grammar allows nothing else.
+        """Returns the continuations of one row: indices, tokens and logprobs. Before min_tokens,
+        end tokens are excluded unless a grammar allows nothing else.
         """
         num_output_tokens = row.num_tokens - self._num_prompt_tokens
         every = [
@@ -222,7 +220,7 @@ class BeamSearch:
         return Finish("length") if num_output_tokens >= self._max_output_tokens else None
 
     def _is_settled(self, best_running: float, num_output_tokens: int) -> bool:
-        """Returns whether no live beam is expected to beat the worst of the finished ones."""
+        """Returns whether no live beam is expected to beat the worst finished sequence."""
         if len(self._found) < self.num_seqs:
             return False
         early, penalty = self._params.early_stopping, self._params.length_penalty
@@ -254,8 +252,8 @@ class BeamSearch:
     def _children(
         self, running: Sequence[Continuation], yields: dict[str, RowResult]
     ) -> list[tuple[Beam, str]]:
-        """Makes the next beams, each with the id of its parent. The first child of a beam takes its
-        place, and its row on the worker where that drew the same token.
+        """Returns the next beams, each with the id of its parent. The first child of a beam
+        replaces it and keeps its worker row if that row sampled the same token.
         """
         heirs: set[str] = set()
         children = []
@@ -283,8 +281,8 @@ class BeamSearch:
         return f"{self._request_id}/{self._num_names}"
 
     def start_over(self, trunk: list[int]) -> list[int]:
-        """Folds the beams into what they have in common, which is returned and computed first;
-        `trunk` where there are no beams.
+        """Reduces the beams to their common tokens, which are returned and computed first; `trunk`
+        if there are no beams.
         """
         self._yields.clear()
         if not self.beams:
@@ -312,7 +310,7 @@ def _cumulative(row: SequenceState) -> float:
 
 
 def _entry(result: RowResult) -> TokenLogprobs:
-    """Returns the row's logprobs: the drawn token first, then the best of all."""
+    """Returns the row's logprobs: the sampled token first, then the best ones."""
     assert result.logprobs is not None
     return result.logprobs[0]
 
@@ -323,8 +321,8 @@ def _alternatives(result: RowResult) -> list[tuple[int, float]]:
 
 
 def _chosen(result: RowResult, place: int, num_logprobs: int) -> TokenLogprobs:
-    """Returns logprobs as if the token at `place` among the best had been drawn, with as many of
-    the best as the user wants.
+    """Returns logprobs as if the candidate at `place` had been sampled, with the requested number
+    of alternatives.
     """
     entry, wanted = (
         _entry(result),

@@ -108,7 +108,7 @@ class ResultConsumer(Protocol):
 
     @property
     def wants(self) -> Wants:
-        """Kind of result that a row has with the last of its known tokens."""
+        """Kind of result that a row returns with the last of its known tokens."""
         ...
 
     @property
@@ -133,8 +133,8 @@ class ResultConsumer(Protocol):
 
     @property
     def needs_last_token(self) -> str:
-        """Reason why a row's next token cannot be sampled before its last one is known here; "" if
-        the number of its tokens is enough.
+        """Reason why a row's next token cannot be sampled before its last one is known to the
+        scheduler; "" if knowing the number of its tokens is enough.
         """
         ...
 

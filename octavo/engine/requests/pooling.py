@@ -1,6 +1,6 @@
-"""A request that wants one pooled row of its text, and draws no token.
+"""Request for a pooled row of its prompt; samples no token.
 
-Implements `ResultConsumer`. It ends with the row that the step with its last token brings.
+Implements `ResultConsumer`. It ends with the step that computes its last token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from octavo.engine.requests.generation import Finish, RequestProgress, SequenceS
 
 
 class Pooling:
-    """The consumer of one pooled row."""
+    """Consumer of one pooled row."""
 
     wants: Wants = "pool"
     reads_logprobs = False
@@ -26,7 +26,7 @@ class Pooling:
         self.row_params = params
 
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
-        """Does nothing: no token comes after the prompt's."""
+        """No-op: no tokens follow the prompt."""
 
     def num_plain_draws(self, num_tokens: int) -> int:
         return 1
@@ -34,7 +34,7 @@ class Pooling:
     def take(
         self, request: SequenceState, row: SequenceState, result: RowResult
     ) -> RequestProgress:
-        """Hands out the pooled row, with which the request ends."""
+        """Returns the pooled row and ends the request."""
         assert result.pooled is not None, "a row without a fault has what it wants"
         return RequestProgress(0, pooled=result.pooled, is_first=True, finish=Finish("stop"))
 

@@ -1,7 +1,7 @@
-"""A request while the core computes it, for the scheduler.
+"""A request in the scheduler.
 
-One sample each: the frontend makes n of them if a user asks for n. Knows no text, no block and no
-array.
+One sample each: the frontend creates n of them for a user's request with n samples. Knows no text,
+no block and no array.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ class RequestStatus(Enum):
 
 
 class Request(SequenceState):
-    """The tokens, counts and state of one request, which the scheduler alone changes.
+    """Tokens, counts and state of one request; only the scheduler changes it.
 
-    `num_computed_tokens` catches up with `num_tokens`: the prompt's tokens, then each one that was
-    sampled. `max_num_tokens` is the most that it may ever hold, by max_tokens, the context and the
-    KV cache. Its `consumer` takes what its rows yield; a beam search computes the prompt in the
-    request's own row and then a row for each beam. A request is preempted, returns and ends with
-    all of its rows.
+    `num_computed_tokens` catches up with `num_tokens`: the prompt's tokens, then each sampled one.
+    `max_num_tokens` is the limit of max_tokens, the context and the KV cache. The `consumer`
+    processes the results of its rows: a beam search computes the prompt in the request's own row
+    and then one row for each beam. All rows of a request are preempted, resumed and ended together.
     """
 
     __slots__ = (
@@ -211,9 +210,9 @@ class Request(SequenceState):
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the token after the one that is being sampled can be scheduled before that one is
-        known: its length neither ends it first nor moves its positions, and its sampling does not
-        depend on the token.
+        """Whether the token after the one being sampled can be scheduled before that one is known:
+        the request cannot end first by its length, its positions do not move, and its sampling does
+        not depend on the token.
         """
         num_tokens = len(self.token_ids)
         ends = num_tokens + 1 >= self.max_num_tokens or self.source.one_token
@@ -236,7 +235,7 @@ class Request(SequenceState):
 
     def take_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
         """Adds logprobs of the prompt's tokens from `position` on, except those before the first
-        wanted one.
+        requested one.
         """
         self.prompt_logprobs += logprobs[max(0, self.params.first_prompt_logprob - position) :]
 

@@ -1,8 +1,8 @@
-"""Finds stop strings in token ids, for beam searches: which beam ends decides which others go on,
-so the core must know.
+"""Finds stop strings in token ids, for beam searches: beams that end affect which others continue,
+so the core must detect them.
 
-Works on the bytes of the last few tokens only, and keeps no text: any beam may be asked about. The
-front cuts the texts, by the same rule (`text/detokenizer.py`).
+Works on the bytes of the last few tokens and keeps no state, since it is called for any beam. The
+frontend cuts the texts by the same rule (`text/detokenizer.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TokenizedStops:
         """
 
     def ended_by(self, token_ids: Sequence[int], token_id: int) -> str | None:
-        """Returns the stop string that `token_id` completes after `token_ids`; the one that begins
-        first, where several are complete.
+        """Returns the stop string that `token_id` completes after `token_ids`; of several, the one
+        that begins first.
         """
         piece = self._bytes(token_id)
         if not piece:
@@ -43,7 +43,7 @@ class TokenizedStops:
         return min(found, key=starts.__getitem__) if found else None
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """Returns the last bytes of a text, as many as a stop string can reach back."""
+        """Returns the last bytes of a text, as many as a stop string can match."""
         found = b""
         for token_id in reversed(token_ids):
             if len(found) >= self._reach:

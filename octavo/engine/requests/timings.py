@@ -1,8 +1,8 @@
-"""Timings of requests: what each waited for, prefill, decode, preemptions, and batch sizes.
+"""Timings of requests: queue time by reason, prefill, decode, preemptions, and batch sizes.
 
-Reads no clock: a step's end is its start plus the seconds that the executor was busy. There is no
-work per request and step: waiting requests share one total of seconds for each reason, running
-ones one count of steps, and each request stores the totals at the time it began to wait or run.
+Reads no clock: a step's end is its start plus the executor's busy time. There is no work per
+request and step: waiting requests share totals of seconds by reason, running ones a count of steps,
+and each request stores the totals at the time when it began to wait or run.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class Timekeeper:
         watch.first_token = self._end
 
     def so_far(self, watch: Stopwatch) -> Timings:
-        """Returns the times of a request as if it ended with the last step; the counts that the
-        request itself has are left at 0.
+        """Returns the times of a request as if it ended with the last step; counts that the request
+        itself has are 0.
         """
         end = max(self._end, watch.arrival, watch.started or 0.0)
         started = end if watch.started is None else watch.started

@@ -1,7 +1,7 @@
-"""The routing policies: each chooses one of the engines that may be chosen. All are deterministic.
+"""Routing policies: each chooses one of the available engines, deterministically.
 
 Sources: Mooncake (Qin et al. 2025) for cost by queue and cache; rendezvous hashing (Thaler and
-Ravishankar 1998) for sessions that stay where they are.
+Ravishankar 1998) for sticky sessions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LeastTokens:
 
 
 class Sticky:
-    """Sends all requests of a session to the same engine, as long as it is there."""
+    """Sends all requests of a session to the same engine, as long as it is available."""
 
     reads_names = False
 
@@ -71,11 +71,11 @@ class Sticky:
 
 
 class KvAware:
-    """Chooses the engine that would have computed the prompt soonest: the least queued uncached
-    tokens plus a weight times the prompt's own, over the measured rate.
+    """Chooses the engine that is expected to finish the prompt first: the fewest queued uncached
+    tokens, plus the prompt's own multiplied by a weight, divided by the measured rate.
 
-    Where engines share a store, one that is less busy takes a prefix from there that another one
-    has computed: its tokens count for less than those that are computed.
+    If engines share a store, a less busy engine can load a prefix that another one computed; such
+    tokens count less than computed ones.
     """
 
     reads_names = True

@@ -1,6 +1,6 @@
-"""Places requests on engines by a policy, and keeps the books that the policies read.
+"""Places requests on engines by a policy, and tracks the load and cached blocks that policies read.
 
-One thread at a time calls it; time is an argument, on any clock that does not go back.
+Not thread-safe; time is an argument, on any monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.engine.routing.target import Target
 
 @dataclass(slots=True)
 class PlacedJob:
-    """A request that was given to an engine and has not ended."""
+    """An unfinished request that was sent to an engine."""
 
     target: Target
     num_uncached: int
@@ -24,7 +24,7 @@ class PlacedJob:
 
 
 class Router:
-    """The targets of one fleet, and the requests that each of them has."""
+    """The engines of one fleet, and the requests of each."""
 
     def __init__(self, policy: RoutingPolicy, targets: Iterable[Target]) -> None:
         self.targets = list(targets)
@@ -34,7 +34,7 @@ class Router:
 
     @property
     def reads_names(self) -> bool:
-        """Whether jobs need the names of their blocks."""
+        """Whether the policy needs the block hashes of jobs."""
         return self._policy.reads_names
 
     def choose(self, job: RoutingJob, allowed: Iterable[int], now: float) -> int:
@@ -44,8 +44,8 @@ class Router:
         return next(index for index in indices if self.targets[index] is chosen)
 
     def sent(self, name: str, job: RoutingJob, index: int, now: float) -> int:
-        """Records that a target got a request and will hold its blocks; returns how many of its
-        tokens are expected to be cached there.
+        """Records that a request was sent to a target, and the blocks that the target will have;
+        returns how many of its tokens are expected to be cached there.
         """
         target = self.targets[index]
         num_cached = job.num_cached(target.cached.num_known(job.names))
@@ -57,7 +57,9 @@ class Router:
         return num_cached
 
     def yielded(self, name: str, num_tokens: int, now: float) -> None:
-        """Notes tokens of a request; the first ones say that its prompt is computed."""
+        """Records output tokens of a request; the first ones mean that its prompt has been
+        computed.
+        """
         placed = self._placed.get(name)
         if placed is None or not num_tokens:
             return

@@ -1,4 +1,4 @@
-"""What a router knows of one engine: the work it was given, its speed and its cached blocks."""
+"""State of one engine for routing: queued work, speed and cached blocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Target:
         return max(0.0, self.queued_tokens - done)
 
     def queue(self, num_tokens: int, now: float) -> None:
-        """Adds uncached tokens that it has to compute."""
+        """Adds uncached tokens to compute."""
         if not self.queued_tokens:
             self._since = now
         self.queued_tokens += num_tokens

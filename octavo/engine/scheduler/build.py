@@ -1,7 +1,7 @@
-"""Builds a Scheduler and its collaborators from the options, for an engine, a simulation and a
-replay alike.
+"""Builds a Scheduler and its collaborators from the options, for an engine, a simulation or a
+replay.
 
-Knows no model: cache groups and the length of the context are arguments.
+Independent of the model: cache groups and context length are arguments.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def build_scheduler(
     original: OriginalContext = ONE_CONTEXT,
 ) -> Scheduler:
     """Returns a scheduler without requests. `stop_texts` finds the stop strings of beam searches,
-    which the frontend alone cannot end; `redraws` says whether the backend can draw rows again,
-    `names_generated` whether K and V of generated tokens are those of a prompt. `original` is the
-    model's context before its longer angles.
+    which the frontend cannot detect; `can_resample`: whether the backend can resample rows;
+    `names_generated`: whether K and V of generated tokens equal those of a prompt. `original` is
+    the model's original context (LongRoPE).
     """
     blocks = BlockManager(
         groups,

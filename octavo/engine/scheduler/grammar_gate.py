@@ -1,8 +1,8 @@
-"""Which grammars the worker has been asked to compile, and which it has compiled: a request waits
-for its own and holds up no other.
+"""Tracks which grammars the worker is compiling or has compiled: a request waits for its own
+grammar without delaying others.
 
-Knows grammars by their digests. The worker may drop one that was not used for long; it then
-compiles it again where it is needed.
+Identifies grammars by their digests. The worker may evict a grammar that was not used for long, and
+compiles it again when needed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class GrammarGate:
         return wanted
 
     def compiled(self, digests: Iterable[bytes]) -> None:
-        """Records that grammars are compiled, or that the rows that have them will tell why not."""
+        """Records that grammars are compiled, or failed to compile, which their rows will
+        report.
+        """
         for digest in digests:
             self._asked.discard(digest)
             self._ready[digest] = None

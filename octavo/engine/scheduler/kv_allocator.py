@@ -203,7 +203,7 @@ class KVAllocator:
         self._leave_worker(request)
 
     def swap_out(self, request: Request) -> list[BlockMove] | None:
-        """Returns the moves that swap a request to host memory; None, with nothing changed, if
+        """Returns the moves that swap a request to host memory; returns None and changes nothing if
         there is no room.
         """
         moves = self._blocks.swap_out(
@@ -214,7 +214,7 @@ class KVAllocator:
         return moves
 
     def swap_in(self, request: Request, builder: StepBuilder, *, num_running: int) -> bool:
-        """Swaps a request in from host memory; returns False, with nothing changed, if there is no
+        """Swaps a request in from host memory; returns False and changes nothing if there is no
         room for all of its rows.
         """
         moves = self._blocks.swap_in(
@@ -254,7 +254,7 @@ class KVAllocator:
         return self._num_shared_tokens(request, parent) > 0
 
     def _naming(self, request: Request) -> BlockHashing:
-        """Returns what the block hashes of a request depend on besides its tokens."""
+        """Returns everything that a request's block hashes depend on besides its tokens."""
         source = request.source
         return BlockHashing(
             source.cache_salt,

@@ -45,7 +45,7 @@ class Preemption:
         return victim is not request
 
     def start_over(self, request: Request) -> None:
-        """Frees what a request holds and returns it to the frontend of the waiting ones."""
+        """Frees a request's blocks and rows and moves it to the front of the waiting queue."""
         self.kv_allocator.free(request)
         self.queues.start_over(request)
 

@@ -107,12 +107,12 @@ class Tenant:
 
 
 class FairQueue(WaitingQueue):
-    """Waiting requests, of which the tenant starts first that was served least for its weight; the
-    last to start of the tenant served most is preempted.
+    """Waiting requests with fair scheduling: the tenant served least for its weight starts first;
+    of the tenant served most, the last request to start is preempted.
 
     A prompt counts when it starts, each new token when it is sampled. A tenant that returns from
-    idleness gets the counter of those that are served now, so that it cannot save up idle time. At
-    most `max_running` requests of a tenant run. Background requests belong to no tenant.
+    idleness gets the counter of the active tenants, so that it cannot save up idle time. At most
+    `max_running` requests of a tenant run. Background requests belong to no tenant.
     """
 
     def __init__(self, *, weights: Mapping[str, float], max_running: int | None) -> None:
@@ -301,7 +301,7 @@ class RequestQueues:
         self.swapped.insert(0, request)
 
     def start_over(self, request: Request) -> None:
-        """Moves a running or swapped request to the frontend of the waiting ones, with nothing
+        """Moves a running or swapped request to the front of the waiting queue, with nothing
         computed.
         """
         if request.status is RequestStatus.SWAPPED:

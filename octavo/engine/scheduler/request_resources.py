@@ -56,7 +56,9 @@ class RequestResources:
         self._media.use(source, start, end)
 
     def add_to_plan(self, plan: StepPlan) -> None:
-        """Adds what the worker compiles, loads, encodes and drops with a plan."""
+        """Adds the adapters, grammars and media that the worker loads, compiles, encodes or evicts
+        to a plan.
+        """
         if self.grammars.to_compile:
             plan.compiles = self.grammars.take_wanted()
         if self._adapters.num_slots:
@@ -76,7 +78,7 @@ class RequestResources:
         return self._adapters.loaded(result.adapters) if result.adapters else {}
 
     def plan_failed(self, plan: StepPlan) -> None:
-        """Repeats what a failed plan may not have begun."""
+        """Requests again what a failed plan may not have begun."""
         # Grammars whose compilation did not begin are compiled with their rows.
         self.grammars.compiled(spec.digest for spec in plan.compiles)
         self._adapters.load_again(plan.adapters)

@@ -41,8 +41,8 @@ class Scheduler:
     """Decides what each step computes, and updates the requests by its result.
 
     A request that can never fit (its prompt and one token exceed the context or the whole KV cache)
-    fails when it is added; any other ends with "length" when it has reached what fits. So the last
-    running request always finds blocks once the others are preempted, and preemption ends.
+    fails when it is added; any other ends with "length" when it reaches these limits. So the last
+    running request always finds blocks after the others are preempted.
     """
 
     def __init__(
@@ -351,9 +351,9 @@ class Scheduler:
                 self._settle(row)
 
     def plan_failed(self, plan: StepPlan) -> None:
-        """Prepares for the result of a plan that failed as a whole, partly executed: frees its rows
-        again, which is harmless, and starts the requests over that it swapped out. A later decode
-        step of a plan has moved and freed nothing.
+        """Prepares for the result of a plan that failed as a whole after partial execution: frees
+        its rows again, which is harmless, and restarts the requests that it swapped out. Later
+        decode steps of a plan move and free nothing.
         """
         if self.in_flight.decoding is not None:
             return

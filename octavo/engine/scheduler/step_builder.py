@@ -94,8 +94,8 @@ class StepBuilder:
         return end
 
     def _end_beside(self, whole: MediaItem, start: int) -> int:
-        """Returns the end of a chunk that reaches into a medium whose tokens are computed in one
-        step: before it, or at its end where the chunk begins with it and the budget has room.
+        """Returns the end of a chunk that overlaps a medium whose tokens must be computed in one
+        step: before the medium, or after it if the chunk begins with it and the budget suffices.
         """
         if start < whole.place:
             return whole.place
@@ -250,7 +250,7 @@ class MultiStepPolicy:
 
 
 def _cut_medium(media: Sequence[MediaItem], start: int, end: int) -> MediaItem | None:
-    """Returns the medium that must be computed in one step and that a chunk would end within."""
+    """Returns the medium that the chunk would split although it must be computed in one step."""
     if end == start:
         return None
     return next((item for item in media if item.is_whole and item.place < end < item.end), None)

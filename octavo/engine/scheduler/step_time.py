@@ -1,10 +1,10 @@
-"""A step's budget in time: how many prompt tokens fit beside the rows that generate, so that none
-of these waits longer than a target for its next token.
+"""Time budget of a step: how many prompt tokens fit beside the decoding rows, so that none of these
+waits longer than a target for its next token.
 
-Predicts by StepCosts, which lie in the recording; reads no clock. The first chunk of a step has at
-least MIN_CHUNK tokens, whatever it costs, so that prompts get ahead where decoding alone takes all
-of the time. Source: stall-free batching (Sarathi-Serve, Agrawal et al. 2024), with a measured cost
-in place of a number of tokens.
+Predicts from StepCosts, which are part of a recording; reads no clock. The first chunk of a step
+has at least MIN_CHUNK tokens at any cost, so that prompts advance even if decoding alone takes the
+whole budget. Source: stall-free batching (Sarathi-Serve, Agrawal et al. 2024), with measured costs
+instead of a number of tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIN_CHUNK = 16
 
 @dataclass(slots=True)
 class StepTime:
-    """The predicted time of one step that is composed."""
+    """Predicted time of the step that is being built."""
 
     costs: StepCosts
     target_s: float
@@ -35,7 +35,7 @@ class StepTime:
     """Whether the step computes a part of a prompt, or brings a request back."""
 
     def room(self, row_id: str, start: int, wanted: int, num_moves: int) -> int:
-        """Returns how many of `wanted` tokens from position `start` on a row may compute, in a step
+        """Returns how many of `wanted` tokens from position `start` on a row may compute in a step
         that moves `num_moves` blocks.
         """
         if row_id in self.generating or not self.generating:
@@ -44,18 +44,20 @@ class StepTime:
         return found if self.has_chunk else max(found, min(wanted, MIN_CHUNK))
 
     def is_full(self, num_moves: int) -> bool:
-        """Returns whether no further prompt has any room."""
+        """Returns whether there is no time for another prompt."""
         return self.room("", 0, 1, num_moves) == 0
 
     def allows_moves(self, num_more: int, num_moves: int) -> bool:
-        """Returns whether a request with `num_more` blocks may return; the first one always may."""
+        """Returns whether a request with `num_more` blocks may be swapped in; the first one always
+        may.
+        """
         return (
             not (self.generating and self.has_chunk)
             or (self._predicted_s(0, 0, num_moves + num_more) or 0.0) <= self.target_s
         )
 
     def take(self, row_id: str, start: int, num_tokens: int) -> None:
-        """Counts a row's tokens in."""
+        """Adds a row's tokens to the step."""
         if row_id not in self.generating:
             self.num_tokens += num_tokens
             self.num_keys += start + num_tokens
