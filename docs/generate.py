@@ -1,6 +1,7 @@
 """Writes docs/reference/ from the code that it describes: options, commands, errors, HTTP routes,
-metrics, sampling; the table of families in docs/guides/models.md; and the fields of the kernels'
-sampling record in csrc/kernels/sampling_fields.h.
+metrics, sampling; docs/models/ from the family cards; the table of families in
+docs/guides/models.md; and the fields of the kernels' sampling record in
+csrc/kernels/sampling_fields.h.
 
     python docs/generate.py
 
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import typer
+from family_pages import FOLDER as MODEL_FOLDER
+from family_pages import INDEX, family_page, index_page, page_files
 from model_tables import GUIDE, guide
 from sampling_fields import HEADER, sampling_fields
 from sampling_page import sampling
@@ -74,7 +77,11 @@ def pages() -> dict[str, str]:
         "json-schema.md": json_schema(),
         "sampling.md": sampling(),
     }
-    return {name: f"{NOTICE}\n\n{_filled(text)}\n" for name, text in found.items()}
+    return {name: page(text) for name, text in found.items()}
+
+
+def page(text: str) -> str:
+    return f"{NOTICE}\n\n{_filled(text)}\n"
 
 
 def _filled(text: str) -> str:
@@ -447,6 +454,10 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for name, text in pages().items():
         (FOLDER / name).write_text(text)
+    MODEL_FOLDER.mkdir(exist_ok=True)
+    (MODEL_FOLDER / INDEX).write_text(page(index_page()))
+    for name, file in page_files().items():
+        (MODEL_FOLDER / file).write_text(page(family_page(name)))
     GUIDE.write_text(guide())
     HEADER.write_text(sampling_fields())
 

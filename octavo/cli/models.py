@@ -1,13 +1,20 @@
-"""`octavo models`: lists supported and cached models; with a model, as `octavo show`."""
+"""`octavo models`: lists supported and cached models; with a family, prints its card; with a model,
+as `octavo show`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from octavo.config.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from octavo.checkpoint.family_cards import FamilyCard
 
 WIDTH = 14
 """Width of the column of names."""
@@ -23,13 +30,20 @@ def models(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Short name, path (config.json suffices) or Hugging Face repository to describe"
+            help="Family, short name, path (config.json suffices) or Hugging Face repository"
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
 ) -> None:
-    """List families, formats, short names and cached models; with a model, as `octavo show`."""
+    """List families, formats, short names and cached models; with the name of a family, print what
+    to know before serving it; with a model, as `octavo show`.
+    """
     if model is not None:
+        from octavo.checkpoint.family_cards import get_cards
+        from octavo.config.paths import path_exists
+
+        if model in get_cards() and not path_exists(Path(model)):
+            return _print_card(model, get_cards()[model], json=json)
         from octavo.cli.show import show
 
         return show(model, json=json)
@@ -42,6 +56,7 @@ def models(
 
 
 def _listing() -> dict[str, Any]:
+    from octavo.checkpoint.family_cards import get_cards
     from octavo.wiring.survey import cached_repositories, families, formats, short_names
 
     return {
@@ -61,10 +76,12 @@ def _listing() -> dict[str, Any]:
             for row in families()
         ],
         "formats": dict(formats()),
+        "cards": {name: card.title for name, card in get_cards().items()},
     }
 
 
 def _list_lines() -> Iterator[str]:
+    from octavo.checkpoint.family_cards import get_cards
     from octavo.wiring.survey import cached_repositories, families, formats, short_names
 
     yield "short names"
@@ -77,6 +94,9 @@ def _list_lines() -> Iterator[str]:
         yield "Hugging Face repositories in the cache"
         for name, num_bytes in cached:
             yield f"  {name}, {format_bytes(num_bytes)}"
+    yield "popular families (octavo models NAME prints sampling values, formats, notes and sizes)"
+    for name, card in get_cards().items():
+        yield f"  {name:<{SHORT_NAME_WIDTH}}{card.title}"
     yield "families (every one runs on torch and reference)"
     for row in families():
         backends = "native" if row.family.native else "torch"
@@ -86,3 +106,61 @@ def _list_lines() -> Iterator[str]:
     yield "formats"
     for name, text in formats():
         yield f"  {name:<{WIDTH}}{text}"
+
+
+def _print_card(name: str, card: FamilyCard, *, json: bool) -> None:
+    """Prints a card, then the size of each checkpoint as soon as it is computed."""
+    from octavo.wiring.family_memory import KV_TOKENS, estimate_memory
+
+    sizes = ((each, estimate_memory(each, card.bits)) for each in card.checkpoints)
+    if json:
+        import json as json_format
+        from dataclasses import asdict
+
+        import msgspec
+
+        checkpoints = [
+            {"repository": each.repository, "gguf": each.gguf, **asdict(size)}
+            for each, size in sizes
+        ]
+        print(json_format.dumps(msgspec.to_builtins(card) | {"checkpoints": checkpoints}))
+        return
+    print("\n".join(_card_lines(name, card)))
+    for each, size in sizes:
+        weights = ", ".join(
+            f"{bits} bits {format_bytes(num_bytes)}"
+            for bits, num_bytes in size.weight_bytes.items()
+        )
+        kv = f", KV of {KV_TOKENS:,} tokens {format_bytes(size.kv_bytes)}" if size.kv_bytes else ""
+        print(f"  {each.gguf or each.repository}")
+        print(
+            f"    {size.num_parameters / 1e6:,.0f} M parameters, context"
+            f" {size.max_context_tokens:,}: {weights}{kv}",
+            flush=True,
+        )
+
+
+def _card_lines(name: str, card: FamilyCard) -> Iterator[str]:
+    yield f"{name}: {card.title}, {card.license}"
+    facts = {
+        "model types": [", ".join(card.model_types)],
+        "chat template": [card.template],
+        "tool format": [", ".join(card.tools)],
+        "reasoning": [card.reasoning or ""],
+        "ends with": [" ".join(card.ends)],
+        "recommended": [each.describe() for each in card.sampling],
+        "flags": [f"{each.flag} ({each.use})" for each in card.flags],
+        "notes": card.notes,
+        "model card": [card.source],
+        "serve it": [f"octavo serve {card.example}"],
+    }
+    for fact, texts in facts.items():
+        for text in filter(None, texts):
+            yield f"  {fact:<{WIDTH}}{_plain(text)}"
+            fact = ""
+    yield "checkpoints"
+
+
+def _plain(text: str) -> str:
+    """Returns a card's text without Markdown's marks."""
+    return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text).replace("`", "")

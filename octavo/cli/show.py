@@ -63,6 +63,10 @@ def _lines(name: str, report: ModelReport) -> Iterator[str]:
         "sampling": None if report.sampling is None else report.sampling.describe_values(),
         "license": report.license,
     }
+    if report.card is not None:
+        family, card = report.card
+        facts["model card"] = "; ".join(each.describe() for each in card.sampling) or None
+        facts["family"] = f"{card.title}: octavo models {family}"
     for fact, text in facts.items():
         if text is not None:
             yield f"  {fact:<{WIDTH}}{text}"
@@ -90,5 +94,6 @@ def _to_json(report: ModelReport) -> dict[str, Any]:
         "sampling": None if sampling is None else dict(sampling.values),
         "sampling_source": None if sampling is None else sampling.source,
         "license": report.license,
+        "family": None if report.card is None else report.card[0],
         "backends": {each.backend: each.refusal or "runs it" for each in report.verdicts},
     }

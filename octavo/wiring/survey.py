@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from octavo.api.errors import BackendUnavailable, ConfigError, OctavoError
 from octavo.checkpoint.catalogue import CATALOGUE, find_downloaded, find_name, resolve_header
+from octavo.checkpoint.family_cards import FamilyCard, find_card
 from octavo.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
 from octavo.checkpoint.gguf.gguf_families import FAMILIES as GGUF_FAMILIES
 from octavo.checkpoint.open import open_header
@@ -85,6 +86,8 @@ class ModelReport:
     config.json.
     """
     license: str | None
+    card: tuple[str, FamilyCard] | None
+    """Name and card of its family, if it has one."""
     verdicts: tuple[BackendVerdict, ...]
 
     @property
@@ -156,6 +159,7 @@ def make_report(name: str) -> ModelReport:
         reasoning_format=None if answers.reasoning is None else answers.reasoning.name,
         sampling=_sampling(config, header, programs, has_chat_template=template is not None),
         license=_license(header),
+        card=_card(name, info.model_type, header),
         verdicts=tuple(_verdicts(name, header, programs)),
     )
 
@@ -192,6 +196,14 @@ def _license(header: ModelHeader) -> str | None:
             return named
     short = find_name(header.path)
     return None if short is None else CATALOGUE[short].license
+
+
+def _card(name: str, model_type: str, header: ModelHeader) -> tuple[str, FamilyCard] | None:
+    """Returns the family card by the model's short name, own name or given name."""
+    own = header.config.get("_name_or_path")
+    if isinstance(header, GgufCheckpoint):
+        own = header.file.metadata.get("general.name")
+    return find_card(model_type, find_name(header.path), own and str(own), name)
 
 
 def _verdicts(

@@ -17,6 +17,7 @@ import pytest
 import typer
 import yaml
 
+from octavo.checkpoint.family_cards import get_cards
 from octavo.cli.app import build_app
 from octavo.cli.common.help import format_help
 from octavo.cli.foreign.translate_flags import FOREIGN_FLAGS
@@ -251,6 +252,24 @@ def test_the_reference_is_up_to_date(monkeypatch):
     assert generate.GUIDE.read_text() == generate.guide(), "run `python docs/generate.py`"
     header = generate.HEADER.read_text()
     assert header == generate.sampling_fields(), "run `python docs/generate.py`"
+
+
+@pytest.mark.parametrize("name", get_cards())
+def test_the_page_of_a_family_is_up_to_date(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    generate = load_script("generate")
+    file = generate.MODEL_FOLDER / generate.page_files()[name]
+    made = generate.page(generate.family_page(name))
+    assert file.read_text() == made, "run `python docs/generate.py`"
+
+
+def test_every_family_has_a_page(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    generate = load_script("generate")
+    files = {generate.INDEX, *generate.page_files().values()}
+    assert {path.name for path in generate.MODEL_FOLDER.iterdir()} == files
+    index = (generate.MODEL_FOLDER / generate.INDEX).read_text()
+    assert index == generate.page(generate.index_page()), "run `python docs/generate.py`"
 
 
 def test_an_option_takes_one_line_of_help(monkeypatch):
