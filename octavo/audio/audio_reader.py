@@ -5,16 +5,30 @@ Implements `frontend.transcription.Hearing` structurally.
 
 from __future__ import annotations
 
+import io
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.audio.decode import decode_sound
+from octavo.api.errors import InvalidRequest
 from octavo.audio.log_mel import RATE, LogMel
 
+if TYPE_CHECKING:
+    from soundfile import SoundFile
+
+FORMATS = ("WAV", "FLAC", "OGG", "MP3")
+NAMES = {"WAVEX": "WAV", "RF64": "WAV", "MPEG": "MP3"}
+"""libsndfile's names of format variants."""
+MIN_RATE, MAX_RATE = 8_000, 48_000
+BLOCK_FRAMES = 1 << 18
+HINT = (
+    "send a WAV, FLAC, OGG or MP3 file, as `ffmpeg -i INPUT -ar 16000 -ac 1 speech.wav` makes one"
+)
 MAX_SECONDS = 2 * 3600.0
 """Longest audio of one request, in seconds."""
 DIGEST_BYTES = 16
@@ -76,3 +90,75 @@ def convolved_rows(frames: NDArray[np.float32]) -> NDArray[np.float32]:
     runs[1:, -1] = 1
     starts = np.arange(0, num_frames, 2)
     return np.concatenate([runs[starts + tap] for tap in range(3)], axis=1)
+
+
+def decode_sound(data: bytes, rate: int, *, max_seconds: float) -> NDArray[np.float32]:
+    """Decodes a file to mono samples `[N]` from -1 to 1 at `rate` Hz.
+
+    Raises InvalidRequest if it is not audio or longer than `max_seconds`.
+
+    A bad file raises InvalidRequest with a hint.
+    """
+    try:
+        import soundfile
+        import soxr
+    except (ImportError, OSError) as error:  # OSError: no libsndfile on this platform
+        raise _bad(
+            "got a sound, and soundfile and soxr, which decode sounds, are not installed here",
+            hint="install them where the engine runs: pip install 'octavo[audio]'",
+        ) from error
+    if not data:
+        raise _bad("got an empty file")
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            _check_header(file, data, max_seconds)
+            resampler = soxr.ResampleStream(file.samplerate, rate, 1, dtype="float32")
+            parts = [resampler.resample_chunk(block) for block in _read_blocks(file, max_seconds)]
+            parts.append(resampler.resample_chunk(np.empty(0, np.float32), last=True))
+            return np.concatenate(parts)
+    except soundfile.LibsndfileError as error:
+        raise _bad(f"it cannot be read: {error.error_string}") from None
+
+
+def _check_header(file: SoundFile, data: bytes, max_seconds: float) -> None:
+    """Checks everything that the header reveals, before decoding."""
+    kind = NAMES.get(file.format, file.format)
+    if kind not in FORMATS:
+        raise _bad(f"it is of format {kind}; allowed are {', '.join(FORMATS)}")
+    if file.channels not in (1, 2):
+        raise _bad(f"it has {file.channels} channels; allowed are 1 and 2")
+    if not MIN_RATE <= file.samplerate <= MAX_RATE:
+        raise _bad(
+            f"it has {file.samplerate} samples a second; allowed are {MIN_RATE} to {MAX_RATE}"
+        )
+    if data.startswith(b"RIFF"):
+        (size,) = struct.unpack_from("<I", data, 4)
+        # Writers to a pipe do not know the length, and give the largest.
+        if len(data) < 8 + size < 0xFFFFFF00:
+            raise _bad(f"it is cut off: its header names {8 + size} bytes, there are {len(data)}")
+    _check_length(file.frames, file.samplerate, max_seconds)
+
+
+def _check_length(num_frames: int, rate: int, max_seconds: float) -> None:
+    if num_frames > max_seconds * rate:
+        raise _bad(
+            f"it is {num_frames / rate:.0f} s long; allowed are at most {max_seconds:.0f} s",
+            hint="send it in parts",
+        )
+
+
+def _read_blocks(file: SoundFile, max_seconds: float) -> Iterator[NDArray[np.float32]]:
+    """Yields blocks of mono samples."""
+    num_frames = 0
+    while len(block := file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)):
+        num_frames += len(block)
+        _check_length(num_frames, file.samplerate, max_seconds)  # a header may not tell
+        if not np.isfinite(block).all():
+            raise _bad("its samples hold what is not a number (NaN or infinity)")
+        yield block.mean(axis=1, dtype=np.float32)
+    if num_frames == 0:
+        raise _bad("it has no samples")
+
+
+def _bad(what: str, *, hint: str = HINT) -> InvalidRequest:
+    return InvalidRequest(f"file: {what}", hint=hint, param="file")

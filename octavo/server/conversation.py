@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.api.errors import InvalidRequest
 from octavo.frontend.prompt_inputs import Truncation
-from octavo.server.fallback_tools import add_tool_prompt, convert_calls
 from octavo.server.generation import make_chat_prompt
 from octavo.server.output_parser import OutputParser, build_parser, continued_text
 from octavo.server.roles import move_tool_images
 from octavo.server.state.served_model import ServedModel
 from octavo.server.tool_use import ToolUse, rename_functions
 from octavo.text.ports import DEFAULT_RENDERING, Rendering
+
+INTRODUCTION = (
+    "You may call functions to help with the user's request. These are their signatures, one a"
+    " line:\n<tools>\n{}\n</tools>\n\nTo call a function, write a JSON object with its name and"
+    " arguments between tags:\n"
+    '<tool_call>\n{{"name": "a function", "arguments": {{}}}}\n</tool_call>'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +91,40 @@ class Conversation:
             variables = {**rendering.variables, "tools": definitions}
             return messages, replace(rendering, variables=variables)
         return add_tool_prompt(messages, definitions), rendering
+
+
+def add_tool_prompt(
+    messages: Sequence[dict[str, Any]], definitions: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Appends the tools to the system message, or inserts one.
+
+    The tools are described in the system message, in Hermes's format, which the model is asked
+    to use.
+    """
+    lines = "\n".join(json.dumps(definition, ensure_ascii=False) for definition in definitions)
+    text = INTRODUCTION.format(lines)
+    first, rest = messages[0], list(messages[1:])
+    if first["role"] in ("system", "developer"):
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def convert_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Converts tool calls and results to text."""
+    return [_plain(message) for message in messages]
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("tool_calls"):
+        calls = [_call(call["function"]) for call in message["tool_calls"]]
+        content = "\n".join([*([message["content"]] if message["content"] else []), *calls])
+        rest = {name: value for name, value in message.items() if name != "tool_calls"}
+        return {**rest, "content": content}
+    if message["role"] == "tool":
+        result = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": result}
+    return message
+
+
+def _call(function: dict[str, Any]) -> str:
+    return f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"

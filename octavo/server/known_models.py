@@ -6,16 +6,21 @@ Only files in this machine's caches are deleted, and only with their last name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 
 from octavo.api.errors import InvalidRequest, ModelNotFound, OctavoError, shown
 from octavo.checkpoint.catalogue import short_name
+from octavo.checkpoint.digest import get_model_digest
 from octavo.checkpoint.local_models import (
     CachedModel,
     find_cached,
+    list_local_models,
     match_local_model,
     remove_local_model,
 )
@@ -24,12 +29,17 @@ from octavo.server.loader import ModelLoader
 from octavo.server.settings import ServerSettings
 from octavo.server.state.adapters import NAME, NAME_RULE
 from octavo.server.state.directory import ModelDirectory
-from octavo.server.state.local_files import LocalFiles
-from octavo.server.state.local_names import LocalNames
 from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.pulled_models import PulledModels
 from octavo.server.state.slot import EngineSlot
+from octavo.wiring.model_outline import ModelOutline, read_outline
 
+T = TypeVar("T")
+Version = tuple[int, int]
+"""Modification time and size of a file or folder."""
+logger = logging.getLogger(__name__)
+FRESH_S = 5.0
+"""Maximum age of the list in seconds."""
 DRAIN_S = 30.0
 """Seconds that running requests have to finish when their model is deleted."""
 
@@ -205,3 +215,64 @@ class KnownModels:
         self._pulled.models.pop(name, None)
         self._pulled.aliases.pop(name, None)
         await asyncio.to_thread(self._pulled.save)
+
+
+class LocalNames:
+    """The list of models in this machine's caches, refreshed at most every few seconds.
+
+    Without it, each request with an unknown model name would scan the caches.
+    """
+
+    def __init__(self) -> None:
+        self._models: list[CachedModel] = []
+        self._read_at = float("-inf")
+        self._turn = asyncio.Lock()
+
+    def forget(self) -> None:
+        """Invalidates the list after a change of the caches."""
+        self._read_at = float("-inf")
+
+    async def list(self) -> list[CachedModel]:
+        async with self._turn:
+            if time.monotonic() - self._read_at > FRESH_S:
+                self._models = await asyncio.to_thread(list_local_models)
+                self._read_at = time.monotonic()
+            return self._models
+
+
+class LocalFiles:
+    """Headers and digests by path."""
+
+    def __init__(self) -> None:
+        self._outlines: dict[Path, tuple[Version, ModelOutline | None]] = {}
+        self._digests: dict[Path, tuple[Version, str | None]] = {}
+        self._turn = asyncio.Lock()
+
+    async def outline(self, path: Path, options: Mapping[str, Any]) -> ModelOutline | None:
+        """Returns a model's description from its headers; None if they cannot be read."""
+        return await self._read(self._outlines, path, lambda: read_outline(path, options))
+
+    async def digest(self, path: Path) -> str:
+        """Returns the digest of a model's files; "" if they cannot be read."""
+        return await self._read(self._digests, path, lambda: get_model_digest(path)) or ""
+
+    async def _read(
+        self, known: dict[Path, tuple[Version, T | None]], path: Path, read: Callable[[], T]
+    ) -> T | None:
+        async with self._turn:
+            try:
+                state = path.stat()
+            except OSError:
+                return None
+            version = (state.st_mtime_ns, state.st_size)
+            if path not in known or known[path][0] != version:
+                known[path] = (version, await asyncio.to_thread(_attempt, read, path))
+            return known[path][1]
+
+
+def _attempt(read: Callable[[], T], path: Path) -> T | None:
+    try:
+        return read()
+    except (OctavoError, OSError, ValueError) as error:
+        logger.debug("%s: cannot be described: %s", path, error)
+        return None

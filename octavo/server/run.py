@@ -12,8 +12,9 @@ import logging
 import shlex
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -22,6 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from octavo.api.errors import ConfigError, OctavoError
+from octavo.engine.protocol.stats import EngineStats
 from octavo.server.app import create_app
 from octavo.server.http.limited_protocol import LimitedHttpProtocol
 from octavo.server.http.listener import listen, remove_socket
@@ -37,7 +39,6 @@ from octavo.server.state.pulled_models import PulledModels
 from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store, StoreLimits, open_store
 from octavo.server.stored_work import StoredWork
-from octavo.server.throughput_log import ThroughputLog
 
 LAST_WORDS_S = 2.0
 """Seconds for sending the errors of aborted requests at shutdown."""
@@ -311,3 +312,56 @@ def _get_port(listener: socket.socket) -> int:
 
 def _print(text: str) -> None:
     notices.info(text)
+
+
+class ThroughputLog:
+    """Logs the load and throughput of each model at an interval while it has traffic."""
+
+    def __init__(self, models: ModelDirectory, write: Callable[[str], None]) -> None:
+        self._models = models
+        self._write = write
+        self._last: dict[str, EngineStats] = {}
+        self._last_s = time.monotonic()
+
+    async def run(self, interval_s: float) -> None:
+        """Logs until it is cancelled."""
+        with suppress(asyncio.CancelledError):
+            while True:
+                await asyncio.sleep(interval_s)
+                self.log(time.monotonic())
+
+    def log(self, now: float) -> None:
+        """Writes a line for each model that computed tokens or has requests."""
+        elapsed_s, self._last_s = now - self._last_s, now
+        for slot in self._models:
+            if slot.loaded is None:
+                self._last.pop(slot.name, None)
+                continue
+            stats = slot.loaded.stats()
+            before = self._last.get(slot.name, EngineStats())
+            if stats.num_steps < before.num_steps:  # the model was loaded again
+                before = EngineStats()
+            self._last[slot.name] = stats
+            if stats.num_steps > before.num_steps or stats.num_running or stats.num_waiting:
+                self._write(f"{slot.name}: {format_load(before, stats, elapsed_s)}")
+
+
+def format_load(before: EngineStats, now: EngineStats, elapsed_s: float) -> str:
+    """Formats the load of an engine and its rates since `before`."""
+    prompt = (now.prompt_tokens - before.prompt_tokens) / elapsed_s
+    generated = (now.generation_tokens - before.generation_tokens) / elapsed_s
+    usage = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
+    queried = now.prefix_query_tokens - before.prefix_query_tokens
+    hits = now.prefix_hit_tokens - before.prefix_hit_tokens
+    parts = [
+        f"running {now.num_running}",
+        f"waiting {now.num_waiting}",
+        f"KV cache {usage:.1%}",
+        f"prompt {prompt:.1f} tok/s",
+        f"generation {generated:.1f} tok/s",
+    ]
+    if queried:
+        parts.insert(3, f"prefix cache hit rate {hits / queried:.1%}")
+    if now.num_preemptions > before.num_preemptions:
+        parts.append(f"preemptions {now.num_preemptions - before.num_preemptions}")
+    return ", ".join(parts)

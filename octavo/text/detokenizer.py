@@ -8,12 +8,13 @@ completion is completed.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from octavo.api.sampling_params import SamplingParams
+from octavo.api.stop_patterns import StopPattern
+from octavo.text.answer_marks import AnswerMarks
 from octavo.text.ports import Tokenizer
-from octavo.text.reasoning_watch import ReasoningWatch
-from octavo.text.stop_search import StopSearch
 
 MAX_UNFINISHED_BYTES = 3
 """Largest incomplete UTF-8 sequence in bytes."""
@@ -248,3 +249,91 @@ def skipped_ids(tokenizer: Tokenizer, params: SamplingParams) -> frozenset[int]:
     marks = params.answer_marks
     shown = marks.shown_token_ids if marks is not None else ()
     return tokenizer.special_token_ids.difference(shown) if shown else tokenizer.special_token_ids
+
+
+class ReasoningWatch:
+    """The state of one output: before, within or after its reasoning."""
+
+    def __init__(self, marks: AnswerMarks) -> None:
+        self._opening = marks.reasoning_opening
+        self._closing = marks.reasoning_closing
+        self._front = ""
+        self._recent = ""
+        self.is_inside = marks.begins_in_reasoning
+        self.is_over = False
+        self.has_reasoned = marks.begins_in_reasoning
+
+    def add(self, text: str) -> str:
+        """Adds text; returns the part that is known to be outside of reasoning."""
+        if self.is_over:
+            return text
+        if not self.is_inside:
+            self._front += text
+            begun = self._front.lstrip()
+            if self._opening.startswith(begun) and begun != self._opening:
+                return ""
+            if not begun.startswith(self._opening):
+                self.is_over = True
+                return self._front
+            self.is_inside = self.has_reasoned = True
+            text = begun[len(self._opening) :]
+        self._recent += text
+        place = self._recent.find(self._closing)
+        if place < 0:
+            self._recent = self._recent[-len(self._closing) :]
+            return ""
+        self.is_inside, self.is_over = False, True
+        return self._recent[place + len(self._closing) :]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundStop:
+    """A match, with positions in the searched text."""
+
+    stop: str
+    """The stop string or pattern."""
+    start: int
+    end: int
+
+
+class StopSearch:
+    """Stop strings and patterns of one request.
+
+    Knows how far back a match may begin; the Detokenizer holds the text.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._strings = params.stop_strings
+        self._patterns = [StopPattern(text) for text in params.stop_patterns]
+        widths = [len(stop) for stop in self._strings]
+        widths += [pattern.width for pattern in self._patterns]
+        self.reach = max(widths, default=1) - 1
+        """Characters before a new piece in which a match that ends in the piece may begin."""
+        # `\b` and `^` look at one more.
+        self.num_kept = self.reach + 1 if self._patterns else self.reach
+        """Number of last characters that the next search needs."""
+
+    def first(self, text: str, num_old: int) -> FoundStop | None:
+        """Returns the earliest match that ends after the first `num_old` characters."""
+        return min(self._hits(text, num_old), key=lambda hit: hit.start, default=None)
+
+    def holds(self, text: str) -> bool:
+        """Returns whether a text is contained in a stop string."""
+        return any(text in stop for stop in self._strings)
+
+    def first_string(self, text: str, num_old: int) -> FoundStop | None:
+        """Like `first`, for stop strings only."""
+        return min(self._strings_in(text, num_old), key=lambda hit: hit.start, default=None)
+
+    def _strings_in(self, text: str, num_old: int) -> Iterator[FoundStop]:
+        for stop in self._strings:
+            start = text.find(stop, max(0, num_old + 1 - len(stop)))
+            if start >= 0:
+                yield FoundStop(stop, start, start + len(stop))
+
+    def _hits(self, text: str, num_old: int) -> Iterator[FoundStop]:
+        yield from self._strings_in(text, num_old)
+        for pattern in self._patterns:
+            place = pattern.find(text, max(0, num_old + 1 - pattern.width), num_old + 1)
+            if place is not None:
+                yield FoundStop(pattern.text, *place)

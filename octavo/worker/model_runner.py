@@ -29,7 +29,6 @@ from octavo.worker.sampling.draft_layout import DraftLayout, accept_drafts
 from octavo.worker.sampling.logprobs import add_logprobs, get_num_entries, get_prompt_entries
 from octavo.worker.sampling.sample_verifier import SampleContexts, SampleVerifier
 from octavo.worker.sampling.sampling_states import append_targets
-from octavo.worker.sampling.verified_parts import split_verified
 from octavo.worker.stages.hand_over import HiddenReceiver
 
 
@@ -383,3 +382,39 @@ def _make_last_tokens(model_input: ModelInput, *, all_known: bool) -> LastTokens
     targets = np.full(len(model_input.sample_rows), -1, np.int32)
     targets[: len(model_input.owner_rows)] = model_input.owner_rows
     return LastTokens(sources, targets)
+
+
+def split_verified(
+    scheduled: Sequence[ScheduledRequest], rows: InputBatch, max_verified: int
+) -> list[Sequence[ScheduledRequest]]:
+    """Returns the requests in parts: those to verify by themselves, of at most `max_verified`
+    sampled rows each.
+
+    A row's numbers depend on no other row, so any split gives the same results.
+    """
+    if sum(map(_get_max_samples, scheduled)) <= max_verified:
+        return [scheduled]
+    parts: list[list[ScheduledRequest]] = [[]]
+    others = []
+    num_samples = 0
+    for request, row in zip(scheduled, rows.indices(scheduled).tolist(), strict=True):
+        is_verified = request.wants == "draw" and rows.sampling.must_verify(
+            row, has_drafts=bool(request.draft_ids), is_search=request.search_of != ""
+        )
+        if not is_verified:
+            others.append(request)
+            continue
+        if num_samples + _get_max_samples(request) > max_verified:
+            parts.append([])
+            num_samples = 0
+        parts[-1].append(request)
+        num_samples += _get_max_samples(request)
+    if len(others) == len(scheduled):
+        return [scheduled]
+    return [part for part in (others, *parts) if part]
+
+
+def _get_max_samples(request: ScheduledRequest) -> int:
+    """Returns the largest number of sampled rows of a request."""
+    num_targets = 0 if request.num_prompt_logprobs is None else request.num_tokens
+    return num_targets + (len(request.draft_ids) + 1 if request.wants == "draw" else 0)

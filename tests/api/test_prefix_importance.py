@@ -27,7 +27,7 @@ from octavo.engine.recording.replay import Replay
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.models.registry import build_programs
 from octavo.program.program import Weight
-from octavo.server.openai.fingerprint import make_fingerprint
+from octavo.server.openai.formatter import make_fingerprint
 from octavo.sparsity import important_blocks
 from octavo.sparsity.config_hooks import SparsityConfigHooks
 from octavo.sparsity.important_blocks import PromptPart, important, query_about

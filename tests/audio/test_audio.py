@@ -13,8 +13,7 @@ import soundfile
 import transformers
 
 from octavo.api.errors import InvalidRequest
-from octavo.audio.audio_reader import convolved_rows
-from octavo.audio.decode import decode_sound
+from octavo.audio.audio_reader import convolved_rows, decode_sound
 from octavo.audio.log_mel import LogMel
 
 SECOND = 60.0

@@ -31,8 +31,8 @@ from benchmarks.on_gpu.settings import Ceilings, Settings, attempt
 from benchmarks.on_gpu.shapes import LLAMA_8B, attention_operations, model_of
 from benchmarks.on_gpu.timing import Mark, seconds_each
 from benchmarks.on_gpu.watch import Steady, Step, busy_share
-from octavo.checkpoint.config_file import ConfigFile
 from octavo.checkpoint.dummy import DummyWeights
+from octavo.checkpoint.open import ConfigFile
 from octavo.executor.base import BackendOptions
 from octavo.executor.torch.backend import TorchBackend
 from octavo.models.registry import build_programs

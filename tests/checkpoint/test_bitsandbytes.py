@@ -18,9 +18,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from octavo.api.errors import SetupError
-from octavo.checkpoint.config_file import ConfigFile
 from octavo.checkpoint.formats.bitsandbytes import Bitsandbytes
-from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.open import ConfigFile, open_checkpoint
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.executor.base import BackendOptions
 from octavo.executor.native.backend import NativeBackend

@@ -9,8 +9,8 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.api.errors import UnsupportedModel
-from octavo.checkpoint.config_file import ConfigFile
 from octavo.checkpoint.dummy import FORMATS, DummyWeights
+from octavo.checkpoint.open import ConfigFile
 from octavo.checkpoint.weights import loaded_formats
 from octavo.executor.base import BackendOptions
 from octavo.executor.torch.backend import TorchBackend

@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.api.errors import OctavoError, SetupError, UnsupportedModel, WeightMismatch
-from octavo.checkpoint.config_file import ConfigFile
-from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.open import ConfigFile, open_checkpoint
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.executor.base import BackendOptions
 from octavo.executor.native.backend import NativeBackend

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from octavo.api.errors import WeightMismatch
-from octavo.checkpoint.config_file import ConfigFile
-from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.open import ConfigFile, open_checkpoint
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.executor.base import BackendOptions

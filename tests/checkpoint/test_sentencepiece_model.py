@@ -12,8 +12,7 @@ import pytest
 import sentencepiece
 
 from octavo.api.errors import OctavoError, UnsupportedModel, WeightMismatch
-from octavo.checkpoint.hf_tokenizer import tokenizer_source
-from octavo.checkpoint.sentencepiece_model import CHATGLM_TOKENS
+from octavo.checkpoint.hf_tokenizer import CHATGLM_TOKENS, tokenizer_source
 from octavo.text.tokenizer import load_tokenizer
 
 OPTICKS = Path(__file__).parents[1] / "data" / "opticks.txt"

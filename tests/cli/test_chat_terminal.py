@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from octavo.cli.conversation.chat_screen import split_blocks
+from octavo.cli.conversation.chat_session import split_blocks
 from tests.support.terminal import Terminal
 
 ANSWER = ["# A title\n\nSome **bo", "ld** text\n\n```python\nx = 1\n\n", "y = 2\n```\n", "* one\n"]

@@ -1,7 +1,7 @@
 """Requests wait for their grammars, and hold up no other."""
 
 from octavo.api.structured_outputs import GrammarSpec
-from octavo.engine.scheduler.grammar_gate import GrammarGate
+from octavo.engine.scheduler.request_resources import GrammarGate
 
 ONE, OTHER = GrammarSpec("regex", "one"), GrammarSpec("regex", "other")
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from octavo.server.anthropic.bodies import MessagesBody
-from octavo.server.http.json_size import MAX_OBJECTS, check_json_size
+from octavo.server.http.body import MAX_OBJECTS, check_json_size
 from octavo.server.ollama.bodies import OllamaChatBody
 from octavo.server.openai.bodies import ChatBody, CompletionBody
 from octavo.server.openai.responses.body import ResponseBody

@@ -5,7 +5,7 @@ import time
 from types import SimpleNamespace
 
 from octavo.engine.protocol.stats import EngineStats
-from octavo.server.throughput_log import ThroughputLog, format_load
+from octavo.server.run import ThroughputLog, format_load
 from tests.support.live_server import LiveServer, until
 from tests.support.tiny_tokenizer import tiny_model_with_text
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from octavo.api.errors import (
     ConfigError,
@@ -18,9 +22,13 @@ from octavo.api.errors import (
 from octavo.cli.common.answers import check_sampling, explain_end
 from octavo.cli.conversation.chat_input import ChatInput, Entry
 from octavo.cli.conversation.chat_models import ChatReply, LocalModel, RemoteModel
-from octavo.cli.conversation.chat_screen import answer_screen
-from octavo.cli.conversation.saved_chat import SavedChat, SavedMessage, read_chat, write_chat
+from octavo.config.data_file import read_data_file
 
+DRAW_EVERY_S = 0.08
+"""Minimum time between redraws, in seconds; each parses the block's markdown."""
+FENCES = ("```", "~~~")
+MAX_BYTES = 64 << 20
+"""Maximum size of a file in bytes."""
 SETTABLE = (
     "temperature",
     "top_p",
@@ -231,3 +239,114 @@ def _value(name: str, text: str) -> Any:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr)
+
+
+class SavedMessage(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant"]
+    content: str
+
+
+class SavedChat(msgspec.Struct, forbid_unknown_fields=True):
+    """A saved conversation: messages, system message and sampling parameters."""
+
+    messages: list[SavedMessage]
+    system: str | None = None
+    sampling: dict[str, Any] = {}
+
+
+def read_chat(path: Path) -> SavedChat:
+    """Reads a conversation; raises ConfigError if the file is not one."""
+    file = read_data_file(path, name="chat", max_bytes=MAX_BYTES, kind="JSON")
+    chat = file.convert(SavedChat, hint="give a file that /save has written")
+    if [one.role for one in chat.messages] != ["user", "assistant"] * (len(chat.messages) // 2):
+        raise ConfigError(f"{path}: holds no conversation: questions and answers take turns")
+    return chat
+
+
+def write_chat(path: Path, chat: SavedChat) -> None:
+    """Writes a conversation, readable only by its owner; overwrites only another conversation."""
+    if path.exists():
+        read_chat(path)
+    text = msgspec.json.format(msgspec.json.encode(chat), indent=2)
+    new = path.with_name(f".{path.name}.new")
+    try:
+        with open(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(text + b"\n")
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+class PlainScreen:
+    """Prints a response as it is generated: markdown on a terminal, plain text otherwise.
+
+    Complete blocks (up to a blank line outside code) are printed once; only the growing block
+    is redrawn, so that long responses scroll normally.
+    """
+
+    def add(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        print(flush=True)
+
+
+class MarkdownScreen:
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console()
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._block = ""
+        self._draw_at = 0.0
+
+    def add(self, text: str) -> None:
+        done, self._block = split_blocks(self._block + text)
+        if done.strip():
+            self._finish(done)
+        if self._block.strip() and time.monotonic() >= self._draw_at:
+            self._draw(self._block)
+
+    def close(self) -> None:
+        if self._block.strip():
+            self._finish(self._block)
+        self._block = ""
+
+    def _finish(self, text: str) -> None:
+        """Draws a block for the last time and leaves it to scroll."""
+        from rich.live import Live
+
+        self._draw(text)
+        self._live.stop()
+        self._live = Live(console=self._console, auto_refresh=False)
+
+    def _draw(self, text: str) -> None:
+        from rich.markdown import Markdown
+
+        if not self._live.is_started:
+            self._console.print()
+            self._live.start()
+        self._live.update(Markdown(text), refresh=True)
+        self._draw_at = time.monotonic() + DRAW_EVERY_S
+
+
+def split_blocks(text: str) -> tuple[str, str]:
+    """Splits markdown after its last blank line outside fenced code."""
+    at = end = 0
+    fence = ""
+    for line in text.splitlines(keepends=True):
+        at += len(line)
+        mark = line.strip()[:3]
+        if fence:
+            fence = "" if mark == fence else fence
+        elif mark in FENCES:
+            fence = mark
+        elif not mark and line.endswith("\n"):
+            end = at
+    return text[:end], text[end:]
+
+
+def answer_screen() -> MarkdownScreen | PlainScreen:
+    return MarkdownScreen() if sys.stdout.isatty() else PlainScreen()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,9 +24,7 @@ from octavo.api.errors import ConfigError
 from octavo.distributed.transfer.address import TransferEnds, split_endpoints
 from octavo.distributed.transfer.block_reader import BlockReader, OfferedPiece, PieceName
 from octavo.distributed.transfer.block_transport import BlockTransport
-from octavo.distributed.transfer.byte_cover import ByteCover
 from octavo.distributed.transfer.kv_head_partition import KVHeadPartition
-from octavo.distributed.transfer.link_meter import LinkMeter
 from octavo.distributed.transfer.messages import (
     UNREADABLE,
     BlockAt,
@@ -47,6 +46,33 @@ from octavo.engine.protocol.kv_messages import BlockName, SlotBlock
 from octavo.program.program import Span
 from octavo.utils.secure_sockets import lock_client
 from octavo.worker.kv_connectors.checksum import get_checksum
+
+LEAST_GAP_S = 1e-6
+"""Lower bound on the seconds between two parts."""
+
+
+class ByteCover:
+    """A set of byte ranges, which may touch, repeat or overlap."""
+
+    __slots__ = ("_ends", "_starts", "num_bytes")
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """Number of bytes in the union of the ranges."""
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        """Ends of the merged ranges, in the order of `_starts`; no two of them touch."""
+
+    def add(self, start: int, end: int) -> None:
+        first, last = bisect_left(self._ends, start), bisect_right(self._starts, end)
+        if first < last:
+            start = min(start, self._starts[first])
+            end = max(end, self._ends[last - 1])
+        joined = range(first, last)
+        self.num_bytes += end - start - sum(self._ends[at] - self._starts[at] for at in joined)
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]
+
 
 logger = logging.getLogger(__name__)
 
@@ -395,3 +421,30 @@ class BlockFetcher:
                 self._reader.drop(PieceName(name, source))
         if ended:
             self._note(not_fetched=ended)
+
+
+class LinkMeter:
+    """Sums of received bytes and of the seconds for them.
+
+    Each part of a block has a flag for whether another one was queued after it. If so, the time
+    until the next part is spent on the link; otherwise it may be the sender's and is not
+    counted.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.seconds = 0.0
+        self._before: dict[str, float] = {}
+        """Arrival time of the last part of each source, if another one was queued after it."""
+
+    def note(self, source: str, num_bytes: int, now: float, *, has_more: bool) -> None:
+        """Records a part that arrived from a source at the time `now`."""
+        before = self._before.pop(source, None)
+        if before is not None:
+            self.add(num_bytes, max(LEAST_GAP_S, now - before))
+        if has_more:
+            self._before[source] = now
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        self.num_bytes += num_bytes
+        self.seconds += seconds

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from octavo.api.errors import ConfigError
 from octavo.distributed.transfer.address import TransferEnds
-from octavo.distributed.transfer.block_arena import BlockArena
 from octavo.distributed.transfer.block_transport import BlockTransport
 from octavo.distributed.transfer.kv_head_partition import KVHeadPartition
 from octavo.distributed.transfer.layer_stream import LayerStream, StreamedGroup
@@ -392,3 +391,29 @@ def _make_arena(
     arena = BlockArena(ends.max_bytes, max(group.shape[1] for group in slots))
     mover.register(arena.memory)
     return arena
+
+
+class BlockArena:
+    """Slots of `place_bytes` each in one array."""
+
+    def __init__(self, num_bytes: int, place_bytes: int) -> None:
+        num_places = max(1, num_bytes // place_bytes)
+        self.memory: NDArray[np.uint8] = np.empty(num_places * place_bytes, np.uint8)
+        """The array, whose pages use no memory until they are written."""
+        self._place_bytes = place_bytes
+        self._free = list(range(num_places - 1, -1, -1))
+
+    def put(self, data: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """Copies bytes into a free slot and returns the copy; None if none is free."""
+        assert len(data) <= self._place_bytes, "a block that is larger than a place"
+        if not self._free:
+            return None
+        first = self._free.pop() * self._place_bytes
+        place = self.memory[first : first + len(data)]
+        place[:] = data
+        return place
+
+    def release(self, place: NDArray[np.uint8]) -> None:
+        """Frees a slot; its bytes may be overwritten from now on."""
+        offset = place.ctypes.data - self.memory.ctypes.data
+        self._free.append(offset // self._place_bytes)

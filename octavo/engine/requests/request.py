@@ -16,19 +16,16 @@ from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.requests import EngineRequest
-from octavo.engine.protocol.step import (
-    TokenLogprobs,
-    WeightArrivals,
-)
+from octavo.engine.protocol.step import RowResult, TokenLogprobs, Wants, WeightArrivals
 from octavo.engine.requests.beam_search import BeamSearch
 from octavo.engine.requests.generation import (
     EndRules,
     Finish,
     PlainGeneration,
+    RequestProgress,
     ResultConsumer,
     SequenceState,
 )
-from octavo.engine.requests.pooling import Pooling
 from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.requests.timings import Stopwatch
 
@@ -291,3 +288,38 @@ class Request(SequenceState):
         if self.first_position == 0 and num_tokens > self.original.num_tokens:
             self.first_position = self.original.first_position(num_tokens)
             self.num_exact_tokens = UNBOUNDED
+
+
+class Pooling:
+    """Consumer of one pooled row.
+
+    Implements `ResultConsumer`. It ends with the step that computes its last token.
+    """
+
+    wants: Wants = "pool"
+    reads_logprobs = False
+    num_seqs = 1
+    beams: tuple[SequenceState, ...] = ()
+    may_draft = False
+    may_branch = False
+    samples_sequentially = False
+    needs_last_token = ""
+
+    def __init__(self, params: PoolingParams) -> None:
+        self.row_params = params
+
+    def set_max_num_tokens(self, max_num_tokens: int) -> None:
+        """No-op: no tokens follow the prompt."""
+
+    def num_plain_draws(self, num_tokens: int) -> int:
+        return 1
+
+    def take(
+        self, request: SequenceState, row: SequenceState, result: RowResult
+    ) -> RequestProgress:
+        """Returns the pooled row and ends the request."""
+        assert result.pooled is not None, "a row without a fault has what it wants"
+        return RequestProgress(0, pooled=result.pooled, is_first=True, finish=Finish("stop"))
+
+    def start_over(self, token_ids: list[int]) -> list[int]:
+        return token_ids

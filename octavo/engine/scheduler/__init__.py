@@ -10,7 +10,7 @@ other files have one subject each:
 4. `preemption.py`: which request loses its KV blocks, and how.
 5. `kv_allocator.py`: KV blocks and worker rows of a request that starts, ends or is preempted.
 6. `in_flight_steps.py`: whether a step may be scheduled while the one before is computed.
-7. `request_resources.py`, `grammar_gate.py`: grammars, adapters and media.
+7. `request_resources.py`: grammars, adapters and media.
 
 `build.py` puts them together from the options. The requests themselves are in `engine/requests/`,
 the blocks in `engine/kv/`.

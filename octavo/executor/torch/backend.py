@@ -24,12 +24,12 @@ from octavo.executor.base import (
     LoadWeight,
 )
 from octavo.executor.kv import BLOCK_SIZE, KvLayout
-from octavo.executor.rank_grid import ALONE
+from octavo.executor.rank_grid import ALONE, RankGrid, misplaced
 from octavo.executor.torch.attention.call import AttentionKernels
 from octavo.executor.torch.attention.choose import choose_attention, first_that_computes
-from octavo.executor.torch.check import check_program
 from octavo.executor.torch.footprint import TorchFootprint, graphs_footprint, torch_footprint
 from octavo.executor.torch.graphs import CudaGraphs, sizes_up_to
+from octavo.executor.torch.instructions import FORMULAS
 from octavo.executor.torch.invariant import kernels_suffice
 from octavo.executor.torch.kernels import choose_kernels
 from octavo.executor.torch.kv_cache import TorchKvCache, make_kv_layout
@@ -42,9 +42,10 @@ from octavo.executor.torch.weights.fp8 import E4M3
 from octavo.executor.torch.weights.program_weights import load_weights
 from octavo.program import expert_ops, ops
 from octavo.program.passes.optimize import optimize
-from octavo.program.program import Program, Weight
+from octavo.program.program import Op, Program, Weight
 from octavo.quant.packed import PackedWeight
 
+MASKS = ("causal", "window", "chunk", "full")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES_OF_CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "fp8": E4M3}
@@ -291,3 +292,35 @@ class _FirstWeightKept:
         if self._first is None:
             self._first = (weight, self._load(weight).packed())
         return self._first[1] if self._first[0] == weight else self._load(weight).packed()
+
+
+def check_program(program: Program, *, grid: RankGrid, batch_invariant: bool) -> None:
+    """Raises BackendUnavailable naming the unsupported op or cache group."""
+    for op in program.ops:
+        if refused := _refusal(op, grid) or _invariance_refusal(op, program, batch_invariant):
+            raise _unavailable(program, refused)
+
+
+def _refusal(op: Op, grid: RankGrid) -> str | None:
+    if type(op) not in FORMULAS:
+        return f"the op {op.kind}"
+    if refused := misplaced(op, grid):
+        return refused
+    if isinstance(op, ops.Attention) and op.mask not in MASKS:
+        return f"attention with the mask {op.mask}"
+    return None
+
+
+def _invariance_refusal(op: Op, program: Program, batch_invariant: bool) -> str | None:
+    """Rejects attention to later tokens with batch_invariant, which may run each row as its own
+    step.
+    """
+    ahead = isinstance(op, ops.Attention) and (op.mask == "full" or op.sees_ahead)
+    if not batch_invariant or not isinstance(op, ops.Attention) or not ahead:
+        return None
+    written = {write.group for write in program.ops if isinstance(write, ops.KvWrite)}
+    return "attention to later tokens with batch_invariant" if op.group in written else None
+
+
+def _unavailable(program: Program, what: str) -> BackendUnavailable:
+    return BackendUnavailable(f"the torch backend cannot run {what} (in {program.name})")

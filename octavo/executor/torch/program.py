@@ -9,6 +9,8 @@ rows.
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.api.errors import BackendUnavailable
-from octavo.api.outputs import Profile
+from octavo.api.outputs import OpProfile, Profile
 from octavo.executor.base import Runnable
-from octavo.executor.batch import SampleResult, SamplingBatch, StepBatch, StepOutput, Verify
+from octavo.executor.batch import (
+    LastTokens,
+    SampleResult,
+    SamplingBatch,
+    StepBatch,
+    StepOutput,
+    Verify,
+)
 from octavo.executor.kv import KvCache, KvLayout
 from octavo.executor.torch.adapters import StepAdapters, TorchAdapters
 from octavo.executor.torch.attention.call import AttentionKernels
@@ -31,9 +40,8 @@ from octavo.executor.torch.instructions import Instruction, Instructions
 from octavo.executor.torch.invariant import joined, rows_alone
 from octavo.executor.torch.kernels import Kernels
 from octavo.executor.torch.kv_cache import TorchKvCache
-from octavo.executor.torch.last_tokens import source_arrays, target_arrays
-from octavo.executor.torch.profile import OpTimes
 from octavo.executor.torch.ranks import TorchRanks, broadcast_sampled
+from octavo.executor.torch.rates import measured_ceilings, wait_for
 from octavo.executor.torch.row_ops import norms_ahead
 from octavo.executor.torch.sampling import (
     SamplerOutput,
@@ -46,9 +54,11 @@ from octavo.executor.torch.sampling import (
 from octavo.executor.torch.step import Staging, Step, step_arrays
 from octavo.executor.torch.weights.program_weights import ProgramWeights
 from octavo.program import ops
-from octavo.program.program import Program
+from octavo.program.ops import Linear
+from octavo.program.program import Op, Program
 from octavo.utils.progress import Bar
 
+CODES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_ROWS = 128
 """Sampled rows per pass through the head; for a vocabulary of 150,000 an fp64 array takes 154 MB.
 """
@@ -368,3 +378,69 @@ class TorchProgram(Runnable):
         wanted = 1 if self._runtime.batch_invariant else self._runtime.num_threads
         if wanted is not None and torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)
+
+
+def source_arrays(last: LastTokens | None) -> dict[str, NDArray]:
+    """Returns `last_sources [T]`, -1 where the host knows the token id; empty if it knows all.
+
+    Step arrays that read and store the last sampled tokens of persistent rows on the device
+    (`batch.LastTokens`).
+    """
+    if last is None or not (last.sources >= 0).any():
+        return {}
+    return {"last_sources": last.sources.astype(np.int64)}
+
+
+def target_arrays(last: LastTokens | None, samples: slice, *, spare: int) -> dict[str, NDArray]:
+    """Returns `last_targets [S]` of sampled rows, with `spare` for rows without a
+    persistent row.
+    """
+    if last is None:
+        return {}
+    targets = last.targets[samples].astype(np.int64)
+    return {"last_targets": np.where(targets < 0, spare, targets)}
+
+
+@dataclass(slots=True)
+class _Times:
+    calls: int = 0
+    seconds: float = 0.0
+    num_bytes: float = 0.0
+    operations: float = 0.0
+
+
+class OpTimes:
+    """Accumulated times and work of ops. `dtype` is the compute dtype of matmuls.
+
+    On CUDA every op is synchronized while profiling, and graphs are not replayed.
+
+    Bytes and operations are counted for matmuls only.
+    """
+
+    def __init__(self, weights: ProgramWeights, device: torch.device, dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._device = device
+        self._dtype = dtype
+        self._times: dict[tuple[str, str], _Times] = {}
+
+    def run(self, op: Op, num_rows: int, run: Callable[[], None]) -> None:
+        wait_for(self._device)
+        began = time.perf_counter()
+        run()
+        wait_for(self._device)
+        linear = isinstance(op, Linear)
+        times = self._times.setdefault((op.kind, CODES[self._dtype] if linear else ""), _Times())
+        times.calls, times.seconds = times.calls + 1, times.seconds + time.perf_counter() - began
+        if isinstance(op, Linear):
+            times.num_bytes += sum(part.num_bytes for part in self._weights.product(op).parts)
+            times.operations += (
+                2 * num_rows * sum(math.prod(weight.shape) for weight in op.weights_)
+            )
+
+    def result(self, weight_bytes: int) -> Profile:
+        ops = [
+            OpProfile(name, code, t.calls, t.seconds, t.num_bytes, t.operations)
+            for (name, code), t in self._times.items()
+        ]
+        ceilings = measured_ceilings(weight_bytes, self._dtype, self._device)
+        return Profile(ops, ceilings.bandwidth, {CODES[self._dtype]: ceilings.operations})

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import http
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -17,8 +18,11 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Scope
 
 from octavo.api import errors
+from octavo.api.errors import shown
 from octavo.server.http.error_formats import (
     ErrorFormat,
     Fault,
@@ -26,8 +30,10 @@ from octavo.server.http.error_formats import (
     format_openai_error,
     get_error_format,
 )
-from octavo.server.http.not_found import add_suggestions
 
+VERSION = "v1"
+"""Path component that is most often missing or duplicated."""
+LIST = "GET /openapi.json lists the routes"
 TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.Unauthorized, 401, "AuthenticationError"),
     (errors.ModelNotFound, 404, "NotFoundError"),
@@ -145,3 +151,43 @@ def _message(error: Exception) -> str:
     if isinstance(error, errors.OctavoError):
         return f"{error.message} (hint: {error.hint})" if error.hint else error.message
     return str(error)
+
+
+def add_suggestions(
+    error: HTTPException, request: Request, routes: Sequence[BaseRoute]
+) -> HTTPException:
+    """Adds suggestions to FastAPI's 404 and 405; returns other errors unchanged."""
+    if error.detail != HTTPStatus(error.status_code).phrase:
+        return error
+    known = [route for route in routes if isinstance(route, Route)]
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return HTTPException(error.status_code, _no_route(request, known))
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = ", ".join(_methods(request.scope, known))
+        said = f"{request.method} {shown(request.url.path)}: no such method, allowed: {allowed}"
+        return HTTPException(error.status_code, said, {"Allow": allowed})
+    return error
+
+
+def _no_route(request: Request, routes: list[Route]) -> str:
+    """Suggests routes with the same path, with or without its version."""
+    path = request.scope["path"]
+    meant = [
+        f"{method} {route.path}"
+        for route in routes
+        if _without_version(route.path) == _without_version(path)
+        for method in sorted(route.methods or ())
+        if method == request.method
+    ]
+    hint = f"did you mean {meant[0]}?" if meant else LIST
+    return f"{request.method} {shown(path)}: no such route (hint: {hint})"
+
+
+def _without_version(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in ("", VERSION)]
+
+
+def _methods(scope: Scope, routes: list[Route]) -> list[str]:
+    """Returns the methods of all routes with this path."""
+    taking = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+    return sorted({method for route in taking for method in route.methods or ()})

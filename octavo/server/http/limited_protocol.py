@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from octavo.server.http.unchunked import unchunked
 from octavo.server.settings import ServerSettings
 
 MAX_HEAD_BYTES = 64 << 10
@@ -199,3 +199,32 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def for_server(cls, settings: ServerSettings) -> type[LimitedHttpProtocol]:
         """Returns the protocol class for a server's limits."""
         return type(cls.__name__, (cls,), {"limits": ConnectionLimits.of(settings)})
+
+
+def unchunked(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+    """Wraps an app so that `cycle` sends its response unchunked and then closes the connection.
+
+    Responses of unknown length for HTTP/1.0 clients, which do not support chunked encoding: the
+    end of the connection ends the response.
+
+    Source: RFC 9112, sections 6.1 and 6.3. uvicorn sends chunks to all clients.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_open_ended = False
+
+        async def send_plainly(message: Message) -> None:
+            nonlocal is_open_ended
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                is_open_ended = b"content-length" not in names
+                if is_open_ended:
+                    cycle.chunked_encoding = False
+            elif is_open_ended:
+                # The cycle compares each part with what a Content-Length would leave.
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plainly)
+
+    return answer

@@ -5,19 +5,22 @@ Subclasses format the choices.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
 from octavo.api.outputs import RequestOutput, Timings
 from octavo.api.sampling_params import SamplingParams
+from octavo.config.config_hooks import get_result_options
+from octavo.config.engine_config import EngineConfig
 from octavo.server.openai.bodies import SamplingBody, StreamOptions
-from octavo.server.openai.fingerprint import make_fingerprint
 from octavo.server.openai.logprobs import TokenNames
 from octavo.server.openai.protocol import (
     CompletionTokensDetails,
@@ -33,6 +36,7 @@ from octavo.server.response_builder import (
     TokenUsage,
 )
 from octavo.server.state.served_model import ServedModel
+from octavo.utils.version import __version__
 
 
 class OpenAIFormatter(ResponseFormatter):
@@ -135,3 +139,17 @@ def format_usage(usage: TokenUsage, num_completion_tokens: int | None = None) ->
         PromptTokensDetails(usage.cached_tokens),
         CompletionTokensDetails(usage.reasoning_tokens),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def make_fingerprint(config: EngineConfig) -> str:
+    """Returns a digest of everything that affects an engine's numerical results."""
+    deciding = (
+        __version__,
+        config.model,
+        config.backend,
+        config.cache.kv_cache_dtype,
+        get_result_options(config),
+        *((config.lora.lora_dtype,) if config.lora.enable_lora else ()),
+    )
+    return f"fp_{blake2b(repr(deciding).encode(), digest_size=6).hexdigest()}"

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -19,10 +23,21 @@ from octavo.api.errors import InvalidRequest
 from octavo.api.structured_outputs import GrammarSpec
 from octavo.text.grammar import lark
 from octavo.text.grammar.closing import JSON_ORDER, LAST_ORDER, closing
-from octavo.text.grammar.deep_stack import with_deep_stack
 from octavo.text.grammar.vocabulary import VocabularyTexts
 from octavo.text.ports import Matcher, Tokenizer
 
+SHALLOW_BYTES = 2 << 10
+"""Texts up to this length compile on any thread's stack."""
+LARGE_BYTES = 64 << 10
+"""Larger texts compile one at a time, because their stacks may take much memory."""
+LEAST_STACK_BYTES = 8 << 20
+STACK_BYTES_PER_BYTE = 1024
+"""Stack per byte of text: chains of rules, terminals and references need 120 to 550."""
+STARTS = threading.Lock()
+"""Held while starting a thread with another stack size, which is a process-wide setting."""
+LARGE = threading.Lock()
+"""Held while a large text compiles."""
+Returned = TypeVar("Returned")
 MAX_LEXER_STATES = 20_000
 """Regex states per grammar, about 1.5 KB each."""
 STEP_LEXER_FUEL = 200_000
@@ -297,3 +312,36 @@ def first_line(error: str) -> str:
 def grammar_error(given_as: str, message: str, hint: str | None = None) -> InvalidRequest:
     """Returns the error of a structured output request that cannot be compiled."""
     return InvalidRequest(f"{given_as}: {message}", param=given_as, hint=hint)
+
+
+def with_deep_stack(run: Callable[[], Returned], num_bytes: int) -> Returned:
+    """Calls `run`, which compiles a text of `num_bytes` bytes; long texts run on a thread with a
+    larger stack.
+
+    Runs llguidance with enough stack: it recurses as deep as rules and schemas refer to one
+    another, and a stack overflow kills the process.
+
+    The recursion depth is bounded by the text's length. Computing masks does not recurse.
+    """
+    if num_bytes <= SHALLOW_BYTES:
+        return run()
+    with LARGE if num_bytes > LARGE_BYTES else nullcontext():
+        return _start(run, LEAST_STACK_BYTES + num_bytes * STACK_BYTES_PER_BYTE).result()
+
+
+def _start(run: Callable[[], Returned], stack_bytes: int) -> Future[Returned]:
+    done: Future[Returned] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(run())
+        except BaseException as error:
+            done.set_exception(error)
+
+    with STARTS:
+        before = threading.stack_size(stack_bytes)
+        try:
+            threading.Thread(target=work, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return done

@@ -11,12 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from octavo.text.parsers.calls import CallSection, FunctionTypes
-from octavo.text.parsers.channels import read_channels
+from octavo.text.parsers.calls import CallSection, CallWriter, FunctionTypes
 from octavo.text.parsers.formats import ChannelFormat, ReasoningFormat, ToolFormat
 from octavo.text.parsers.parts import FunctionText, MessageText, Part, PartKind, PartList
-from octavo.text.parsers.source import MalformedText, Steps, TextSource
+from octavo.text.parsers.source import Emit, MalformedText, Steps, TextSource
 
+OPENINGS = ("<|start|>", "<|channel|>")
+ENDINGS = ("<|end|>", "<|call|>", "<|return|>")
+MESSAGE = "<|message|>"
+RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+ANALYSIS = re.compile(r"(?:<\|channel\|>|^)\s*analysis")
 ANYTHING = re.compile(r"[\s\S]+")
 
 
@@ -242,3 +246,41 @@ def read_message(form: MessageForm, text: str, given: str = "") -> MessageText:
     message = MessageText()
     message.add(make_reader(form, given).read(text, finished=True))
     return message
+
+
+def read_channels(source: TextSource, parts: PartList) -> Steps[None]:
+    """Reads an output message by message; text outside of messages is content.
+
+    The analysis channel is reasoning, messages to a function are call arguments, others are
+    content. Source: OpenAI's description of the harmony response format.
+    """
+    num_thoughts = 0
+    while (yield from source.until(OPENINGS, _make_emit(parts, PartKind.CONTENT))):
+        header: list[str] = []
+        if not (yield from source.until([MESSAGE], header.append)):
+            return
+        text = "".join(header)
+        recipient = RECIPIENT.search(text)
+        if recipient is not None:
+            yield from _call(source, CallWriter(parts), recipient[1])
+        elif ANALYSIS.search(text) or "to=" in text:
+            think = _make_emit(parts, PartKind.REASONING)
+            if num_thoughts:
+                think("\n")
+            num_thoughts += 1
+            yield from source.until(ENDINGS, think, keeps_end=False)
+        else:
+            yield from source.until(ENDINGS, _make_emit(parts, PartKind.CONTENT))
+
+
+def _make_emit(parts: PartList, kind: PartKind) -> Emit:
+    return lambda text: parts.add_text(kind, text)
+
+
+def _call(source: TextSource, call: CallWriter, name: str) -> Steps[None]:
+    try:
+        call.begin(name)
+    except MalformedText:
+        return
+    if (yield from source.until(ENDINGS, call.add_arguments, keeps_end=False)):
+        call.end()

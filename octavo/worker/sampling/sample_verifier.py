@@ -5,7 +5,7 @@ grammar allows the token, it is the one that masked sampling gives.
 A token that is not allowed is replaced by the only allowed token, or by the first allowed one of
 the row's candidates; otherwise the row is resampled under a mask. Rows with top_p, top_k or min_p
 are sampled without these cut-offs, and accepted if a few other allowed tokens prove that the
-cut-offs keep the token (`executor/cutoff_proof.py`). Rows whose filters depend on the mask
+cut-offs keep the token (`executor/sampling.py`). Rows whose filters depend on the mask
 (`SamplingParams.depends_on_mask`) are deferred: sampled once, under masks built together. Rows with
 logits processors are resampled from processed logits, and rows with mirostat after each accepted
 draft token.
@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.executor.batch import Bits, Resample, SampledLogits, SampleResult, unpacked_mask
-from octavo.worker.sampling.best_legal import write_best_legal
 from octavo.worker.sampling.grammar_matchers import GrammarMatchers, TextPosition
 from octavo.worker.sampling.logits_processors import Logits, LogitsProcessors, ProcessorFault
 from octavo.worker.sampling.sequential_sampling import SequentialSampling
@@ -340,3 +339,34 @@ def _make_flags(entries: Sequence[int], num_samples: int) -> NDArray[np.bool_] |
     flags = np.zeros(num_samples, np.bool_)
     flags[entries] = True
     return flags
+
+
+def write_best_legal(
+    samples: SampleResult, entry: int, logits: NDArray[np.float32], legal: NDArray[np.bool_]
+) -> None:
+    """Sets an entry to the best allowed token, and its top list to the best ones in the order
+    (logit down, id up), padded with logprobs of minus infinity.
+
+    `logits [V]` are the row's own, `legal [V]` marks the allowed tokens.
+
+    Source: transformers' prefix_allowed_tokens_fn, which sets the logprobs of other tokens to
+    minus infinity.
+    """
+    assert samples.logprobs is not None and samples.ranks is not None
+    assert samples.top_ids is not None and samples.top_logprobs is not None
+    raw = logits.astype(np.float64)
+    ids = np.flatnonzero(legal & np.isfinite(raw))
+    best = ids[np.argsort(-raw[ids], kind="stable")][: samples.top_ids.shape[1]]
+    samples.top_ids[entry], samples.top_logprobs[entry] = 0, -np.inf
+    if not len(best):
+        return
+    largest = raw.max()
+    logprobs = raw[best] - (largest + np.log(np.exp(raw - largest).sum()))
+    samples.top_ids[entry, : len(best)] = best
+    samples.top_logprobs[entry, : len(best)] = logprobs
+    first, logit = int(best[0]), raw[best[0]]
+    samples.token_ids[entry] = first
+    samples.logprobs[entry] = logprobs[0]
+    better = raw > logit
+    better[:first] |= raw[:first] == logit
+    samples.ranks[entry] = 1 + int(better.sum())

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.distributed.transfer import block_fetcher, block_reader, send_buffer
 from octavo.distributed.transfer.address import TransferEnds
-from octavo.distributed.transfer.block_arena import BlockArena
+from octavo.distributed.transfer.block_sender import BlockArena
 from octavo.distributed.transfer.block_transport import (
     PIECE_BYTES,
     BlockTransport,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.distributed.transfer.byte_cover import ByteCover
+from octavo.distributed.transfer.block_fetcher import ByteCover
 
 RANGES = st.lists(
     st.tuples(st.integers(0, 40), st.integers(1, 12)).map(lambda one: (one[0], one[0] + one[1])),

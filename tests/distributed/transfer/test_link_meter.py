@@ -1,6 +1,6 @@
 """The link's rate: parts behind which another one waited tell it, others do not."""
 
-from octavo.distributed.transfer.link_meter import LinkMeter
+from octavo.distributed.transfer.block_fetcher import LinkMeter
 
 
 def test_the_time_between_parts_that_waited_is_the_link_s() -> None:

@@ -9,10 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.engine.protocol.draft_tree import DraftTree
-from octavo.engine.speculation.copied_text import LEAST_COPIED
 from octavo.engine.speculation.ngram import NgramProposer
 from octavo.engine.speculation.proposer import DIVIDED, NO_DRAFT, Draft, Proposer, continuation
-from octavo.engine.speculation.suffix import EDIT_LEAD, SuffixAutomaton, SuffixProposer
+from octavo.engine.speculation.suffix import (
+    EDIT_LEAD,
+    LEAST_COPIED,
+    SuffixAutomaton,
+    SuffixProposer,
+)
 
 TOKENS = st.integers(1, 4).flatmap(
     lambda size: st.lists(st.integers(0, size - 1), min_size=0, max_size=60)

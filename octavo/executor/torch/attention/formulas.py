@@ -8,19 +8,21 @@ chosen kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.executor.torch.attention.bias import make_bias
-from octavo.executor.torch.attention.call import AttentionCall, ExpandKv
-from octavo.executor.torch.attention.disentangled import disentangled_attention
+from octavo.executor.kv import BLOCK_SIZE
+from octavo.executor.torch.attention.call import AttentionCall, Bias, ExpandKv
 from octavo.executor.torch.attention.query_rows import make_query_rows
 from octavo.executor.torch.rope_write import RopeWrite, RopeWriteCall
 from octavo.executor.torch.row_ops import angles
 from octavo.executor.torch.step import Made, Step
 from octavo.program import ops
+from octavo.program.position_tables import position_buckets
 from octavo.program.program import Op
 
 
@@ -152,3 +154,115 @@ ATTENTION_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     ops.MlaAttention: mla_attention,
     RopeWrite: rope_write,
 }
+
+
+def disentangled_attention(op: ops.Attention, bias: ops.PositionBuckets, step: Step) -> Tensor:
+    """Computes `[T, H * v_width]`.
+
+    Disentangled attention (`ops.PositionBuckets`), one request at a time, with all its rows in
+    one step.
+    """
+    assert op.of_queries is not None and op.of_keys is not None
+    at = step.program.group_index(op.group)
+    stored, tables = step.kv[at], step.inputs["block_tables"][at]
+    q = step.get(op.q)
+    out = torch.zeros(len(q), op.out.width, dtype=q.dtype, device=q.device)
+    starts = step.batch.query_starts.tolist()
+    for request, (start, end) in enumerate(pairwise(starts)):
+        count = end - start
+        if not count:
+            continue
+        blocks = tables[request : request + 1, : -(-count // BLOCK_SIZE)]
+        k, v = (
+            kept.layer(op.layer).read(blocks)[0, :count].float() for kept in (stored.k, stored.v)
+        )
+        own, of_queries, of_keys = (
+            step.get(value)[start:end].float().view(count, op.num_heads, -1)
+            for value in (op.q, op.of_queries, op.of_keys)
+        )
+        buckets = _buckets(bias, count, q.device)
+        scores = torch.einsum("thd,jhd->thj", own, k)
+        scores = scores + of_queries.gather(2, _by_head(buckets, op.num_heads))
+        its = of_keys.gather(2, _by_head(buckets.T, op.num_heads))
+        shares = torch.softmax(op.scale * (scores + its.permute(2, 1, 0)), dim=-1)
+        read = torch.einsum("thj,jhd->thd", shares, v)
+        out[start:end] = read.reshape(count, -1).to(q.dtype)
+    return out
+
+
+def _buckets(bias: ops.PositionBuckets, count: int, device: torch.device) -> Tensor:
+    """Returns the bucket of each query-key pair, `[count, count]`."""
+    places = np.arange(count)
+    return torch.from_numpy(position_buckets(places[:, None] - places, bias)).to(device)
+
+
+def _by_head(buckets: Tensor, num_heads: int) -> Tensor:
+    return buckets[:, None, :].expand(-1, num_heads, -1)
+
+
+def make_bias(op: ops.Attention, step: Step) -> Bias | None:
+    """Returns an op's bias with its tensors on the device, or None.
+
+    Formulas and sources: `ops.AlibiBias`, `ops.T5Bias`, `ops.NearBias`.
+    """
+    bias = op.bias
+    if isinstance(bias, ops.T5Bias):
+        return _t5_bias(bias, step)
+    if isinstance(bias, ops.AlibiBias):
+        slopes = step.weights.constant(bias).float()
+        return Bias(
+            lambda keys, queries: slopes[:, None, None] * _distance(keys, queries)[..., None, :, :],
+            slopes=slopes,
+        )
+    if isinstance(bias, ops.NearBias):
+        return _near_bias(bias, op.num_heads, step)
+    return None
+
+
+def _near_bias(bias: ops.NearBias, num_heads: int, step: Step) -> Bias:
+    def far(distance: Tensor) -> Tensor:
+        zero = torch.zeros((), device=step.device)
+        return torch.where(distance.abs() > bias.reach, ops.FAR, zero)
+
+    def make(keys: Tensor, queries: Tensor) -> Tensor:
+        added = far(_distance(keys, queries))[..., None, :, :]
+        return added.expand(*added.shape[:-3], num_heads, -1, -1)
+
+    def by_distance() -> Tensor:
+        end = bias.reach + 1
+        added = far(torch.arange(-end, end + 1, device=step.device))
+        return added.expand(num_heads, -1).contiguous()
+
+    return Bias(make, by_distance=lambda: step.once(bias, by_distance))
+
+
+def _t5_bias(bias: ops.T5Bias, step: Step) -> Bias:
+    table = step.weights.vector(bias.table)
+
+    def by_distance() -> Tensor:
+        far = torch.arange(-bias.max_distance, bias.max_distance + 1, device=step.device)
+        return table[t5_buckets(far, bias)].T.contiguous()
+
+    def make(keys: Tensor, queries: Tensor) -> Tensor:
+        return table[t5_buckets(_distance(keys, queries), bias)].movedim(-1, -3)
+
+    return Bias(make, by_distance=lambda: step.once(bias, by_distance))
+
+
+def _distance(keys: Tensor, queries: Tensor) -> Tensor:
+    """Returns key place - query place, `[..., M, n]`."""
+    return keys[..., None, :] - queries[..., :, None]
+
+
+def t5_buckets(distance: Tensor, bias: ops.T5Bias) -> Tensor:
+    """Returns the bucket of each distance, like `program.t5_buckets`."""
+    num_buckets = bias.num_buckets // 2 if bias.bidirectional else bias.num_buckets
+    right = (
+        (distance > 0).long() * num_buckets if bias.bidirectional else torch.zeros_like(distance)
+    )
+    away = distance.abs() if bias.bidirectional else (-distance).clamp(min=0)
+    exact = num_buckets // 2
+    spread = torch.tensor(bias.max_distance / exact, dtype=torch.float64).log()
+    octaves = (away.clamp(min=exact).double() / exact).log() / spread.item()
+    far = (exact + (octaves * (num_buckets - exact)).long()).clamp(max=num_buckets - 1)
+    return right + torch.where(away < exact, away, far)

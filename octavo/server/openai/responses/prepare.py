@@ -22,20 +22,29 @@ from octavo.server.conversation import Conversation
 from octavo.server.generation import Generation
 from octavo.server.http.error_formats import format_responses_error
 from octavo.server.http.errors import make_fault
+from octavo.server.http.request_limits import RequestLimits
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs
 from octavo.server.openai.rendering import effort_variables
-from octavo.server.openai.responses.body import ResponseBody
+from octavo.server.openai.responses.body import ResponseAllowedTools, ResponseBody, ResponseToolName
 from octavo.server.openai.responses.events import Event, EventWriter
 from octavo.server.openai.responses.history import get_previous_items, resolve_references
 from octavo.server.openai.responses.items import make_messages, parse_input
 from octavo.server.openai.responses.output import Piece, parse_output
-from octavo.server.openai.responses.tools import parse_tools
 from octavo.server.output_parser import OutputParser
 from octavo.server.response_builder import ChoiceDelta, ResponseBuilder, TokenUsage
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.store import Store
+from octavo.server.tool_use import (
+    NO_ARGUMENTS,
+    Choice,
+    OfferedFunction,
+    ToolNames,
+    ToolUse,
+    make_tool_use,
+)
 from octavo.text.ports import Rendering
 
+NAMES = ToolNames(name="name", parameters="parameters")
 ROOM_FOR_ANSWER_TOKENS = 256
 """Tokens that truncation reserves for the output without max_output_tokens."""
 
@@ -277,3 +286,38 @@ def _format_usage(usage: TokenUsage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+def parse_tools(body: ResponseBody, limits: RequestLimits) -> ToolUse | None:
+    """Returns the checked tools of a body; None if the model may not call any."""
+    functions = [
+        OfferedFunction(
+            tool.name,
+            NO_ARGUMENTS if tool.parameters is None else tool.parameters,
+            tool.description,
+            is_strict=tool.strict is True,
+        )
+        for tool in body.tools or ()
+    ]
+    choice, named = _choice(body)
+    is_parallel = body.parallel_tool_calls is not False
+    return make_tool_use(
+        functions,
+        choice,
+        limits,
+        named=named,
+        is_parallel=is_parallel,
+        names=NAMES,
+        ignored=body.ignored,
+    )
+
+
+def _choice(body: ResponseBody) -> tuple[Choice | None, list[str] | None]:
+    """Returns the tool choice and the names of allowed functions."""
+    match body.tool_choice:
+        case ResponseToolName(name=name):
+            return "required", [name]
+        case ResponseAllowedTools(mode=mode, tools=tools):
+            return mode, [tool.name for tool in tools]
+        case word:
+            return word, None
