@@ -31,7 +31,7 @@ TEXT = Path(__file__).parent.parent / "tests" / "data" / "opticks.txt"
 WRITTEN_S = 120.0
 """Seconds in which an engine that ends has to have written its blocks; a busy machine needs them.
 """
-LATE_S = 0.002
+OVERDUE_S = 0.002
 """Seconds that the thread may wake late before the disk counts as having stood still."""
 
 
@@ -49,7 +49,7 @@ class SlowDisk:
         self._read(path, header, into)
         self.num_reads += 1
         self.num_bytes += len(into)
-        begins = began if began - self._free_at > LATE_S else self._free_at
+        begins = began if began - self._free_at > OVERDUE_S else self._free_at
         self._free_at = begins + len(into) / self._bytes_per_s
         time.sleep(max(0.0, self._free_at - time.perf_counter()))
 

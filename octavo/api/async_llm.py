@@ -58,20 +58,20 @@ class AsyncLLM:
     The engine's outputs are received from the first request on, or from `start`.
     """
 
-    def __init__(self, front: Frontend) -> None:
-        self._front = front
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
         self._request_ids = itertools.count()
-        self.limits = AdmissionLimits(front.config)
-        self._jobs = AsyncJobs(front, self._next_id, self.prepare, self.submit_prepared)
+        self.limits = AdmissionLimits(frontend.config)
+        self._jobs = AsyncJobs(frontend, self._next_id, self.prepare, self.submit_prepared)
         self._remote_prefill = build_remote_prefill(
-            front.config,
-            front.info,
+            frontend.config,
+            frontend.info,
             compute=self._compute_for_peer,
-            compute_here=front.compute_here,
+            compute_here=frontend.compute_here,
         )
-        self._feed = EngineFeed(front.client.watch, front.outputs.name_of)
+        self._feed = EngineFeed(frontend.client.watch, frontend.outputs.name_of)
         self._streams = RequestStreams(
-            front, StreamEvents(self._handle_step, self._remote_prefill.ended, self._feed.fail)
+            frontend, StreamEvents(self._handle_step, self._remote_prefill.ended, self._feed.fail)
         )
 
     @staticmethod
@@ -94,16 +94,16 @@ class AsyncLLM:
     @property
     def config(self) -> EngineConfig:
         """All options, including derived ones."""
-        return self._front.config
+        return self._frontend.config
 
     @property
     def info(self) -> EngineInfo:
-        return self._front.info
+        return self._frontend.info
 
     @property
     def num_unfinished(self) -> int:
         """Number of waiting and running samples; a request has n."""
-        return self._front.num_unfinished
+        return self._frontend.num_unfinished
 
     @property
     def prefill_peers(self) -> list[str]:
@@ -142,24 +142,24 @@ class AsyncLLM:
         self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
         request_id = request_id or self._next_id()
         origin = RequestContext(priority, tenant, owner)
-        request = self._front.prepare(request_id, prompt, params, origin, adapter=adapter)
+        request = self._frontend.prepare(request_id, prompt, params, origin, adapter=adapter)
         return self.submit_prepared(request, deltas=deltas, admit=admit)
 
     async def check_grammar(self, params: RequestParams) -> None:
         """Compiles the grammar of a request with structured output before `submit`, in a thread
         unless it is cached. Raises InvalidRequest if the grammar is not supported.
         """
-        if not isinstance(params, SamplingParams) or self._front.has_grammar(params):
+        if not isinstance(params, SamplingParams) or self._frontend.has_grammar(params):
             return
         self._streams.check_alive()
         self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
-        await asyncio.to_thread(self._front.check_grammar, params)
+        await asyncio.to_thread(self._frontend.check_grammar, params)
 
     def adapter(self, request: LoRARequest) -> AdapterRef:
         """Reads and checks the adapter files of a request, for `submit`. Blocking, thread-safe;
         raises InvalidRequest if the files are invalid.
         """
-        return self._front.adapter(request)
+        return self._frontend.adapter(request)
 
     async def prepare(
         self,
@@ -173,9 +173,11 @@ class AsyncLLM:
         """
         self._streams.check_alive()
         if is_long(text_of(prompt)):
-            return await asyncio.to_thread(self._front.prepare, request_id, prompt, params, origin)
+            return await asyncio.to_thread(
+                self._frontend.prepare, request_id, prompt, params, origin
+            )
         await asyncio.sleep(0)  # which lets others go on between the texts of a long list
-        return self._front.prepare(request_id, prompt, params, origin)
+        return self._frontend.prepare(request_id, prompt, params, origin)
 
     async def embed(
         self, prompts: Texts, params: PoolingParams | None = None
@@ -199,17 +201,17 @@ class AsyncLLM:
 
     @property
     def pooling_jobs(self) -> PoolingJobs:
-        return self._front.pooling_jobs
+        return self._frontend.pooling_jobs
 
     @property
     def pools(self) -> PoolingTask | None:
         """Pooling task of the model; None for a generative model."""
-        return self._front.task
+        return self._frontend.task
 
     @property
     def media(self) -> frozenset[str]:
         """Media types that the model accepts besides text: "image", "audio"."""
-        return self._front.media
+        return self._frontend.media
 
     async def transcribe(
         self,
@@ -234,7 +236,7 @@ class AsyncLLM:
         if admit is not None:
             admit(request)
         self._remote_prefill.place(request)
-        self._front.submit(request)
+        self._frontend.submit(request)
         self.limits.sent(request)
         return self._streams.open(request.request_id, deltas=deltas)
 
@@ -283,7 +285,7 @@ class AsyncLLM:
         if add_special_tokens and truncation is None and not is_long(text_of(prompt)):
             return prompt
         return await asyncio.to_thread(
-            self._front.tokenize,
+            self._frontend.tokenize,
             prompt,
             add_special_tokens=add_special_tokens,
             truncation=truncation,
@@ -296,23 +298,23 @@ class AsyncLLM:
         truncation: Truncation | None = None,
     ) -> dict[str, Any]:
         """Renders a conversation with the model's chat template, as a prompt for `generate`."""
-        return self._front.chat_prompt(messages, rendering, truncation)
+        return self._frontend.chat_prompt(messages, rendering, truncation)
 
     async def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
         """Returns a fill-in-the-middle prompt for `submit`. Raises InvalidRequest if the model's
         vocabulary has no FIM tokens.
         """
         if not is_long(prefix) and not is_long(suffix):
-            return self._front.infill_prompt(prefix, suffix)
-        return await asyncio.to_thread(self._front.infill_prompt, prefix, suffix)
+            return self._frontend.infill_prompt(prefix, suffix)
+        return await asyncio.to_thread(self._frontend.infill_prompt, prefix, suffix)
 
     def render_chat(self, messages: Messages, rendering: Rendering = DEFAULT_RENDERING) -> str:
         """Renders a conversation with the model's chat template, as text."""
-        return self._front.render_chat(messages, rendering)
+        return self._frontend.render_chat(messages, rendering)
 
     async def abort(self, request_id: str) -> None:
         """Aborts a request; its stream gets a final output with finish_reason "abort"."""
-        self._front.abort(request_id)
+        self._frontend.abort(request_id)
 
     # -- requests that run -------------------------------------------------------------------------
 
@@ -323,9 +325,9 @@ class AsyncLLM:
         if self.num_unfinished:
             self.start()
             with contextlib.suppress(Unavailable):  # the core ends while it is asked
-                view = await asyncio.to_thread(self._front.view)
-        found = self._front.requests(view)
-        return found + self._front.recent_requests() if recent else found
+                view = await asyncio.to_thread(self._frontend.view)
+        found = self._frontend.requests(view)
+        return found + self._frontend.recent_requests() if recent else found
 
     async def update(
         self,
@@ -338,7 +340,7 @@ class AsyncLLM:
         """Updates a waiting or running request between two steps. Raises InvalidRequest for a value
         out of range, RequestNotFound for an unknown request.
         """
-        self._front.change(request_id, RequestUpdate(max_tokens, priority, stop))
+        self._frontend.change(request_id, RequestUpdate(max_tokens, priority, stop))
 
     def fork(self, parent_id: str, fork: Fork, *, deltas: bool = False) -> RequestStream:
         """Starts a request that continues another one, running or recently finished, from a given
@@ -349,7 +351,7 @@ class AsyncLLM:
     def prepare_fork(self, parent_id: str, fork: Fork) -> ParentRequest:
         """Checks a fork and returns it for `submit_prepared`."""
         self._streams.check_alive()
-        return self._front.fork(parent_id, fork)
+        return self._frontend.fork(parent_id, fork)
 
     async def watch(self) -> FeedReader:
         """Subscribes to the engine's live events: a snapshot, then changes.
@@ -360,35 +362,37 @@ class AsyncLLM:
         self.start()
         self._feed.begin()
         try:
-            view = await asyncio.to_thread(self._front.client.query, ViewEngine(with_blocks=True))
+            view = await asyncio.to_thread(
+                self._frontend.client.query, ViewEngine(with_blocks=True)
+            )
         except BaseException:
             self._feed.end_if_unread()
             raise
-        return self._feed.join(as_view(view), self._front.stats)
+        return self._feed.join(as_view(view), self._frontend.stats)
 
     # -- the engine as a whole ---------------------------------------------------------------------
 
     def check_health(self) -> None:
         """Raises EngineDead if the core has ended, Unavailable while it is being restarted."""
         self._streams.check_alive()
-        self._front.check_trouble()
+        self._frontend.check_trouble()
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer; raises InvalidRequest if the engine runs without one."""
-        return self._front.tokenizer
+        return self._frontend.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the default sampling params: the model's recommended values."""
-        return self._front.default_params
+        return self._frontend.default_params
 
     def get_default_chat_params(self) -> SamplingParams:
         """Returns the default params of a chat request: as get_default_sampling_params, but
         max_tokens is None unless the model recommends a value.
         """
-        return self._front.default_chat_params
+        return self._frontend.default_chat_params
 
     def stats(self) -> EngineStats:
-        return self._front.stats
+        return self._frontend.stats
 
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Clears the prefix cache, with `reset_connector` also in host memory and on disk. Returns
@@ -396,7 +400,7 @@ class AsyncLLM:
         """
         self.start()
         query = ResetPrefixCache(reset_connector)
-        done = bool(await asyncio.to_thread(self._front.client.query, query))
+        done = bool(await asyncio.to_thread(self._frontend.client.query, query))
         if done:
             # The core's own event may come later than the next request.
             self._remote_prefill.note_blocks([BlocksCleared()])
@@ -406,15 +410,15 @@ class AsyncLLM:
         """Computes a prompt and keeps its full blocks in `prefix_cache_dir` for `ttl_s` seconds
         (None: indefinitely, 0: unpins it). Returns the number of pinned tokens.
         """
-        params = self._front.pin_params(ttl_s)
+        params = self._frontend.pin_params(ttl_s)
         computed = await self.submit(await self.tokenize(prompt), params).final()
-        return await asyncio.to_thread(self._front.pin, computed, prompt, ttl_s)
+        return await asyncio.to_thread(self._frontend.pin, computed, prompt, ttl_s)
 
     def close(self) -> None:
         """Shuts down the core; open streams get EngineDead. Thread-safe."""
         self._streams.end(EngineDead("the engine was closed"))
         self._streams.call(self._remote_prefill.close)
-        self._front.close()
+        self._frontend.close()
         self._streams.join()
 
     def _next_id(self) -> str:
@@ -426,7 +430,7 @@ class AsyncLLM:
         """Runs the prefill of a prompt for another engine, which fetches the KV blocks."""
         self._streams.check_alive()
         is_ranked = self.config.scheduler.scheduling_policy == "priority"
-        request = self._front.prepare(
+        request = self._frontend.prepare(
             f"prefill-{next(self._request_ids)}",
             {"prompt_token_ids": token_ids, "cache_salt": cache_salt},
             COMPUTE,

@@ -67,8 +67,8 @@ def shown(value: object) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, listed_in: str | None = None) -> str:
-    """Returns a hint with the closest known name, or with all known names. If there are too many to
-    list, `listed_in` says where they are documented.
+    """Returns a hint with the closest known name, or with all known names. If there are too many,
+    the hint refers to `listed_in`.
     """
     import difflib  # takes 5 ms to import, and most programs make no mistake
 

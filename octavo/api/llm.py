@@ -46,12 +46,12 @@ from octavo.frontend.arguments import (
 from octavo.frontend.input_processor import ParentRequest, RequestContext
 from octavo.frontend.pooling import OutputT, PoolingJob, PoolingPrompts, Texts
 from octavo.frontend.transcription import (
-    Listening,
     Sound,
     SpeechOptions,
     SpeechTask,
+    TranscriptionJob,
     next_windows,
-    sound_bytes,
+    read_audio_bytes,
 )
 from octavo.text.ports import Rendering, Tokenizer
 from octavo.utils.progress import Bar, Report, to_stderr
@@ -72,7 +72,7 @@ class LLM:
     ) -> None:
         """Loads a model; `report` receives progress messages."""
         given = options if model is None else {"model": model, **options}
-        self.front = build_in_process(EngineConfig.from_options(**given), report)
+        self.frontend = build_in_process(EngineConfig.from_options(**given), report)
         """Prepares requests and holds the engine client; for code that steps the engine itself,
         while no other thread calls.
         """
@@ -80,7 +80,7 @@ class LLM:
         self._changed: dict[str, bool] = {}
         """Requests with a new output that was not read, and whether it is their final one."""
         self._turn = threading.Condition(threading.Lock())
-        """Guards `front` and the fields below; notified after each step."""
+        """Guards `frontend` and the fields below; notified after each step."""
         self._is_stepping = False
         """Whether a thread is stepping the engine (without holding the lock)."""
         self._is_closed = False
@@ -88,11 +88,11 @@ class LLM:
     @property
     def config(self) -> EngineConfig:
         """All options, including derived ones."""
-        return self.front.config
+        return self.frontend.config
 
     @property
     def info(self) -> EngineInfo:
-        return self.front.info
+        return self.frontend.info
 
     def generate(
         self,
@@ -127,7 +127,7 @@ class LLM:
         model's context is rejected.
         """
         params = get_pooling_params(pooling_params, truncate_prompt_tokens)
-        return self._pool(self.front.pooling_jobs.embedding(prompts, params), use_tqdm=use_tqdm)
+        return self._pool(self.frontend.pooling_jobs.embedding(prompts, params), use_tqdm=use_tqdm)
 
     def classify(
         self,
@@ -140,7 +140,7 @@ class LLM:
         """Classifies texts or pairs of texts (TextPair) and returns the results in order."""
         params = get_pooling_params(pooling_params, truncate_prompt_tokens)
         return self._pool(
-            self.front.pooling_jobs.classification(prompts, params), use_tqdm=use_tqdm
+            self.frontend.pooling_jobs.classification(prompts, params), use_tqdm=use_tqdm
         )
 
     def score(
@@ -157,7 +157,7 @@ class LLM:
         """
         params = get_pooling_params(pooling_params, truncate_prompt_tokens)
         return self._pool(
-            self.front.pooling_jobs.scoring(data_1, data_2, params), use_tqdm=use_tqdm
+            self.frontend.pooling_jobs.scoring(data_1, data_2, params), use_tqdm=use_tqdm
         )
 
     def transcribe(
@@ -180,27 +180,28 @@ class LLM:
         is a window of 30 seconds. `prompt` is preceding text; the transcript continues its spelling
         and style.
         """
-        hearing = self.front.hearing
+        transcriptions = self.frontend.get_transcriptions()
         given = SpeechOptions(
             language, task, temperature, timestamps=timestamps, prompt=prompt, seed=seed
         )
-        options = hearing.checked(given)
+        options = transcriptions.checked(given)
         files = [sounds] if isinstance(sounds, bytes | str | Path) else list(sounds)
-        heard = [hearing.hearing.sound(one) for one in map(sound_bytes, files)]
+        audio_files = [transcriptions.decoder.sound(one) for one in map(read_audio_bytes, files)]
         asked = [options] * len(files)
-        if hearing.asks_language(options):
+        if transcriptions.needs_language(options):
             first = [
-                hearing.language_request(str(next(self._request_ids)), sound.window(0.0))
-                for sound in heard
+                transcriptions.language_request(str(next(self._request_ids)), sound.window(0.0))
+                for sound in audio_files
             ]
             found = self._finals("languages", first, use_tqdm=False)
-            asked = [replace(options, language=hearing.get_language(one)) for one in found]
+            asked = [replace(options, language=transcriptions.get_language(one)) for one in found]
         listenings = [
-            Listening(hearing, sound, own) for sound, own in zip(heard, asked, strict=True)
+            TranscriptionJob(transcriptions, sound, own)
+            for sound, own in zip(audio_files, asked, strict=True)
         ]
         while parts := next_windows(listenings):
             requests = [
-                hearing.request(str(next(self._request_ids)), window, one.options)
+                transcriptions.request(str(next(self._request_ids)), window, one.options)
                 for one, window in parts
             ]
             finals = self._finals("windows", requests, use_tqdm=use_tqdm)
@@ -210,7 +211,7 @@ class LLM:
 
     def _pool(self, job: PoolingJob[OutputT], *, use_tqdm: bool) -> list[OutputT]:
         requests = [
-            self.front.prepare(str(next(self._request_ids)), prompt, job.params)
+            self.frontend.prepare(str(next(self._request_ids)), prompt, job.params)
             for prompt in job.prompts
         ]
         return job.read(self._finals("texts", requests, use_tqdm=use_tqdm))
@@ -284,7 +285,7 @@ class LLM:
             chat_template_kwargs or {},
             chat_template,
         )
-        return self.front.chat_prompt(messages, rendering)
+        return self.frontend.chat_prompt(messages, rendering)
 
     def stream(
         self,
@@ -299,34 +300,34 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer; raises InvalidRequest if the engine runs without one."""
-        return self.front.tokenizer
+        return self.frontend.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the default sampling params: the model's recommended values."""
-        return self.front.default_params
+        return self.frontend.default_params
 
     def get_default_chat_params(self) -> SamplingParams:
         """Returns the default params of a chat request: as get_default_sampling_params, but
         max_tokens is None unless the model recommends a value.
         """
-        return self.front.default_chat_params
+        return self.frontend.default_chat_params
 
     def get_metrics(self) -> EngineStats:
-        return self.front.stats
+        return self.frontend.stats
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Clears the prefix cache, with `reset_connector` also in host memory and on disk. Returns
         False and does nothing if requests are running.
         """
-        return bool(self.front.client.query(ResetPrefixCache(reset_connector)))
+        return bool(self.frontend.client.query(ResetPrefixCache(reset_connector)))
 
     def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
         """Computes a prompt and keeps its full blocks in `prefix_cache_dir` for `ttl_s` seconds
         (None: indefinitely, 0: unpins it). Returns the number of pinned tokens.
         """
-        params = self.front.pin_params(ttl_s)
+        params = self.frontend.pin_params(ttl_s)
         (computed,) = self.generate(prompt, params, use_tqdm=False)
-        return self.front.pin(computed, prompt, ttl_s)
+        return self.frontend.pin(computed, prompt, ttl_s)
 
     def start_profile(self) -> None:
         """Starts timing each kind of op. Raises BackendUnavailable if the backend does not support
@@ -339,16 +340,16 @@ class LLM:
         return self._profiler().stop_profile()
 
     def _profiler(self) -> Profiler:
-        if self.front.profiler is None:
+        if self.frontend.profiler is None:
             raise InvalidRequest(
                 "several engines cannot be profiled at once", hint="set data_parallel_size to 1"
             )
-        return self.front.profiler
+        return self.frontend.profiler
 
     def close(self) -> None:
         """Frees threads and memory; calls waiting in other threads raise EngineDead."""
         self._is_closed = True
-        self.front.close()
+        self.frontend.close()
         with self._turn:
             self._turn.notify_all()
 
@@ -376,9 +377,9 @@ class LLM:
             adapter_for_each(lora_request, len(prompts)),
             strict=True,
         ):
-            adapter = None if named is None else self.front.adapter(named)
+            adapter = None if named is None else self.frontend.adapter(named)
             request_id, context = str(next(self._request_ids)), RequestContext(own_priority)
-            request = self.front.prepare(request_id, prompt, own, context, adapter=adapter)
+            request = self.frontend.prepare(request_id, prompt, own, context, adapter=adapter)
             request.lora_request = named
             requests.append(request)
         return requests
@@ -391,7 +392,7 @@ class LLM:
         try:
             with self._turn:
                 for request in requests:
-                    self.front.submit(request)
+                    self.frontend.submit(request)
             while unfinished:
                 for output in self._next_outputs(unfinished, streaming=streaming):
                     if output.finished:
@@ -400,7 +401,7 @@ class LLM:
         finally:
             with self._turn:
                 for request_id in unfinished:
-                    self.front.drop(request_id)
+                    self.frontend.drop(request_id)
                     self._changed.pop(request_id, None)
 
     def _next_outputs(self, request_ids: set[str], *, streaming: bool) -> list[RequestOutput]:
@@ -418,15 +419,15 @@ class LLM:
                 self._is_stepping = True
                 self._turn.release()
                 try:
-                    step = self.front.client.receive()
+                    step = self.frontend.client.receive()
                 finally:
                     self._turn.acquire()
                     self._is_stepping = False
                     self._turn.notify_all()
                 if step is not None:
-                    self._changed |= self.front.take(step)
+                    self._changed |= self.frontend.take(step)
             for request_id in changed:
                 is_final = self._changed.pop(request_id)
                 if streaming or is_final:
-                    outputs.append(self.front.outputs.output(request_id))
+                    outputs.append(self.frontend.outputs.output(request_id))
         return outputs

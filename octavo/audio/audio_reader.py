@@ -1,6 +1,6 @@
 """Encoder input for audio: decoded, resampled, cut into windows, and converted to log-mel frames.
 
-Implements `frontend.transcription.Hearing` structurally.
+Implements `frontend.transcription.AudioDecoder` structurally.
 """
 
 from __future__ import annotations

@@ -208,9 +208,9 @@ class Runnable(ABC):
 
     @abstractmethod
     def run(self, batch: StepBatch, kv: KvCache, verify: Verify | None = None) -> StepOutput:
-        """Computes one step and resamples rows as `verify` says, which requires `max_verified`.
+        """Computes one step and resamples rows as `verify` requests, which needs `max_verified`.
 
-        A fault in one row's numbers is that row's (`SampleResult.failed`), never an exception.
+        A failure in one row's numbers fails that row (`SampleResult.failed`); it is not raised.
         """
 
     @property

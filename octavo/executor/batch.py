@@ -1,6 +1,6 @@
-"""The arrays of one step: what a prepared Program is run over, and what it returns.
+"""Arrays of one step: inputs and outputs of a prepared Program.
 
-Every array has its shape beside it. Knows nothing of requests, files or models.
+Every array has its shape next to it. Knows no requests, files or models.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def packed_masks(masks: NDArray[np.bool_]) -> Bits:
 
 
 def unpacked_mask(mask: Bits, vocab_size: int) -> NDArray[np.bool_]:
-    """Returns a mask `[ceil(V / 32)]` as booleans `[V]`."""
+    """Returns a packed mask `[ceil(V / 32)]` as booleans `[V]`."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size)
     return bits.astype(np.bool_)
 
@@ -97,8 +97,7 @@ def unpacked_mask(mask: Bits, vocab_size: int) -> NDArray[np.bool_]:
 class SamplingBatch:
     """How to sample from each of a step's `S` sampled rows; all arrays are C-contiguous.
 
-    Data of varying length lies beside the records, end to end: row s has the entries starts[s] ..
-    starts[s + 1] - 1.
+    Data of varying length is concatenated: row s has the entries starts[s] to starts[s + 1] - 1.
     """
 
     records: NDArray[np.void]
@@ -119,19 +118,19 @@ class SamplingBatch:
     keeps_logits: bool = False
     """Whether rows may be resampled after verification."""
     late: NDArray[np.bool_] | None = None
-    """Rows sampled only if the verifier resamples them, `[S]`; None: no row is."""
+    """Rows that are sampled only when the verifier resamples them, `[S]`; None: no row."""
     uncut: NDArray[np.bool_] | None = None
-    """Rows sampled without min_p, top_k and top_p, `[S]`; None: no row is. None of them is greedy
-    or has another filter. `SampleResult.witnesses` prove whether the cut-offs keep their tokens. A
-    resampled row has its cut-offs.
+    """Rows sampled without min_p, top_k and top_p, `[S]`; None: no row. These rows are not greedy
+    and have no other filter. `SampleResult.witnesses` shows whether the cut-offs keep their tokens.
+    When a row is resampled, its cut-offs apply.
     """
     bias_after: NDArray[np.int32] | None = None
-    """Last sampled token for which an entry of the bias is added, -1: any. Set if only the device
+    """Last sampled token after which an entry of the bias is added, -1: any. Set if only the device
     knows that token (`StepBatch.last_tokens`); None: all entries are added.
     """
     counts_last: NDArray[np.bool_] | None = None
-    """Rows whose histories lack the token sampled in the step before, which only the device knows
-    (`StepBatch.last_tokens`) and counts as generated once more, `[S]`; None: no row's do.
+    """Rows whose histories lack the last sampled token, which only the device knows
+    (`StepBatch.last_tokens`) and adds to the counts, `[S]`; None: no row.
     """
 
     def __len__(self) -> int:
@@ -162,7 +161,7 @@ ROW_ARRAYS = ("logprobs", "ranks", "top_ids", "top_logprobs", "surprises", "witn
 
 @dataclass(slots=True)
 class SampleResult:
-    """The tokens of a step's `S` sampled rows and, if any row wants them, their logprobs.
+    """Tokens of a step's `S` sampled rows and, if any row requests them, their logprobs.
 
     Logprobs and ranks are of the raw logits, before bias, penalties and temperature. Among equal
     logits the lower token id comes first.
@@ -177,7 +176,7 @@ class SampleResult:
     ranks: NDArray[np.int32] | None = None
     """Rank of each token among all, from 1, `[S]`."""
     top_ids: NDArray[np.int32] | None = None
-    """Top alternatives, best first, `[S, k]`; k is the largest number that a row wants."""
+    """Top alternatives, best first, `[S, k]`; k is the largest number that a row requests."""
     top_logprobs: NDArray[np.float32] | None = None
     """Logprobs of `top_ids`, `[S, k]`."""
     surprises: NDArray[np.float32] | None = None
@@ -200,7 +199,7 @@ class SampleResult:
         return part
 
     def take(self, other: SampleResult, rows: NDArray[np.int32]) -> None:
-        """Copies some rows of another result of the same step."""
+        """Copies some rows from another result of the same step."""
         for name in ("token_ids", "failed", *ROW_ARRAYS):
             array, others = getattr(self, name), getattr(other, name)
             if array is not None and others is not None:
@@ -209,8 +208,8 @@ class SampleResult:
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
-    """Sources and targets of a step's tokens on a device that keeps the last token of each
-    permanent row.
+    """Where a device that stores the last token of each permanent row reads and writes a step's
+    tokens.
     """
 
     sources: NDArray[np.int32]
@@ -231,11 +230,11 @@ class KvCopies:
 
 @dataclass(slots=True)
 class StepBatch:
-    """One Program's inputs of one step: `T` rows of `R` requests laid end to end, `G` cache groups,
-    `S` sampled rows.
+    """Inputs of one step of a Program: `T` rows of `R` requests, concatenated, with `G` cache
+    groups and `S` sampled rows.
 
-    All arrays are C-contiguous. A row whose slot is -1 in every group is padding: it may hold NaN,
-    and its results are never read.
+    All arrays are C-contiguous. A row whose slot is -1 in every group is padding: it may contain
+    NaN, and its results are never read.
     """
 
     token_ids: NDArray[np.int32]
@@ -305,7 +304,9 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Resample:
-    """Rows of a step to resample: their token is not allowed, or depends on an earlier row's."""
+    """Rows of a step to resample, because their token is not allowed or depends on an earlier
+    row's.
+    """
 
     samples: NDArray[np.int32]
     """Indices of the rows among the sampled ones, `[N]`."""
@@ -322,7 +323,7 @@ class Resample:
 
 
 class SampledLogits(Protocol):
-    """The sampled rows of the step that was just computed, for a verifier to read."""
+    """The sampled rows of the last step, for a verifier."""
 
     def logits(self, sample: int) -> NDArray[np.float32]:
         """Returns the raw logits `[V]` of a row."""
@@ -341,8 +342,8 @@ Verify = Callable[[SampleResult, SampledLogits], Resample | None]
 
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
-    """Several decode steps of one batch: each request has one row, and its sampled token is its
-    next row. Block tables reach to the last step.
+    """Several decode steps of one batch: each request has one row, and its sampled token is the
+    input of its next step. Block tables are long enough for the last step.
     """
 
     num_steps: int

@@ -58,7 +58,7 @@ class KvLayout:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a block of one layer that may be in a file, in memory and in the file."""
+        """Bytes of a block of one layer, rounded up to whole pages, as stored in a file."""
         return -(-self.layer_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
@@ -115,8 +115,8 @@ class BlockMover(Protocol):
         ...
 
     def read(self, group: int, block_ids: Sequence[int], into: Sequence[NDArray[np.uint8]]) -> None:
-        """Reads each block as `KvCache.read_block` does. The host has the bytes after `settle`; a
-        later `write` from the same memory has them at once.
+        """Reads each block like `KvCache.read_block`. The bytes are on the host after `settle`; a
+        later `write` from the same memory may be queued before that.
         """
         ...
 
@@ -155,13 +155,13 @@ class BatchedKvCache(Protocol):
 
 
 class OnDemandKvCache(KvCache, Protocol):
-    """A KvCache whose blocks use memory once they are written, until it is released, in whole
+    """A KvCache whose blocks use memory from their first write until they are released, in whole
     pages.
     """
 
     def give_back(self, group: int, first_block: int, num_blocks: int) -> None:
-        """Releases the memory of neighbouring blocks, whose bytes are lost. Pages that reach beyond
-        them stay.
+        """Releases the memory of adjacent blocks, including their contents. Pages that are partly
+        outside of them are kept.
         """
         ...
 

@@ -21,7 +21,7 @@ from octavo.frontend.frontend import Frontend
 from octavo.frontend.input_processor import ParentRequest, RequestContext
 from octavo.frontend.pooling import OutputT, PoolingJob
 from octavo.frontend.streams import RequestStream
-from octavo.frontend.transcription import Listening, SoundWindow, SpeechOptions, next_windows
+from octavo.frontend.transcription import SpeechOptions, TranscriptionJob, WindowInput, next_windows
 
 Compute = Callable[[Sequence[ParentRequest]], Awaitable[list[RequestOutput]]]
 """Runs requests together and returns their final outputs, in their order."""
@@ -39,7 +39,7 @@ class Submit(Protocol):
 class AsyncJobs:
     """Runs the requests of a call together; cancelling a call aborts them."""
 
-    front: Frontend
+    frontend: Frontend
     next_id: Callable[[], str]
     prepare: Prepare
     submit: Submit
@@ -70,23 +70,23 @@ class AsyncJobs:
         compute: Compute | None = None,
     ) -> Transcription:
         """Returns the transcript of an audio file; `compute` runs its windows, by default `all`."""
-        hearing, compute = self.front.hearing, compute or self.all
-        options = hearing.checked(options)
-        sound = await asyncio.to_thread(hearing.hearing.sound, data)
-        if hearing.asks_language(options):
-            first = hearing.language_request(self.next_id(), sound.window(0.0), origin)
+        transcriptions, compute = self.frontend.get_transcriptions(), compute or self.all
+        options = transcriptions.checked(options)
+        sound = await asyncio.to_thread(transcriptions.decoder.sound, data)
+        if transcriptions.needs_language(options):
+            first = transcriptions.language_request(self.next_id(), sound.window(0.0), origin)
             (found,) = await compute([first])
-            options = replace(options, language=hearing.get_language(found))
-        listening = Listening(hearing, sound, options)
-        while windows := [window for _, window in next_windows([listening])]:
+            options = replace(options, language=transcriptions.get_language(found))
+        job = TranscriptionJob(transcriptions, sound, options)
+        while windows := [window for _, window in next_windows([job])]:
             made = partial(self._sound_requests, windows, options, origin)
             outputs = await compute(await asyncio.to_thread(made))
             for window, output in zip(windows, outputs, strict=True):
-                listening.take(window, output)
-        return listening.result()
+                job.take(window, output)
+        return job.result()
 
     def _sound_requests(
-        self, windows: Sequence[SoundWindow], options: SpeechOptions, origin: RequestContext
+        self, windows: Sequence[WindowInput], options: SpeechOptions, origin: RequestContext
     ) -> list[ParentRequest]:
-        hearing = self.front.hearing
-        return [hearing.request(self.next_id(), one, options, origin) for one in windows]
+        transcriptions = self.frontend.get_transcriptions()
+        return [transcriptions.request(self.next_id(), one, options, origin) for one in windows]

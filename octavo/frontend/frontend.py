@@ -122,7 +122,7 @@ class Frontend:
     @property
     def pooling_jobs(self) -> PoolingJobs:
         """Builds the jobs of a pooling model."""
-        return PoolingJobs(self.pools)
+        return PoolingJobs(self.get_pooling_inputs)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -153,7 +153,9 @@ class Frontend:
         nothing.
         """
         if isinstance(params, PoolingParams):
-            return self.pools("embed", "classify").process(request_id, prompt, params, origin)
+            return self.get_pooling_inputs("embed", "classify").process(
+                request_id, prompt, params, origin
+            )
         if self.pooling is not None:
             self.check_generates()
         if isinstance(prompt, TextPair):
@@ -185,7 +187,7 @@ class Frontend:
             )
         return self.adapters.find(request)
 
-    def pools(self, *tasks: PoolingTask) -> PoolingInputs:
+    def get_pooling_inputs(self, *tasks: PoolingTask) -> PoolingInputs:
         """Returns the description of the model's pooled rows; raises InvalidRequest if the model
         has no pooling task.
         """
@@ -204,8 +206,7 @@ class Frontend:
             )
         return self.pooling
 
-    @property
-    def hearing(self) -> Transcriptions:
+    def get_transcriptions(self) -> Transcriptions:
         """Builds transcription requests; raises InvalidRequest if the model does not accept
         audio.
         """

@@ -28,13 +28,13 @@ class RequestStream:
     """
 
     def __init__(
-        self, front: Frontend, request_id: str, drop: Callable[[str], None], *, deltas: bool
+        self, frontend: Frontend, request_id: str, drop: Callable[[str], None], *, deltas: bool
     ) -> None:
         """`drop` aborts the request when the stream is abandoned."""
         self.request_id = request_id
         self.lost: LostRequest | None = None
         """Request that ran when the stream was abandoned; None if it had ended."""
-        self._front = front
+        self._frontend = frontend
         self._drop = drop
         self._deltas = deltas
         self._changed = False
@@ -55,13 +55,13 @@ class RequestStream:
         if self._error is not None:
             self._finished = True
             raise self._error
-        output = self._front.output(self.request_id, only_new=self._deltas)
+        output = self._frontend.output(self.request_id, only_new=self._deltas)
         self._finished = output.finished
         return output
 
     async def final(self) -> RequestOutput:
         """Waits for the final output; earlier ones are not even created."""
-        while not (self._error or self._front.is_finished(self.request_id)):
+        while not (self._error or self._frontend.is_finished(self.request_id)):
             await self._wait()
         self._changed = True
         return await anext(self)
@@ -78,7 +78,7 @@ class RequestStream:
         if self._finished:
             return False
         self._finished = True
-        self.lost = self._front.lost(self.request_id)
+        self.lost = self._frontend.lost(self.request_id)
         self._drop(self.request_id)
         return True
 
@@ -118,8 +118,8 @@ class StreamEvents:
 class RequestStreams:
     """Streams of one frontend's requests, woken by the core's outputs."""
 
-    def __init__(self, front: Frontend, events: StreamEvents) -> None:
-        self._front = front
+    def __init__(self, frontend: Frontend, events: StreamEvents) -> None:
+        self._frontend = frontend
         self._events = events
         self._streams: dict[str, RequestStream] = {}
         """Streams whose final output has not come, by request id; touched in the loop's thread."""
@@ -148,7 +148,7 @@ class RequestStreams:
 
     def open(self, request_id: str, *, deltas: bool) -> RequestStream:
         """Returns the stream of a request that was sent to the core."""
-        stream = RequestStream(self._front, request_id, self._drop, deltas=deltas)
+        stream = RequestStream(self._frontend, request_id, self._drop, deltas=deltas)
         self._streams[request_id] = stream
         return stream
 
@@ -180,7 +180,7 @@ class RequestStreams:
         """Passes each step's outputs to the event loop; runs in a thread until the engine ends."""
         while self._dead is None:
             try:
-                step = self._front.client.receive()
+                step = self._frontend.client.receive()
             except EngineDead as error:
                 self.end(error)
             except Exception as error:
@@ -200,7 +200,7 @@ class RequestStreams:
     def _take(self, step: CoreOutputs) -> None:
         """Wakes the streams of the requests with outputs in a step."""
         self._events.step(step)
-        for request_id, is_finished in self._front.take(step).items():
+        for request_id, is_finished in self._frontend.take(step).items():
             # Streams that were ended with the engine may still get what was on its way.
             stream = self._streams.get(request_id)
             if stream is not None:
@@ -223,4 +223,4 @@ class RequestStreams:
         """Aborts and removes a request whose stream was abandoned."""
         self._streams.pop(request_id, None)
         self._events.ended(request_id)
-        self._front.drop(request_id)
+        self._frontend.drop(request_id)

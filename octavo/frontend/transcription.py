@@ -1,6 +1,6 @@
 """Speech to text: one request for each window of an audio file, joined to one transcript.
 
-A `Hearing` decodes the audio. Without timestamps the windows are adjacent and may be computed
+A `AudioDecoder` decodes the audio. Without timestamps the windows are adjacent and may be computed
 together. With timestamps a window begins at the end of the last complete segment, so that no word
 is cut. Source: Radford et al. 2022, section 3.8, and `transcribe` of OpenAI's whisper.
 """
@@ -36,7 +36,7 @@ Sound = bytes | str | Path
 """The bytes of a sound file, or its path."""
 
 
-def sound_bytes(sound: Sound) -> bytes:
+def read_audio_bytes(sound: Sound) -> bytes:
     """Returns a file's bytes; raises InvalidRequest if a path cannot be read."""
     if isinstance(sound, bytes):
         return sound
@@ -87,7 +87,7 @@ class SpeechTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class SoundWindow:
+class WindowInput:
     """A window of an audio file, as encoder input."""
 
     encoder_input: Callable[[], EncoderInput]
@@ -96,7 +96,7 @@ class SoundWindow:
     end_s: float
 
 
-class Hearing(Protocol):
+class AudioDecoder(Protocol):
     """Decodes audio for one model."""
 
     @property
@@ -104,18 +104,18 @@ class Hearing(Protocol):
         """Length of a full window, in seconds."""
         ...
 
-    def sound(self, data: bytes) -> HeardSound:
+    def sound(self, data: bytes) -> DecodedAudio:
         """Decodes an audio file; raises InvalidRequest if it is not one."""
         ...
 
 
-class HeardSound(Protocol):
+class DecodedAudio(Protocol):
     """Decoded audio."""
 
     @property
     def duration_s(self) -> float: ...
 
-    def window(self, start_s: float) -> SoundWindow:
+    def window(self, start_s: float) -> WindowInput:
         """Returns the window that begins there; it ends at the latest with the audio."""
         ...
 
@@ -141,7 +141,7 @@ class SpeechOptions:
 class Transcriptions:
     """Builds the requests of audio files, and texts from their outputs."""
 
-    hearing: Hearing
+    decoder: AudioDecoder
     tokens: SpeechTokens
     inputs: InputProcessor
 
@@ -185,12 +185,12 @@ class Transcriptions:
             options, timestamps=bool(self.tokens.num_timestamps) if times is None else times
         )
 
-    def asks_language(self, options: SpeechOptions) -> bool:
+    def needs_language(self, options: SpeechOptions) -> bool:
         """Returns whether the language must be detected first."""
         return options.language is None and bool(self.tokens.languages)
 
     def language_request(
-        self, request_id: str, window: SoundWindow, origin: RequestContext = DEFAULT_CONTEXT
+        self, request_id: str, window: WindowInput, origin: RequestContext = DEFAULT_CONTEXT
     ) -> ParentRequest:
         """Returns the request that detects a window's language with one token."""
         params = SamplingParams(
@@ -210,7 +210,7 @@ class Transcriptions:
     def request(
         self,
         request_id: str,
-        window: SoundWindow,
+        window: WindowInput,
         options: SpeechOptions,
         origin: RequestContext = DEFAULT_CONTEXT,
     ) -> ParentRequest:
@@ -235,7 +235,7 @@ class Transcriptions:
     def _prepare(
         self,
         request_id: str,
-        window: SoundWindow,
+        window: WindowInput,
         prompt: list[int],
         params: SamplingParams,
         origin: RequestContext,
@@ -243,7 +243,7 @@ class Transcriptions:
         read = ReadInput(None, [], prompt, encoder_input=window.encoder_input())
         return self.inputs.prepare(request_id, read, params, origin)
 
-    def _before(self, window: SoundWindow, options: SpeechOptions) -> list[int]:
+    def _before(self, window: WindowInput, options: SpeechOptions) -> list[int]:
         """Returns the tokens of the preceding text for the first window, the last ones if it is
         long.
         """
@@ -269,7 +269,7 @@ each other without a gap, so that a text that barely moves on ends.
 """
 
 
-class CutAnswer(NamedTuple):
+class SegmentedOutput(NamedTuple):
     """The output of a window, split at its timestamps, in steps from the window's beginning."""
 
     spans: list[tuple[int, int, list[int]]]
@@ -278,7 +278,7 @@ class CutAnswer(NamedTuple):
     """Steps from the window's beginning to the next one's."""
 
 
-def cut_at_times(token_ids: Sequence[int], first: int, num_steps: int) -> CutAnswer:
+def split_at_timestamps(token_ids: Sequence[int], first: int, num_steps: int) -> SegmentedOutput:
     """Splits a window's tokens at its timestamps; `first` is the token of step 0, and the window is
     `num_steps` long.
 
@@ -292,7 +292,7 @@ def cut_at_times(token_ids: Sequence[int], first: int, num_steps: int) -> CutAns
     if not cuts:
         times = [token - first for token in token_ids if token >= first]
         last = times[-1] if times and times[-1] else num_steps
-        return CutAnswer([(0, last, [t for t in token_ids if t < first])], num_steps)
+        return SegmentedOutput([(0, last, [t for t in token_ids if t < first])], num_steps)
     if ends_alone:
         cuts.append(len(token_ids))
     spans = [
@@ -300,15 +300,15 @@ def cut_at_times(token_ids: Sequence[int], first: int, num_steps: int) -> CutAns
         for start, end in zip([0, *cuts], cuts, strict=False)
         for piece in [token_ids[start:end]]
     ]
-    return CutAnswer(spans, num_steps if ends_alone else token_ids[cuts[-1] - 1] - first)
+    return SegmentedOutput(spans, num_steps if ends_alone else token_ids[cuts[-1] - 1] - first)
 
 
 @dataclass(slots=True)
-class Listening:
+class TranscriptionJob:
     """An audio file that is being transcribed."""
 
     speech: Transcriptions
-    sound: HeardSound
+    sound: DecodedAudio
     options: SpeechOptions
     _segments: list[Segment] = field(default_factory=list)
     _step: int = 0
@@ -322,9 +322,9 @@ class Listening:
 
     @property
     def _step_s(self) -> float:
-        return self.speech.hearing.window_s / self._steps_a_window
+        return self.speech.decoder.window_s / self._steps_a_window
 
-    def windows(self, most: int) -> list[SoundWindow]:
+    def windows(self, most: int) -> list[WindowInput]:
         """Returns up to `most` windows that can be computed now; none at the end."""
         if self._error is not None:
             return []
@@ -335,7 +335,7 @@ class Listening:
         starts = (self._step + i * self._steps_a_window for i in range(count))
         return [self.sound.window(step * self._step_s) for step in starts]
 
-    def take(self, window: SoundWindow, output: RequestOutput) -> None:
+    def take(self, window: WindowInput, output: RequestOutput) -> None:
         """Adds the output of the next window."""
         self._num_windows += 1
         answer = output.outputs[0]
@@ -348,7 +348,7 @@ class Listening:
             return
         tokens = self.speech.tokens
         drawn = [token for token in answer.token_ids if token not in tokens.ends]
-        cut = cut_at_times(drawn, tokens.first_timestamp, self._steps_a_window)
+        cut = split_at_timestamps(drawn, tokens.first_timestamp, self._steps_a_window)
         for first, last, words in cut.spans:
             start_s = min(window.start_s + first * self._step_s, window.end_s)
             end_s = min(window.start_s + last * self._step_s, window.end_s)
@@ -356,13 +356,13 @@ class Listening:
                 self._add(window, (start_s, end_s), words, self.speech.text_of(words))
         self._step += cut.num_steps if self._may_overlap(cut) else self._steps_a_window
 
-    def _may_overlap(self, cut: CutAnswer) -> bool:
+    def _may_overlap(self, cut: SegmentedOutput) -> bool:
         """Whether the next window may begin before the end of this one."""
-        lengths = math.ceil(self.sound.duration_s / self.speech.hearing.window_s)
+        lengths = math.ceil(self.sound.duration_s / self.speech.decoder.window_s)
         return cut.num_steps > 0 and self._num_windows < WINDOWS_A_LENGTH * lengths + SPARE_WINDOWS
 
     def _add(
-        self, window: SoundWindow, span_s: tuple[float, float], words: list[int], text: str
+        self, window: WindowInput, span_s: tuple[float, float], words: list[int], text: str
     ) -> None:
         start_s, end_s = (round(time_s, 3) for time_s in span_s)
         index, seek_s = len(self._segments), round(window.start_s, 3)
@@ -380,9 +380,11 @@ class Listening:
         )
 
 
-def next_windows(listenings: Sequence[Listening]) -> list[tuple[Listening, SoundWindow]]:
+def next_windows(
+    listenings: Sequence[TranscriptionJob],
+) -> list[tuple[TranscriptionJob, WindowInput]]:
     """Returns the next windows of several audio files; none if all are transcribed."""
-    found: list[tuple[Listening, SoundWindow]] = []
+    found: list[tuple[TranscriptionJob, WindowInput]] = []
     for one in listenings:
         found += ((one, window) for window in one.windows(MOST_WINDOWS - len(found)))
         if len(found) >= MOST_WINDOWS:

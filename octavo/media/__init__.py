@@ -1,4 +1,4 @@
-"""Images in prompts: where their bytes come from, decoding within limits, and resizing for a model.
+"""Images in prompts: fetching, decoding within limits, and resizing for a model.
 
-Decodes with Pillow, imported when the first image arrives.
+Decodes with Pillow, which is imported when the first image arrives.
 """

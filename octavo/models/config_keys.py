@@ -93,7 +93,7 @@ class RecordedKeys(dict[str, Any]):
     asked: set[str]
 
     def __init__(self, values: Mapping[str, Any], asked: set[str] | None = None) -> None:
-        """`asked` is a set of accessed keys to extend."""
+        """`asked`: set to which accessed keys are added."""
         super().__init__(values)
         if asked is None:
             asked = values.asked if isinstance(values, RecordedKeys) else set()

@@ -36,7 +36,7 @@ class PositionScorer(Protocol):
 
     @property
     def num_kinds(self) -> int:
-        """Number of products that a score sums, by which it is scaled."""
+        """Number of dot products that are added for a score; the score is scaled by it."""
         ...
 
     def __call__(self, b: Builder, q: Value, k: Value, layer: str) -> tuple[Value, Value]: ...

@@ -1,8 +1,8 @@
 """Pooling settings of a checkpoint: pooling mode, labels, and the activation of a classifier's
 scores.
 
-`pooling` is what the loader found beside config.json; nothing is guessed. Sources:
-`PretrainedConfig` and losses of transformers, `CrossEncoder` of sentence-transformers.
+Uses only what the checkpoint specifies (`pooling`). Sources: `PretrainedConfig` and losses of
+transformers, `CrossEncoder` of sentence-transformers.
 """
 
 from __future__ import annotations

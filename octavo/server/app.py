@@ -13,6 +13,7 @@ from starlette.types import Lifespan
 
 from octavo.api.async_llm import AsyncLLM
 from octavo.server.anthropic import messages
+from octavo.server.background_jobs import BackgroundJobs
 from octavo.server.cohere import chat as cohere_chat
 from octavo.server.http.auth import ApiKeys
 from octavo.server.http.errors import add_error_handlers
@@ -57,7 +58,6 @@ from octavo.server.state.pulled_models import PulledModels
 from octavo.server.state.service import Service
 from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store
-from octavo.server.stored_work import StoredWork
 from octavo.utils.version import __version__
 
 ROUTES = (
@@ -128,7 +128,7 @@ def create_app(
         keys=keys,
         store=store,
     )
-    app.state.stored_work = None if store is None else StoredWork(app.state.service, store)
+    app.state.background_jobs = None if store is None else BackgroundJobs(app.state.service, store)
     for part in ROUTES:
         describe(part.router)
         app.include_router(part.router)

@@ -31,13 +31,13 @@ class InternalRequests:
     """Calls routes internally."""
 
     def __init__(
-        self, service: Service, routers: Iterable[APIRouter], *, stored_work: object
+        self, service: Service, routers: Iterable[APIRouter], *, background_jobs: object
     ) -> None:
         """The arguments become the application state that the routes use."""
         self._service = service
         self._app = FastAPI(openapi_url=None)
         self._app.state.service = service
-        self._app.state.stored_work = stored_work
+        self._app.state.background_jobs = background_jobs
         for router in routers:
             self._app.include_router(router)
         add_error_handlers(self._app)

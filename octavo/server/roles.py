@@ -30,7 +30,7 @@ def fit_roles(messages: Sequence[Message], rules: RoleRules) -> list[Message]:
     if not rules.developer:
         messages = [_as_system(message) for message in messages]
     fitted = _merge_leading_system(messages)
-    if not rules.late_system:
+    if not rules.system_anywhere:
         fitted = [*fitted[:1], *map(_as_user, fitted[1:])]
     if fitted and fitted[0]["role"] in SYSTEM_ROLES:
         if len(fitted) == 1 and not rules.system_alone:

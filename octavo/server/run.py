@@ -25,6 +25,7 @@ from fastapi import FastAPI
 from octavo.api.errors import ConfigError, OctavoError
 from octavo.engine.protocol.stats import EngineStats
 from octavo.server.app import create_app
+from octavo.server.background_jobs import BackgroundJobs
 from octavo.server.http.limited_protocol import LimitedHttpProtocol
 from octavo.server.http.listener import listen, remove_socket
 from octavo.server.http.log_format import NOTICES, configure_logging
@@ -38,7 +39,6 @@ from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.pulled_models import PulledModels
 from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store, StoreLimits, open_store
-from octavo.server.stored_work import StoredWork
 
 LAST_WORDS_S = 2.0
 """Seconds for sending the errors of aborted requests at shutdown."""
@@ -86,7 +86,7 @@ def serve(
             keys: KeyRing = app.state.service.keys
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
         residency: Residency = app.state.service.residency
-        async with stored_work(app), residency.watching(), throughput_log(models, settings):
+        async with run_background_jobs(app), residency.watching(), throughput_log(models, settings):
             yield
         await asyncio.to_thread(models.close)
         if app.state.tracer is not None:
@@ -165,16 +165,16 @@ def open_configured_store(settings: ServerSettings) -> Store | None:
 
 
 @asynccontextmanager
-async def stored_work(app: FastAPI) -> AsyncIterator[None]:
+async def run_background_jobs(app: FastAPI) -> AsyncIterator[None]:
     """Resumes stored work of an earlier server, and closes the store at the end."""
-    work: StoredWork | None = app.state.stored_work
+    jobs: BackgroundJobs | None = app.state.background_jobs
     store: Store | None = app.state.service.store
-    if work is None or store is None:
+    if jobs is None or store is None:
         yield
         return
-    await work.resume()
+    await jobs.resume()
     yield
-    await work.stop()
+    await jobs.stop()
     await asyncio.to_thread(store.close)
 
 

@@ -1,4 +1,6 @@
-"""Registers this package's options, commands and hooks. No code outside the package names it."""
+"""Registers this package's options, commands and hooks. No code outside of the package refers to
+it.
+"""
 
 from octavo.utils.extensions import Extension
 

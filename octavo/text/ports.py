@@ -44,7 +44,7 @@ class RoleRules:
     """A developer message at the start; otherwise it becomes a system message."""
     system_alone: bool = True
     """A system message alone."""
-    late_system: bool = True
+    system_anywhere: bool = True
     """A system message after others."""
     repeats: bool = True
     """Consecutive user or assistant messages."""

@@ -66,7 +66,7 @@ class RoleProbe:
             system=self.accepts("system", "user"),
             developer=developer,
             system_alone=self.accepts("system"),
-            late_system=all(self.accepts(*roles) for roles in late),
+            system_anywhere=all(self.accepts(*roles) for roles in late),
             repeats=self.accepts("user", "user")
             and self.accepts("user", "assistant", "assistant", "user"),
             assistant_first=self.accepts("assistant", "user"),

@@ -171,7 +171,7 @@ class SimulatedFleet:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = itertools.count()
         self._requests: dict[str, SimulatedRequest] = {}
-        self._naming = BlockHashing()
+        self._hashing = BlockHashing()
 
     def run(self, requests: Sequence[SimulatedRequest]) -> Sequence[SimulatedRequest]:
         """Returns the requests with their times filled in."""
@@ -230,8 +230,8 @@ class SimulatedFleet:
 
     def _arrive(self, request: SimulatedRequest, now: float) -> None:
         names = (
-            self._naming.digests(request.prompt, self._engine.block_size)
-            if self._router.reads_names
+            self._hashing.digests(request.prompt, self._engine.block_size)
+            if self._router.needs_hashes
             else ()
         )
         job = RoutingJob(len(request.prompt), names, self._engine.block_size)

@@ -114,7 +114,7 @@ def build_in_process(config: EngineConfig, report: Report) -> Frontend:
         texts = core_texts(model, lambda: tokenizer)
         built = build_core(model, report, texts)
         client = InProcessClient(built.core, built.info)
-        front = _build_front(
+        frontend = _build_frontend(
             model,
             client,
             built.info,
@@ -126,8 +126,8 @@ def build_in_process(config: EngineConfig, report: Report) -> Frontend:
     except BaseException:
         _close(publishers)
         raise
-    front.publishers = publishers
-    return front
+    frontend.publishers = publishers
+    return frontend
 
 
 def build_with_process(
@@ -138,12 +138,12 @@ def build_with_process(
     """
     publishers = open_publishers(config)
     try:
-        front = _build_with_process(config, report, when_started)
+        frontend = _build_with_process(config, report, when_started)
     except BaseException:
         _close(publishers)
         raise
-    front.publishers = publishers
-    return front
+    frontend.publishers = publishers
+    return frontend
 
 
 def _build_with_process(
@@ -159,7 +159,7 @@ def _build_with_process(
         client.close()
         raise
     grammars = lazy_grammars(model, lambda: tokenizer)
-    return _build_front(model, client, info, tokenizer, report, grammars=grammars)
+    return _build_frontend(model, client, info, tokenizer, report, grammars=grammars)
 
 
 def encoder_inputs(model: Model) -> EncoderInputs | None:
@@ -177,7 +177,7 @@ def _close(publishers: Iterable[KVEventPublisher]) -> None:
         publisher.close()
 
 
-def _build_front(
+def _build_frontend(
     model: Model,
     client: EngineClient,
     info: EngineInfo,
@@ -354,8 +354,8 @@ def _build_core(
         tiers=off_device.tiers,
         stop_texts=texts.stop_texts,
         num_adapter_slots=config.lora.num_slots,
-        redraws=loaded.can_resample,
-        names_generated=reuses_generated(config),
+        can_resample=loaded.can_resample,
+        caches_generated=reuses_generated(config),
         num_micro_batches=config.backend.pipeline_parallel_size,
         original=original_context(loaded.program),
     )
@@ -430,7 +430,7 @@ def _open_log(
             max_model_len=budget.demand.max_model_len,
             kv_bytes=budget.num_bytes,
             tiers=tiers,
-            redraws=loaded.can_resample,
+            can_resample=loaded.can_resample,
             original=original_context(loaded.program),
         )
     )

@@ -22,7 +22,7 @@ def lazy_grammars(model: Model, read: Callable[[], Tokenizer | None]) -> LazyGra
 
     def setup() -> GrammarSetup:
         tokenizer = read()
-        assert tokenizer is not None, "the front refuses grammars where there is no tokenizer"
+        assert tokenizer is not None, "the frontend rejects grammars without a tokenizer"
         return GrammarSetup(tokenizer, info.vocab_size, end_token_ids(info, tokenizer))
 
     return LazyGrammars(setup, opens_objects=model.config.sampler.structured_open_objects)

@@ -12,7 +12,7 @@ from octavo.audio.audio_reader import AudioReader, AudioWindow
 from octavo.audio.log_mel import RATE, LogMel
 from octavo.engine.protocol.step import EncoderInput
 from octavo.frontend.input_processor import InputProcessor
-from octavo.frontend.transcription import HeardSound, Hearing, SoundWindow, Transcriptions
+from octavo.frontend.transcription import AudioDecoder, DecodedAudio, Transcriptions, WindowInput
 from octavo.models.hf_config import HfConfig
 from octavo.program.ops import ScatterRows
 from octavo.wiring.model import Model
@@ -20,19 +20,19 @@ from octavo.wiring.speech_tokens import speech_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class ModelHearing(Hearing):
+class ModelHearing(AudioDecoder):
     ear: AudioReader
 
     @property
     def window_s(self) -> float:
         return self.ear.window_s
 
-    def sound(self, data: bytes) -> HeardSound:
+    def sound(self, data: bytes) -> DecodedAudio:
         return ModelSound(self.ear, self.ear.read(data))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ModelSound(HeardSound):
+class ModelSound(DecodedAudio):
     ear: AudioReader
     samples: NDArray[np.float32]
 
@@ -40,9 +40,9 @@ class ModelSound(HeardSound):
     def duration_s(self) -> float:
         return len(self.samples) / RATE
 
-    def window(self, start_s: float) -> SoundWindow:
+    def window(self, start_s: float) -> WindowInput:
         heard = self.ear.window(self.samples, start_s)
-        return SoundWindow(partial(self._input, heard), heard.start_s, heard.end_s)
+        return WindowInput(partial(self._input, heard), heard.start_s, heard.end_s)
 
     def _input(self, window: AudioWindow) -> EncoderInput:
         heard = self.ear.rows(window)

@@ -1,8 +1,9 @@
-"""Moves whole KV blocks as a plan says: on the device, to and from host memory, and to and from a
-connector's slots.
+"""Moves whole KV blocks according to a plan: on the device, to and from host memory, and to and
+from a connector's slots.
 
-Owns the KV bytes of a worker, on the device and swapped; the connector owns its slots. Only kernels
-look inside blocks, and only the BlockManager knows which request has which block.
+Owns a worker's KV memory, on the device and for swapped requests; the connector owns its slots.
+Only kernels read the contents of blocks, and only the BlockManager knows which request has which
+block.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ class CacheEngine:
         places: VirtualPlaces | None = None,
         counters: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """`host`: sizes by group; memory that is never written costs nothing. `places`: where
-        blocks of `kv` are in the virtual layout; None: at their ids. `counters`: counters of
-        extensions for `kv`.
+        """`host`: sizes by group; memory that is never written costs nothing. `places`: location of
+        blocks in `kv` in the virtual layout; None: a block's id is its location. `counters`:
+        counters of extensions for `kv`.
         """
         self.kv = kv
         self.connector = connector

@@ -1,10 +1,10 @@
-"""Importance of each input of a Program's matrices, by which 4-bit packing weighs its errors.
+"""Importance of each input of a Program's matrices, by which 4-bit packing weights its errors.
 
-A few channels of the residual stream are hundreds of times stronger than the rest, which weights
-alone do not show. So the Program runs once over random tokens before it is packed, with one op's
-weights in memory at a time. Needs neither tokenizer nor text. Float64, a fixed seed and powers of
-two as results: every load packs the same bits, whatever the number of BLAS threads. Source of
-activation-aware weighting: AWQ, Lin et al. 2023.
+A few channels of the residual stream are hundreds of times larger than the rest, which the weights
+alone do not show. Before packing, the Program therefore runs once over random tokens, with the
+weights of one op in memory at a time. Needs neither tokenizer nor text. Because of float64, a fixed
+seed and results that are powers of two, every load packs the same bits, independent of the number
+of BLAS threads. Source of activation-aware weighting: AWQ, Lin et al. 2023.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _random_tokens(num_tokens: int, vocab_size: int) -> NDArray[np.int32]:
 def mean_squares(
     program: Program, load: LoadWeight, token_ids: NDArray[np.int32]
 ) -> dict[str, Floats]:
-    """Returns the mean square of each input over one text, by the reference's formulas, with
-    matmuls of many rows at once.
+    """Returns the mean square of each input over one text, by the reference formulas, with matmuls
+    of many rows at once.
     """
     groups = program.groups
     last_axis = max((op.axis for op in program.ops if isinstance(op, Embedding)), default=0)
@@ -149,8 +149,8 @@ def _multiply(matrix: NDArray, x: Floats) -> Floats:
 
 
 def _small_products(matrix: NDArray, x: Floats) -> Floats:
-    """Multiplies in chunks of 8 outputs and so few rows that BLAS starts no threads. Its threads
-    spin while they wait: beside busy processes whole matmuls took 10x as long on two cores; alone
+    """Multiplies in chunks of 8 outputs and so few rows that BLAS starts no threads. Its waiting
+    threads spin: next to busy processes, whole matmuls took 10x as long on two cores; without them
     they are a third faster.
     """
     num_outputs, num_inputs = matrix.shape

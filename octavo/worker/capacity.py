@@ -119,7 +119,7 @@ class Capacity:
 
     def max_context(self) -> int:
         """Returns the longest context that one request may have, at most `demand.max_model_len`; 0
-        where not one block fits.
+        if not even one block fits.
         """
         low, high = 0, self.demand.max_model_len
         while low < high:

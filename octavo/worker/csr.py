@@ -1,4 +1,4 @@
-"""Lists of varying length, one of each entry, joined end to end as backends read them."""
+"""Lists of varying length, one per entry, concatenated in the layout that backends read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Csr:
     sizes: dict[int, int] = field(default_factory=dict)
 
     def add(self, entry: int, ids: NDArray[np.int32], values: NDArray) -> None:
-        """Appends the list of `entry`; entries come in rising order."""
+        """Appends the list of `entry`; entries must be added in ascending order."""
         self.ids.append(ids)
         self.values.append(values)
         self.sizes[entry] = len(ids)

@@ -1,10 +1,10 @@
-"""A draft model, or a head of the model itself: drafts the next tokens of rows one after another,
-each sampled as the row will sample it.
+"""A draft model or a draft head of the model: proposes the next tokens of rows one after another,
+each sampled like the row itself.
 
-Its K and V lie in cache groups of their own, under the same block tables. A block that a step fills
-is also filled for the draft model once the step is over, so that prefix hits, swaps and forks hold
-for both. The tokens behind it wait until drafts are wanted, so a step without drafts rarely pays.
-Decides neither which rows are drafted for nor what becomes of the drafts.
+Its K and V are in separate cache groups with the same block tables. After a step, the blocks that
+it filled are filled for the draft model too, so that prefix hits, swaps and forks include both.
+Tokens after the last full block are computed only when drafts are requested, so steps without
+drafts cost little. The scheduler decides which rows are drafted for and which drafts are verified.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DraftModel:
 
     def follow(self, scheduled: Sequence[ScheduledRequest], results: Sequence[RowResult]) -> None:
         """Computes the blocks that a step has filled, and adds draft tokens to the results of the
-        rows that want some.
+        rows that request some.
         """
         shares = [
             self._share(row, index, result)
@@ -96,8 +96,8 @@ class DraftModel:
                 result.draft_ids, result.draft_parents = share.get_draft()
 
     def _share(self, planned: ScheduledRequest, row: int, result: RowResult) -> RowToDraft:
-        """Returns what to compute of a row: the kept tokens if they fill a block, and the last
-        known ones if it wants draft tokens.
+        """Returns the tokens of a row to compute: the accepted ones if they fill a block, and the
+        last known ones if the row requests draft tokens.
         """
         first = self._first(planned, row)
         end = planned.start + result.num_kept
@@ -149,8 +149,8 @@ class DraftModel:
             self._compute(part)
 
     def _compute(self, part: list[RowToDraft]) -> None:
-        """Computes the next tokens of rows, and samples a draft token of those that want one. A row
-        whose sample is no token of the target model gets no more.
+        """Computes the next tokens of rows, and samples a draft token for those that request one. A
+        row whose sample is not a token of the target model gets no more.
         """
         batch = gather(
             self._rows,

@@ -1,4 +1,4 @@
-"""Adds draft trees to a step: token ids, and blocks of their own for further paths."""
+"""Adds draft trees to a step: token ids, and separate blocks for all paths but the first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from octavo.worker.sampling.draft_layout import DraftLayout
 
 
 def add_draft_trees(model_input: ModelInput, drafts: DraftLayout) -> None:
-    """Sets the token ids of draft trees, and gives each further path its own blocks, to which the
-    K and V that it shares with earlier paths are copied.
+    """Sets the token ids of draft trees, and copies the K and V that paths share into the blocks of
+    each further path.
     """
     size, scheduled = BLOCK_SIZE, model_input.scheduled
     copies: list[tuple[int, list[int]]] = []

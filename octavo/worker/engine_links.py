@@ -1,7 +1,7 @@
 """Connections among engines that share experts: which step each has begun, and which have ended.
 
-Every engine computes the same number of steps. The first that begins one notifies the others, and
-those without work join it with a dummy step. Knows numbers and sockets.
+Every engine computes the same number of steps. The first that begins a step notifies the others,
+and those without work join with a dummy step. Knows only step numbers and sockets.
 """
 
 from __future__ import annotations

@@ -55,11 +55,11 @@ class InputBatch:
         drafts_forced: bool = False,
         goes_without_blocks: bool = False,
     ) -> None:
-        """`states`: groups with one block per request, which fills the row's table.
-        `input_groups`: groups of an encoder's input, of at most `max_encoder_len` rows. `closes`:
-        structured outputs are completed before their length limit. `drafts_forced`: forced text
-        becomes draft tokens. `goes_without_blocks`: holes in a table are keys that the row never
-        reads, in every group.
+        """`states`: groups with one block per request, which fills the row's table. `input_groups`:
+        groups of an encoder's input, of at most `max_encoder_len` rows. `closes`: structured
+        outputs are completed before their length limit. `drafts_forced`: forced text becomes draft
+        tokens. `goes_without_blocks`: holes in a table are keys that the row never reads, in every
+        group.
         """
         self._drafts_forced = drafts_forced
         max_blocks = -(-max(max_model_len, max_encoder_len) // BLOCK_SIZE)
@@ -125,7 +125,7 @@ class InputBatch:
         self._free.append(row)
 
     def add(self, new: NewRequest) -> None:
-        """Adds a request. If that raises, it still has its row, which can be freed."""
+        """Adds a request. If that fails, the request still has its row, which must be freed."""
         row = self._free.pop()
         self.row_of[new.request_id] = row
         for num_blocks in self._num_blocks:

@@ -1,7 +1,7 @@
-"""An executor of engines that share experts: each step is computed by all of them together.
+"""Executor of engines that share experts: all of them compute each step together.
 
 A plan with rows begins the next common step; a dummy step joins one that another engine has begun.
-Any fault ends the engine, since the others wait for it within the step.
+Any failure ends the engine, since the others wait for it within the step.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class JoinedExecutor:
         self._executor.close()
 
     def _joined(self, plan: StepPlan) -> StepPlan:
-        """Returns the plan to carry out, and begins a common step if it computes one."""
+        """Returns the plan to execute, and begins a common step if it computes one."""
         if not plan.rows and not self._links.is_behind:
             return plan
         self._links.begin()

@@ -66,7 +66,7 @@ class LayerSender(Protocol):
         ...
 
     def end_stream(self) -> None:
-        """Reads what the step has written by its end; afterwards no block is read."""
+        """Sends the layers that the step has written by its end; afterwards no block is read."""
         ...
 
 

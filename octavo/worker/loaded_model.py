@@ -92,7 +92,7 @@ class LoadedModel:
 
     @property
     def program(self) -> Program:
-        """The Program that its requests run."""
+        """The Program that computes its requests."""
         return next(iter(self.programs.values()))
 
     @property
@@ -273,8 +273,8 @@ def get_common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...
 def make_input_batch(
     config: EngineConfig, options: BackendOptions, program: Program, grammars: Grammars
 ) -> InputBatch:
-    """Makes the rows of as many requests as may run; ConfigError, before any weight is read, if
-    they do not fit in memory.
+    """Creates the rows of as many requests as may run; raises ConfigError, before any weight is
+    read, if they do not fit in memory.
     """
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "derive() has set it"

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
 
-from octavo.engine.protocol.step import RowResult, ScheduledRequest
+from octavo.engine.protocol.step import ResultKind, RowResult, ScheduledRequest
 from octavo.executor.base import Computing, Runnable
 from octavo.executor.batch import (
     DecodeSteps,
@@ -199,7 +199,7 @@ class ModelRunner(ProgramRunner):
             if num_drafts:
                 has_drafts = True
                 num_drafts = 0 if row in sampled_once else num_drafts
-            if request.wants == "draw":
+            if request.result_kind == ResultKind.SAMPLE:
                 owners += [index] * (num_drafts + 1)
                 sample_ends += range(known_end, known_end + num_drafts + 1)
                 sample_rows += range(last_known, last_known + num_drafts + 1)
@@ -398,7 +398,7 @@ def split_verified(
     others = []
     num_samples = 0
     for request, row in zip(scheduled, rows.indices(scheduled).tolist(), strict=True):
-        is_verified = request.wants == "draw" and rows.sampling.must_verify(
+        is_verified = request.result_kind == ResultKind.SAMPLE and rows.sampling.must_verify(
             row, has_drafts=bool(request.draft_ids), is_search=request.search_of != ""
         )
         if not is_verified:
@@ -417,4 +417,6 @@ def split_verified(
 def _get_max_samples(request: ScheduledRequest) -> int:
     """Returns the largest number of sampled rows of a request."""
     num_targets = 0 if request.num_prompt_logprobs is None else request.num_tokens
-    return num_targets + (len(request.draft_ids) + 1 if request.wants == "draw" else 0)
+    return num_targets + (
+        len(request.draft_ids) + 1 if request.result_kind == ResultKind.SAMPLE else 0
+    )

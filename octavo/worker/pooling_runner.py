@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.api.pooling_params import PoolingParams
-from octavo.engine.protocol.step import RowResult, ScheduledRequest
+from octavo.engine.protocol.step import ResultKind, RowResult, ScheduledRequest
 from octavo.executor.base import Runnable
 from octavo.executor.batch import StepOutput
 from octavo.executor.kv import KvCache
@@ -64,7 +64,7 @@ class PoolingRunner(ProgramRunner):
         self, scheduled: ScheduledRequest, params: PoolingParams, pooled: NDArray
     ) -> RowResult:
         result = RowResult(scheduled.request_id, num_kept=scheduled.num_tokens)
-        if scheduled.wants == "pool":
+        if scheduled.result_kind == ResultKind.POOL:
             row = finished(pooled, params)
             if not np.isfinite(row).all():
                 what = "the row that the model pooled holds what is not a number (NaN)"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from octavo.engine.protocol.draft_tree import DraftTree
 from octavo.engine.protocol.step import (
     AdapterLoaded,
+    ResultKind,
     RowResult,
     ScheduledRequest,
     StepPlan,
@@ -178,7 +179,7 @@ class SimulatedPipeline:
 
 
 def _result(row: ScheduledRequest) -> RowResult:
-    if row.wants != "draw":
+    if row.result_kind != ResultKind.SAMPLE:
         return RowResult(row.request_id, num_kept=row.num_tokens)
     logprobs = [LIKELY] if row.search_of else None
     tree = DraftTree.of(len(row.draft_ids), row.draft_parents)

@@ -49,9 +49,9 @@ def test_closing_from_another_thread_ends_the_streams_at_once():
 
 
 def test_what_cannot_be_sent_leaves_nothing_behind():
-    front = build_in_process(EngineConfig.from_options(**small_options()), quiet)
-    client = RefusingClient(front.client)
-    llm = AsyncLLM(replace(front, client=client))
+    frontend = build_in_process(EngineConfig.from_options(**small_options()), quiet)
+    client = RefusingClient(frontend.client)
+    llm = AsyncLLM(replace(frontend, client=client))
 
     async def run():
         with pytest.raises(InvalidRequest, match="cannot be encoded"):

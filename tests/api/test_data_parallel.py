@@ -38,7 +38,7 @@ def test_two_engines_yield_one_engines_tokens_and_logprobs(policy):
         expected = [fingerprint(output) for output in one.generate(PROMPTS, PARAMS)]
     with make_llm(backend=BACKEND, data_parallel_size=2, routing_policy=policy) as two:
         got = [fingerprint(output) for output in two.generate(PROMPTS, PARAMS)]
-        engines = two.front.stats.engines
+        engines = two.frontend.stats.engines
     assert got == expected
     assert len(engines) == 2 and all(engine.num_steps for engine in engines)
 

@@ -198,15 +198,15 @@ def test_another_core_goes_on_with_each_answer(answered):
     asked, outputs, _ = answered
     prompts = prompts_for(asked)
     options = small_options(model_path=tiny_model_with_text()) | OPTIONS
-    front = build_with_process(EngineConfig.from_options(**options), quiet)
-    llm = AsyncLLM(front)
+    frontend = build_with_process(EngineConfig.from_options(**options), quiet)
+    llm = AsyncLLM(frontend)
 
     async def run(part: slice) -> list:
         requests = list(zip(prompts[part], asked[part], strict=True))
         streams = [llm.submit(prompt, one.params()) for prompt, one in requests]
         finals = [asyncio.create_task(stream.final()) for stream in streams]
         await asyncio.wait(finals, return_when=asyncio.FIRST_COMPLETED)
-        os.kill(front.client.pid, signal.SIGKILL)
+        os.kill(frontend.client.pid, signal.SIGKILL)
         return [await one for one in finals]
 
     parts = [slice(at, at + NUM_TOGETHER) for at in range(0, len(asked), NUM_TOGETHER)]

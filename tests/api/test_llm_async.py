@@ -255,14 +255,14 @@ def test_streams_outlive_their_engines_process():
     """Another engine continues the streams of one that died, with the tokens that they would have
     got.
     """
-    front = build_with_process(EngineConfig.from_options(**small_options()), quiet)
-    llm = AsyncLLM(front)
+    frontend = build_with_process(EngineConfig.from_options(**small_options()), quiet)
+    llm = AsyncLLM(frontend)
     prompts = [[5], [6]]
 
     async def run():
         streams = [llm.submit(prompt, LONG) for prompt in prompts]
         await anext(streams[0])
-        os.kill(front.client.pid, signal.SIGKILL)
+        os.kill(frontend.client.pid, signal.SIGKILL)
         return [await stream.final() for stream in streams]
 
     outputs = asyncio.run(run())

@@ -302,7 +302,7 @@ def test_the_part_reads_the_weights_of_the_whole(tmp_path, monkeypatch, backend,
 
 
 def test_an_answer_that_comes_too_late_leaves_nothing_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiers, "LATE_S", 0.2)
+    monkeypatch.setattr(tiers, "OVERDUE_S", 0.2)
     answered = threading.Event()
 
     def slow(queries: Any, keys: Any, scale: float) -> Any:

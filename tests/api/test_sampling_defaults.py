@@ -22,7 +22,7 @@ NEUTRAL = SamplingParams()
 
 def defaults_of(path: Path, **options: object) -> SamplingDefaults:
     with make_llm(model_path=path, **{"generation_config": "auto"} | options) as llm:
-        return llm.front.sampling
+        return llm.frontend.sampling
 
 
 def with_config(tmp_path: Path, content: object) -> Path:

@@ -52,9 +52,9 @@ def test_engines_that_lose_another_go_on_together_with_their_requests(
         wanted = [fingerprint(output) for output in one.generate(PROMPTS, PARAMS)]
     said: list[str] = []
     config = EngineConfig.from_options(**options() | SHARED | layout)
-    front = build_with_process(config, said.append)
-    llm = AsyncLLM(front)
-    client = front.client
+    frontend = build_with_process(config, said.append)
+    llm = AsyncLLM(frontend)
+    client = frontend.client
     assert isinstance(client, FleetClient)
 
     async def run() -> list[list]:

@@ -94,7 +94,7 @@ def test_a_gguf_file_keeps_the_sampling_values_of_its_source(octavo, model, tmp_
         ended = octavo("quantize", source, *words)
         assert ended.code == 0, ended.err
         with LLM(str(tmp_path / made), **options) as llm:
-            assert llm.front.sampling.values == expected
+            assert llm.frontend.sampling.values == expected
 
 
 @pytest.mark.slow

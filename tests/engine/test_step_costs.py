@@ -5,7 +5,13 @@ import random
 import pytest
 
 from octavo.engine.protocol.kv_messages import BlockMove
-from octavo.engine.protocol.step import RowResult, ScheduledRequest, StepPlan, StepResult
+from octavo.engine.protocol.step import (
+    ResultKind,
+    RowResult,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+)
 from octavo.engine.protocol.step_costs import UNMEASURED, CostPoint, StepCostMeter, StepCosts
 from octavo.worker.simulated import SimulatedClock, SimulatedCosts, SimulatedExecutor
 from tests.support.engine_fakes import make_core, make_request, run_all
@@ -153,7 +159,7 @@ def test_the_core_measures_the_wall_clock():
 def verify(meter: StepCostMeter, elapsed_s: float, *guesses: int) -> None:
     """Has the meter see a step of rows that verify guesses, `uses_speculation` numbers of them."""
     rows = [
-        ScheduledRequest(str(i), 9, 1 + num, [], wants="draw", draft_ids=[7] * num)
+        ScheduledRequest(str(i), 9, 1 + num, [], result_kind=ResultKind.SAMPLE, draft_ids=[7] * num)
         for i, num in enumerate(guesses)
     ]
     plan = StepPlan(0, [], [], [], rows)
@@ -180,8 +186,8 @@ def test_a_prompts_chunk_does_not_tell_what_verifying_takes():
 def test_a_step_that_verifies_beside_a_prompt_is_no_verifying_step():
     meter = StepCostMeter()
     rows = [
-        ScheduledRequest("a", 9, 4, [], wants="draw", draft_ids=[7] * 3),
-        ScheduledRequest("b", 0, 36, [], wants="draw"),
+        ScheduledRequest("a", 9, 4, [], result_kind=ResultKind.SAMPLE, draft_ids=[7] * 3),
+        ScheduledRequest("b", 0, 36, [], result_kind=ResultKind.SAMPLE),
     ]
     plan = StepPlan(0, [], [], [], rows)
     meter.observe(plan, result_of(plan), 0.03)

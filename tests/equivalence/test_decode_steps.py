@@ -106,7 +106,7 @@ class Traffic:
         *,
         aborts: bool,
     ) -> None:
-        self._front = llm.front
+        self._frontend = llm.frontend
         self._draw = draw
         self._aborts = aborts
         self._coming = {str(index): request for index, request in enumerate(requests)}
@@ -119,7 +119,7 @@ class Traffic:
             if not self._running:
                 self._arrive()
             self._happen()
-            step = self._front.client.receive()
+            step = self._frontend.client.receive()
             assert step is not None
             self._take(step)
         return self.found
@@ -130,21 +130,21 @@ class Traffic:
         if self._aborts and self._running and self._draw.random() < 0.01:
             request_id = self._draw.choice(sorted(self._running))
             self.aborted.add(request_id)
-            self._front.client.abort(self._front.outputs.unfinished_ids(request_id))
+            self._frontend.client.abort(self._frontend.outputs.unfinished_ids(request_id))
 
     def _arrive(self) -> None:
         request_id = next(iter(self._coming))
-        request = self._front.inputs.process(request_id, *self._coming.pop(request_id))
-        self._front.outputs.add(request)
-        self._front.client.add(request.samples)
+        request = self._frontend.inputs.process(request_id, *self._coming.pop(request_id))
+        self._frontend.outputs.add(request)
+        self._frontend.client.add(request.samples)
         self._running.add(request_id)
 
     def _take(self, step: CoreOutputs) -> None:
-        changes = self._front.outputs.process(step.outputs, time.monotonic())
+        changes = self._frontend.outputs.process(step.outputs, time.monotonic())
         for request_id, is_finished in changes.changed.items():
             if is_finished:
                 self._running.discard(request_id)
-                self.found[request_id] = fingerprint(self._front.outputs.output(request_id))
+                self.found[request_id] = fingerprint(self._frontend.outputs.output(request_id))
 
 
 @pytest.mark.sampled(one_in=3)
@@ -244,14 +244,14 @@ def test_a_loop_ends_its_call():
         (endless,) = llm.generate(prompts[0], SamplingParams(**LOOPING))
     with llm_of("llama", 8) as llm:
         assert [fingerprint(output) for output in llm.generate(prompts, wanted)] == single
-        front, sent = llm.front, dict[str, list[int]]()
+        frontend, sent = llm.frontend, dict[str, list[int]]()
         for name, prompt, params in zip("ab", prompts, wanted, strict=True):
-            samples = front.inputs.process(name, prompt, params).samples
-            front.client.add(samples)
+            samples = frontend.inputs.process(name, prompt, params).samples
+            frontend.client.add(samples)
             sent[samples[0].request_id] = []
         reasons: dict[str, str] = {}
         while len(reasons) < 2:
-            step = front.client.receive()
+            step = frontend.client.receive()
             assert step is not None
             for output in step.outputs:
                 sent[output.request_id] += output.token_ids
@@ -273,14 +273,14 @@ def test_what_leaves_between_steps_tells_the_bound_of_mirostat():
     ledger = RequestLedger()
     resumed: list[EngineRequest] = []
     with llm_of("llama", 8) as llm:
-        front = llm.front
-        samples = front.inputs.process("a", [3, 4, 5], params).samples
+        frontend = llm.frontend
+        samples = frontend.inputs.process("a", [3, 4, 5], params).samples
         ledger.add(samples)
-        front.client.add(samples)
+        frontend.client.add(samples)
         (name,) = ledger.unfinished
 
         while len(ledger.unfinished[name].token_ids) < 20:
-            step = front.client.receive()
+            step = frontend.client.receive()
             assert step is not None
             for output in step.outputs:
                 ledger.unfinished[name].take(output)
@@ -289,7 +289,7 @@ def test_what_leaves_between_steps_tells_the_bound_of_mirostat():
     assert len(resumed) == 20
     assert len({request.mirostat_mu for request in resumed}) == len(resumed)
     with llm_of("llama", 8) as llm:
-        client = llm.front.client
+        client = llm.frontend.client
         for request in resumed[1:-1:5]:
             token_ids = list(request.output_token_ids)
             client.add([request])
@@ -312,21 +312,24 @@ def test_a_stream_gets_each_token_when_it_is_made():
 def test_a_call_ends_with_what_comes():
     """An abort or an arrival is seen between two steps of a call, and ends it."""
     with llm_of("llama", 8) as llm:
-        front, params = llm.front, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-        first, second = (front.inputs.process(name, [3, 4, 5], params) for name in "ab")
-        front.client.add(first.samples)
+        frontend, params = (
+            llm.frontend,
+            SamplingParams(temperature=0, max_tokens=100, ignore_eos=True),
+        )
+        first, second = (frontend.inputs.process(name, [3, 4, 5], params) for name in "ab")
+        frontend.client.add(first.samples)
 
         def receive() -> list[int]:
-            step = front.client.receive()
+            step = frontend.client.receive()
             assert step is not None
             return [len(output.token_ids) for output in step.outputs]
 
         assert [receive() for _ in range(5)] == [[1]] * 5
-        front.client.add(second.samples)
+        frontend.client.add(second.samples)
         assert receive() == [1, 1], "the second's prompt beside the first's next token"
         assert [receive() for _ in range(3)] == [[1, 1]] * 3
-        front.client.abort([sample.request_id for sample in first.samples])
-        step = front.client.receive()
+        frontend.client.abort([sample.request_id for sample in first.samples])
+        step = frontend.client.receive()
         assert step is not None
         assert [output.finish_reason for output in step.outputs] == ["abort", None]
 

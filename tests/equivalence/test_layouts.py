@@ -111,7 +111,7 @@ def test_an_engine_without_work_takes_empty_steps() -> None:
         wanted = fingerprint(llm.generate(prompts_of(40), params)[0])
     with laid_out(SHARED) as llm:
         found = [fingerprint(llm.generate(prompts_of(40), params)[0]) for _ in range(3)]
-        steps = [engine.num_steps for engine in llm.front.stats.engines]
+        steps = [engine.num_steps for engine in llm.frontend.stats.engines]
     assert found == [wanted] * 3
     assert all(steps)
 

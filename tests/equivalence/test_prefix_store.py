@@ -329,7 +329,7 @@ def test_a_disk_that_writes_slowly_holds_up_no_request(tmp_path, monkeypatch, sl
 def test_a_disk_that_hangs_is_given_up(tmp_path, monkeypatch):
     with make(prefix_cache_dir=str(tmp_path)) as llm:
         expected = answers(llm, PROMPTS[0], GREEDY)[0]
-    monkeypatch.setattr("octavo.worker.kv_connectors.tiers.LATE_S", 0.2)
+    monkeypatch.setattr("octavo.worker.kv_connectors.tiers.OVERDUE_S", 0.2)
     hangs = threading.Event()
     monkeypatch.setattr(BlockDirectory, "read", lambda *_: not hangs.wait(20))
     with make(prefix_cache_dir=str(tmp_path)) as llm:

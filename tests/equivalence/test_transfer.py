@@ -307,7 +307,7 @@ def test_a_peer_that_ends_leaves_its_prompts_to_be_computed_here():
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peers_core_that_dies_or_stands_still_delays_and_changes_nothing(sign):
-    """Its front still takes prompts, and its blocks do not come."""
+    """Its frontend still takes prompts, and its blocks do not come."""
 
     async def run() -> None:
         await met(prefill, decode)
@@ -321,8 +321,8 @@ def test_a_peers_core_that_dies_or_stands_still_delays_and_changes_nothing(sign)
     common = small_options(family) | {"backend": backend, "kv_transfer": "zmq"} | precision
     options = common | {"role": "prefill", "kv_transfer_address": address}
     with ExitStack() as stack:
-        front = build_with_process(EngineConfig.from_options(**options), quiet)
-        prefill, pid = AsyncLLM(front), front.client.pid
+        frontend = build_with_process(EngineConfig.from_options(**options), quiet)
+        prefill, pid = AsyncLLM(frontend), frontend.client.pid
         stack.callback(prefill.close)
         decode = make_async(
             role="decode", prefill_peer=[address], kv_transfer_min_tokens=32, **common

@@ -175,8 +175,8 @@ def test_a_rank_of_the_peer_that_dies_or_stands_still_changes_nothing(sign: int)
     common |= {"kv_transfer_timeout": 3.0, "tensor_parallel_size": 2}
     options = common | {"role": "prefill", "kv_transfer_address": address}
     with ExitStack() as stack:
-        front = build_with_process(EngineConfig.from_options(**options), quiet)
-        prefill, pid = AsyncLLM(front), front.client.pid
+        frontend = build_with_process(EngineConfig.from_options(**options), quiet)
+        prefill, pid = AsyncLLM(frontend), frontend.client.pid
         stack.callback(prefill.close)
         decode = make_async(
             role="decode", prefill_peer=[address], kv_transfer_min_tokens=32, **common

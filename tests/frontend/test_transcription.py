@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octavo.frontend.transcription import cut_at_times
+from octavo.frontend.transcription import split_at_timestamps
 from tests.support.whisper_oracle import oracle_cut
 
 FIRST, NUM_STEPS = 50, 100
@@ -26,7 +26,7 @@ def drawn(seed: int) -> list[int]:
 def test_cuts_are_those_of_transformers(seed: int) -> None:
     tokens = drawn(seed)
     wanted = oracle_cut(tokens, first=FIRST, frames=2 * NUM_STEPS, step_s=1.0)
-    cut = cut_at_times(tokens, FIRST, NUM_STEPS)
+    cut = split_at_timestamps(tokens, FIRST, NUM_STEPS)
     assert cut.num_steps == wanted.num_frames / 2
     assert cut.spans == [(round(start), round(end), words) for start, end, words in wanted.segments]
 
@@ -44,4 +44,4 @@ def test_cuts_are_those_of_transformers(seed: int) -> None:
 def test_what_no_timestamp_ends_is_heard_again(
     tokens: list[int], spans: list[tuple[int, int, list[int]]], num_steps: int
 ) -> None:
-    assert cut_at_times(tokens, FIRST, NUM_STEPS) == (spans, num_steps)
+    assert split_at_timestamps(tokens, FIRST, NUM_STEPS) == (spans, num_steps)

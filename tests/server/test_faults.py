@@ -141,11 +141,11 @@ def hanging():
     def start(_):
         return ProcessClient("tests.support.core_builders:build", {"kind": "hang", "bad": HANGS})
 
-    front = build_in_process(EngineConfig.from_options(**small_options()), lambda text: None)
-    front.client.close()
+    frontend = build_in_process(EngineConfig.from_options(**small_options()), lambda text: None)
+    frontend.client.close()
     client = SupervisedClient(start, stall_timeout_s=1.0, report=lambda text: None)
     client.wait_until_ready(lambda text: None)
-    llm = AsyncLLM(replace(front, client=client))
+    llm = AsyncLLM(replace(frontend, client=client))
     yield llm
     llm.close()
 

@@ -1,5 +1,5 @@
 """Laws that the draws of every backend keep: the probabilities of each sampler, draws under a mask,
-witnesses of cuts, ranks of ties.
+proofs of cuts, ranks of ties.
 
 Backends differ in the `sample(logits, batch)` that a test passes in. Batches come from
 `sampling_cases.py`, where results of random ones are compared with the reference's.
@@ -172,8 +172,8 @@ def check_first_legal(sample: Sample, *, rows: int = 60, vocab: int = 300) -> No
 
 
 def check_cutoff_proofs(sample: Sample, *, rows: int = 200, vocab: int = 120) -> None:
-    """Checks that where a draw without cuts is legal and so are its witnesses, the masked draw with
-    cuts is the same token; and that witnesses are found for most draws that cuts keep.
+    """Checks that where a draw without cuts is legal and so are its proofs, the masked draw with
+    cuts is the same token; and that proofs are found for most draws that cuts keep.
     """
     g = rng(6)
     logits = (g.normal(size=(rows, vocab)) * g.uniform(0.5, 5, (rows, 1))).astype(np.float32)
@@ -188,15 +188,15 @@ def check_cutoff_proofs(sample: Sample, *, rows: int = 200, vocab: int = 120) ->
         "top_k": np.where(g.random(rows) < 0.5, 0, g.integers(1, vocab + 3, rows)),
         "min_p": np.where(g.random(rows) < 0.5, 0, g.uniform(0, 0.3, rows)),
     }
-    uncut = batch_for(rows, vocab, **fields)
-    uncut.keeps_logits, uncut.uncut = True, g.random(rows) < 0.9
-    found = sample(logits, uncut)
+    batch = batch_for(rows, vocab, **fields)
+    batch.keeps_logits, batch.uncut = True, g.random(rows) < 0.9
+    found = sample(logits, batch)
     plain = sample(logits, batch_for(rows, vocab, **fields)).token_ids
     masked = batch_for(rows, vocab, masks=masks, allowed_mask=np.arange(rows), **fields)
     wanted = sample(logits, masked).token_ids
     assert found.witnesses is not None
-    assert (found.witnesses[~uncut.uncut] == -1).all()
-    assert (found.token_ids[~uncut.uncut] == plain[~uncut.uncut]).all()
+    assert (found.witnesses[~batch.uncut] == -1).all()
+    assert (found.token_ids[~batch.uncut] == plain[~batch.uncut]).all()
     shown = num_held = 0
     for row in np.flatnonzero(found.witnesses[:, 0] >= 0):
         ids = found.witnesses[row][found.witnesses[row] >= 0]

@@ -22,6 +22,7 @@ from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.protocol.step import (
+    ResultKind,
     RowResult,
     ScheduledRequest,
     StepPlan,
@@ -145,7 +146,7 @@ class FakeExecutor:
             if any(map(self._ends, result.rows)):
                 return
             further = [
-                ScheduledRequest(name, start + num_done, 1, [], wants="draw")
+                ScheduledRequest(name, start + num_done, 1, [], result_kind=ResultKind.SAMPLE)
                 for name, start in starts.items()
             ]
             result = StepResult(plan.step, list(map(self.run_row, further)), busy_s=self.step_s)
@@ -192,7 +193,7 @@ class FakeExecutor:
                 row.start + 1 : min(row.start + row.num_tokens + 1, state.num_prompt_tokens)
             ]
             prompt_logprobs = [TokenLogprobs([token], [-float(token)], [1]) for token in targets]
-        if row.wants != "draw":
+        if row.result_kind != ResultKind.SAMPLE:
             return RowResult(
                 row.request_id, prompt_logprobs=prompt_logprobs, num_kept=row.num_tokens
             )

@@ -105,7 +105,7 @@ def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> list:
 
 def core_of(llm: LLM) -> EngineCore:
     """Returns the core of an engine, which runs in this process."""
-    client = llm.front.client
+    client = llm.frontend.client
     if not isinstance(client, InProcessClient):
         raise TypeError(f"an LLM's core is in its process, got a {type(client).__name__}")
     return client.core

@@ -8,10 +8,10 @@ from tests.support.role_templates import NULL_CONTENT, TEMPLATES
 
 EXPECTED = {
     "free": RoleRules(),
-    "forgetful": RoleRules(late_system=False),
+    "forgetful": RoleRules(system_anywhere=False),
     "strict": RoleRules(
         system_alone=False,
-        late_system=False,
+        system_anywhere=False,
         repeats=False,
         assistant_first=False,
         user_after_tool=False,
@@ -20,7 +20,7 @@ EXPECTED = {
         system=False,
         developer=False,
         system_alone=False,
-        late_system=False,
+        system_anywhere=False,
         repeats=False,
         assistant_first=False,
     ),
@@ -39,7 +39,7 @@ def test_the_form_of_calls_is_found_out():
 
 def test_a_template_that_needs_tools_is_given_one():
     source = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + TEMPLATES["forgetful"]
-    assert ChatTemplate(source, {}).role_rules == RoleRules(late_system=False)
+    assert ChatTemplate(source, {}).role_rules == RoleRules(system_anywhere=False)
 
 
 def test_a_developer_that_a_template_leaves_out_is_a_system_message():

@@ -6,7 +6,7 @@ import numpy as np
 
 from octavo.api.pooling_params import PoolingParams
 from octavo.api.sampling_params import SamplingParams
-from octavo.engine.protocol.step import NewRequest, ScheduledRequest, StepPlan
+from octavo.engine.protocol.step import NewRequest, ResultKind, ScheduledRequest, StepPlan
 from octavo.executor.batch import StepBatch, StepOutput
 from octavo.executor.kv import BLOCK_SIZE, KvCache
 from octavo.worker.cache_engine import CacheEngine, HostShape
@@ -57,7 +57,9 @@ def plan_of(new_rows: list[NewRequest]) -> StepPlan:
             len(new.token_ids),
             [[index]],
             program="encoder" if isinstance(new.params, PoolingParams) else "decoder",
-            wants="pool" if isinstance(new.params, PoolingParams) else "draw",
+            result_kind=ResultKind.POOL
+            if isinstance(new.params, PoolingParams)
+            else ResultKind.SAMPLE,
         )
         for index, new in enumerate(new_rows)
     ]

@@ -13,6 +13,7 @@ from octavo.api.outputs import RequestOutput
 from octavo.engine.protocol.ports import Executor
 from octavo.engine.protocol.step import (
     NewRequest,
+    ResultKind,
     RowResult,
     ScheduledRequest,
     StepPlan,
@@ -147,7 +148,7 @@ READ = {
     },
     ScheduledRequest: {
         "search_of",
-        "wants",
+        "result_kind",
         "start",
         "num_tokens",
         "num_prompt_logprobs",
@@ -207,7 +208,7 @@ def test_memory_that_one_of_several_ranks_lacks_ends_the_step(monkeypatch):
     with pytest.raises(MemoryError):
         make_worker(FakeRunnable(), is_alone=False).execute(plan)
     alone = make_worker(FakeRunnable())
-    plan.rows = [ScheduledRequest("a", 0, 3, [[0]], wants="draw")]
+    plan.rows = [ScheduledRequest("a", 0, 3, [[0]], result_kind=ResultKind.SAMPLE)]
     assert alone.execute(plan).rows == [RowResult("a", failure="the step ran out of memory")]
 
 

@@ -343,8 +343,8 @@ def glm4_moe_config(header: Header) -> Config:
 def deepseek_config(header: Header) -> Config:
     """Returns the config of DeepSeek's latent attention and experts.
 
-    Headers have the head sizes of the absorbed form; the model's own sizes are under other keys, if
-    present.
+    Headers have the head sizes of absorbed attention; the model's own sizes are under other keys,
+    if present.
     """
     config = {**rms_config(header, experts=True), **shared_experts_config(header)}
     config.pop("partial_rotary_factor", None)

@@ -47,7 +47,7 @@ class Statistics:
     @staticmethod
     def of(output: RequestOutput, model: str) -> Statistics:
         (sample,), metrics = output.outputs, output.metrics
-        assert metrics is not None, "the front always measures"
+        assert metrics is not None, "the frontend always measures"
         times = metrics.token_times
         num_more, spent_s = len(times) - 1, times[-1] - times[0] if times else 0.0
         return Statistics(
@@ -97,8 +97,8 @@ def check_answers(llm: LLM) -> None:
     """Raises InvalidRequest for embedding and speech models."""
     from octavo.api.errors import InvalidRequest
 
-    llm.front.check_generates()
-    if "audio" in llm.front.media:
+    llm.frontend.check_generates()
+    if "audio" in llm.frontend.media:
         name = llm.config.model.served_model_name
         raise InvalidRequest(
             f"model: {name} transcribes speech, and answers no text",

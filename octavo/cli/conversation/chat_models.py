@@ -68,7 +68,7 @@ class LocalModel:
                 f" {facts.num_parameters / 1e6:,.1f} M parameters, {facts.weight_format}",
                 f"context     {self._llm.info.max_model_len:,} tokens",
                 f"backend     {config.backend.backend}, {config.backend.threads} threads",
-                self._llm.front.sampling.describe(),
+                self._llm.frontend.sampling.describe(),
             ]
         )
 

@@ -51,9 +51,9 @@ class ClusterMember:
     group: str
     spec: InstanceSpec
     handle: Any
-    place: SharedPlace
+    reservation: SharedReservation
     """Reservation that it has with others that were started together."""
-    answers: bool
+    serves_clients: bool
     """Whether clients' requests go to it."""
     state: InstanceState | None = None
     number: int | None = None
@@ -89,10 +89,10 @@ class Cluster:
         """Raises ConfigError if the plan requires more than the machines have."""
         machines = self.placer.machines()
         for group in self.plan.instances:
-            count = group.num_places
+            count = group.num_placed
             check_machines(group.name, group.needs, count, machines, spread=group.spread)
         check_machines(ROUTER, self.plan.router.needs, 1, machines, spread=False)
-        needs = [group.needs for group in self.plan.instances for _ in range(group.num_places)]
+        needs = [group.needs for group in self.plan.instances for _ in range(group.num_placed)]
         check_total([*needs, self.plan.router.needs], machines)
 
     def change(self, plan: ClusterPlan) -> None:
@@ -109,17 +109,17 @@ class Cluster:
         """Compares the state of all instances with the plan once, and starts, adds, drains or stops
         what differs.
         """
-        self._look()
-        wanted = self._wanted()
+        self._update_states()
+        wanted = self._get_wanted()
         for name, member in list(self.members.items()):
             if name not in wanted or wanted[name] != member.spec:
-                self._let_leave(member, now)
+                self._drain(member, now)
         for group in self.plan.instances:
             self._start_missing(group, wanted)
-        self._end_old_router()
-        self._serve_router()
-        self._join_all()
-        self._end_left(now)
+        self._stop_old_router()
+        self._start_router()
+        self._add_to_router()
+        self._stop_drained(now)
 
     @property
     def is_serving(self) -> bool:
@@ -147,7 +147,7 @@ class Cluster:
 
     # -- what is wanted ----------------------------------------------------------------------------
 
-    def _wanted(self) -> dict[str, InstanceSpec]:
+    def _get_wanted(self) -> dict[str, InstanceSpec]:
         """Returns the specs of all instances of the plan whose peers are known, by name; an
         instance whose peers are temporarily unavailable keeps its spec.
         """
@@ -203,7 +203,7 @@ class Cluster:
             peers=peers,
             num_ranks=group.num_ranks,
             rank_secret=self.keys.secret if group.num_ranks > 1 else None,
-            num_block_ports=group.num_tensor,
+            num_block_ports=group.tensor_parallel_size,
         )
 
     def _router_spec(self, url: str) -> InstanceSpec:
@@ -234,7 +234,7 @@ class Cluster:
 
     # -- what runs ---------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _update_states(self) -> None:
         everyone = [*self.members.values(), *self._leaving]
         for member in filter(None, [self.router, *everyone]):
             state = self.placer.get_state(member.handle)
@@ -250,17 +250,19 @@ class Cluster:
             return
         needs = [group.needs] * (len(missing) * group.num_ranks)
         specs = [wanted[name] for name in missing]
-        found = self._started(group.name, needs, specs, spread=group.spread)
+        found = self._start_together(group.name, needs, specs, spread=group.spread)
         if found is None:
             return
-        place, started = found
-        shared = SharedPlace(place, len(missing))
+        reservation, started = found
+        shared = SharedReservation(reservation, len(missing))
         for name, handle in zip(missing, started, strict=True):
-            answers = group.role != "prefill"
-            self.members[name] = ClusterMember(group.name, wanted[name], handle, shared, answers)
+            serves_clients = group.role != "prefill"
+            self.members[name] = ClusterMember(
+                group.name, wanted[name], handle, shared, serves_clients
+            )
             self.report(f"{name} is being started")
 
-    def _started(
+    def _start_together(
         self,
         name: str,
         needs: Sequence[Mapping[str, float]],
@@ -273,29 +275,29 @@ class Cluster:
         """
         handles: list[Any] = []
         try:
-            place = self.placer.reserve(name, needs, spread=spread)
+            reservation = self.placer.reserve(name, needs, spread=spread)
         except Exception as error:
-            self._tell_failure(name, error)
+            self._report_failure(name, error)
             return None
         at_each = len(needs) // len(specs)
         try:
             for index, spec in enumerate(specs):
-                handles.append(self.placer.start(place, index * at_each, spec))
+                handles.append(self.placer.start(reservation, index * at_each, spec))
         except Exception as error:
-            self._tell_failure(name, error)
+            self._report_failure(name, error)
             for handle in handles:
                 self.placer.stop(handle, STOP_S)
-            self.placer.give_back(place)
+            self.placer.release(reservation)
             return None
         self._failed.pop(name, None)
-        return place, handles
+        return reservation, handles
 
-    def _tell_failure(self, name: str, error: Exception) -> None:
+    def _report_failure(self, name: str, error: Exception) -> None:
         if self._failed.get(name) != str(error):
             self._failed[name] = str(error)
             self.report(f"{name} cannot be started: {error}")
 
-    def _end_old_router(self) -> None:
+    def _stop_old_router(self) -> None:
         """Stops a router whose part of the plan has changed; its running requests may finish."""
         if self.router is None or self._router_part == self.plan.router:
             return
@@ -305,20 +307,24 @@ class Cluster:
         for member in self.members.values():
             member.joined_url, member.number = "", None
 
-    def _serve_router(self) -> None:
+    def _start_router(self) -> None:
         """Starts the router when the first instance is ready."""
-        first = next((one for one in self.members.values() if one.answers and one.is_ready), None)
+        first = next(
+            (one for one in self.members.values() if one.serves_clients and one.is_ready), None
+        )
         if self.router is not None or first is None or first.state is None:
             return
         spec = self._router_spec(first.state.url)
-        started = self._started(ROUTER, [self.plan.router.needs], [spec], spread=False)
+        started = self._start_together(ROUTER, [self.plan.router.needs], [spec], spread=False)
         if started is None:
             return
-        place, (handle,) = started
-        self.router = ClusterMember(ROUTER, spec, handle, SharedPlace(place, 1), answers=False)
+        reservation, (handle,) = started
+        self.router = ClusterMember(
+            ROUTER, spec, handle, SharedReservation(reservation, 1), serves_clients=False
+        )
         self._router_part = self.plan.router
 
-    def _join_all(self) -> None:
+    def _add_to_router(self) -> None:
         """Adds ready instances to the router, unless it already has their address.
 
         A restarted router has no servers, so all are added again.
@@ -332,7 +338,7 @@ class Cluster:
             return
         admin = self.make_admin(router.state.url)
         for name, member in self.members.items():
-            if not member.answers or not member.is_ready or member.state is None:
+            if not member.serves_clients or not member.is_ready or member.state is None:
                 continue
             if member.joined_url == member.state.url:
                 continue
@@ -348,7 +354,7 @@ class Cluster:
 
     # -- what leaves -------------------------------------------------------------------------------
 
-    def _let_leave(self, member: ClusterMember, now: float) -> None:
+    def _drain(self, member: ClusterMember, now: float) -> None:
         """Drains an instance; it is stopped when it has no requests."""
         del self.members[member.spec.name]
         member.leaving_until = now + LEAVE_S
@@ -361,7 +367,7 @@ class Cluster:
         except httpx2.HTTPError as error:
             logger.warning("%s does not leave the router: %s", member.spec.name, error)
 
-    def _end_left(self, now: float) -> None:
+    def _stop_drained(self, now: float) -> None:
         for member in list(self._leaving):
             assert member.leaving_until is not None
             if now >= member.leaving_until or self._is_gone(member):
@@ -380,15 +386,15 @@ class Cluster:
 
     def _stop(self, member: ClusterMember) -> None:
         self.placer.stop(member.handle, STOP_S)
-        if member.place.leave():
-            self.placer.give_back(member.place.place)
+        if member.reservation.leave():
+            self.placer.release(member.reservation.reservation)
 
 
 @dataclass(slots=True)
-class SharedPlace:
+class SharedReservation:
     """A reservation that is released after the last of its instances has ended."""
 
-    place: Any
+    reservation: Any
     num_members: int
 
     def leave(self) -> bool:

@@ -53,7 +53,7 @@ class InstanceSpec(msgspec.Struct, frozen=True):
     peers: list[str] = []
     """Addresses of the instances that compute prompts for it."""
     num_ranks: int = 1
-    """Ranks of its engine, of which all but the first run by themselves, as `rank_spec` says."""
+    """Ranks of its engine; each but the first has its own process (`make_rank_spec`)."""
     rank_secret: str | None = None
     """Secret that the ranks share."""
     num_block_ports: int = 1
@@ -70,7 +70,7 @@ class InstanceState(msgspec.Struct, frozen=True):
     """Address at which the other ranks join its first one."""
 
 
-def rank_spec(spec: InstanceSpec, rank: int, address: str) -> InstanceSpec:
+def make_rank_spec(spec: InstanceSpec, rank: int, address: str) -> InstanceSpec:
     """Returns the command of a further rank of an instance; `address` is that of its first rank."""
     return InstanceSpec(
         f"{spec.name}-rank-{rank}",
@@ -91,7 +91,7 @@ class Instance:
         self._host = spec.host or host
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-instance-")
         count = max(PORTS_EACH, 2 + spec.num_block_ports)
-        first = spec.port or free_ports(self._host, spec.name, count)
+        first = spec.port or find_free_ports(self._host, spec.name, count)
         self._port = first
         self._kv_port = first + 1
         self._rank_port = first + 3
@@ -148,7 +148,7 @@ class Instance:
         return str(path)
 
 
-def free_ports(host: str, name: str, count: int = PORTS_EACH) -> int:
+def find_free_ports(host: str, name: str, count: int = PORTS_EACH) -> int:
     """Returns the first of `count` adjacent free ports; the same for a name as long as they are
     free.
     """

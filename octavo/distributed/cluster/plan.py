@@ -78,15 +78,15 @@ class InstanceGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     @property
     def num_ranks(self) -> int:
         """Number of ranks of each instance that are placed separately."""
-        return self.num_tensor if self.ranks_apart else 1
+        return self.tensor_parallel_size if self.ranks_apart else 1
 
     @property
-    def num_places(self) -> int:
+    def num_placed(self) -> int:
         """Number of separately placed ranks of all instances."""
         return self.count * self.num_ranks
 
     @property
-    def num_tensor(self) -> int:
+    def tensor_parallel_size(self) -> int:
         """Tensor-parallel size of each instance."""
         size = flag_names(self.options).get("tensor_parallel_size", 1)
         return size if isinstance(size, int) else 1

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.api.errors import BackendUnavailable, ConfigError
-from octavo.distributed.cluster.instance import Instance, InstanceSpec, InstanceState, rank_spec
+from octavo.distributed.cluster.instance import (
+    Instance,
+    InstanceSpec,
+    InstanceState,
+    make_rank_spec,
+)
 from octavo.distributed.cluster.placing import ClusterMachine
 
 INSTALL = "pip install 'octavo[ray]'"
@@ -88,22 +93,22 @@ class RayPlacer:
             )
         return group
 
-    def start(self, place: Any, index: int, spec: InstanceSpec) -> ActorHandle:
+    def start(self, reservation: Any, index: int, spec: InstanceSpec) -> ActorHandle:
         """Starts an instance on bundle `index` of a reservation, and its other ranks on the bundles
         after it; returns at once.
         """
-        first = self._actor(ActorBody, place, index).remote(spec)
+        first = self._actor(InstanceActor, reservation, index).remote(spec)
         ranks = [
-            self._actor(RankBody, place, index + rank).remote(spec, rank, first)
+            self._actor(RankActor, reservation, index + rank).remote(spec, rank, first)
             for rank in range(1, spec.num_ranks)
         ]
         return ActorHandle(spec.name, first, ranks)
 
-    def _actor(self, body: type, place: Any, index: int) -> Any:
+    def _actor(self, body: type, reservation: Any, index: int) -> Any:
         """Returns the actor class with the resources of one bundle of a reservation."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        needs = dict(place.bundle_specs[index])
+        needs = dict(reservation.bundle_specs[index])
         return self._ray.remote(body).options(
             num_cpus=needs.pop("CPU"),
             num_gpus=needs.pop("GPU", None),
@@ -112,7 +117,7 @@ class RayPlacer:
             max_restarts=-1,
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                place, placement_group_bundle_index=index
+                reservation, placement_group_bundle_index=index
             ),
         )
 
@@ -136,23 +141,23 @@ class RayPlacer:
                 self._ray.get(asked, timeout=patience_s + ANSWER_S)
             self._ray.kill(actor, no_restart=True)
 
-    def give_back(self, place: Any) -> None:
+    def release(self, reservation: Any) -> None:
         from ray.util.placement_group import remove_placement_group
 
-        remove_placement_group(place)
+        remove_placement_group(reservation)
 
     def close(self) -> None:
         self._ray.shutdown()
 
 
-class ActorBody(Instance):
+class InstanceActor(Instance):
     """An instance that gets its machine's address from Ray."""
 
     def __init__(self, spec: InstanceSpec) -> None:
         super().__init__(spec, require_ray().util.get_node_ip_address())
 
 
-class RankBody(Instance):
+class RankActor(Instance):
     """A further rank of an instance. At each start it asks the first rank's actor for the address
     to join.
     """
@@ -160,7 +165,7 @@ class RankBody(Instance):
     def __init__(self, spec: InstanceSpec, rank: int, first: Any) -> None:
         ray = require_ray()
         address = _rank_address(ray, first)
-        super().__init__(rank_spec(spec, rank, address), ray.util.get_node_ip_address())
+        super().__init__(make_rank_spec(spec, rank, address), ray.util.get_node_ip_address())
 
 
 def _rank_address(ray: Any, first: Any) -> str:

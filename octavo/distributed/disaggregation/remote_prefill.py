@@ -185,8 +185,8 @@ class PrefillPeers:
         """Returns the number of a prompt's tokens that are not cached here."""
         size = self._facts.block_size
         first = self._facts.original.first_position(len(request.prompt_token_ids))
-        naming = BlockHashing(request.samples[0].cache_salt, first_position=first)
-        names = naming.digests(request.prompt_token_ids, size)
+        hashing = BlockHashing(request.samples[0].cache_salt, first_position=first)
+        names = hashing.digests(request.prompt_token_ids, size)
         return len(request.prompt_token_ids) - size * self._cached.num_known(names)
 
     def _send(self, peer: PrefillPeer, message: FrontRequestMessage) -> None:
@@ -255,7 +255,7 @@ class PrefillPeers:
 
     def _meet(self, peer: PrefillPeer, message: Welcome) -> None:
         """Accepts a peer unless its blocks have a different layout."""
-        differing = unequal(self._facts.facts, message.facts)
+        differing = describe_differences(self._facts.facts, message.facts)
         if differing:
             logger.error(
                 "%s computes no prompts for this engine: its blocks differ (%s)",
@@ -272,7 +272,7 @@ class PrefillPeers:
             )
 
 
-def unequal(own: dict[str, str], others: dict[str, str]) -> Sequence[str]:
+def describe_differences(own: dict[str, str], others: dict[str, str]) -> Sequence[str]:
     """Describes the facts in which two engines differ, with both values."""
     return [
         f"{name}: {own.get(name, 'nothing')} here, {others.get(name, 'nothing')} there"

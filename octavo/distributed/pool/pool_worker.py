@@ -34,7 +34,7 @@ from octavo.worker.kv_connectors.checksum import CHECKSUM, get_checksum
 
 logger = logging.getLogger(__name__)
 
-LATE_S = 5.0
+OVERDUE_S = 5.0
 """Seconds after which a request that waits for the store computes instead."""
 PAUSE_S = 30.0
 """Pause in seconds after a failed write."""
@@ -68,7 +68,7 @@ class PoolWorker:
         self._changed = threading.Condition()
         """Guards the report and pending blocks; notified when something is added."""
         self._fetching: dict[BlockName, float] = {}
-        """Start of each fetch that is not late, on the monotonic clock."""
+        """Start of each fetch that is not overdue, on the monotonic clock."""
         self._num_under_way = 0
         self._num_damaged = self._num_write_errors = 0
         self.writes_from = self.reads_from = 0.0
@@ -106,11 +106,11 @@ class PoolWorker:
         with self._changed:
             if self._report == EMPTY and self._num_under_way and wait_s:
                 self._changed.wait(wait_s)
-            since = time.monotonic() - LATE_S
-            late = [name for name, began in self._fetching.items() if began < since]
-            for name in late:
+            since = time.monotonic() - OVERDUE_S
+            overdue = [name for name, began in self._fetching.items() if began < since]
+            for name in overdue:
                 del self._fetching[name]
-            self._report.late += late
+            self._report.overdue += overdue
             report, self._report = self._report, ConnectorReport()
         if report == EMPTY:
             return None

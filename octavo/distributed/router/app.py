@@ -16,11 +16,11 @@ from starlette.types import Lifespan
 from octavo.api.errors import InvalidRequest, Unavailable
 from octavo.distributed.router.members import Member, Members
 from octavo.distributed.router.metrics import RouterCounts, RouterMetrics
+from octavo.distributed.router.monitor import ServerMonitor
 from octavo.distributed.router.placing import Placer
 from octavo.distributed.router.proxy import RouterProxy
 from octavo.distributed.router.roster import Roster
 from octavo.distributed.router.settings import RouterSettings
-from octavo.distributed.router.watch import Watch
 from octavo.distributed.transfer.messages import UNREADABLE
 from octavo.server.http.auth import OPERATOR, ApiKeys
 from octavo.server.http.errors import add_error_handlers
@@ -61,7 +61,7 @@ class RouterRoutes:
         if self._members.is_stopping:
             raise Unavailable("the router is stopping")
         if not any(member.takes_requests for member in self._members):
-            raise Unavailable(f"no server is well: {self._members.get_trouble(None)}")
+            raise Unavailable(f"no server is well: {self._members.describe_trouble(None)}")
         return JSONResponse({"status": "ok"})
 
     async def live(self, _: Request) -> Response:
@@ -80,7 +80,7 @@ class RouterRoutes:
         """Adds the server with the body's `url`, or takes it back; operators only. Returns after
         the first health check.
         """
-        require_router_operator(request, self._roster.front)
+        require_router_operator(request, self._roster.server_settings)
         try:
             body = msgspec.json.decode(await request.body(), type=JoinBody)
         except UNREADABLE as error:
@@ -90,13 +90,13 @@ class RouterRoutes:
 
     async def drain(self, request: Request) -> Response:
         """Stops sending requests to a server, which finishes its running ones; operators only."""
-        require_router_operator(request, self._roster.front)
+        require_router_operator(request, self._roster.server_settings)
         number = self._roster.drain(request.path_params["number"])
         return JSONResponse(build_card(number, self._members[number]))
 
     async def leave(self, request: Request) -> Response:
         """Drains and removes a server; operators only. Returns at once."""
-        require_router_operator(request, self._roster.front)
+        require_router_operator(request, self._roster.server_settings)
         number = self._roster.leave(request.path_params["number"])
         return JSONResponse(build_card(number, self._members[number]), 202)
 
@@ -123,11 +123,11 @@ def build_card(number: int, member: Member) -> dict[str, Any]:
     }
 
 
-def require_router_operator(request: Request, front: ServerSettings) -> None:
+def require_router_operator(request: Request, server: ServerSettings) -> None:
     """Raises 403 unless the request has one of the router's keys, or no key is set and only this
     machine can reach the router. An added server receives the prompts of other users.
     """
-    if request.scope.get(OPERATOR) or not (front.has_keys or front.is_open_to_all):
+    if request.scope.get(OPERATOR) or not (server.has_keys or server.is_open_to_all):
         return
     raise HTTPException(
         403, "only the operator may do this (hint: start the router with --api-key)"
@@ -137,23 +137,23 @@ def require_router_operator(request: Request, front: ServerSettings) -> None:
 def create_router_app(
     members: Members,
     settings: RouterSettings,
-    watch: Watch,
+    monitor: ServerMonitor,
     *,
     lifespan: Lifespan[FastAPI] | None = None,
 ) -> FastAPI:
     """Returns the application for `members`, whose health `monitor` checks."""
-    front = settings.front
+    server = settings.server
     counts = RouterCounts()
     app = FastAPI(title="Octavo router", version=__version__, lifespan=lifespan, openapi_url=None)
     placer = Placer(members, settings.routing_policy)
-    roster = Roster(members, placer.router, watch, settings)
+    roster = Roster(members, placer.router, monitor, settings)
     app.router.routes.extend(RouterRoutes(members, counts, roster).routes())
     proxy = RouterProxy(members, placer, settings, counts)
     app.router.routes.append(Route("/{path:path}", proxy))
     add_error_handlers(app)
     app.add_middleware(TimeLimit, limit_s=settings.max_request_s)
-    if front.has_keys:
-        app.add_middleware(ApiKeys, ring=KeyRing(front), open_metrics=settings.open_metrics)
+    if server.has_keys:
+        app.add_middleware(ApiKeys, ring=KeyRing(server), open_metrics=settings.open_metrics)
     else:
         app.add_middleware(SameOrigin)
     app.add_middleware(HeadAsGet)

@@ -74,11 +74,11 @@ class KvFeed:
                 ready = dict(await poller.poll())
                 if met in ready:
                     await met.recv_multipart()
-                    await self._begin(replay)
+                    await self._resync(replay)
                 if events in ready:
                     message = await events.recv_multipart()
                     if len(message) == 3 and message[0] == topic.encode():
-                        await self._take_numbered(message[1], message[2], replay)
+                        await self._process_batch(message[1], message[2], replay)
         except zmq.ZMQError as error:
             logger.warning("KV events at %s cannot be followed: %s", endpoint, error)
         finally:
@@ -86,7 +86,7 @@ class KvFeed:
             events.close()
             self._clear()
 
-    async def _begin(self, replay: str | None) -> None:
+    async def _resync(self, replay: str | None) -> None:
         """Reads the current blocks after a connection was established: another engine may have the
         same address now.
         """
@@ -96,7 +96,7 @@ class KvFeed:
         else:
             self._clear()
 
-    async def _take_numbered(self, number: bytes, payload: bytes, replay: str | None) -> None:
+    async def _process_batch(self, number: bytes, payload: bytes, replay: str | None) -> None:
         """Applies a batch; after a gap, missed batches are requested first."""
         index = int.from_bytes(number, "big")
         if self._next is not None and index != self._next:
@@ -119,7 +119,7 @@ class KvFeed:
         available.
         """
         assert self._next is not None, "a gap has a beginning"
-        answers = await self._asked(replay, self._next.to_bytes(8, "big") + self._epoch)
+        answers = await self._request_batches(replay, self._next.to_bytes(8, "big") + self._epoch)
         if answers and answers[0][0] == self._next:
             for number, payload in answers:
                 if number < index:
@@ -130,14 +130,14 @@ class KvFeed:
 
     async def _recover(self, replay: str) -> None:
         """Applies a snapshot; without a reply, no blocks are known."""
-        answers = await self._asked(replay, SNAPSHOT)
+        answers = await self._request_batches(replay, SNAPSHOT)
         self._clear()
         if answers:
             number, payload = answers[0]
             self._take(payload)
             self._next = number
 
-    async def _asked(self, replay: str, wanted: bytes) -> list[Batch]:
+    async def _request_batches(self, replay: str, wanted: bytes) -> list[Batch]:
         """Returns the numbered batches of a reply and stores its epoch; [] after a timeout."""
         socket = self._context.socket(zmq.DEALER)
         lock_client(socket, self._secret)
@@ -212,7 +212,9 @@ class MemberFeeds:
         tasks = [
             asyncio.ensure_future(
                 KvFeed(self._member.target.cached, self._context, self._secret).run(
-                    reachable(endpoint, host), replay and reachable(replay, host), card.topic
+                    resolve_endpoint(endpoint, host),
+                    replay and resolve_endpoint(replay, host),
+                    card.topic,
                 )
             )
             for endpoint, replay in zip(card.endpoints, replays, strict=False)
@@ -230,7 +232,7 @@ class MemberFeeds:
             await asyncio.sleep(WATCH_INTERVAL_S)
 
 
-def reachable(endpoint: str, host: str) -> str:
+def resolve_endpoint(endpoint: str, host: str) -> str:
     """Returns the address at which the router reaches a server's endpoint: a wildcard address is
     replaced by the server's host.
     """

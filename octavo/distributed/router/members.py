@@ -169,7 +169,7 @@ class Members:
     def is_adapter(self, model: str | None) -> bool:
         return any(model in member.adapters for member in self._members)
 
-    def able(self, model: str | None, without: set[int]) -> list[int]:
+    def get_candidates(self, model: str | None, without: set[int]) -> list[int]:
         """Returns the servers to which a request for a model may be sent, except those in
         `without`.
 
@@ -184,7 +184,7 @@ class Members:
             return [index for index in well if self._members[index].serves(model)]
         return well
 
-    def listed(self) -> list[msgspec.Raw] | None:
+    def merge_model_lists(self) -> list[msgspec.Raw] | None:
         """Returns the cards of all models that are currently served; None if all servers have the
         same models.
         """
@@ -197,7 +197,7 @@ class Members:
                 found.setdefault(name, card)
         return list(found.values())
 
-    def get_trouble(self, model: str | None) -> str:
+    def describe_trouble(self, model: str | None) -> str:
         """Returns the reasons why no server is available, for an error message."""
         here = [each for each in self._members if each.standing == "in"]
         asked = [each for each in here if each.serves(model)] or here

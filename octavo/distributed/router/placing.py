@@ -55,30 +55,30 @@ class Placer:
         """Index of the server that has a stored response, by the response's id."""
 
     @property
-    def reads_names(self) -> bool:
-        return self.router.reads_names
+    def needs_hashes(self) -> bool:
+        return self.router.needs_hashes
 
     def place(self, job: RoutingJob, model: str | None, tried: set[int]) -> PlacedRequest | None:
         """Assigns a request to the best server that has not been tried; returns None if there is
         none.
         """
-        able = self._members.able(model, tried)
-        if not able:
+        candidates = self._members.get_candidates(model, tried)
+        if not candidates:
             return None
-        return self.place_on(self.router.choose(job, able, time.monotonic()), job)
+        return self.assign(self.router.choose(job, candidates, time.monotonic()), job)
 
-    def place_on(self, index: int, job: RoutingJob) -> PlacedRequest:
+    def assign(self, index: int, job: RoutingJob) -> PlacedRequest:
         """Assigns a request to a given server."""
         return PlacedRequest(self, self._members[index], str(next(self._numbers)), job, index)
 
-    def least_busy(self, tried: set[int], model: str | None = None) -> int | None:
+    def get_least_busy(self, tried: set[int], model: str | None = None) -> int | None:
         """Returns the server with the fewest running requests among those that serve the model;
         None if there is none.
         """
-        able = self._members.able(model, tried)
-        return min(able, key=lambda index: self._members[index].num_running, default=None)
+        candidates = self._members.get_candidates(model, tried)
+        return min(candidates, key=lambda index: self._members[index].num_running, default=None)
 
-    def get_home(self, sender: bytes) -> int:
+    def get_owner_server(self, sender: bytes) -> int:
         """Returns the server that stores a client's files and batches, whether it is healthy or
         not.
         """
@@ -89,7 +89,7 @@ class Placer:
         here = [index for index, one in enumerate(self._members) if one.standing != "gone"]
         return max(here or range(len(self._members)), key=rank)
 
-    async def keeper_of(
+    async def find_stored_response(
         self, response_id: str, headers: Sequence[tuple[bytes, bytes]]
     ) -> int | None:
         """Returns the server that has a stored response, by asking each healthy server with the
@@ -100,13 +100,13 @@ class Placer:
             return known
         if len(response_id) > MAX_ID_CHARACTERS:
             return None
-        for index in self._members.able(None, set()):
+        for index in self._members.get_candidates(None, set()):
             client = self._members[index].client
             path = f"/v1/responses/{quote(response_id, safe='')}"
             try:
-                answer = await client.ask(UpstreamRequest("GET", path, headers))
+                answer = await client.send(UpstreamRequest("GET", path, headers))
                 try:
-                    await answer.rest()
+                    await answer.read_all()
                 finally:
                     client.finish(answer)
             except UpstreamLost:

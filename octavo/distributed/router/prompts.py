@@ -24,7 +24,7 @@ from octavo.engine.protocol.kv_events import HASH_BYTES
 from octavo.engine.routing.job import RoutingJob
 
 MAX_TOKEN_IDS = 1 << 31
-PIECE_BYTES = 256
+HASHED_BYTES = 256
 """Bytes of text that bear one name."""
 BYTES_PER_TOKEN = 4
 """Bytes of text that are counted as a token."""
@@ -56,7 +56,7 @@ Fields = Mapping[str, msgspec.Raw]
 
 
 @dataclass(frozen=True, slots=True)
-class AskedRequest:
+class ParsedRequest:
     """A parsed request, as far as routing needs it."""
 
     job: RoutingJob
@@ -68,22 +68,22 @@ class AskedRequest:
 class PromptReader:
     """Parses the bodies of requests."""
 
-    def __init__(self, members: Members, *, reads_names: bool) -> None:
+    def __init__(self, members: Members, *, needs_hashes: bool) -> None:
         self._members = members
-        self._reads_names = reads_names
+        self._reads_names = needs_hashes
         self._decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
-    async def read(self, path: str, body: bytes, sender: bytes) -> AskedRequest:
+    async def read(self, path: str, body: bytes, sender: bytes) -> ParsedRequest:
         """Parses a body; if it is not a JSON object, only its length is used. `sender` is the
         client's API key.
         """
         try:
             fields = self._decoder.decode(body)
         except UNREADABLE:
-            return AskedRequest(RoutingJob(len(body) // BYTES_PER_TOKEN))
+            return ParsedRequest(RoutingJob(len(body) // BYTES_PER_TOKEN))
         model = _text(fields, "model")
         job = await self._job(path, fields, model, sender)
-        return AskedRequest(job, model, _text(fields, "previous_response_id"))
+        return ParsedRequest(job, model, _text(fields, "previous_response_id"))
 
     def get_model(self, path: str, body: bytes) -> str | None:
         """Returns the model named in the path or body; None if there is none."""
@@ -96,8 +96,8 @@ class PromptReader:
         return _text(fields, "model") or _text(fields, "name")
 
     async def _job(self, path: str, fields: Fields, model: str | None, sender: bytes) -> RoutingJob:
-        start = _beginning(fields)
-        session = _session(fields, start, sender)
+        start = _get_raw_prompt(fields)
+        session = _get_session(fields, start, sender)
         salt = _text(fields, "cache_salt") or ""
         if self._reads_names and not self._members.is_adapter(model):
             tokens = await self._tokens(path, fields)
@@ -112,8 +112,8 @@ class PromptReader:
         if not self._reads_names:
             return RoutingJob(num_tokens, session=session)
         root = f"{model or ''}\0{salt}".encode()
-        names = await _in_thread_if_long(len(start) // 16, lambda: text_names(root, start))
-        return RoutingJob(num_tokens, names, PIECE_BYTES // BYTES_PER_TOKEN, session)
+        names = await _in_thread_if_long(len(start) // 16, lambda: hash_text(root, start))
+        return RoutingJob(num_tokens, names, HASHED_BYTES // BYTES_PER_TOKEN, session)
 
     async def _tokens(self, path: str, fields: Fields) -> list[int] | None:
         """Returns the prompt's token ids (those of the first prompt, if there are several); None if
@@ -134,10 +134,12 @@ class PromptReader:
 
     async def _tokenized(self, body: bytes, model: str | None) -> list[int] | None:
         """Tokenizes a prompt on the least busy server; returns None if that fails."""
-        able = self._members.able(model, set())
-        if not able:
+        candidates = self._members.get_candidates(model, set())
+        if not candidates:
             return None
-        member = min((self._members[index] for index in able), key=lambda each: each.num_running)
+        member = min(
+            (self._members[index] for index in candidates), key=lambda each: each.num_running
+        )
         try:
             async with asyncio.timeout(TOKENIZE_TIMEOUT_S):
                 status, answer = await member.client.fetch("POST", "/tokenize", body)
@@ -153,19 +155,19 @@ class _Tokenized(msgspec.Struct):
 _TOKENIZED = msgspec.json.Decoder(_Tokenized)
 
 
-def text_names(root: bytes, text: bytes) -> list[bytes]:
+def hash_text(root: bytes, text: bytes) -> list[bytes]:
     """Returns a hash for each complete chunk of a text, which depends on all text before it and on
     `root`.
     """
     parent = blake2b(root, digest_size=HASH_BYTES).digest()
     names = []
-    for end in range(PIECE_BYTES, len(text) + 1, PIECE_BYTES):
-        parent = blake2b(parent + text[end - PIECE_BYTES : end], digest_size=HASH_BYTES).digest()
+    for end in range(HASHED_BYTES, len(text) + 1, HASHED_BYTES):
+        parent = blake2b(parent + text[end - HASHED_BYTES : end], digest_size=HASH_BYTES).digest()
         names.append(parent)
     return names
 
 
-def _beginning(fields: Fields) -> bytes:
+def _get_raw_prompt(fields: Fields) -> bytes:
     """Returns the prompt as raw JSON, with the fields in the order in which chat templates render
     them.
     """
@@ -173,7 +175,7 @@ def _beginning(fields: Fields) -> bytes:
     return b"".join(found)
 
 
-def _session(fields: Fields, start: bytes, sender: bytes) -> bytes:
+def _get_session(fields: Fields, start: bytes, sender: bytes) -> bytes:
     """Returns the key that identifies a session."""
     key = _text(fields, "prompt_cache_key") or _text(fields, "session_id")
     if key is not None:

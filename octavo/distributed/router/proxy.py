@@ -23,13 +23,13 @@ from octavo.api.errors import Unavailable
 from octavo.distributed.router.members import Members
 from octavo.distributed.router.metrics import RouterCounts
 from octavo.distributed.router.placing import PlacedRequest, Placer
-from octavo.distributed.router.prompts import AskedRequest, PromptReader
+from octavo.distributed.router.prompts import ParsedRequest, PromptReader
 from octavo.distributed.router.settings import RouterSettings
 from octavo.distributed.router.upstream import (
     HeaderList,
-    UpstreamAnswer,
     UpstreamLost,
     UpstreamRequest,
+    UpstreamResponse,
 )
 from octavo.engine.routing.job import RoutingJob
 from octavo.server.http.body import read_in_time
@@ -42,33 +42,33 @@ from octavo.server.http.time_limit import DEADLINE, Deadline
 from octavo.server.state.request_record import get_record
 
 
-class Way(Enum):
+class ServerChoice(Enum):
     """How the server of a request is selected.
 
     A path that is not in the table must be requested from the server itself.
     """
 
-    PLACED = auto()
-    """Chosen by the policy: the request asks for work."""
+    POLICY = auto()
+    """Chosen by the routing policy, for generation and pooling requests."""
     ANY = auto()
-    """Any server that is well: all answer alike."""
-    HOME = auto()
-    """The server where the sender's files and batches are."""
-    KEPT = auto()
-    """The server that has the stored thing which the path names."""
+    """Any healthy server: all respond alike."""
+    OWNER = auto()
+    """The server that stores the client's files and batches."""
+    RESPONSE = auto()
+    """The server that has the stored response in the path."""
 
 
 @dataclass(frozen=True, slots=True)
-class PassedRoute:
+class ForwardedRoute:
     """A forwarded route."""
 
     methods: frozenset[str]
     pattern: re.Pattern[str]
-    way: Way
+    choice: ServerChoice
 
 
-def _row(methods: str, pattern: str, way: Way) -> PassedRoute:
-    return PassedRoute(frozenset(methods.split()), re.compile(pattern), way)
+def _row(methods: str, pattern: str, choice: ServerChoice) -> ForwardedRoute:
+    return ForwardedRoute(frozenset(methods.split()), re.compile(pattern), choice)
 
 
 TABLE = (
@@ -76,19 +76,19 @@ TABLE = (
         "POST",
         r"/v1/(chat/completions|completions|embeddings|messages(/count_tokens)?|responses|rerank"
         r"|score|classify)",
-        Way.PLACED,
+        ServerChoice.POLICY,
     ),
-    _row("POST", r"(/cohere)?/v2/chat|/api/(chat|generate|embed|embeddings)", Way.PLACED),
-    _row("POST", r"(/v1)?/(tokenize|detokenize|apply-template)", Way.ANY),
-    _row("GET", r"/v1/models(/.+)?|/v1/capabilities|(/v1)?/tokenizer_info", Way.ANY),
-    _row("GET", r"/api/(version|tags|ps)|/version", Way.ANY),
-    _row("POST", r"/api/show", Way.ANY),
-    _row("GET POST DELETE", r"/v1/(files|batches)(/.*)?", Way.HOME),
-    _row("GET POST DELETE", r"/v1/responses/[^/]+(/[a-z_]+)?", Way.KEPT),
+    _row("POST", r"(/cohere)?/v2/chat|/api/(chat|generate|embed|embeddings)", ServerChoice.POLICY),
+    _row("POST", r"(/v1)?/(tokenize|detokenize|apply-template)", ServerChoice.ANY),
+    _row("GET", r"/v1/models(/.+)?|/v1/capabilities|(/v1)?/tokenizer_info", ServerChoice.ANY),
+    _row("GET", r"/api/(version|tags|ps)|/version", ServerChoice.ANY),
+    _row("POST", r"/api/show", ServerChoice.ANY),
+    _row("GET POST DELETE", r"/v1/(files|batches)(/.*)?", ServerChoice.OWNER),
+    _row("GET POST DELETE", r"/v1/responses/[^/]+(/[a-z_]+)?", ServerChoice.RESPONSE),
 )
 
 
-def get_way(method: str, path: str) -> Way | None:
+def get_server_choice(method: str, path: str) -> ServerChoice | None:
     """Returns how the server of a request is selected; None if the path is not forwarded, for
     example because it contains "..".
     """
@@ -96,18 +96,18 @@ def get_way(method: str, path: str) -> Way | None:
         return None
     for row in TABLE:
         if method in row.methods and row.pattern.fullmatch(path):
-            return row.way
+            return row.choice
     return None
 
 
 SERVER_HEADER = b"x-octavo-server"
 """Header of an answer whose value is the number of the server that gave it."""
-BY_THE_HOP = frozenset(
+HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer"
     b" transfer-encoding upgrade host content-length expect date server".split()
 )
 """Headers that are about one connection, or that both ends write themselves."""
-ELSEWHERE = frozenset({429, 503})
+RETRIED_STATUSES = frozenset({429, 503})
 """Statuses with which a server says that another one may do better."""
 CACHED_TOKENS = re.compile(rb'"cached_tokens": ?(\d+)')
 NO_JOB = RoutingJob(0)
@@ -117,12 +117,12 @@ SERVER_GONE = Unavailable(
 
 
 @dataclass(slots=True)
-class PassedOn:
+class ForwardedRequest:
     """A request with everything that is needed to send it, possibly several times."""
 
-    way: Way
-    request: UpstreamRequest
-    asked: AskedRequest
+    choice: ServerChoice
+    upstream: UpstreamRequest
+    parsed: ParsedRequest
     sender: bytes
     """Value of the header with the client's key; b"" without one."""
 
@@ -139,30 +139,30 @@ class RouterProxy:
     ) -> None:
         self._members = members
         self._placer = placer
-        self._reader = PromptReader(members, reads_names=placer.reads_names)
+        self._reader = PromptReader(members, needs_hashes=placer.needs_hashes)
         self._settings = settings
-        self._front = settings.front
+        self._server_settings = settings.server
         self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            passed = await self._read(scope, receive)
-            cards = self._members.listed() if _asks_for_models(scope) else None
+            request = await self._read(scope, receive)
+            cards = self._members.merge_model_lists() if _is_model_list(scope) else None
             if cards is not None:
                 body = msgspec.json.encode({"object": "list", "data": cards})
                 await Response(body, media_type="application/json")(scope, receive, send)
                 return
             with suppress(ClientDisconnect):
-                await cancel_on_disconnect(receive, self._pass_on(passed, scope, receive, send))
+                await cancel_on_disconnect(receive, self._forward(request, scope, receive, send))
         except (HTTPException, Unavailable) as error:
             self._counts.add("refusals", str(make_fault(error).status))
             await error_response(error, get_error_format(scope))(scope, receive, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> PassedOn:
+    async def _read(self, scope: Scope, receive: Receive) -> ForwardedRequest:
         """Reads a complete request; raises an error if the router rejects it."""
         path = scope["path"]
-        way = get_way(scope["method"], path)
-        if way is None:
+        choice = get_server_choice(scope["method"], path)
+        if choice is None:
             raise HTTPException(
                 404,
                 f"{scope['method']} {path} is not passed on (hint: ask the server itself)",
@@ -170,29 +170,29 @@ class RouterProxy:
         if self._members.is_stopping:
             raise Unavailable("the router is stopping")
         request = Request(scope, receive)
-        body = await read_in_time(request, self._front)
+        body = await read_in_time(request, self._server_settings)
         sender = next(
             (v for k, v in scope["headers"] if k in (b"authorization", b"x-api-key")), b""
         )
-        asked = AskedRequest(NO_JOB)
-        if way is Way.PLACED:
+        asked = ParsedRequest(NO_JOB)
+        if choice is ServerChoice.POLICY:
             asked = await self._reader.read(path, body, sender)
-        elif way is Way.ANY:
-            asked = AskedRequest(NO_JOB, self._reader.get_model(path, body))
-        elif way is Way.KEPT:
-            asked = AskedRequest(NO_JOB, response_id=path.split("/")[3])
+        elif choice is ServerChoice.ANY:
+            asked = ParsedRequest(NO_JOB, self._reader.get_model(path, body))
+        elif choice is ServerChoice.RESPONSE:
+            asked = ParsedRequest(NO_JOB, response_id=path.split("/")[3])
         target = (scope.get("raw_path") or path.encode()).decode("latin-1")
         if scope["query_string"]:
             target += "?" + scope["query_string"].decode("latin-1")
         upstream = UpstreamRequest(scope["method"], target, self._headers(scope), body)
-        return PassedOn(way, upstream, asked, sender)
+        return ForwardedRequest(choice, upstream, asked, sender)
 
     def _headers(self, scope: Scope) -> HeaderList:
         """Returns the headers for the server: the client's, with its address, the request id, and
         the servers' API key.
         """
         key = self._settings.server_api_key
-        dropped = BY_THE_HOP | {ID_HEADER.lower().encode(), b"x-forwarded-for"}
+        dropped = HOP_BY_HOP | {ID_HEADER.lower().encode(), b"x-forwarded-for"}
         if key is not None:
             dropped |= {b"authorization", b"x-api-key"}
         kept = [pair for pair in scope["headers"] if pair[0] not in dropped]
@@ -205,23 +205,28 @@ class RouterProxy:
         kept.append((ID_HEADER.lower().encode(), get_record(scope).request_id.encode()))
         return kept
 
-    async def _pass_on(self, passed: PassedOn, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(
+        self, request: ForwardedRequest, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Tries one server after another until one has begun to respond."""
         tried: set[int] = set()
         refusal: Response | None = None
         while len(tried) < self._settings.max_attempts:
-            placement = await self._place(passed, tried)
+            placement = await self._place(request, tried)
             if placement is None:
                 break
             tried.add(placement.index)
             member = placement.member
             try:
-                answer = await member.client.ask(passed.request)
-                if answer.status in ELSEWHERE and passed.way in (Way.PLACED, Way.ANY):
-                    refusal = await self._refused(answer, placement)
+                answer = await member.client.send(request.upstream)
+                if answer.status in RETRIED_STATUSES and request.choice in (
+                    ServerChoice.POLICY,
+                    ServerChoice.ANY,
+                ):
+                    refusal = await self._read_refusal(answer, placement)
                     continue
                 try:
-                    await self._hand_on(answer, placement, scope, send)
+                    await self._stream(answer, placement, scope, send)
                 finally:
                     member.client.finish(answer)
                 return
@@ -232,54 +237,54 @@ class RouterProxy:
             finally:
                 placement.end()
         if refusal is None:
-            trouble = self._members.get_trouble(passed.asked.model)
+            trouble = self._members.describe_trouble(request.parsed.model)
             raise Unavailable(
                 f"no server can answer: {trouble or 'none has this model or thing'}",
                 hint="try again in a few seconds",
             )
         await refusal(scope, receive, send)
 
-    async def _place(self, passed: PassedOn, tried: set[int]) -> PlacedRequest | None:
+    async def _place(self, request: ForwardedRequest, tried: set[int]) -> PlacedRequest | None:
         """Returns the next server for a request; None if there are no more."""
-        job = passed.asked.job
-        wanted = passed.asked.response_id
-        if passed.way is Way.PLACED and wanted is None:
-            placement = self._placer.place(job, passed.asked.model, tried)
+        job = request.parsed.job
+        wanted = request.parsed.response_id
+        if request.choice is ServerChoice.POLICY and wanted is None:
+            placement = self._placer.place(job, request.parsed.model, tried)
             if placement is not None and not tried:
                 self._counts.add("prompt_tokens", by=job.num_tokens)
                 self._counts.add("predicted_cached_tokens", by=placement.num_cached)
             return placement
-        if passed.way is Way.ANY:
-            index = self._placer.least_busy(tried, passed.asked.model)
+        if request.choice is ServerChoice.ANY:
+            index = self._placer.get_least_busy(tried, request.parsed.model)
         elif tried:
             return None
-        elif passed.way is Way.HOME:
-            index = self._placer.get_home(passed.sender)
+        elif request.choice is ServerChoice.OWNER:
+            index = self._placer.get_owner_server(request.sender)
         else:
             assert wanted is not None, "its path or its body names it"
-            index = await self._placer.keeper_of(wanted, passed.request.headers)
+            index = await self._placer.find_stored_response(wanted, request.upstream.headers)
             if index is None:
-                index = self._placer.least_busy(tried)  # it says that there is no such thing
-        return None if index is None else self._placer.place_on(index, job)
+                index = self._placer.get_least_busy(tried)  # it says that there is no such thing
+        return None if index is None else self._placer.assign(index, job)
 
-    async def _refused(self, answer: UpstreamAnswer, placement: PlacedRequest) -> Response:
+    async def _read_refusal(self, answer: UpstreamResponse, placement: PlacedRequest) -> Response:
         """Returns the error response of a server, in case no other server succeeds."""
         member = placement.member
         try:
-            body = await answer.rest()
+            body = await answer.read_all()
         finally:
             member.client.finish(answer)
         self._counts.add("retries", str(placement.index), str(answer.status))
-        headers = dict(_decoded(_passable(answer.headers)))
+        headers = dict(_decoded(_get_forwarded_headers(answer.headers)))
         return Response(body, answer.status, headers)
 
-    async def _hand_on(
-        self, answer: UpstreamAnswer, placement: PlacedRequest, scope: Scope, send: Send
+    async def _stream(
+        self, answer: UpstreamResponse, placement: PlacedRequest, scope: Scope, send: Send
     ) -> None:
         """Streams a response to the client."""
         number = str(placement.index)
         self._counts.add("requests", number, str(answer.status))
-        headers = [*_passable(answer.headers), (SERVER_HEADER, number.encode())]
+        headers = [*_get_forwarded_headers(answer.headers), (SERVER_HEADER, number.encode())]
         length = answer.header(b"content-length")
         if length:
             headers.append((b"content-length", length))
@@ -288,7 +293,7 @@ class RouterProxy:
         deadline = scope.get(DEADLINE, Deadline())
         try:
             async with asyncio.timeout_at(deadline.at_s) as limit:
-                while data := await answer.part():
+                while data := await answer.read():
                     if is_stream:
                         placement.yielded(data.count(b"data:"))
                     self._note_cached(data)
@@ -314,14 +319,14 @@ class RouterProxy:
             self._counts.add("found_cached_tokens", by=sum(map(int, CACHED_TOKENS.findall(data))))
 
 
-def _asks_for_models(scope: Scope) -> bool:
+def _is_model_list(scope: Scope) -> bool:
     """Returns whether a request is for OpenAI's list of models."""
     is_anthropic = any(name == b"anthropic-version" for name, _ in scope["headers"])
     return scope["method"] == "GET" and scope["path"] == "/v1/models" and not is_anthropic
 
 
-def _passable(headers: Sequence[tuple[bytes, bytes]]) -> HeaderList:
-    return [pair for pair in headers if pair[0] not in BY_THE_HOP and pair[0] != b"x-request-id"]
+def _get_forwarded_headers(headers: Sequence[tuple[bytes, bytes]]) -> HeaderList:
+    return [pair for pair in headers if pair[0] not in HOP_BY_HOP and pair[0] != b"x-request-id"]
 
 
 def _decoded(headers: HeaderList) -> list[tuple[str, str]]:

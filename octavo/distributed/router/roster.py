@@ -12,9 +12,9 @@ from starlette.exceptions import HTTPException
 
 from octavo.api.errors import ConfigError, InvalidRequest
 from octavo.distributed.router.members import NOT_CHECKED, Member, Members
+from octavo.distributed.router.monitor import ServerMonitor
 from octavo.distributed.router.settings import RouterSettings
-from octavo.distributed.router.upstream import server_url
-from octavo.distributed.router.watch import Watch
+from octavo.distributed.router.upstream import normalize_server_url
 from octavo.engine.routing.router import Router
 from octavo.server.settings import ServerSettings
 
@@ -28,23 +28,23 @@ class Roster:
     """Changes the servers of a router. Used in one event loop."""
 
     def __init__(
-        self, members: Members, router: Router, watch: Watch, settings: RouterSettings
+        self, members: Members, router: Router, monitor: ServerMonitor, settings: RouterSettings
     ) -> None:
         self._members = members
         self._router = router
-        self._watch = watch
+        self._monitor = monitor
         self._settings = settings
         self._leaving: dict[int, asyncio.Task[None]] = {}
         """Tasks that wait for a server's last request, by its number."""
 
     @property
-    def front(self) -> ServerSettings:
-        return self._settings.front
+    def server_settings(self) -> ServerSettings:
+        return self._settings.server
 
     async def join(self, url: str) -> int:
         """Adds a server, or takes back a removed one, and checks it once; returns its number."""
         try:
-            url = server_url(url)
+            url = normalize_server_url(url)
         except ConfigError as error:
             raise InvalidRequest(error.message, hint=error.hint) from None
         for number, member in enumerate(self._members):
@@ -56,7 +56,7 @@ class Roster:
         member = self._members.add(url)
         self._router.targets.append(member.target)
         number = len(self._members) - 1
-        await self._watch.begin(member)
+        await self._monitor.begin(member)
         return number
 
     async def _return(self, number: int, member: Member) -> None:
@@ -64,8 +64,8 @@ class Roster:
         if leaving is not None:
             leaving.cancel()
         member.standing = "in"
-        if not self._watch.follows(member):
-            await self._watch.begin(member)
+        if not self._monitor.follows(member):
+            await self._monitor.begin(member)
 
     def drain(self, number: int) -> int:
         """Stops sending requests to a server."""
@@ -88,7 +88,7 @@ class Roster:
         end = time.monotonic() + self._settings.shutdown_timeout_s
         while member.num_running and time.monotonic() < end:
             await asyncio.sleep(WAIT_S)
-        await self._watch.end(member)
+        await self._monitor.end(member)
         member.standing, member.trouble = "gone", NOT_CHECKED
         member.target.cached.clear()
         member.client.abort_waiting("the server has left the router")

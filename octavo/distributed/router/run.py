@@ -17,9 +17,9 @@ from fastapi import FastAPI
 from octavo.api.errors import ConfigError
 from octavo.distributed.router.app import create_router_app
 from octavo.distributed.router.members import Members
+from octavo.distributed.router.monitor import ServerMonitor, monitor_servers
 from octavo.distributed.router.settings import RouterSettings
-from octavo.distributed.router.upstream import server_url
-from octavo.distributed.router.watch import Watch, watched
+from octavo.distributed.router.upstream import normalize_server_url
 from octavo.server.http.limited_protocol import LimitedHttpProtocol
 from octavo.server.http.listener import listen
 from octavo.server.http.log_format import NOTICES, configure_logging
@@ -31,26 +31,26 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
     """Runs the router until SIGTERM or SIGINT; raises ConfigError for invalid servers or
     settings.
     """
-    front = settings.front
-    configure_logging(front)
+    server = settings.server
+    configure_logging(server)
     if not urls:
         raise ConfigError("url: got none, needed is at least one server")
-    if len({server_url(url) for url in urls}) < len(urls):
+    if len({normalize_server_url(url) for url in urls}) < len(urls):
         raise ConfigError("url: got a server twice", hint="name each server once")
-    members, watch = Members(urls, settings), Watch(settings)
-    listener = listen(front)
-    if front.is_open_to_all:
+    members, monitor = Members(urls, settings), ServerMonitor(settings)
+    listener = listen(server)
+    if server.is_open_to_all:
         notices.info(
             "warning: %s can be reached from other machines and no --api-key is set: anyone who the"
             " servers let in may use them",
-            front.host,
+            server.host,
         )
-    scheme = "http" if front.ssl_certfile is None else "https"
-    address = f"{scheme}://{_shown(front.host)}:{listener.getsockname()[1]}"
+    scheme = "http" if server.ssl_certfile is None else "https"
+    address = f"{scheme}://{_shown(server.host)}:{listener.getsockname()[1]}"
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with watched(members, settings, watch):
+        async with monitor_servers(members, settings, monitor):
             well = sum(member.is_well for member in members)
             notices.info("routing to %d of %d servers on %s", well, len(members), address)
             for index, member in enumerate(members):
@@ -58,14 +58,14 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
             yield
 
     config = uvicorn.Config(
-        create_router_app(members, settings, watch, lifespan=lifespan),
-        http=LimitedHttpProtocol.for_server(front),
+        create_router_app(members, settings, monitor, lifespan=lifespan),
+        http=LimitedHttpProtocol.for_server(server),
         ws="none",
         log_config=None,
         access_log=False,
         lifespan="on",
-        ssl_certfile=front.ssl_certfile,
-        ssl_keyfile=front.ssl_keyfile,
+        ssl_certfile=server.ssl_certfile,
+        ssl_keyfile=server.ssl_keyfile,
         proxy_headers=False,
         timeout_graceful_shutdown=settings.shutdown_timeout_s,
     )

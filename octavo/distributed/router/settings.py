@@ -110,12 +110,12 @@ class RouterSettings:
     )
 
     def __post_init__(self) -> None:
-        self.front  # noqa: B018 - refuses what no server may be given
+        self.server  # noqa: B018 - refuses what no server may be given
         if self.server_api_key is not None and not self.server_api_key.isprintable():
             raise ConfigError("server_api_key: allowed are printable characters")
 
     @property
-    def front(self) -> ServerSettings:
+    def server(self) -> ServerSettings:
         """The settings of the router's own HTTP server."""
         return ServerSettings(
             host=self.host,

@@ -37,7 +37,7 @@ HeaderList = list[tuple[bytes, bytes]]
 HINT = "name each server as `octavo serve` prints it; keys go with --server-api-key"
 
 
-def server_url(text: str) -> str:
+def normalize_server_url(text: str) -> str:
     """Returns the canonical URL of a server; raises ConfigError if it is invalid."""
     return str(parse_server_url(text, hint=HINT))
 
@@ -56,7 +56,7 @@ class UpstreamRequest:
     headers: Sequence[tuple[bytes, bytes]] = ()
     body: bytes = b""
 
-    def encoded(self, host: bytes, prefix: str) -> bytes:
+    def encode(self, host: bytes, prefix: str) -> bytes:
         """Returns the bytes of the request; `prefix` is put before the path."""
         length = b"Content-Length: %d\r\n" % len(self.body)
         has_body = bool(self.body) or self.method not in ("GET", "HEAD", "DELETE")
@@ -80,7 +80,7 @@ class UpstreamConnection(asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._transport: Any = None
-        self._answer: UpstreamAnswer | None = None
+        self._answer: UpstreamResponse | None = None
         self._parser: Any = None
         self._head_bytes = 0
         self._is_interim = False
@@ -89,10 +89,10 @@ class UpstreamConnection(asyncio.Protocol):
         """Moment at which its last exchange ended, on the monotonic clock."""
         self.is_open = False
 
-    def start(self, data: bytes) -> UpstreamAnswer:
+    def start(self, data: bytes) -> UpstreamResponse:
         """Sends a request; the connection must be idle."""
         self._parser = httptools.HttpResponseParser(self)
-        self._answer = UpstreamAnswer(self, self._loop)
+        self._answer = UpstreamResponse(self, self._loop)
         if not self.is_open:
             self._answer.fail(UpstreamLost("the server closed the connection"))
         else:
@@ -175,7 +175,7 @@ class UpstreamConnection(asyncio.Protocol):
             answer.fail(UpstreamLost(reason))
 
 
-class UpstreamAnswer:
+class UpstreamResponse:
     """Response to one request while it is received."""
 
     def __init__(self, connection: UpstreamConnection, loop: asyncio.AbstractEventLoop) -> None:
@@ -183,9 +183,9 @@ class UpstreamAnswer:
         """HTTP status; 0 before the head has come."""
         self.headers: HeaderList = []
         """Headers in their order, names in lower case."""
-        self.is_whole = False
+        self.is_complete = False
         """Whether all of it has come."""
-        self.is_given_up = False
+        self.is_cancelled = False
         """Whether this side has ended the exchange."""
         self.connection = connection
         self._loop = loop
@@ -198,12 +198,12 @@ class UpstreamAnswer:
         """Returns a header's value; b"" if it is missing."""
         return next((value for known, value in self.headers if known == name), b"")
 
-    async def part(self) -> bytes:
+    async def read(self) -> bytes:
         """Waits for data and returns everything received since the last call; b"" at the end.
         Raises UpstreamLost if the connection was lost.
         """
         while not self._parts:
-            if self.is_whole:
+            if self.is_complete:
                 return b""
             if self._error is not None:
                 raise self._error
@@ -215,27 +215,27 @@ class UpstreamAnswer:
         self._num_bytes = 0
         return data
 
-    async def begun(self) -> None:
+    async def wait_for_body(self) -> None:
         """Waits for the first byte of the body, or for the end of the response."""
-        while not (self._parts or self.is_whole):
+        while not (self._parts or self.is_complete):
             if self._error is not None:
                 raise self._error
             await self._change()
 
-    async def rest(self) -> bytes:
+    async def read_all(self) -> bytes:
         """Returns the rest of the body; raises UpstreamLost if it exceeds MAX_OWN_BYTES."""
         parts, num_bytes = [], 0
-        while data := await self.part():
+        while data := await self.read():
             parts.append(data)
             num_bytes += len(data)
             if num_bytes > MAX_OWN_BYTES:
                 raise UpstreamLost(f"its answer has more than {MAX_OWN_BYTES:,} bytes")
         return b"".join(parts)
 
-    def give_up(self, reason: str = "given up") -> None:
+    def cancel(self, reason: str = "given up") -> None:
         """Aborts an incomplete request, which also aborts its work on the server."""
-        if not self.is_whole:
-            self.is_given_up = True
+        if not self.is_complete:
+            self.is_cancelled = True
             self.fail(UpstreamLost(reason))
             self.connection.abort()
 
@@ -254,11 +254,11 @@ class UpstreamAnswer:
         self._wake()
 
     def end(self) -> None:
-        self.is_whole = True
+        self.is_complete = True
         self._wake()
 
     def fail(self, error: UpstreamLost) -> None:
-        if self._error is None and not self.is_whole:
+        if self._error is None and not self.is_complete:
             self._error = error
         self._wake()
 
@@ -287,22 +287,22 @@ class UpstreamClient:
         self._timeout_s = connect_timeout_s
         self._api_key = api_key
         self._idle: list[UpstreamConnection] = []
-        self._waiting: set[UpstreamAnswer] = set()
+        self._waiting: set[UpstreamResponse] = set()
 
-    async def ask(self, request: UpstreamRequest) -> UpstreamAnswer:
+    async def send(self, request: UpstreamRequest) -> UpstreamResponse:
         """Sends a request and returns its response after the head and the first byte of the body
         have arrived. Raises UpstreamLost. A stale connection is replaced first.
         """
-        data = request.encoded(self._authority, self._prefix)
+        data = request.encode(self._authority, self._prefix)
         while (connection := self._take_idle()) is not None:
             answer = connection.start(data)
             try:
-                return await self._begun(connection, answer)
+                return await self._start(connection, answer)
             except UpstreamLost:
-                if answer.status or answer.is_given_up:
+                if answer.status or answer.is_cancelled:
                     raise  # it had begun to answer, or has stood still for too long
         connection = await self._connect()
-        return await self._begun(connection, connection.start(data))
+        return await self._start(connection, connection.start(data))
 
     async def fetch(self, method: str, target: str, body: bytes = b"") -> tuple[int, bytes]:
         """Sends a request of the router itself; returns the status and the whole body."""
@@ -311,18 +311,18 @@ class UpstreamClient:
             headers.append((b"Content-Type", b"application/json"))
         if self._api_key:
             headers.append((b"Authorization", b"Bearer " + self._api_key.encode()))
-        answer = await self.ask(UpstreamRequest(method, target, headers, body))
+        answer = await self.send(UpstreamRequest(method, target, headers, body))
         try:
-            found = await answer.rest()
+            found = await answer.read_all()
         finally:
             self.finish(answer)
         return answer.status, found
 
-    def finish(self, answer: UpstreamAnswer) -> None:
+    def finish(self, answer: UpstreamResponse) -> None:
         """Releases the connection of a response that has been read or is no longer needed."""
         connection = answer.connection
-        if not answer.is_whole:
-            answer.give_up()
+        if not answer.is_complete:
+            answer.cancel()
         elif connection.is_open and len(self._idle) < MAX_IDLE_CONNECTIONS:
             self._idle.append(connection)
         else:
@@ -331,7 +331,7 @@ class UpstreamClient:
     def abort_waiting(self, reason: str) -> None:
         """Aborts all requests whose responses have not begun."""
         for answer in list(self._waiting):
-            answer.give_up(reason)
+            answer.cancel(reason)
 
     def close(self) -> None:
         """Closes the idle connections."""
@@ -339,17 +339,17 @@ class UpstreamClient:
             connection.abort()
         self._idle.clear()
 
-    async def _begun(
-        self, connection: UpstreamConnection, answer: UpstreamAnswer
-    ) -> UpstreamAnswer:
+    async def _start(
+        self, connection: UpstreamConnection, answer: UpstreamResponse
+    ) -> UpstreamResponse:
         self._waiting.add(answer)
         try:
-            await answer.begun()
+            await answer.wait_for_body()
         except UpstreamLost:
             connection.abort()
             raise
         except BaseException:
-            answer.give_up()
+            answer.cancel()
             raise
         finally:
             self._waiting.discard(answer)

@@ -2,7 +2,8 @@
 
 Every request has an epoch, and replies to older ones are dropped. If the other engine partitions KV
 heads differently, a block comes in pieces from several of its ranks. Blocks that do not arrive
-completely are reported, and their tokens are computed here. Used by the thread of `transfer.py`.
+completely are reported, and their tokens are computed here. Used by the thread
+of `transfer_worker.py`.
 """
 
 from __future__ import annotations

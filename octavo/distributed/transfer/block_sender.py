@@ -3,7 +3,7 @@ that a mover reads, and sends the layers of blocks that are being computed.
 
 A peer requests blocks by hash, often before they are computed, and waits. It requests all heads of
 this rank or a piece of them; a piece is cut out when it is sent, and always sent in messages. Used
-by the thread of `transfer.py`.
+by the thread of `transfer_worker.py`.
 """
 
 from __future__ import annotations

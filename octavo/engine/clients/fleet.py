@@ -205,11 +205,11 @@ class FleetClient:
     def _job(self, request: EngineRequest) -> RoutingJob:
         tokens = request.prompt_token_ids
         names: list[bytes] = []
-        if self._router.reads_names and not request.media:  # whose blocks no text names
+        if self._router.needs_hashes and not request.media:  # whose blocks no text names
             adapter = b"" if request.adapter is None else request.adapter.digest
             first = self.info.original.first_position(len(tokens))
-            naming = BlockHashing(request.cache_salt, adapter, first_position=first)
-            names = naming.digests(tokens, self._block_size)
+            hashing = BlockHashing(request.cache_salt, adapter, first_position=first)
+            names = hashing.digests(tokens, self._block_size)
         start = f"{request.tenant}\0{request.cache_salt}\0{tokens[:SESSION_TOKENS]}"
         session = blake2b(start.encode(), digest_size=16).digest()
         return RoutingJob(len(tokens), names, self._block_size, session)

@@ -162,7 +162,7 @@ class BlockManager(BlockTables):
         request_id: str,
         token_ids: Sequence[int],
         *,
-        naming: BlockHashing = PLAIN,
+        hashing: BlockHashing = PLAIN,
         max_cached_tokens: int,
         reserve: int,
         at_once: bool,
@@ -173,12 +173,12 @@ class BlockManager(BlockTables):
 
         Unless `at_once`, a step loads a limited number of bytes, so that others do not wait.
         """
-        limit = min(len(token_ids) - 1, max_cached_tokens, naming.num_named_tokens)
+        limit = min(len(token_ids) - 1, max_cached_tokens, hashing.num_hashed_tokens)
         if self._loader is None or not self.hashes.is_used or limit <= 0:
             return NOTHING_TO_FETCH
-        keys = self.hashes.keys(request_id, token_ids[:limit], naming)
+        keys = self.hashes.keys(request_id, token_ids[:limit], hashing)
         # Queries are made of tokens alone, by the plain model.
-        is_plain = not (source or naming.media or naming.adapter_digest)
+        is_plain = not (source or hashing.media or hashing.adapter_digest)
         return self._loader.prefetch(
             request_id,
             keys,
@@ -186,7 +186,7 @@ class BlockManager(BlockTables):
             at_once=at_once,
             source=source,
             prompt=(
-                PromptPart(token_ids, naming.first_position, self.block_size) if is_plain else None
+                PromptPart(token_ids, hashing.first_position, self.block_size) if is_plain else None
             ),
         )
 
@@ -195,7 +195,7 @@ class BlockManager(BlockTables):
         request_id: str,
         token_ids: Sequence[int],
         *,
-        naming: BlockHashing = PLAIN,
+        hashing: BlockHashing = PLAIN,
         reserve: int,
         max_cached_tokens: int = UNBOUNDED,
         step_tokens: int = UNBOUNDED,
@@ -208,16 +208,16 @@ class BlockManager(BlockTables):
         logits are needed. Groups that do not keep all tokens get blocks for the next `step_tokens`
         only, fixed groups for `num_fixed_tokens`.
         """
-        limit = min(len(token_ids) - 1, max_cached_tokens, naming.num_named_tokens)
+        limit = min(len(token_ids) - 1, max_cached_tokens, hashing.num_hashed_tokens)
         reads = self.hashes.is_used and limit > 0
-        hit = self._find_hit(request_id, token_ids[:limit], naming) if reads else NO_HIT
+        hit = self._find_hit(request_id, token_ids[:limit], hashing) if reads else NO_HIT
         whole_extent = Extent(len(token_ids), step_tokens, num_fixed_tokens)
         placed = self._place_hit(request_id, hit, whole_extent, reserve)
         if placed is None:
             return None
-        chain = self.hashes.chain(request_id, naming)
-        chain.num_named = placed.num_blocks
-        chain.num_named_tokens = naming.num_named_tokens
+        chain = self.hashes.chain(request_id, hashing)
+        chain.num_registered = placed.num_blocks
+        chain.num_hashed_tokens = hashing.num_hashed_tokens
         chain.last_mark = (len(token_ids) - 1) // self.block_size * self.block_size
         moves: list[BlockMove] = []
         if self._loader is not None:
@@ -325,8 +325,8 @@ class BlockManager(BlockTables):
             return 0
         num_blocks = len(pin.token_ids) // self.block_size if self._finder.can_hit else 0
         first = self.original.first_position(len(pin.token_ids))
-        naming = BlockHashing(pin.salt, first_position=first)
-        keys = BlockChain(naming).extend(pin.token_ids, num_blocks, self.block_size)
+        hashing = BlockHashing(pin.salt, first_position=first)
+        keys = BlockChain(hashing).extend(pin.token_ids, num_blocks, self.block_size)
         for group, pool in enumerate(self.pools):
             for key in keys:
                 if pool.cache.find(key) is not None and not self.connector.knows(
@@ -353,13 +353,13 @@ class BlockManager(BlockTables):
         for group, pool in enumerate(self.pools):
             pool.cache = PrefixCache(self.events if group == self._logged else None)
 
-    def _find_hit(self, request_id: str, token_ids: Sequence[int], naming: BlockHashing) -> Hit:
-        keys = self.hashes.keys(request_id, token_ids, naming)
+    def _find_hit(self, request_id: str, token_ids: Sequence[int], hashing: BlockHashing) -> Hit:
+        keys = self.hashes.keys(request_id, token_ids, hashing)
         rest = tuple(token_ids[len(keys) * self.block_size :])
-        if naming.media.get(len(keys)):
+        if hashing.media.get(len(keys)):
             rest = ()  # its tokens do not identify its content
         left_out = NOTHING if self._loader is None else self._loader.left_out(request_id)
-        return self._finder.find(keys, rest, root=naming.root(), left_out=left_out)
+        return self._finder.find(keys, rest, root=hashing.root(), left_out=left_out)
 
     def _place_hit(self, request_id: str, hit: Hit, extent: Extent, reserve: int) -> Hit | None:
         """Creates the request's tables; returns the part of the hit for which there is room, None
@@ -387,7 +387,7 @@ class BlockManager(BlockTables):
         left_out = self._loader.left_out(request_id)
         if any(key.digest in left_out for key in chain.keys[: hit.num_blocks]):
             # Tokens computed without some of the keys must not be found in the prefix cache.
-            chain.num_named_tokens = hit.num_blocks * self.block_size
+            chain.num_hashed_tokens = hit.num_blocks * self.block_size
         self.connector.release(request_id)
         return self._loader.load(hit, chain.keys, self.tables[request_id])
 
@@ -418,7 +418,7 @@ class BlockManager(BlockTables):
     def _returning(self, row: SwappedRow, group: int, step_tokens: int) -> SwappedTable:
         spec, host = self.pools[group].spec, self.host.tables[row.request_id][group]
         extent = Extent(row.num_tokens, row.num_computed_tokens + step_tokens)
-        has_keys = spec.is_named and not spec.is_rewritten
+        has_keys = spec.is_hashed and not spec.is_rewritten
         return SwappedTable(
             host=host,
             keys=self.hashes.hashed(row.request_id) if has_keys else (),
@@ -431,5 +431,5 @@ def _group_to_log(pools: Sequence[BlockPool]) -> int | None:
     """Returns the group whose block events are logged: the first that keeps every token, else the
     first that is hashed; None if none is.
     """
-    named = [group for group, pool in enumerate(pools) if pool.spec.is_named]
+    named = [group for group, pool in enumerate(pools) if pool.spec.is_hashed]
     return min(named, key=lambda group: not pools[group].spec.keeps_every_token, default=None)

@@ -46,23 +46,23 @@ class HashedBlocks:
         self.chains: dict[str, BlockChain] = {}
         """Hash chains by request; removing one leaves its blocks in the prefix cache."""
 
-    def chain(self, request_id: str, naming: BlockHashing) -> BlockChain:
+    def chain(self, request_id: str, hashing: BlockHashing) -> BlockChain:
         """Returns a request's hash chain, creating it if needed."""
         chain = self.chains.get(request_id)
         if chain is None:
-            chain = self.chains[request_id] = BlockChain(naming)
+            chain = self.chains[request_id] = BlockChain(hashing)
         return chain
 
     def keys(
-        self, request_id: str, token_ids: Sequence[int], naming: BlockHashing
+        self, request_id: str, token_ids: Sequence[int], hashing: BlockHashing
     ) -> list[BlockKey]:
         """Returns the keys of the full blocks of `token_ids`."""
         num_blocks = len(token_ids) // self._block_size
-        return self.chain(request_id, naming).extend(token_ids, num_blocks, self._block_size)
+        return self.chain(request_id, hashing).extend(token_ids, num_blocks, self._block_size)
 
     def hashed(self, request_id: str) -> Sequence[BlockKey]:
         """Returns the keys of the request's hashed blocks."""
-        return self.chains[request_id].named()
+        return self.chains[request_id].registered()
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
         """Copies the parent's hashes of the first `num_tokens` tokens to the child."""
@@ -74,9 +74,9 @@ class HashedBlocks:
         if chain is None:
             return
         for group, pool in enumerate(self._pools):
-            pool.cache.remove_keys(chain.named())
+            pool.cache.remove_keys(chain.registered())
             if self._connector is not None:
-                self._connector.forget(group, chain.named())
+                self._connector.forget(group, chain.registered())
 
     # -- computed steps ----------------------------------------------------------------------------
 
@@ -93,12 +93,12 @@ class HashedBlocks:
     def add_full(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> None:
         """Adds the blocks that the request's first `num_tokens` tokens fill to the prefix cache."""
         chain = self.chains[request_id]
-        limit = chain.num_named_tokens
+        limit = chain.num_hashed_tokens
         num_full = min(num_tokens, limit) // self._block_size
-        if num_full <= chain.num_named:
+        if num_full <= chain.num_registered:
             return
         chain.extend(token_ids, num_full, self._block_size)
-        named = list(chain.name_until(num_full))
+        named = list(chain.register_until(num_full))
         for group, (pool, table) in enumerate(
             zip(self._pools, self._tables[request_id], strict=True)
         ):
@@ -106,7 +106,7 @@ class HashedBlocks:
                 is_kept = num_tokens <= limit and self._is_mark(chain, num_tokens)
                 entries = [(table[0], named[-1][1])] if is_kept else []
             else:
-                entries = [(table[index], key) for index, key in named if pool.spec.is_named]
+                entries = [(table[index], key) for index, key in named if pool.spec.is_hashed]
             for block_id, key in entries:
                 if block_id != HOLE:
                     pool.cache.add(block_id, key)
@@ -138,29 +138,29 @@ class HashedBlocks:
         if self._connector is None or not self.streams:
             return
         chain = self.chains[request_id]
-        num_full = min(end, chain.naming.num_named_tokens) // self._block_size
+        num_full = min(end, chain.hashing.num_hashed_tokens) // self._block_size
         keys = chain.extend(token_ids, num_full, self._block_size)
         for group, table in enumerate(self._tables[request_id]):
             spec = self._pools[group].spec
-            if spec.is_named and not spec.is_rewritten:
+            if spec.is_hashed and not spec.is_rewritten:
                 for index in range(start // self._block_size, num_full):
                     if table[index] != HOLE:
                         block = StreamedBlock(request_id, group, table[index], keys[index])
                         self._connector.stream(block)
 
-    def complete(self, request_id: str, token_ids: Sequence[int], naming: BlockHashing) -> None:
+    def complete(self, request_id: str, token_ids: Sequence[int], hashing: BlockHashing) -> None:
         """Tells the connector that a prompt is finished and that no more of its blocks will be
         offered.
         """
         if self._connector is not None:
-            keys = self.keys(request_id, token_ids, naming)
+            keys = self.keys(request_id, token_ids, hashing)
             self._connector.complete(
                 BlockName(group, key.digest) for group, key in self._by_group(keys)
             )
 
     def _by_group(self, keys: Sequence[BlockKey]) -> list[tuple[int, BlockKey]]:
         """Lists the keys with each cache group that is hashed."""
-        groups = [index for index, pool in enumerate(self._pools) if pool.spec.is_named]
+        groups = [index for index, pool in enumerate(self._pools) if pool.spec.is_hashed]
         return [(group, key) for key in keys for group in groups]
 
 
@@ -205,12 +205,12 @@ class PrefixFinder:
     ) -> None:
         specs = [pool.spec for pool in pools]
         self.can_hit = all(spec.allows_hits for spec in specs) and any(
-            spec.is_named for spec in specs
+            spec.is_hashed for spec in specs
         )
         """Whether a request may begin behind tokens that another has computed: every group allows
         it, and names tell what was computed.
         """
-        self._first_named = next((pool for pool in pools if pool.spec.is_named), None)
+        self._first_named = next((pool for pool in pools if pool.spec.is_hashed), None)
         self._finds_parts = all(spec.keeps_parts for spec in specs)
         """Whether a request may go on behind the beginning of another one's block."""
         self._pools = pools
@@ -265,7 +265,7 @@ class PrefixFinder:
         """Lists the blocks that the token after these blocks reads."""
         names = []
         for group, first in enumerate(self._firsts(len(keys))):
-            if self._pools[group].spec.is_named:
+            if self._pools[group].spec.is_hashed:
                 names += [BlockName(group, key.digest) for key in keys[first:]]
         return names
 
@@ -280,7 +280,7 @@ class PrefixFinder:
             return [], 0
         sources = []
         for pool in self._pools:
-            block_id = pool.cache.find(match.key) if pool.spec.is_named else HOLE
+            block_id = pool.cache.find(match.key) if pool.spec.is_hashed else HOLE
             if block_id is None:
                 return [], 0
             sources.append(block_id)
@@ -305,7 +305,7 @@ class PrefixFinder:
             for group, pool in enumerate(self._pools):
                 block_id = pool.cache.find(key)
                 if block_id is None and not (
-                    pool.spec.is_named and is_stored is not None and is_stored(group, key)
+                    pool.spec.is_hashed and is_stored is not None and is_stored(group, key)
                 ):
                     if pool.spec.keeps_every_token:
                         return found

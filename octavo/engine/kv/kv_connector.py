@@ -104,7 +104,7 @@ class KVConnector:
         self._behind: set[BlockName] = set()
         """Blocks in files."""
         self._unsaved: dict[BlockName, BlockKey] = {}
-        """Blocks of the device that wait to be saved, in the order of their naming."""
+        """Blocks of the device that wait to be saved, in the order in which they were hashed."""
         self.fetching: dict[BlockName, Slot] = {}
         """Blocks being read from files into their slots."""
         self.keeping: dict[BlockName, Slot] = {}
@@ -159,7 +159,7 @@ class KVConnector:
             and not self.slots[group].has_name(key)
         )
 
-    # -- a request wants blocks --------------------------------------------------------------------
+    # -- a request needs blocks --------------------------------------------------------------------
 
     def fetch(
         self, request_id: str, wanted: Iterable[tuple[int, BlockKey]], source: str = ""
@@ -289,7 +289,7 @@ class KVConnector:
                 name for key in keys if (name := BlockName(group, key.digest)) in self._behind
             ]
 
-    # -- blocks are named --------------------------------------------------------------------------
+    # -- blocks are hashed -------------------------------------------------------------------------
 
     def offer(self, group: int, key: BlockKey) -> None:
         """Queues a block to be saved, just after it was filled on the device."""
@@ -446,7 +446,7 @@ class KVConnector:
         self._behind.update(report.found)
         self.pins.update(report.pinned)
         self._behind.difference_update(chain(report.gone, report.not_fetched))
-        for name in report.late:
+        for name in report.overdue:
             self.fetching[name].is_late = True
         for name in report.fetched:
             self._end(self.fetching, name, ready=True)

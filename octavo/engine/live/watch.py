@@ -11,7 +11,7 @@ from itertools import chain, groupby, islice
 
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import HOLE, BlockPool
-from octavo.engine.protocol.step import StepPlan
+from octavo.engine.protocol.step import ResultKind, StepPlan
 from octavo.engine.protocol.view import (
     CACHED,
     FREE,
@@ -74,7 +74,9 @@ class EngineWatch:
 
 def make_mark(step: int, plan: StepPlan, elapsed_s: float) -> StepMark:
     """Returns the record of a step that views contain."""
-    num_decode = sum(row.wants == "draw" and row.num_tokens == 1 for row in plan.rows)
+    num_decode = sum(
+        row.result_kind == ResultKind.SAMPLE and row.num_tokens == 1 for row in plan.rows
+    )
     return StepMark(
         step,
         round(1000 * elapsed_s, 3),

@@ -31,20 +31,18 @@ class BlockHashing:
     """Everything that a request's block hashes depend on, except its tokens."""
 
     salt: str = ""
-    """A text that separates tenants: blocks are shared among equal salts only."""
+    """Cache salt, which separates tenants: blocks are shared among equal salts only."""
     adapter_digest: bytes = b""
-    """A digest of the adapter's content; empty for the plain model."""
+    """Digest of the adapter's content; empty for the base model."""
     input_digest: bytes = b""
-    """A digest of the encoder's input, which a decoder's tokens attend to; empty without one."""
+    """Digest of the encoder's input, which a decoder's tokens attend to; empty without one."""
     media: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
-    """Digests of the media whose tokens lie in a block, by the block's index, as
-    `media_of_blocks` makes them."""
-    num_named_tokens: int = UNBOUNDED
-    """Tokens from the first one on whose blocks have names: K and V of those behind them are the
-    request's own, and none of the others' stand in for them."""
+    """Digests of the media in each block, by the block's index (`media_of_blocks`)."""
+    num_hashed_tokens: int = UNBOUNDED
+    """Number of first tokens whose blocks are hashed; K and V of later tokens are not shared."""
 
     first_position: int = 0
-    """Position of the first token: equal tokens have other keys behind another one."""
+    """Position of the first token; equal tokens at other positions have other keys."""
 
     def root(self) -> bytes:
         """Returns the parent of the first block."""
@@ -94,28 +92,28 @@ def media_of_blocks(media: Iterable[MediaItem], block_size: int) -> dict[int, tu
 class BlockChain:
     """Keys of one request's full blocks, as far as they have been computed."""
 
-    __slots__ = ("keys", "last_mark", "naming", "num_named", "num_named_tokens")
+    __slots__ = ("hashing", "keys", "last_mark", "num_hashed_tokens", "num_registered")
 
-    def __init__(self, naming: BlockHashing) -> None:
-        self.naming = naming
+    def __init__(self, hashing: BlockHashing) -> None:
+        self.hashing = hashing
         self.keys: list[BlockKey] = []
-        self.num_named_tokens = naming.num_named_tokens
-        """Tokens whose blocks get names: the naming's, or fewer if the request goes without some
-        of the keys before them."""
-        self.num_named = 0
-        """Blocks whose names the prefix cache knows, or another block bears."""
+        self.num_hashed_tokens = hashing.num_hashed_tokens
+        """Number of first tokens whose blocks are hashed; fewer than the hashing's if the request
+        skips blocks before them."""
+        self.num_registered = 0
+        """Number of first blocks that are in the prefix cache, or duplicate one there."""
         self.last_mark = 0
-        """End of the last whole block of what was known at the start, but for its last token;
-        there a state is kept.
+        """End of the last full block of the tokens known at the start, without the last token; the
+        state there is kept.
         """
 
     def fork(self, num_blocks: int) -> BlockChain:
         """Returns the chain of a row that shares the first `num_blocks` blocks."""
-        child = BlockChain(self.naming)
+        child = BlockChain(self.hashing)
         child.keys = self.keys[:num_blocks]
-        child.num_named = min(num_blocks, self.num_named)
+        child.num_registered = min(num_blocks, self.num_registered)
         child.last_mark = self.last_mark
-        child.num_named_tokens = self.num_named_tokens
+        child.num_hashed_tokens = self.num_hashed_tokens
         return child
 
     def extend(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> list[BlockKey]:
@@ -123,21 +121,21 @@ class BlockChain:
         first token.
         """
         keys = self.keys
-        parent = keys[-1].digest if keys else self.naming.root()
+        parent = keys[-1].digest if keys else self.hashing.root()
         for index in range(len(keys), num_blocks):
             block = tuple(token_ids[index * block_size : (index + 1) * block_size])
-            keys.append(self.naming.block(parent, block, index))
+            keys.append(self.hashing.block(parent, block, index))
             parent = keys[-1].digest
         return keys[:num_blocks]
 
-    def named(self) -> Sequence[BlockKey]:
+    def registered(self) -> Sequence[BlockKey]:
         """Returns the keys of the blocks that are registered in the prefix cache."""
-        return self.keys[: self.num_named]
+        return self.keys[: self.num_registered]
 
-    def name_until(self, num_blocks: int) -> Iterator[tuple[int, BlockKey]]:
+    def register_until(self, num_blocks: int) -> Iterator[tuple[int, BlockKey]]:
         """Yields (index, key) of the blocks to register next, and counts them as registered."""
-        first, self.num_named = self.num_named, max(self.num_named, num_blocks)
-        for index in range(first, self.num_named):
+        first, self.num_registered = self.num_registered, max(self.num_registered, num_blocks)
+        for index in range(first, self.num_registered):
             yield index, self.keys[index]
 
 

@@ -47,7 +47,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 class KVCacheSpec(msgspec.Struct, frozen=True):
     """Rules of one cache group; the defaults are those of full attention."""
 
-    is_named: ClassVar[bool] = True
+    is_hashed: ClassVar[bool] = True
     """Whether full blocks are hashed for the prefix cache."""
     keeps_every_token: ClassVar[bool] = False
     """Whether a token reads the blocks of all tokens before it."""
@@ -191,7 +191,7 @@ class CrossAttentionSpec(KVCacheSpec, frozen=True, tag="fixed"):
     request share them, since no decoder step writes them.
     """
 
-    is_named: ClassVar[bool] = False
+    is_hashed: ClassVar[bool] = False
     allows_hits: ClassVar[bool] = False
     grows: ClassVar[bool] = False
 
@@ -277,7 +277,7 @@ class StateSpec(KVCacheSpec, frozen=True, tag="state"):
 class SingleStepSpec(KVCacheSpec, frozen=True, tag="step"):
     """Self-attention of an encoder-only model: blocks of the tokens in a step, freed at its end."""
 
-    is_named: ClassVar[bool] = False
+    is_hashed: ClassVar[bool] = False
     outlives_step: ClassVar[bool] = False
 
     def blocks_at_start(self, extent: Extent, block_size: int) -> int:
@@ -316,7 +316,7 @@ class EncoderSpec(KVCacheSpec, frozen=True, tag="encode"):
     step that encodes it.
     """
 
-    is_named: ClassVar[bool] = False
+    is_hashed: ClassVar[bool] = False
     grows: ClassVar[bool] = False
     outlives_step: ClassVar[bool] = False
 

@@ -149,8 +149,8 @@ class ConnectorReport(msgspec.Struct):
     fetched: list[BlockName] = []
     not_fetched: list[BlockName] = []
     """Blocks that were gone or damaged; their tokens are computed instead."""
-    late: list[BlockName] = []
-    """Blocks not to be waited for; they still come later."""
+    overdue: list[BlockName] = msgspec.field(default_factory=list, name="late")
+    """Blocks that take too long and are no longer waited for; they may still arrive."""
     kept: list[BlockName] = []
     not_kept: list[BlockName] = []
     found: list[BlockName] = []

@@ -68,6 +68,6 @@ class CoreOutputs(msgspec.Struct):
     block_events: list[BlockEvent] = []
     """Block events of the prefix cache, if the engine logs them."""
     engine: int = 0
-    """Index of the engine among those of its front."""
+    """Index of the engine among its frontend's engines."""
     costs: StepCosts | None = None
     """Costs of steps as measured so far, now and then."""

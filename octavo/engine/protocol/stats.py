@@ -71,9 +71,9 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
     num_shared: int
     """Blocks held by more than one request."""
     num_references: int
-    """References of requests to blocks: what they would hold if none were shared."""
+    """References of requests to blocks: the number of blocks without sharing."""
     num_named: int
-    """Blocks that can be found again by name, held or not."""
+    """Blocks in the prefix cache, held or not."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):

@@ -7,7 +7,7 @@ msgpack. Those of KV blocks are in `kv_messages.py`.
 
 from __future__ import annotations
 
-from typing import Literal
+from enum import Enum
 
 import msgspec
 
@@ -15,8 +15,13 @@ from octavo.api.pooling_params import RequestParams
 from octavo.api.structured_outputs import GrammarSpec
 from octavo.engine.protocol.kv_messages import BlockMove, ConnectorPlan, ConnectorReport
 
-Wants = Literal["", "draw", "pool"]
-"""Kind of result of a row: none yet, a sampled token, or a pooled row."""
+
+class ResultKind(Enum):
+    """Result of a row in a step; values as in recordings."""
+
+    NONE = ""
+    SAMPLE = "draw"
+    POOL = "pool"
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
@@ -146,7 +151,7 @@ class ScheduledRequest(msgspec.Struct):
     """Entries of the table changed by copy-on-write: (group, index in the table, new block id)."""
     program: str = "decoder"
     """Name of the model's Program that computes it."""
-    wants: Wants = ""
+    result_kind: ResultKind = msgspec.field(default=ResultKind.NONE, name="wants")
     """Result of the last of its tokens: a sampled token or a pooled row."""
     num_prompt_logprobs: int | None = None
     """Number of top alternatives for each prompt position; None without prompt logprobs."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from octavo.engine.protocol.step import StepPlan, StepResult
+from octavo.engine.protocol.step import ResultKind, StepPlan, StepResult
 
 KIND, NUM_TOKENS = attrgetter("kind"), attrgetter("num_tokens")
 MAX_SINGLE_TOKENS = 16
@@ -167,7 +167,7 @@ class StepCostMeter:
             num_keys += row.start + row.num_tokens
             num_drafts += len(row.draft_ids)
             proposes |= row.propose > 0
-            if row.wants != "draw" or row.num_tokens != len(row.draft_ids) + 1:
+            if row.result_kind != ResultKind.SAMPLE or row.num_tokens != len(row.draft_ids) + 1:
                 samples_each_token = False
         # A step that only proposes drafts takes longer than others of as many tokens.
         if plan.rows and step_s > 0 and not (proposes and not num_drafts):

@@ -47,8 +47,8 @@ class RecordingHeader(msgspec.Struct, tag=True):
     kv_bytes: int
     """Size of the KV cache; an engine with as many bytes has the same groups of blocks."""
     tiers: Tiers | None = None
-    redraws: bool = True
-    """Whether the backend could draw rows again."""
+    can_resample: bool = msgspec.field(default=True, name="redraws")
+    """Whether the backend could resample rows."""
     original: OriginalContext = ONE_CONTEXT
     """Context of the model before its longer angles."""
 

@@ -216,8 +216,8 @@ def make_scheduler(header: RecordingHeader, stop_texts: MakeStopTexts | None = N
         tiers=header.tiers,
         stop_texts=stop_texts,
         num_adapter_slots=config.lora.num_slots,
-        redraws=header.redraws,
-        names_generated=reuses_generated(config),
+        can_resample=header.can_resample,
+        caches_generated=reuses_generated(config),
         num_micro_batches=config.backend.pipeline_parallel_size,
         original=header.original,
     )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from octavo.api.sampling_params import SamplingParams
 from octavo.engine.protocol.outputs import BeamOutput
-from octavo.engine.protocol.step import RowResult, TokenLogprobs, Wants
+from octavo.engine.protocol.step import ResultKind, RowResult, TokenLogprobs
 from octavo.engine.requests.generation import Branch, Finish, RequestProgress, SequenceState
 from octavo.engine.requests.stop_strings import TokenizedStops
 
@@ -100,7 +100,7 @@ class BeamSearch:
         not.
         """
 
-    wants: Wants = "draw"
+    result_kind: ResultKind = ResultKind.SAMPLE
     reads_logprobs = True
     may_draft = False
     may_branch = False
@@ -114,7 +114,7 @@ class BeamSearch:
 
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
         """Raises an error: earlier pruning depended on the old maximum length."""
-        raise AssertionError("the front changes no length of a beam search")
+        raise AssertionError("the frontend does not change the length of a beam search")
 
     def num_plain_draws(self, num_tokens: int) -> int:
         """Returns 1: the beams are chosen again after each step."""

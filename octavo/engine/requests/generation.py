@@ -19,7 +19,7 @@ from octavo.api.pooling_params import RequestParams
 from octavo.api.repetition_detection import REPETITION_FOUND, RepetitionDetection
 from octavo.api.sampling_params import SamplingParams
 from octavo.engine.protocol.outputs import BeamOutput
-from octavo.engine.protocol.step import RowResult, TokenLogprobs, Wants
+from octavo.engine.protocol.step import ResultKind, RowResult, TokenLogprobs
 
 GRAMMAR = "a grammar: what may come next depends on the tokens before"
 
@@ -107,7 +107,7 @@ class ResultConsumer(Protocol):
     """Processes the results of one request's rows."""
 
     @property
-    def wants(self) -> Wants:
+    def result_kind(self) -> ResultKind:
         """Kind of result that a row returns with the last of its known tokens."""
         ...
 
@@ -214,7 +214,7 @@ class EndRules:
 class PlainGeneration:
     """The consumer of one sampled sequence, whose tokens are in its row."""
 
-    wants: Wants = "draw"
+    result_kind: ResultKind = ResultKind.SAMPLE
     reads_logprobs = False
     num_seqs = 1
     beams: tuple[SequenceState, ...] = ()

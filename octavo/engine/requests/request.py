@@ -16,7 +16,7 @@ from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.requests import EngineRequest
-from octavo.engine.protocol.step import RowResult, TokenLogprobs, Wants, WeightArrivals
+from octavo.engine.protocol.step import ResultKind, RowResult, TokenLogprobs, WeightArrivals
 from octavo.engine.requests.beam_search import BeamSearch
 from octavo.engine.requests.generation import (
     EndRules,
@@ -296,7 +296,7 @@ class Pooling:
     Implements `ResultConsumer`. It ends with the step that computes its last token.
     """
 
-    wants: Wants = "pool"
+    result_kind: ResultKind = ResultKind.POOL
     reads_logprobs = False
     num_seqs = 1
     beams: tuple[SequenceState, ...] = ()

@@ -67,7 +67,5 @@ class LazyStopTexts:
 
     def __call__(self, params: SamplingParams) -> TokenizedStops:
         self._tokenizer = self._tokenizer or self._read()
-        assert self._tokenizer is not None, (
-            "the front refuses stop strings where there is no tokenizer"
-        )
+        assert self._tokenizer is not None, "the frontend rejects stop strings without a tokenizer"
         return TokenizedStops(self._tokenizer, params)

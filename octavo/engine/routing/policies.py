@@ -29,7 +29,7 @@ holds up the request, and a slow link longer, but no other request's steps."""
 class RoutingPolicy(Protocol):
     """Chooses an engine for a request."""
 
-    reads_names: bool
+    needs_hashes: bool
     """Whether it looks at the names of a prompt's blocks."""
 
     def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
@@ -40,7 +40,7 @@ class RoutingPolicy(Protocol):
 class RoundRobin:
     """Round robin over the engines."""
 
-    reads_names = False
+    needs_hashes = False
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
@@ -55,7 +55,7 @@ class RoundRobin:
 class LeastTokens:
     """Chooses the engine whose unfinished requests have the fewest tokens."""
 
-    reads_names = False
+    needs_hashes = False
 
     def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
         return min(targets, key=lambda target: (target.held_tokens, target.sent_tokens))
@@ -64,7 +64,7 @@ class LeastTokens:
 class Sticky:
     """Sends all requests of a session to the same engine, as long as it is available."""
 
-    reads_names = False
+    needs_hashes = False
 
     def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
         return max(targets, key=lambda target: get_session_score(job.session, target.label))
@@ -78,7 +78,7 @@ class KvAware:
     tokens count less than computed ones.
     """
 
-    reads_names = True
+    needs_hashes = True
 
     def __init__(self, own_weight: float = OWN_WEIGHT) -> None:
         self._own_weight = own_weight

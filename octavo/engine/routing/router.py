@@ -33,9 +33,9 @@ class Router:
         self._placed: dict[str, PlacedJob] = {}
 
     @property
-    def reads_names(self) -> bool:
+    def needs_hashes(self) -> bool:
         """Whether the policy needs the block hashes of jobs."""
-        return self._policy.reads_names
+        return self._policy.needs_hashes
 
     def choose(self, job: RoutingJob, allowed: Iterable[int], now: float) -> int:
         """Returns the index of the target for a request; `allowed` names at least one."""

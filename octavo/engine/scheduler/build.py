@@ -37,14 +37,14 @@ def build_scheduler(
     tiers: Tiers | None = None,
     stop_texts: MakeStopTexts | None = None,
     num_adapter_slots: int = 0,
-    redraws: bool = True,
-    names_generated: bool = True,
+    can_resample: bool = True,
+    caches_generated: bool = True,
     num_micro_batches: int = 1,
     original: OriginalContext = ONE_CONTEXT,
 ) -> Scheduler:
     """Returns a scheduler without requests. `stop_texts` finds the stop strings of beam searches,
     which the frontend cannot detect; `can_resample`: whether the backend can resample rows;
-    `names_generated`: whether K and V of generated tokens equal those of a prompt. `original` is
+    `caches_generated`: whether K and V of generated tokens equal those of a prompt. `original` is
     the model's original context (LongRoPE).
     """
     blocks = BlockManager(
@@ -87,24 +87,24 @@ def build_scheduler(
             watermark_blocks=math.ceil(
                 options.watermark * min(group.num_blocks for group in groups)
             ),
-            names_generated=names_generated,
+            caches_generated=caches_generated,
         ),
         preemption_mode=options.preemption_mode,
         multi_step_policy=MultiStepPolicy(blocks, options.num_scheduler_steps or 1),
-        drafting=_drafting(options, redraws=redraws),
+        drafting=_drafting(options, can_resample=can_resample),
         stop_texts=stop_texts,
         num_adapter_slots=num_adapter_slots,
         media_cache_tokens=cache.media_cache_tokens,
     )
 
 
-def _drafting(options: SchedulerOptions, *, redraws: bool) -> SpeculationOptions | None:
+def _drafting(options: SchedulerOptions, *, can_resample: bool) -> SpeculationOptions | None:
     if options.spec_method is None or options.spec_method == "none":
         return None
     return SpeculationOptions(
         options.spec_method,
         options.spec_tokens,
-        redraws=redraws,
+        can_resample=can_resample,
         history_bytes=options.spec_history,
         tree_width=options.spec_tree_width,
     )

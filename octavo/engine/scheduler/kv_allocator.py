@@ -27,13 +27,13 @@ class KVAllocator:
     """
 
     def __init__(
-        self, blocks: BlockManager, *, watermark_blocks: int, names_generated: bool = True
+        self, blocks: BlockManager, *, watermark_blocks: int, caches_generated: bool = True
     ) -> None:
         """`watermark_blocks`: blocks that stay free when a request starts while others run, so that
-        it does not cause the next preemption. `names_generated`: whether blocks of generated tokens
-        enter the prefix cache; False if their K and V differ from those of a prompt.
+        it does not cause the next preemption. `caches_generated`: whether blocks of generated
+        tokens enter the prefix cache; False if their K and V differ from those of a prompt.
         """
-        self._names_generated = names_generated
+        self._caches_generated = caches_generated
         self._blocks = blocks
         self._watermark_blocks = watermark_blocks
         self.has_connector = blocks.connector is not None
@@ -65,7 +65,7 @@ class KVAllocator:
         start = self._blocks.start(
             request.request_id,
             request.token_ids,
-            naming=self._naming(request),
+            hashing=self._get_hashing(request),
             max_cached_tokens=request.max_cached_tokens,
             reserve=reserve,
             step_tokens=builder.budget,
@@ -96,7 +96,7 @@ class KVAllocator:
         return self._blocks.prefetch(
             request.request_id,
             request.token_ids,
-            naming=self._naming(request),
+            hashing=self._get_hashing(request),
             max_cached_tokens=request.max_cached_tokens,
             reserve=self.reserve(num_running),
             at_once=at_once,
@@ -126,7 +126,7 @@ class KVAllocator:
         prompt that engine gets.
         """
         prompt = request.token_ids[: request.num_prompt_tokens]
-        self._blocks.hashes.complete(request.request_id, prompt, self._naming(request))
+        self._blocks.hashes.complete(request.request_id, prompt, self._get_hashing(request))
 
     def is_shareable(self, request: Request, parent: Request) -> bool:
         """Returns whether the parent has blocks to share or is computing the same prompt. It may
@@ -240,7 +240,7 @@ class KVAllocator:
             parent.num_computed_tokens,
             request.num_tokens - 1,
             request.max_cached_tokens,
-            UNBOUNDED if self._names_generated else parent.num_prompt_tokens,
+            UNBOUNDED if self._caches_generated else parent.num_prompt_tokens,
         )
 
     def has_shared_tokens(self, request: Request, parent: Request) -> bool:
@@ -253,7 +253,7 @@ class KVAllocator:
             return parent.num_computed_tokens >= parent.num_prompt_tokens - 1
         return self._num_shared_tokens(request, parent) > 0
 
-    def _naming(self, request: Request) -> BlockHashing:
+    def _get_hashing(self, request: Request) -> BlockHashing:
         """Returns everything that a request's block hashes depend on besides its tokens."""
         source = request.source
         return BlockHashing(
@@ -261,7 +261,7 @@ class KVAllocator:
             b"" if source.adapter is None else source.adapter.digest,
             b"" if source.encoder_input is None else source.encoder_input.digest,
             media_of_blocks(source.media, self._blocks.block_size) if source.media else {},
-            num_named_tokens=UNBOUNDED if self._names_generated else request.num_prompt_tokens,
+            num_hashed_tokens=UNBOUNDED if self._caches_generated else request.num_prompt_tokens,
             first_position=request.first_position,
         )
 

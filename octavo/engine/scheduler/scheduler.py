@@ -18,7 +18,13 @@ from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.prompt_limits import AllocStatus, PromptLimits
 from octavo.engine.protocol.requests import EngineRequest, RequestChange
 from octavo.engine.protocol.stats import EngineStats
-from octavo.engine.protocol.step import RowResult, ScheduledRequest, StepPlan, StepResult
+from octavo.engine.protocol.step import (
+    ResultKind,
+    RowResult,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+)
 from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
 from octavo.engine.requests.generation import Finish, RequestProgress, SequenceState
 from octavo.engine.requests.request import Request, RequestStatus
@@ -250,7 +256,11 @@ class Scheduler:
             return self._finish(request, Finish("error", error=result.failure))
         if result.prompt_logprobs:
             request.take_prompt_logprobs(scheduled.start + 1, result.prompt_logprobs)
-        progress = request.consumer.take(request, row, result) if scheduled.wants else None
+        progress = (
+            request.consumer.take(request, row, result)
+            if scheduled.result_kind != ResultKind.NONE
+            else None
+        )
         if self._speculation is not None and (self._speculation.is_active or result.draft_ids):
             num_taken = len(result.token_ids) if progress is None else progress.num_tokens
             request.num_draft_tokens += len(scheduled.draft_ids)
@@ -261,7 +271,7 @@ class Scheduler:
         if num_kept < scheduled.num_tokens and not self.blocks.keeps_parts:
             num_kept = 0
         row.num_computed_tokens = min(scheduled.start + num_kept, len(row.token_ids))
-        if scheduled.wants and not self._limits.keeps_kv:
+        if scheduled.result_kind != ResultKind.NONE and not self._limits.keeps_kv:
             row.num_computed_tokens = 0
         # A request that goes on is settled at the end of its plan: nothing looks up blocks before.
         if self.in_flight.decoding is None or (progress is not None and progress.finish):

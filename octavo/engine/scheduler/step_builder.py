@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_tables import NO_LEAVES, BlockAllocation, LeafBlocks
 from octavo.engine.protocol.kv_messages import BlockMove
-from octavo.engine.protocol.step import MediaItem, NewRequest, ScheduledRequest
+from octavo.engine.protocol.step import MediaItem, NewRequest, ResultKind, ScheduledRequest
 from octavo.engine.protocol.step_costs import StepCosts
 from octavo.engine.requests.generation import SequenceState
 from octavo.engine.requests.request import Request
@@ -130,7 +130,7 @@ class StepBuilder:
                 new_block_ids=grant.new_block_ids,
                 replaced_blocks=grant.replaced,
                 program=request.source.program,
-                wants=request.consumer.wants if end >= num_known else "",
+                result_kind=request.consumer.result_kind if end >= num_known else ResultKind.NONE,
                 num_prompt_logprobs=num_prompt_logprobs,
                 search_of=search_of,
                 from_device=start == num_known,
@@ -219,7 +219,7 @@ class MultiStepPolicy:
             return 1
         num_keys = 0
         for row in rows:
-            if row.wants != "draw" or row.num_tokens != 1:
+            if row.result_kind != ResultKind.SAMPLE or row.num_tokens != 1:
                 return 1
             num_keys += row.start + 1
         step_s = builder.costs.step_s(len(rows), num_keys)

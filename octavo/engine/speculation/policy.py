@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.engine.protocol.draft_tree import DraftTree
+from octavo.engine.protocol.step import ResultKind
 from octavo.engine.protocol.step_costs import UNMEASURED
 from octavo.engine.scheduler.step_builder import StepBuilder
 from octavo.engine.speculation.speculation_budget import SpeculationBudget
@@ -50,7 +51,7 @@ class PlainStep:
     def of(builder: StepBuilder) -> PlainStep:
         num_tokens = sum(row.num_tokens for row in builder.rows)
         num_keys = sum(row.start + row.num_tokens for row in builder.rows)
-        num_draws = sum(row.wants == "draw" for row in builder.rows)
+        num_draws = sum(row.result_kind == ResultKind.SAMPLE for row in builder.rows)
         return PlainStep(StepCostModel(builder.costs, num_tokens, num_keys), max(1, num_draws))
 
     @property

@@ -17,7 +17,7 @@ from typing import Literal
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.protocol.draft_tree import DraftTree
 from octavo.engine.protocol.stats import EngineStats
-from octavo.engine.protocol.step import RowResult, ScheduledRequest
+from octavo.engine.protocol.step import ResultKind, RowResult, ScheduledRequest
 from octavo.engine.requests.generation import ResultConsumer, SequenceState
 from octavo.engine.requests.request import Request
 from octavo.engine.scheduler.step_builder import StepBuilder
@@ -62,7 +62,7 @@ class SpeculationOptions:
     method: SpecMethod
     max_tokens: int
     """Maximum draft tokens of a row, on each path."""
-    redraws: bool = True
+    can_resample: bool = True
     """Whether the backend can resample a row, which sequentially sampled rows need."""
     history_bytes: int = 0
     """Memory for outputs of finished requests that others draft from, in bytes; 0: none."""
@@ -101,7 +101,7 @@ class Speculation:
         self._stats = stats
         self._policy = policy or ThroughputPolicy()
         self._max_tokens = drafting.max_tokens
-        self._redraws = drafting.redraws
+        self._can_resample = drafting.can_resample
         self._num_paths = drafting.tree_width if blocks.can_branch else 1
         self._make_proposer = _get_proposer_factory(drafting.method, self._num_paths)
         self._drafts_with_program = drafting.method in PROGRAM_METHODS
@@ -289,7 +289,7 @@ class Speculation:
         return [draft for _, draft in sorted(weighed, key=lambda pair: -pair[0])]
 
     def _may_draft(self, consumer: ResultConsumer) -> bool:
-        return consumer.may_draft and (self._redraws or not consumer.samples_sequentially)
+        return consumer.may_draft and (self._can_resample or not consumer.samples_sequentially)
 
     def _get_history(self, row: SequenceState) -> RowHistory | None:
         """Returns a row's state; None if only the worker drafts and has not yet."""
@@ -424,7 +424,7 @@ def _can_draft(scheduled: ScheduledRequest, request: Request) -> bool:
     grammar forced.
     """
     return (
-        scheduled.wants == "draw"
+        scheduled.result_kind == ResultKind.SAMPLE
         and (scheduled.num_tokens == 1 or scheduled.start >= request.num_prompt_tokens)
         and not scheduled.from_device
         and not scheduled.search_of

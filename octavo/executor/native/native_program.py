@@ -115,15 +115,16 @@ class NativeProgram(Runnable):
 
     @property
     def max_verified(self) -> int:
-        """Most sampled rows whose logits lie in memory together."""
+        """Maximum number of sampled rows whose logits are in memory at the same time."""
         return int(self._native.SAMPLE_CHUNK)
 
     @property
     def max_forced_requests(self) -> int:
-        """Most requests of a step to whose texts tokens are added that nothing else may follow.
+        """Maximum number of requests of a step to which forced tokens are appended.
 
-        From some rows on the time of a step grows with its rows alone; and where each thread takes
-        as many of them, one row more makes them uneven.
+        Above some number of rows, the time of a step is proportional to its rows, so appending
+        saves nothing; and if the threads divide the rows evenly, one more row makes the division
+        uneven.
         """
         return max(1, int(self._runner.rows_of_blocks) - 1)
 
@@ -203,8 +204,8 @@ class NativeLogits(SampledLogits):
 
 @contextmanager
 def fatal_as_engine_dead() -> Iterator[None]:
-    """Raises EngineDead if no further step is possible: the weight file was truncated or another
-    rank ended.
+    """Raises EngineDead if no further step is possible, because the weight file was truncated or
+    another rank ended.
     """
     try:
         yield

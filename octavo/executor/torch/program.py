@@ -314,7 +314,9 @@ class TorchProgram(Runnable):
     def _outputs(
         self, chunks: list[slice], fetch: Fetch, values_of: ValuesOf
     ) -> Callable[[], StepOutput]:
-        """Returns a function that makes the Program's outputs from `values_of`, chunk by chunk."""
+        """Returns a function that computes the Program's outputs from `values_of`, chunk by
+        chunk.
+        """
         found = [values_of(chunk) for chunk in chunks or [slice(0, 0)]]
         outputs = self.program.outputs.items()
         arrays = {
@@ -330,7 +332,7 @@ class TorchProgram(Runnable):
         fetch: Fetch,
         values_of: ValuesOf,
     ) -> Callable[[], StepOutput]:
-        """Returns a function that makes the sampled tokens."""
+        """Returns a function that builds the result with the sampled tokens."""
         sampled: list[SamplerOutput] = []
         for index, part in enumerate(samplings):
             own = {name: inputs[f"{index}/{name}"] for name in part.arrays}

@@ -23,11 +23,11 @@ Work = Callable[[], object]
 
 class Streams(Protocol):
     def compute(self, work: Work) -> None:
-        """Queues work after all previous compute work."""
+        """Queues work on the compute stream."""
         ...
 
     def side(self, work: Work) -> None:
-        """Queues work after all previous copies."""
+        """Queues work on the copy stream."""
         ...
 
     def side_waits(self) -> None:

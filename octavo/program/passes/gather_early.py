@@ -58,23 +58,23 @@ def gather_early(program: Program) -> Program:
     )
 
 
-def gathered_before(program: Program, gather: GatherRows, late: list[Op]) -> Program:
-    """Returns the Program with the `late` ops on sampled rows: gathers their inputs instead of
+def gathered_before(program: Program, gather: GatherRows, tail_ops: list[Op]) -> Program:
+    """Returns the Program with `tail_ops` on sampled rows only: gathers their inputs instead of
     their outputs.
     """
-    made = {value for op in late for value in op.outputs}
+    made = {value for op in tail_ops for value in op.outputs}
     read = dict.fromkeys(
-        value for op in (*late, gather) for value in op.inputs if value not in made
+        value for op in (*tail_ops, gather) for value in op.inputs if value not in made
     )
     sampled = {
         value: replace(value, name=f"{value.name}.sampled", axis="samples")
         for value in (*read, *made)
     }
     sampled[gather.x] = gather.out
-    at, moved = program.ops.index(gather), set(map(id, late))
+    at, moved = program.ops.index(gather), set(map(id, tail_ops))
     before = [op for op in program.ops[:at] if id(op) not in moved]
     gathers = [GatherRows(value, sampled[value]) for value in read]
-    on_samples = [op.on(sampled) for op in late]
+    on_samples = [op.on(sampled) for op in tail_ops]
     early = replace(program, ops=(*before, *gathers, *on_samples, *program.ops[at + 1 :]))
     early.check()
     return early

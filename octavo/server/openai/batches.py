@@ -14,20 +14,20 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from octavo.api.errors import InvalidRequest
+from octavo.server.background_jobs import BackgroundJobs, get_background_jobs
 from octavo.server.http.auth import get_owner
 from octavo.server.http.body import Body, parse_body
 from octavo.server.openai.files import StoreHere
 from octavo.server.openai.listing import listing
 from octavo.server.openai.responses.body import Metadata
 from octavo.server.state.store import Page, Record, Store
-from octavo.server.stored_work import StoredWork, get_stored_work
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_WINDOW_S = 14 * 86400
 
 router = APIRouter()
-WorkHere = Annotated[StoredWork, Depends(get_stored_work)]
+JobsHere = Annotated[BackgroundJobs, Depends(get_background_jobs)]
 
 
 class BatchBody(Body):
@@ -52,7 +52,7 @@ class BatchBody(Body):
 async def create_batch(
     request: Request,
     store: StoreHere,
-    work: WorkHere,
+    jobs: JobsHere,
     body: Annotated[BatchBody, Depends(parse_body(BatchBody))],
 ) -> dict[str, Any]:
     """Creates a batch; its input is validated and run in the background."""
@@ -67,7 +67,7 @@ async def create_batch(
     store.check_room(file.num_bytes)
     now = int(time.time())
     batch = _new_batch(body, now, now + window_s)
-    run = await work.batches.start(Record(batch["id"], "batch", owner, {"batch": batch}, now))
+    run = await jobs.batches.start(Record(batch["id"], "batch", owner, {"batch": batch}, now))
     return run.batch
 
 
@@ -75,38 +75,38 @@ async def create_batch(
 async def list_batches(
     request: Request,
     store: StoreHere,
-    work: WorkHere,
+    jobs: JobsHere,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> dict[str, Any]:
     records, has_more = await store.page("batch", get_owner(request), Page(limit, after))
-    return listing([_public(record, work) for record in records], has_more=has_more)
+    return listing([_public(record, jobs) for record in records], has_more=has_more)
 
 
 @router.get("/v1/batches/{batch_id}")
 async def show_batch(
-    batch_id: str, request: Request, store: StoreHere, work: WorkHere
+    batch_id: str, request: Request, store: StoreHere, jobs: JobsHere
 ) -> dict[str, Any]:
-    return _public(await _find(store, batch_id, get_owner(request)), work)
+    return _public(await _find(store, batch_id, get_owner(request)), jobs)
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(
-    batch_id: str, request: Request, store: StoreHere, work: WorkHere
+    batch_id: str, request: Request, store: StoreHere, jobs: JobsHere
 ) -> dict[str, Any]:
     """Cancels a batch, keeping finished requests; a batch that has ended cannot be cancelled."""
     record = await _find(store, batch_id, get_owner(request))
-    run = work.batches.find(batch_id)
+    run = jobs.batches.find(batch_id)
     if run is None:
         status = record.body["batch"]["status"]
         raise HTTPException(409, f"Cannot cancel a batch with status '{status}'.")
-    await work.batches.cancel(run)
+    await jobs.batches.cancel(run)
     return run.batch
 
 
-def _public(record: Record, work: StoredWork) -> dict[str, Any]:
+def _public(record: Record, jobs: BackgroundJobs) -> dict[str, Any]:
     """Returns the batch object with current counts."""
-    run = work.batches.find(record.id)
+    run = jobs.batches.find(record.id)
     batch: dict[str, Any] = record.body["batch"]
     return batch if run is None else run.batch
 

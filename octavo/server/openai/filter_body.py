@@ -1,5 +1,5 @@
-"""SamplingParams fields that no API has itself: filters of the whole distribution, mirostat, DRY
-and stop_regex. Names are llama.cpp's if it has them.
+"""SamplingParams fields that are in none of the APIs: filters of the whole distribution, mirostat,
+DRY and stop_regex. Names are llama.cpp's if it has them.
 """
 
 from __future__ import annotations

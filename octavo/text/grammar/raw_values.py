@@ -1,15 +1,14 @@
-r"""Values in tool-call formats that write strings unquoted, up to a closing text. Defines the rules
-for both grammar and parser:
+r"""Rules for values in tool-call formats that write strings unquoted, up to a closing text. The
+grammar and the parser both use them:
 
-The one place of the rule, for the grammar and the parser:
-
-- A parameter that admits no string is written as JSON.
-- A string is written as it is. If the parameter admits other types too, a text that is JSON of one
-  of them is that value: `null` is null, `12` a number, and what begins with `{` or `[` an object or
-  a list. Any other text is the string itself.
-- A string that cannot be written so, because it holds the closing text or would be read as another
-  type, is written as a JSON string, in which the closing text is escaped: `"\u003c/parameter>"`.
-  Only the spelling that `quote` returns is read so; `"a phrase"` is a string with its quotes.
+- A parameter that does not admit strings is written as JSON.
+- A string is written as it is. If the parameter also admits other types, a text that is JSON of one
+  of them is that value: `null` is null, `12` a number, and a text that begins with `{` or `[` an
+  object or a list. Any other text is the string itself.
+- A string that cannot be written so, because it contains the closing text or would be parsed as
+  another type, is written as a JSON string in which the closing text is escaped:
+  `"\u003c/parameter>"`. Only the spelling that `quote` returns is unquoted; `"a phrase"` is a
+  string with its quotes.
 - A closing text inside a string of a list or an object does not end the value.
 """
 

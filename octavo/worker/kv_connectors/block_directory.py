@@ -66,7 +66,9 @@ class DirectoryChanges:
 
 
 class BlockDirectory:
-    """Used by two threads: one reads, the other does the rest. `clock`: seconds since 1970."""
+    """Used by two threads: one reads, the other does everything else. `clock`: seconds since
+    1970.
+    """
 
     def __init__(
         self,
@@ -123,8 +125,8 @@ class BlockDirectory:
     # -- one block ---------------------------------------------------------------------------------
 
     def write(self, block: SlotBlock, data: memoryview) -> list[BlockName]:
-        """Writes a block's file; returns the evicted blocks. OSError or DirectoryFull if it cannot
-        be stored, and then nothing of it is left.
+        """Writes a block's file; returns the evicted blocks. Raises OSError or DirectoryFull,
+        without leaving a partial file, if it cannot be stored.
 
         A file that another engine has written and pinned stays pinned.
         """
@@ -174,8 +176,8 @@ class BlockDirectory:
             self._set_time(path, now)
 
     def pin(self, pins: Iterable[BlockPin]) -> None:
-        """Pins blocks; a time in the past unpins one. A block that is not stored yet is pinned when
-        it is.
+        """Pins blocks; a time in the past unpins them. A block that is not stored yet is pinned
+        when it is stored.
         """
         for name, until in pins:
             path = self.get_path(name)
@@ -247,8 +249,8 @@ class BlockDirectory:
                 _unlink(Path(entry.path))
 
     def _make_room(self, num_bytes: int) -> list[BlockName]:
-        """Evicts files until `num_bytes` more fit with some reserve; DirectoryFull if they cannot.
-        Returns the evicted blocks.
+        """Evicts files until `num_bytes` more fit with some reserve; raises DirectoryFull if they
+        cannot. Returns the evicted blocks.
         """
         if self._num_bytes + num_bytes <= self.max_bytes:
             return []
@@ -267,7 +269,7 @@ class BlockDirectory:
         return sorted(before - self._names())
 
     def _set_time(self, path: Path, when: float) -> bool:
-        """Sets a file's time; False if it does not exist any more."""
+        """Sets a file's time; returns False if the file does not exist."""
         try:
             os.utime(path, (when, when))
         except OSError:
@@ -280,7 +282,7 @@ class BlockDirectory:
         return self._temporary / f"{os.getpid()}-{id(self):x}-{next(self._counter)}"
 
     def _parse_name(self, path: Path) -> BlockName | None:
-        """Returns a file's block; None for another fingerprint's and for other files."""
+        """Parses a file name; returns None for files of other fingerprints and other kinds."""
         if path.parent.parent != self._folder:
             return None
         digest, _, group = path.stem.partition("-")

@@ -2,8 +2,8 @@
 disk.
 
 Owns the slots' memory and two threads: one prefetches from files, one writes to them. A block stays
-in its slot until it is written, so memory is bounded. Decides nothing: the scheduler half
-(`engine/kv/tier_connector.py`) assigns blocks to slots.
+in its slot until it is written, so memory is bounded. Makes no decisions: the scheduler half
+(`engine/kv/kv_connector.py`) assigns blocks to slots.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from octavo.worker.kv_connectors.block_directory import (
 logger = logging.getLogger(__name__)
 
 
-LATE_S = 5.0
+OVERDUE_S = 5.0
 """Seconds after which a request that waits for a file, or for an answer about files, computes
 instead."""
 LOOK_S = 30.0
@@ -86,7 +86,7 @@ class TierWorker:
         self._changed = threading.Condition()
         """Guards the report; notified when something is added."""
         self._fetching: dict[BlockName, float] = {}
-        """Start of each fetch that is not late, on the monotonic clock."""
+        """Start of each fetch that is not overdue, on the monotonic clock."""
         self._rating: dict[str, float] = {}
         """Start of each query by request, likewise."""
         self._num_under_way = 0
@@ -131,8 +131,10 @@ class TierWorker:
         with self._changed:
             if self._report == EMPTY and self._num_under_way and wait_s:
                 self._changed.wait(wait_s)
-            self._report.late += _take_late(self._fetching)
-            self._report.answers += [BlockAnswer(each, []) for each in _take_late(self._rating)]
+            self._report.overdue += _remove_overdue(self._fetching)
+            self._report.answers += [
+                BlockAnswer(each, []) for each in _remove_overdue(self._rating)
+            ]
             report, self._report = self._report, ConnectorReport()
         if report == EMPTY:
             return None
@@ -145,8 +147,8 @@ class TierWorker:
         self._writer.close(CLOSE_S)
 
     def _answer(self, query: BlockQuery) -> None:
-        """Queues a query after the fetches of its plan, in the thread that makes them. The query's
-        own part is computed here, while that thread reads.
+        """Queues a query after the fetches of its plan, in the same thread. The query's own part of
+        the rating is computed here meanwhile.
         """
         assert self._rater is not None, "nothing asks an engine that cannot answer"
         prepared = self._rater.prepare(query)
@@ -167,7 +169,7 @@ class TierWorker:
         finally:
             with self._reporting() as report:
                 self._num_under_way -= 1
-                if self._rating.get(query.request_id) == since:  # else it came too late
+                if self._rating.get(query.request_id) == since:  # else it came too overdue
                     del self._rating[query.request_id]
                     report.answers.append(BlockAnswer(query.request_id, ratings))
 
@@ -231,12 +233,12 @@ class TierWorker:
 EMPTY = ConnectorReport()
 
 
-def _take_late(since: dict[Any, float]) -> list[Any]:
-    """Removes and returns the late ones, by their starts on the monotonic clock."""
-    late = [name for name, start in since.items() if time.monotonic() - start > LATE_S]
-    for name in late:
+def _remove_overdue(since: dict[Any, float]) -> list[Any]:
+    """Removes and returns the overdue ones, given their start times on the monotonic clock."""
+    overdue = [name for name, start in since.items() if time.monotonic() - start > OVERDUE_S]
+    for name in overdue:
         del since[name]
-    return late
+    return overdue
 
 
 class _JobThread:

@@ -1,7 +1,7 @@
 """Custom logits processors: functions that change a row's logits before sampling, loaded by name at
 the start and called with a timeout.
 
-A call runs in a thread beside the worker's, which waits for it no longer than the timeout; a fault
+A call runs in a separate thread, for which the worker waits at most for the timeout; a failure
 fails only the row. Knows neither rows nor backends.
 """
 
@@ -92,7 +92,7 @@ class LogitsProcessors:
         self._processors = processors
         self._timeout_s = timeout_s
         self._thread: CallThread | None = None
-        self._late: dict[str, ProcessorCall] = {}
+        self._overdue: dict[str, ProcessorCall] = {}
         """Calls that timed out and have not ended, by name of the processor."""
 
     def apply(self, names: Sequence[str], token_ids: NDArray[np.int32], logits: Logits) -> Logits:
@@ -106,10 +106,10 @@ class LogitsProcessors:
             self._thread.end()
 
     def _call(self, name: str, token_ids: NDArray[np.int32], logits: Logits) -> Logits:
-        late = self._late.get(name)
-        if late is not None and not late.done.is_set():
+        overdue = self._overdue.get(name)
+        if overdue is not None and not overdue.done.is_set():
             raise ProcessorFault(f"the logits processor {name!r} has not ended an earlier call")
-        self._late.pop(name, None)
+        self._overdue.pop(name, None)
         if self._thread is None:
             self._thread = CallThread()
         ids, own = token_ids.copy(), logits.copy()
@@ -117,7 +117,7 @@ class LogitsProcessors:
             lambda: _check_result(name, self._processors[name](ids, own), own)
         )
         if not call.done.wait(self._timeout_s):
-            self._late[name], self._thread = call, None
+            self._overdue[name], self._thread = call, None
             raise ProcessorFault(
                 f"the logits processor {name!r} took more than {self._timeout_s:g} s"
                 " (logits_processor_timeout)"

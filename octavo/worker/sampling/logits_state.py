@@ -19,7 +19,7 @@ ANY_TOKEN = -1
 
 @dataclass(slots=True)
 class LogitsState:
-    """Options of one request that a sampling record does not hold."""
+    """Options of one request that are not part of its sampling record."""
 
     logit_bias: dict[int, float]
     end_token_ids: list[int]

@@ -32,7 +32,7 @@ class FakePlacer:
     reserved: list[tuple[str, int, bool]] = field(default_factory=list)
     given_back: list[object] = field(default_factory=list)
     places: list[tuple[str, int]] = field(default_factory=list)
-    """Name and place of each instance that was started."""
+    """Name and reservation of each instance that was started."""
     is_full: bool = False
     broken: str = ""
     """Name of an instance that cannot be started."""
@@ -48,7 +48,7 @@ class FakePlacer:
         self.reserved.append((name, len(needs), spread))
         return self.reserved[-1]
 
-    def start(self, place: object, index: int, spec: InstanceSpec) -> FakeInstance:
+    def start(self, reservation: object, index: int, spec: InstanceSpec) -> FakeInstance:
         if spec.name == self.broken:
             raise ValueError("no such resource")
         self.places.append((spec.name, index))
@@ -65,8 +65,8 @@ class FakePlacer:
     def stop(self, handle: FakeInstance, patience_s: float) -> None:
         handle.stopped = True
 
-    def give_back(self, place: object) -> None:
-        self.given_back.append(place)
+    def release(self, reservation: object) -> None:
+        self.given_back.append(reservation)
 
     def close(self) -> None:
         pass

@@ -10,7 +10,7 @@ import pytest
 from octavo.api.errors import ConfigError
 from octavo.config.data_file import DataFile
 from octavo.distributed.cluster.controller import LEAVE_S, Cluster, ClusterKeys
-from octavo.distributed.cluster.instance import InstanceSpec, free_ports, rank_spec
+from octavo.distributed.cluster.instance import InstanceSpec, find_free_ports, make_rank_spec
 from octavo.distributed.cluster.placing import ClusterMachine
 from octavo.distributed.cluster.plan import ClusterPlan, parse_plan
 from tests.distributed.cluster.fakes import FakePlacer, FakeRouter
@@ -91,18 +91,18 @@ def test_each_rank_that_sends_blocks_has_a_port() -> None:
 
 
 def test_neighbouring_ports_are_as_many_as_are_wanted() -> None:
-    first = free_ports("127.0.0.1", "a name", 8)
-    assert first == free_ports("127.0.0.1", "a name", 8)
+    first = find_free_ports("127.0.0.1", "a name", 8)
+    assert first == find_free_ports("127.0.0.1", "a name", 8)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first + 7))
         taken.listen()
-        assert free_ports("127.0.0.1", "a name") == first
-        assert free_ports("127.0.0.1", "a name", 8) != first
+        assert find_free_ports("127.0.0.1", "a name") == first
+        assert find_free_ports("127.0.0.1", "a name", 8) != first
 
 
 def test_another_rank_of_an_instance_joins_the_first_one() -> None:
     spec = InstanceSpec("a-0", "", ["serve", "m"], num_ranks=2, rank_secret="of all")
-    rank = rank_spec(spec, 1, "10.0.0.1:20003")
+    rank = make_rank_spec(spec, 1, "10.0.0.1:20003")
     assert rank.words == ["rank", "10.0.0.1:20003", "--rank", "1"]
     assert rank.environment == {"OCTAVO_RANK_SECRET": "of all"} and not rank.health
 

@@ -63,7 +63,7 @@ def reported(worker: PoolWorker, num_blocks: int = 1) -> ConnectorReport:
     for _ in range(400):
         report = worker.report(wait_s=0.05)
         if report is not None:
-            for name in ("fetched", "not_fetched", "kept", "not_kept", "late"):
+            for name in ("fetched", "not_fetched", "kept", "not_kept", "overdue"):
                 getattr(whole, name).extend(getattr(report, name))
             whole.stored = report.stored
         ended = (whole.fetched, whole.not_fetched, whole.kept, whole.not_kept)
@@ -166,11 +166,11 @@ def test_a_long_failed_read_pauses_reading(worker: PoolWorker, store: FakeStore)
 def test_a_slow_read_is_late_and_comes_afterwards(
     worker: PoolWorker, store: FakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_worker, "LATE_S", 0.1)
+    monkeypatch.setattr(pool_worker, "OVERDUE_S", 0.1)
     keep(worker, 7)
     store.delay_s = 1.0
     report = fetch(worker, 7)
-    assert report.late == [name_of(7)] and report.fetched == [name_of(7)]
+    assert report.overdue == [name_of(7)] and report.fetched == [name_of(7)]
 
 
 def test_a_block_of_too_many_images_is_not_kept(worker: PoolWorker) -> None:
@@ -209,7 +209,7 @@ def test_a_node_of_mooncakes_own_that_dies_is_misses_and_a_pause(
         report = keep(worker, 8)
         assert report.not_kept and report.stored is not None
         assert report.stored.num_write_errors == 1
-        assert time.monotonic() - began < 2 * pool_worker.LATE_S
+        assert time.monotonic() - began < 2 * pool_worker.OVERDUE_S
         assert worker.writes_from > time.monotonic() + pool_worker.PAUSE_S / 2
         began = time.monotonic()
         assert keep(worker, 9).not_kept and time.monotonic() - began < 1

@@ -10,8 +10,8 @@ import pytest
 from octavo.api.errors import ConfigError
 from octavo.distributed.router.app import create_router_app
 from octavo.distributed.router.members import Members
+from octavo.distributed.router.monitor import ServerMonitor, monitor_servers
 from octavo.distributed.router.settings import RouterSettings
-from octavo.distributed.router.watch import Watch, watched
 from tests.support.fake_upstream import FakeUpstream, refusing, saying, with_status
 
 QUICK = {"health_interval_s": 0.05, "health_timeout_s": 0.2, "max_health_backoff_s": 0.1}
@@ -26,9 +26,9 @@ async def routed(*servers, **options):
         for server in servers:
             await stack.enter_async_context(server)
         members = Members([server.url for server in servers], settings)
-        watch = Watch(settings)
-        await stack.enter_async_context(watched(members, settings, watch))
-        transport = httpx.ASGITransport(create_router_app(members, settings, watch))
+        monitor = ServerMonitor(settings)
+        await stack.enter_async_context(monitor_servers(members, settings, monitor))
+        transport = httpx.ASGITransport(create_router_app(members, settings, monitor))
         client = httpx.AsyncClient(transport=transport, base_url="http://router", timeout=10)
         yield await stack.enter_async_context(client), members
 

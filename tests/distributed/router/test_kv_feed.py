@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-from octavo.distributed.router.kv_feed import KvFeed, reachable
+from octavo.distributed.router.kv_feed import KvFeed, resolve_endpoint
 from octavo.engine.protocol.block_events import BlocksCleared, BlocksRemoved, BlocksStored
 from octavo.engine.protocol.block_hashes import BlockHashing
 from octavo.engine.protocol.cached_names import CachedNames
@@ -242,4 +242,4 @@ def test_an_address_that_is_none_is_told(endpoint, caplog):
     ],
 )
 def test_an_address_of_all_interfaces_gets_its_machines_name(endpoint, host, expected):
-    assert reachable(endpoint, host) == expected
+    assert resolve_endpoint(endpoint, host) == expected

@@ -249,7 +249,7 @@ class LivesMachine(RuleBasedStateMachine):
             )
             assert pool.ref_counts == [references[block_id] for block_id in range(NUM_BLOCKS)]
             assert len(references) + len(pool.free) == NUM_BLOCKS
-            assert pool.spec.is_named or len(pool.cache.key_of) == 0
+            assert pool.spec.is_hashed or len(pool.cache.key_of) == 0
 
     def teardown(self):
         for request_id in list(getattr(self, "tokens", ())):

@@ -61,5 +61,5 @@ def test_without_a_stream_nothing_is_planned() -> None:
 
 def test_tokens_without_names_stay() -> None:
     blocks = manager()
-    blocks.start("a", TOKENS, naming=BlockHashing(num_named_tokens=9), reserve=0)
+    blocks.start("a", TOKENS, hashing=BlockHashing(num_hashed_tokens=9), reserve=0)
     assert [one.key.token_ids for one in streamed(blocks, 0, 18)] == [(5, 6, 7, 8), (9, 10, 11, 12)]

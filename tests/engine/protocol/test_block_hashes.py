@@ -15,12 +15,12 @@ from octavo.engine.protocol.kv_messages import BlockKey
 BLOCK = 4
 
 
-def keys(tokens: list[int], naming: BlockHashing | None = None) -> list[BlockKey]:
-    return BlockChain(naming or BlockHashing()).extend(tokens, len(tokens) // BLOCK, BLOCK)
+def keys(tokens: list[int], hashing: BlockHashing | None = None) -> list[BlockKey]:
+    return BlockChain(hashing or BlockHashing()).extend(tokens, len(tokens) // BLOCK, BLOCK)
 
 
-def digests(tokens: list[int], naming: BlockHashing | None = None) -> list[bytes]:
-    return [key.digest for key in keys(tokens, naming)]
+def digests(tokens: list[int], hashing: BlockHashing | None = None) -> list[bytes]:
+    return [key.digest for key in keys(tokens, hashing)]
 
 
 def test_a_digest_depends_on_the_tokens_before_its_block():
@@ -30,7 +30,7 @@ def test_a_digest_depends_on_the_tokens_before_its_block():
 
 
 @pytest.mark.parametrize(
-    "naming",
+    "hashing",
     [
         BlockHashing("tenant"),
         BlockHashing(adapter_digest=b"adapter"),
@@ -42,7 +42,7 @@ def test_a_digest_depends_on_the_tokens_before_its_block():
         BlockHashing(media={0: (b"catdog",)}),
     ],
 )
-def test_salt_adapter_and_media_each_make_other_names(naming):
+def test_salt_adapter_and_media_each_make_other_names(hashing):
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     others = [
         BlockHashing(),
@@ -53,7 +53,7 @@ def test_salt_adapter_and_media_each_make_other_names(naming):
         BlockHashing(media={0: (b"cat", b"dog")}),
     ]
     for other in others:
-        assert set(digests(tokens, naming)).isdisjoint(digests(tokens, other)) or naming == other
+        assert set(digests(tokens, hashing)).isdisjoint(digests(tokens, other)) or hashing == other
 
 
 def test_media_change_their_own_block_and_those_behind_it():
@@ -95,7 +95,7 @@ def test_a_salt_cannot_be_crafted_into_the_name_of_another_prompts_block():
     victim = [*first, *second, *third]
     blocks.start("victim", victim, reserve=0)
     blocks.record("victim", victim, len(victim))
-    started = blocks.start("other", [*third, 13], naming=BlockHashing(crafted), reserve=0)
+    started = blocks.start("other", [*third, 13], hashing=BlockHashing(crafted), reserve=0)
     assert started.num_cached_tokens == 0
 
 
@@ -103,9 +103,9 @@ def test_no_salt_and_no_adapter_is_hashed_as_a_block_is():
     tokens = [1, 2, 3, 4]
     block = keys(tokens)[0]
     hashed = block.parent + struct.pack("4i", *tokens)
-    for naming in (
+    for hashing in (
         BlockHashing(hashed.decode("latin-1")),
         BlockHashing(adapter_digest=hashed),
         BlockHashing(adapter_digest=hashed[8:]),
     ):
-        assert naming.root() != block.digest
+        assert hashing.root() != block.digest

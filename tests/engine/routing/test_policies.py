@@ -176,6 +176,6 @@ def test_a_wrong_line_of_a_trace_is_named(tmp_path, line):
 def test_digests_are_the_names_of_blocks():
     """The router's short cut makes the names that engines give to blocks."""
     tokens = [random.Random(2).randrange(1 << 30) for _ in range(75)]
-    naming = BlockHashing("a salt")
-    keys = BlockChain(naming).extend(tokens, 4, BLOCK)
-    assert naming.digests(tokens, BLOCK) == [key.digest for key in keys]
+    hashing = BlockHashing("a salt")
+    keys = BlockChain(hashing).extend(tokens, 4, BLOCK)
+    assert hashing.digests(tokens, BLOCK) == [key.digest for key in keys]

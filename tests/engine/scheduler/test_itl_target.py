@@ -16,6 +16,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.protocol.step import ResultKind
 from octavo.engine.protocol.step_costs import CostPoint, StepCosts
 from octavo.engine.recording.recorder import FORMAT, Recorder, RecordingHeader, read_log
 from octavo.engine.recording.replay import Replay
@@ -50,7 +51,9 @@ class WatchedExecutor(SimulatedExecutor):
 
     def execute(self, plan):
         result = super().execute(plan)
-        num_decode = sum(row.wants == "draw" and row.num_tokens == 1 for row in plan.rows)
+        num_decode = sum(
+            row.result_kind == ResultKind.SAMPLE and row.num_tokens == 1 for row in plan.rows
+        )
         if plan.rows:
             self.steps.append((num_decode, plan.num_tokens - num_decode, result.busy_s))
         return result

@@ -8,6 +8,7 @@ import pytest
 from octavo.api.structured_outputs import GrammarSpec
 from octavo.engine.core import EngineCore
 from octavo.engine.protocol.requests import ResetPrefixCache
+from octavo.engine.protocol.step import ResultKind
 from tests.support.engine_fakes import (
     FakeExecutor,
     expected_tokens,
@@ -56,7 +57,9 @@ def test_a_step_mixes_decode_and_prefill_within_the_budget():
     core.add(make_request("b", list(range(30))))
     core.step()
     plan = executor.plans[-1]
-    assert [(row.request_id, row.num_tokens, row.wants == "draw") for row in plan.rows] == [
+    assert [
+        (row.request_id, row.num_tokens, row.result_kind == ResultKind.SAMPLE) for row in plan.rows
+    ] == [
         ("a", 1, True),
         ("b", 9, False),
     ]

@@ -182,12 +182,12 @@ def test_the_masked_draw_is_the_first_legal_token(level):
 
 @pytest.mark.parametrize("vocab", [3, 20, 120, 1000])
 def test_witnesses_show_that_cuts_keep_a_draw(level, vocab):
-    """A draw without cuts whose witnesses are legal is the masked draw with them."""
+    """A draw without cuts whose proofs are legal is the masked draw with them."""
     check_cutoff_proofs(lambda logits, batch: sample_native(logits, batch, level), vocab=vocab)
 
 
 def test_the_references_witnesses_are_found(level):
-    """Native finds the reference's witnesses, but where a border lies within its rounding."""
+    """Native finds the reference's proofs, but where a border lies within its rounding."""
     g, rows, vocab = rng(8), 300, 400
     logits = (g.normal(size=(rows, vocab)) * 3).astype(np.float32)
     batch = batch_for(

@@ -182,7 +182,7 @@ def test_the_masked_draw_is_the_first_legal_token():
 
 @pytest.mark.parametrize("vocab", [3, 20, 120])
 def test_witnesses_show_that_cuts_keep_a_draw(vocab):
-    """A draw without cuts whose witnesses are legal is the masked draw with them."""
+    """A draw without cuts whose proofs are legal is the masked draw with them."""
     check_cutoff_proofs(sample, vocab=vocab)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octavo.engine.protocol.step import ScheduledRequest
+from octavo.engine.protocol.step import ResultKind, ScheduledRequest
 from octavo.executor.batch import sampling_records
 from octavo.executor.noise import gumbel, noise_words, noise_words_for, philox
 from octavo.executor.sampling import sample
@@ -149,7 +149,12 @@ def test_texts_with_guesses_have_their_probabilities(error):
         plain.append(drawn(tables, plain))
     for text in range(TEXTS):
         row = ScheduledRequest(
-            "r", 0, 3, [], wants="draw", draft_ids=[int(guessed[0][text]), int(guessed[1][text])]
+            "r",
+            0,
+            3,
+            [],
+            result_kind=ResultKind.SAMPLE,
+            draft_ids=[int(guessed[0][text]), int(guessed[1][text])],
         )
         owners = [0] * (len(row.draft_ids) + 1)
         tokens = [int(each[text]) for each in target]

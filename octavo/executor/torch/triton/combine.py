@@ -1,7 +1,7 @@
-"""Sums expert rows by their weights, in the order of the choice.
+"""Sums expert rows by their weights, in the order in which the experts were chosen.
 
-    program (t, n)  out[t, n*BLOCK ...] = weights[t, 0] * x[t*k] + weights[t, 1] * x[t*k + 1] + ...
-    in fp32, rounded once
+program (t, n)  out[t, n*BLOCK ...] = weights[t, 0] * x[t*k] + weights[t, 1] * x[t*k + 1] + ...
+                in fp32, rounded once
 
 Reference: `plain.PlainKernels.combined`.
 """

@@ -232,7 +232,7 @@ def weighted(weights, values, acc, kept, scoring):
 
 @triton.jit
 def merged(before, after):
-    """Merges the states of the keys so far and of the next split; an empty split changes
+    """Merges the states of the previous keys and of the next split; an empty split changes
     nothing.
     """
     top = tl.maximum(before.m, after.m)

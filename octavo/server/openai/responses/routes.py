@@ -42,8 +42,8 @@ router = APIRouter()
 
 async def get_runs(request: Request) -> ResponseRuns | None:
     """Returns the server's background responses; None without a store."""
-    work = request.app.state.stored_work
-    return None if work is None else work.responses
+    jobs = request.app.state.background_jobs
+    return None if jobs is None else jobs.responses
 
 
 ServiceHere = Annotated[Service, Depends(get_service)]

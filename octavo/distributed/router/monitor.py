@@ -13,7 +13,7 @@ from octavo.distributed.router.members import HealthCheck, Member, Members
 from octavo.distributed.router.settings import RouterSettings
 
 
-class Watch:
+class ServerMonitor:
     """Background tasks of all servers. Used in one event loop."""
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -52,11 +52,13 @@ class Watch:
 
 
 @asynccontextmanager
-async def watched(members: Members, settings: RouterSettings, watch: Watch) -> AsyncIterator[None]:
+async def monitor_servers(
+    members: Members, settings: RouterSettings, monitor: ServerMonitor
+) -> AsyncIterator[None]:
     """Monitors all servers within the context."""
-    await asyncio.gather(*map(watch.begin, members))
+    await asyncio.gather(*map(monitor.begin, members))
     try:
         yield
     finally:
-        await watch.close(members)
+        await monitor.close(members)
         members.close()

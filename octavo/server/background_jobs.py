@@ -26,10 +26,10 @@ BATCH_ROUTES = (chat.router, completions.router, response_routes.router, embeddi
 """Routes allowed in batches."""
 
 
-class StoredWork:
+class BackgroundJobs:
     def __init__(self, service: Service, store: Store) -> None:
         self.responses = ResponseRuns(service, store)
-        inner = InternalRequests(service, BATCH_ROUTES, stored_work=self)
+        inner = InternalRequests(service, BATCH_ROUTES, background_jobs=self)
         self.batches = BatchRunner(service, store, inner)
 
     async def resume(self) -> None:
@@ -42,9 +42,9 @@ class StoredWork:
         await asyncio.gather(self.responses.stop(), self.batches.stop())
 
 
-async def get_stored_work(request: Request) -> StoredWork:
+async def get_background_jobs(request: Request) -> BackgroundJobs:
     """Returns the server's background work; raises a 404 without a store."""
-    work: StoredWork | None = request.app.state.stored_work
-    if work is None:
+    jobs: BackgroundJobs | None = request.app.state.background_jobs
+    if jobs is None:
         raise HTTPException(404, "this server keeps nothing (hint: start it with --state-dir)")
-    return work
+    return jobs
