@@ -191,7 +191,7 @@ class RequestStreams:
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls a function in the event loop's thread, after earlier ones; ignored if the loop has
-        ended, since nobody reads then.
+        ended, since it has no readers then.
         """
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed

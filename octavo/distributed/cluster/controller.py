@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """Secrets of a cluster; None if everything runs on one machine that nobody else can reach."""
+    """Secrets of a cluster; None if everything runs on one machine that no other can reach."""
 
     api_key: str | None = None
     """Key that clients send to the router."""

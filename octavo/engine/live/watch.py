@@ -1,6 +1,6 @@
 """Builds views of a running engine, on request or periodically while it is watched.
 
-Reads the scheduler's state without changing it. If nobody watches, steps have no extra cost.
+Reads the scheduler's state without changing it. Without a watch, steps have no extra cost.
 """
 
 from __future__ import annotations

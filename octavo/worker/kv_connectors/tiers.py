@@ -148,7 +148,7 @@ class TierWorker:
 
     def _answer(self, query: BlockQuery) -> None:
         """Queues a query after the fetches of its plan, in the same thread. The query's own part of
-        the rating is computed here meanwhile.
+        the rating is computed here, in parallel.
         """
         assert self._rater is not None, "nothing asks an engine that cannot answer"
         prepared = self._rater.prepare(query)
