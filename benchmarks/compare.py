@@ -40,7 +40,7 @@ class Engine:
         parts = text.split("|")
         if not 4 <= len(parts) <= 5:
             raise argparse.ArgumentTypeError(
-                f"got {text!r}, allowed is NAME|FORMAT|MODEL|OPTIONS[|PYTHON]"
+                f"got {text!r}, expected NAME|FORMAT|MODEL|OPTIONS[|PYTHON]"
             )
         name, form, model, options = parts[:4]
         return Engine(name, form, model, options, parts[4] if len(parts) == 5 else sys.executable)

@@ -122,7 +122,7 @@ def main() -> None:
     allowed = (*HALVES, *SCALE_BYTES)
     names = args.types.split(",")
     if unknown := [name for name in names if name not in allowed]:
-        parser.error(f"--types: got {unknown[0]}, allowed are {', '.join(allowed)}")
+        parser.error(f"--types: got {unknown[0]}, expected {', '.join(allowed)}")
     args.directory.mkdir(parents=True, exist_ok=True)
     print(json.dumps({"machine": machine(), "requests": args.requests, "rounds": args.rounds}))
     seen: dict[tuple[str, str, str], list[float]] = defaultdict(list)

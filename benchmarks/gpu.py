@@ -253,7 +253,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     unknown = [name for name in args.sections if name not in names]
     if unknown:
-        parser.error(f"--sections: got {'/'.join(unknown)}, allowed are {'/'.join(names)}")
+        parser.error(f"--sections: got {'/'.join(unknown)}, expected {'/'.join(names)}")
     return args
 
 

@@ -47,7 +47,7 @@ class MemoryGroup:
         found = [pair for pair in FILES if (self._path / pair[0]).exists()]
         if not found:
             self._path.rmdir()
-            raise SystemExit(f"--cgroup: got {parent}, allowed is one of the memory controller")
+            raise SystemExit(f"--cgroup: got {parent}, expected one of the memory controller")
         (limit, self._peak), *_ = found
         if limit_bytes is not None:
             (self._path / limit).write_text(str(limit_bytes))

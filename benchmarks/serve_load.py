@@ -215,20 +215,20 @@ def rounded(value: Any) -> Any:
 def lengths(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
     if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
-        raise argparse.ArgumentTypeError(f"got {text!r}, allowed is LOW-HIGH such as 64-2048")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected LOW-HIGH such as 64-2048")
     return int(low), int(high)
 
 
 def above_zero(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"got {text}, allowed is a number above 0")
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number above 0")
     return value
 
 
 def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, allowed is a whole number above 0")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
     return int(text)
 
 

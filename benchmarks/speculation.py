@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--spec-model", help="for draft_model and eagle3")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", default="1", help="numbers of streams, with commas")
-    parser.add_argument("--tokens", type=int, default=256, help="most tokens of an answer")
+    parser.add_argument("--tokens", type=int, default=256, help="maximum number of output tokens")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--llamacpp", help="a Python that has the package xllamacpp")
     parser.add_argument("--llama-server", help="llama.cpp's own server")

@@ -50,13 +50,13 @@ class Server:
         parts = text.split("|")
         allowed = f"NAME|FORMAT|MODEL|OPTIONS[|PYTHON] with NAME of {', '.join(NAMES)}"
         if not 4 <= len(parts) <= 5 or parts[0] not in NAMES:
-            raise argparse.ArgumentTypeError(f"got {text!r}, allowed is {allowed}")
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {allowed}")
         try:
             options = json.loads(parts[3])
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"OPTIONS of {text!r}: {error}") from error
         if not isinstance(options, dict):
-            raise argparse.ArgumentTypeError(f"OPTIONS: got {parts[3]}, allowed is an object")
+            raise argparse.ArgumentTypeError(f"OPTIONS: got {parts[3]}, expected an object")
         python = parts[4] if len(parts) == 5 else sys.executable
         return Server(parts[0], parts[1], parts[2], options, python)
 

@@ -78,7 +78,7 @@ def _random_programs(settings: Settings, emit: Emit) -> None:
         checked(
             "random Programs, fp32",
             ok=worst < 1e-3,
-            detail=f"{worst:.1e} of the largest logit, allowed are 1e-3",
+            detail=f"{worst:.1e} of the largest logit, expected 1e-3",
         )
     )
 
@@ -108,7 +108,7 @@ def _family(family: str, settings: Settings, emit: Emit) -> None:
             checked(
                 f"{family}, {dtype}",
                 ok=share < bound,
-                detail=f"{share:.1e} of the largest logit, allowed are {bound:g}",
+                detail=f"{share:.1e} of the largest logit, expected {bound:g}",
             )
         )
 

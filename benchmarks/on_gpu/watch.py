@@ -108,7 +108,7 @@ class Steady:
             skip : skip + most
         ]
         if len(found) < 2:
-            raise RuntimeError(f"{len(found)} steady steps of {requests} requests, needed are 2")
+            raise RuntimeError(f"{len(found)} steady steps of {requests} requests, expected 2")
         return Steady(found)
 
     @property

@@ -38,7 +38,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     def __post_init__(self) -> None:
         if self.beam_width is None:  # SamplingParams would take it for "no search"
             raise InvalidRequest(
-                f"beam_width: got None, allowed is a whole number from 1 to {MAX_BEAMS}",
+                f"beam_width: got None, expected an integer from 1 to {MAX_BEAMS}",
                 param="beam_width",
             )
         OPTIONS["beam_width"].parse(self.beam_width)  # before n, which is the width by default

@@ -18,7 +18,8 @@ class CheckedCall(msgspec.StructMeta):
         known: tuple[str, ...] = cls.__struct_fields__
         if args:
             raise InvalidRequest(
-                f"{cls.__name__}: got {shown(args[0])} without a name, fields are given by name",
+                f"{cls.__name__}: got {shown(args[0])} as a positional argument, expected keyword"
+                f" arguments",
                 hint=f"for example {cls.__name__}({known[0]}=...)",
             )
         for name in fields:
@@ -31,5 +32,5 @@ class CheckedCall(msgspec.StructMeta):
         num_required = len(known) - len(cls.__struct_defaults__)
         for name in known[:num_required]:
             if name not in fields:
-                raise InvalidRequest(f"{cls.__name__}: {name} is needed", param=name)
+                raise InvalidRequest(f"{cls.__name__}: {name} is required", param=name)
         return super().__call__(**fields)

@@ -76,7 +76,7 @@ def did_you_mean(name: str, known: Iterable[str], *, listed_in: str | None = Non
     close = difflib.get_close_matches(name, names, 1)
     if close:
         return f"did you mean {close[0]}?"
-    return f"{listed_in} lists what is allowed" if listed_in else f"allowed are {', '.join(names)}"
+    return f"see {listed_in}" if listed_in else f"expected {', '.join(names)}"
 
 
 def make_error(kind: str, message: str, hint: str | None) -> OctavoError | None:

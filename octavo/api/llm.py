@@ -237,8 +237,8 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(
-                f"params: got {shown(params)}, allowed is BeamSearchParams",
-                hint="SamplingParams with a beam_width are for generate",
+                f"params: got {shown(params)}, expected BeamSearchParams",
+                hint="pass SamplingParams with a beam_width to generate",
             )
         return self.generate(prompts, params.sampling_params(), **options)
 
@@ -342,7 +342,8 @@ class LLM:
     def _profiler(self) -> Profiler:
         if self.frontend.profiler is None:
             raise InvalidRequest(
-                "several engines cannot be profiled at once", hint="set data_parallel_size to 1"
+                "profiling requires a single engine, got several",
+                hint="set data_parallel_size to 1",
             )
         return self.frontend.profiler
 

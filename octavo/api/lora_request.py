@@ -36,12 +36,11 @@ class LoRARequest:
         ):
             if not isinstance(text, str) or not 0 < len(text) <= most or "\0" in text:
                 raise InvalidRequest(
-                    f"{name}: got {shown(text)}, allowed is a text of 1 to {most} characters",
+                    f"{name}: got {shown(text)}, expected a string of 1 to {most} characters",
                     param=name,
                 )
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:
             raise InvalidRequest(
-                f"lora_int_id: got {shown(self.lora_int_id)}, allowed is a whole number of at"
-                " least 1",
+                f"lora_int_id: got {shown(self.lora_int_id)}, expected an integer of at least 1",
                 param="lora_int_id",
             )

@@ -97,8 +97,8 @@ def _check_number(name: str, value: object, low: int, others: str = "") -> None:
         return
     number = whole_number(value)
     if number is None or not low <= number < 1 << 31:
-        raise _make_error(name, value, f"a whole number from {low} to {(1 << 31) - 1}{others}")
+        raise _make_error(name, value, f"an integer from {low} to {(1 << 31) - 1}{others}")
 
 
 def _make_error(name: str, value: Any, allowed: str) -> InvalidRequest:
-    return InvalidRequest(f"{name}: got {shown(value)}, allowed is {allowed}", param=name)
+    return InvalidRequest(f"{name}: got {shown(value)}, expected {allowed}", param=name)

@@ -64,7 +64,7 @@ def parse_repetition_detection(value: object) -> RepetitionDetection | None:
             raise
     if value is not None and not isinstance(value, RepetitionDetection):
         raise InvalidRequest(
-            f"repetition_detection: got {shown(value)}, allowed is None, or RepetitionDetection",
+            f"repetition_detection: got {shown(value)}, expected None, or RepetitionDetection",
             param="repetition_detection",
         )
     return value if value and value.max_pattern_size else None
@@ -74,7 +74,7 @@ def _check(name: str, value: object, low: int, high: int) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or not low <= value <= high:  # type: ignore[operator]
         raise InvalidRequest(
-            f"repetition_detection.{name}: got {shown(value)}, allowed is a whole number from {low}"
+            f"repetition_detection.{name}: got {shown(value)}, expected an integer from {low}"
             f" to {high}",
             param="repetition_detection",
         )

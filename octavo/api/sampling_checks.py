@@ -50,35 +50,35 @@ def _check_values(params: Params, options: SamplingOptions) -> None:
     if params.best_of is not None:
         best_of = whole_number(params.best_of)
         is_in_range = best_of is not None and params.n <= best_of <= MAX_N
-        words = f"None, or a whole number from n ({params.n}) to {MAX_N}"
+        words = f"None, or an integer from n ({params.n}) to {MAX_N}"
         check("best_of", params.best_of, is_in_range, words)
         params.best_of = best_of
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        allowed = f"a whole number from 0 to max_tokens ({params.max_tokens})"
+        allowed = f"an integer from 0 to max_tokens ({params.max_tokens})"
         check("min_tokens", params.min_tokens, False, allowed)
     if params.prompt_logprob_start is not None and params.prompt_logprobs is None:
         raise InvalidRequest(
-            "prompt_logprob_start: allowed only with prompt_logprobs",
+            "prompt_logprob_start: requires prompt_logprobs",
             param="prompt_logprob_start",
         )
 
 
 def _check_texts(params: Params) -> None:
     if params.stop is not None:
-        params.stop = _parse_texts("stop", params.stop, "one text or a list of texts", lone=True)
+        params.stop = _parse_texts("stop", params.stop, "a string or a list of strings", lone=True)
     if params.stop_regex is not None:
-        allowed = "one regular expression or a list of them"
+        allowed = "a regular expression or a list of them"
         params.stop_regex = _parse_texts("stop_regex", params.stop_regex, allowed, lone=True)
         check_patterns(params.stop_regex)
     if params.bad_words is not None:
-        params.bad_words = _parse_texts("bad_words", params.bad_words, "a list of texts")
+        params.bad_words = _parse_texts("bad_words", params.bad_words, "a list of strings")
     if params.dry_sequence_breakers is not None:
         allowed = f"a list of at most {MAX_BREAKERS} texts of {MAX_BREAKER} characters"
         params.dry_sequence_breakers = _parse_breakers(params.dry_sequence_breakers, allowed)
     for name in ("stop", "stop_regex"):
         if getattr(params, name) and not params.detokenize:
             raise InvalidRequest(
-                f"{name}: stop texts need the text, and detokenize is False",
+                f"{name}: stop strings require detokenize=True",
                 param=name,
                 hint="use stop_token_ids",
             )
@@ -98,7 +98,7 @@ def _check_token_ids(params: Params) -> None:
         )
     if params.logit_bias is not None:
         given: object = params.logit_bias
-        check("logit_bias", given, isinstance(given, Mapping), "numbers by token id")
+        check("logit_bias", given, isinstance(given, Mapping), "an object of token ids and numbers")
         params.logit_bias = {
             _parse_bias_token(key): _parse_bias(key, value)
             for key, value in params.logit_bias.items()
@@ -109,7 +109,7 @@ def _set_logprob_token_ids(params: Params, ids: list[int]) -> None:
     """Sets `logprob_token_ids`, and `logprobs` to their number."""
     name = "logprob_token_ids"
     ok = 0 < len(ids) == len(set(ids)) <= MAX_LISTED
-    check(name, ids, ok, f"a list of 1 to {MAX_LISTED} different token ids")
+    check(name, ids, ok, f"a list of 1 to {MAX_LISTED} distinct token ids")
     words = f"None, or the number of logprob_token_ids ({len(ids)})"
     check("logprobs", params.logprobs, params.logprobs in (None, len(ids)), words)
     params.logprob_token_ids, params.logprobs = ids, len(ids)
@@ -132,7 +132,7 @@ def _check_structure(params: Params) -> None:
             "ignore_eos: got True with structured_outputs, whose end tells that the answer is"
             " complete",
             param="ignore_eos",
-            hint="leave ignore_eos out; max_tokens bounds the length",
+            hint="remove ignore_eos; max_tokens limits the length",
         )
 
 
@@ -144,9 +144,9 @@ def _parse_processors(params: Params, given: object) -> list[str] | None:
     for other in ("prompt_logprobs", "logprob_token_ids"):
         if names and getattr(params, other) is not None:
             raise InvalidRequest(
-                f"{name}: got {shown(names)} with {other}, allowed is one of them",
+                f"{name}: got {shown(names)} with {other}, expected one of them",
                 param=name,
-                hint=f"leave {other} out; logprobs gives those of the model's own logits",
+                hint=f"remove {other}; logprobs gives those of the model's own logits",
             )
     return names or None
 
@@ -161,7 +161,7 @@ def _check_beam_search(params: Params, width: int, options: SamplingOptions) -> 
         params.best_of,
         params.best_of in (None, params.n),
         f"n ({params.n}) in a beam search",
-        hint="beam_width says how many are tried",
+        hint="beam_width sets the number of beams",
     )
     penalty, most = to_float(params.length_penalty), MAX_LENGTH_PENALTY
     check(
@@ -187,12 +187,12 @@ def _check_greedy(params: Params, options: SamplingOptions) -> None:
     for name in ("n", "best_of"):
         value = getattr(params, name)
         if value not in (1, None):
-            hint = "greedy samples are all alike; set temperature above 0"
+            hint = "greedy samples are identical; set temperature above 0"
             check(name, value, False, "1 when the temperature is 0", hint=hint)
     for name, neutral in options.greedy_values.items():
         value = getattr(params, name)
         if value != neutral:
-            hint = "set temperature above 0, or leave it out"
+            hint = "set temperature above 0, or remove it"
             check(name, value, False, f"{neutral} when the temperature is 0", hint=hint)
     params.temperature = 0.0
     for name, neutral in options.ignored_by_greedy.items():
@@ -203,7 +203,7 @@ def _parse_texts(name: str, value: object, allowed: str, *, lone: bool = False) 
     """Returns a list of non-blank texts; with `lone` a single text is allowed."""
     texts = [value] if lone and isinstance(value, str) else value
     if not isinstance(texts, list | tuple):
-        raise InvalidRequest(f"{name}: got {shown(value)}, allowed is {allowed}", param=name)
+        raise InvalidRequest(f"{name}: got {shown(value)}, expected {allowed}", param=name)
     for text in texts:
         is_there = isinstance(text, str) and (text != "" if lone else text.strip() != "")
         check(name, text, is_there, f"{allowed}, none of them empty")
@@ -230,7 +230,7 @@ def _parse_token_id(name: str, token: object) -> int:
     number = whole_number(token)
     if number is None or not 0 <= number <= INT32_MAX:
         raise InvalidRequest(
-            f"{name}: got {shown(token)}, allowed are token ids (from 0 to {INT32_MAX})",
+            f"{name}: got {shown(token)}, expected token ids (from 0 to {INT32_MAX})",
             param=name,
         )
     return number
@@ -244,7 +244,7 @@ def _parse_bias_token(key: object) -> int:
         number = None
     if number is None or not 0 <= number <= INT32_MAX:
         raise InvalidRequest(
-            f"logit_bias: got the key {shown(key)}, allowed are token ids", param="logit_bias"
+            f"logit_bias: got the key {shown(key)}, expected token ids", param="logit_bias"
         )
     return number
 

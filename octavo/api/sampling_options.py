@@ -128,7 +128,7 @@ class Number(Option):
 class Integer(Number):
     def _describe_span(self) -> str:
         prefix = "None, or " if self.is_optional else ""
-        return "{}a whole number from {} to {}".format(prefix, *self.span)
+        return "{}an integer from {} to {}".format(prefix, *self.span)
 
     def parse(self, value: Any) -> Any:
         if value is None and self.is_optional:
@@ -240,5 +240,5 @@ def to_float(value: object) -> float:
 def check(name: str, value: object, ok: bool, allowed: str, hint: str | None = None) -> None:
     if not ok:
         raise InvalidRequest(
-            f"{name}: got {shown(value)}, allowed is {allowed}", param=name, hint=hint
+            f"{name}: got {shown(value)}, expected {allowed}", param=name, hint=hint
         )

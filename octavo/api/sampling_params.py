@@ -50,7 +50,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         int | None,
         Option(
             "sample",
-            takes="a whole number from n up",
+            takes="an integer from n up",
             help="number of samples, of which the n most likely are returned; default n",
         ),
     ] = None
@@ -59,8 +59,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Integer(
             "sample",
             (-(1 << 63), (1 << 63) - 1),
-            takes="a signed 64-bit whole number or None",
-            help="seed that makes sampling reproducible; default a random one",
+            takes="a signed 64-bit integer or None",
+            help="random seed for reproducible sampling; default random",
             takes_minus_one=True,
         ),
     ] = None
@@ -69,8 +69,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         list[str] | None,
         Option(
             "logits",
-            takes=f"a list of at most {MAX_PROCESSORS} names that the engine has",
-            help="functions that change the logits, applied in order",
+            takes=f"a list of at most {MAX_PROCESSORS} names of the engine's logits processors",
+            help="logits processors to apply, in this order",
             in_beam_search=False,
         ),
     ] = None
@@ -88,7 +88,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Option(
             "logits",
             takes="a list of at least one token id",
-            help="the only tokens that may be sampled",
+            help="the only token ids that may be sampled",
             in_beam_search=False,
         ),
     ] = None
@@ -96,8 +96,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         list[str] | None,
         Option(
             "logits",
-            takes="a list of texts",
-            help="texts that are never generated",
+            takes="a list of strings",
+            help="strings that are never generated",
             in_beam_search=False,
         ),
     ] = None
@@ -107,7 +107,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
             "logits",
             takes="an object with exactly one of json, json_object, regex, choice, grammar and"
             " structural_tag",
-            help="format that the output follows",
+            help="format of the output (structured output)",
         ),
     ] = None
     dry_multiplier: Annotated[
@@ -115,7 +115,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Number(
             "logits",
             (0, 100),
-            help="penalty for tokens that extend a repetition; 0 disables DRY",
+            help="penalty multiplier for tokens that extend a repetition (DRY); 0 disables it",
             in_beam_search=False,
             host_only=True,
             is_extension=True,
@@ -126,7 +126,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Number(
             "logits",
             (1, 100),
-            help="factor of the penalty for each further token of the repetition",
+            help="base of the DRY penalty, which grows with the length of the repetition",
             host_only=True,
             is_extension=True,
         ),
@@ -136,7 +136,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Integer(
             "logits",
             (1, INT32_MAX),
-            help="length in tokens from which a repetition is penalized",
+            help="length in tokens up to which repetitions are not penalized",
             host_only=True,
             is_extension=True,
         ),
@@ -146,8 +146,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Integer(
             "logits",
             (-1, INT32_MAX),
-            takes=f"-1 (all tokens), or a whole number from -1 to {INT32_MAX}",
-            help="number of last tokens that are searched for repetitions",
+            takes=f"-1 (all tokens), or an integer from -1 to {INT32_MAX}",
+            help="number of most recent tokens to search for repetitions",
             host_only=True,
             is_extension=True,
         ),
@@ -158,7 +158,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
             "logits",
             takes=f"a list of at most {MAX_BREAKERS} texts of {MAX_BREAKER} characters; default a"
             " newline, a colon, a double quote and an asterisk",
-            help="texts that end a repetition",
+            help="strings that end a repetition",
             is_extension=True,
         ),
     ] = None
@@ -213,7 +213,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Number(
             "filter",
             (0, 2),
-            help="let the temperature follow the entropy, up to this far from `temperature`",
+            help="range around `temperature` in which the temperature follows the entropy",
             filter="distribution",
             is_extension=True,
         ),
@@ -224,7 +224,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
             "filter",
             (0, 100),
             above_low=True,
-            help="power of the relative entropy that the dynamic temperature follows",
+            help="exponent of the relative entropy for dynamic temperature",
             is_extension=True,
         ),
     ] = 1.0
@@ -234,7 +234,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
             "filter",
             (0, 1),
             above_low=True,
-            help="keep the tokens of most typical surprise, up to this cumulative probability",
+            help="keep the most typical tokens, up to this cumulative probability (locally typical"
+            " sampling)",
             filter="distribution",
             is_extension=True,
         ),
@@ -244,7 +245,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Number(
             "filter",
             (0, 1),
-            help="keep the tokens with at least this share of the most likely token's probability",
+            help="keep tokens with at least this fraction of the most likely token's probability",
             filter="cutoff",
         ),
     ] = 0.0
@@ -253,7 +254,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Integer(
             "filter",
             (0, INT32_MAX),
-            takes=f"0 or -1 (off), or a whole number from 1 to {INT32_MAX}",
+            takes=f"0 or -1 (off), or an integer from 1 to {INT32_MAX}",
             help="keep this many most likely tokens; 0 or -1 is off",
             filter="cutoff",
             takes_minus_one=True,
@@ -289,7 +290,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
             "filter",
             (0, 2),
             takes="0 (off), 1 or 2",
-            help="version of mirostat, which keeps surprise near mirostat_tau; 0 is off",
+            help="mirostat version, which targets a surprise of mirostat_tau; 0 is off",
             filter="after_cutoff",
             is_extension=True,
         ),
@@ -312,17 +313,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Integer(
             "stop",
             (1, INT32_MAX),
-            takes=f"a whole number from 1 to {INT32_MAX}, or None (until the context ends)",
+            takes=f"an integer from 1 to {INT32_MAX}, or None (until the context ends)",
             help="maximum number of output tokens",
         ),
     ] = 16
     min_tokens: Annotated[
         int, Integer("stop", (0, INT32_MAX), help="minimum number of output tokens")
     ] = 0
-    ignore_eos: Annotated[bool, Flag("stop", help="continue after an end token")] = False
+    ignore_eos: Annotated[bool, Flag("stop", help="ignore end-of-sequence tokens")] = False
     stop: Annotated[
         str | list[str] | None,
-        Option("stop", takes="a text or a list of texts", help="end the output before this text"),
+        Option("stop", takes="a string or a list of strings", help="stop before this string"),
     ] = None
     stop_regex: Annotated[
         str | list[str] | None,
@@ -330,24 +331,24 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
             "stop",
             takes="a regular expression in RE2's notation, of at most"
             f" {MAX_PATTERN} characters, or a list of at most {MAX_PATTERNS}",
-            help=f"end the output before its match, which has at most {MAX_MATCH} characters",
+            help=f"stop before a match of this pattern, which has at most {MAX_MATCH} characters",
             in_beam_search=False,
             is_extension=True,
         ),
     ] = None
     stop_token_ids: Annotated[
         list[int] | None,
-        Option("stop", takes="a list of token ids", help="tokens that end the output"),
+        Option("stop", takes="a list of token ids", help="token ids that stop generation"),
     ] = None
     include_stop_str_in_output: Annotated[
-        bool, Flag("stop", help="keep the stop text in the output")
+        bool, Flag("stop", help="include the stop string in the output")
     ] = False
     repetition_detection: Annotated[
         RepetitionDetection | None,
         Option(
             "stop",
             takes="an object of max_pattern_size, min_pattern_size and min_count",
-            help="end the output when a pattern of tokens repeats",
+            help="stop when a pattern of tokens repeats",
             in_beam_search=False,
         ),
     ] = None
@@ -361,7 +362,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Option(
             "beam_search",
             takes=f"a number from -{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}",
-            help="power of the length by which the cumulative logprob of a beam is divided",
+            help="exponent of the length by which a beam's cumulative logprob is divided",
         ),
     ] = 1.0
     early_stopping: Annotated[
@@ -379,17 +380,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Integer(
             "output",
             (-1, INT32_MAX),
-            takes="None, -1 (the whole vocabulary), or a whole number from 0 up",
-            help="number of alternatives returned for each output token",
+            takes="None, -1 (the whole vocabulary), or an integer from 0 up",
+            help="number of most likely alternatives returned for each output token",
         ),
     ] = None
     logprob_token_ids: Annotated[
         list[int] | None,
         Option(
             "output",
-            takes=f"a list of 1 to {MAX_LISTED} different token ids; logprobs is left out or their"
-            " number",
-            help="tokens whose logprobs are returned at each position, beside the sampled token's",
+            takes=f"a list of 1 to {MAX_LISTED} distinct token ids; logprobs must be omitted or"
+            f" equal their number",
+            help="token ids whose logprobs are returned at each position, in addition to the"
+            " sampled token",
             in_beam_search=False,
         ),
     ] = None
@@ -398,8 +400,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Integer(
             "output",
             (-1, INT32_MAX),
-            takes="None, -1 (the whole vocabulary), or a whole number from 0 up",
-            help="number of alternatives returned for each token of the prompt",
+            takes="None, -1 (the whole vocabulary), or an integer from 0 up",
+            help="number of most likely alternatives returned for each prompt token",
         ),
     ] = None
     prompt_logprob_start: Annotated[
@@ -408,10 +410,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
     ] = None
     detokenize: Annotated[bool, Flag("output", help="convert the tokens to text")] = True
     skip_special_tokens: Annotated[
-        bool, Flag("output", help="leave special tokens out of the text")
+        bool, Flag("output", help="omit special tokens from the text")
     ] = True
     spaces_between_special_tokens: Annotated[
-        bool, Flag("output", help="put spaces between special tokens")
+        bool, Flag("output", help="insert spaces between special tokens")
     ] = True
 
     bad_words_token_ids: list[list[int]] | None = None

@@ -46,7 +46,7 @@ def check_patterns(texts: list[str]) -> None:
     """Raises InvalidRequest for patterns that are not supported."""
     if len(texts) > MAX_PATTERNS:
         raise InvalidRequest(
-            f"stop_regex: got {len(texts)} patterns, allowed are at most {MAX_PATTERNS}",
+            f"stop_regex: got {len(texts)} patterns, expected at most {MAX_PATTERNS}",
             param="stop_regex",
         )
     for text in texts:
@@ -74,19 +74,19 @@ def _get_max_length(text: str) -> int:
     try:
         least, most = _parser.parse(text).getwidth()
     except (re.error, RecursionError, OverflowError) as error:
-        raise _make_error(text, f"what Python and RE2 both read ({error})") from None
+        raise _make_error(text, f"a syntax that both Python and RE2 support ({error})") from None
     if least == 0:
-        raise _make_error(text, "a pattern that matches no empty text")
+        raise _make_error(text, "a pattern that does not match the empty string")
     if most > MAX_MATCH:
         raise _make_error(
             text,
             f"a pattern whose matches have at most {MAX_MATCH} characters",
-            hint="bound its repetitions: a{1,20} instead of a+",
+            hint="limit its repetitions: a{1,20} instead of a+",
         )
     return int(most)
 
 
 def _make_error(text: str, allowed: str, hint: str | None = None) -> InvalidRequest:
     return InvalidRequest(
-        f"stop_regex: got {shown(text)}, allowed is {allowed}", param="stop_regex", hint=hint
+        f"stop_regex: got {shown(text)}, expected {allowed}", param="stop_regex", hint=hint
     )

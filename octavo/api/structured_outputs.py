@@ -30,8 +30,8 @@ ALLOWED: dict[str, tuple[tuple[type, ...], str]] = {
     "json": ((dict, str, bool), "a JSON schema: an object, its text, or True"),
     "json_object": ((bool,), "True"),
     "regex": ((str,), "a regular expression"),
-    "choice": ((list, tuple), "a list of at least one text, none of them empty"),
-    "grammar": ((str,), "a grammar in Lark's or GBNF's notation"),
+    "choice": ((list, tuple), "a list of at least one non-empty string"),
+    "grammar": ((str,), "a grammar in Lark or GBNF notation"),
     "structural_tag": ((dict, str), "an object of structures and triggers, or its text"),
 }
 
@@ -108,7 +108,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
         if len(given) != 1:
             got = ", ".join(given) or "none"
             raise InvalidRequest(
-                f"{self.given_as}: got {got}, needed is exactly one of {', '.join(FORMS)}",
+                f"{self.given_as}: got {got}, expected exactly one of {', '.join(FORMS)}",
                 param=self.given_as,
             )
         types, words = ALLOWED[given[0]]
@@ -142,16 +142,20 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             self._check(name, isinstance(getattr(self, name), bool | None), "True, False or None")
         pattern = self.whitespace_pattern
-        self._check("whitespace_pattern", pattern is None or _is_text(pattern), "a regex or None")
+        self._check(
+            "whitespace_pattern",
+            pattern is None or _is_text(pattern),
+            "a regular expression or None",
+        )
         for name in ("starts_after", "begins_with"):
-            self._check(name, isinstance(getattr(self, name), str), "a text")
+            self._check(name, isinstance(getattr(self, name), str), "a string")
         frame = self.frame
         self._check("frame", frame is None or isinstance(frame, MessageFrame), "None")
         most = self.most_tokens_before
         self._check("most_tokens_before", most is None or _is_count(most), "None, or a count")
         if pattern is not None and self.disable_any_whitespace:
             raise InvalidRequest(
-                f"{self.given_as}: got whitespace_pattern with disable_any_whitespace, allowed is"
+                f"{self.given_as}: got whitespace_pattern with disable_any_whitespace, expected"
                 " one of them",
                 param=self.given_as,
             )
@@ -160,7 +164,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
         if not ok:
             got = shown(getattr(self, name))
             raise InvalidRequest(
-                f"{self.given_as}.{name}: got {got}, allowed is {words}", param=self.given_as
+                f"{self.given_as}.{name}: got {got}, expected {words}", param=self.given_as
             )
 
 

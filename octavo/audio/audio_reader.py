@@ -27,7 +27,8 @@ NAMES = {"WAVEX": "WAV", "RF64": "WAV", "MPEG": "MP3"}
 MIN_RATE, MAX_RATE = 8_000, 48_000
 BLOCK_FRAMES = 1 << 18
 HINT = (
-    "send a WAV, FLAC, OGG or MP3 file, as `ffmpeg -i INPUT -ar 16000 -ac 1 speech.wav` makes one"
+    "send a WAV, FLAC, OGG or MP3 file, for example made by"
+    " `ffmpeg -i INPUT -ar 16000 -ac 1 speech.wav`"
 )
 MAX_SECONDS = 2 * 3600.0
 """Longest audio of one request, in seconds."""
@@ -105,7 +106,7 @@ def decode_sound(data: bytes, rate: int, *, max_seconds: float) -> NDArray[np.fl
     except (ImportError, OSError) as error:  # OSError: no libsndfile on this platform
         raise _bad(
             "got a sound, and soundfile and soxr, which decode sounds, are not installed here",
-            hint="install them where the engine runs: pip install 'octavo[audio]'",
+            hint="install them on the engine's machine: pip install 'octavo[audio]'",
         ) from error
     if not data:
         raise _bad("got an empty file")
@@ -124,26 +125,26 @@ def _check_header(file: SoundFile, data: bytes, max_seconds: float) -> None:
     """Checks everything that the header reveals, before decoding."""
     kind = NAMES.get(file.format, file.format)
     if kind not in FORMATS:
-        raise _bad(f"it is of format {kind}; allowed are {', '.join(FORMATS)}")
+        raise _bad(f"it is of format {kind}; expected {', '.join(FORMATS)}")
     if file.channels not in (1, 2):
-        raise _bad(f"it has {file.channels} channels; allowed are 1 and 2")
+        raise _bad(f"it has {file.channels} channels; expected 1 and 2")
     if not MIN_RATE <= file.samplerate <= MAX_RATE:
-        raise _bad(
-            f"it has {file.samplerate} samples a second; allowed are {MIN_RATE} to {MAX_RATE}"
-        )
+        raise _bad(f"it has {file.samplerate} samples a second; expected {MIN_RATE} to {MAX_RATE}")
     if data.startswith(b"RIFF"):
         (size,) = struct.unpack_from("<I", data, 4)
         # Writers to a pipe do not know the length, and give the largest.
         if len(data) < 8 + size < 0xFFFFFF00:
-            raise _bad(f"it is cut off: its header names {8 + size} bytes, there are {len(data)}")
+            raise _bad(
+                f"it is truncated: its header declares {8 + size} bytes, there are {len(data)}"
+            )
     _check_length(file.frames, file.samplerate, max_seconds)
 
 
 def _check_length(num_frames: int, rate: int, max_seconds: float) -> None:
     if num_frames > max_seconds * rate:
         raise _bad(
-            f"it is {num_frames / rate:.0f} s long; allowed are at most {max_seconds:.0f} s",
-            hint="send it in parts",
+            f"it is {num_frames / rate:.0f} s long; expected at most {max_seconds:.0f} s",
+            hint="split the file",
         )
 
 
@@ -154,7 +155,7 @@ def _read_blocks(file: SoundFile, max_seconds: float) -> Iterator[NDArray[np.flo
         num_frames += len(block)
         _check_length(num_frames, file.samplerate, max_seconds)  # a header may not tell
         if not np.isfinite(block).all():
-            raise _bad("its samples hold what is not a number (NaN or infinity)")
+            raise _bad("its samples contain NaN or infinity")
         yield block.mean(axis=1, dtype=np.float32)
     if num_frames == 0:
         raise _bad("it has no samples")

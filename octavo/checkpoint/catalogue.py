@@ -323,7 +323,7 @@ def _not_found(name: str, reference: HubReference, error: Exception) -> Download
 
     said = describe_hub_error(reference, error)
     if name == reference.repository:  # which may have been meant as a path or a short name
-        said = f"no local path, no short name ({', '.join(CATALOGUE)}), and {said}"
+        said = f"not a local path or short name ({', '.join(CATALOGUE)}), and {said}"
     kind = get_error_kind(error)
     hint = _hint(name) if kind in (NotOnHub, DownloadFailed) else None
     return kind(f"model {name!r}: {said}", hint=hint)
@@ -334,5 +334,5 @@ def _hint(name: str) -> str:
     return (
         f"did you mean {close[0]}?"
         if close
-        else "give a short name, a local path, OWNER/REPO or OWNER/REPO:QUANT on Hugging Face"
+        else "use a short name, a local path, OWNER/REPO or OWNER/REPO:QUANT on Hugging Face"
     )

@@ -73,7 +73,7 @@ def read_variables(path: Path) -> Variables:
     spec = reader.text()
     if version != VERSION or spec != SPEC:
         raise UnsupportedModel(
-            f"{path}: got version {version} of {spec or 'no model'}, allowed is version {VERSION}"
+            f"{path}: got version {version} of {spec or 'no model'}, expected version {VERSION}"
             f" of {SPEC}"
         )
     reader.number("<I")  # the specification's revision

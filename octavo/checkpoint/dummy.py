@@ -62,7 +62,7 @@ class DummyCheckpoint:
         return tokenizer_source(folder, self.config, self.generation_config)
 
     def stored(self, name: str) -> StoredTensor:
-        raise UnsupportedModel(f"{self.path}: {name} is not stored, load_format is dummy")
+        raise UnsupportedModel(f"{self.path}: {name} is not stored; load_format is dummy")
 
     def tensor(self, name: str) -> PackedWeight:
         raise UnsupportedModel(f"{self.path}: {name} cannot be read, load_format is dummy")
@@ -101,14 +101,14 @@ class DummyWeights:
         if stored == "Q4_1":
             return _four_bits(first, weight.shape, reach)
         what = (
-            f"load_format: dummy draws weights stored as {', '.join(FORMATS)}; {weight.name} is"
+            f"load_format: dummy supports weights stored as {', '.join(FORMATS)}; {weight.name} is"
             f" {stored}"
         )
         raise UnsupportedModel(
             what,
             hint=(
-                "name a config.json of floats, with quantization int4, int8 or fp8 where they are"
-                " to be packed"
+                "use a config.json without quantization, and set quantization to int4, int8 or fp8"
+                " to pack the weights"
             ),
         )
 

@@ -94,7 +94,7 @@ def _vocabulary(pieces: Path, config: Mapping[str, Any], settings: Mapping[str, 
             for token_id, token in described.items()
         }
         if not all(isinstance(i, int) and isinstance(text, str) for i, (text, _) in added.items()):
-            raise ValueError("ids are whole numbers, contents are texts")
+            raise ValueError("ids are integers, contents are texts")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise WeightMismatch(
             f"{pieces.parent}: the added tokens of added_tokens.json and tokenizer_config.json"
@@ -129,7 +129,7 @@ def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 def _not_a_template(path: Path, name: str, got: Any) -> WeightMismatch:
     return WeightMismatch(
-        f"{path}: {name} is a {type(got).__name__}, allowed is a text or a list of named ones"
+        f"{path}: {name} is a {type(got).__name__}, expected a string or a list of named ones"
     )
 
 
@@ -174,7 +174,7 @@ def _text(token: Any, name: str, path: Path) -> str:
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         raise WeightMismatch(
-            f"{path}: {name} is {token!r}, allowed is a text or an object with one as its content"
+            f"{path}: {name} is {token!r}, expected a string or an object with one as its content"
         )
     return text
 
@@ -207,13 +207,13 @@ def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> V
         ) from error
     except (OSError, DecodeError) as error:
         raise WeightMismatch(
-            f"{path}: not a SentencePiece model that can be read: {error}",
+            f"{path}: not a readable SentencePiece model: {error}",
             hint="download the file again",
         ) from error
     kind = message.trainer_spec.model_type
     if kind != BPE:
         raise UnsupportedModel(
-            f"{path}: a SentencePiece model of kind {MODEL_TYPES.get(kind, kind)!r}, supported is"
+            f"{path}: a SentencePiece model of kind {MODEL_TYPES.get(kind, kind)!r}, supported:"
             " 'bpe'",
             hint="save the tokenizer with transformers, which writes tokenizer.json",
         )
@@ -221,7 +221,7 @@ def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> V
     normalizer = message.normalizer_spec
     if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
         raise UnsupportedModel(
-            f"{path}: a SentencePiece model that normalises texts, supported is none",
+            f"{path}: a SentencePiece model that normalizes text, which is not supported",
             hint="save the tokenizer with transformers, which writes tokenizer.json",
         )
     pieces += _added_pieces(path, len(pieces), added_behind(len(pieces)))
@@ -245,7 +245,9 @@ def _added_pieces(path: Path, first: int, added: AddedTokens) -> list[tuple[byte
     behind = {token_id: token for token_id, token in added.items() if token_id >= first}
     end = max(behind, default=first - 1) + 1
     if end > MAX_PIECES:
-        raise WeightMismatch(f"{path}: an added token has id {end - 1}, allowed are {MAX_PIECES}")
+        raise WeightMismatch(
+            f"{path}: an added token has id {end - 1}, expected an id below {MAX_PIECES}"
+        )
     pieces = []
     for token_id in range(first, end):
         text, is_special = behind.get(token_id, (f"<unused of id {token_id}>", None))

@@ -141,12 +141,13 @@ class HubModel:
         if not names or not (named or has_safetensors(names) or gguf_models(names)):
             if header_only and "config.json" in names:
                 return folder
-            raise LocalEntryNotFoundError("the cache has nothing of it")
+            raise LocalEntryNotFoundError("not in the cache")
         try:
             chosen = choose_files(self.reference, names)
         except DownloadFailed as error:
             raise DownloadFailed(
-                f"{error.message} in the cache, and the hub cannot be reached", hint=error.hint
+                f"{error.message} in the cache, and the Hugging Face Hub cannot be reached",
+                hint=error.hint,
             ) from None
         if verify:
             self._check(folder, chosen, before=set())
@@ -191,7 +192,7 @@ class HubModel:
         self._blobs().mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self._blobs()).free
         if num_bytes - have > free:
-            needed = f"{_size(num_bytes - have)} are needed and {_size(free)} free"
+            needed = f"{_size(num_bytes - have)} are required, {_size(free)} are free"
             raise OSError(errno.ENOSPC, needed)
 
     def _fetch_one(self, file: str, revision: str, lfs: BlobLfsInfo) -> None:
@@ -375,8 +376,8 @@ def _digest(path: Path, digest: hashlib._Hash) -> str:
 
 def _other_hash(name: str, file: str, kind: str, found: str, expected: str) -> DownloadFailed:
     return DownloadFailed(
-        f"{name}: {file} has {kind} {found}, expected {expected}; nothing of it was kept",
-        hint="fetch it again; if that repeats, what lies between changes files",
+        f"{name}: {file} has {kind} {found}, expected {expected}; the download was discarded",
+        hint="download it again; if it fails again, a proxy may be modifying the file",
     )
 
 

@@ -36,21 +36,19 @@ def describe_hub_error(reference: HubReference, error: Exception) -> str:
     name = reference.repository
     kinds: dict[type[Exception], str] = {
         HFValidationError: "not the name of a Hugging Face repository (OWNER/REPO)",
-        LocalEntryNotFoundError: "Hugging Face, which may have it, cannot be reached from here, and"
-        " it is not in the cache",
-        GatedRepoError: "Hugging Face gives it only to who has accepted its terms at"
-        f" https://huggingface.co/{name} and sends a token (HF_TOKEN)",
+        LocalEntryNotFoundError: "not in the cache, and Hugging Face cannot be reached",
+        GatedRepoError: f"the model is gated: accept its terms at https://huggingface.co/{name} and"
+        " set HF_TOKEN",
         RevisionNotFoundError: f"Hugging Face has no revision {reference.revision} of {name}",
-        RepositoryNotFoundError: "Hugging Face has no such repository, or none that is open without"
-        " a token",
+        RepositoryNotFoundError: "no such repository on Hugging Face, or a token is required",
     }
     for kind, text in kinds.items():
         if isinstance(error, kind):
             return text
     if isinstance(error, HfHubHTTPError) and error.response.status_code in REFUSED:
         status = error.response.status_code
-        return f"Hugging Face refuses it ({status}): HF_TOKEN names a token that may read it"
+        return f"Hugging Face refuses it ({status}): set HF_TOKEN to a token with read access"
     if isinstance(error, OSError) and error.errno in DISK_FULL_CODES:
-        return f"there is no room for it: {error.strerror} (HF_HOME names another place)"
+        return f"not enough disk space: {error.strerror} (set HF_HOME to use another directory)"
     lines = str(error).strip().splitlines()
-    return f"fetching it from Hugging Face failed: {lines[0] if lines else type(error).__name__}"
+    return f"the download from Hugging Face failed: {lines[0] if lines else type(error).__name__}"

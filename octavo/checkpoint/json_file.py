@@ -13,7 +13,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; raises WeightMismatch if it is missing or damaged."""
     content = _read(path)
     if not isinstance(content, dict):
-        raise WeightMismatch(f"{path}: should hold a JSON object, holds a {type(content).__name__}")
+        raise WeightMismatch(f"{path}: expected a JSON object, got a {type(content).__name__}")
     return content
 
 
@@ -21,7 +21,7 @@ def read_json_objects(path: Path) -> list[dict[str, Any]]:
     """Returns the list of objects in a JSON file; raises WeightMismatch like `read_json`."""
     content = _read(path)
     if not isinstance(content, list) or not all(isinstance(one, dict) for one in content):
-        raise WeightMismatch(f"{path}: should hold a list of JSON objects")
+        raise WeightMismatch(f"{path}: expected a list of JSON objects")
     return content
 
 

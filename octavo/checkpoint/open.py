@@ -29,8 +29,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_file():
         if path.suffix != ".gguf":
             raise UnsupportedModel(
-                f"{path}: allowed are a .gguf file or a directory with config.json and"
-                " *.safetensors",
+                f"{path}: expected a .gguf file or a directory with config.json and *.safetensors",
                 hint=_hint_of_file(path),
             )
         return GgufCheckpoint(path)
@@ -43,7 +42,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return GgufCheckpoint(files[0])
     if files:
         raise WeightMismatch(
-            f"{path}: holds {len(files)} .gguf files", hint=f"name one of them, e.g. {files[0]}"
+            f"{path}: holds {len(files)} .gguf files", hint=f"specify one of them, e.g. {files[0]}"
         )
     raise no_weights(f"{path}: holds neither config.json with *.safetensors nor a .gguf file", path)
 
@@ -51,7 +50,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _hint_of_file(path: Path) -> str | None:
     """Returns advice for a file that is not a model on its own."""
     if path.suffix == ".safetensors" or path.name.startswith(PICKLE.removesuffix(".bin")):
-        return f"name its directory: {path.parent}"
+        return f"use its directory: {path.parent}"
     return no_weights("", path).hint
 
 

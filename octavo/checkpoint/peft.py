@@ -106,8 +106,8 @@ def read_peft(path: Path, *, max_rank: int, max_bytes: int) -> PeftAdapter:
     """
     if not (path / CONFIG).is_file() or not (path / TENSORS).is_file():
         raise WeightMismatch(
-            f"{path}: no adapter: it should hold {CONFIG} and {TENSORS}",
-            hint="save the adapter by PEFT's save_pretrained, as safetensors",
+            f"{path}: not an adapter: expected {CONFIG} and {TENSORS}",
+            hint="save the adapter as safetensors with PEFT's save_pretrained",
         )
     _check_size(path / CONFIG, MAX_CONFIG_BYTES)
     config = _Config(path / CONFIG, read_json(path / CONFIG), max_rank)
@@ -137,7 +137,7 @@ def _check_size(file: Path, most: int) -> None:
     if size > most:
         raise WeightMismatch(
             f"{file}: {size:,} bytes, an adapter of this model has at most {most:,}",
-            hint="raise max_lora_rank where its rank is higher",
+            hint="if its rank is higher, raise max_lora_rank",
         )
 
 
@@ -148,9 +148,9 @@ def _named(name: str, path: Path) -> tuple[str, str]:
     is_base = match is not None and match["part"] == "weight" and ".base_layer." not in name
     if match is None or saved or is_base:
         raise UnsupportedModel(
-            f"{path}: the tensor {name} is no part of a LoRA that is supported",
-            hint="modules that are trained whole (modules_to_save) and trained tokens must be"
-            " merged into the base model",
+            f"{path}: the tensor {name} is not part of a supported LoRA",
+            hint="merge fully trained modules (modules_to_save) and trained tokens into the base"
+            " model",
         )
     part = match["part"].removesuffix(".weight") if match["part"] != "weight" else "base"
     return match["module"], part
@@ -159,13 +159,12 @@ def _named(name: str, path: Path) -> tuple[str, str]:
 def _numbers(array: NDArray, name: str, path: Path) -> NDArray:
     if array.dtype.name not in ("float32", "bfloat16", "float16"):
         raise UnsupportedModel(
-            f"{path}: {name} has the type {array.dtype.name}, allowed are float32, bfloat16,"
-            " float16"
+            f"{path}: {name} has the type {array.dtype.name}, expected float32, bfloat16, float16"
         )
     numbers = array.astype(np.float32) if array.dtype == np.float16 else array
     if not np.isfinite(numbers.astype(np.float32, copy=False)).all():
         raise WeightMismatch(
-            f"{path}: {name} holds numbers that are not finite", hint="train the adapter again"
+            f"{path}: {name} contains NaN or infinite values", hint="train the adapter again"
         )
     return numbers
 
@@ -198,13 +197,13 @@ class _Config:
 def _check_keys(file: Path, values: Mapping[str, Any]) -> None:
     if values.get("peft_type") != "LORA":
         raise UnsupportedModel(
-            f"{file}: peft_type is {shown(values.get('peft_type'))}, supported is LORA"
+            f"{file}: peft_type is {shown(values.get('peft_type'))}, supported: LORA"
         )
     unknown = [key for key, value in values.items() if value and key not in WITHOUT_EFFECT]
     if unknown:
         raise UnsupportedModel(
             f"{file}: {unknown[0]} is {shown(values[unknown[0]])}, which is not supported",
-            hint="merge what it trains into the base model, or leave it out",
+            hint="merge its weights into the base model, or remove it",
         )
     start = values.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGED_BASES):
@@ -215,7 +214,7 @@ def _check_keys(file: Path, values: Mapping[str, Any]) -> None:
         )
     if values.get("bias", "none") not in ("none", "all", "lora_only"):
         raise UnsupportedModel(
-            f"{file}: bias is {shown(values['bias'])}, allowed are none, all, lora_only"
+            f"{file}: bias is {shown(values['bias'])}, expected none, all, lora_only"
         )
 
 
@@ -229,7 +228,7 @@ def _flag(file: Path, values: Mapping[str, Any], key: str) -> bool:
 def _rank(file: Path, what: str, value: Any, most: int) -> float:
     if type(value) is not int or not 1 <= value <= most:
         raise WeightMismatch(
-            f"{file}: {what} is {shown(value)}, allowed are whole numbers from 1 to {most}",
+            f"{file}: {what} is {shown(value)}, expected integers from 1 to {most}",
             hint="max_lora_rank sets the highest" if type(value) is int and value > 0 else None,
         )
     return value
@@ -239,7 +238,7 @@ def _alpha(file: Path, what: str, value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not abs(value) <= MAX_ALPHA:
         raise WeightMismatch(
-            f"{file}: {what} is {shown(value)}, allowed are numbers up to {MAX_ALPHA:,.0f}"
+            f"{file}: {what} is {shown(value)}, expected numbers up to {MAX_ALPHA:,.0f}"
         )
     return float(value)
 
@@ -253,7 +252,7 @@ def _patterns(
     """Compiles patterns of module names; RE2 matches in linear time."""
     found = values.get(key) or {}
     if not isinstance(found, dict) or len(found) > MAX_PATTERNS:
-        raise WeightMismatch(f"{file}: {key} is no object of at most {MAX_PATTERNS} patterns")
+        raise WeightMismatch(f"{file}: {key} is not an object of at most {MAX_PATTERNS} patterns")
     options = re2.Options()
     options.log_errors = False
     compiled: Patterns = []
@@ -282,18 +281,22 @@ def _update(module: str, found: _Module, config: _Config, path: Path) -> ModuleU
     table = "lora_embedding_A" in parts or "lora_embedding_B" in parts
     names = ("lora_embedding_A", "lora_embedding_B") if table else ("lora_A", "lora_B")
     if table and ("lora_A" in parts or "lora_B" in parts):
-        raise WeightMismatch(f"{path}: {module} has matrices of a linear and of a table")
+        raise WeightMismatch(
+            f"{path}: {module} has matrices of both a linear layer and an embedding table"
+        )
     a, b = (parts.get(name) for name in names)
     has_magnitude = "lora_magnitude_vector" in parts
     if (a is None) != (b is None):
-        raise WeightMismatch(f"{path}: {module} has {names[a is None]} without its other half")
+        raise WeightMismatch(f"{path}: {module} has {names[a is None]} without its counterpart")
     if a is None and (has_magnitude or "lora_B.bias" in parts):
         raise WeightMismatch(f"{path}: {module} has no {names[0]}")
     if a is not None and has_magnitude != config.use_dora:
         what = "has a magnitude without" if has_magnitude else "has no magnitude beside"
         raise WeightMismatch(f"{path}: {module} {what} use_dora in {CONFIG}")
     if table and has_magnitude:
-        raise UnsupportedModel(f"{path}: {module} is a table with DoRA, which is not supported")
+        raise UnsupportedModel(
+            f"{path}: {module} is an embedding table with DoRA, which is not supported"
+        )
     if a is not None and b is not None:
         _check_ranks(module, a, b, config.get_rank(found.full_name), path)
     return ModuleUpdate(

@@ -118,7 +118,7 @@ def _load(file: Path) -> Mapping[str, torch.Tensor]:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if not isinstance(found, Mapping):
-        raise WeightMismatch(f"{file}: holds a {type(found).__name__}, needed is a state dict")
+        raise WeightMismatch(f"{file}: holds a {type(found).__name__}, expected a state dict")
     return {str(name): each for name, each in found.items() if isinstance(each, torch.Tensor)}
 
 
@@ -145,7 +145,7 @@ def no_weights(message: str, path: Path) -> WeightMismatch:
         found = sorted(folder.glob(pattern)) if path.is_dir() else [path]
         if found and fnmatch(found[0].name, pattern):
             return WeightMismatch(
-                f"{message}; {found[0].name} is {kind}, which is not read",
+                f"{message}; {found[0].name} is {kind}, which is not supported",
                 hint=HINTS.get(pattern, CONVERT).format(path=folder),
             )
     return WeightMismatch(message, hint="download *.safetensors, pytorch_model.bin or *.gguf")

@@ -23,7 +23,6 @@ def refuse_placeholder(path: Path) -> None:
         )
     if start.startswith(PAGES):
         raise WeightMismatch(
-            f"{path}: a web page, not a model's file",
-            hint="download the file again, from the link to the file itself; the site may require"
-            " a log-in",
+            f"{path}: an HTML page, not a model file",
+            hint="download the file from its direct link; the site may require a login",
         )

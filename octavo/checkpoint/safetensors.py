@@ -201,9 +201,7 @@ class SafetensorsCheckpoint:
         found, entry = self._find(name)
         if entry.format_name == FP8 and isinstance(entry, _Entry):
             missing = (
-                "no scales stand beside it"
-                if self._is_quantized
-                else "config.json has no quantization_config"
+                "has no scales" if self._is_quantized else "config.json has no quantization_config"
             )
             raise WeightMismatch(f"{self.path}: {found} is stored as {FP8}, but {missing}")
         return entry.weight(found)
@@ -291,7 +289,10 @@ class SafetensorsCheckpoint:
         missing = [name for name in read_json(index)["weight_map"] if name not in entries]
         if missing:
             logger.warning(
-                "%s: %d tensors are in no shard, the first is %s", index, len(missing), missing[0]
+                "%s: %d tensors are missing from all shards, the first is %s",
+                index,
+                len(missing),
+                missing[0],
             )
 
 
@@ -330,7 +331,7 @@ def _array(
     dtype = allowed.get(entry.dtype)
     if dtype is None:
         raise UnsupportedModel(
-            f"{entry.file}: {name} has dtype {entry.dtype}, supported are"
+            f"{entry.file}: {name} has dtype {entry.dtype}, supported:"
             f" {', '.join(dict.fromkeys([*allowed, *CONVERTED]))}"
         )
     found: NDArray = np.frombuffer(entry.buffer, dtype, math.prod(entry.shape), entry.start)
@@ -418,7 +419,7 @@ def _entry(
 def _whole_numbers(values: Any) -> tuple[int, ...]:
     """Returns a list of non-negative integers as a tuple; raises ValueError for anything else."""
     if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{values!r} are no whole numbers")
+        raise ValueError(f"{values!r} are not integers")
     return tuple(values)
 
 
@@ -442,6 +443,6 @@ def _check_place(entry: _Entry, name: str, size: int) -> None:
 
 def _corrupt(path: Path, what: str) -> WeightMismatch:
     return WeightMismatch(
-        f"{path}: not a sound safetensors file: {what}",
+        f"{path}: not a valid safetensors file: {what}",
         hint="download the file again; it may be truncated",
     )

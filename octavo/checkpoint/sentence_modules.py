@@ -104,10 +104,12 @@ def _modules(folder: Path) -> Iterator[tuple[str, Path]]:
     for module in read_json_objects(path):
         kind, place = module.get("type"), module.get("path", "")
         if not isinstance(kind, str) or not isinstance(place, str):
-            raise WeightMismatch(f"{path}: a module needs a type and a path, got {shown(module)}")
+            raise WeightMismatch(
+                f"{path}: a module requires a type and a path, got {shown(module)}"
+            )
         parts = PurePosixPath(place)
         if parts.is_absolute() or ".." in parts.parts:
-            raise WeightMismatch(f"{path}: the path {shown(place)} leads out of the folder")
+            raise WeightMismatch(f"{path}: the path {shown(place)} is outside the folder")
         yield kind.rpartition(".")[2], folder / parts
 
 
@@ -128,7 +130,9 @@ def _named_mode(config: Mapping[str, Any], path: Path) -> str:
         return NEW_NAMES.get(named, named)
     modes = [mode for flag, mode in MODES.items() if _flag(config, flag, path)]
     if not modes:
-        raise WeightMismatch(f"{path}: names no pooling", hint="set pooling_mode_mean_tokens, say")
+        raise WeightMismatch(
+            f"{path}: specifies no pooling", hint="set pooling_mode_mean_tokens, for example"
+        )
     return " + ".join(modes)
 
 

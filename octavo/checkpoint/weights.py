@@ -300,8 +300,8 @@ def stack(parts: list[PackedWeight], name: str) -> PackedWeight:
     first = parts[0]
     if len({id(part.input_permutation) for part in parts}) > 1:
         raise UnsupportedModel(
-            f"{name}: experts whose inputs have orders of their own (act-order) are not supported",
-            hint="--dtype bfloat16 unpacks the weights",
+            f"{name}: experts with permuted inputs (act-order) are not supported",
+            hint="use --dtype bfloat16 to unpack the weights",
         )
     if any(_format(part) != _format(first) for part in parts):
         shapes = sorted({str(part.shape) for part in parts})
@@ -384,7 +384,7 @@ def _cut(packed: StoredWeight, weight: Weight, rows: tuple[int, ...]) -> StoredW
     if axis == -2:
         return packed.rows(index)
     if not packed.is_float:
-        raise UnsupportedModel(f"{weight.name}: rows cannot be cut from a quantised vector")
+        raise UnsupportedModel(f"{weight.name}: cannot slice rows of a quantized vector")
     picked: NDArray = packed.packed().codes[..., index]
     return PackedWeight.plain(picked)
 

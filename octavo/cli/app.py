@@ -17,34 +17,34 @@ import typer
 
 from octavo.cli.common.command import Command, Group
 from octavo.cli.common.errors import run_and_report
-from octavo.utils.extensions import get_extensions
+from octavo.utils.extensions import CommandGroup, get_extensions
 from octavo.utils.version import __version__
 
-OWN_COMMANDS = (
-    "run",
-    "chat",
-    "serve",
-    "rank",
-    "pull",
-    "list",
-    "show",
-    "rm",
-    "ps",
-    "models",
-    "quantize",
-    "plan",
-    "top",
-    "replay",
-    "doctor",
-    "docs",
-    "bench",
-)
-COMMANDS = {name: f"octavo.cli.{name}" for name in OWN_COMMANDS} | {
-    name: module for each in get_extensions() for name, module in each.commands.items()
+OWN_COMMANDS: dict[CommandGroup, tuple[str, ...]] = {
+    "Run models": ("run", "chat"),
+    "Serve models": ("serve", "ps", "top", "rank"),
+    "Manage models": ("pull", "list", "show", "rm", "models", "quantize"),
+    "Measure and debug": ("plan", "bench", "replay"),
+    "Help and diagnosis": ("doctor", "docs"),
 }
-"""Modules of the subcommands, those of extensions last. Each has a function of the command's name,
-or a `build_app` that returns a Typer app.
+"""Commands by group, in the order of the help. Each is a module of this package with a function of
+the command's name, or a `build_app` that returns a Typer app.
 """
+
+
+def _get_commands() -> dict[str, tuple[CommandGroup, str]]:
+    """Returns group and module of each command; those of extensions are last in their group."""
+    found = {}
+    for group, names in OWN_COMMANDS.items():
+        found |= {name: (group, f"octavo.cli.{name}") for name in names}
+        for extension in get_extensions():
+            modules = extension.commands.get(group, {})
+            found |= {name: (group, module) for name, module in modules.items()}
+    return found
+
+
+COMMANDS = _get_commands()
+"""Group and module of each command."""
 
 COLLECT_AFTER = 200_000
 """Garbage collection threshold: number of new objects, instead of Python's 700.
@@ -73,11 +73,13 @@ def build_app(names: Iterable[str] = COMMANDS, *, add_completion: bool = False) 
     )
     app.callback(cls=Group)(_root)
     for name in names:
-        module = importlib.import_module(COMMANDS[name])
+        group, path = COMMANDS[name]
+        module = importlib.import_module(path)
         if hasattr(module, "build_app"):
-            app.add_typer(module.build_app(), name=name)
+            app.add_typer(module.build_app(), name=name, rich_help_panel=group)
         else:
-            app.command(name, cls=Command)(getattr(module, name))
+            register = app.command(name, cls=Command, rich_help_panel=group)
+            register(getattr(module, name))
     return app
 
 

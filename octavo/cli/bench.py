@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from octavo.api.llm import LLM
     from octavo.api.outputs import Profile, RequestOutput
 
-NumPrompts = Annotated[int, typer.Option(help="Send N requests in a round", min=1)]
-InputLen = Annotated[int, typer.Option(help="Make prompts of N tokens", min=1)]
+NumPrompts = Annotated[int, typer.Option(help="Send N requests per round", min=1)]
+InputLen = Annotated[int, typer.Option(help="Use prompts of N tokens", min=1)]
 OutputLen = Annotated[int, typer.Option(help="Generate N tokens per request", min=1)]
 SharedPrefixLen = Annotated[
     int,
-    typer.Option(help="Begin every prompt with the same N tokens", min=0),
+    typer.Option(help="Start every prompt with the same N tokens", min=0),
 ]
 RangeRatio = Annotated[
     float,
@@ -49,25 +49,23 @@ RangeRatio = Annotated[
     ),
 ]
 Rounds = Annotated[int, typer.Option(help="Run N rounds and report the median", min=1)]
-Seed = Annotated[int, typer.Option(help="Seed the random prompts")]
+Seed = Annotated[int, typer.Option(help="Set the seed of the random prompts")]
 Profiled = Annotated[
     bool,
     typer.Option(
         "--profile",
-        help="Time each kind of op in one more round",
+        help="Profile each op in an additional round",
     ),
 ]
-Picture = Annotated[Path, typer.Option(help="Write --profile's picture here", dir_okay=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
+Picture = Annotated[Path, typer.Option(help="Plot --profile to this file", dir_okay=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print a JSON object")]
 
 Prompts = list[list[int]]
 
 
 def build_app() -> typer.Typer:
     """Builds the Typer app of `octavo bench`."""
-    app = typer.Typer(
-        cls=Group, help="Measure the speed of a model on this machine.", rich_markup_mode=None
-    )
+    app = typer.Typer(cls=Group, help="Benchmark a model or a server.", rich_markup_mode=None)
     app.command("throughput", cls=Command)(throughput)
     app.command("latency", cls=Command)(latency)
     app.command("serve", cls=Command)(bench_serve.serve)
@@ -91,7 +89,7 @@ def throughput(
     json: Json = False,
     options: dict[str, Any],
 ) -> None:
-    """Measure all requests at once."""
+    """Measure throughput: all requests at once."""
     work = Workload(
         "throughput",
         num_prompts=num_prompts,
@@ -119,7 +117,7 @@ def latency(
     json: Json = False,
     options: dict[str, Any],
 ) -> None:
-    """Measure one request after another."""
+    """Measure latency: one request after another."""
     work = Workload(
         "latency",
         num_prompts=num_prompts,
@@ -236,7 +234,7 @@ def _check_fits(work: Workload, llm: LLM) -> None:
             if work.shared_prefix_len
             else "input_len + output_len"
         )
-        raise ConfigError(f"{what}: got {needed}, allowed is at most the context, {allowed}")
+        raise ConfigError(f"{what}: got {needed}, expected at most the context, {allowed}")
 
 
 def _round(llm: LLM, work: Workload, draw: random.Random, number: int) -> Round:

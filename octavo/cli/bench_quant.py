@@ -94,38 +94,36 @@ def quant(
     calibration: Annotated[
         Path | None, typer.Option(help="Calibrate GPTQ and AWQ with this text")
     ] = None,
-    only: Annotated[str, typer.Option(help="Measure only these rows, e.g. FP16,INT8,GPTQ")] = "",
-    group: Annotated[int, typer.Option(help="Share a scale among N inputs")] = 32,
+    only: Annotated[str, typer.Option(help="Measure only these formats, e.g. FP16,INT8,GPTQ")] = "",
+    group: Annotated[int, typer.Option(help="Use N inputs per scale")] = 32,
     made: Annotated[
-        Path | None, typer.Option(help="Keep quantized models in this directory")
+        Path | None, typer.Option(help="Store quantized models in this directory")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Use this model's tokenizer")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Use the tokenizer of this model")] = None,
     window: Annotated[
         int, typer.Option(help="Cut the text into windows of N tokens", min=2)
     ] = 1024,
     windows: Annotated[
         int | None, typer.Option(help="Use N windows", show_default="all", min=1)
     ] = None,
-    calibration_texts: Annotated[
-        int, typer.Option(help="Calibrate with N pieces of text", min=1)
-    ] = 32,
-    calibration_length: Annotated[int, typer.Option(help="Make pieces of N tokens", min=16)] = 512,
-    num_prompts: Annotated[int, typer.Option(help="Send N requests in a round", min=1)] = 32,
-    input_len: Annotated[int, typer.Option(help="Make prompts of N tokens", min=1)] = 128,
+    calibration_texts: Annotated[int, typer.Option(help="Use N calibration samples", min=1)] = 32,
+    calibration_length: Annotated[
+        int, typer.Option(help="Use calibration samples of N tokens", min=16)
+    ] = 512,
+    num_prompts: Annotated[int, typer.Option(help="Send N requests per round", min=1)] = 32,
+    input_len: Annotated[int, typer.Option(help="Use prompts of N tokens", min=1)] = 128,
     output_len: Annotated[int, typer.Option(help="Generate N tokens per request", min=1)] = 128,
     rounds: Annotated[int, typer.Option(help="Run N rounds and report the median", min=1)] = 3,
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Quantize into --made and measure nothing")
     ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Reuse rows that --made already has")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Reuse results in --made")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object")] = False,
     options: dict[str, Any],
 ) -> None:
     """Measure size, tokens/s and perplexity of each way to store a model's weights."""
     if prepare and made is None:
-        raise ConfigError("prepare: needs a directory", hint="name one with --made")
+        raise ConfigError("prepare: requires a directory", hint="set one with --made")
     path = str(with_local_model({"model": model})["model"])
     names = _choose_variants(only, path, has_calibration=calibration is not None)
     work = QuantWork(
@@ -199,15 +197,15 @@ def _choose_variants(only: str, path: str, *, has_calibration: bool) -> list[str
     wanted = [name.strip() for name in only.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in VARIANTS]
     if unknown:
-        raise ConfigError(f"only: got {unknown[0]!r}, allowed are {', '.join(VARIANTS)}")
+        raise ConfigError(f"only: got {unknown[0]!r}, expected {', '.join(VARIANTS)}")
     is_gguf = path.endswith(".gguf")
     names = [name for name in VARIANTS if name in wanted or not wanted]
     for name in names:
         made = VARIANTS[name].made
         if made is not None and made["method"] != "rtn" and not has_calibration:
             raise ConfigError(
-                f"calibration: {name} needs a text",
-                hint="name one with --calibration, or leave the row out with --only",
+                f"calibration: {name} requires a text",
+                hint="set one with --calibration, or skip the row with --only",
             )
     chosen = [name for name in names if is_gguf or name in wanted or not VARIANTS[name].is_gguf]
     return chosen if "FP16" in chosen else ["FP16", *chosen]
@@ -280,8 +278,8 @@ def _store_digest(target: Path, digest: str) -> None:
     known = read_json_if_there(file)
     if target.exists() and known.get(target.name, digest) != digest:
         raise ConfigError(
-            f"made: {target} was quantised from another model, or over another text",
-            hint="name another directory with --made, or remove that one",
+            f"made: {target} was quantized from another model or with another text",
+            hint="set another directory with --made, or delete this one",
         )
     file.write_text(json_format.dumps(known | {target.name: digest}), encoding="utf-8")
 

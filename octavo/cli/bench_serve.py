@@ -31,13 +31,14 @@ DEFAULT_LEN = "128"
 
 Trace = Annotated[
     Path | None,
-    typer.Option(help="Replay this trace (Mooncake's format)", show_default="synthetic"),
+    typer.Option(help="Replay this trace (Mooncake format)", show_default="synthetic"),
 ]
 Scale = Annotated[
-    str, typer.Option(help="Scale the trace's lengths and blocks, e.g. 1/32", metavar="FRACTION")
+    str,
+    typer.Option(help="Scale lengths and blocks of the trace, e.g. 1/32", metavar="FRACTION"),
 ]
 TimeScale = Annotated[
-    float | None, typer.Option(help="Scale the trace's times; 0.5 is twice as fast")
+    float | None, typer.Option(help="Scale the arrival times of the trace (0.5: twice as fast)")
 ]
 Url = Annotated[
     str | None,
@@ -45,14 +46,14 @@ Url = Annotated[
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(help="Send this key to --url", show_default=f"${KEY_VARIABLE}", metavar="KEY"),
+    typer.Option(help="Send this API key to --url", show_default=f"${KEY_VARIABLE}", metavar="KEY"),
 ]
 NumRequests = Annotated[
     int | None,
     typer.Option(
         "--num-requests",
         "--num-prompts",
-        help="Send the first N requests",
+        help="Send at most N requests",
         show_default="all, or 100",
         min=1,
     ),
@@ -63,14 +64,12 @@ RequestRate = Annotated[
 ]
 Burstiness = Annotated[
     float | None,
-    typer.Option(help="Send in bursts (below 1) or evenly (above 1)", show_default="1"),
+    typer.Option(help="Set the burstiness (below 1: bursts, above: even)", show_default="1"),
 ]
-MaxConcurrency = Annotated[
-    int | None, typer.Option(help="Have at most N requests under way", min=1)
-]
+MaxConcurrency = Annotated[int | None, typer.Option(help="Run at most N requests at once", min=1)]
 InputLen = Annotated[
     str | None,
-    typer.Option(help="Make prompts of N tokens, or a range: 64-2048", show_default="128"),
+    typer.Option(help="Use prompts of N tokens, or a range: 64-2048", show_default="128"),
 ]
 OutputLen = Annotated[
     str | None,
@@ -79,23 +78,23 @@ OutputLen = Annotated[
 Goodput = Annotated[
     list[str] | None,
     typer.Option(
-        help="Count requests within limits in ms, e.g. ttft:500 tpot:50",
+        help="Count requests within these limits in ms, e.g. ttft:500 tpot:50",
         metavar="LIMIT",
     ),
 ]
 MoreGoodput = Annotated[
     list[str] | None,
-    typer.Argument(help="More limits of --goodput", metavar="LIMIT", show_default=False),
+    typer.Argument(help="Further limits for --goodput", metavar="LIMIT", show_default=False),
 ]
 Plot = Annotated[
     str | None,
     typer.Option(
-        help="Plot the run into this SVG, or with - in the terminal",
+        help="Plot the results to this SVG file (-: in the terminal)",
         metavar="FILE",
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed prompts, lengths and arrival times")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
+Json = Annotated[bool, typer.Option("--json", help="Print a JSON object")]
 
 
 @with_engine_flags(without=("seed",))
@@ -119,8 +118,8 @@ def serve(
     json: Json = False,
     options: dict[str, Any],
 ) -> None:
-    """Measure a server: requests over HTTP at their times, answers as streams. Reports latencies,
-    throughput, prefix hits and goodput.
+    """Measure a server with timed streaming requests. Reports latency, throughput, prefix cache hit
+    rate and goodput.
     """
     from octavo.tools.bench.load import LoadTest, run_load
     from octavo.tools.bench.serve_figures import compute_metrics, parse_goodput
@@ -147,8 +146,8 @@ def serve(
     requests = traffic.requests()
     if url is not None and (given := [name for name in options if name != "model"]):
         raise ConfigError(
-            f"{given[0]}: an option of the engine, which runs at --url already",
-            hint="give it to that server",
+            f"{given[0]}: an engine option, but the server at --url is already running",
+            hint="set it on that server",
         )
     server = started_server(with_local_model(options)) if url is None else nullcontext(url)
     with server as address:
@@ -213,22 +212,21 @@ class TrafficOptions:
         for name in ("request_rate", "time_scale"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"{name}: got {value:g}, allowed is a number above 0")
+                raise ConfigError(f"{name}: got {value:g}, expected a number above 0")
         self._check_burstiness()
         if self.request_rate is not None and self.time_scale is not None:
             raise ConfigError(
-                "time_scale: allowed only without request_rate, which replaces the trace's times"
+                "time_scale: not supported with request_rate, which replaces the trace's arrival"
+                " times"
             )
         of_trace = {"scale": self.scale != "1", "time_scale": self.time_scale is not None}
         if self.trace is None and (
             given := [name for name, is_given in of_trace.items() if is_given]
         ):
-            raise ConfigError(f"{given[0]}: allowed only with --trace")
+            raise ConfigError(f"{given[0]}: requires --trace")
         if self.trace is not None and (self.input_len or self.output_len):
             name = "input_len" if self.input_len else "output_len"
-            raise ConfigError(
-                f"{name}: allowed only without --trace, whose lengths it would replace"
-            )
+            raise ConfigError(f"{name}: not supported with --trace, whose lengths it would replace")
 
     def _check_burstiness(self) -> None:
         from octavo.tools.bench.traffic import BURSTINESS
@@ -238,10 +236,10 @@ class TrafficOptions:
             return
         if not low <= self.burstiness <= high:
             raise ConfigError(
-                f"burstiness: got {self.burstiness:g}, allowed is a number from {low:g} to {high:g}"
+                f"burstiness: got {self.burstiness:g}, expected a number from {low:g} to {high:g}"
             )
         if self.request_rate is None:
-            raise ConfigError("burstiness: allowed only with --request-rate")
+            raise ConfigError("burstiness: requires --request-rate")
 
 
 def _check_plot(plot: str | None, *, json: bool) -> None:
@@ -250,12 +248,12 @@ def _check_plot(plot: str | None, *, json: bool) -> None:
         return
     if plot == "-":
         if json:
-            raise ConfigError("plot: got -, which --json leaves no room for", hint="--plot run.svg")
+            raise ConfigError("plot: got -, not supported with --json", hint="--plot run.svg")
         return
     path = Path(plot)
     if path.suffix != ".svg" or not path.parent.is_dir():
         raise ConfigError(
-            f"plot: got {plot!r}, allowed is a file named .svg in a folder that exists, or -"
+            f"plot: got {plot!r}, expected a file named .svg in a folder that exists, or -"
         )
 
 

@@ -26,9 +26,9 @@ from octavo.cli.common.model import with_local_model
 
 PROMPT = "What is the capital of France?"
 
-Prompt = Annotated[str, typer.Option(help="Ask this prompt")]
+Prompt = Annotated[str, typer.Option(help="Use this prompt")]
 Rounds = Annotated[int, typer.Option(help="Start each command N times", min=1)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
+Json = Annotated[bool, typer.Option("--json", help="Print a JSON object")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def startup(
     if not Path("/proc/self/smaps_rollup").exists():
         raise BackendUnavailable(
             "bench startup: this system has no /proc/PID/smaps_rollup",
-            hint="memory is measured on Linux",
+            hint="memory can be measured on Linux only",
         )
     options = with_local_model(options)
     weight_bytes = _weight_bytes(options)

@@ -33,23 +33,23 @@ def chat(
     *,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="The model, as --model", show_default="smollm2"),
+        typer.Argument(metavar="[MODEL]", help="Model, same as --model", show_default="smollm2"),
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="Talk with a model of this server"),
+        typer.Option(help="Chat with a model of this server"),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Send this key to --url", show_default=f"${KEY_VARIABLE}")
+        str | None, typer.Option(help="Send this API key to --url", show_default=f"${KEY_VARIABLE}")
     ] = None,
     system: Annotated[str | None, typer.Option(help="Set the system message")] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Sample at this temperature, 0 is greedy", show_default="the model's"),
+        typer.Option(help="Set the temperature (0: greedy)", show_default="the model's"),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Sample among the likeliest tokens of this total probability"),
+        typer.Option(help="Sample from the top tokens with this total probability"),
     ] = None,
     max_tokens: Annotated[
         int | None,
@@ -59,7 +59,7 @@ def chat(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed the sampling", show_default="random")
+        int | None, typer.Option(help="Set the sampling seed", show_default="random")
     ] = None,
     repetition_detection: RepetitionFlag = True,
     options: dict[str, Any],
@@ -79,7 +79,7 @@ def chat(
     elif api_key is not None:
         from octavo.api.errors import ConfigError
 
-        raise ConfigError("api_key: allowed only with --url: a model here needs none")
+        raise ConfigError("api_key: requires --url; a local model needs no key")
     else:
         chat_with_engine(sampling, system, options)
 
@@ -91,7 +91,7 @@ def _parse_name(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
     if "model" in options:
         from octavo.api.errors import ConfigError
 
-        raise ConfigError(f"model: got {name!r} and --model {options['model']}, allowed is one")
+        raise ConfigError(f"model: got {name!r} and --model {options['model']}, expected one")
     return {"model": name}
 
 
@@ -117,7 +117,9 @@ def _with_server(
     others = [name for name in options if name != "model"]
     if others:
         flag = "--" + others[0].replace("_", "-")
-        raise ConfigError(f"{flag}: with --url the server has its own options", hint="leave it out")
+        raise ConfigError(
+            f"{flag}: not supported with --url; the server has its own options", hint="remove it"
+        )
     model = RemoteModel(HttpClient(url, key), options.get("model"))
     print(f"talking with {model.name}", file=sys.stderr)
     _run_session(model, sampling, system)

@@ -14,7 +14,7 @@ BUILT = Path("build") / "site" / "index.html"
 def docs(
     *,
     path: Annotated[
-        bool, typer.Option("--path", help="Print the path of the first page only")
+        bool, typer.Option("--path", help="Print the path of the first page instead")
     ] = False,
 ) -> None:
     """Open the documentation in a browser."""
@@ -37,6 +37,6 @@ def find_site() -> Path:
         if page.is_file():
             return page
     raise SetupError(
-        "the documentation is not built: found no site in the package or the source tree",
-        hint="run `make docs` in the source tree, or read the pages in its folder docs",
+        "the documentation is not built: no site in the package or the source tree",
+        hint="run `make docs` in the source tree, or read the pages in the docs directory",
     )

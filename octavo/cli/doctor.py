@@ -6,19 +6,23 @@ from __future__ import annotations
 
 import contextlib
 import platform
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from octavo.api.errors import BackendUnavailable
+from octavo.cli.common.style import Status, format_mark, paint
 from octavo.config.sizes import format_bytes
 from octavo.utils.extensions import load_classes
 from octavo.utils.version import __version__
 
 WIDTH = 12
 """Width of the column of names."""
+MARK_WIDTH = 2
+"""Width of the status mark and the space after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,31 +31,51 @@ class Finding:
 
     name: str
     text: str
-    ok: bool = True
-    """Whether nothing is missing."""
+    status: Status = "ok"
     hint: str | None = None
 
+    @property
+    def ok(self) -> bool:
+        return self.status != "failure"
+
     def lines(self) -> Iterator[str]:
-        yield f"{self.name:<{WIDTH}}{self.text}"
+        yield f"{format_mark(self.status)} {self.name:<{WIDTH}}{self.text}"
         if self.hint is not None:
-            yield f"{'':<{WIDTH}}hint: {self.hint}"
+            yield paint(f"{'':<{MARK_WIDTH + WIDTH}}hint: {self.hint}", dim=True)
+
+    def to_json(self) -> dict[str, str | bool | None]:
+        return {"name": self.name, "text": self.text, "ok": self.ok, "hint": self.hint}
 
 
 def doctor(
-    *, json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+    *, json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False
 ) -> None:
-    """Report what can run here: PyTorch, CUDA, kernels, free memory, the CPU's level. The exit
-    code is 1 if no fast backend can run.
+    """Check backends, packages and memory of this machine. The exit code is 1 without a fast
+    backend.
     """
     found = list(findings())
     if json:
         import json as json_format
 
-        print(json_format.dumps({finding.name: asdict(finding) for finding in found}))
+        print(json_format.dumps({finding.name: finding.to_json() for finding in found}))
     else:
         print("\n".join(line for finding in found for line in finding.lines()))
+        print(f"\n{_summarize(found)}")
     if not any(finding.ok for finding in found if finding.name in ("native", "torch")):
         raise typer.Exit(1)
+
+
+def _summarize(found: list[Finding]) -> str:
+    """Counts failures and warnings."""
+    counts = Counter(finding.status for finding in found)
+    statuses: tuple[Status, ...] = ("failure", "warning")
+    parts = [
+        f"{counts[status]} {status}{'' if counts[status] == 1 else 's'}"
+        for status in statuses
+        if counts[status]
+    ]
+    worst = next((status for status in statuses if counts[status]), "ok")
+    return f"{format_mark(worst)} {', '.join(parts) or 'no problems found'}"
 
 
 def findings() -> Iterator[Finding]:
@@ -79,7 +103,9 @@ def _machine() -> Iterator[Finding]:
         "CPU", f"{machine.cpu_name()}, {threads} compute thread{'' if threads == 1 else 's'}"
     )
     yield Finding(
-        "memory", "the system does not say" if free is None else f"{format_bytes(free)} free"
+        "memory",
+        "free memory unknown" if free is None else f"{format_bytes(free)} free",
+        status="warning" if free is None else "ok",
     )
 
 
@@ -89,8 +115,8 @@ def _native() -> Finding:
     try:
         levels = supported_levels()
     except BackendUnavailable as error:
-        return Finding("native", error.message, ok=False, hint=error.hint)
-    return Finding("native", f"level {levels[-1]}, of {', '.join(levels)}")
+        return Finding("native", error.message, status="failure", hint=error.hint)
+    return Finding("native", f"level {levels[-1]} (supported: {', '.join(levels)})")
 
 
 def _torch() -> Iterator[Finding]:
@@ -100,7 +126,7 @@ def _torch() -> Iterator[Finding]:
     try:
         torch = devices.require_torch()
     except BackendUnavailable as error:
-        yield Finding("torch", error.message, ok=False, hint=error.hint)
+        yield Finding("torch", error.message, status="failure", hint=error.hint)
     else:
         build = devices.cuda_build()
         yield Finding(
@@ -108,22 +134,19 @@ def _torch() -> Iterator[Finding]:
             f"{torch.__version__}, built {'for CPUs' if build is None else f'with CUDA {build}'}",
         )
         yield from _cuda(torch)
-    yield Finding(
-        "Triton", find_version("triton") or "not installed; PyTorch's builds with CUDA bring it"
+    yield find_package(
+        "Triton", "triton", missing="not installed; included in PyTorch's CUDA builds"
     )
-    flashinfer = find_version("flashinfer-python")
-    missing = (
-        f"not installed; {devices.INSTALL_FLASHINFER} brings it (--attention-backend flashinfer, on"
-        " CUDA)"
+    yield find_package(
+        "FlashInfer",
+        "flashinfer-python",
+        missing="not installed; required by --attention-backend flashinfer on CUDA:"
+        f" {devices.INSTALL_FLASHINFER}",
     )
-    yield Finding("FlashInfer", flashinfer or missing)
-    driver = devices.driver_version()
-    unknown = (
-        "NVIDIA, the system does not say which version"
-        if devices.has_nvidia_driver()
-        else "no NVIDIA driver"
-    )
-    yield Finding("driver", unknown if driver is None else f"NVIDIA {driver}")
+    if devices.has_nvidia_driver():
+        yield Finding("driver", f"NVIDIA {devices.driver_version() or '(unknown version)'}")
+    else:
+        yield Finding("driver", "no NVIDIA driver", status="none")
 
 
 def _cuda(torch: Any) -> Iterator[Finding]:
@@ -131,7 +154,8 @@ def _cuda(torch: Any) -> Iterator[Finding]:
 
     cuda = torch.cuda
     if not cuda.is_available():
-        yield Finding("CUDA", "no device", hint=devices.no_device_hint())
+        hint = devices.no_device_hint()
+        yield Finding("CUDA", "no device", status="warning" if hint else "none", hint=hint)
         return
     for index in range(cuda.device_count()):
         free, total = cuda.mem_get_info(index)
@@ -141,6 +165,12 @@ def _cuda(torch: Any) -> Iterator[Finding]:
             f"CUDA {index}",
             f"{cuda.get_device_name(index)}, compute capability {major}.{minor}, {memory}",
         )
+
+
+def find_package(name: str, package: str, *, missing: str) -> Finding:
+    """Reports the version of an optional package, or `missing`."""
+    version = find_version(package)
+    return Finding(name, version or missing, status="ok" if version else "none")
 
 
 def find_version(*packages: str) -> str | None:

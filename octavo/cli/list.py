@@ -16,7 +16,7 @@ def list(
         bool, typer.Option("--json", help="Print name, path, bytes and quantization as JSON")
     ] = False,
 ) -> None:
-    """List the models on this machine, the newest first."""
+    """List the models on this machine, newest first."""
     import msgspec
 
     from octavo.checkpoint.local_models import list_local_models
@@ -49,4 +49,4 @@ def list(
     if not found:
         from octavo.utils.progress import to_stderr
 
-        to_stderr("no models yet: `octavo pull smollm2` fetches the default one")
+        to_stderr("no models yet; download the default with `octavo pull smollm2`")

@@ -30,13 +30,13 @@ def models(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Family, short name, path (config.json suffices) or Hugging Face repository"
+            help="Family, short name, path (config.json is enough) or Hugging Face repository"
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object")] = False,
 ) -> None:
-    """List families, formats, short names and cached models; with the name of a family, print what
-    to know before serving it; with a model, as `octavo show`.
+    """List supported families, formats and models. With a family, print what to know before
+    serving it; with a model, same as `octavo show`.
     """
     if model is not None:
         from octavo.checkpoint.family_cards import get_cards

@@ -18,6 +18,7 @@ import typer
 
 from octavo.api.errors import ConfigError
 from octavo.cli.common.flags import with_engine_flags
+from octavo.cli.common.style import Status, format_mark, paint
 from octavo.cli.common.suggested_flags import TYPICAL_CONTEXT, suggested_flags
 from octavo.config.sizes import format_bytes, parse_bytes, parse_rate
 
@@ -41,66 +42,63 @@ def plan(
     *,
     model: Annotated[
         str | None,
-        typer.Argument(help="Short name, path (config.json suffices) or Hugging Face repository"),
+        typer.Argument(help="Short name, path (config.json is enough) or Hugging Face repository"),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="Plan for this much memory per rank", show_default="what is free"),
+        typer.Option(help="Assume this much memory per rank", show_default="free memory"),
     ] = None,
     bandwidth: Annotated[
         str | None,
-        typer.Option(help="Read N bytes per second from memory", show_default="measured"),
+        typer.Option(help="Assume N bytes/s of memory bandwidth", show_default="measured"),
     ] = None,
     flops: Annotated[
         str | None,
-        typer.Option(help="Compute N operations per second", show_default="measured"),
+        typer.Option(help="Assume N operations/s of compute", show_default="measured"),
     ] = None,
     disk_bandwidth: Annotated[
         str | None,
-        typer.Option(help="Read N bytes per second from --weights-dir", show_default="measured"),
+        typer.Option(help="Assume N bytes/s of disk bandwidth", show_default="measured"),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Find the best layout for this recorded traffic",
+            help="Simulate this recorded traffic and rank layouts",
             rich_help_panel=SIMULATION,
         ),
     ] = None,
     costs: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Take step costs from this recording of octavo serve",
+            help="Use the step times of this recording (--record)",
             rich_help_panel=SIMULATION,
         ),
     ] = None,
     slo: Annotated[
-        str, typer.Option(help="Count requests within these limits", rich_help_panel=SIMULATION)
+        str, typer.Option(help="Set the latency targets", rich_help_panel=SIMULATION)
     ] = "ttft=2s,tpot=80ms",
     machines: Annotated[
         int,
-        typer.Option(
-            help="Lay out N machines with one engine each", min=1, rich_help_panel=SIMULATION
-        ),
+        typer.Option(help="Use N machines with one engine each", min=1, rich_help_panel=SIMULATION),
     ] = 1,
     link: Annotated[
         str,
-        typer.Option(help="Send N bits per second between machines", rich_help_panel=SIMULATION),
+        typer.Option(help="Assume N bits/s between machines", rich_help_panel=SIMULATION),
     ] = "1G",
     scale: Annotated[
         str,
         typer.Option(
-            help="Scale the trace's lengths", metavar="FRACTION", rich_help_panel=SIMULATION
+            help="Scale the lengths of the trace", metavar="FRACTION", rich_help_panel=SIMULATION
         ),
     ] = "1",
     num_requests: Annotated[
         int, typer.Option(help="Simulate N requests", min=1, rich_help_panel=SIMULATION)
     ] = 200,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object")] = False,
     options: dict[str, Any],
 ) -> None:
-    """Report the memory that a model needs and whether it fits, without loading it. The exit code
-    is 1 if it does not. With --trace, find the layout of several machines that serves recorded
-    traffic best.
+    """Estimate the memory and speed of a model without loading it. The exit code is 1 if it does
+    not fit. With --trace, simulate recorded traffic and rank layouts of several machines.
     """
     if trace is not None:
         from octavo.cli.plan_trace import TracePlan
@@ -116,7 +114,7 @@ def plan(
         ).run(json=json)
         return
     if model is None:
-        raise ConfigError("plan: no model was given", hint="name a model, or a --trace")
+        raise ConfigError("plan: model required", hint="specify a model or --trace")
     from octavo.config.engine_config import EngineConfig
     from octavo.wiring.plan import plan_model
 
@@ -251,75 +249,76 @@ class PlanReport:
 
     def _weights_text(self) -> str:
         if self.streamed_bytes:
-            return f"kept in memory and a ring for the others, mostly {self.code}"
+            return f"in memory, with a buffer for streamed weights, mostly {self.code}"
         bits = 8 * self.weight_bytes / self.num_parameters
-        return f"{bits:.1f} bits a parameter, mostly {self.code}"
+        return f"{bits:.1f} bits per parameter, mostly {self.code}"
 
     def _stream_lines(self) -> Iterator[str]:
         if self.neuron_bytes:
-            text = "of which a step reads what its tokens use and memory has not"
+            text = "of which a step reads the neurons that it uses and that are not in memory"
             yield _line("neurons", self.neuron_bytes, text)
         if not self.streamed_bytes:
             return
-        rate = "the disk's rate is not known: give --disk-bandwidth"
+        rate = "unknown disk bandwidth; set --disk-bandwidth"
         if self.disk_rate is not None:
             bound = self.disk_rate / self.streamed_bytes
             rate = (
-                f"read for each step; {_rate(self.disk_rate)} GB/s from the disk: at most"
-                f" {bound:.3g} steps a second"
+                f"read per step; at {_rate(self.disk_rate)} GB/s from disk at most {bound:.3g}"
+                " steps/s"
             )
         yield _line("streamed", self.streamed_bytes, rate)
         if self.random_disk_rates:
             rates = ", ".join(
                 f"{size >> 10} KiB {_rate(rate)}" for size, rate in self.random_disk_rates.items()
             )
-            yield f"{'':28}the disk at random places, GB/s by block: {rates}"
+            yield f"{'':28}random reads in GB/s, by block size: {rates}"
         if self.split is not None:
-            yield _line("or for weights", self.split.weights_bytes, self.split.describe())
+            yield _line("better split", self.split.weights_bytes, self.split.describe())
 
     def lines(self) -> Iterator[str]:
         yield (
-            f"{self.model}: {self.model_type}, {self.num_parameters / 1e6:,.0f} million parameters,"
-            f" context {self.max_model_len:,}"
+            f"{self.model}: {self.model_type}, {self.num_parameters / 1e6:,.0f} M parameters,"
+            f" context {self.max_model_len:,} tokens"
         )
         yield _line("weights", self.weight_bytes, self._weights_text())
         yield from self._stream_lines()
-        yield _line("activations", self.step_bytes, f"a step of {self.step_tokens:,} tokens")
-        yield _line("processes", self.process_bytes, "and the vocabulary")
-        yield _line("KV, a token", self.kv_token_bytes, self.kv_dtype)
+        yield _line("activations", self.step_bytes, f"for a step of {self.step_tokens:,} tokens")
+        yield _line("process", self.process_bytes, "including the tokenizer")
+        yield _line("KV per token", self.kv_token_bytes, self.kv_dtype)
         if self.state_bytes:
-            yield _line("states", self.state_bytes, "each request")
+            yield _line("states", self.state_bytes, "per request")
         if self.checkpoint_tokens:
             yield _line(
                 "checkpoint",
                 self.state_bytes,
-                f"of the states, each {self.checkpoint_tokens} tokens and at a prompt's end",
+                f"of the states, every {self.checkpoint_tokens} tokens and at the end of a prompt",
             )
         yield _line(
-            "KV, at least",
+            "KV minimum",
             self.least_kv_bytes,
-            f"one request of {self.max_model_len:,} tokens, or what was asked for",
+            f"for one request of {self.max_model_len:,} tokens, or kv_cache_memory_bytes",
         )
-        yield _line("memory", self.memory_bytes, "")
-        if self.shortfall_bytes:
-            yield _line("MISSING", self.shortfall_bytes, "it does not fit")
-        else:
-            yield _line("left for KV", self.kv_bytes, f"{self.kv_tokens:,} tokens")
+        yield _line("memory", self.memory_bytes, "available")
+        if not self.shortfall_bytes:
+            yield _line("KV cache", self.kv_bytes, f"{self.kv_tokens:,} tokens")
         yield ""
-        estimated = ", about for decode" if self.estimates_decode else ""
-        yield (
-            f"at most{estimated}, with {self.bandwidth / 1e9:,.1f} GB/s and"
-            f" {self.flops / 1e9:,.0f} GFLOP/s:"
+        yield self._verdict_line()
+        yield ""
+        estimated = "; decode speed estimated" if self.estimates_decode else ""
+        title = (
+            f"Upper bounds at {self.bandwidth / 1e9:,.1f} GB/s and"
+            f" {self.flops / 1e9:,.0f} GFLOP/s{estimated}:"
         )
+        yield paint(title, bold=True)
         if not self.generates:
-            yield f"{'text':>9}{'tokens/s':>15}"
+            yield f"{'tokens':>9}{'tokens/s':>15}"
             for row in self.rows:
                 yield f"{row.context:>9,}{row.prefill_tokens_per_s:>15,.0f}"
             yield from self._try_lines()
             return
         yield (
-            f"{'context':>9}{'requests':>10}{'KV of one':>12}{'prefill tok/s':>15}"
-            f"{'decode tok/s':>14}{'requests x decode tok/s':>26}"
+            f"{'context':>9}{'requests':>10}{'KV/request':>12}{'prefill tok/s':>15}"
+            f"{'decode tok/s':>14}{'batch x decode tok/s':>26}"
         )
         for row in self.rows:
             together = (
@@ -332,6 +331,18 @@ class PlanReport:
             yield f"{row.context:>9,}{row.requests:>10,}{kv:>12}{speeds}"
         yield from self._try_lines()
 
+    def _verdict_line(self) -> str:
+        """Says whether the model fits, and for how many requests of its whole context."""
+        if self.shortfall_bytes:
+            text = f"does not fit: {format_bytes(self.shortfall_bytes)} are missing"
+            return f"{format_mark('failure')} {text}"
+        requests, context = self.rows[-1].requests, f"{self.max_model_len:,} tokens"
+        if not self.generates:
+            return f"{format_mark('ok')} fits"
+        status: Status = "ok" if requests > 1 else "warning"
+        count = f"{requests:,} requests" if requests != 1 else "only 1 request"
+        return f"{format_mark(status)} fits, with KV cache for {count} of {context}"
+
     def _try_lines(self) -> Iterator[str]:
         yield ""
         yield (
@@ -341,7 +352,7 @@ class PlanReport:
         )
 
 
-NOTHING_HELPS = "no options make it fit: it needs a smaller model, or more memory"
+NOTHING_HELPS = "no options make it fit; use a smaller model or more memory"
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -361,8 +372,8 @@ def _memory(text: str | None, num_ranks: int) -> int:
     found = Machine().available_bytes()
     if found is None:
         raise ConfigError(
-            "--memory: this system does not say how much is free",
-            hint="give it, e.g. --memory 8GiB",
+            "--memory: the free memory of this system is unknown",
+            hint="set it, e.g. --memory 8GiB",
         )
     return found // num_ranks
 

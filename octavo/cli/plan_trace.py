@@ -42,7 +42,7 @@ class TracePlan:
 
         if not self.recordings:
             raise ConfigError(
-                "costs: no recording was given",
+                "costs: recording required",
                 hint="record requests like those of the trace: octavo serve MODEL --record FILE",
             )
         objective = Objective.parse(self.slo)
@@ -59,8 +59,9 @@ class TracePlan:
 
         if rows[-1].at_s == 0:
             raise ConfigError(
-                f"num_requests: the first {len(rows)} requests of {self.trace} come at once",
-                hint="take more of them",
+                f"num_requests: the first {len(rows)} requests of {self.trace} arrive at the same"
+                f" time",
+                hint="use more requests",
             )
         names = Counter(path.name for path in self.recordings)
         engines = {
@@ -111,7 +112,7 @@ class TracePlan:
             if num_long > (1 - GOOD_SHARE) * len(rows):
                 raise ConfigError(
                     f"trace: {what}",
-                    hint="take shorter ones, such as --scale=1/32, or record an engine with a"
-                    " greater max_model_len",
+                    hint="scale the lengths down, e.g. --scale=1/32, or record an engine with a"
+                    " larger max_model_len",
                 )
             print(f"octavo: {what}: they count as late", file=sys.stderr)

@@ -17,15 +17,15 @@ FOREVER_YEAR = 9999
 
 def ps(
     *,
-    url: Annotated[str, typer.Option(help="Ask this server, HOST:PORT or a URL")] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="Query this server (HOST:PORT or URL)")] = DEFAULT_URL,
     api_key: Annotated[
-        str | None, typer.Option(help="Send this key", show_default=f"${KEY_VARIABLES[1]}")
+        str | None, typer.Option(help="Send this API key", show_default=f"${KEY_VARIABLES[1]}")
     ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print the models of GET /api/ps as JSON")
     ] = False,
 ) -> None:
-    """List the models that a running server has loaded."""
+    """List the models loaded by a running server."""
     import msgspec
 
     from octavo.api.errors import WorkerFailed
@@ -37,12 +37,12 @@ def ps(
     client = HttpClient(url, key)
     answer = client.get("/api/ps")
     if answer.status_code != 200:
-        raise WorkerFailed(f"url: {client.url}/api/ps answers {describe_refusal(answer)}")
+        raise WorkerFailed(f"url: {client.url}/api/ps returned {describe_refusal(answer)}")
     try:
         models = parse_json(answer.content)["models"]
         rows = [_row(model) for model in models]
     except (KeyError, TypeError, ValueError) as error:
-        raise WorkerFailed(f"url: {client.url}/api/ps is no list of models") from error
+        raise WorkerFailed(f"url: {client.url}/api/ps did not return a list of models") from error
     if json:
         print(msgspec.json.encode(models).decode())
         return

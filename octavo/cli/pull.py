@@ -15,7 +15,7 @@ def pull(
         typer.Argument(help="Short name, OWNER/REPO[:QUANT] or OWNER/REPO/FILE.gguf."),
     ] = DEFAULT_MODEL,
 ) -> None:
-    """Fetch a model into the cache, check it, and print its path."""
+    """Download a model into the cache, verify it and print its path."""
     from octavo.checkpoint.catalogue import resolve
     from octavo.utils.progress import to_stderr
 

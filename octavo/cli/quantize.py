@@ -39,30 +39,30 @@ def quantize(
         str, typer.Option("--format", help="Write gptq, awq, gguf or compressed-tensors")
     ] = "compressed-tensors",
     bits: Annotated[
-        int | None, typer.Option(help="Use N bits per weight", show_default="by --scheme, else 4")
+        int | None, typer.Option(help="Use N bits per weight", show_default="from --scheme, else 4")
     ] = None,
     group: Annotated[
         int | None,
         typer.Option(
-            help="Share a scale among N inputs (-1: all)",
+            help="Use N inputs per scale (-1: all)",
             show_default="the largest that fits",
         ),
     ] = None,
     scheme: Annotated[
         str | None,
-        typer.Option(help="Quantize as w4a16, w8a16 or w8a8 (activations too)"),
+        typer.Option(help="Quantize as w4a16, w8a16 or w8a8 (8-bit activations)"),
     ] = None,
     sym: Annotated[
         bool | None,
-        typer.Option(
-            "--sym/--zero-point", help="Quantize symmetrically, or with a zero point per group"
-        ),
+        typer.Option("--sym/--zero-point", help="Quantize symmetrically, without zero points"),
     ] = None,
     desc_act: Annotated[
         bool,
-        typer.Option("--desc-act", help="Group inputs by their use (gptq, act-order)"),
+        typer.Option("--desc-act", help="Order inputs by activation size (gptq act-order)"),
     ] = False,
-    damp_percent: Annotated[float, typer.Option(help="Damp by N percent of the mean (gptq)")] = 5.0,
+    damp_percent: Annotated[
+        float, typer.Option(help="Dampen the Hessian by N percent of its mean (gptq)")
+    ] = 5.0,
     gptaq: Annotated[
         bool,
         typer.Option(
@@ -72,28 +72,28 @@ def quantize(
     ] = False,
     keep_sensitive: Annotated[
         bool,
-        typer.Option("--keep-sensitive", help="Keep values and half of down projections at 8 bits"),
+        typer.Option(
+            "--keep-sensitive", help="Keep value and half of the down projections at 8 bits"
+        ),
     ] = False,
     calibration: Annotated[
         Path | None,
         typer.Option(help="Calibrate with this text", dir_okay=False),
     ] = None,
-    calibration_texts: Annotated[int, typer.Option(help="Use N pieces of the text", min=1)] = 32,
-    calibration_length: Annotated[
-        int, typer.Option(help="Cut the text into pieces of N tokens", min=16)
-    ] = 512,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Read the text with this model's tokenizer")
-    ] = None,
+    calibration_texts: Annotated[int, typer.Option(help="Use N samples of the text", min=1)] = 32,
+    calibration_length: Annotated[int, typer.Option(help="Use samples of N tokens", min=16)] = 512,
+    tokenizer: Annotated[str | None, typer.Option(help="Use the tokenizer of this model")] = None,
 ) -> None:
-    """Quantize a model, layer by layer. An interrupted run continues where it stopped."""
+    """Quantize a model layer by layer. An interrupted run resumes where it stopped."""
     from octavo.tools.quantize import CalibrationText, quantize_model
     from octavo.utils.progress import to_stderr
 
     if method is None:
         method = "rtn" if calibration is None else "gptq"
         if calibration is None:
-            to_stderr("rounding to nearest (rtn); --calibration TEXT has gptq, which is closer")
+            to_stderr(
+                "using round-to-nearest (rtn); for higher accuracy use gptq with --calibration TEXT"
+            )
     recipe = make_recipe(
         method=method,
         output_format=output_format,
@@ -108,8 +108,9 @@ def quantize(
     )
     if sym is False and not recipe.has_zeros:
         raise ConfigError(
-            f"zero-point: {recipe.output_format} of {recipe.bits} bits has no zeros of groups",
-            hint="leave it out, or take fewer --bits",
+            f"zero-point: {recipe.output_format} of {recipe.bits} bits has no zero points per"
+            f" group",
+            hint="remove it, or use fewer --bits",
         )
     texts = (
         None
@@ -119,7 +120,7 @@ def quantize(
     try:
         made = quantize_model(model, recipe, output, texts, to_stderr)
     except KeyboardInterrupt:
-        to_stderr("interrupted: the same command goes on where it was")
+        to_stderr("interrupted; run the same command to resume")
         raise
     _print(made)
 
@@ -147,12 +148,12 @@ def make_recipe(
     ):
         if value not in allowed:
             known = ", ".join(each for each in allowed if each is not None)
-            raise ConfigError(f"{name}: got {value!r}, allowed are {known}")
+            raise ConfigError(f"{name}: got {value!r}, expected {known}")
     scheme_bits = None if scheme is None else {str(k): v for k, v in SCHEMES.items()}[scheme]
     if bits is not None and scheme_bits is not None and bits != scheme_bits:
         raise ConfigError(f"bits: got {bits}, but scheme {scheme} has {scheme_bits}")
     if group is not None and (group < -1 or group == 0):
-        raise ConfigError(f"group: got {group}, allowed are -1 and whole numbers above 0")
+        raise ConfigError(f"group: got {group}, expected -1 and integers above 0")
     rows_are_int8 = scheme == "w8a8"
     return Recipe(
         method=method,  # type: ignore[arg-type]
@@ -176,7 +177,7 @@ def _print(made: Quantized) -> None:
     )
     for what, names in (
         ("stay as they are", made.left),
-        ("met no calibration token and were rounded to nearest", made.fell_back),
+        ("had no calibration tokens and were rounded to nearest", made.fell_back),
     ):
         if names:
             more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""

@@ -12,14 +12,14 @@ SECRET_VARIABLE = "OCTAVO_RANK_SECRET"
 
 def rank(
     address: Annotated[
-        str, typer.Argument(metavar="HOST:PORT", help="The --rank-address of the engine")
+        str, typer.Argument(metavar="HOST:PORT", help="Value of --rank-address of the engine")
     ],
     *,
-    number: Annotated[int, typer.Option("--rank", min=1, help="Be rank N of the engine, from 1")],
+    number: Annotated[int, typer.Option("--rank", min=1, help="Start rank N, from 1")],
 ) -> None:
-    """Be one rank of an engine on another machine. Waits for the first rank (`octavo serve
-    --rank-address`), loads this one's part of the model, and computes until the first one ends. The
-    secret comes from OCTAVO_RANK_SECRET.
+    """Start one rank of a multi-machine engine. Connects to the first rank (`octavo serve
+    --rank-address`), loads its part of the model and runs until the first rank exits. The secret is
+    read from OCTAVO_RANK_SECRET.
     """
     from octavo.api.errors import EngineDead
     from octavo.config.rank_address import check_rank_secret, parse_rank_address
@@ -30,4 +30,4 @@ def rank(
     secret = os.environ.get(SECRET_VARIABLE) or None
     check_rank_secret(host, secret)
     if not run_joined(join_first(host, port, secret, number)):
-        raise EngineDead(f"rank {number}: the first rank, at {address}, has ended")
+        raise EngineDead(f"rank {number}: the first rank at {address} has exited")

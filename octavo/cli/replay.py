@@ -22,28 +22,26 @@ MAX_STEPS = 20_000
 
 def replay(
     *,
-    file: Annotated[
-        Path, typer.Argument(help="File that --record has written", show_default=False)
-    ],
+    file: Annotated[Path, typer.Argument(help="File written by --record", show_default=False)],
     execute: Annotated[
         bool,
-        typer.Option("--execute", help="Load the model and compare each plan's results"),
+        typer.Option("--execute", help="Load the model and compare the results of each step"),
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(help="Load the model from here", show_default="as recorded"),
+        typer.Option(help="Load the model from this path", show_default="as recorded"),
     ] = None,
     serve: Annotated[
         bool,
         typer.Option("--serve", help="Show the steps in a browser"),
     ] = False,
     host: Annotated[
-        str | None, typer.Option(help="Listen on this address", show_default=HOST)
+        str | None, typer.Option(help="Bind to this address", show_default=HOST)
     ] = None,
     port: Annotated[
         int | None,
         typer.Option(
-            min=0, max=65535, help="Listen on this port, 0 for a free one", show_default=str(PORT)
+            min=0, max=65535, help="Listen on this port (0: any free port)", show_default=str(PORT)
         ),
     ] = None,
     max_steps: Annotated[
@@ -51,7 +49,7 @@ def replay(
         typer.Option(min=1, help="Show at most N steps", show_default=str(MAX_STEPS)),
     ] = None,
 ) -> None:
-    """Repeat the exact step sequence of a recording (`--record FILE`). The exit code is 1 if
+    """Replay the steps of a recording (`--record FILE`) and compare them. The exit code is 1 if
     anything differs.
     """
     from octavo.engine.recording.recorder import read_log
@@ -60,17 +58,17 @@ def replay(
 
     if model is not None and not (execute or serve):
         raise ConfigError(
-            f"model: got {model!r}, allowed only with --execute and --serve: the plans alone need"
-            " none"
+            f"model: got {model!r}, requires --execute and --serve; replaying plans alone loads no"
+            f" model"
         )
     if serve:
         if execute:
-            raise ConfigError("serve: got --execute too; what is shown is what was recorded")
+            raise ConfigError("serve: got --execute too; --serve shows the recorded results")
         _show(file, model, host or HOST, PORT if port is None else port, max_steps or MAX_STEPS)
         return
     for name, value in (("host", host), ("port", port), ("max_steps", max_steps)):
         if value is not None:
-            raise ConfigError(f"{name}: got {value!r}, allowed only with --serve")
+            raise ConfigError(f"{name}: got {value!r}, requires --serve")
     header, events = read_log(file)
     executor = (
         build_executor(header, model=model, report=lambda text: print(text, file=sys.stderr))
@@ -89,8 +87,8 @@ def replay(
     )
     if found.unfinished_step is not None:
         print(
-            f"the recording ends within step {found.unfinished_step}: its plan is there, its result"
-            " is not"
+            f"the recording ends within step {found.unfinished_step}, which has a plan but no"
+            f" result"
         )
     for text in found.differences:
         print(text)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 def rm(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="Names as `octavo list` prints them"),
+        typer.Argument(metavar="MODEL...", help="Model names, as shown by `octavo list`"),
     ],
 ) -> None:
-    """Delete models from the cache. Nothing is deleted if one of the names is unknown."""
+    """Delete models from the cache. If a name is unknown, nothing is deleted."""
     from octavo.checkpoint.local_models import remove_local_model
     from octavo.config.sizes import format_bytes
 
@@ -39,10 +39,10 @@ def _find(name: str) -> CachedModel:
         return model
     if name and path_exists(expand_path(name)):
         raise ModelNotFound(
-            f"model {name!r}: it is not in the cache",
-            hint="octavo rm deletes cached models only; delete your own file or directory yourself",
+            f"model {name!r}: not in the cache",
+            hint="octavo rm deletes only cached models; delete this file or directory yourself",
         )
     known = [each.name for each in list_local_models()]
     close = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]}?" if close else "octavo list names the cached models"
-    raise ModelNotFound(f"model {name!r}: it is not in the cache", hint=hint)
+    hint = f"did you mean {close[0]}?" if close else "run `octavo list` for the cached models"
+    raise ModelNotFound(f"model {name!r}: not in the cache", hint=hint)

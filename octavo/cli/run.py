@@ -43,7 +43,7 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL] [PROMPT]",
-            help="Model (default: smollm2) and prompt; - reads standard input, none: chat",
+            help="Model [default: smollm2] and prompt (-: read standard input; none: chat)",
             show_default=False,
         ),
     ] = None,
@@ -54,11 +54,11 @@ def run(
     ] = False,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Sample at this temperature, 0 is greedy", show_default="the model's"),
+        typer.Option(help="Set the temperature (0: greedy)", show_default="the model's"),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Sample among the likeliest tokens of this total probability"),
+        typer.Option(help="Sample from the top tokens with this total probability"),
     ] = None,
     max_tokens: Annotated[
         int | None,
@@ -68,19 +68,19 @@ def run(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed the sampling", show_default="random")
+        int | None, typer.Option(help="Set the sampling seed", show_default="random")
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="Stop before this text; may be given several times", show_default=False),
+        typer.Option(help="Stop before this text (repeatable)", show_default=False),
     ] = None,
     repetition_detection: RepetitionFlag = True,
     json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of the text")
+        bool, typer.Option("--json", help="Print a JSON object instead of text")
     ] = False,
     options: dict[str, Any],
 ) -> None:
-    """Ask a model and print its answer as it comes."""
+    """Generate a response to a prompt and stream it to the terminal."""
     from octavo.api.errors import InvalidRequest
     from octavo.api.llm import LLM
     from octavo.utils.progress import to_stderr
@@ -99,9 +99,7 @@ def run(
     sampling["repetition_detection"] = LOOP if repetition_detection else None
     sampling["seed"] = new_seed() if seed is None else seed
     if raw and system is not None:
-        raise InvalidRequest(
-            "--system: a raw prompt has no system message", hint="leave out --raw or --system"
-        )
+        raise InvalidRequest("--system: not supported with --raw", hint="remove --raw or --system")
     if prompt is None and sys.stdin.isatty() and not (raw or json):
         from octavo.cli.chat import chat_with_engine
 
@@ -116,7 +114,7 @@ def run(
         statistics = Statistics.of(output, llm.config.model.served_model_name or "")
     _report(output, statistics, None if params.is_greedy else params.seed, json=json)
     limit = params.max_tokens if max_tokens is None else None
-    note = explain_end(statistics, limit, "--max-tokens: give a larger one for more")
+    note = explain_end(statistics, limit, "--max-tokens; use a larger value for longer output")
     if note is not None:
         print(note, file=sys.stderr)
 
@@ -134,7 +132,9 @@ def _read_prompt(argument: str, *, raw: bool) -> str:
     elif given := _read_piped():
         text = given + argument if raw else f"{given.rstrip()}\n\n{argument}"
     if not (text if raw else text.strip()):
-        raise InvalidRequest("prompt: got an empty text", hint="octavo run 'What is a prompt?'")
+        raise InvalidRequest(
+            "prompt: got an empty text", hint="for example: octavo run 'What is a prompt?'"
+        )
     check_unicode(text)
     return text
 
@@ -153,7 +153,7 @@ def _read_piped() -> str:
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return ""
     if not select.select([sys.stdin], [], [], PATIENCE_S)[0]:
-        note = "waiting for the end of standard input, which is a pipe; < /dev/null gives none"
+        note = "waiting for the end of standard input (a pipe); use < /dev/null for none"
         print(note, file=sys.stderr)
     return sys.stdin.read()
 
@@ -166,10 +166,10 @@ def _prompt(llm: LLM, text: str, system: str | None, *, raw: bool) -> Any:
 
     if raw or not llm.get_tokenizer().has_chat_template:
         if system is not None:
-            raise ConfigError("--system: the model has no chat template", hint="leave it out")
+            raise ConfigError("--system: the model has no chat template", hint="remove it")
         if not raw:
             name = llm.config.model.served_model_name
-            print(f"{name} has no chat template: it completes the text", file=sys.stderr)
+            print(f"{name} has no chat template; completing the text", file=sys.stderr)
         return text
     messages = [{"role": "system", "content": system}] if system is not None else []
     return llm.chat_prompt([*messages, {"role": "user", "content": text}])

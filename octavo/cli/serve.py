@@ -25,21 +25,21 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL]...",
-            help="Short name, path or Hugging Face repository, or NAME=MODEL for each",
+            help="Short names, paths or Hugging Face repositories; NAME=MODEL sets a name",
             show_default="smollm2",
         ),
     ] = None,
     config: Annotated[
         str | None,
         typer.Option(
-            help="Read options and models from this YAML file",
+            help="Load options and models from this YAML file",
             metavar="FILE",
         ),
     ] = None,
     options: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Serve models over HTTP with an OpenAI-compatible API. Stops on SIGTERM or Ctrl-C."""
+    """Serve models with an OpenAI-compatible HTTP API. Stops on SIGTERM or Ctrl-C."""
     from octavo.server.run import serve as run_server
 
     file = ServeConfig() if config is None else read_config(Path(config))

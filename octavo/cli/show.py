@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.cli.common.style import format_mark
 from octavo.config.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -20,13 +21,11 @@ WIDTH = 15
 def show(
     model: Annotated[
         str,
-        typer.Argument(
-            help="Short name, path (config.json suffices) or Hugging Face repository to describe"
-        ),
+        typer.Argument(help="Short name, path (config.json is enough) or Hugging Face repository"),
     ],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object")] = False,
 ) -> None:
-    """Describe a model from its headers, with the backends that run it. The exit code is 2 if none
+    """Show the metadata of a model and the backends that support it. The exit code is 2 if none
     does.
     """
     from octavo.wiring.survey import make_report
@@ -47,10 +46,10 @@ def _lines(name: str, report: ModelReport) -> Iterator[str]:
         f"{kind} {count / report.num_parameters:.0%}" for kind, count in report.formats.items()
     )
     size = f", {format_bytes(report.num_bytes)}" if report.num_bytes else ""
-    tokenizer = {True: "included", False: "none", None: "unknown: no weights here"}
+    tokenizer = {True: "included", False: "none", None: "unknown (no weights)"}
     has_template: str | None = "included"
     if not report.has_chat_template:
-        has_template = None if report.sampling is None else "none: it completes texts"
+        has_template = None if report.sampling is None else "none (completion only)"
     yield f"{name}: {report.info.model_type}, {report.num_parameters / 1e6:,.1f} M parameters{size}"
     facts = {
         "quantization": shares,
@@ -72,10 +71,11 @@ def _lines(name: str, report: ModelReport) -> Iterator[str]:
             yield f"  {fact:<{WIDTH}}{text}"
     for verdict in report.verdicts:
         if verdict.refusal is None:
-            yield f"  {verdict.backend:<{WIDTH}}runs it"
+            yield f"{format_mark('ok')} {verdict.backend:<{WIDTH}}supported"
         else:
-            state = "refuses it" if verdict.is_installed else "cannot run here"
-            yield f"  {verdict.backend:<{WIDTH}}{state}: {verdict.refusal}"
+            state = "not supported" if verdict.is_installed else "not available"
+            mark = format_mark("failure" if verdict.is_installed else "warning")
+            yield f"{mark} {verdict.backend:<{WIDTH}}{state}: {verdict.refusal}"
 
 
 def _to_json(report: ModelReport) -> dict[str, Any]:

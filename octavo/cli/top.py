@@ -19,18 +19,20 @@ KEY_VARIABLES = ("OCTAVO_OPERATOR_KEY", "OCTAVO_API_KEY")
 
 def top(
     *,
-    url: Annotated[str, typer.Option(help="Show this server, HOST:PORT or a URL")] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="Query this server (HOST:PORT or URL)")] = DEFAULT_URL,
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Send this key; the operator's shows all requests",
+            help="Send this API key (operator's: all requests)",
             show_default=f"${KEY_VARIABLES[0]}",
         ),
     ] = None,
-    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Read every N seconds")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one view and exit")] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Refresh every N seconds")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit")] = False,
 ) -> None:
-    """Show what a server is doing: queues, KV blocks, tokens/s and requests, by model."""
+    """Show live statistics of a server: queues, KV cache, throughput, requests."""
     from octavo.cli.top_reading import ServerReader
     from octavo.utils.http_client import HttpClient
 

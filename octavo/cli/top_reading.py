@@ -50,23 +50,23 @@ class ServerReader:
             series=series,
             states=states or dict.fromkeys(series, ""),
             requests=[] if refused else parse_json(answer.content)["data"],
-            note=f"requests are not shown: {describe_refusal(answer)}" if refused else None,
+            note=f"requests cannot be listed: {describe_refusal(answer)}" if refused else None,
         )
 
     def _series(self) -> dict[str, dict[str, float]]:
         answer = self._client.get("/metrics")
         if answer.status_code != 200:
             raise ConfigError(
-                f"url: {self._client.url}/metrics answers {describe_refusal(answer)}",
-                hint="--api-key gives the server's key"
+                f"url: {self._client.url}/metrics returned {describe_refusal(answer)}",
+                hint="set the server's key with --api-key"
                 if answer.status_code in (401, 403)
                 else None,
             )
         found = parse_metrics(answer.content.decode(errors="replace"))
         if not found:
             raise ConfigError(
-                f"url: {self._client.url}/metrics has none of Octavo's series",
-                hint="octavo top shows servers that `octavo serve` has started",
+                f"url: {self._client.url}/metrics has no Octavo metrics",
+                hint="octavo top requires a server started by `octavo serve`",
             )
         return found
 
@@ -89,7 +89,7 @@ def parse_metrics(text: str) -> dict[str, dict[str, float]]:
                         values[name] = values.get(name, 0.0) + sample.value
                         num_engines[model, name] += 1
     except ValueError as error:
-        raise ConfigError(f"url: /metrics is not in Prometheus' text form: {error}") from error
+        raise ConfigError(f"url: /metrics is not in the Prometheus text format: {error}") from error
     for model, values in found.items():
         for share in SHARES & values.keys():
             values[share] /= num_engines[model, share]

@@ -14,21 +14,40 @@ from octavo.cli.top_reading import Reading
 MODEL_COLUMNS = (
     "model",
     "state",
-    "run",
-    "wait",
-    "swap",
-    "KV",
-    "blocks",
-    "in t/s",
-    "out t/s",
-    "cached",
-    "drafted",
+    "running",
+    "waiting",
+    "swapped",
+    "KV usage",
+    "KV blocks",
+    "prompt tok/s",
+    "gen tok/s",
+    "prefix hits",
+    "drafts",
     "accepted",
 )
-REQUEST_COLUMNS = ("request", "model", "state", "key", "age", "waited", "prompt", "new", "blocks")
+REQUEST_COLUMNS = (
+    "request",
+    "model",
+    "state",
+    "key",
+    "age",
+    "queued",
+    "prompt",
+    "generated",
+    "KV blocks",
+)
 LEFT_OUT = {
-    "model": ("accepted", "drafted", "cached", "swap", "in t/s", "blocks", "wait"),
-    "request": ("blocks", "key", "model", "waited", "prompt"),
+    "model": (
+        "accepted",
+        "drafts",
+        "swapped",
+        "prompt tok/s",
+        "KV blocks",
+        "prefix hits",
+        "waiting",
+        "KV usage",
+    ),
+    "request": ("KV blocks", "key", "model", "queued", "prompt"),
 }
 """Columns to omit on a narrow terminal, in this order."""
 GAP = 2
@@ -43,7 +62,7 @@ def render_view(before: Reading, now: Reading) -> RenderableType:
     """Renders a reading; rates are since the previous one."""
     models = FittedTable(MODEL_COLUMNS, [_model_row(name, before, now) for name in now.states])
     requests = FittedTable(REQUEST_COLUMNS, list(map(_request_row, now.requests)))
-    listed = requests if now.requests else Text(now.note or "no request waits or runs")
+    listed = requests if now.requests else Text(now.note or "no running or waiting requests")
     return Group(Text(now.url, style="bold"), models, listed)
 
 

@@ -25,9 +25,9 @@ def check_backend(config: EngineConfig) -> None:
     _check_choice(config.backend)
     _check_offload(config)
     if config.model.quantization == "fp8" and config.backend.backend == "native":
-        hint = "use int8, which is the more exact, or set backend to torch"
+        hint = "use int8, which is more accurate, or set backend to torch"
         raise ConfigError(
-            "quantization: fp8 is for the torch and reference backends, got 'native'", hint=hint
+            "quantization: fp8 requires the torch or reference backend, got 'native'", hint=hint
         )
     _check_ranks(config)
     _check_fleet(config)
@@ -38,13 +38,13 @@ def _check_choice(options: BackendChoice) -> None:
     given = [name for name in TORCH_ONLY if getattr(options, name) != getattr(usual, name)]
     if given and options.backend != "torch":
         raise ConfigError(
-            f"{given[0]}: allowed only with the torch backend, got {options.backend!r}",
+            f"{given[0]}: requires the torch backend, got {options.backend!r}",
             hint="set backend to torch",
         )
     native_only = [name for name in NATIVE_ONLY if getattr(options, name) != getattr(usual, name)]
     if native_only and options.backend != "native":
         raise ConfigError(
-            f"{native_only[0]}: allowed only with the native backend, got {options.backend!r}",
+            f"{native_only[0]}: requires the native backend, got {options.backend!r}",
             hint="set backend to native",
         )
 
@@ -55,20 +55,19 @@ def _check_offload(config: EngineConfig) -> None:
         for name in ("weights_dir", "weights_schedule"):
             if getattr(options, name) != getattr(usual, name):
                 raise ConfigError(
-                    f"{name}: allowed only with weights_memory_bytes",
-                    hint="set weights_memory_bytes to the memory that weights may take",
+                    f"{name}: requires weights_memory_bytes",
+                    hint="set weights_memory_bytes to the memory available for weights",
                 )
         return
     if config.backend.backend != "native":
         raise ConfigError(
-            "weights_memory_bytes: allowed only with the native backend, got"
-            f" {config.backend.backend!r}",
-            hint="set backend to native, or leave weights_memory_bytes out",
+            f"weights_memory_bytes: requires the native backend, got {config.backend.backend!r}",
+            hint="set backend to native, or remove weights_memory_bytes",
         )
     if not options.weights_dir:
         raise ConfigError(
-            "weights_memory_bytes: allowed only with weights_dir",
-            hint="name a directory on a disk with room for the model's weights",
+            "weights_memory_bytes: requires weights_dir",
+            hint="use a directory on a disk with enough space for the model's weights",
         )
 
 
@@ -77,20 +76,18 @@ def _check_rank_address(config: EngineConfig) -> None:
     options = config.backend
     if options.rank_address is None:
         if options.rank_secret is not None:
-            raise ConfigError(
-                "rank_secret: allowed only with rank_address", hint="leave it out, or set both"
-            )
+            raise ConfigError("rank_secret: requires rank_address", hint="remove it, or set both")
         return
     if options.backend != "torch":
         raise ConfigError(
-            f"rank_address: allowed only with the backend torch, got {options.backend!r}",
-            hint="native ranks share the memory of one machine; leave rank_address out",
+            f"rank_address: requires the backend torch, got {options.backend!r}",
+            hint="native ranks run on one machine; remove rank_address",
         )
     if options.num_ranks == 1 or config.fleet.data_parallel_size > 1:
         raise ConfigError(
-            f"rank_address: allowed only where one engine has several ranks, got"
+            f"rank_address: requires several ranks per engine, got"
             f" {options.num_ranks} of each of {config.fleet.data_parallel_size}",
-            hint="set tensor_parallel_size, or leave rank_address out",
+            hint="set tensor_parallel_size, or remove rank_address",
         )
     check_rank_secret(parse_rank_address(options.rank_address)[0], options.rank_secret)
 
@@ -103,20 +100,17 @@ def _check_ranks(config: EngineConfig) -> None:
     if num_ranks == 1:
         return
     if config.backend.backend == "reference":
-        what = (
-            f"{option}: got {num_ranks}, allowed only with the backends native and"
-            " torch, got 'reference'"
-        )
-        raise ConfigError(what, hint=f"set backend to native, or leave {option} at 1")
+        what = f"{option}: got {num_ranks}, requires the backends native and torch, got 'reference'"
+        raise ConfigError(what, hint=f"set backend to native, or set {option} to 1")
     if config.offload.weights_memory_bytes is not None:
-        what = f"weights_memory_bytes: allowed only where {option} is 1, got {num_ranks}"
-        raise ConfigError(what, hint="more ranks hold more weights in memory")
+        what = f"weights_memory_bytes: requires {option} 1, got {num_ranks}"
+        raise ConfigError(what, hint="with more ranks, more weights fit in memory")
     # Blocks that go to other engines pass through slots that each rank has.
     sized = () if transfer_option(config) else ("kv_offloading_size",)
     for name in ("prefix_cache_dir", *sized):
         if getattr(config.cache, name) is not None:
-            what = f"{name}: allowed only where {option} is 1, got {num_ranks}"
-            raise ConfigError(what, hint=f"leave out {name}, or leave {option} at 1")
+            what = f"{name}: requires {option} 1, got {num_ranks}"
+            raise ConfigError(what, hint=f"remove {name}, or set {option} to 1")
 
 
 def _check_stages(config: EngineConfig) -> None:
@@ -124,8 +118,8 @@ def _check_stages(config: EngineConfig) -> None:
     got = f"pipeline_parallel_size: got {config.backend.pipeline_parallel_size}"
     if config.backend.backend == "torch":
         raise ConfigError(
-            f"{got}, allowed only with the backends native and reference, got 'torch'",
-            hint="set backend to native, or share out the heads: tensor_parallel_size",
+            f"{got}, requires the backends native and reference, got 'torch'",
+            hint="set backend to native, or use tensor_parallel_size instead",
         )
     usual = EngineConfig()
     for part, name in (
@@ -138,8 +132,8 @@ def _check_stages(config: EngineConfig) -> None:
         given = getattr(getattr(config, part), name)
         if given not in (getattr(getattr(usual, part), name), "none"):
             raise ConfigError(
-                f"{got}, which is not allowed beside {name} {given}",
-                hint=f"leave {name} out, or leave pipeline_parallel_size at 1",
+                f"{got}, not supported with {name} {given}",
+                hint=f"remove {name}, or set pipeline_parallel_size to 1",
             )
 
 
@@ -148,31 +142,31 @@ def _check_fleet(config: EngineConfig) -> None:
     if num_engines == 1:
         if config.fleet.routing_policy != usual.routing_policy:
             raise ConfigError(
-                f"routing_policy: got {config.fleet.routing_policy!r}, allowed only with several"
-                " engines",
-                hint="set data_parallel_size above 1, or leave routing_policy out",
+                f"routing_policy: got {config.fleet.routing_policy!r}, requires several engines",
+                hint="set data_parallel_size above 1, or remove routing_policy",
             )
         if config.fleet.enable_expert_parallel:
             raise ConfigError(
-                "enable_expert_parallel: allowed only with several engines",
-                hint="set data_parallel_size above 1; expert_parallel_size shares out one engine's",
+                "enable_expert_parallel: requires several engines",
+                hint="set data_parallel_size above 1, or use expert_parallel_size to split the"
+                " experts of one engine",
             )
         return
     if config.fleet.enable_expert_parallel:
         _check_shared_experts(config)
     got = f"data_parallel_size: got {num_engines}"
     if num_engines > MAX_ENGINES:
-        raise ConfigError(f"{got}, allowed is at most {MAX_ENGINES}")
+        raise ConfigError(f"{got}, expected at most {MAX_ENGINES}")
     if config.backend.num_stage_ranks > 1 and config.backend.backend == "torch":
         option, size = config.backend.rank_option
         raise ConfigError(
-            f"{got}, allowed is 1 with {option} {size} on the torch backend",
-            hint="start a server for each group of ranks",
+            f"{got}, expected 1 with {option} {size} on the torch backend",
+            hint="start one server per group of ranks",
         )
     if config.backend.backend == "torch" and config.cache.kv_cache_memory_bytes is None:
         raise ConfigError(
             f"{got} on the torch backend without kv_cache_memory_bytes",
-            hint="say how much memory each engine's KV cache takes",
+            hint="set kv_cache_memory_bytes for each engine",
         )
 
 
@@ -180,9 +174,8 @@ def _check_shared_experts(config: EngineConfig) -> None:
     """Raises ConfigError for options that engines with shared experts do not support."""
     if config.backend.backend != "native":
         raise ConfigError(
-            "enable_expert_parallel: allowed only with the native backend, got"
-            f" {config.backend.backend!r}",
-            hint="set backend to native, or leave enable_expert_parallel out",
+            f"enable_expert_parallel: requires the native backend, got {config.backend.backend!r}",
+            hint="set backend to native, or remove enable_expert_parallel",
         )
     usual = EngineConfig()
     for part, name in (
@@ -195,6 +188,6 @@ def _check_shared_experts(config: EngineConfig) -> None:
         given = getattr(getattr(config, part), name)
         if given != getattr(getattr(usual, part), name):
             raise ConfigError(
-                f"enable_expert_parallel: not allowed beside {name} {given}",
-                hint=f"leave {name} out, or give each engine all experts",
+                f"enable_expert_parallel: not supported with {name} {given}",
+                hint=f"remove {name}, or set enable_expert_parallel to False",
             )

@@ -15,42 +15,42 @@ class BackendChoice:
     backend: Literal["native", "torch", "reference"] | None = option(
         None,
         "Backend",
-        "Compute in C++, PyTorch or NumPy",
-        details="native: C++ kernels on the CPU; torch: any device that PyTorch has; reference:"
-        " NumPy in float64, slow. The default is torch with a CUDA device, else native.",
-        derived="by device",
+        "Choose the backend",
+        details="native: C++ kernels on the CPU; torch: PyTorch on any device; reference: NumPy in"
+        " float64 (slow). The default is torch if there is a CUDA device, else native.",
+        derived="from device",
         common=True,
     )
     device: Literal["cpu", "cuda"] | None = option(
-        None, "Backend", "Run torch on this device", derived="cuda, else cpu"
+        None, "Backend", "Choose the device (torch)", derived="cuda, else cpu"
     )
     attention_backend: Literal["auto", "triton", "sdpa", "flashinfer"] = option(
         "auto",
         "Backend",
-        "Choose torch's attention kernels",
-        details="sdpa: PyTorch's own, on any device; flashinfer: on CUDA, if it is installed; auto:"
-        " triton on CUDA if it is installed, else sdpa.",
+        "Choose the attention kernels (torch)",
+        details="sdpa: PyTorch's scaled_dot_product_attention; flashinfer: requires CUDA and the"
+        " package; auto: triton on CUDA if installed, else sdpa.",
     )
     torch_kernels: Literal["auto", "plain", "triton"] = option(
         "auto",
         "Backend",
-        "Choose torch's kernels other than attention",
-        details="Norms, gates, products of few rows with packed weights, experts and sampling."
+        "Choose the kernels other than attention (torch)",
+        details="For norms, gates, small matmuls with quantized weights, experts and sampling."
         " auto: triton on CUDA, else plain.",
     )
-    enforce_eager: bool = option(False, "Backend", "Capture no CUDA graphs (torch)")
+    enforce_eager: bool = option(False, "Backend", "Disable CUDA graphs (torch)")
     batch_invariant: bool = option(
         False,
         "Backend",
-        "Make torch's results independent of the batch",
-        details="A request's tokens and logprobs are then the same bits in any batch, as they"
-        " always are on the other backends. Slower.",
+        "Make results independent of the batch (torch)",
+        details="Tokens and logprobs of a request are then bitwise equal in any batch, as on the"
+        " other backends. Slower.",
     )
     tensor_parallel_size: int = option(
         1,
         "Distributed",
-        "Split every layer over N processes",
-        details="native, torch; on CUDA each process has a device of its own.",
+        "Use N tensor-parallel ranks",
+        details="native, torch. On CUDA each rank uses its own device.",
         common=True,
         low=1,
         short="-tp",
@@ -58,32 +58,32 @@ class BackendChoice:
     pipeline_parallel_size: int = option(
         1,
         "Distributed",
-        "Split the layers over N processes",
-        details="native, reference; as many steps are in flight.",
+        "Use N pipeline stages",
+        details="native, reference. Up to N steps are in flight.",
         low=1,
         short="-pp",
     )
     expert_parallel_size: int = option(
         1,
         "Distributed",
-        "Split the experts of each layer over N groups",
-        details="native, torch; a group has whole experts, and computes everything else.",
+        "Use N expert-parallel ranks",
+        details="native, torch. Each rank has whole experts; other weights are replicated.",
         low=1,
         short="-ep",
     )
     rank_address: str | None = option(
         None,
         "Distributed",
-        "Wait here for ranks on other machines",
-        details="torch: HOST:PORT of this machine, to which `octavo rank` on the others connects."
-        " By default all ranks run on this machine.",
+        "Bind to this address for ranks on other machines",
+        details="torch: HOST:PORT on this machine; start `octavo rank` on the other machines. By"
+        " default all ranks run on this machine.",
         metavar="HOST:PORT",
     )
     rank_secret: str | None = option(
         None,
         "Distributed",
-        "Authenticate ranks by this secret",
-        details="Without one, only ranks of this machine may join.",
+        "Authenticate ranks with this secret",
+        details="Without a secret, only ranks on this machine can join.",
         secret=True,
     )
     cpu_level: Literal[
@@ -92,14 +92,14 @@ class BackendChoice:
         "auto",
         "Backend",
         "Limit the CPU instructions used, e.g. avx2",
-        details="To compare, or to get the numbers of another machine.",
+        details="For comparison, or to reproduce the results of another machine.",
     )
     threads: int | None = option(
         None,
         "Backend",
         "Use N compute threads in each process",
-        details="The default is the physical cores that the process may use.",
-        derived="the cores",
+        details="The default is the number of physical cores available to the process.",
+        derived="physical cores",
         common=True,
         low=1,
     )
@@ -129,26 +129,25 @@ class FleetOptions:
     data_parallel_size: int = option(
         1,
         "Distributed",
-        "Run N engines of the model behind one server",
-        details="Each is a process with its own weights and KV cache; kv_cache_memory_bytes,"
-        " swap_space, threads and max_num_seqs apply to each.",
+        "Run N engine replicas behind one server",
+        details="Each replica is a process with its own weights and KV cache;"
+        " kv_cache_memory_bytes, swap_space, threads and max_num_seqs apply per replica.",
         low=1,
         short="-dp",
     )
     enable_expert_parallel: bool = option(
         False,
         "Distributed",
-        "Share the experts among data-parallel engines",
-        details="native, with data_parallel_size. Each expert is in one engine, which computes its"
-        " rows for all engines; they step together, idle ones too.",
+        "Distribute experts over data-parallel engines",
+        details="native, with data_parallel_size. Each engine owns a part of the experts and"
+        " computes them for all engines, so all engines step together.",
     )
     routing_policy: Literal["kv", "least_tokens", "round_robin", "sticky"] = option(
         "kv",
         "Distributed",
-        "Choose the engine of a request",
-        details="kv: the soonest by queue, cached blocks and measured rate; least_tokens: the one"
-        " with the fewest tokens; round_robin: each in turn; sticky: one for each tenant and prompt"
-        " prefix.",
+        "Choose how requests are routed to engines",
+        details="kv: shortest expected time by queue, cached blocks and measured speed;"
+        " least_tokens: fewest tokens; round_robin: in turn; sticky: by tenant and prompt prefix.",
     )
 
     @property
@@ -164,8 +163,8 @@ class OffloadOptions:
     weights_memory_bytes: int | None = option(
         None,
         "Memory and KV cache",
-        "Keep only this much of the weights in memory",
-        details="e.g. 512MiB; native: the rest is read from weights_dir at each step.",
+        "Keep this much of the weights in memory",
+        details="e.g. 512MiB. native: the rest is streamed from weights_dir at each step.",
         derived="all",
         unit="bytes",
         low=1,
@@ -173,13 +172,13 @@ class OffloadOptions:
     weights_dir: str | None = option(
         None,
         "Memory and KV cache",
-        "Read the rest of the weights from a file here",
-        details="With weights_memory_bytes. The weights are packed into the file once.",
+        "Stream weights from a file in this directory",
+        details="With weights_memory_bytes. The file is written once.",
     )
     weights_schedule: Literal["pinned", "layers"] = option(
         "pinned",
         "Experimental",
         "Choose how streamed weights are read",
-        details="With weights_memory_bytes. pinned keeps a part and reads the rest product by"
-        " product; layers reads whole layers in order and keeps nothing.",
+        details="With weights_memory_bytes. pinned: keep a part in memory and stream the rest"
+        " matmul by matmul; layers: stream whole layers in order.",
     )

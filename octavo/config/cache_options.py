@@ -15,9 +15,9 @@ class CacheOptions:
     kv_cache_memory_bytes: int | None = option(
         None,
         "Memory and KV cache",
-        "Give the KV cache this much memory",
+        "Set the memory of the KV cache",
         details="e.g. 2GiB.",
-        derived="by free memory",
+        derived="from free memory",
         common=True,
         unit="bytes",
         low=1,
@@ -25,23 +25,23 @@ class CacheOptions:
     gpu_memory_utilization: float = option(
         0.92,
         "Memory and KV cache",
-        "Use this fraction of a GPU's memory in all",
-        details="Ignored if kv_cache_memory_bytes is given.",
+        "Use at most this fraction of GPU memory",
+        details="Ignored if kv_cache_memory_bytes is set.",
         low=0,
     )
     kv_cache_dtype: Literal["auto", "fp32", "bf16", "int8", "fp8"] = option(
         "auto",
         "Memory and KV cache",
-        "Store K and V in this precision",
-        details="auto is the compute dtype's (native: bf16 unless that is fp32). int8, and fp8"
-        " (e4m3; torch, reference), have a scale per token and head.",
+        "Set the precision of the KV cache",
+        details="auto: the compute dtype (native: bf16 unless it is fp32). int8 and fp8 (e4m3;"
+        " torch and reference) have one scale per token and head.",
     )
     kv_layout: Literal["paged", "virtual"] = option(
         "paged",
         "Experimental",
-        "Give each request a virtual range",
-        details="virtual: its blocks lie in one range of addresses, with memory on demand."
-        " Requests share no blocks; needs Linux.",
+        "Choose paged or virtual KV memory",
+        details="virtual: each request has one contiguous address range, with memory allocated on"
+        " demand. Blocks are not shared; requires Linux.",
     )
     enable_prefix_caching: bool = option(
         True, "Memory and KV cache", "Reuse the KV blocks of shared prompt prefixes"
@@ -49,14 +49,14 @@ class CacheOptions:
     shared_prefix_attention: bool = option(
         True,
         "Memory and KV cache",
-        "Read KV blocks shared by running requests once",
-        details="Native; torch with triton.",
+        "Read shared KV blocks once per step",
+        details="native, and torch with triton.",
     )
     swap_space: int = option(
         1 << 30,
         "Memory and KV cache",
         "Reserve host memory for preempted requests",
-        details="At most the size of the KV cache.",
+        details="Limited to the size of the KV cache.",
         unit="bytes",
         low=0,
     )
@@ -64,36 +64,36 @@ class CacheOptions:
         None,
         "Memory and KV cache",
         "Keep evicted prefix cache blocks in host memory",
-        details="The default is none, and 1GiB with prefix_cache_dir.",
+        details="The default is 0, or 1GiB with prefix_cache_dir.",
         unit="bytes",
     )
     prefix_cache_dir: str | None = option(
         None,
         "Memory and KV cache",
-        "Keep the prefix cache in files here across restarts",
+        "Persist the prefix cache in this directory",
         details="Several engines may share the directory.",
     )
     prefix_cache_size: int = option(
         10 << 30,
         "Memory and KV cache",
-        "Limit the files in prefix_cache_dir",
+        "Limit the size of prefix_cache_dir",
         unit="bytes",
         low=1,
     )
     kv_events_config: str | None = option(
         None,
-        "Distributed",
-        "Publish KV cache events, configured by a JSON object",
-        details="The fields are vLLM's: enable_kv_cache_events, publisher, endpoint,"
+        "KV transfer",
+        "Publish KV cache events (JSON object)",
+        details="Same fields as in vLLM: enable_kv_cache_events, publisher, endpoint,"
         " replay_endpoint, topic, buffer_steps, hwm; and secret.",
         metavar="JSON",
     )
     media_cache_tokens: int = option(
-        8192, "Multimodal", "Cache encoded images, up to N rows, for repeated images", low=0
+        8192, "Multimodal", "Cache up to N tokens of encoded images", low=0
     )
     kv_cache: bool = option(
         True,
         "Memory and KV cache",
-        "Keep K and V instead of recomputing every token",
-        details="--no-kv-cache recomputes all of a request's tokens at each step, for comparison.",
+        "Use a KV cache",
+        details="--no-kv-cache recomputes every token at each step (for comparison).",
     )

@@ -29,17 +29,17 @@ def check(config: EngineConfig) -> None:
     _check_layout(config.cache)
     if config.scheduler.async_scheduling == "on" and (why := get_async_scheduling_conflict(config)):
         raise ConfigError(
-            f"async_scheduling: got 'on', but {why}", hint="leave async_scheduling at auto"
+            f"async_scheduling: got 'on', but {why}", hint="set async_scheduling to auto"
         )
     for hooks in config_hooks():
         hooks.check(config)
     check_backend(config)
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         got = f"gpu_memory_utilization: got {config.cache.gpu_memory_utilization:g}"
-        raise ConfigError(f"{got}, allowed is a share above 0 and at most 1")
+        raise ConfigError(f"{got}, expected a fraction above 0 and at most 1")
     if config.scheduler.watermark >= 1:
         got = f"watermark: got {config.scheduler.watermark:g}"
-        raise ConfigError(f"{got}, allowed is a share below 1")
+        raise ConfigError(f"{got}, expected a fraction below 1")
     _check_adapters(config)
     _check_sampler(config)
     _check_speculation(config)
@@ -51,7 +51,7 @@ def _check_tenants(options: SchedulerOptions) -> None:
     if options.scheduling_policy != "fair" and of_tenants:
         got = f"got {options.scheduling_policy!r}"
         raise ConfigError(
-            f"scheduling_policy: {got}, but tenants have weights or limits",
+            f"scheduling_policy: {got}, but tenant_weight and max_num_seqs_per_tenant require fair",
             hint="set scheduling_policy to fair",
         )
 
@@ -59,30 +59,30 @@ def _check_tenants(options: SchedulerOptions) -> None:
 def _check_prefill(options: SchedulerOptions) -> None:
     if options.scheduler_delay_factor and options.enable_chunked_prefill:
         raise ConfigError(
-            f"scheduler_delay_factor: got {options.scheduler_delay_factor:g}, allowed is 0 with"
+            f"scheduler_delay_factor: got {options.scheduler_delay_factor:g}, expected 0 with"
             " chunked prefill",
-            hint="set enable_chunked_prefill to False, or leave scheduler_delay_factor out: chunks"
-            " hold up no request",
+            hint="set enable_chunked_prefill to False, or remove scheduler_delay_factor: chunked"
+            " prefill does not delay other requests",
         )
     if options.itl_target_ms is not None and not options.enable_chunked_prefill:
         raise ConfigError(
-            f"itl_target_ms: got {options.itl_target_ms:g}, allowed only with chunked prefill",
-            hint="leave enable_chunked_prefill as it is: prompts that stay whole cannot be cut to"
-            " fit a time",
+            f"itl_target_ms: got {options.itl_target_ms:g}, requires chunked prefill",
+            hint="set enable_chunked_prefill to True: only chunked prompts can be sized to a time"
+            " limit",
         )
     if options.long_prefill_token_threshold and not options.enable_chunked_prefill:
         raise ConfigError(
-            "long_prefill_token_threshold: allowed only with chunked prefill",
-            hint="leave enable_chunked_prefill as it is",
+            "long_prefill_token_threshold: requires chunked prefill",
+            hint="set enable_chunked_prefill to True",
         )
 
 
 def _check_observe(options: ObserveOptions) -> None:
     if options.record == "":
-        raise ConfigError("record: got an empty name, allowed is the path of a file")
+        raise ConfigError("record: got an empty name, expected the path of a file")
     if 0 < options.stall_timeout < MIN_STALL_S:
         raise ConfigError(
-            f"stall_timeout: got {options.stall_timeout:g}, allowed is 0 (off) or at least"
+            f"stall_timeout: got {options.stall_timeout:g}, expected 0 (off) or at least"
             f" {MIN_STALL_S:g} second"
         )
 
@@ -92,17 +92,14 @@ def _check_prefix_cache(cache: CacheOptions) -> None:
         if getattr(cache, name) is not None and not (
             cache.enable_prefix_caching and cache.kv_cache
         ):
-            raise ConfigError(f"{name}: allowed only where the KV cache and prefix caching are on")
+            raise ConfigError(f"{name}: requires kv_cache and enable_prefix_caching")
 
 
 def _check_layout(cache: CacheOptions) -> None:
     if cache.kv_layout == "virtual" and cache.enable_prefix_caching:
-        what = (
-            "kv_layout: virtual gives each request addresses of its own, prefix caching needs"
-            " shared blocks"
-        )
+        what = "kv_layout: virtual does not share blocks, which prefix caching requires"
         raise ConfigError(
-            what, hint="set enable_prefix_caching to False, or leave kv_layout at paged"
+            what, hint="set enable_prefix_caching to False, or set kv_layout to paged"
         )
 
 
@@ -112,18 +109,18 @@ def _check_adapters(config: EngineConfig) -> None:
         return
     if lora.max_lora_rank > MAX_LORA_RANK:
         raise ConfigError(
-            f"max_lora_rank: got {lora.max_lora_rank}, allowed is at most {MAX_LORA_RANK}"
+            f"max_lora_rank: got {lora.max_lora_rank}, expected at most {MAX_LORA_RANK}"
         )
     if lora.max_cpu_loras is not None and lora.max_cpu_loras < lora.max_loras:
         raise ConfigError(
-            f"max_cpu_loras: got {lora.max_cpu_loras}, allowed is at least max_loras,"
+            f"max_cpu_loras: got {lora.max_cpu_loras}, expected at least max_loras,"
             f" {lora.max_loras}"
         )
     if config.backend.expert_parallel_size > 1:
         raise ConfigError(
-            "enable_lora: not allowed beside expert_parallel_size"
+            "enable_lora: not supported with expert_parallel_size"
             f" {config.backend.expert_parallel_size}",
-            hint="share out the heads, --tensor-parallel-size, or merge the adapter into the model",
+            hint="use --tensor-parallel-size instead, or merge the adapter into the model",
         )
 
 
@@ -133,8 +130,8 @@ def _check_sampler(config: EngineConfig) -> None:
     for name, value in given.items():
         if value and config.backend.backend == "torch":
             raise ConfigError(
-                f"{name}: allowed with the native and the reference backend, got 'torch'",
-                hint=f"set backend to native, or leave {name} out",
+                f"{name}: requires the native or reference backend, got 'torch'",
+                hint=f"set backend to native, or remove {name}",
             )
 
 
@@ -143,14 +140,15 @@ def _check_speculation(config: EngineConfig) -> None:
     if (options.spec_method in ("draft_model", "eagle3")) != (options.spec_model is not None):
         raise ConfigError(
             f"spec_model: got {options.spec_model} with spec_method {options.spec_method}; the"
-            " methods draft_model and eagle3 and a spec_model belong together",
-            hint="name both, or neither",
+            f" methods draft_model and eagle3 require spec_model, and other methods do not support"
+            f" it",
+            hint="set both, or neither",
         )
     if options.spec_history and options.spec_method not in ("suffix", "auto"):
         raise ConfigError(
             f"spec_history: got {options.spec_history} with spec_method {options.spec_method},"
-            " allowed are suffix and auto",
-            hint="leave spec_history out, or take --spec-method suffix",
+            " expected suffix and auto",
+            hint="remove spec_history, or use --spec-method suffix",
         )
     if options.spec_tree_width > 1:
         _check_trees(config)
@@ -164,7 +162,7 @@ def _check_speculation(config: EngineConfig) -> None:
     for name, is_given in others.items():
         if is_given:
             raise ConfigError(
-                f"spec_method: got {options.spec_method}, which is not allowed beside {name}",
+                f"spec_method: got {options.spec_method}, not supported with {name}",
                 hint=f"leave {name} or spec_method out",
             )
 
@@ -173,7 +171,7 @@ def _check_trees(config: EngineConfig) -> None:
     """Raises ConfigError if the options do not support draft trees."""
     width, backend = config.scheduler.spec_tree_width, config.backend
     if width > MAX_TREE_WIDTH:
-        raise ConfigError(f"spec_tree_width: got {width}, allowed is at most {MAX_TREE_WIDTH}")
+        raise ConfigError(f"spec_tree_width: got {width}, expected at most {MAX_TREE_WIDTH}")
     against = {
         "without spec_method": not config.scheduler.uses_speculation,
         f"beside {backend.rank_option[0]}": backend.num_stage_ranks > 1,
@@ -183,8 +181,8 @@ def _check_trees(config: EngineConfig) -> None:
     for where, is_so in against.items():
         if is_so:
             raise ConfigError(
-                f"spec_tree_width: got {width} {where}, allowed is 1 there",
-                hint="leave spec_tree_width out",
+                f"spec_tree_width: got {width} {where}, expected 1 there",
+                hint="remove spec_tree_width",
             )
 
 
@@ -193,18 +191,15 @@ def get_async_scheduling_conflict(config: EngineConfig) -> str:
     if it is possible.
     """
     if config.backend.backend != "torch":
-        return f"the {config.backend.backend} backend computes where the plans are made"
+        return f"the {config.backend.backend} backend computes in the scheduler's process"
     if config.backend.num_stage_ranks > 1:
-        return f"ranks ({config.backend.rank_option[0]}) carry out one step at a time"
+        return f"ranks ({config.backend.rank_option[0]}) execute one step at a time"
     if config.scheduler.uses_speculation:
-        return "what is guessed (spec_method) follows from the last token"
+        return "drafting (spec_method) requires the last token"
     if not config.cache.kv_cache:
-        return "without the KV cache (kv_cache) a step computes again what the one before has drawn"
+        return "without kv_cache each step recomputes the last sampled token"
     if config.scheduler.scheduler_delay_factor:
-        return (
-            "scheduler_delay_factor counts from the end of a step with a prompt, which must have"
-            " come back"
-        )
+        return "scheduler_delay_factor requires the result of the last prefill step"
     return ""
 
 
@@ -219,7 +214,7 @@ def tenant_weights(options: SchedulerOptions) -> dict[str, float]:
             weights[name] = 0.0
         if not name or not 0 < weights[name] < math.inf:
             raise ConfigError(
-                f"tenant_weight: got {text!r}, allowed is NAME=WEIGHT with a number above 0, such"
+                f"tenant_weight: got {text!r}, expected NAME=WEIGHT with a number above 0, such"
                 " as alice=2"
             )
     return weights

@@ -25,7 +25,7 @@ Keys = tuple[str | int, ...]
 
 FORMATS = {".yaml": "YAML", ".yml": "YAML", ".toml": "TOML", ".json": "JSON"}
 HINTS = {
-    "YAML": "write one `key: value` per line, and quote a value that holds `: ` or ` #`",
+    "YAML": "write one `key: value` per line, and quote a value that contains `: ` or ` #`",
     "TOML": 'write one `key = value` per line, and texts in "quotes"',
     "JSON": 'write keys and texts in "quotes", and no comma after the last one',
 }
@@ -63,7 +63,7 @@ class DataFile:
             what = f"{_format_keys(keys)}: " if keys else ""
             got = re.fullmatch(r"Expected (.*), got (.*)", text)
             if got:
-                text = f"got {got[2]}, allowed is {got[1]}"
+                text = f"got {got[2]}, expected {got[1]}"
                 if "`str" in got[1] and got[2] in ("`int`", "`float`", "`bool`"):
                     hint = 'write the text in "quotes"'
             raise ConfigError(f"{self.name}: {place}: {what}{text}", hint=hint) from None
@@ -82,7 +82,7 @@ def read_data_file(
     """
     kind = kind or FORMATS.get(Path(path).suffix.lower())
     if kind is None:
-        raise ConfigError(f"{name}: got {path}, allowed are files named *{', *'.join(FORMATS)}")
+        raise ConfigError(f"{name}: got {path}, expected files named *{', *'.join(FORMATS)}")
     text = _read_text(Path(path), name, max_bytes)
     try:
         content, places = PARSERS[kind](text)
@@ -94,7 +94,7 @@ def read_data_file(
             f"{name}: {path}:{line}:{column}: not valid {kind}: {reason}{got}", hint=HINTS[kind]
         ) from None
     except RecursionError:
-        raise ConfigError(f"{name}: {path}: not valid {kind}: it is nested too deeply") from None
+        raise ConfigError(f"{name}: {path}: not valid {kind}: nested too deeply") from None
     return DataFile(name, str(path), content, places)
 
 
@@ -115,7 +115,7 @@ def _read_text(path: Path, name: str, max_bytes: int) -> str:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{name}: {path}: cannot be read: {reason}") from None
     if len(data) > max_bytes:
-        raise ConfigError(f"{name}: {path}: too large, allowed are {max_bytes:,} bytes")
+        raise ConfigError(f"{name}: {path}: too large, expected at most {max_bytes:,} bytes")
     is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
         return data.decode("utf-16" if is_utf16 else "utf-8-sig")
@@ -136,7 +136,7 @@ def _parse_yaml(text: str) -> tuple[Any, dict[Keys, Place]]:
             keys = [key.value for key, _ in node.value]
             for at, (key, _) in enumerate(node.value):
                 if key.value in keys[:at]:
-                    raise _Broken(f"the key {key.value!r} stands twice", _get_place(key.start_mark))
+                    raise _Broken(f"the key {key.value!r} occurs twice", _get_place(key.start_mark))
             found: dict[Any, Any] = super().construct_mapping(node, deep)
             return found
 

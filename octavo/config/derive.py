@@ -59,12 +59,12 @@ def _max_model_len(wanted: int | None, model_context_tokens: int) -> int:
         return model_context_tokens
     if wanted > model_context_tokens:
         raise ConfigError(
-            f"max_model_len: got {wanted}, allowed is at most the model's context,"
+            f"max_model_len: got {wanted}, expected at most the model's context,"
             f" {model_context_tokens}"
         )
     if wanted < 2:
         raise ConfigError(
-            f"max_model_len: got {wanted}, allowed is at least 2 (one prompt token, one new one)"
+            f"max_model_len: got {wanted}, expected at least 2 (one prompt token, one new one)"
         )
     return wanted
 
@@ -78,19 +78,19 @@ def _num_scheduler_steps(config: EngineConfig) -> int:
     given, backend = config.scheduler.num_scheduler_steps, config.backend.backend
     if given not in (None, 1) and backend != "native":
         raise ConfigError(
-            f"num_scheduler_steps: got {given}, allowed is 1 with the backend {backend}",
-            hint="leave it out, or use native",
+            f"num_scheduler_steps: got {given}, expected 1 with the backend {backend}",
+            hint="remove it, or use native",
         )
     if given not in (None, 1) and config.backend.num_ranks > 1:
         name, size = _parallel_size(config)
         raise ConfigError(
-            f"num_scheduler_steps: got {given}, allowed is 1 with {name} {size}",
-            hint="leave it out: only the first rank would know where several steps end",
+            f"num_scheduler_steps: got {given}, expected 1 with {name} {size}",
+            hint="remove it: multi-step decoding requires a single rank",
         )
     if given not in (None, 1) and config.fleet.num_expert_engines > 1:
         raise ConfigError(
-            f"num_scheduler_steps: got {given}, allowed is 1 with enable_expert_parallel",
-            hint="leave it out: other engines would not know where several steps end",
+            f"num_scheduler_steps: got {given}, expected 1 with enable_expert_parallel",
+            hint="remove it: engines with expert parallelism synchronize at each step",
         )
     is_alone = config.backend.num_ranks == config.fleet.num_expert_engines == 1
     is_several = backend == "native" and is_alone

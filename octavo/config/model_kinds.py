@@ -44,23 +44,23 @@ def configure_encoder_decoder(config: EngineConfig, max_input_len: int) -> Engin
     for name in filter(None, (*NOT_FOR_ENCODERS, store_option(config), transfer_option(config))):
         if options[name] != defaults[name]:
             raise ConfigError(
-                f"{name}: got {options[name]}, but the model is a decoder behind an encoder;"
-                f" allowed is {defaults[name]}",
-                hint=f"leave {name} out",
+                f"{name}: got {options[name]}, but the model is an encoder-decoder;"
+                f" expected {defaults[name]}",
+                hint=f"remove {name}",
             )
     method = config.scheduler.spec_method
     if method in PROGRAM_METHODS or config.model.quantization == "int4":
         name = "spec_method" if method in PROGRAM_METHODS else "quantization"
         raise ConfigError(
-            f"{name}: got {method if name == 'spec_method' else 'int4'}, which is for"
-            " decoders alone; the model is a decoder behind an encoder",
-            hint=f"leave {name} out",
+            f"{name}: got {method if name == 'spec_method' else 'int4'}, which requires a"
+            f" decoder-only model; this model is an encoder-decoder",
+            hint=f"remove {name}",
         )
     wanted = config.model.max_encoder_len
     if wanted is not None and wanted > max_input_len:
         raise ConfigError(
-            f"max_encoder_len: got {wanted}, allowed is at most the model's, {max_input_len}",
-            hint="leave max_encoder_len out",
+            f"max_encoder_len: got {wanted}, expected at most the model's, {max_input_len}",
+            hint="remove max_encoder_len",
         )
     max_encoder_len = wanted or max_input_len
     if config.scheduler.max_num_batched_tokens <= max_encoder_len:

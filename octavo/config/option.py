@@ -28,6 +28,7 @@ Group = Literal[
     "LoRA",
     "Multimodal",
     "Backend",
+    "KV transfer",
     "Distributed",
     "Server",
     "Server limits",
@@ -168,7 +169,7 @@ def convert(spec: OptionField, value: Any) -> Any:
     if value is None:
         if spec.entry.default is None:
             return None
-        raise ConfigError(f"{name}: got None, allowed is {_allowed(spec)}")
+        raise ConfigError(f"{name}: got None, expected {_allowed(spec)}")
     if isinstance(value, list):
         value = tuple(value)
     if isinstance(value, str) and unit == "seconds":
@@ -181,14 +182,14 @@ def convert(spec: OptionField, value: Any) -> Any:
     if spec.number is float and type(value) is int:
         value = float(value)
     if not _fits(spec, value):
-        raise ConfigError(f"{name}: got {value!r}, allowed is {_allowed(spec)}")
+        raise ConfigError(f"{name}: got {value!r}, expected {_allowed(spec)}")
     if (
         type(value) is int
         and unit != "bytes"
         and spec.entry.metadata["low"] is not None
         and value > MAX_COUNT
     ):
-        raise ConfigError(f"{name}: got {value}, allowed is at most {MAX_COUNT:,}")
+        raise ConfigError(f"{name}: got {value}, expected at most {MAX_COUNT:,}")
     return value
 
 
@@ -216,7 +217,7 @@ def _allowed(spec: OptionField) -> str:
     kinds = [
         kind.__name__ for kind in get_args(spec.type) or (spec.type,) if kind is not type(None)
     ]
-    words = {"int": "a whole number", "str": "a text", "bool": "True or False", "float": "a number"}
+    words = {"int": "an integer", "str": "a string", "bool": "True or False", "float": "a number"}
     low = spec.entry.metadata["low"]
     if spec.entry.metadata["unit"] == "seconds":
         return f"a number of seconds of at least {low}, or a time such as 30s, 5m or 1h30m"

@@ -33,8 +33,8 @@ def processor_entries(texts: Iterable[str]) -> list[ProcessorEntry]:
         entry = _entry(text)
         if entry.name in found:
             raise ConfigError(
-                f"logits_processors: got {entry.name!r} twice, allowed is one function of a name",
-                hint="give one of them another name: NAME=MODULE:FUNCTION",
+                f"logits_processors: got {entry.name!r} twice, expected one function per name",
+                hint="rename one with NAME=MODULE:FUNCTION",
             )
         found[entry.name] = entry
     return list(found.values())
@@ -45,7 +45,7 @@ def _entry(text: str) -> ProcessorEntry:
     module, _, attribute = place.partition(":")
     if not (module and attribute) or ("=" in text and not name):
         raise ConfigError(
-            f"logits_processors: got {text!r}, allowed is NAME=MODULE:FUNCTION or MODULE:FUNCTION"
+            f"logits_processors: got {text!r}, expected NAME=MODULE:FUNCTION or MODULE:FUNCTION"
         )
     made = MAKER.fullmatch(attribute)
     if made is None:

@@ -11,8 +11,8 @@ def parse_rank_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or host == "0.0.0.0" or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
-            f"rank_address: got {text!r}, allowed is HOST:PORT, such as 10.0.0.1:8990",
-            hint="the host is an address of the first rank's machine that the others reach",
+            f"rank_address: got {text!r}, expected HOST:PORT, such as 10.0.0.1:8990",
+            hint="the host is an address of the first rank's machine that other machines can reach",
         )
     return host, int(port)
 
@@ -21,6 +21,7 @@ def check_rank_secret(host: str, secret: str | None) -> None:
     """Raises ConfigError if the address is reachable from other machines and no secret is set."""
     if not is_local(host) and not secret:
         raise ConfigError(
-            f"rank_address: got the host {host!r}, which others may reach, and no rank_secret",
+            f"rank_address: got the host {host!r}, which other machines can reach, without"
+            f" rank_secret",
             hint="set the same rank_secret on the engine and its ranks, or use 127.0.0.1",
         )

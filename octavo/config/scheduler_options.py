@@ -21,38 +21,42 @@ class SchedulerOptions:
     itl_target_ms: float | None = option(
         None,
         "Scheduling",
-        "Bound the time between two tokens of a request, in ms",
-        details="Prompts are cut by the predicted time of a step. The bound holds where decoding"
-        " alone allows it.",
+        "Target inter-token latency in ms",
+        details="Prompt chunks are sized by the predicted step time. The target cannot be met if"
+        " decoding alone takes longer.",
         low=1,
     )
     max_num_seqs: int = option(
         128, "Scheduling", "Run at most N requests at once", common=True, low=1
     )
     max_num_queued_reqs: int = option(
-        1024, "Scheduling", "Answer 429 if more than N requests wait", low=1
+        1024, "Scheduling", "Reject requests (429) if more than N wait", low=1
     )
     max_num_queued_tokens: int | None = option(
-        None, "Scheduling", "Answer 429 if more than N prompt tokens wait", unit="count", low=1
+        None,
+        "Scheduling",
+        "Reject requests (429) if more than N prompt tokens wait",
+        unit="count",
+        low=1,
     )
     max_predicted_ttft_s: float | None = option(
         None,
         "Scheduling",
-        "Answer 429 if the first token is predicted later (s)",
-        details="Predicted by the queue and by measured costs.",
+        "Reject requests (429) if the predicted TTFT is longer",
+        details="In seconds; predicted from the queue and measured step times.",
         low=0,
     )
     max_predicted_tpot_s: float | None = option(
         None,
         "Scheduling",
-        "Answer 429 if tokens are predicted further apart (s)",
+        "Reject requests (429) if the predicted TPOT is longer",
         low=0,
     )
     max_prompt_len: int | None = option(
         None,
         "Scheduling",
-        "Refuse prompts longer than N tokens",
-        derived="by the context",
+        "Reject prompts longer than N tokens",
+        derived="context length",
         unit="count",
         low=1,
     )
@@ -61,13 +65,13 @@ class SchedulerOptions:
         "Scheduling",
         "Choose the order of waiting requests",
         details="fcfs: by arrival; priority: by the request's priority, lower first; fair: the"
-        " tenant that has been served least for its weight.",
+        " tenant with the least service relative to its weight.",
     )
     tenant_weight: tuple[str, ...] = option(
         (),
         "Scheduling",
-        "Weight a tenant under the fair policy",
-        details="A tenant without an entry weighs 1.",
+        "Set the weight of a tenant (fair policy)",
+        details="The default weight is 1.",
         metavar="NAME=WEIGHT",
     )
     max_num_seqs_per_tenant: int | None = option(
@@ -76,35 +80,33 @@ class SchedulerOptions:
     watermark: float = option(
         0.01,
         "Scheduling",
-        "Keep this fraction of KV blocks free at a start",
-        details="Applies when a request starts beside others.",
+        "Reserve this fraction of KV blocks at admission",
+        details="Does not apply if no other request is running.",
         low=0,
     )
-    enable_chunked_prefill: bool = option(
-        True, "Scheduling", "Split long prompts so that decoding goes on"
-    )
+    enable_chunked_prefill: bool = option(True, "Scheduling", "Split long prompts into chunks")
     long_prefill_token_threshold: int = option(
         0,
         "Scheduling",
         "Compute at most N tokens of one prompt per step",
-        details="Others can then start beside a long prompt. 0: as many as the step has.",
+        details="Allows other requests to start during a long prefill. 0: no limit.",
         unit="count",
         low=0,
     )
     scheduler_delay_factor: float = option(
         0.0,
         "Scheduling",
-        "Delay prompts by N times the last one's step",
-        details="Without chunked prefill; requests that generate run in between.",
+        "Delay prompts by N times the last prefill step",
+        details="Without chunked prefill only; decoding continues during the delay.",
         low=0,
     )
     batching: Literal["continuous", "static", "dynamic", "none"] = option(
         "continuous",
         "Experimental",
-        "Batch requests continuously or not",
+        "Choose the batching mode",
         metavar="MODE",
-        details="For comparison. static batches what waits, dynamic waits until a batch is full,"
-        " none runs one request at a time; each batch runs to its end.",
+        details="For comparison. static: batch the waiting requests; dynamic: wait until a batch"
+        " is full; none: one request at a time. Each batch runs to completion.",
     )
     batch_window_ms: int = option(
         50, "Experimental", "Wait N ms for a dynamic batch to fill", low=0
@@ -112,8 +114,8 @@ class SchedulerOptions:
     num_scheduler_steps: int | None = option(
         None,
         "Scheduling",
-        "Compute up to N decode steps per plan",
-        details="In one native call, while no request waits. The default is 8 with native on one"
+        "Run up to N decode steps per scheduler step",
+        details="In one native call, if no request is waiting. The default is 8 for native on one"
         " rank, else 1.",
         derived="8 or 1",
         low=1,
@@ -121,55 +123,55 @@ class SchedulerOptions:
     preemption_mode: Literal["auto", "swap", "recompute"] = option(
         "auto",
         "Scheduling",
-        "Swap out or recompute preempted requests",
-        details="auto: whichever is measured to be cheaper.",
+        "Swap or recompute preempted requests",
+        details="auto: the cheaper of the two, by measurement.",
     )
     spec_method: (
         Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "auto", "none"] | None
     ) = option(
         None,
         "Speculative decoding",
-        "Draft tokens by ngram, suffix or another method",
-        details="Draft tokens are verified in one step, where that is measured to pay; the output"
-        " does not change. ngram: what followed the last few tokens before; suffix: what followed"
-        " the longest match; draft_model: the model of spec_model; eagle3: the head of spec_model,"
-        " from the model's hidden states; mtp: the same with the head of the model's own"
-        " checkpoint; grammar: only text that structured output leaves no choice of, which the"
-        " others draft too; auto: suffix, and mtp if the checkpoint has a usable head; none:"
-        " nothing. The default is grammar with native and reference, and with torch if"
-        " batch_invariant is on and async_scheduling off; else none.",
+        "Choose the speculative decoding method",
+        details="Draft tokens are verified in one step if measurements show a gain; the output"
+        " does not change. ngram: continue the last match of the last few tokens; suffix: continue"
+        " the longest match; draft_model: use the model of spec_model; eagle3: use the EAGLE-3"
+        " head of spec_model; mtp: use the multi-token prediction head of the checkpoint; grammar:"
+        " draft only tokens that structured output determines (included in all methods); auto:"
+        " suffix, and mtp if the checkpoint has a supported head; none: off. The default is"
+        " grammar for native and reference, and for torch with batch_invariant and without"
+        " async_scheduling; else none.",
         derived="grammar or none",
     )
     spec_model: str | None = option(
         None,
         "Speculative decoding",
         "Draft with this model or EAGLE-3 head",
-        details="A smaller model with the same tokens (spec_method draft_model), or an EAGLE-3 head"
-        " (eagle3): a name or a path, as for model.",
+        details="A smaller model with the same vocabulary (spec_method draft_model), or an EAGLE-3"
+        " head (eagle3): a name or path as for model.",
     )
-    spec_tokens: int = option(8, "Speculative decoding", "Draft at most N tokens at a time", low=1)
+    spec_tokens: int = option(8, "Speculative decoding", "Draft at most N tokens per step", low=1)
     spec_tree_width: int = option(
         1,
         "Speculative decoding",
-        "Verify up to N branches of a draft, at most 8",
-        details="With 2 or more, the next likeliest tokens, or other continuations of a lookup's"
-        " match, are verified beside the likeliest. Each branch has KV blocks of its own.",
+        "Verify draft trees with up to N branches, at most 8",
+        details="With 2 or more, alternative tokens or matches are verified together with the most"
+        " likely draft. Each branch has its own KV blocks.",
         low=1,
     )
     spec_history: int = option(
         0,
         "Speculative decoding",
-        "Draft from finished answers kept in this memory",
-        details="e.g. 64MiB. spec_method suffix or auto looks up those of the same tenant, cache"
-        " salt and adapter.",
+        "Keep finished outputs for drafting, in this much memory",
+        details="e.g. 64MiB. Used by spec_method suffix and auto, for the same tenant, cache salt"
+        " and adapter.",
         unit="bytes",
         low=0,
     )
     async_scheduling: Literal["auto", "on", "off"] = option(
         "auto",
         "Scheduling",
-        "Plan a step while the device computes the last",
-        details="torch. auto: on CUDA, if no other option prevents it.",
+        "Schedule the next step during the current one",
+        details="torch only. auto: on for CUDA unless another option prevents it.",
     )
 
     @property
@@ -192,7 +194,7 @@ class ObserveOptions:
     stall_timeout: float = option(
         60.0,
         "Server",
-        "Replace an engine whose step hangs for N seconds",
-        details="What hung it fails, the other requests go on. 0 waits forever.",
+        "Restart an engine if a step hangs for N seconds",
+        details="The request that caused it fails; other requests continue. 0: never.",
         low=0,
     )

@@ -45,7 +45,7 @@ def parse_server_url(text: str, *, hint: str | None = None) -> ServerUrl:
     is_plain = text.isascii() and text.isprintable() and " " not in text
     if parts.scheme not in PORTS or not parts.hostname or port is None or has_more or not is_plain:
         raise ConfigError(
-            f"url: got {text!r}, allowed is HOST:PORT, http://HOST:PORT or https://HOST", hint=hint
+            f"url: got {text!r}, expected HOST:PORT, http://HOST:PORT or https://HOST", hint=hint
         )
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     return ServerUrl(parts.scheme, parts.hostname, port, parts.netloc, path)

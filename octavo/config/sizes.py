@@ -29,7 +29,7 @@ def parse_bytes(text: str, *, name: str) -> int:
 def parse_count(text: str, *, name: str) -> int:
     """Parses a count: 8k is 8,000 and 8K is 8,192, as in vLLM."""
     return _parse(
-        text, _COUNTS, name=name, allowed="a whole number such as 8192, 8k (8,000) or 8K (8,192)"
+        text, _COUNTS, name=name, allowed="an integer such as 8192, 8k (8,000) or 8K (8,192)"
     )
 
 
@@ -38,7 +38,7 @@ def parse_rate(text: str, *, name: str) -> float:
     powers = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)\s*", text)
     if not match or float(match[1]) == 0:
-        raise ConfigError(f"{name}: got {text!r}, allowed is a number above 0 such as 50G or 1.5T")
+        raise ConfigError(f"{name}: got {text!r}, expected a number above 0 such as 50G or 1.5T")
     return float(match[1]) * 1000.0 ** powers[match[2]]
 
 
@@ -47,7 +47,7 @@ def parse_duration_s(name: str, text: str) -> float:
     text = text.replace(" ", "")
     seconds = None if _SECONDS_ALONE.fullmatch(text) else read_seconds(text)
     if not seconds or seconds < 0:
-        raise ConfigError(f"{name}: got {text!r}, allowed is a time above 0 such as 2s or 80ms")
+        raise ConfigError(f"{name}: got {text!r}, expected a time above 0 such as 2s or 80ms")
     return seconds
 
 
@@ -84,10 +84,10 @@ def format_size(count: int) -> str:
 def _parse(text: str, units: dict[str, int], *, name: str, allowed: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2] not in units:
-        raise ConfigError(f"{name}: got {text!r}, allowed is {allowed}")
+        raise ConfigError(f"{name}: got {text!r}, expected {allowed}")
     count = float(match[1]) * units[match[2]]
     if count > MAX_SIZE:
-        raise ConfigError(f"{name}: got {_short(text)}, allowed is at most {MAX_SIZE:,}")
+        raise ConfigError(f"{name}: got {_short(text)}, expected at most {MAX_SIZE:,}")
     return int(count)
 
 

@@ -26,14 +26,12 @@ class DistributedConfigHooks(ConfigHooks):
             _check_pool(config, pool.kv_pool)
         elif given := _first_given(pool, NEEDS_POOL):
             raise ConfigError(
-                f"{given}: allowed only with kv_pool", hint="set kv_pool to mooncake://HOST:PORT"
+                f"{given}: requires kv_pool", hint="set kv_pool to mooncake://HOST:PORT"
             )
         if transfer.kv_transfer is not None:
             _check_transfer(config, transfer, transfer.kv_transfer)
         elif given := _first_given(transfer, NEEDS_TRANSFER):
-            raise ConfigError(
-                f"{given}: allowed only with kv_transfer", hint="set kv_transfer to zmq"
-            )
+            raise ConfigError(f"{given}: requires kv_transfer", hint="set kv_transfer, e.g. to zmq")
 
     def derive(self, config: EngineConfig) -> EngineConfig:
         """Enables block events for an engine with prefill peers, so that its frontend knows the
@@ -64,18 +62,18 @@ def _first_given(options: Any, names: tuple[str, ...]) -> str:
 def _check_pool(config: EngineConfig, url: str) -> None:
     _check_prefix_caching(config, "kv_pool")
     if config.cache.prefix_cache_dir is not None:
-        raise ConfigError("kv_pool: allowed only without prefix_cache_dir", hint="name one of them")
+        raise ConfigError("kv_pool: not supported with prefix_cache_dir", hint="name one of them")
     option, num_ranks = config.backend.rank_option
     if num_ranks > 1:
         raise ConfigError(
-            f"kv_pool: allowed only where {option} is 1, got {num_ranks}",
-            hint=f"leave out kv_pool, or leave {option} at 1",
+            f"kv_pool: requires {option} 1, got {num_ranks}",
+            hint=f"remove kv_pool, or set {option} to 1",
         )
     _check_stages(config, "kv_pool", url)
     if config.fleet.enable_expert_parallel:
         raise ConfigError(
-            f"enable_expert_parallel: not allowed beside kv_pool {url}",
-            hint="leave kv_pool out, or give each engine all experts",
+            f"enable_expert_parallel: not supported with kv_pool {url}",
+            hint="remove kv_pool, or set enable_expert_parallel to False",
         )
 
 
@@ -88,23 +86,22 @@ def _check_transfer(config: EngineConfig, options: TransferOptions, transport: s
     for name, given in others.items():
         if given is not None:
             raise ConfigError(
-                f"kv_transfer: allowed only without {name}",
-                hint="let the engines that compute prompts keep them in memory (kv_transfer_size)",
+                f"kv_transfer: not supported with {name}",
+                hint="use kv_transfer_size to keep blocks in the memory of the prefill engines",
             )
     _check_processes(config, transport)
     if config.scheduler.spec_method in PROGRAM_METHODS:
         raise ConfigError(
-            f"spec_method: got {config.scheduler.spec_method}, which is not allowed beside"
-            " kv_transfer",
+            f"spec_method: got {config.scheduler.spec_method}, not supported with kv_transfer",
             hint="leave kv_transfer or spec_method out",
         )
     if options.role == "decode" and not options.prefill_peer:
         raise ConfigError(
             "role: got 'decode' without a prefill_peer",
-            hint="name the kv_transfer_address of each engine with role prefill",
+            hint="set it to the kv_transfer_address of each engine with role prefill",
         )
     if options.role == "prefill" and options.prefill_peer:
-        raise ConfigError("role: got 'prefill' with a prefill_peer, allowed are decode and both")
+        raise ConfigError("role: got 'prefill' with a prefill_peer, expected decode or both")
 
 
 def _check_processes(config: EngineConfig, transport: str) -> None:
@@ -112,26 +109,26 @@ def _check_processes(config: EngineConfig, transport: str) -> None:
     _check_stages(config, "kv_transfer", transport)
     if config.fleet.data_parallel_size > 1:
         raise ConfigError(
-            f"data_parallel_size: got {config.fleet.data_parallel_size}, allowed is 1 with"
+            f"data_parallel_size: got {config.fleet.data_parallel_size}, expected 1 with"
             " kv_transfer",
-            hint="start a server for each engine",
+            hint="start one server per engine",
         )
     if config.backend.expert_parallel_size > 1:
         raise ConfigError(
-            "kv_transfer: allowed only where expert_parallel_size is 1, got"
+            "kv_transfer: requires expert_parallel_size 1, got"
             f" {config.backend.expert_parallel_size}",
-            hint="share out the heads: tensor_parallel_size",
+            hint="use tensor_parallel_size instead",
         )
     if config.backend.rank_address is not None:
         raise ConfigError(
-            "kv_transfer: allowed only where all ranks are of this machine, got a rank_address",
-            hint="leave rank_address out",
+            "kv_transfer: requires all ranks on one machine, got a rank_address",
+            hint="remove rank_address",
         )
 
 
 def _check_prefix_caching(config: EngineConfig, name: str) -> None:
     if not (config.cache.enable_prefix_caching and config.cache.kv_cache):
-        raise ConfigError(f"{name}: allowed only where the KV cache and prefix caching are on")
+        raise ConfigError(f"{name}: requires kv_cache and enable_prefix_caching")
 
 
 def _check_stages(config: EngineConfig, name: str, given: str) -> None:
@@ -139,5 +136,5 @@ def _check_stages(config: EngineConfig, name: str, given: str) -> None:
         raise ConfigError(
             f"pipeline_parallel_size: got {config.backend.pipeline_parallel_size}, which is not"
             f" allowed beside {name} {given}",
-            hint=f"leave {name} out, or leave pipeline_parallel_size at 1",
+            hint=f"remove {name}, or set pipeline_parallel_size to 1",
         )

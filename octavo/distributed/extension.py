@@ -10,8 +10,10 @@ EXTENSION = Extension(
         "octavo.distributed.options:TransferOptions",
     ),
     commands={
-        "route": "octavo.distributed.cli.route",
-        "cluster": "octavo.distributed.cli.cluster",
+        "Serve models": {
+            "route": "octavo.distributed.cli.route",
+            "cluster": "octavo.distributed.cli.cluster",
+        }
     },
     hooks={
         "config": "octavo.distributed.config_hooks:DistributedConfigHooks",

@@ -14,16 +14,16 @@ class PoolOptions:
 
     kv_pool: str | None = option(
         None,
-        "Distributed",
+        "KV transfer",
         "Share prefix cache blocks through this Mooncake master",
         details="mooncake://HOST:PORT.",
         metavar="URL",
     )
     kv_pool_lends: int = option(
-        0, "Distributed", "Lend this much memory to the kv_pool", unit="bytes", low=0
+        0, "KV transfer", "Contribute this much memory to the kv_pool", unit="bytes", low=0
     )
     kv_pool_replicas: int = option(
-        1, "Distributed", "Write each block to N store nodes of the kv_pool", unit="count", low=1
+        1, "KV transfer", "Write each block to N store nodes of the kv_pool", unit="count", low=1
     )
 
 
@@ -33,53 +33,52 @@ class TransferOptions:
 
     kv_transfer: Literal["zmq", "mooncake", "nixl"] | None = option(
         None,
-        "Distributed",
+        "KV transfer",
         "Exchange KV blocks with other engines",
-        details="zmq: over TCP; mooncake, nixl: read out of memory by its transfer engine or over"
-        " UCX.",
+        details="zmq: over TCP; mooncake: by Mooncake's transfer engine; nixl: over UCX.",
     )
     role: Literal["prefill", "decode", "both"] = option(
         "both",
-        "Distributed",
-        "Prefill for other engines, or decode only",
-        details="With kv_transfer. prefill computes prompts for other engines; decode sends long"
-        " prompts to its prefill peers.",
+        "KV transfer",
+        "Set the role in prefill-decode disaggregation",
+        details="With kv_transfer. prefill: prefill prompts for other engines; decode: send long"
+        " prompts to prefill_peer.",
     )
     kv_transfer_address: str = option(
         "127.0.0.1:8998",
-        "Distributed",
-        "Answer other engines here",
-        details="Blocks leave by the ports above it, one for each rank.",
+        "KV transfer",
+        "Bind to this address for other engines",
+        details="Blocks are sent from the ports above it, one per rank.",
         metavar="HOST:PORT",
     )
     prefill_peer: tuple[str, ...] = option(
-        (), "Distributed", "Send prompts to the engine at this address", metavar="HOST:PORT"
+        (), "KV transfer", "Prefill on the engine at this address", metavar="HOST:PORT"
     )
     kv_transfer_secret: str | None = option(
         None,
-        "Distributed",
-        "Authenticate peer engines by this secret",
-        details="Without one, only engines of this machine are peers.",
+        "KV transfer",
+        "Authenticate peer engines with this secret",
+        details="Without a secret, only engines on this machine can connect.",
         secret=True,
     )
     kv_transfer_min_tokens: int | None = option(
         None,
-        "Distributed",
-        "Send prompts with at least N uncached tokens",
-        details="The default is the length from which computing a prompt here takes longer than"
-        " moving its blocks over the link, both as measured, and 256 until they are.",
+        "KV transfer",
+        "Prefill remotely from N uncached tokens",
+        details="The default is the measured length from which a local prefill takes longer than"
+        " the transfer of its KV blocks; 256 until measured.",
         derived="measured",
         unit="count",
         low=1,
     )
     kv_transfer_timeout: float = option(
         30.0,
-        "Distributed",
-        "Recompute a prompt whose blocks take N seconds",
+        "KV transfer",
+        "Recompute if KV blocks take longer than N seconds",
         low=1,
     )
     kv_transfer_size: int = option(
-        1 << 30, "Distributed", "Keep at most this much for other engines", unit="bytes", low=1
+        1 << 30, "KV transfer", "Limit the send buffer for other engines", unit="bytes", low=1
     )
 
     @property

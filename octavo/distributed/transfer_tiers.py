@@ -57,7 +57,7 @@ class TransferTierBuilder(TierBuilder):
         _check_addresses(options, num_ranks)
         if options.kv_transfer_size < block_bytes:
             raise ConfigError(
-                f"kv_transfer_size: got {format_bytes(options.kv_transfer_size)}, allowed is at"
+                f"kv_transfer_size: got {format_bytes(options.kv_transfer_size)}, expected at"
                 f" least one block, {format_bytes(block_bytes)}"
             )
 
@@ -132,10 +132,10 @@ def _check_addresses(options: TransferOptions, num_ranks: int) -> None:
         if peer == own and options.prefills_for_peers:
             raise ConfigError(
                 f"prefill_peer: got {address!r}, which is this engine's own kv_transfer_address",
-                hint="name another engine, or give this one another kv_transfer_address",
+                hint="set another engine, or change the kv_transfer_address of this one",
             )
         if peer in seen:
-            raise ConfigError(f"prefill_peer: got {address!r} twice", hint="name each engine once")
+            raise ConfigError(f"prefill_peer: got {address!r} twice", hint="list each engine once")
         seen.add(peer)
 
 

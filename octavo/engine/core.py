@@ -382,10 +382,11 @@ class EngineCore:
         if first is None or self._moved is None:
             self._moved = now
         elif 0 < self._stall_timeout_s <= now - self._moved:
-            reason = self.scheduler.waits_for or "the reason is not known"
+            reason = self.scheduler.waits_for or "unknown reason"
             self.fail(
                 first.request_id,
-                f"no step could start it for {self._stall_timeout_s:g} s (stall_timeout): {reason}",
+                f"it could not be scheduled for {self._stall_timeout_s:g} s (stall_timeout):"
+                f" {reason}",
             )
             self._moved = now
 

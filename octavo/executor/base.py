@@ -225,11 +225,13 @@ class Runnable(ABC):
     def start_profile(self) -> None:
         """Starts timing each kind of op; BackendUnavailable if the backend cannot."""
         raise make_unsupported_error(
-            self.backend_name, "times no ops", hint="profile with --backend native"
+            self.backend_name,
+            "does not support profiling ops",
+            hint="profile with --backend native",
         )
 
     def stop_profile(self) -> Profile:
-        raise BackendUnavailable("no profile was started")
+        raise BackendUnavailable("profiling was not started")
 
     @property
     def max_verified(self) -> int:
@@ -258,7 +260,7 @@ class Runnable(ABC):
         `kv` are computed in order; the device keeps the last token of each permanent row.
         """
         raise make_unsupported_error(
-            self.backend_name, "does not launch steps", hint="use --backend torch"
+            self.backend_name, "does not support asynchronous steps", hint="use --backend torch"
         )
 
     def join(self, kv: KvCache) -> None:

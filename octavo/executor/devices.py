@@ -78,11 +78,11 @@ def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
         build = (
             "this PyTorch is built without CUDA"
             if cuda_build() is None
-            else "no NVIDIA GPU that its driver shows"
+            else "the driver reports no NVIDIA GPU"
         )
         raise BackendUnavailable(
             f"device: got 'cuda', but {build}",
-            hint="`octavo doctor` says what is here; --device cpu runs anywhere",
+            hint="run `octavo doctor`; --device cpu works on any machine",
         )
     chosen = wanted or ("cuda" if cuda.is_available() else "cpu")
     if chosen == "cuda" and num_devices > 1 and cuda.device_count() < num_devices:
@@ -90,7 +90,7 @@ def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
             f"tensor_parallel_size: got {num_devices}, but there are {cuda.device_count()} CUDA"
             " devices"
         )
-        raise BackendUnavailable(what, hint="take fewer; --device cpu runs any number")
+        raise BackendUnavailable(what, hint="use fewer; --device cpu supports any number")
     return chosen
 
 

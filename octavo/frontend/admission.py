@@ -82,9 +82,9 @@ class QueueLimit:
         """
         most = self._max_running + self._max_reqs
         if more.requests > most:
-            hint = "ask for fewer samples, or raise max_num_queued_reqs"
+            hint = "request fewer samples, or raise max_num_queued_reqs"
             raise InvalidRequest(
-                f"n: got {more.requests}, allowed are at most {most}, that run and wait at once",
+                f"n: got {more.requests}, expected at most {most} running and waiting at once",
                 param="n",
                 hint=hint,
             )
@@ -109,7 +109,7 @@ class QueueLimit:
         self, what: str, option: str, allowed: int, excess: Size, now: float
     ) -> Overloaded:
         return Overloaded(
-            f"the queue is full: {what}, allowed are {allowed}",
+            f"the queue is full: {what}, expected at most {allowed}",
             hint=f"try again later, or raise {option}",
             retry_after_s=self._retry_after_s(excess, now),
         )

@@ -49,7 +49,7 @@ def prompt_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> li
     items = as_list(prompts)
     if items is None:
         raise InvalidRequest(
-            f"{name}: got {type(prompts).__name__}, allowed are a text, token ids, a dict of one,"
+            f"{name}: got {type(prompts).__name__}, expected a string, token ids, a dict of one,"
             " or a list of them"
         )
     return [items] if items and whole_number(items[0]) is not None else items
@@ -81,7 +81,7 @@ def check_messages(messages: Any) -> Messages:
 
 def _not_messages(got: object, meant: list[Any]) -> InvalidRequest:
     return InvalidRequest(
-        f"messages: got {shown(got)}, allowed is a list of messages, each a dict",
+        f"messages: got {shown(got)}, expected a list of messages, each a dict",
         hint=f"did you mean {shown(meant)}?",
         param="messages",
     )
@@ -90,7 +90,7 @@ def _not_messages(got: object, meant: list[Any]) -> InvalidRequest:
 def _check_message(message: object, where: str) -> None:
     if not isinstance(message, Mapping):
         raise InvalidRequest(
-            f"{where}: got {shown(message)}, allowed is a dict with a role and a content",
+            f"{where}: got {shown(message)}, expected a dict with a role and a content",
             hint=f"did you mean {shown({'role': 'user', 'content': message})}?",
             param="messages",
         )
@@ -100,12 +100,12 @@ def _check_message(message: object, where: str) -> None:
         if key not in message:
             raise InvalidRequest(
                 f"{where}: got {shown(dict(message))}, which has no {key!r}",
-                hint="a message is a dict as {'role': 'user', 'content': 'Hello'}",
+                hint="a message is a dict such as {'role': 'user', 'content': 'Hello'}",
                 param="messages",
             )
     if not isinstance(message["role"], str):
         raise InvalidRequest(
-            f"{where}.role: got {shown(message['role'])}, allowed is a text", param="messages"
+            f"{where}.role: got {shown(message['role'])}, expected a string", param="messages"
         )
 
 
@@ -118,14 +118,14 @@ def params_for_each(
     if isinstance(params, Mapping):
         fields = ", ".join(f"{name}={value!r}" for name, value in params.items())
         raise InvalidRequest(
-            f"sampling_params: got the dict {shown(params)}, allowed is SamplingParams",
+            f"sampling_params: got the dict {shown(params)}, expected SamplingParams",
             hint=f"did you mean SamplingParams({fields})?",
         )
     items = as_list(params)
     for item in [params] if items is None else items:
         if not isinstance(item, SamplingParams):
             raise InvalidRequest(
-                f"sampling_params: got {shown(item)}, allowed are SamplingParams, or a list of"
+                f"sampling_params: got {shown(item)}, expected SamplingParams, or a list of"
                 " them, one for each prompt"
             )
     assert items is not None, "what is no list was refused"
@@ -139,7 +139,7 @@ def get_pooling_params(
     if params is None:
         params = PoolingParams()
     if not isinstance(params, PoolingParams):
-        raise InvalidRequest(f"pooling_params: got {shown(params)}, allowed is PoolingParams")
+        raise InvalidRequest(f"pooling_params: got {shown(params)}, expected PoolingParams")
     if truncate_prompt_tokens is None:
         return params
     return msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
@@ -162,7 +162,7 @@ def adapter_for_each(
     for one in adapters:
         if one is not None and not isinstance(one, LoRARequest):
             raise InvalidRequest(
-                f"lora_request: got {shown(one)}, allowed is a LoRARequest", param="lora_request"
+                f"lora_request: got {shown(one)}, expected a LoRARequest", param="lora_request"
             )
     return adapters  # type: ignore[return-value]  # the items have just been looked at
 
@@ -170,7 +170,7 @@ def adapter_for_each(
 def _for_each(name: str, items: list[Any], count: int) -> list[Any]:
     if len(items) != count:
         raise InvalidRequest(
-            f"{name}: got {len(items)}, allowed is one, or one for each of the {count} prompts"
+            f"{name}: got {len(items)}, expected one, or one for each of the {count} prompts"
         )
     return items
 

@@ -61,7 +61,7 @@ def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) 
     request, params = state.request, state.request.sampling_params
     fields: dict[str, Any] = {}
     if update == RequestUpdate():
-        raise InvalidRequest("got no change, needed is one of max_tokens, priority, stop")
+        raise InvalidRequest("got no change, expected one of max_tokens, priority, stop")
     if update.max_tokens is not None:
         fields["max_tokens"] = _max_tokens(inputs, state, update.max_tokens)
     if update.stop is not None:
@@ -69,7 +69,7 @@ def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) 
     if params.beam_width is not None and fields:
         name = next(iter(fields))
         raise InvalidRequest(
-            f"{name}: got a change of a beam search, allowed is one of its priority", param=name
+            f"{name}: cannot be changed for a beam search; only priority can", param=name
         )
     params = inputs.params.resolve(_with(params, fields))
     origin = request.origin
@@ -89,7 +89,8 @@ def _with_priority(inputs: InputProcessor, origin: RequestContext, priority: int
     """
     if BACKGROUND_PRIORITY in (origin.priority, priority) and origin.priority != priority:
         raise InvalidRequest(
-            f"priority: got {shown(priority)}, allowed is no change from or to the background's",
+            f"priority: got {shown(priority)}, cannot be changed from or to the background"
+            f" priority",
             param="priority",
         )
     return inputs.checked_origin(replace(origin, priority=priority))
@@ -105,7 +106,7 @@ def _max_tokens(inputs: InputProcessor, state: RequestState, value: int) -> int:
     number = whole_number(value)
     if number is None or not lowest <= number <= highest:
         raise InvalidRequest(
-            f"max_tokens: got {shown(value)}, allowed are {lowest} to {highest}:"
+            f"max_tokens: got {shown(value)}, expected {lowest} to {highest}:"
             f" {state.num_output_tokens} tokens are generated already, and {highest} fit after a"
             f" prompt of {num_prompt}",
             param="max_tokens",
@@ -125,13 +126,13 @@ def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> ParentReq
     parent, params = state.request, state.request.sampling_params
     if params.beam_width is not None or params.is_ranked:
         raise InvalidRequest(
-            "fork: got a beam search, or best_of above n, whose samples are known at the end;"
-            " allowed are requests whose samples grow one by one"
+            "fork: not supported with beam search or best_of above n; their samples are known only"
+            " at the end"
         )
     if parent.samples[0].encoder_input is not None:
         raise InvalidRequest(
-            "fork: got a request of a decoder behind an encoder; allowed are those of decoders",
-            hint="ask for several samples with n",
+            "fork: requires a decoder-only model, got an encoder-decoder",
+            hint="use n for several samples",
         )
     kept = _kept(state, fork)
     prompt_ids = [*parent.prompt_token_ids, *kept, *_following(inputs, fork.then)]
@@ -174,7 +175,7 @@ def _continue_grammar(
     given = made.prompt_token_ids[len(made.prompt_token_ids) - num_given :]
     if not inputs.continues(spec, given):
         raise InvalidRequest(
-            "fork: what it keeps and goes on with does not begin a text of its form", param="then"
+            "fork: keep and then do not match the request's structured output", param="then"
         )
     made.samples[0] = msgspec.structs.replace(
         made.samples[0], grammar=msgspec.structs.replace(spec, num_given_tokens=num_given)
@@ -186,7 +187,7 @@ def _kept(state: RequestState, fork: Fork) -> list[int]:
     num_samples = len(state.samples)
     if index is None or not 0 <= index < num_samples:
         raise InvalidRequest(
-            f"index: got {shown(fork.index)}, allowed are 0 to {num_samples - 1}", param="index"
+            f"index: got {shown(fork.index)}, expected 0 to {num_samples - 1}", param="index"
         )
     token_ids = state.samples[index].token_ids
     if fork.keep is None:
@@ -194,7 +195,7 @@ def _kept(state: RequestState, fork: Fork) -> list[int]:
     number = whole_number(fork.keep)
     if number is None or not 0 <= number <= len(token_ids):
         raise InvalidRequest(
-            f"keep: got {shown(fork.keep)}, allowed are 0 to {len(token_ids)}, the tokens"
+            f"keep: got {shown(fork.keep)}, expected 0 to {len(token_ids)}, the tokens"
             " generated so far",
             param="keep",
         )
@@ -205,13 +206,13 @@ def _following(inputs: InputProcessor, then: str | Sequence[int]) -> list[int]:
     """Returns the tokens with which a fork must continue."""
     if isinstance(then, str):
         tokenizer = need_tokenizer(
-            inputs.tokenizer, "then: a text needs a tokenizer, got none", "then"
+            inputs.tokenizer, "then: a string requires a tokenizer, got none", "then"
         )
         return tokenizer.encode(then, add_special_tokens=False) if then else []
     items = as_list(then)
     if items is None or any(whole_number(one) is None for one in items):
         raise InvalidRequest(
-            f"then: got {shown(then)}, allowed are a text or a list of token ids", param="then"
+            f"then: got {shown(then)}, expected a string or a list of token ids", param="then"
         )
     inputs.params.check_ids("then", items)
     return items

@@ -39,8 +39,8 @@ class EncoderInputs:
         """
         if self.hears:
             raise InvalidRequest(
-                "prompt: got a text, but the model hears sounds and reads none",
-                hint="send a sound file to /v1/audio/transcriptions, or to LLM.transcribe",
+                "prompt: got a string, but the model transcribes audio",
+                hint="send an audio file to /v1/audio/transcriptions, or to LLM.transcribe",
                 param="prompt",
             )
         self.check_length(len(token_ids))
@@ -54,9 +54,9 @@ class EncoderInputs:
         if num_tokens > self.max_tokens:
             got = f"{'at least ' if at_least else ''}{num_tokens}"
             raise ContextTooLong(
-                f"This model's encoder takes {self.max_tokens} tokens, the prompt has {got};"
-                f" allowed are at most {self.max_tokens}",
-                hint="give a shorter text, or parts of it",
+                f"This model's encoder accepts {self.max_tokens} tokens, the prompt has {got};"
+                f" expected at most {self.max_tokens}",
+                hint="shorten the text, or split it",
                 param="prompt",
                 num_tokens=num_tokens,
                 max_tokens=self.max_tokens,
@@ -68,9 +68,9 @@ class EncoderInputs:
             named = self.decoder_prompt
         if not named:
             raise InvalidRequest(
-                "decoder_prompt_token_ids: got none, and the model's makers name no"
-                " decoder_start_token_id; needed is at least one token",
-                hint="name the tokens that the decoder begins with",
+                "decoder_prompt_token_ids: got none, and the model's config has no"
+                " decoder_start_token_id; expected at least one token",
+                hint="set the tokens that the decoder starts with",
                 param="prompt",
             )
         return list(named)

@@ -160,7 +160,7 @@ class Frontend:
             self.check_generates()
         if isinstance(prompt, TextPair):
             raise InvalidRequest(
-                "prompt: got a pair of texts, allowed is one: pairs are for classifiers",
+                "prompt: got a pair of texts, expected one text; pairs require a classifier",
                 param="prompt",
             )
         return self.inputs.process(request_id, prompt, params, origin, adapter=adapter)
@@ -181,7 +181,7 @@ class Frontend:
         """
         if self.adapters is None:
             raise InvalidRequest(
-                "lora_request: this engine takes no adapters",
+                "lora_request: LoRA is disabled on this engine",
                 hint="start it with enable_lora",
                 param="lora_request",
             )
@@ -195,14 +195,14 @@ class Frontend:
         what = " or ".join(TASKS[task] for task in tasks)
         if self.pooling is None:
             raise InvalidRequest(
-                f"model: {name} generates text, and does not {what}",
-                hint="take an encoder, such as minilm",
+                f"model: {name} generates text and does not {what}",
+                hint="use an encoder, such as minilm",
                 param="model",
             )
         own = self.pooling.pools.task
         if own not in tasks:
             raise InvalidRequest(
-                f"model: {name} can {TASKS[own]}, and does not {what}", param="model"
+                f"model: {name} can {TASKS[own]} and does not {what}", param="model"
             )
         return self.pooling
 
@@ -212,8 +212,9 @@ class Frontend:
         """
         if self.transcriptions is None:
             raise InvalidRequest(
-                f"model: {self.config.model.served_model_name} reads texts, and hears no sound",
-                hint="take a model that hears, such as whisper-tiny.en",
+                f"model: {self.config.model.served_model_name} reads text and does not accept"
+                f" audio",
+                hint="use a speech model, such as whisper-tiny.en",
                 param="model",
             )
         return self.transcriptions
@@ -224,8 +225,8 @@ class Frontend:
             name = self.config.model.served_model_name
             does = TASKS[self.pooling.pools.task]
             raise InvalidRequest(
-                f"model: {name} can {does}, and generates no text",
-                hint="take a model that generates, such as smollm2",
+                f"model: {name} can {does} and does not generate text",
+                hint="use a text generation model, such as smollm2",
                 param="model",
             )
 
@@ -311,7 +312,7 @@ class Frontend:
         """Changes a waiting or running request; the core applies the change between two steps."""
         state = self._find(request_id)
         if not state.num_unfinished:
-            raise InvalidRequest(f"request {request_id!r} has finished, and can be forked only")
+            raise InvalidRequest(f"request {request_id!r} has finished; it can only be forked")
         request = changed(self.inputs, state, update)
         unfinished = set(self.outputs.unfinished_ids(request_id))
         self.outputs.change(request)

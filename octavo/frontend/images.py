@@ -32,7 +32,7 @@ def get_images(prompt: object) -> list[Any]:
     given = prompt[KEY]
     if not isinstance(given, Mapping) or not given.keys() <= {"image"}:
         raise InvalidRequest(
-            f"{KEY}: got {shown(given)}, allowed is a dict as {{'image': an image or a list}}",
+            f"{KEY}: got {shown(given)}, expected a dict as {{'image': an image or a list}}",
             param=KEY,
         )
     found = given.get("image")
@@ -69,7 +69,7 @@ def _part(part: Any, images: list[Any], where: str) -> Any:
         source = source.get("url")
     if source is None:
         raise InvalidRequest(
-            f"{where}: got an image without its {kind}, needed is a data URL",
+            f"{where}: got an image without its {kind}, expected a data URL",
             hint="write it as {'type': 'image_url', 'image_url': {'url':"
             " 'data:image/png;base64,...'}}",
             param=where,
@@ -104,8 +104,8 @@ class ImageInputs:
         """Reads images; raises InvalidRequest if the model does not accept any."""
         if self._reader is None:
             raise InvalidRequest(
-                "image: got an image, and this engine's model reads text only",
-                hint="use a model that reads images, such as Qwen2.5-VL or Gemma 3, on one device",
+                "image: got an image, but the model accepts text only",
+                hint="use a vision model, such as Qwen2.5-VL or Gemma 3, on one device",
                 param="image",
             )
         return self._reader.read(sources)
@@ -119,8 +119,8 @@ class ImageInputs:
         if count != len(images):
             words = " or ".join(map(repr, self.replacements)) or f"the token {token_id}"
             raise InvalidRequest(
-                f"prompt: holds places for {count} images, got {len(images)}",
-                hint=f"write {words} once for each image, or send messages with image_url parts",
+                f"prompt: has placeholders for {count} images, got {len(images)}",
+                hint=f"insert {words} once per image, or send messages with image_url parts",
                 param="prompt",
             )
         made: list[int] = []

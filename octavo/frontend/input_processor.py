@@ -88,7 +88,7 @@ class ParentRequest:
         if isinstance(self.params, SamplingParams):
             return self.params
         raise InvalidRequest(
-            f"request {self.request_id!r} wants a pooled row, allowed are requests that generate"
+            f"request {self.request_id!r} is a pooling request, expected a generation request"
         )
 
 
@@ -231,7 +231,7 @@ class InputProcessor:
                 named = self._decoder_prompt(given)
         text, token_ids, salt = self.prompts.read_prompt(prompt)
         if not token_ids:
-            raise InvalidRequest("prompt: got no token, needed is at least one", param="prompt")
+            raise InvalidRequest("prompt: got no token, expected at least one", param="prompt")
         self.params.check_ids("prompt", [min(token_ids), max(token_ids)])
         encoded = encoder.of_tokens(token_ids)
         return ReadInput(text, token_ids, encoder.prompt_of(named), salt, encoded)
@@ -240,15 +240,15 @@ class InputProcessor:
         """Returns the decoder prompt that a dict specifies."""
         if len(given) > 1:
             raise InvalidRequest(
-                f"prompt: got {' and '.join(DECODER_KEYS)}, allowed is one of them", param="prompt"
+                f"prompt: got {' and '.join(DECODER_KEYS)}, expected one of them", param="prompt"
             )
         ((key, value),) = given.items()
         if isinstance(value, str) and key == "decoder_prompt":
             return self.prompts.encode_plain(value)
         token_ids = None if isinstance(value, str) else as_list(value)
         if token_ids is None or key == "decoder_prompt":
-            allowed = "a text" if key == "decoder_prompt" else "token ids"
-            raise InvalidRequest(f"{key}: got {shown(value)}, allowed is {allowed}", param="prompt")
+            allowed = "a string" if key == "decoder_prompt" else "token ids"
+            raise InvalidRequest(f"{key}: got {shown(value)}, expected {allowed}", param="prompt")
         return whole_ids(token_ids)
 
     def next_core_id(self) -> str:
@@ -260,7 +260,7 @@ class InputProcessor:
         it, or has unknown ids.
         """
         if not token_ids:
-            raise InvalidRequest("prompt: got no token, needed is at least one", param="prompt")
+            raise InvalidRequest("prompt: got no token, expected at least one", param="prompt")
         refuse_never(self.limits.prompts.judge(len(token_ids), num_needed=num_needed))
         lowest, highest = min(token_ids), max(token_ids)
         if lowest < 0 or highest >= self.limits.vocab_size:
@@ -291,20 +291,19 @@ class InputProcessor:
             return None
         if params.beam_width is not None and not self.limits.searches_forms:
             raise InvalidRequest(
-                f"{form.given_as}: got a form in a beam search, which the torch backend does not"
-                " take",
+                f"{form.given_as}: structured output with beam search is not supported by the"
+                f" torch backend",
                 param=form.given_as,
-                hint="start the engine with the native backend, or leave beam_width out",
+                hint="use the native backend, or remove beam_width",
             )
         need_tokenizer(
             self.tokenizer,
-            f"{form.given_as}: a form needs a tokenizer, and this engine has none",
+            f"{form.given_as}: structured output requires a tokenizer, and this engine has none",
             form.given_as,
         )
         if self._grammars is None or not self._eos_token_ids:
             raise InvalidRequest(
-                f"{form.given_as}: the model has no token that ends an answer, and a form needs"
-                " one",
+                f"{form.given_as}: structured output requires an end token, and the model has none",
                 param=form.given_as,
             )
         return self._grammars.admit(form)
@@ -320,20 +319,19 @@ class InputProcessor:
         is_background = priority == BACKGROUND_PRIORITY
         if priority is None or (abs(priority) >= 1 << 31 and not is_background):
             raise InvalidRequest(
-                f"priority: got {shown(origin.priority)}, allowed is a whole number of 32 bits",
+                f"priority: got {shown(origin.priority)}, expected an integer of 32 bits",
                 param="priority",
             )
         if priority and not is_background and self._scheduling_policy != "priority":
             got = (
-                f"priority: got {priority}, allowed is 0 under the policy"
-                f" {self._scheduling_policy!r}"
+                f"priority: got {priority}, expected 0 under the policy {self._scheduling_policy!r}"
             )
             raise InvalidRequest(
                 got, hint="start the engine with scheduling_policy priority", param="priority"
             )
         if not isinstance(origin.tenant, str):
             raise InvalidRequest(
-                f"tenant: got {shown(origin.tenant)}, allowed is a text", param="tenant"
+                f"tenant: got {shown(origin.tenant)}, expected a string", param="tenant"
             )
         if origin.tenant:
             check_unicode(origin.tenant, "tenant")
@@ -352,9 +350,9 @@ def _for_encoder(params: SamplingParams, encoder: EncoderInputs) -> SamplingPara
     """
     if params.prompt_logprobs is not None:
         raise InvalidRequest(
-            f"prompt_logprobs: got {params.prompt_logprobs}, but an encoder reads the prompt and"
-            " draws none of its tokens",
-            hint="leave prompt_logprobs (and echo with logprobs) out",
+            f"prompt_logprobs: got {params.prompt_logprobs}, which an encoder-decoder does not"
+            f" support",
+            hint="remove prompt_logprobs (and echo with logprobs)",
             param="prompt_logprobs",
         )
     if not encoder.banned_token_ids:
@@ -366,8 +364,8 @@ def _for_encoder(params: SamplingParams, encoder: EncoderInputs) -> SamplingPara
 def _check_prompt_logprob_start(start: int, num_prompt_tokens: int) -> None:
     if start >= num_prompt_tokens:
         message = (
-            f"prompt_logprob_start: got {start}, the prompt has {num_prompt_tokens} tokens; allowed"
-            f" are 0 to {num_prompt_tokens - 1}"
+            f"prompt_logprob_start: got {start}, expected 0 to {num_prompt_tokens - 1} for a prompt"
+            f" of {num_prompt_tokens} tokens"
         )
         raise InvalidRequest(message, param="prompt_logprob_start")
 

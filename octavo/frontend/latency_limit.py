@@ -203,8 +203,8 @@ class LatencyLimit:
         allowed = self._max_ttft_s if option == "max_predicted_ttft_s" else self._max_tpot_s
         low, high = RETRY_S
         return Overloaded(
-            f"the engine is too busy: the {what} would take about {seconds:.3g} s, allowed are"
-            f" {allowed:g} s",
+            f"the engine is too busy: the {what} would take about {seconds:.3g} s, expected"
+            f" at most {allowed:g} s",
             hint=f"try again later, or raise {option}",
             retry_after_s=min(max(low, wait_s), high),
         )

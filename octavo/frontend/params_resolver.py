@@ -41,7 +41,7 @@ class ParamsResolver:
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(
-                f"sampling_params: got {shown(params)}, allowed is SamplingParams",
+                f"sampling_params: got {shown(params)}, expected SamplingParams",
                 param="sampling_params",
             )
         params = msgspec.structs.replace(params)
@@ -57,7 +57,7 @@ class ParamsResolver:
             self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
         for name in ("stop", "stop_regex"):
             if getattr(params, name):
-                words = f"{name}: stop texts need a tokenizer, and this engine has none"
+                words = f"{name}: stop strings require a tokenizer, and this engine has none"
                 need_tokenizer(self._tokenizer, words, name)
         if params.logits_processors:
             self._check_processors(params.logits_processors)
@@ -73,7 +73,7 @@ class ParamsResolver:
         for token in token_ids:
             if not 0 <= token < self._vocab_size:
                 raise InvalidRequest(
-                    f"{name}: got the token id {token}, allowed are 0 to {self._vocab_size - 1}",
+                    f"{name}: got the token id {token}, expected 0 to {self._vocab_size - 1}",
                     param=name,
                 )
 
@@ -82,8 +82,8 @@ class ParamsResolver:
             if name not in self._processors:
                 known = ", ".join(self._processors) or "none"
                 raise InvalidRequest(
-                    f"logits_processors: got {shown(name)}, allowed are the engine's: {known}",
-                    hint="the engine's option logits_processors says which there are",
+                    f"logits_processors: got {shown(name)}, expected the engine's: {known}",
+                    hint="available functions are set by the engine option logits_processors",
                     param="logits_processors",
                 )
 
@@ -91,16 +91,16 @@ class ParamsResolver:
         wanted = self._vocab_size if value == -1 else value
         if wanted > self._max_logprobs:
             whole = f" (the whole vocabulary, {wanted})" if value == -1 else ""
-            message = f"{name}: got {value}{whole}, allowed are at most {self._max_logprobs}"
+            message = f"{name}: got {value}{whole}, expected at most {self._max_logprobs}"
             raise InvalidRequest(
-                message, hint="the engine's option max_logprobs sets this limit", param=name
+                message, hint="this limit is set by the engine option max_logprobs", param=name
             )
 
     def _encode_bad_words(self, words: list[str]) -> list[list[int]]:
         """Returns the token ids of each word, at the start of a text and after a space."""
         tokenizer = need_tokenizer(
             self._tokenizer,
-            "bad_words: words need a tokenizer, and this engine has none",
+            "bad_words: strings require a tokenizer, and this engine has none",
             "bad_words",
         )
         found: dict[tuple[int, ...], None] = {}
@@ -115,7 +115,7 @@ def need_tokenizer(tokenizer: Tokenizer | None, message: str, param: str) -> Tok
     if tokenizer is None:
         raise InvalidRequest(
             message,
-            hint="pass prompts as token ids, or start without skip_tokenizer_init",
+            hint="pass prompts as token ids, or start the engine without skip_tokenizer_init",
             param=param,
         )
     return tokenizer
@@ -143,7 +143,7 @@ class DrySequenceBreakers:
         """
         if self._tokenizer is None and texts:
             raise InvalidRequest(
-                f"{NAME}: texts need a tokenizer, and this engine has none", param=NAME
+                f"{NAME}: strings require a tokenizer, and this engine has none", param=NAME
             )
         for text in texts or ():
             check_unicode(text, NAME)

@@ -38,12 +38,11 @@ def check_pin(ttl_s: float | None, cache: CacheOptions) -> None:
     """Raises InvalidRequest, before anything is computed, if the engine cannot pin."""
     if ttl_s is not None and not (0 <= ttl_s <= FOR_GOOD_S and math.isfinite(ttl_s)):
         raise InvalidRequest(
-            f"ttl_s: got {ttl_s!r}, allowed is None (for good) or seconds from 0 to"
-            f" {FOR_GOOD_S:.0f}",
+            f"ttl_s: got {ttl_s!r}, expected None (for good) or seconds from 0 to {FOR_GOOD_S:.0f}",
             param="ttl_s",
         )
     if cache.prefix_cache_dir is None:
         raise InvalidRequest(
-            "nothing can be pinned: this engine keeps no blocks on disk",
+            "pinning requires prefix_cache_dir",
             hint="start it with prefix_cache_dir",
         )

@@ -133,7 +133,7 @@ class PoolingInputs:
                 what = "an embedding" if embeds else "a classifier's scores"
                 raise InvalidRequest(
                     f"{name}: got {shown(getattr(params, name))}, which {what} cannot have",
-                    hint="leave it out",
+                    hint="remove it",
                     param=name,
                 )
         if embeds:
@@ -157,8 +157,8 @@ class PoolingInputs:
         else:
             allowed = ", ".join(map(str, sorted({*pools.dimensions, pools.width})))
         raise InvalidRequest(
-            f"dimensions: got {wanted}, allowed are {allowed}",
-            hint="a model declares by `matryoshka_dimensions` how its embeddings may be cut",
+            f"dimensions: got {wanted}, expected {allowed}",
+            hint="a model declares the supported dimensions as `matryoshka_dimensions`",
             param="dimensions",
         )
 
@@ -170,7 +170,7 @@ class PoolingInputs:
             return most
         if limit is not None and limit > most:
             raise InvalidRequest(
-                f"truncate_prompt_tokens: got {limit}, allowed are 1 to {most}, or -1 for {most}",
+                f"truncate_prompt_tokens: got {limit}, expected 1 to {most}, or -1 for {most}",
                 param="truncate_prompt_tokens",
             )
         return limit
@@ -190,7 +190,8 @@ class PoolingInputs:
         """Returns the tokens of two texts, truncated to the limit from the longer text first."""
         if self.pools.task != "classify":
             raise InvalidRequest(
-                "prompt: got a pair of texts, allowed is one: an embedding is made of each text",
+                "prompt: got a pair of texts, expected one text; the model embeds each text"
+                " separately",
                 param="prompt",
             )
         for text in (pair.first, pair.second):
@@ -200,7 +201,7 @@ class PoolingInputs:
         if limit is None and pair.max_second_tokens is None:
             self.inputs.prompts.check_length(pair.first, pair.second)
         tokenizer = need_tokenizer(
-            self.inputs.tokenizer, "a pair of texts needs a tokenizer", "prompt"
+            self.inputs.tokenizer, "a pair of texts requires a tokenizer", "prompt"
         )
         encoded = tokenizer.encode_pair(pair, max_tokens=limit, template=self.pools.pair_template)
         if limit is not None and limit < encoded.num_fixed:
@@ -227,7 +228,7 @@ def _check_half(text: object) -> None:
     """Raises InvalidRequest if one of a pair is not a text."""
     if not isinstance(text, str):
         raise InvalidRequest(
-            f"prompt: got {shown(text)} in a pair, allowed are two texts", param="prompt"
+            f"prompt: got {shown(text)} in a pair, expected two texts", param="prompt"
         )
 
 
@@ -238,8 +239,7 @@ def _second_start(type_ids: list[int]) -> int | None:
     start = type_ids.index(1)
     if type_ids[start:].count(1) != len(type_ids) - start:
         raise InvalidRequest(
-            "prompt: the tokenizer arranges a pair in segments that are not one after the other,"
-            " which is not supported",
+            "prompt: the tokenizer interleaves the segments of a pair, which is not supported",
             param="prompt",
         )
     return start
@@ -247,8 +247,8 @@ def _second_start(type_ids: list[int]) -> int | None:
 
 def _below_special(limit: int, num_special: int) -> InvalidRequest:
     return InvalidRequest(
-        f"truncate_prompt_tokens: got {limit}, allowed are at least {num_special}: the tokens that"
-        " stand around a text",
+        f"truncate_prompt_tokens: got {limit}, expected at least {num_special}, the number of"
+        f" special tokens around a text",
         param="truncate_prompt_tokens",
     )
 
@@ -332,8 +332,8 @@ class PoolingJobs:
         if pools.task == "embed":
             if max_second_tokens is not None:
                 raise InvalidRequest(
-                    f"max_second_tokens: got {max_second_tokens}, allowed only for a model that"
-                    " reads pairs of texts: this one makes an embedding of each",
+                    f"max_second_tokens: got {max_second_tokens}, requires a cross-encoder; this"
+                    f" model embeds each text separately",
                     param="max_second_tokens",
                 )
             return _cosines(first, second, params)
@@ -350,9 +350,9 @@ def _check_scores(pools: Pools) -> None:
     """Raises InvalidRequest if the model computes more than one score for a pair of texts."""
     if pools.task == "classify" and pools.width != 1:
         raise InvalidRequest(
-            f"model: got one with {pools.width} labels, needed for scoring is one label, or"
-            " embeddings",
-            hint="classify takes pairs of texts too, as TextPair",
+            f"model: has {pools.width} labels; scoring requires a model with one label, or an"
+            f" embedding model",
+            hint="use classify, which accepts pairs of texts as TextPair",
             param="model",
         )
 
@@ -372,11 +372,11 @@ def _cosines(
 
 def _check_counts(num_first: int, num_second: int) -> None:
     if not num_second:
-        raise InvalidRequest("data_2: got no text, needed is at least one", param="data_2")
+        raise InvalidRequest("data_2: got no text, expected at least one", param="data_2")
     if num_first not in (1, num_second):
         raise InvalidRequest(
-            f"data_1: got {num_first} texts, allowed are one, or {num_second}, one for each text"
-            " that it is scored with",
+            f"data_1: got {num_first} texts, expected one, or {num_second}, one for each text in"
+            f" data_2",
             param="data_1",
         )
 
@@ -386,7 +386,7 @@ def _text(prompt: Prompt, name: str) -> str:
     text = prompt.get("prompt") if isinstance(prompt, Mapping) and len(prompt) == 1 else prompt
     if not isinstance(text, str):
         raise InvalidRequest(
-            f"{name}: got {shown(prompt)}, allowed are texts: the model reads them in pairs",
+            f"{name}: got {shown(prompt)}, expected texts; the model is a cross-encoder",
             param=name,
         )
     return text

@@ -62,7 +62,7 @@ class PromptInputs:
         token_ids = as_list(prompt)
         if token_ids is None:
             raise InvalidRequest(
-                f"prompt: got {type(prompt).__name__}, allowed are a text, token ids, or a dict"
+                f"prompt: got {type(prompt).__name__}, expected a string, token ids, or a dict"
                 " of one",
                 param="prompt",
             )
@@ -70,7 +70,7 @@ class PromptInputs:
 
     def _encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
         tokenizer = need_tokenizer(
-            self.tokenizer, "a text prompt needs a tokenizer, and this engine has none", "prompt"
+            self.tokenizer, "a text prompt requires a tokenizer, and this engine has none", "prompt"
         )
         return tokenizer.encode(
             text, add_special_tokens=add_special_tokens, allow_special_text=True
@@ -99,7 +99,7 @@ class PromptInputs:
         for key in prompt:
             if key not in PROMPT_KEYS:
                 raise InvalidRequest(
-                    f"prompt: got the key {key!r}, allowed are {', '.join(PROMPT_KEYS)}",
+                    f"prompt: got the key {key!r}, expected {', '.join(PROMPT_KEYS)}",
                     hint=did_you_mean(str(key), PROMPT_KEYS),
                     param="prompt",
                 )
@@ -107,23 +107,23 @@ class PromptInputs:
         token_ids: Any = prompt.get("prompt_token_ids")
         if text is None and token_ids is None:
             raise InvalidRequest(
-                "prompt: got a dict without a prompt, needed is one of prompt, prompt_token_ids",
+                "prompt: got a dict without a prompt, expected one of prompt, prompt_token_ids",
                 param="prompt",
             )
         if isinstance(token_ids, str):
             raise InvalidRequest(
-                "prompt_token_ids: got a text, allowed are token ids",
-                hint="a text is given as prompt",
+                "prompt_token_ids: got a string, expected token ids",
+                hint="pass a string as prompt",
                 param="prompt",
             )
         if token_ids is not None and text is not None and not isinstance(text, str):
             raise InvalidRequest(
-                f"prompt: got {shown(text)} beside prompt_token_ids, allowed is their text",
+                f"prompt: got {shown(text)} beside prompt_token_ids, expected their text",
                 param="prompt",
             )
         salt = prompt.get("cache_salt") or ""
         if not isinstance(salt, str):
-            raise InvalidRequest(f"cache_salt: got {salt!r}, allowed is a text", param="cache_salt")
+            raise InvalidRequest(f"cache_salt: got {salt!r}, expected a string", param="cache_salt")
         check_unicode(salt, "cache_salt")
         return (None, text, salt) if token_ids is None else (text, token_ids, salt)
 
@@ -139,7 +139,7 @@ class PromptInputs:
             return {"prompt_token_ids": _truncated(token_ids, truncation)}
         if truncation is not None:
             raise InvalidRequest(
-                "truncate_prompt_tokens: got it beside images, whose tokens cannot be cut",
+                "truncate_prompt_tokens: not supported with images",
                 param="truncate_prompt_tokens",
             )
         images = self.images.read(sources)
@@ -171,7 +171,7 @@ class PromptInputs:
 
     def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
         """Returns the infilling prompt for the text between a prefix and a suffix."""
-        tokenizer = need_tokenizer(self.tokenizer, "suffix: texts need a tokenizer", "suffix")
+        tokenizer = need_tokenizer(self.tokenizer, "suffix: strings require a tokenizer", "suffix")
         self.check_length(prefix)
         self.check_length(suffix)
         return {"prompt_token_ids": tokenizer.infill(prefix, suffix)}
@@ -183,12 +183,14 @@ class PromptInputs:
         messages = check_messages(messages)
         for name in rendering.variables:
             if name in TEMPLATE_ARGUMENTS:
-                message = f"chat_template_kwargs: got {name!r}, which has a field of its own"
+                message = f"chat_template_kwargs: got {name!r}, which is a separate field"
                 raise InvalidRequest(message, param="chat_template_kwargs")
         if rendering.continue_final_message:
             _check_continued(messages, rendering)
         return need_tokenizer(
-            self.tokenizer, "a conversation needs the model's tokenizer and chat template", "prompt"
+            self.tokenizer,
+            "a conversation requires the model's tokenizer and chat template",
+            "prompt",
         )
 
 
@@ -200,7 +202,7 @@ def whole_ids(token_ids: list[Any]) -> list[int]:
     for number, token in zip(numbers, token_ids, strict=True):
         if number is None:
             raise InvalidRequest(
-                f"prompt: got {shown(token)} among token ids, allowed are whole numbers",
+                f"prompt: got {shown(token)} among token ids, expected integers",
                 param="prompt",
             )
     return [number for number in numbers if number is not None]
@@ -221,14 +223,14 @@ def _check_continued(messages: Messages, rendering: Rendering) -> None:
     name = "continue_final_message"
     if rendering.add_generation_prompt:
         raise InvalidRequest(
-            f"{name}: got true with add_generation_prompt true, allowed is one of them",
+            f"{name}: got true with add_generation_prompt true, expected one of them",
             param=name,
         )
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
         raise InvalidRequest(
-            f"{name}: got a last message of the role {shown(last.get('role'))}, needed is one of"
-            " the role 'assistant' with a text",
+            f"{name}: got a last message of the role {shown(last.get('role'))}, expected one of"
+            " the role 'assistant' with a string",
             param=name,
         )
 

@@ -53,7 +53,7 @@ def _needs_chance(given: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values of a generation_config that replace those of SamplingParams()."""
+    """Values of a generation_config that replace the defaults of SamplingParams()."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     """Sampling values by the names of SamplingParams."""
@@ -72,7 +72,7 @@ class SamplingDefaults:
             SamplingParams(**values)
         except InvalidRequest as error:
             raise ConfigError(
-                f"{source}: {error.message}", hint="--generation-config vllm ignores it"
+                f"{source}: {error.message}", hint="use --generation-config vllm to ignore it"
             ) from error
         return SamplingDefaults(values, source, limits_chats_only)
 
@@ -95,4 +95,4 @@ class SamplingDefaults:
 
     def describe_values(self) -> str:
         shown = ", ".join(f"{name} {value:g}" for name, value in self.values.items())
-        return f"{shown or 'those of SamplingParams'} ({self.source})"
+        return f"{shown or 'the defaults of SamplingParams'} ({self.source})"

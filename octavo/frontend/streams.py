@@ -137,7 +137,8 @@ class RequestStreams:
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():
                 raise InvalidRequest(
-                    "this AsyncLLM is used by another event loop", hint="give each loop its own"
+                    "this AsyncLLM belongs to another event loop",
+                    hint="create one AsyncLLM per event loop",
                 )
             self._loop = loop
         if self._reader is not None:

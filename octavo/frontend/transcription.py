@@ -42,14 +42,14 @@ def read_audio_bytes(sound: Sound) -> bytes:
         return sound
     if not isinstance(sound, str | Path):
         raise InvalidRequest(
-            f"sounds: got {shown(sound)}, allowed are the bytes or the path of a sound file"
+            f"sounds: got {shown(sound)}, expected the bytes or the path of a sound file"
         )
     try:
         return Path(sound).expanduser().read_bytes()
     except OSError as error:
         raise InvalidRequest(
             f"sounds: {sound} cannot be read: {error.strerror or error}",
-            hint="give the path of a WAV, FLAC, OGG or MP3 file, or its bytes",
+            hint="pass the path or the bytes of a WAV, FLAC, OGG or MP3 file",
         ) from None
 
 
@@ -153,31 +153,31 @@ class Transcriptions:
         known = sorted(languages) or ["en"]
         if language is not None and language not in known:
             raise InvalidRequest(
-                f"language: got {shown(language)}, allowed are {', '.join(known)}",
+                f"language: got {shown(language)}, expected {', '.join(known)}",
                 hint=did_you_mean(str(language), known),
                 param="language",
             )
         if options.task not in ("transcribe", "translate"):
             raise InvalidRequest(
-                f"task: got {shown(options.task)}, allowed are transcribe and translate",
+                f"task: got {shown(options.task)}, expected transcribe or translate",
                 param="task",
             )
         if options.task == "translate" and "translate" not in self.tokens.tasks:
             raise InvalidRequest(
-                "task: got 'translate', but the model hears English alone",
-                hint="take a multilingual model",
+                "task: got 'translate', but the model supports English only",
+                hint="use a multilingual model",
                 param="task",
             )
         if options.timestamps and not self.tokens.num_timestamps:
             raise InvalidRequest(
-                "timestamps: got true, but this engine's model draws none",
-                hint="leave it out, or take the native backend and a model with timestamps",
+                "timestamps: got true, but this model or backend does not support timestamps",
+                hint="remove it, or use the native backend and a model with timestamps",
                 param="timestamps",
             )
         if options.prompt and (self.tokens.previous is None or self.inputs.tokenizer is None):
             raise InvalidRequest(
-                "prompt: the model has no token for a text that goes before",
-                hint="leave it out",
+                "prompt: the model does not support a prompt before the transcript",
+                hint="remove it",
                 param="prompt",
             )
         times = options.timestamps

@@ -36,7 +36,7 @@ def check_bytes(num_bytes: int, limits: ImageLimits) -> None:
         raise image_error("got no bytes", "send the whole file")
     if num_bytes > limits.max_bytes:
         raise image_error(
-            f"got a file of {num_bytes:,} bytes or more, allowed are {limits.max_bytes:,}",
+            f"got a file of {num_bytes:,} bytes or more, expected at most {limits.max_bytes:,}",
             "send a smaller image, or start the engine with a larger --max-image-bytes",
         )
 
@@ -44,11 +44,11 @@ def check_bytes(num_bytes: int, limits: ImageLimits) -> None:
 def check_size(width: int, height: int, limits: ImageLimits) -> None:
     if width < 1 or height < 1 or max(width, height) > MAX_SIDE:
         raise image_error(
-            f"got {width:,} x {height:,} pixels, allowed are 1 to {MAX_SIDE:,} a side",
-            "send an image of an ordinary size",
+            f"got {width:,} x {height:,} pixels, expected 1 to {MAX_SIDE:,} a side",
+            "send an image of a supported size",
         )
     if width * height > limits.max_pixels:
         raise image_error(
-            f"got {width:,} x {height:,} pixels, allowed are {limits.max_pixels:,} in all",
-            "scale the image down, or start the engine with a larger --max-image-pixels",
+            f"got {width:,} x {height:,} pixels, expected at most {limits.max_pixels:,} in all",
+            "resize the image, or start the engine with a larger --max-image-pixels",
         )

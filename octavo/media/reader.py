@@ -46,8 +46,9 @@ class PillowReader:
         """Reads images from URLs, paths, bytes, Pillow images or arrays."""
         if len(sources) > self.limits.max_images:
             raise InvalidRequest(
-                f"image: got {len(sources)} images, allowed are {self.limits.max_images} a prompt",
-                hint="send fewer, or start the engine with a larger --max-images",
+                f"image: got {len(sources)} images, expected at most {self.limits.max_images} per"
+                f" prompt",
+                hint="send fewer images, or start the engine with a larger --max-images",
                 param="image",
             )
         need_pillow()
@@ -96,8 +97,8 @@ def need_pillow() -> None:
         import PIL.Image  # noqa: F401
     except ImportError as error:
         raise image_error(
-            "got an image, and Pillow, which decodes images, is not installed here",
-            "install it where the engine runs: pip install 'octavo[media]'",
+            "decoding images requires Pillow, which is not installed",
+            "install it on the engine's machine: pip install 'octavo[media]'",
         ) from error
 
 
@@ -115,12 +116,12 @@ def decoded(data: bytes, limits: ImageLimits) -> Image:
             return PIL.ImageOps.exif_transpose(image).convert("RGB")
     except PIL.UnidentifiedImageError:
         raise image_error(
-            "the bytes are no image that can be read", f"send one of {', '.join(FORMATS)}"
+            "the bytes are not a supported image", f"send one of {', '.join(FORMATS)}"
         ) from None
     except PIL.Image.DecompressionBombError as error:
-        raise image_error(f"it has too many pixels: {error}", "scale the image down") from None
+        raise image_error(f"it has too many pixels: {error}", "resize the image") from None
     except MemoryError:
-        raise image_error("it does not fit into memory", "scale the image down") from None
+        raise image_error("it does not fit in memory", "resize the image") from None
     except (OSError, ValueError, SyntaxError, EOFError, KeyError, IndexError, TypeError,
             ArithmeticError, AttributeError, RuntimeError) as error:  # fmt: skip
         raise image_error(
@@ -138,14 +139,14 @@ def as_image(given: object, limits: ImageLimits) -> Image:
     if isinstance(given, np.ndarray):
         if given.dtype != np.uint8 or given.ndim != 3 or given.shape[2] != 3:
             raise image_error(
-                f"got an array {given.shape} of {given.dtype}, allowed are [rows, columns, 3] of"
+                f"got an array {given.shape} of {given.dtype}, expected [rows, columns, 3] of"
                 " uint8",
-                "give red, green and blue as bytes, pixel by pixel",
+                "pass RGB bytes",
             )
         check_size(given.shape[1], given.shape[0], limits)
         return PIL.Image.fromarray(given)
     raise image_error(
-        f"got {type(given).__name__}, allowed are an image of Pillow, bytes of a file, an array, a"
-        " path, or a text with a data URL",
+        f"got {type(given).__name__}, expected an image of Pillow, bytes of a file, an array, a"
+        " path, or a string with a data URL",
         "open the file with PIL.Image.open",
     )

@@ -54,9 +54,9 @@ class ImageRules:
             return PixelSize(self.side, self.side)
         if max(height, width) > MAX_RATIO * min(height, width):
             raise image_error(
-                f"got {width:,} x {height:,} pixels, allowed is a side at most {MAX_RATIO} times"
+                f"got {width:,} x {height:,} pixels, expected a side at most {MAX_RATIO} times"
                 " the other",
-                "cut the image into parts",
+                "split the image",
             )
         return scaled_size(height, width, self)
 
@@ -116,7 +116,7 @@ def rules_file(path: Path) -> Path | None:
 
 def _number(name: str, value: object) -> int:
     if not isinstance(value, int) or value < 1:
-        raise _wrong(name, value, "a whole number above 0")
+        raise _wrong(name, value, "an integer above 0")
     return value
 
 
@@ -127,4 +127,4 @@ def _colours(name: str, value: Sequence[float]) -> tuple[float, ...]:
 
 
 def _wrong(name: str, value: object, allowed: str) -> UnsupportedModel:
-    return UnsupportedModel(f"preprocessor_config.json: {name} is {value!r}, allowed is {allowed}")
+    return UnsupportedModel(f"preprocessor_config.json: {name} is {value!r}, expected {allowed}")

@@ -48,16 +48,16 @@ def read_file(name: str, limits: ImageLimits) -> bytes:
     """Reads a file of the allowed folder, given by relative path or `file:` URL."""
     if limits.folder is None:
         raise image_error(
-            f"got {name[:80]!r}, allowed are data URLs such as data:image/png;base64,...",
-            "start the engine with --media-dir to allow files of a folder",
+            f"got {name[:80]!r}, expected data URLs such as data:image/png;base64,...",
+            "start the engine with --media-dir to allow files of a directory",
         )
     folder = limits.folder.resolve()
     path = urllib.parse.unquote(name[5:]) if name.startswith("file:") else name
     found = _inside(folder, Path(path)) or _inside(folder, folder / path.lstrip("/"))
     if found is None:
         raise image_error(
-            f"there is no file {name[:80]!r} in the folder that may be read",
-            "name a file below --media-dir",
+            f"there is no file {name[:80]!r} in the media directory",
+            "use a file in --media-dir",
         )
     check_bytes(found.stat().st_size, limits)
     return _bounded(found, limits)
@@ -83,7 +83,7 @@ def _from_data_url(url: str, limits: ImageLimits) -> bytes:
     head = DATA_URL.match(url[:256])
     if head is None or not head["base64"]:
         raise image_error(
-            f"got the data URL {url[:40]!r}, whose beginning is not as it should be",
+            f"got the data URL {url[:40]!r}, which is not a valid data URL",
             "write it as data:image/png;base64,...",
         )
     return read_base64(url[head.end() :], limits)
@@ -92,7 +92,7 @@ def _from_data_url(url: str, limits: ImageLimits) -> bytes:
 def _fetched(url: str, limits: ImageLimits) -> bytes:
     if not limits.fetches_urls:
         raise image_error(
-            f"got the address {url[:80]!r}, and this engine fetches nothing",
+            f"got the address {url[:80]!r}, but fetching URLs is disabled",
             "send the image as a data URL, or start the engine with --allow-media-urls",
         )
     import httpx2
@@ -107,7 +107,7 @@ def _fetched(url: str, limits: ImageLimits) -> bytes:
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise image_error(
             f"the address {url[:80]!r} cannot be fetched: {error}",
-            "see that the address can be reached from where the engine runs",
+            "check that the engine's machine can reach this address",
         ) from None
     check_bytes(len(data), limits)
     return bytes(data)

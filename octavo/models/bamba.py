@@ -50,8 +50,8 @@ def _plan(config: HfConfig, num_layers: int) -> LayerPlan:
     indices = config.integers("attn_layer_indices")
     if any(not 0 <= index < num_layers for index in indices):
         raise UnsupportedModel(
-            f"config.json: attn_layer_indices is {list(indices)}, allowed are 0 to"
-            f" {num_layers - 1}, the numbers of the layers"
+            f"config.json: attn_layer_indices is {list(indices)}, expected 0 to"
+            f" {num_layers - 1}, the layer indices"
         )
     config.without_effect("layer_types", "layers_block_type")
     attends = [layer in indices for layer in range(num_layers)]

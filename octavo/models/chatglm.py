@@ -28,9 +28,8 @@ LAYERS = "transformer.encoder.layers"
 def build(config: HfConfig) -> dict[str, Program]:
     if "position_encoding_2d" in config.values or "inner_hidden_size" in config.values:
         raise UnsupportedModel(
-            "config.json: this is the first ChatGLM, whose two-dimensional positions are not"
-            " supported",
-            hint="ChatGLM2, ChatGLM3 and GLM-4 are",
+            "config.json: ChatGLM-6B with two-dimensional positions is not supported",
+            hint="use ChatGLM2, ChatGLM3 or GLM-4",
         )
     config.refuse_unless("apply_residual_connection_post_layernorm", False)
     config.refuse_unless("pre_seq_len")

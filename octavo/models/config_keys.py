@@ -130,7 +130,6 @@ def refuse_unread(config: Mapping[str, Any], asked: Set[str]) -> None:
     shown = ", ".join(f"{name} = {config[name]!r:.60}" for name in names[:5])
     near = difflib.get_close_matches(names[0], asked, 1)
     raise UnsupportedModel(
-        f"config.json: {shown} is not known for {config['model_type']}, and could change its"
-        " numbers",
-        hint=f"did you mean {near[0]}?" if near else "remove what the model does not need",
+        f"config.json: {shown} is unknown for {config['model_type']} and could change its results",
+        hint=f"did you mean {near[0]}?" if near else "remove it if the model does not need it",
     )

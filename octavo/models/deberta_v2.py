@@ -72,7 +72,7 @@ def _read_position_scores(
     if named != (BOTH if relative else set()):
         raise UnsupportedModel(
             f"config.json: pos_att_type is {kinds!r} with relative_attention {relative},"
-            " supported are c2p and p2c together with it, and none without it"
+            " supported: c2p and p2c with it, none without it"
         )
     if not relative:
         return None
@@ -80,8 +80,8 @@ def _read_position_scores(
     half = num_buckets if num_buckets > 0 else farthest
     if num_buckets > 0 and not 2 <= num_buckets // 2 < farthest - 1:
         raise UnsupportedModel(
-            f"config.json: position_buckets is {num_buckets}, allowed is a number from 4 on whose"
-            f" half is below max_relative_positions, {farthest}, less 1"
+            f"config.json: position_buckets is {num_buckets}, expected a number of at least 4,"
+            f" less than twice max_relative_positions - 1 ({farthest})"
         )
     return DisentangledScores(
         shape=shape,

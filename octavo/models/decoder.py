@@ -67,7 +67,7 @@ class DecoderShape:
         width = config.get_if_missing("head_dim", head_dim) or hidden_size // num_heads
         if num_heads % num_kv_heads:
             raise UnsupportedModel(
-                f"config.json: num_attention_heads {num_heads} is no multiple of"
+                f"config.json: num_attention_heads {num_heads} is not a multiple of"
                 f" num_key_value_heads {num_kv_heads}"
             )
         return DecoderShape(

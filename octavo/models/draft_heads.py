@@ -62,9 +62,9 @@ def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str])
     num_heads = hf.integer("num_nextn_predict_layers", 0)
     if hf.model_type not in MTP_FAMILIES or num_heads < 1:
         raise UnsupportedModel(
-            f"spec_method: mtp needs a layer that predicts a token more; {hf.model_type} with"
-            f" num_nextn_predict_layers {num_heads} has none that is known",
-            hint=f"it is read of {' and '.join(MTP_FAMILIES)}; take --spec-method suffix",
+            f"spec_method: mtp requires a multi-token prediction layer; {hf.model_type} with"
+            f" num_nextn_predict_layers {num_heads} has none that is supported",
+            hint=f"it is supported for {' and '.join(MTP_FAMILIES)}; use --spec-method suffix",
         )
     layer: PredictionLayer = import_module(f"octavo.models.{hf.model_type}").prediction_layer(hf)
     shape, number = layer.shape, layer.shape.num_layers
@@ -122,7 +122,7 @@ def eagle3_head(config: Mapping[str, Any], target: Program, names: Collection[st
         raise UnsupportedModel(
             f"spec_model: the head is for a model of {shape.vocab_size:,} ids and rows of"
             f" {shape.hidden_size} numbers, got {target.vocab_size:,} ids and {table.out.width}",
-            hint="take the head that was trained for this model",
+            hint="use a head trained for this model",
         )
     layers = _aux_layers(hf, target)
     features = Features(layers, _split_matrix("fc", shape.hidden_size, len(layers)))
@@ -157,7 +157,7 @@ def _check_eagle3(config: HfConfig) -> None:
         raise UnsupportedModel(
             f"spec_model: got a checkpoint of {config.architecture or config.model_type}, allowed"
             " with spec_method eagle3 is a head such as LlamaForCausalLMEagle3",
-            hint="a whole model drafts with --spec-method draft_model",
+            hint="to draft with a whole model, use --spec-method draft_model",
         )
     config.refuse_unless("num_hidden_layers", 1)
     config.refuse_unless("norm_before_residual", False)
@@ -175,8 +175,8 @@ def _aux_layers(config: HfConfig, target: Program) -> tuple[int, ...]:
     named = HfConfig(config.table("eagle_config")).integers("eagle_aux_hidden_state_layer_ids")
     if len(set(named)) < len(named):
         raise UnsupportedModel(
-            f"config.json: eagle_aux_hidden_state_layer_ids is {list(named)}, allowed are numbers"
-            " that differ"
+            f"config.json: eagle_aux_hidden_state_layer_ids is {list(named)}, expected distinct"
+            f" numbers"
         )
     if named:
         return named

@@ -69,7 +69,7 @@ class EncoderShape:
         hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
         if hidden_size % num_heads:
             raise UnsupportedModel(
-                f"config.json: hidden_size {hidden_size} is no multiple of num_attention_heads"
+                f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads"
                 f" {num_heads}"
             )
         return EncoderShape(

@@ -90,6 +90,6 @@ def _numbers(config: HfConfig, name: str, count: int) -> list[float]:
         or not all(isinstance(number, int | float) for number in given)
     ):
         raise UnsupportedModel(
-            f"config.json: {name} is {given!r}, allowed is a list of {count} numbers"
+            f"config.json: {name} is {given!r}, expected a list of {count} numbers"
         )
     return [float(number) for number in given]

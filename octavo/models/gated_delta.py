@@ -132,7 +132,7 @@ def read_mixer(
     )
     if num_v % num_k:
         raise UnsupportedModel(
-            f"config.json: linear_num_value_heads is {num_v}, allowed is a multiple of"
+            f"config.json: linear_num_value_heads is {num_v}, expected a multiple of"
             f" linear_num_key_heads ({num_k})"
         )
     return GatedDelta(

@@ -35,7 +35,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     num_tokens = config.integer("mm_tokens_per_image", 256, low=1)
     if any(window < num_tokens for window in windows):
         raise UnsupportedModel(
-            f"config.json: mm_tokens_per_image is {num_tokens}, allowed are at most the"
+            f"config.json: mm_tokens_per_image is {num_tokens}, expected at most the"
             f" {min(windows)} keys of a sliding window"
         )
     vision = vision_config(config)
@@ -53,7 +53,7 @@ def image_layout(config: HfConfig) -> ImageLayout:
     tokens_a_side, patches_a_side = math.isqrt(tokens), side // patch_size
     if tokens_a_side**2 != tokens or patches_a_side % tokens_a_side or side % patch_size:
         raise UnsupportedModel(
-            f"config.json: {tokens} tokens are no equal squares of an image of {side} pixels a side"
+            f"config.json: {tokens} tokens do not divide an image of {side} pixels a side"
             f" in patches of {patch_size}"
         )
     token_id = config.integer("image_token_index", 262_144)

@@ -68,8 +68,8 @@ def _plan_cache(
     own = windows[: max(num_own, 0)]
     if set(windows) != set(own):
         raise UnsupportedModel(
-            f"config.json: num_kv_shared_layers is {shape.num_layers - num_own}, which leaves no"
-            " layer of each type that writes keys"
+            f"config.json: num_kv_shared_layers is {shape.num_layers - num_own}, which leaves a"
+            f" layer type without its own KV cache"
         )
     plan = plan_cache(shape, own)
     last = dict(zip(own, plan.layers, strict=True))
@@ -232,8 +232,8 @@ def _deviations(config: HfConfig, num_layers: int) -> list[float | None]:
     shares = value if isinstance(value, list) else [value] * num_layers
     if len(shares) != num_layers or not all(_is_share(share) for share in shares):
         raise UnsupportedModel(
-            f"config.json: activation_sparsity_pattern is {value!r:.80}, allowed are {num_layers}"
-            " numbers from 0 on, below 1"
+            f"config.json: activation_sparsity_pattern is {value!r:.80}, expected {num_layers}"
+            " numbers from 0 to less than 1"
         )
     return [NormalDist().inv_cdf(share) if share > 0 else None for share in shares]
 

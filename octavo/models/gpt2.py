@@ -21,7 +21,9 @@ def build(config: HfConfig) -> dict[str, Program]:
     num_layers = config.count("n_layer")
     vocab_size = config.integer("vocab_size", low=1)
     if width % num_heads:
-        raise UnsupportedModel(f"config.json: n_embd {width} is no multiple of n_head {num_heads}")
+        raise UnsupportedModel(
+            f"config.json: n_embd {width} is not a multiple of n_head {num_heads}"
+        )
     head_dim, eps = width // num_heads, config.number("layer_norm_epsilon", 1e-5)
     activation = config.activation("activation_function", "gelu_new")
     base_scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0

@@ -96,7 +96,7 @@ class HfConfig:
     ) -> int:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
-            raise self._wrong(name, value, f"a whole number from {low} to {most:,}")
+            raise self._wrong(name, value, f"an integer from {low} to {most:,}")
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -140,7 +140,7 @@ class HfConfig:
     def text(self, name: str, default: str | None = None) -> str:
         value = self._get(name, default)
         if not isinstance(value, str):
-            raise self._wrong(name, value, "a text")
+            raise self._wrong(name, value, "a string")
         return value
 
     def table(self, name: str) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class HfConfig:
         value = self._get(name, [])
         numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
         if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-            raise self._wrong(name, value, "a whole number or a list of them")
+            raise self._wrong(name, value, "an integer or a list of them")
         return numbers
 
     def optional_integer(self, name: str) -> int | None:
@@ -177,7 +177,7 @@ class HfConfig:
         value = self.text(name, default)
         if value not in ACTIVATIONS:
             raise UnsupportedModel(
-                f"config.json: {name} is {value!r}, supported are {', '.join(ACTIVATIONS)}"
+                f"config.json: {name} is {value!r}, supported: {', '.join(ACTIVATIONS)}"
             )
         return ACTIVATIONS[value]
 
@@ -189,7 +189,7 @@ class HfConfig:
         if value is not None and value not in allowed:
             shown = " or ".join(repr(item) for item in allowed) or "null"
             raise UnsupportedModel(
-                f"config.json: {name} is {value!r}, supported is {shown} for {self.model_type}"
+                f"config.json: {name} is {value!r}, supported: {shown} for {self.model_type}"
             )
 
     def window(self, default: int) -> int | None:
@@ -234,12 +234,12 @@ class HfConfig:
             raise UnsupportedModel(
                 f"config.json: {name} is missing"
                 + ("" if name == "model_type" else f", {self.values.get('model_type')} needs it"),
-                hint="the file is incomplete, or no Hugging Face config of this family",
+                hint="the file is incomplete, or not a Hugging Face config of this family",
             )
         return default
 
     def _wrong(self, name: str, value: Any, allowed: str) -> UnsupportedModel:
-        return UnsupportedModel(f"config.json: {name} is {value!r}, allowed is {allowed}")
+        return UnsupportedModel(f"config.json: {name} is {value!r}, expected {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +334,6 @@ def _dtype(config: Mapping[str, Any]) -> str:
         return "float32"
     if name not in ("float32", "bfloat16", "float16"):
         raise UnsupportedModel(
-            f"config.json: dtype is {name!r}, supported are float32, bfloat16 and float16"
+            f"config.json: dtype is {name!r}, supported: float32, bfloat16 and float16"
         )
     return name

@@ -70,7 +70,7 @@ def layers_by_type(
     known = {*attends, *recurs}
     if not isinstance(types, list) or len(types) != num_layers or not known.issuperset(types):
         raise UnsupportedModel(
-            f"config.json: {name} is {types!r}, allowed is a list of {num_layers} of"
+            f"config.json: {name} is {types!r}, expected a list of {num_layers} of"
             f" {', '.join(attends + recurs)}"
         )
     return LayerPlan([kind in attends for kind in types], [kind in recurs for kind in types])
@@ -109,7 +109,7 @@ def mamba2_sizes(config: HfConfig, hidden_size: int, inner: int | None = None) -
         width = config.size("mamba_d_head")
     if num_heads * width != inner or num_heads % num_runs:
         raise UnsupportedModel(
-            f"config.json: mamba_n_heads is {num_heads}, allowed is a divisor of {inner} columns"
+            f"config.json: mamba_n_heads is {num_heads}, expected a divisor of {inner} columns"
             f" and a multiple of mamba_n_groups ({num_runs})"
         )
     config.without_effect("mamba_chunk_size")

@@ -107,14 +107,14 @@ def layers_with_attention(config: HfConfig, num_layers: int) -> list[bool]:
             return [True] * num_layers
         if any(not 0 <= index < num_layers for index in indices):
             raise UnsupportedModel(
-                f"config.json: full_attn_idxs is {list(indices)}, allowed are 0 to"
-                f" {num_layers - 1}, the numbers of the layers"
+                f"config.json: full_attn_idxs is {list(indices)}, expected 0 to"
+                f" {num_layers - 1}, the layer indices"
             )
         return [layer in indices for layer in range(num_layers)]
     known = ("full_attention", "conv")
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {*known}:
         raise UnsupportedModel(
-            f"config.json: layer_types is {types!r}, allowed is a list of {num_layers} of"
+            f"config.json: layer_types is {types!r}, expected a list of {num_layers} of"
             f" {' and '.join(known)}"
         )
     return [kind == "full_attention" for kind in types]

@@ -17,7 +17,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     num_runs = config.size("n_groups", 8)
     if num_heads * head_dim != inner or num_heads % num_runs:
         raise UnsupportedModel(
-            f"config.json: num_heads is {num_heads}, allowed is expand * hidden_size / head_dim ="
+            f"config.json: num_heads is {num_heads}, expected expand * hidden_size / head_dim ="
             f" {inner // head_dim}, a multiple of n_groups ({num_runs})"
         )
     sizes = StateSpace(

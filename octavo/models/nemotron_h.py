@@ -90,7 +90,7 @@ def layer_kinds(config: HfConfig) -> Sequence[str]:
     kinds = [OTHER_NAMES.get(str(kind), str(kind)) for kind in names]
     if not kinds or not {*KINDS.values()}.issuperset(kinds):
         raise UnsupportedModel(
-            f"config.json: layers_block_type is {given!r}, allowed is a list of"
+            f"config.json: layers_block_type is {given!r}, expected a list of"
             f" {', '.join([*KINDS.values(), *OTHER_NAMES])}"
         )
     return kinds
@@ -101,7 +101,7 @@ def _sizes(config: HfConfig) -> StateSpace:
     num_runs = config.size("n_groups", 8)
     if num_heads % num_runs:
         raise UnsupportedModel(
-            f"config.json: mamba_num_heads is {num_heads}, allowed is a multiple of n_groups"
+            f"config.json: mamba_num_heads is {num_heads}, expected a multiple of n_groups"
             f" ({num_runs})"
         )
     return StateSpace(

@@ -103,7 +103,7 @@ def pooling_mode(config: HfConfig) -> PoolingMode:
     mode: Any = config.table("pooling").get("mode")
     if mode not in get_args(PoolingMode):
         raise UnsupportedModel(
-            f"{config.model_type}: the pooling is {mode!r}, allowed are"
+            f"{config.model_type}: the pooling is {mode!r}, expected"
             f" {', '.join(get_args(PoolingMode))}",
             hint="an encoder needs modules.json and 1_Pooling/config.json as sentence-transformers"
             " saves them, or to be a ForSequenceClassification",
@@ -128,7 +128,7 @@ def get_activation(config: HfConfig, num_labels: int) -> PoolingActivation:
     problem = config.text("problem_type", "")
     if problem and problem not in BY_PROBLEM:
         raise UnsupportedModel(
-            f"config.json: problem_type is {problem!r}, allowed are {', '.join(BY_PROBLEM)}"
+            f"config.json: problem_type is {problem!r}, expected {', '.join(BY_PROBLEM)}"
         )
     return BY_PROBLEM.get(problem, "sigmoid" if num_labels == 1 else "softmax")
 
@@ -144,7 +144,7 @@ def _saved_activation(config: HfConfig) -> PoolingActivation | None:
         name = place.text(key, "").rpartition(".")[2]
         if name and name not in BY_MODULE:
             raise UnsupportedModel(
-                f"{key} is {name!r}, supported are {', '.join(BY_MODULE)} for a classifier"
+                f"{key} is {name!r}, supported: {', '.join(BY_MODULE)} for a classifier"
             )
         if name:
             return BY_MODULE[name]

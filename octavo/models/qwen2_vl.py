@@ -87,13 +87,11 @@ def _by_axes(config: HfConfig, head_dim: int) -> RopeTable:
     axes = tuple(axis for axis, count in enumerate(named) for _ in range(count))
     if len(axes) != len(table.inv_freq) or len(named) != 3:
         raise UnsupportedModel(
-            f"config.json: mrope_section is {named!r}, allowed are three numbers whose sum is"
+            f"config.json: mrope_section is {named!r}, expected three numbers whose sum is"
             f" {len(table.inv_freq)}, half a head's columns"
         )
     if table.long is not None:
-        raise UnsupportedModel(
-            "config.json: mrope_section beside two lists of longrope's factors is not supported"
-        )
+        raise UnsupportedModel("config.json: mrope_section with longrope is not supported")
     return RopeTable(table.inv_freq, table.mscale, axes)
 
 
@@ -133,7 +131,7 @@ def get_rope_theta(vision: HfConfig) -> float:
     given = vision.table("rope_parameters")
     if given.get("rope_type", "axial") != "axial":
         raise UnsupportedModel(
-            f"config.json: the tower's rope type is {given['rope_type']!r}, supported is 'axial'"
+            f"config.json: the tower's rope type is {given['rope_type']!r}, supported: 'axial'"
         )
     return float(given.get("rope_theta", 10_000.0))
 

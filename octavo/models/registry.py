@@ -143,9 +143,7 @@ def build_programs(config: Mapping[str, Any], *, every_key: bool = False) -> dic
     programs: dict[str, Program] = _module(hf.model_type).build(hf)
     pools = any("pooled" in program.outputs for program in programs.values())
     if score_tokens(hf) and "decoder" not in programs:
-        raise UnsupportedModel(
-            f"{hf.model_type}: a score can be made of the logits of tokens by decoders only"
-        )
+        raise UnsupportedModel(f"{hf.model_type}: classifier_from_token requires a decoder")
     if not pools and pooled_head(hf) is not None:
         raise UnsupportedModel(
             f"{hf.model_type}: embeddings and classifiers of this family are not supported"

@@ -48,8 +48,8 @@ class RopeParameters:
         if named is None and given.get("factor") not in (None, 1):
             raise UnsupportedModel(
                 f"config.json: the rope parameters have the factor {given['factor']!r} and no"
-                " rope_type",
-                hint='add "rope_type": "linear", or the type that the factor is for',
+                f" rope_type",
+                hint='add "rope_type": "linear", or the rope type of this factor',
             )
         self.theta = self.positive("rope_theta", theta)
         self.max_positions = max_positions
@@ -63,7 +63,7 @@ class RopeParameters:
         self.share = self.number("partial_rotary_factor", partial or 1.0)
         if not 0 < self.share <= 1 or (partial is None and self.share != 1):
             raise UnsupportedModel(
-                f"config.json: partial_rotary_factor is {self.share}, allowed is "
+                f"config.json: partial_rotary_factor is {self.share}, expected "
                 + ("1 for this family" if partial is None else "a number above 0, at most 1")
             )
 
@@ -83,7 +83,7 @@ class RopeParameters:
     def positive(self, name: str, default: float | None = None) -> float:
         value = self.number(name, default)
         if value <= 0:
-            raise UnsupportedModel(f"config.json: {name} is {value!r}, allowed is a number above 0")
+            raise UnsupportedModel(f"config.json: {name} is {value!r}, expected a number above 0")
         return value
 
     def optional(self, name: str) -> float | None:
@@ -111,7 +111,8 @@ class RopeParameters:
         # An odd number turns one column more, as it does in transformers.
         if rotary_dim < 2 or rotary_dim + rotary_dim % 2 > head_dim:
             raise UnsupportedModel(
-                f"config.json: {rotary_dim} columns of a head of {head_dim} are to turn in pairs"
+                f"config.json: {rotary_dim} rotary dims of head size {head_dim}, expected an even"
+                f" number"
             )
         if self.kind not in _MAKERS:
             raise UnsupportedModel(
@@ -159,8 +160,8 @@ def tables_by_layer_type(
     others = sorted(by_type.keys() - {"sliding_attention", "full_attention"})
     if others:
         raise UnsupportedModel(
-            f"config.json: rope_parameters has {', '.join(others)} for all layers, allowed are a"
-            " set for sliding_attention and one for full_attention"
+            f"config.json: rope_parameters has {', '.join(others)} for all layers, expected one"
+            f" set for sliding_attention and one for full_attention"
         )
     sliding = {**(by_type.get("sliding_attention") or {}), **(scaling if scales_both else {})}
     full = {**(by_type.get("full_attention") or {}), **scaling}

@@ -64,7 +64,7 @@ class Seq2SeqShape:
         for stack, name in ((encoder, "encoder"), (decoder, "decoder")):
             if width % stack.num_heads:
                 raise UnsupportedModel(
-                    f"config.json: d_model is {width}, allowed is a multiple of"
+                    f"config.json: d_model is {width}, expected a multiple of"
                     f" {name}_attention_heads ({stack.num_heads})"
                 )
         return Seq2SeqShape(
@@ -244,7 +244,7 @@ def sinusoids(shape: Seq2SeqShape, frequencies: Sinusoids, *, offset: int = 0) -
     """Returns sinusoidal positions, starting at row `offset`."""
     if shape.width % 2 or shape.width < 4:
         raise UnsupportedModel(
-            f"config.json: d_model is {shape.width}, allowed are even numbers from 4 on"
+            f"config.json: d_model is {shape.width}, expected an even number of at least 4"
         )
     table = Weight("sinusoids", (shape.num_positions + offset, shape.width), fill=frequencies)
     return lambda b, name: b.embed_positions(table, offset=offset)

@@ -30,7 +30,7 @@ def layers_with_rope(config: HfConfig, num_layers: int) -> list[bool]:
     given = config.integers("no_rope_layers")
     if given and len(given) != num_layers:
         raise UnsupportedModel(
-            f"config.json: no_rope_layers has {len(given)} entries, needed is one for each of"
+            f"config.json: no_rope_layers has {len(given)} entries, expected one for each of"
             f" {num_layers} layers"
         )
     interval = config.integer("no_rope_layer_interval", 4, low=1)

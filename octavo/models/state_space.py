@@ -209,7 +209,7 @@ def step_limits(config: HfConfig, name: str = "time_step_limit") -> tuple[float,
     numbers = [_number(entry) for entry in given] if isinstance(given, list | tuple) else []
     if len(numbers) != 2 or None in numbers:
         raise UnsupportedModel(
-            f"config.json: {name} is {given!r}, allowed is a list of a least and a greatest number"
+            f"config.json: {name} is {given!r}, expected a list of a minimum and a maximum"
         )
     low, high = numbers
     assert low is not None and high is not None

@@ -68,7 +68,7 @@ def read_shape(config: HfConfig, *, scaled: bool | None = None) -> T5Shape:
     gated, name = projection.startswith("gated-"), projection.split("-")[-1]
     if projection.count("-") > gated:
         raise UnsupportedModel(
-            f"config.json: feed_forward_proj is {projection!r}, allowed is ACTIVATION or"
+            f"config.json: feed_forward_proj is {projection!r}, expected ACTIVATION or"
             " gated-ACTIVATION"
         )
     # transformers 5 always writes tie_word_embeddings, and whether to scale under another key.

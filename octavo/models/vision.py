@@ -79,7 +79,8 @@ class VisionShape:
         """Raises UnsupportedModel if the heads do not divide the hidden size."""
         if self.hidden_size % self.num_heads:
             raise UnsupportedModel(
-                f"config.json: vision_config's hidden size {self.hidden_size} is no multiple of its"
+                f"config.json: vision_config's hidden size {self.hidden_size} is not a multiple of"
+                f" its"
                 f" {self.num_heads} heads"
             )
 

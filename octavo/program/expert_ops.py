@@ -94,17 +94,17 @@ def check_choice(num_experts: int, top_k: int, *, num_groups: int, top_groups: i
     """
     got = f"config.json: {num_experts} experts"
     if top_k > num_experts:
-        raise UnsupportedModel(f"{got}, of which a row chooses {top_k}; allowed are {num_experts}")
+        raise UnsupportedModel(f"{got}, with top-{top_k} routing; expected at most {num_experts}")
     if num_experts % num_groups:
         raise UnsupportedModel(f"{got} in {num_groups} groups of different sizes")
     if top_groups > num_groups:
         raise UnsupportedModel(
-            f"{got} in {num_groups} groups, of which a row chooses {top_groups}; allowed are"
-            f" {num_groups}"
+            f"{got} in {num_groups} groups, with {top_groups} groups per token; expected"
+            f" at most {num_groups}"
         )
     num_eligible = num_experts // num_groups * top_groups
     if top_k > num_eligible:
         raise UnsupportedModel(
-            f"{got}, of which a row chooses {top_k} in {top_groups} of {num_groups} groups; these"
+            f"{got}, with top-{top_k} routing in {top_groups} of {num_groups} groups; these"
             f" have {num_eligible}"
         )

@@ -81,7 +81,7 @@ def check_fp8(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) -> 
         raise WeightMismatch(
             f"{name}: codes of {codes.dtype.name} and scales of {scales.dtype.name}, expected"
             f" {CODES.name} and {', '.join(SCALES)}",
-            hint="download the files again, or take another copy of the model",
+            hint="download the files again, or use another copy of the model",
         )
     outputs, inputs = codes.shape
     block = scheme.block

@@ -134,7 +134,7 @@ def pack_int4(
 def check_int4(width: int, name: str) -> None:
     """Raises UnsupportedModel if rows of `width` inputs cannot be packed to 4 bits."""
     if width % GROUP:
-        what = f"quantization int4: {name} has {width} inputs, allowed is a multiple of {GROUP}"
+        what = f"quantization int4: {name} has {width} inputs, expected a multiple of {GROUP}"
         raise UnsupportedModel(what, hint="use --quantization int8")
 
 

@@ -46,5 +46,7 @@ async def get_background_jobs(request: Request) -> BackgroundJobs:
     """Returns the server's background work; raises a 404 without a store."""
     jobs: BackgroundJobs | None = request.app.state.background_jobs
     if jobs is None:
-        raise HTTPException(404, "this server keeps nothing (hint: start it with --state-dir)")
+        raise HTTPException(
+            404, "this server stores no responses (hint: start it with --state-dir)"
+        )
     return jobs

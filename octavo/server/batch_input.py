@@ -83,10 +83,10 @@ class CheckedInput:
         self.num_lines += 1
         custom_id, model = _check_line(raw, number, limits)
         if custom_id in seen:
-            message = f"custom_id: {custom_id!r} names an earlier line too"
+            message = f"custom_id: {custom_id!r} is used by an earlier line"
             raise BadLine("duplicate_custom_id", message, number, "custom_id")
         if seen and model != self.model:
-            message = f"body.model: got {model!r}, allowed is one model in all lines"
+            message = f"body.model: got {model!r}, expected one model in all lines"
             raise BadLine("mismatched_model", message, number, "body.model")
         seen.add(custom_id)
         self.model = model
@@ -104,7 +104,7 @@ def check_input(path: Path, limits: InputLimits) -> CheckedInput:
     """Validates a whole file; a batch with any error does not run."""
     found = CheckedInput()
     if not path.is_file():
-        found.errors.append(LineError("missing_file", "the file is no longer on the disk"))
+        found.errors.append(LineError("missing_file", "the file no longer exists"))
         return found
     seen: set[str] = set()
     for number, raw in _number_lines(path, limits.max_line_bytes):
@@ -115,7 +115,7 @@ def check_input(path: Path, limits: InputLimits) -> CheckedInput:
             if bad.error.line is None or len(found.errors) >= MAX_ERRORS:
                 return found
     if not found.num_lines:
-        found.errors.append(LineError("empty_file", "the file has no request"))
+        found.errors.append(LineError("empty_file", "the file contains no requests"))
     return found
 
 
@@ -154,14 +154,14 @@ def _check_line(raw: bytes, number: int, limits: InputLimits) -> tuple[str, str 
         line = msgspec.json.decode(raw, type=LineForm)
         body = msgspec.json.decode(line.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadLine("invalid_json_line", f"not a request in JSON: {error}", number) from None
+        raise BadLine("invalid_json_line", f"not a JSON request: {error}", number) from None
     for name, is_right, allowed in (
         ("custom_id", 1 <= len(line.custom_id) <= MAX_ID, f"1 to {MAX_ID} characters"),
         ("method", line.method == "POST", "'POST'"),
         ("url", line.url == limits.endpoint, f"the batch's endpoint {limits.endpoint!r}"),
     ):
         if not is_right:
-            message = f"{name}: got {getattr(line, name)[:80]!r}, allowed is {allowed}"
+            message = f"{name}: got {getattr(line, name)[:80]!r}, expected {allowed}"
             raise BadLine(f"invalid_{name}", message, number, name)
     return line.custom_id, _get_model(body, number)
 
@@ -172,9 +172,9 @@ def _get_model(body: Any, number: int) -> str | None:
         raise BadLine("invalid_body", "body: not a JSON object", number, "body")
     for name in OWN_FIELDS:
         if body.get(name):
-            message = f"body.{name}: a batch's line has none"
+            message = f"body.{name}: not supported in a batch"
             raise BadLine("invalid_body", message, number, f"body.{name}")
     model = body.get("model")
     if model is not None and not isinstance(model, str):
-        raise BadLine("invalid_body", "body.model: not a text", number, "body.model")
+        raise BadLine("invalid_body", "body.model: not a string", number, "body.model")
     return model

@@ -97,7 +97,7 @@ class BatchRunner:
         most = self._service.settings.max_jobs
         if len(self._runs) >= most:
             raise Overloaded(
-                f"{len(self._runs)} batches are unfinished, allowed are {most}",
+                f"{len(self._runs)} batches are unfinished, expected at most {most}",
                 hint="try again later, or raise max_jobs",
             )
         await self._store.add(record)
@@ -136,7 +136,7 @@ class BatchRunner:
                 await self._finish(run)
                 break
             except Exception:
-                logger.exception("batch %s goes on in %g s", run.record.id, pause_s)
+                logger.exception("batch %s resumes in %g s", run.record.id, pause_s)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
         del self._runs[run.record.id]
@@ -221,7 +221,7 @@ class BatchRunner:
         try:
             return await self._inner.post(endpoint, body, owner)
         except Exception:
-            logger.exception("a line of a batch has failed")
+            logger.exception("a batch request failed")
             return InternalResponse(500, b'{"error": {"message": "Internal server error"}}')
 
     def _is_outcome(self, answer: InternalResponse, model: str | None, tries: int) -> bool:

@@ -57,7 +57,7 @@ class Conversation:
         """Returns the parser of responses to the prompt."""
         if self.thinking_budget is not None and model.formats.reasoning is None:
             raise InvalidRequest(
-                f"thinking_token_budget: `{model.name}` does not reason",
+                f"thinking_token_budget: `{model.name}` does not support reasoning",
                 param="thinking_token_budget",
             )
         return build_parser(

@@ -2,7 +2,7 @@
 
 `field` declares a field of a body. pydantic checks type and range, `check_interactions` the
 combinations. The reference and GET /v1/capabilities are generated from the same declarations.
-Ranges of sampling fields are those of SamplingParams.
+Ranges of sampling fields are the defaults of SamplingParams.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _in_json(takes: str) -> str:
 
 def accepted(takes: str, **bounds: Any) -> Any:
     """Declares a field that is accepted without effect."""
-    return field(takes, "taken; changes nothing here", rules={"inert": True}, **bounds)
+    return field(takes, "accepted for compatibility; no effect", rules={"inert": True}, **bounds)
 
 
 def stop_texts(takes: str, **bounds: Any) -> Any:
@@ -109,8 +109,8 @@ def stop_texts(takes: str, **bounds: Any) -> Any:
 def user_name() -> Any:
     """Declares the field that identifies the user."""
     return field(
-        "a text of at most 200 characters; a fair policy shares among them",
-        "user that asks",
+        "a string of at most 200 characters; tenant of the fair scheduling policy",
+        "user id",
         rules={"inert": True},
         max_length=200,
     )
@@ -132,22 +132,21 @@ def check_interactions(body: BaseModel, ignored: IgnoredFields) -> None:
         for other, values in rules.get("needs", {}).items():
             got = getattr(body, other)
             if got is None or (values and got not in values):
-                when = f"where {other} is {_format_values(values)}" if values else f"with {other}"
+                needed = f"{other} {_format_values(values)}" if values else other
                 if not rules.get("idle"):
-                    raise InvalidRequest(f"{name}: allowed only {when}", param=name)
-                ignored.add(name, f"allowed only {when}")
+                    raise InvalidRequest(f"{name}: requires {needed}", param=name)
+                ignored.add(name, f"requires {needed}")
                 setattr(body, name, None)
                 break
         for other, reason in rules.get("excludes", {}).items():
             if is_set(getattr(body, other)):
                 raise InvalidRequest(
-                    f"{name}: got {_format_values([value])} with {other}, allowed is one of them:"
-                    f" {reason}",
+                    f"{name}: got {_format_values([value])}, not supported with {other}: {reason}",
                     param=name,
                 )
         twin = rules.get("same_as")
         if twin is not None and getattr(body, twin) not in (None, value):
-            raise InvalidRequest(f"{name}: differs from {twin}, which means the same", param=name)
+            raise InvalidRequest(f"{name}: conflicts with its alias {twin}", param=name)
 
 
 def describe_fields(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:

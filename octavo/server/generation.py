@@ -229,7 +229,7 @@ def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Pro
         return [value]
     if not value:
         raise InvalidRequest(
-            "prompt: got an empty list, needed is at least one prompt", param="prompt"
+            "prompt: got an empty list, expected at least one prompt", param="prompt"
         )
     if all(isinstance(item, int) for item in value):
         return [value]  # type: ignore[list-item]

@@ -21,7 +21,7 @@ from octavo.text.grammar.schema import pointer_keys
 HEADER = "X-Octavo-Ignored"
 SCOPE_KEY = "octavo_ignored_fields"
 """Key of the ASGI scope for a request's IgnoredFields."""
-UNSUPPORTED = "this server does not support it"
+UNSUPPORTED = "not supported by this server"
 
 MAX_HEADER = 2048
 """Maximum length of the header in characters; proxies allow about 8 KiB for all headers
@@ -87,7 +87,7 @@ class IgnoredFields:
             keys = pointer_keys(pointer)
             self.add(
                 reduce(join_path, keys, schema),
-                "no grammar enforces it",
+                "not enforced by the grammar",
                 shown_as=reduce(join_path, keys, shown_as or schema),
             )
 

@@ -46,7 +46,7 @@ def url_source(given: object, where: str) -> str:
         given = given.get("url")
     if not isinstance(given, str):
         raise InvalidRequest(
-            f"{where}: got {shown(given)}, allowed is an object with a url",
+            f"{where}: got {shown(given)}, expected an object with a url",
             hint="write it as {'url': 'data:image/png;base64,...'}",
             param=where,
         )
@@ -62,7 +62,7 @@ def block_source(given: object, where: str) -> str:
     if kind == "url" and isinstance(source.get("url"), str):
         return str(source["url"])
     raise InvalidRequest(
-        f"{where}: got {shown(given)}, allowed are {{'type': 'base64', 'media_type', 'data'}} and"
+        f"{where}: got {shown(given)}, expected {{'type': 'base64', 'media_type', 'data'}} and"
         " {'type': 'url', 'url'}",
         param=where,
     )

@@ -145,13 +145,14 @@ class KnownModels:
         """Adds an alias of a model; an existing alias may be reassigned."""
         if not NAME.fullmatch(name):
             raise InvalidRequest(
-                f"destination: got {shown(name)}, allowed are {NAME_RULE}", param="destination"
+                f"destination: got {shown(name)}, expected {NAME_RULE}", param="destination"
             )
         if self._models.answers_to(name) or self._models.with_adapter(name) is not None:
             if self._models.get(name) is source:
                 return
             raise HTTPException(
-                409, f"a model is called `{name}` (hint: give another name, or delete it first)"
+                409,
+                f"a model is already named `{name}` (hint: use another name, or delete it first)",
             )
         self._models.set_alias(name, source.name)
         self._pulled.aliases[name] = source.name
@@ -171,8 +172,8 @@ class KnownModels:
             raise ModelNotFound(f"The model `{shown(name)[1:-1]}` does not exist.", param="model")
         if cached is None:
             raise InvalidRequest(
-                f"model: the files of `{name}` are in no cache of this machine",
-                hint="unload it by POST /v1/models/unload",
+                f"model: the files of `{name}` are not in a cache of this machine",
+                hint="unload it with POST /v1/models/unload",
                 param="model",
             )
         if slot is not None:
@@ -274,5 +275,5 @@ def _attempt(read: Callable[[], T], path: Path) -> T | None:
     try:
         return read()
     except (OctavoError, OSError, ValueError) as error:
-        logger.debug("%s: cannot be described: %s", path, error)
+        logger.debug("cannot read the headers of %s: %s", path, error)
         return None

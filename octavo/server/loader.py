@@ -290,5 +290,5 @@ def _plan(task: LoadTask, memory_bytes: int, capacities: dict[str, Capacity]) ->
             capacities[name] = capacity
     elif config.cache.kv_cache_memory_bytes is None:
         raise ConfigError(
-            "kv_cache_memory_bytes: needed for a model on the torch backend that shares the memory"
+            "kv_cache_memory_bytes: required for a torch model that shares memory with other models"
         )

@@ -39,9 +39,9 @@ def block_text(block: TextBlock, where: str) -> str:
     """Returns the text of a block; raises InvalidRequest for other types."""
     if block.type != "text" or block.text is None:
         raise InvalidRequest(
-            f"{where}: got a block of type {shown(block.type)}, allowed are blocks of type 'text'"
-            " with a text",
-            hint="this server's models read text only",
+            f"{where}: got a block of type {shown(block.type)}, expected blocks of type 'text'"
+            " with a string",
+            hint="this server's models accept text only",
             param=where,
         )
     return block.text
@@ -51,7 +51,7 @@ def refuse_values(body: Body, names: Iterable[str]) -> None:
     """Raises InvalidRequest if one of the fields is set and not empty."""
     for name in names:
         if getattr(body, name) not in (None, [], {}, "", False):
-            raise InvalidRequest(f"{name}: this server does not support it", param=name)
+            raise InvalidRequest(f"{name}: not supported by this server", param=name)
 
 
 def make_rendering(

@@ -13,16 +13,16 @@ class PoolingBody(Body):
 
     stream_type = None
 
-    model: str | None = field("the name of a model", "model that answers; null is the only model")
+    model: str | None = field("the name of a model", "model to use; null: the only model")
     truncate_prompt_tokens: Whole | None = field(
-        "-1, or a whole number from 1 to the model's most",
-        "cuts a text to this many tokens; -1 to as many as the model takes",
+        "-1, or an integer from 1 to the model's maximum",
+        "truncate the input to this many tokens; -1: to the model's maximum",
         rules={"minimum": -1},
     )
     user: str | None = user_name()
     priority: int | None = field(
-        "a whole number of at most 32 bits; lower goes first, where the policy is priority",
-        "place in the queue",
+        "a 32-bit integer",
+        "scheduling priority, lower runs first; requires the priority policy",
         ge=-(2**31),
         lt=2**31,
     )

@@ -80,7 +80,7 @@ class Pull:
 
     def _watch(self, progress: FileProgress) -> None:
         if self._cancelled.is_set():
-            raise PullCancelled(f"{self.model}: no request follows the download any more")
+            raise PullCancelled(f"{self.model}: cancelled: no client is waiting for the download")
         self._post(progress)
 
     def _post(self, news: FileProgress | Path | OctavoError) -> None:

@@ -122,13 +122,13 @@ class Residency:
             if self._models.num_in_memory < limit:
                 slot.begin_load()
             elif not await self._make_room(slot):
-                self._raise_no_room(slot, f"{limit} models are loaded, and allowed are {limit}")
+                self._raise_no_room(slot, f"{limit} models are loaded, the maximum")
 
     def _raise_no_room(self, slot: EngineSlot, reason: str) -> NoReturn:
         slot.reset()
         raise Unavailable(
             f"the model `{slot.name}` cannot be loaded now: {reason}",
-            hint="models that are in use or pinned stay; try again when one of them is idle",
+            hint="models that are in use or pinned are not unloaded; try again when one is idle",
         )
 
     def _raise_failure(self, slot: EngineSlot, error: Exception) -> NoReturn:

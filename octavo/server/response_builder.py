@@ -36,7 +36,7 @@ class TokenUsage:
 
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens served from the prefix cache."""
     completion_tokens: int
     reasoning_tokens: int
 

@@ -58,8 +58,8 @@ def serve(
     listener = listen(settings)
     if settings.is_open_to_all:
         _print(
-            f"warning: {settings.host} can be reached from other machines and no --api-key is set:"
-            " anyone may use this server"
+            f"warning: {settings.host} is reachable from other machines without --api-key: anyone"
+            f" can use this server"
         )
     pulled = PulledModels(settings.state_folder)
     own = mark_pinned(specs, settings, pulled)
@@ -143,11 +143,11 @@ def parse_adapters(settings: ServerSettings, models: ModelDirectory) -> list[Lor
     modules = LoraModule.parse_all(settings.lora_modules)
     if modules and settings.lazy_load:
         raise ConfigError(
-            "lazy_load: not allowed with lora_modules, which are read when their model is loaded"
+            "lazy_load: not supported with lora_modules, which are loaded with their model"
         )
     for module in modules:
         if models.answers_to(module.name):
-            raise ConfigError(f"lora_modules: a model is called {module.name} too")
+            raise ConfigError(f"lora_modules: a model is also named {module.name}")
         if module.base_model_name is not None and models.get(module.base_model_name) is None:
             raise ConfigError(
                 f"lora_modules: {module.name} is for {module.base_model_name}, which is not served",
@@ -356,7 +356,7 @@ def format_load(before: EngineStats, now: EngineStats, elapsed_s: float) -> str:
     parts = [
         f"running {now.num_running}",
         f"waiting {now.num_waiting}",
-        f"KV cache {usage:.1%}",
+        f"KV cache usage {usage:.1%}",
         f"prompt {prompt:.1f} tok/s",
         f"generation {generated:.1f} tok/s",
     ]

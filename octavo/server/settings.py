@@ -21,10 +21,8 @@ from octavo.config.paths import state_home
 class ServerSettings:
     """Options of `octavo serve` other than the engine's."""
 
-    host: str = option(
-        "127.0.0.1", "Server", "Listen on this address, 0.0.0.0 for all", common=True
-    )
-    port: int = option(8000, "Server", "Listen on this port, 0 for a free one", common=True)
+    host: str = option("127.0.0.1", "Server", "Bind to this address (0.0.0.0: all)", common=True)
+    port: int = option(8000, "Server", "Listen on this port (0: any free port)", common=True)
     uds: str | None = option(
         None,
         "Server",
@@ -46,25 +44,26 @@ class ServerSettings:
         metavar="FILE",
     )
     root_path: str = option(
-        "", "Server", "Serve under this path, which a proxy strips, e.g. /llm", metavar="PATH"
+        "", "Server", "Serve under this path prefix of a proxy, e.g. /llm", metavar="PATH"
     )
     trusted_proxies: tuple[str, ...] = option(
         (),
         "Security",
         "Trust X-Forwarded-* headers from this address",
-        details="An address or a network of proxies: X-Forwarded-For and X-Forwarded-Proto.",
+        details="Address or network of the proxies; applies to X-Forwarded-For and"
+        " X-Forwarded-Proto.",
         metavar="ADDRESS",
     )
     allow_origin: tuple[str, ...] = option(
-        (), "Security", "Allow web pages of this origin, or * (CORS)"
+        (), "Security", "Allow requests from this web origin, or * (CORS)"
     )
     allow_local_origins: bool = option(
-        True, "Security", "Let web pages of this machine use this server"
+        True, "Security", "Allow requests from web pages on this machine"
     )
     api_key: tuple[str, ...] = option(
         (),
         "Security",
-        "Require this key from clients",
+        "Require this API key",
         details="Clients send it as a bearer token; also read from `OCTAVO_API_KEY`.",
         common=True,
     )
@@ -72,43 +71,45 @@ class ServerSettings:
         None,
         "Security",
         "Require this key to load and unload models",
-        details="It opens every other route too; also read from `OCTAVO_OPERATOR_KEY`.",
+        details="Valid for every other route too; also read from `OCTAVO_OPERATOR_KEY`.",
     )
     api_key_file: str | None = option(
         None,
         "Security",
-        "Read keys with names and limits from this file",
-        details="YAML, TOML or JSON; read again on SIGHUP.",
+        "Load API keys with names and limits from this file",
+        details="YAML, TOML or JSON; reloaded on SIGHUP.",
         metavar="FILE",
     )
     open_metrics: bool = option(False, "Security", "Serve /metrics without a key")
     strict: bool = option(
         False,
         "Server",
-        "Answer 400 to unknown or unsupported request fields",
-        details="By default they are ignored and named in the header X-Octavo-Ignored.",
+        "Reject unknown or unsupported request fields (400)",
+        details="By default they are ignored and listed in the header X-Octavo-Ignored.",
     )
-    lenient: bool = option(False, "Server", "No effect: unknown request fields are ignored anyway")
+    lenient: bool = option(
+        False, "Server", "No effect; unknown request fields are ignored by default"
+    )
     trust_request_chat_template: bool = option(
-        False, "Security", "Accept the field chat_template of a request"
+        False, "Security", "Allow the request field chat_template"
     )
     max_body_bytes: int = option(
-        32 << 20, "Server limits", "Refuse larger request bodies", unit="bytes", low=1
+        32 << 20, "Server limits", "Reject larger request bodies", unit="bytes", low=1
     )
     max_body_values: int = option(
-        1 << 20, "Server limits", "Refuse JSON bodies of more than N values", unit="count", low=1
+        1 << 20, "Server limits", "Reject JSON bodies with more than N values", unit="count", low=1
     )
     request_timeout_s: int = option(
-        60, "Server limits", "Wait N seconds for a request's head, and for its body", low=1
+        60, "Server limits", "Time out after N s for headers, and N s for the body", low=1
     )
     max_connections: int = option(
-        1024, "Server limits", "Answer 503 if more than N connections are open", low=1
+        1024, "Server limits", "Reject connections (503) beyond N open ones", low=1
     )
     slow_client_timeout_s: int = option(
-        30, "Server limits", "Drop a client that reads nothing for N seconds", low=1
+        30, "Server limits", "Disconnect a client that reads nothing for N seconds", low=1
     )
     max_request_s: int = option(
-        3600, "Server limits", "End a request N seconds after its arrival", low=1
+        3600, "Server limits", "Abort a request N seconds after its arrival", low=1
     )
     max_prompts: int = option(2048, "Server limits", "Accept at most N prompts per request", low=1)
     max_n: int = option(
@@ -136,23 +137,21 @@ class ServerSettings:
         16,
         "Server limits",
         "Load at most N models",
-        details="Counts models that load or have failed too, not those that are unloaded.",
+        details="Includes models that are loading or have failed, but not unloaded ones.",
         low=1,
     )
     model_alias: tuple[str, ...] = option(
         (),
         "Server",
-        "Answer to another name of a model or adapter",
+        "Add an alias for a model or adapter",
         details="ALIAS=NAME; ALIAS may be a pattern, such as claude-*.",
         metavar="ALIAS=NAME",
     )
-    lazy_load: bool = option(
-        False, "Server", "Load each model at its first request, not at the start"
-    )
+    lazy_load: bool = option(False, "Server", "Load each model at its first request")
     idle_unload: float | None = option(
         None,
         "Server",
-        "Unload a model after a time without a request",
+        "Unload a model after this idle time",
         details="The next request loads it again. By default models stay loaded.",
         metavar="TIME",
         unit="seconds",
@@ -161,43 +160,42 @@ class ServerSettings:
     pin: tuple[str, ...] = option(
         (),
         "Server",
-        "Keep the model of this name loaded",
-        details="It is not unloaded when idle, nor to make room for another model.",
+        "Keep this model loaded",
+        details="It is not unloaded when idle or to free memory for another model.",
         metavar="NAME",
     )
     load_on_demand: Literal["none", "known", "local"] = option(
         "known",
         "Server",
-        "Choose which models requests may load",
-        details="known: models of the command line and those that the operator has pulled; local:"
-        " also every model in this machine's caches; none: no model, and none is unloaded when"
-        " idle. A request never loads a path.",
+        "Choose which models a request can load",
+        details="known: models of the command line and models pulled by the operator; local: also"
+        " models in the caches of this machine; none: no models, and idle models are not unloaded."
+        " Requests cannot load paths.",
     )
     lora_modules: tuple[str, ...] = option(
         (),
         "LoRA",
         "Serve an adapter under a model name",
-        details="NAME=PATH, or a JSON object of name, path and base_model_name. Needs enable_lora.",
+        details="NAME=PATH, or a JSON object of name, path and base_model_name. Requires"
+        " enable_lora.",
         metavar="NAME=PATH",
     )
-    lora_dir: str | None = option(
-        None, "LoRA", "Let the operator load adapters from this directory"
-    )
+    lora_dir: str | None = option(None, "LoRA", "Allow the operator to load adapters from here")
     max_lora_adapters: int = option(10_000, "LoRA", "Accept at most N named adapters", low=1)
     memory_budget: int | None = option(
         None,
         "Memory and KV cache",
-        "Limit the memory of all models together",
-        derived="what is free",
+        "Limit the total memory of all models",
+        derived="free memory",
         unit="bytes",
         low=1,
     )
     state_dir: str | None = option(
         None,
         "Server",
-        "Store responses, files and batches here; '' for nowhere",
-        details="The default is one directory for each port in the user's state directory, and"
-        " nothing with port 0.",
+        "Store responses, files and batches here ('': off)",
+        details="The default is one directory per port in the user's state directory; with port 0,"
+        " nothing is stored.",
     )
     stored_ttl_s: int = option(
         30 * 86400,
@@ -210,7 +208,7 @@ class ServerSettings:
         8 << 30, "Server limits", "Limit the size of state_dir", unit="bytes", low=1
     )
     max_file_bytes: int = option(
-        200 << 20, "Server limits", "Refuse larger uploads", unit="bytes", low=1
+        200 << 20, "Server limits", "Reject larger uploads", unit="bytes", low=1
     )
     max_batch_lines: int = option(
         50_000, "Server limits", "Accept at most N requests per batch", unit="count", low=1
@@ -224,7 +222,7 @@ class ServerSettings:
         low=1,
     )
     shutdown_timeout_s: int = option(
-        5, "Server", "Give running requests N seconds at shutdown", low=0
+        5, "Server", "Wait N seconds for running requests at shutdown", low=0
     )
     access_log: bool = option(False, "Logging", "Log each HTTP request to standard output")
     log_format: Literal["text", "json"] = option(
@@ -234,31 +232,31 @@ class ServerSettings:
         None, "Logging", "Log requests slower than N seconds, with their timings", low=0
     )
     log_stats_interval_s: float = option(
-        10.0, "Logging", "Log throughput every N seconds, 0: never", low=0
+        10.0, "Logging", "Log throughput every N seconds (0: never)", low=0
     )
     otlp_traces_endpoint: str | None = option(
         None,
         "Logging",
         "Send a trace of each request to this URL (OTLP)",
-        details="Over HTTP, e.g. http://localhost:4318/v1/traces; needs octavo[otel].",
+        details="OTLP over HTTP, e.g. http://localhost:4318/v1/traces; requires octavo[otel].",
         metavar="URL",
     )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port: got {self.port}, allowed are 0 to 65535")
+            raise ConfigError(f"port: got {self.port}, expected 0 to 65535")
         if any(not key.strip() for key in self.api_key):
             raise ConfigError(
-                "api_key: got an empty one", hint="leave the option out to serve without keys"
+                "api_key: got an empty key", hint="remove the option to serve without keys"
             )
         if self.operator_key is not None and not self.operator_key.strip():
-            raise ConfigError("operator_key: got an empty one", hint="leave the option out")
+            raise ConfigError("operator_key: got an empty key", hint="remove the option")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ConfigError("ssl_keyfile: needs ssl_certfile", hint="give both")
+            raise ConfigError("ssl_keyfile: requires ssl_certfile", hint="give both")
         if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
             raise ConfigError(
-                f"root_path: got {self.root_path!r}, allowed is a path such as /llm, without a"
-                " slash at its end"
+                f"root_path: got {self.root_path!r}, expected a path such as /llm, without a"
+                f" trailing slash"
             )
         self.model_aliases()
         for proxy in self.trusted_proxies:
@@ -266,7 +264,7 @@ class ServerSettings:
         for origin in self.allow_origin:
             if not re.fullmatch(r"\*|https?://[^\s/?#@]+", origin):
                 raise ConfigError(
-                    f"allow_origin: got {origin!r}, allowed are * and origins such as"
+                    f"allow_origin: got {origin!r}, expected * and origins such as"
                     " https://example.org"
                 )
 
@@ -286,7 +284,7 @@ class ServerSettings:
             alias, _, name = text.partition("=")
             if not alias or not name or alias in found:
                 raise ConfigError(
-                    f"model_alias: got {text!r}, allowed is ALIAS=NAME, with each ALIAS once",
+                    f"model_alias: got {text!r}, expected ALIAS=NAME, with distinct ALIASes",
                     hint="e.g. --model-alias 'claude-*=smollm2'",
                 )
             found[alias] = name
@@ -309,6 +307,5 @@ def _check_network(text: str) -> None:
             ipaddress.ip_network(text)
     except ValueError:
         raise ConfigError(
-            f"trusted_proxies: got {text!r}, allowed are addresses, networks such as 10.0.0.0/8,"
-            " and *"
+            f"trusted_proxies: got {text!r}, expected addresses, networks such as 10.0.0.0/8, and *"
         ) from None

@@ -92,7 +92,7 @@ class ToolUse:
         except SchemaError as error:
             raise InvalidRequest(
                 f"{where}: {error}",
-                hint="without strict, keywords that no grammar enforces are ignored",
+                hint="without strict, unsupported keywords are ignored",
                 param=where,
             ) from None
         shown = f"{self.names.tools}[{quote_label(function.name)}]"
@@ -130,20 +130,18 @@ def make_tool_use(
     """
     known = [function.name for function in functions]
     if ignored.drops_entries(names.tools) and not _is_satisfied(choice, named, known):
-        ignored.add(names.choice, "it needs a tool that is ignored")
+        ignored.add(names.choice, "it requires a tool that is ignored")
         choice, named = "auto", None
     functions = _without_copies(functions, names, ignored)
     if not functions:
         if choice == "required" or named is not None:
-            raise InvalidRequest(
-                f"{names.choice}: needs {names.tools}, and none are given", param=names.choice
-            )
+            raise InvalidRequest(f"{names.choice}: requires {names.tools}", param=names.choice)
         return None
     _check_functions(functions, limits, names)
     for name in named or ():
         if name not in known:
             raise InvalidRequest(
-                f"{names.choice}: got the function {shown(name)}, allowed are {', '.join(known)}",
+                f"{names.choice}: got the function {shown(name)}, expected {', '.join(known)}",
                 hint=did_you_mean(name, known),
                 param=names.choice,
             )
@@ -182,8 +180,8 @@ def _check_functions(
 ) -> None:
     if len(functions) > limits.max_tools:
         raise InvalidRequest(
-            f"{names.tools}: got {len(functions)} tools, allowed are at most {limits.max_tools}",
-            hint="the server's --max-tools sets it",
+            f"{names.tools}: got {len(functions)} tools, expected at most {limits.max_tools}",
+            hint="the server option --max-tools sets this limit",
             param=names.tools,
         )
     seen: set[str] = set()
@@ -195,9 +193,9 @@ def _check_functions(
         size += len(json.dumps(function.definition))
     if size > limits.max_tool_bytes:
         raise InvalidRequest(
-            f"{names.tools}: got {size} bytes of definitions, allowed are at most"
+            f"{names.tools}: got {size} bytes of definitions, expected at most"
             f" {limits.max_tool_bytes}",
-            hint="the server's --max-tool-bytes sets it",
+            hint="the server option --max-tool-bytes sets this limit",
             param=names.tools,
         )
 
@@ -205,7 +203,7 @@ def _check_functions(
 def _check_name(name: str, seen: set[str], where: str) -> None:
     if not 0 < len(name.strip()) <= len(name) <= MAX_NAME:
         raise InvalidRequest(
-            f"{where}: got {shown(name)}, allowed is a name of 1 to {MAX_NAME} characters",
+            f"{where}: got {shown(name)}, expected a name of 1 to {MAX_NAME} characters",
             param=where,
         )
     if name in seen:
@@ -213,7 +211,7 @@ def _check_name(name: str, seen: set[str], where: str) -> None:
 
 
 def _describe_duplicate(name: str) -> str:
-    return f"got {shown(name)} twice, each tool needs a name of its own"
+    return f"got {shown(name)} twice, tool names must be unique"
 
 
 def parse_arguments(given: object) -> dict[str, Any]:
@@ -258,6 +256,6 @@ def check_role(role: str, needed: str, where: str) -> None:
     """Raises InvalidRequest for a part that only messages of role `needed` may contain."""
     if role != needed:
         raise InvalidRequest(
-            f"{where}: got it in a message of the role {role!r}, allowed is {needed!r}",
+            f"{where}: not supported in a message of the role {role!r}, expected {needed!r}",
             param=where,
         )

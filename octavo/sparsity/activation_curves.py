@@ -96,11 +96,11 @@ def read_calibration(
     except OSError as error:
         raise _config_error(name, path, error.strerror or str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _config_error(name, path, f"it is no calibration: {error}") from None
+        raise _config_error(name, path, f"not a calibration file: {error}") from None
     if found.version != VERSION:
-        raise _config_error(name, path, f"its version is {found.version}, allowed is {VERSION}")
+        raise _config_error(name, path, f"its version is {found.version}, expected {VERSION}")
     if fingerprint is not None and found.fingerprint != fingerprint:
-        raise _config_error(name, path, "it was made of other weights than this model's")
+        raise _config_error(name, path, "it was made for other weights")
     for curve in (*found.inputs, *found.gates):
         numbers = curve.thresholds + curve.losses
         fits = len(curve.thresholds) == len(curve.losses) == len(LEVELS) and curve.size > 0
@@ -123,7 +123,7 @@ def read_calibration(
 def _config_error(name: str, path: Path, why: str) -> ConfigError:
     return ConfigError(
         f"{name}: {path}: {why}",
-        hint="make one: octavo calibrate MODEL --text FILE --out FILE",
+        hint="create one: octavo calibrate MODEL --text FILE --out FILE",
     )
 
 

@@ -101,9 +101,8 @@ def describe_recall(found: Calibration) -> list[str]:
 def _predictor_fit(seen: MeasuredText, rank: int) -> PredictorFit:
     if seen.num_tokens < 4 * WINDOW:
         raise ConfigError(
-            f"text: got {seen.num_tokens} tokens to make predictors of, needed are at least"
-            f" {4 * WINDOW}",
-            hint="give a longer text; 16384 tokens of one are a good number",
+            f"text: got {seen.num_tokens} tokens to fit predictors, expected at least {4 * WINDOW}",
+            hint="use a longer text, for example of 16384 tokens",
         )
     return PredictorFit(seen.program, seen.observed.inputs, seen.floats, rank)
 
@@ -114,16 +113,18 @@ def measure_text(
     """Loads a model and prepares to run the first tokens of a text through it."""
     if config.model.load_format == "dummy":
         raise ConfigError(
-            "load_format: got 'dummy'; random weights have nothing to be measured",
-            hint="leave load_format out",
+            "load_format: got 'dummy'; calibration requires real weights",
+            hint="remove load_format",
         )
     model = open_model(_measuring(config))
     program = model.program()
     if "logits" not in program.outputs:
-        raise UnsupportedModel(f"{config.model.model} generates nothing; its rows are all dense")
+        raise UnsupportedModel(
+            f"{config.model.model} does not generate text; calibration requires a generation model"
+        )
     if any(group.kind == "cross" for group in program.groups):
         raise UnsupportedModel(
-            f"{config.model.model} has an encoder before its decoder; decoders alone are measured"
+            f"{config.model.model} is an encoder-decoder; calibration requires a decoder-only model"
         )
     tokenizer = build_tokenizer(model)
     assert tokenizer is not None, "skip_tokenizer_init is not set"
@@ -133,7 +134,7 @@ def measure_text(
     backend.check(program, get_loaded_formats(model.config, model.checkpoint, program))
     if not backend.observes_inputs:
         raise ConfigError(
-            f"backend: got {backend.name!r}, allowed to calibrate is native or reference",
+            f"backend: got {backend.name!r}, expected native or reference",
             hint="set backend to native",
         )
     options = model.config.model
@@ -172,9 +173,9 @@ def _windows(token_ids: list[int], num_tokens: int) -> list[NDArray[np.int32]]:
     count = min(len(token_ids), num_tokens) // WINDOW
     if count == 0:
         raise ConfigError(
-            f"text: got {min(len(token_ids), num_tokens)} tokens to measure with, needed are at"
+            f"text: got {min(len(token_ids), num_tokens)} tokens to measure with, expected at"
             f" least {WINDOW}",
-            hint="give a longer text, like those that the model is to write",
+            hint="use a longer text, similar to the expected output",
         )
     whole = np.array(token_ids[: count * WINDOW], np.int32)
     return list(whole.reshape(count, WINDOW))
@@ -200,4 +201,4 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"text: {path}: {error}", hint="name a file of UTF-8 text") from None
+        raise ConfigError(f"text: {path}: {error}", hint="use a file of UTF-8 text") from None

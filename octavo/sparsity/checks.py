@@ -45,15 +45,14 @@ def _check_processes(config: EngineConfig) -> None:
     for name in AGAINST_STAGES if num_stages > 1 else ():
         if (given := getattr(options, name)) != getattr(usual, name):
             raise ConfigError(
-                f"pipeline_parallel_size: got {num_stages}, which is not allowed beside"
-                f" {name} {given}",
-                hint=f"leave {name} out, or leave pipeline_parallel_size at 1",
+                f"pipeline_parallel_size: got {num_stages}, not supported with {name} {given}",
+                hint=f"remove {name}, or set pipeline_parallel_size to 1",
             )
     for name in AGAINST_SHARED_EXPERTS if config.fleet.num_expert_engines > 1 else ():
         if (given := getattr(options, name)) != getattr(usual, name):
             raise ConfigError(
-                f"enable_expert_parallel: not allowed beside {name} {given}",
-                hint=f"leave {name} out, or give each engine all experts",
+                f"enable_expert_parallel: not supported with {name} {given}",
+                hint=f"remove {name}, or set enable_expert_parallel to False",
             )
 
 
@@ -63,13 +62,13 @@ def _check_importance(config: EngineConfig) -> None:
     if not options.weighs_prefixes:
         if options.prefix_cache_load != usual.prefix_cache_load:
             raise ConfigError(
-                "prefix_cache_load: allowed only with prefix_cache_policy importance",
-                hint="set prefix_cache_policy to importance, or leave prefix_cache_load out",
+                "prefix_cache_load: requires prefix_cache_policy importance",
+                hint="set prefix_cache_policy to importance, or remove prefix_cache_load",
             )
         return
     if not MIN_LOAD <= options.prefix_cache_load + 1e-9 <= 1 + 1e-9:
         raise ConfigError(
-            f"prefix_cache_load: got {options.prefix_cache_load:g}, allowed is {MIN_LOAD:g} to 1"
+            f"prefix_cache_load: got {options.prefix_cache_load:g}, expected {MIN_LOAD:g} to 1"
         )
     backend, cache = config.backend, config.cache
     sparsity = config.of(SparsityOptions)
@@ -89,8 +88,8 @@ def _check_importance(config: EngineConfig) -> None:
     for where, is_so in against.items():
         if is_so:
             raise ConfigError(
-                f"prefix_cache_policy: got importance {where}, allowed is lru there",
-                hint="leave prefix_cache_policy out",
+                f"prefix_cache_policy: got importance {where}, expected lru there",
+                hint="remove prefix_cache_policy",
             )
 
 
@@ -102,21 +101,24 @@ def _check_spill(config: EngineConfig) -> None:
         for name, value in given.items():
             if value:
                 raise ConfigError(
-                    f"{name}: allowed only with kv_spill_dir",
-                    hint="name a directory on a disk with room for keys and values",
+                    f"{name}: requires kv_spill_dir",
+                    hint="use a directory on a disk with enough space for the KV cache",
                 )
         return
     missing = {
-        "kv_spill_bytes": (options.kv_spill_bytes, "say how large the file may be"),
-        "kv_cache_memory_bytes": (cache.kv_cache_memory_bytes, "say what stays in memory"),
+        "kv_spill_bytes": (options.kv_spill_bytes, "set the maximum size of the file"),
+        "kv_cache_memory_bytes": (
+            cache.kv_cache_memory_bytes,
+            "set the amount that stays in memory",
+        ),
         "kv_selection": (
             config.of(SparsityOptions).kv_selection,
-            "set kv_selection to speculated: a layer that reads all keys has no use for a file",
+            "set kv_selection to speculated: KV spilling requires layers that select their keys",
         ),
     }
     for name, (wanted, hint) in missing.items():
         if wanted is None:
-            raise ConfigError(f"kv_spill_dir: allowed only with {name}", hint=hint)
+            raise ConfigError(f"kv_spill_dir: requires {name}", hint=hint)
     against = {
         f"with the backend {config.backend.backend}": config.backend.backend != "native",
         "with kv_layout virtual": cache.kv_layout == "virtual",
@@ -131,7 +133,7 @@ def _check_spill(config: EngineConfig) -> None:
         if is_so:
             raise ConfigError(
                 f"kv_spill_dir: got {options.kv_spill_dir} {where}, which is not allowed",
-                hint="leave kv_spill_dir out",
+                hint="remove kv_spill_dir",
             )
 
 
@@ -141,39 +143,38 @@ def _check_neurons(config: EngineConfig) -> None:
         for name in ("neuron_window", "weights_lookahead", "hot_neurons"):
             if getattr(options, name):
                 raise ConfigError(
-                    f"{name}: allowed only with neuron_cache_bytes",
-                    hint="set neuron_cache_bytes to the memory of neurons",
+                    f"{name}: requires neuron_cache_bytes",
+                    hint="set neuron_cache_bytes to the memory for neurons",
                 )
         return
     most = config.offload.weights_memory_bytes
     if most is None:
         raise ConfigError(
-            "neuron_cache_bytes: allowed only with weights_memory_bytes",
-            hint="set weights_memory_bytes to the memory that weights may take",
+            "neuron_cache_bytes: requires weights_memory_bytes",
+            hint="set weights_memory_bytes to the memory available for weights",
         )
-    hint = "leave neuron_cache_bytes out"
+    hint = "remove neuron_cache_bytes"
     if sparsity.ffn_sparsity is None and sparsity.sparsity_predictor is None:
         raise ConfigError(
-            "neuron_cache_bytes: allowed only with ffn_sparsity or sparsity_predictor, which say"
-            " what a token uses",
+            "neuron_cache_bytes: requires ffn_sparsity or sparsity_predictor, which select the"
+            " neurons of a token",
             hint="set ffn_sparsity to exact for a model with relu, else to gate:SHARE",
         )
     if options.weights_lookahead and sparsity.sparsity_predictor is None:
         raise ConfigError(
-            "weights_lookahead: allowed only with sparsity_predictor, which guesses",
-            hint="make one: octavo calibrate MODEL --predictor-rank 64",
+            "weights_lookahead: requires sparsity_predictor",
+            hint="create one: octavo calibrate MODEL --predictor-rank 64",
         )
     if options.weights_lookahead > MAX_LOOKAHEAD:
         raise ConfigError(
-            f"weights_lookahead: got {options.weights_lookahead}, allowed is at most"
-            f" {MAX_LOOKAHEAD}"
+            f"weights_lookahead: got {options.weights_lookahead}, expected at most {MAX_LOOKAHEAD}"
         )
     if config.lora.enable_lora:
-        raise ConfigError("neuron_cache_bytes: not allowed beside enable_lora", hint=hint)
+        raise ConfigError("neuron_cache_bytes: not supported with enable_lora", hint=hint)
     if options.neuron_cache_bytes >= most:
         raise ConfigError(
-            f"neuron_cache_bytes: got {format_bytes(options.neuron_cache_bytes)}, allowed is less"
-            f" than weights_memory_bytes, {format_bytes(most)}, of which it is a part",
+            f"neuron_cache_bytes: got {format_bytes(options.neuron_cache_bytes)}, expected less"
+            f" than weights_memory_bytes, {format_bytes(most)}, which includes it",
             hint="raise weights_memory_bytes",
         )
 
@@ -185,17 +186,17 @@ def _check_activations(config: EngineConfig) -> None:
     ffn = options.ffn_sparsity
     if ffn not in (None, "exact") and not 0 < options.gate_sparsity <= MAX_SPARSITY:
         raise ConfigError(
-            f"ffn_sparsity: got {ffn!r}, allowed is 'exact' or gate:SHARE with a share above 0 and"
-            f" at most {MAX_SPARSITY}, as 'gate:0.3'"
+            f"ffn_sparsity: got {ffn!r}, expected 'exact' or gate:SHARE with a share above 0 and"
+            f" at most {MAX_SPARSITY}, such as 'gate:0.3'"
         )
     if not options.activation_sparsity <= MAX_SPARSITY:
         raise ConfigError(
-            f"activation_sparsity: got {options.activation_sparsity:g}, allowed is 0 to"
+            f"activation_sparsity: got {options.activation_sparsity:g}, expected 0 to"
             f" {MAX_SPARSITY}"
         )
     if ffn == "exact" and backend != "native":
         raise ConfigError(
-            f"ffn_sparsity: allowed only with the native backend, got {backend!r}",
+            f"ffn_sparsity: requires the native backend, got {backend!r}",
             hint="set backend to native",
         )
     _check_share(config, "sparsity_predictor", "predicted_share", changed="the gates")
@@ -204,8 +205,8 @@ def _check_activations(config: EngineConfig) -> None:
         for unused in ("calibration", "activation_sparsity_plan"):
             if getattr(options, unused) != getattr(usual, unused):
                 raise ConfigError(
-                    f"{unused}: allowed only with activation_sparsity or ffn_sparsity gate:SHARE",
-                    hint=f"leave {unused} out",
+                    f"{unused}: requires activation_sparsity or ffn_sparsity gate:SHARE",
+                    hint=f"remove {unused}",
                 )
     if not options.is_approximate:
         return
@@ -221,18 +222,16 @@ def _check_activations(config: EngineConfig) -> None:
     )
     if backend == "torch":
         raise ConfigError(
-            f"{name}: allowed with the native and the reference backend, got 'torch'",
-            hint=f"set backend to native, or leave {name} out",
+            f"{name}: requires the native or reference backend, got 'torch'",
+            hint=f"set backend to native, or remove {name}",
         )
     if config.backend.num_stage_ranks > 1:
         option, size = config.backend.rank_option
-        raise ConfigError(
-            f"{name}: allowed where {option} is 1, got {size}", hint=f"leave {name} out"
-        )
+        raise ConfigError(f"{name}: requires {option} 1, got {size}", hint=f"remove {name}")
     if not options.calibration and name not in ("sparsity_predictor", "kv_selection"):
         raise ConfigError(
-            f"{name}: allowed only with a calibration",
-            hint="make one: octavo calibrate MODEL --text FILE --out FILE",
+            f"{name}: requires a calibration",
+            hint="create one: octavo calibrate MODEL --text FILE --out FILE",
         )
 
 
@@ -246,12 +245,12 @@ def _check_share(config: EngineConfig, name: str, share: str, *, changed: str) -
     got: float = getattr(options, share)
     if getattr(options, name) is None:
         if got != getattr(usual, share):
-            raise ConfigError(f"{share}: allowed only with {name}", hint=f"leave {share} out")
+            raise ConfigError(f"{share}: requires {name}", hint=f"remove {share}")
         return
     if not 1 - MAX_SPARSITY <= got + 1e-9 <= 1 + 1e-9:
-        raise ConfigError(f"{share}: got {got:g}, allowed is {1 - MAX_SPARSITY:.2f} to 1")
+        raise ConfigError(f"{share}: got {got:g}, expected {1 - MAX_SPARSITY:.2f} to 1")
     if config.lora.enable_lora:
         raise ConfigError(
-            f"{name}: not allowed beside enable_lora, which changes {changed}",
-            hint="merge the adapter into the model, and use that",
+            f"{name}: not supported with enable_lora, which changes {changed}",
+            hint="merge the adapter into the model, and use the merged model",
         )

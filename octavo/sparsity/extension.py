@@ -25,8 +25,8 @@ EXTENSION = Extension(
         )
     ),
     commands={
-        "calibrate": "octavo.sparsity.cli.calibrate",
-        "simulate": "octavo.sparsity.cli.simulate",
+        "Manage models": {"calibrate": "octavo.sparsity.cli.calibrate"},
+        "Measure and debug": {"simulate": "octavo.sparsity.cli.simulate"},
     },
     hooks={
         "config": "octavo.sparsity.config_hooks:SparsityConfigHooks",

@@ -59,7 +59,7 @@ def spilled_layers(program: Program) -> dict[str, tuple[int, ...]]:
     if len(found) > 1:
         raise ConfigError(
             f"{NAME}: {program.name} chooses keys in several cache groups, {', '.join(found)}",
-            hint=f"leave {NAME} out",
+            hint=f"remove {NAME}",
         )
     return found
 
@@ -187,7 +187,7 @@ def _plan(
     num_blocks = min(file_bytes // of_layers, max(caps))
     if num_blocks < least:
         raise ConfigError(
-            f"kv_spill_bytes: got {format_bytes(file_bytes)}, needed are"
+            f"kv_spill_bytes: got {format_bytes(file_bytes)}, expected"
             f" {format_bytes(least * of_layers)} for one request of {demand.max_model_len:,}"
             " tokens",
             hint=f"set kv_spill_bytes to {least * of_layers} or more, or lower max_model_len",
@@ -198,7 +198,7 @@ def _plan(
     least_bytes = fixed + min(num_blocks, demand.max_num_seqs) * of_layers
     if memory_bytes < least_bytes:
         raise ConfigError(
-            f"kv_cache_memory_bytes: got {format_bytes(memory_bytes)}, needed are at least"
+            f"kv_cache_memory_bytes: got {format_bytes(memory_bytes)}, expected at least"
             f" {format_bytes(least_bytes)} for {format_bytes(file_bytes)} of kv_spill_bytes: what"
             " is always in memory, one layer, and a block of each layer for each request",
             hint=f"set kv_cache_memory_bytes to {least_bytes} or more, or lower kv_spill_bytes or"

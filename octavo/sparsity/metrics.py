@@ -10,52 +10,51 @@ from octavo.sparsity.options import PrefixWeighingOptions, SparsityOptions
 
 COUNTERS: dict[str, Series] = {
     "prefix_cache_blocks_left_out": (
-        "Stored blocks that prompts went without, by prefix_cache_load.",
+        "Stored blocks that prompts did not load because of prefix_cache_load.",
         lambda stats: stats.left_out_blocks,
     ),
     "neurons_found": (
-        "Neurons that were in memory when a step used them, with neuron_cache_bytes.",
+        "Neurons found in memory by a step (neuron_cache_bytes).",
         lambda stats: stats.weights.neurons_found,
     ),
     "neurons_read": (
-        "Neurons that were read for a step.",
+        "Neurons read from disk for a step.",
         lambda stats: stats.weights.neurons_read,
     ),
     "neurons_foreseen": (
-        "Neurons that were read by a guess, with weights_lookahead.",
+        "Neurons prefetched (weights_lookahead).",
         lambda stats: stats.weights.neurons_foreseen,
     ),
     "neurons_foreseen_used": (
-        "Neurons that were read by a guess, and that the step then used.",
+        "Prefetched neurons that the step used.",
         lambda stats: stats.weights.neurons_foreseen_used,
     ),
     "kv_spill_found": (
-        "Blocks of single layers that were in memory when an attention asked for them, with"
-        " kv_spill_dir.",
+        "Per-layer KV blocks found in memory by attention (kv_spill_dir).",
         lambda stats: stats.counters.get("kv_spill_found", 0),
     ),
     "kv_spill_read": (
-        "Blocks of single layers that were read from the file for an attention.",
+        "Per-layer KV blocks read from the file for attention.",
         lambda stats: stats.counters.get("kv_spill_read", 0),
     ),
     "kv_spill_read_bytes": (
-        "Bytes of keys and values read from that file.",
+        "Bytes of K and V read from the file in kv_spill_dir.",
         lambda stats: stats.counters.get("kv_spill_read_bytes", 0),
     ),
     "kv_spill_written_bytes": (
-        "Bytes of keys and values written to that file.",
+        "Bytes of K and V written to the file in kv_spill_dir.",
         lambda stats: stats.counters.get("kv_spill_written_bytes", 0),
     ),
     "kv_spill_wait_seconds": (
-        "Seconds in which attentions waited for it.",
+        "Seconds that attention waited for the file in kv_spill_dir.",
         lambda stats: stats.counters.get("kv_spill_wait_seconds", 0),
     ),
     "kv_spill_foreseen": (
-        "Blocks of single layers that were read by a guess, with kv_spill_ahead.",
+        "Per-layer KV blocks prefetched (kv_spill_ahead).",
         lambda stats: stats.counters.get("kv_spill_foreseen", 0),
     ),
     "kv_spill_foreseen_used": (
-        "Blocks of single layers that were read by a guess, and that the layer then asked for.",
+        "Prefetched per-layer KV blocks that attention used.",
         lambda stats: stats.counters.get("kv_spill_foreseen_used", 0),
     ),
 }
@@ -75,9 +74,8 @@ def _shares(config: EngineConfig) -> Mapping[str, float]:
 
 GAUGES = {
     "sparsity": OptionGauge(
-        "Share of generated tokens' inputs, gates and neurons that count as zeros, of the keys that"
-        " they do not read, and of the stored keys of a prefix that are not loaded; above 0,"
-        " results are approximate.",
+        "Fraction of inputs, gates and neurons treated as zero, of keys not read and of stored"
+        " prefix blocks not loaded; above 0, results are approximate.",
         "of",
         _shares,
     )

@@ -101,5 +101,5 @@ def _check_skipping(program: Program, formats: Mapping[Weight, TileFormat], devi
                 raise BackendUnavailable(
                     f"ffn_sparsity: exact skips no inputs of {weight.name}, which is computed as"
                     f" {code} at the level {device.level}; it does those of {', '.join(allowed)}",
-                    hint="set quantization to int8, or leave ffn_sparsity out",
+                    hint="set quantization to int8, or remove ffn_sparsity",
                 )

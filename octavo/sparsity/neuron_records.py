@@ -77,7 +77,7 @@ def plan_neurons(layers: Sequence[NeuronLayer], options: NeuronCacheOptions) -> 
     least = fixed + landing
     if cache_bytes < least:
         raise ConfigError(
-            f"neuron_cache_bytes: got {format_bytes(cache_bytes)}, needed are at least"
+            f"neuron_cache_bytes: got {format_bytes(cache_bytes)}, expected at least"
             f" {format_bytes(least)}: two layers of neurons and the buffers of reads",
             hint=f"set neuron_cache_bytes to {least} or more",
         )

@@ -24,7 +24,7 @@ from octavo.sparsity.passes.skip_zeros import ZEROING
 LINE = 64
 """Alignment in bytes of a record and of its column."""
 
-HINT = "leave neuron_cache_bytes out"
+HINT = "remove neuron_cache_bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def check_neurons(program: Program, formats: Mapping[Weight, TileFormat]) -> Non
                 raise BackendUnavailable(
                     f"{name}: takes weights with one scale for each output, got"
                     f" {weight.name}, which is computed as {formats[weight].code}",
-                    hint=f"set quantization to int8, or leave {name} out",
+                    hint=f"set quantization to int8, or remove {name}",
                 )
 
 

@@ -16,15 +16,16 @@ class KvSpillOptions:
     kv_spill_dir: str | None = option(
         None,
         "Experimental",
-        "Keep K and V of selecting layers in a file here (InfiniGen)",
-        details="Native, with kv_selection: layers that choose which keys they read have theirs in"
-        " this directory, and kv_cache_memory_bytes holds those read last. No result changes.",
+        "Spill K and V to a file in this directory (InfiniGen)",
+        details="native, with kv_selection: layers that select keys store K and V in this"
+        " directory, and kv_cache_memory_bytes caches the most recently read. Results do not"
+        " change.",
     )
     kv_spill_bytes: int | None = option(
         None,
         "Experimental",
         "Limit the file in kv_spill_dir, e.g. 20GiB",
-        details="It bounds the tokens of all requests.",
+        details="Limits the total number of tokens of all requests.",
         unit="bytes",
         low=1,
     )
@@ -32,7 +33,7 @@ class KvSpillOptions:
         False,
         "Experimental",
         "Prefetch the keys that the next layer is likely to read",
-        details="With kv_spill_dir; no result depends on it.",
+        details="With kv_spill_dir. Results do not change.",
     )
 
 
@@ -43,16 +44,17 @@ class PrefixWeighingOptions:
     prefix_cache_policy: Literal["lru", "importance"] = option(
         "lru",
         "Experimental",
-        "Choose stored blocks kept in memory",
-        details="lru: those used last; importance (native, reference): those that get most"
-        " attention from prompts, by one layer's keys, which are kept apart (IMPRESS).",
+        "Choose which stored blocks stay in memory",
+        details="lru: least recently used blocks are evicted; importance (native, reference):"
+        " blocks with the most attention from prompts stay, estimated with the keys of one layer"
+        " (IMPRESS).",
     )
     prefix_cache_load: float = option(
         1.0,
         "Experimental",
         "Load this fraction of a stored prefix",
-        details="With prefix_cache_policy importance: loads the blocks that get most attention from"
-        " a prompt's last tokens. Below 1 results change.",
+        details="With prefix_cache_policy importance: load the blocks with the most attention from"
+        " the last tokens of a prompt. Below 1, results change.",
         low=0,
     )
 
@@ -78,8 +80,8 @@ class NeuronOptions:
     neuron_cache_bytes: int | None = option(
         None,
         "Experimental",
-        "Cache feed-forward weights neuron by neuron (LLM in a Flash)",
-        details="A part of weights_memory_bytes for the neurons that tokens use. Needs ffn_sparsity"
+        "Cache feed-forward weights per neuron (LLM in a Flash)",
+        details="A part of weights_memory_bytes, used for active neurons. Requires ffn_sparsity"
         " and int8 weights.",
         unit="bytes",
         low=1,
@@ -87,24 +89,24 @@ class NeuronOptions:
     neuron_window: int = option(
         0,
         "Experimental",
-        "Drop a neuron that N tokens have not used",
-        details="With neuron_cache_bytes. 0: keep it while there is room.",
+        "Evict a neuron not used for N tokens",
+        details="With neuron_cache_bytes. 0: evict only when memory is full.",
         low=0,
     )
     weights_lookahead: int = option(
         0,
         "Experimental",
         "Prefetch neurons N layers ahead (ActiveFlow)",
-        details="With neuron_cache_bytes and sparsity_predictor: reads while the disk is idle. No"
-        " result depends on it.",
+        details="With neuron_cache_bytes and sparsity_predictor: read while the disk is idle."
+        " Results do not change.",
         low=0,
     )
     hot_neurons: str | None = option(
         None,
         "Experimental",
-        "Pin the neurons this calibration used most (PowerInfer)",
-        details="With neuron_cache_bytes: a file of `octavo calibrate` for the same weights. The"
-        " neurons take half of that memory.",
+        "Pin the most used neurons of a calibration (PowerInfer)",
+        details="With neuron_cache_bytes: a file written by `octavo calibrate` for the same"
+        " weights. The pinned neurons take half of the cache.",
         metavar="FILE",
     )
 
@@ -117,32 +119,33 @@ class SparsityOptions:
         None,
         "Experimental",
         "Skip feed-forward weights: exact, or gate:SHARE (CATS)",
-        details="exact (native): weights whose input is zero after a ReLU are not read while one or"
-        " two requests decode; the results are the same bits. gate:SHARE, e.g. gate:0.3: that share"
-        " of the gates of generated tokens counts as zero; needs a calibration, changes results.",
+        details="exact (native): skip weights whose input is zero after a ReLU, while one or two"
+        " requests decode; results are bitwise equal. gate:SHARE, e.g. gate:0.3: treat this"
+        " fraction of the gates of generated tokens as zero; requires a calibration and changes"
+        " results.",
         metavar="MODE",
     )
     activation_sparsity: float = option(
         0.0,
         "Experimental",
-        "Treat this share of activations as 0 (TEAL)",
-        details="The smallest inputs of each layer's products, up to 0.95, in generated tokens;"
-        " needs a calibration and changes results.",
+        "Zero this fraction of activations (TEAL)",
+        details="Zeroes the smallest inputs of the matmuls of each layer, up to 0.95, for"
+        " generated tokens. Requires a calibration and changes results.",
         low=0,
     )
     activation_sparsity_plan: Literal["uniform", "greedy"] = option(
         "uniform",
         "Experimental",
-        "Spread activation_sparsity over layers",
+        "Distribute activation_sparsity",
         metavar="PLAN",
-        details="uniform: each product has that share; greedy: each layer has it on average, more"
-        " where its output changes less.",
+        details="uniform: the same fraction for each matmul; greedy: the same average per layer,"
+        " higher for matmuls that affect the output less.",
     )
     calibration: str | None = option(
         None,
         "Experimental",
         "Read sparsity thresholds from this file",
-        details="A file of `octavo calibrate` for the same weights.",
+        details="A file written by `octavo calibrate` for the same weights.",
         metavar="FILE",
     )
 
@@ -150,21 +153,23 @@ class SparsityOptions:
         None,
         "Experimental",
         "Compute only neurons chosen by this predictor (DejaVu)",
-        details="A file of `octavo calibrate --predictor-rank` for the same weights: a low-rank"
-        " predictor chooses, from the attention's input, the neurons that add most to the layer's"
-        " output, for generated tokens. native needs int8 weights. Changes results.",
+        details="A file written by `octavo calibrate --predictor-rank` for the same weights: for"
+        " generated tokens, a low-rank predictor selects the neurons that contribute most, from"
+        " the input of attention. native requires int8 weights. Changes results.",
         metavar="FILE",
     )
-    predicted_share: float = option(0.5, "Experimental", "Compute this share of the neurons", low=0)
+    predicted_share: float = option(
+        0.5, "Experimental", "Compute this fraction of the neurons", low=0
+    )
 
     kv_selection: Literal["speculated"] | None = option(
         None,
         "Experimental",
         "Read only the most attended blocks of keys (InfiniGen)",
-        details="native, reference: for generated tokens, in all layers but the first two; the"
-        " blocks are chosen by the layer before. Changes results.",
+        details="native, reference: for generated tokens, in all layers except the first two; the"
+        " previous layer selects the blocks. Changes results.",
     )
-    kv_budget: float = option(0.3, "Experimental", "Read this share of the key blocks", low=0)
+    kv_budget: float = option(0.3, "Experimental", "Read this fraction of the key blocks", low=0)
 
     @property
     def gate_sparsity(self) -> float:

@@ -86,7 +86,7 @@ class PredictorFit:
         self._gates = measured_gates(program, observed)
         if not self._gates:
             raise UnsupportedModel(
-                f"{program.name} has no gates to predict", hint="leave predictor_rank out"
+                f"{program.name} has no gates to predict", hint="remove predictor_rank"
             )
         self._inputs = {
             name: _attention_input(program, gate, observed) for name, gate in self._gates.items()
@@ -99,8 +99,7 @@ class PredictorFit:
             most = min(self._inputs[name].shape[1], gate.op.out.width)
             if rank > most:
                 raise ConfigError(
-                    f"predictor_rank: got {rank}, allowed is at most {most}, the width of the"
-                    " model",
+                    f"predictor_rank: got {rank}, expected at most {most}, the width of the model",
                     hint="64 is a usual one",
                 )
         self._lasts = {
@@ -180,7 +179,7 @@ def _attention_input(
     raise UnsupportedModel(
         f"{program.name} has no attention before {gate.maker.weights_[0].name}, whose input could"
         " predict it",
-        hint="leave predictor_rank out",
+        hint="remove predictor_rank",
     )
 
 
@@ -192,7 +191,7 @@ def _last_product(
         raise UnsupportedModel(
             f"{program.name} has no product of their own behind the gates of"
             f" {gate.maker.weights_[0].name}",
-            hint="leave predictor_rank out",
+            hint="remove predictor_rank",
         )
     return gate.last
 

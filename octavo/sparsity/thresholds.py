@@ -63,7 +63,7 @@ def hot_neurons(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, list[
     if not found.neurons:
         raise ConfigError(
             f"hot_neurons: {path}: it says nothing of neurons",
-            hint="make one: octavo calibrate MODEL --text FILE --out FILE",
+            hint="create one: octavo calibrate MODEL --text FILE --out FILE",
         )
     return {layer.weight: layer.hottest(len(layer.counts)) for layer in found.neurons}
 

@@ -66,7 +66,7 @@ def _candidates(described: Mapping[str, Any]) -> Iterator[Vocabulary]:
     """Yields candidate vocabularies."""
     model = described["model"]
     if model.get("type", "BPE") != "BPE":
-        raise ValueError(f"a model of type {model.get('type')!r}, supported is 'BPE'")
+        raise ValueError(f"a model of type {model.get('type')!r}, supported: 'BPE'")
     texts: dict[int, str] = {number: text for text, number in model["vocab"].items()}
     kinds = dict.fromkeys(texts, NORMAL)
     for token in described.get("added_tokens") or ():

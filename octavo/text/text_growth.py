@@ -89,8 +89,8 @@ def json_length(
     width = max(each if isinstance(each, int) else len(each or "") for each in given)
     if width > MAX_JSON_INDENT:
         raise ValueError(
-            f"it makes JSON with an indent or a separator of {width} characters,"
-            f" allowed are {MAX_JSON_INDENT}"
+            f"it formats JSON with an indent or separator of {width} characters, expected at most"
+            f" {MAX_JSON_INDENT}"
         )
     return 0
 

@@ -191,7 +191,7 @@ class TextTokenizer:
         if self._infill is None:
             raise InvalidRequest(
                 "suffix: the model's vocabulary has no tokens for filling in the middle",
-                hint="leave suffix out, or use a model made for infilling, such as Qwen2.5-Coder",
+                hint="remove suffix, or use a model made for infilling, such as Qwen2.5-Coder",
                 param="suffix",
             )
         check_unicode(prefix, "prompt")
@@ -369,7 +369,7 @@ def _read_template(option: str, names: Collection[str]) -> str:
     if not path_exists(path) or not path.is_file():
         own = [f"the model's templates {', '.join(map(repr, names))}"] if names else []
         allowed = ["a Jinja template", *own, "the path of a file with one"]
-        raise ConfigError(f"chat_template: got {option!r}, allowed is {' or '.join(allowed)}")
+        raise ConfigError(f"chat_template: got {option!r}, expected {' or '.join(allowed)}")
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

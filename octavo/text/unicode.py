@@ -21,6 +21,6 @@ def check_unicode(text: str, name: str = "prompt") -> None:
         text.encode()
     except UnicodeEncodeError as error:
         message = (
-            f"{name}: got {text[error.start]!r} as character {error.start}, allowed is Unicode text"
+            f"{name}: got {text[error.start]!r} as character {error.start}, expected Unicode text"
         )
         raise InvalidRequest(message, hint="write the text in UTF-8", param=name) from None

@@ -44,12 +44,12 @@ class Objective:
             name, sign, value = part.strip().partition("=")
             if not sign or name not in ("ttft", "tpot") or name in limits:
                 raise ConfigError(
-                    f"slo: got {text!r}, allowed are ttft=TIME and tpot=TIME, each once",
+                    f"slo: got {text!r}, expected ttft=TIME and tpot=TIME, each once",
                     hint="for example ttft=2s,tpot=80ms",
                 )
             limits[name] = parse_duration_s(f"slo: {name}", value)
         if len(limits) < 2:
-            raise ConfigError(f"slo: got {text!r}, needed are ttft and tpot")
+            raise ConfigError(f"slo: got {text!r}, expected ttft and tpot")
         return Objective(limits["ttft"], limits["tpot"])
 
     def is_met(self, request: SimulatedRequest) -> bool:
@@ -112,7 +112,7 @@ def list_layouts(num_machines: int) -> list[FleetLayout]:
     for the others, or pipeline-parallel engines over several machines.
     """
     if not 1 <= num_machines <= MAX_MACHINES:
-        raise ConfigError(f"machines: got {num_machines}, allowed are 1 to {MAX_MACHINES}")
+        raise ConfigError(f"machines: got {num_machines}, expected 1 to {MAX_MACHINES}")
     split = (FleetLayout(num_machines, prefill) for prefill in range(1, num_machines))
     stages = (
         FleetLayout(num_machines // num_stages, num_stages=num_stages)

@@ -78,7 +78,7 @@ def quantize_model(
     """
     if calibration is None and recipe.needs_calibration:
         raise ConfigError(
-            f"calibration: {recipe.method} needs a text",
+            f"calibration: {recipe.method} requires a text",
             hint=f"octavo quantize {model} -o {output} --method {recipe.method} --calibration"
             " TEXT, a file like the model's prompts; --method rtn needs none",
         )
@@ -137,7 +137,7 @@ def _describe_larger(checkpoint: Checkpoint, folder: Path) -> str | None:
     if made < source:
         return None
     return (
-        f"WARNING: the result takes {format_bytes(made)}, the source only {format_bytes(source)}:"
+        f"WARNING: the result has {format_bytes(made)}, the source only {format_bytes(source)}:"
         " its weights are quantized already; quantize the original model instead"
     )
 
@@ -235,7 +235,7 @@ def calibration_ids(checkpoint: Checkpoint, calibration: CalibrationText) -> NDA
     info = model_info(checkpoint.config, checkpoint.generation_config)
     if length < BLOCK_SIZE or length % BLOCK_SIZE or length > info.max_context_tokens:
         raise ConfigError(
-            f"calibration-length: got {length}, allowed are multiples of {BLOCK_SIZE} up to the"
+            f"calibration-length: got {length}, expected multiples of {BLOCK_SIZE} up to the"
             f" model's context of {info.max_context_tokens} tokens"
         )
     try:
@@ -247,7 +247,7 @@ def calibration_ids(checkpoint: Checkpoint, calibration: CalibrationText) -> NDA
     num_texts = min(calibration.num_texts, len(ids) // length)
     if num_texts < 1:
         raise ConfigError(
-            f"calibration: {calibration.text} has {len(ids)} tokens, needed are at least {length}",
+            f"calibration: {calibration.text} has {len(ids)} tokens, expected at least {length}",
             hint="take a longer text, or a smaller --calibration-length",
         )
     if max(ids) >= info.vocab_size:

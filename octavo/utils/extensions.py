@@ -21,6 +21,11 @@ PACKAGE = Path(__file__).parents[1]
 Layer = Literal["config", "model", "kv", "block_choice", "remote_prefill", "metrics", "doctor"]
 """Layers with hooks."""
 
+CommandGroup = Literal[
+    "Run models", "Serve models", "Manage models", "Measure and debug", "Help and diagnosis"
+]
+"""Groups of commands in the help of `octavo`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Extension:
@@ -30,8 +35,8 @@ class Extension:
     """Option dataclasses."""
     command_line_only: frozenset[str] = frozenset()
     """Options that refer to files or memory of the machine, so that requests may not set them."""
-    commands: Mapping[str, str] = field(default_factory=dict)
-    """Modules of commands, by command name."""
+    commands: Mapping[CommandGroup, Mapping[str, str]] = field(default_factory=dict)
+    """Modules of commands, by group and command name."""
     hooks: Mapping[Layer, str] = field(default_factory=dict)
     """Hook class of each layer."""
 

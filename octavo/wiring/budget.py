@@ -96,7 +96,7 @@ def _make_error(capacities: Mapping[str, Capacity], memory_bytes: int) -> Insuff
 
     what = "do not fit together" if len(capacities) > 1 else "does not fit"
     return InsufficientMemory(
-        f"{', '.join(capacities)} {what}: needed are at least {'; '.join(parts())}; free are"
+        f"{', '.join(capacities)} {what}: expected at least {'; '.join(parts())}; free are"
         f" {format_bytes(memory_bytes)}, of which KV caches may take {SAFE_SHARE:.0%} of what"
         " weights leave",
         hint="serve fewer models, lower max_model_len, or give each kv_cache_memory_bytes",

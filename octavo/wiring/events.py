@@ -22,9 +22,7 @@ def open_publishers(config: EngineConfig) -> list[KVEventPublisher]:
     if not wanted.publishes:
         return []
     if not (config.cache.enable_prefix_caching and config.cache.kv_cache):
-        raise ConfigError(
-            "kv_events_config: allowed only where the KV cache and prefix caching are on"
-        )
+        raise ConfigError("kv_events_config: requires kv_cache and enable_prefix_caching")
     from octavo.frontend.kv_event_publisher import KVEventPublisher
 
     publishers: list[KVEventPublisher] = []

@@ -148,7 +148,7 @@ def _check_fits(config: EngineConfig, layout: ImageLayout, rules: ImageRules) ->
     scheduler, needed = config.scheduler, rows * columns + config.scheduler.max_num_seqs
     if scheduler.max_num_batched_tokens < needed:
         raise ConfigError(
-            f"max_num_batched_tokens: got {scheduler.max_num_batched_tokens:,}, needed are at least"
+            f"max_num_batched_tokens: got {scheduler.max_num_batched_tokens:,}, expected at least"
             f" {needed:,}: {rows * columns:,} tokens of an image, which one step computes, beside"
             f" one of each other of {scheduler.max_num_seqs:,} requests"
         )

@@ -168,7 +168,7 @@ def derive_from(
         raise ConfigError(
             f"max_encoder_len: got {config.model.max_encoder_len}, but the model has no encoder"
             " before a decoder",
-            hint="leave max_encoder_len out",
+            hint="remove max_encoder_len",
         )
     derived = derive(
         config,
@@ -383,7 +383,7 @@ def _check_cache(
     if config.cache.kv_layout == "virtual" and not backend.allocates_on_demand:
         raise ConfigError(
             f"kv_layout: virtual is not for the backend {backend.name}",
-            hint="leave kv_layout at paged",
+            hint="set kv_layout to paged",
         )
     for hooks in model_hooks():
         hooks.check_backend(config, backend)
@@ -432,7 +432,7 @@ def _describe_larger(model: Model, weight_bytes: int) -> str | None:
     return (
         f"WARNING: --quantization {model.config.model.quantization} makes the weights larger:"
         f" {format_bytes(weight_bytes)} in memory, {format_bytes(file_bytes)} in the file, whose"
-        " weights are quantized already; leave the option out"
+        " weights are quantized already; remove the option"
     )
 
 
@@ -445,7 +445,7 @@ def _weight_reader(model: Model, program: Program, report: Report) -> WeightRead
     if options.quantization == "int4":
         from octavo.worker.calibration import input_powers
 
-        report("running the model once to see which of its inputs matter")
+        report("profiling the model's inputs")
         importance = input_powers(
             program,
             WeightReader(model.checkpoint).load,

@@ -51,7 +51,7 @@ def _dimensions(config: HfConfig, width: int) -> Sequence[int]:
     for number in named:
         if not 1 <= number <= width:
             raise UnsupportedModel(
-                f"config.json: matryoshka_dimensions holds {number}, allowed are 1 to {width}"
+                f"config.json: matryoshka_dimensions holds {number}, expected 1 to {width}"
             )
     return range(1, width + 1) if not named and config.flag("is_matryoshka", False) else named
 

@@ -60,7 +60,7 @@ def _values(
         path = path / "generation_config.json" if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(
-                f"generation_config: got {options.generation_config!r}, allowed are auto, vllm and"
+                f"generation_config: got {options.generation_config!r}, expected auto, vllm and"
                 " the path of a generation_config.json or of its directory"
             )
         return read_json(path), path.name
@@ -73,9 +73,12 @@ def _values(
         name, values = catalogued
         return {**own, **values}, f"recommended for {name}"
     if has_encoder:
-        return {**ENCODER_DECODER, **own}, "the model recommends none: greedy"
+        return {**ENCODER_DECODER, **own}, "the model recommends no values: greedy"
     kind = "chat" if has_chat_template else "base"
-    return {**(CHAT if has_chat_template else BASE), **own}, f"the model recommends none: {kind}"
+    return {
+        **(CHAT if has_chat_template else BASE),
+        **own,
+    }, f"the model recommends no values: {kind}"
 
 
 def _overrides(text: str | None) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def _overrides(text: str | None) -> dict[str, Any]:
         given = None
     if not isinstance(given, dict) or not given.keys() <= NAMES.keys():
         raise ConfigError(
-            f"override_generation_config: got {text!r}, allowed is a JSON object of"
+            f"override_generation_config: got {text!r}, expected a JSON object of"
             f" {', '.join(NAMES)}",
             hint="""for example '{"temperature": 0.6, "top_p": 0.9}'""",
         )

@@ -39,4 +39,4 @@ def set_score_tokens(options: ModelOptions, header: ModelHeader) -> None:
 
 def _refused(options: ModelOptions, allowed: str) -> ConfigError:
     got = options.classifier_from_token
-    return ConfigError(f"classifier_from_token: got {got!r}, allowed is {allowed}")
+    return ConfigError(f"classifier_from_token: got {got!r}, expected {allowed}")

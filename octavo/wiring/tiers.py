@@ -95,7 +95,7 @@ def count_slots(cache: CacheOptions, block_bytes: int, *, has_more: bool = False
         wanted = max(_default_bytes(), block_bytes) if has_more else 0
     if wanted < block_bytes and (wanted or has_more):
         raise ConfigError(
-            f"kv_offloading_size: got {format_bytes(wanted)}, allowed is at least one block,"
+            f"kv_offloading_size: got {format_bytes(wanted)}, expected at least one block,"
             f" {format_bytes(block_bytes)}"
         )
     return wanted // block_bytes

@@ -68,7 +68,7 @@ def check_addressable(ranges: Sequence[RangeShape], *, num_rows: int) -> None:
     """
     if sys.platform != "linux":
         raise ConfigError(
-            f"kv_layout: virtual is for Linux, got {sys.platform}", hint="leave kv_layout at paged"
+            f"kv_layout: virtual is for Linux, got {sys.platform}", hint="set kv_layout to paged"
         )
     num_tokens = num_rows * max(shape.num_blocks for shape in ranges) * BLOCK_SIZE
     if num_tokens >= 1 << 31:
@@ -77,7 +77,7 @@ def check_addressable(ranges: Sequence[RangeShape], *, num_rows: int) -> None:
             " max_model_len)"
         )
         raise ConfigError(
-            f"{what}, allowed are fewer than {1 << 31:,}",
+            f"{what}, expected fewer than {1 << 31:,}",
             hint="lower max_num_seqs or max_model_len",
         )
 

@@ -142,7 +142,7 @@ class Capacity:
             )
             needed = format_bytes(self.fixed_bytes + self.least_kv_bytes)
             raise InsufficientMemory(
-                f"{name} does not fit: needed are {needed} ({parts}), free are"
+                f"{name} does not fit: expected {needed} ({parts}), free are"
                 f" {format_bytes(self.memory_bytes)}; {format_bytes(self.shortfall_bytes)} are"
                 " missing",
                 hint="`octavo plan` with the same options says what fits",

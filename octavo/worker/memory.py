@@ -268,11 +268,11 @@ def _too_little(
         name = "kv_cache_memory_bytes"
         hint = f"raise kv_cache_memory_bytes, or {length}"
     else:
-        name = f"too little memory: {share:.0%} of what is free"
-        hint = f"free memory, {length}, or give kv_cache_memory_bytes yourself"
+        name = f"not enough memory: {share:.0%} of the free memory"
+        hint = f"free memory, {length}, or set kv_cache_memory_bytes"
     least_bytes = sum(group.block_bytes * group.least_blocks(demand) for group in groups)
     needed = (
-        f"needed are {format_bytes(least_bytes)} for one request of {demand.max_model_len:,} tokens"
+        f"expected {format_bytes(least_bytes)} for one request of {demand.max_model_len:,} tokens"
     )
     return ConfigError(
         f"{name}: got {format_bytes(given_bytes)}, {needed}", hint=hint if num_blocks else None

@@ -340,7 +340,7 @@ class ModelRunner(ProgramRunner):
                 results[index].failure = self._describe_failure(model_input, sample)
         for index, entries in get_prompt_entries(model_input):
             if any(failed[entry] for entry in entries):
-                failure = "the model's logits within the prompt are not numbers (NaN)"
+                failure = "the model's logits within the prompt are NaN"
                 results[index].failure = failure
         for result in results:
             if result.failure is not None:
@@ -350,9 +350,9 @@ class ModelRunner(ProgramRunner):
         """Returns why nothing could be sampled: a NaN, or bans that leave no token."""
         num_tokens, verifier = int(model_input.sample_ends[sample]), model_input.verifier
         if verifier is not None and (fault := verifier.fault(sample)):
-            return f"nothing can be sampled after {num_tokens} tokens: {fault}"
+            return f"sampling failed after {num_tokens} tokens: {fault}"
         if fault := self._rows.grammars.fault(int(model_input.owner_rows[sample])):
-            return f"the grammar cannot be followed after {num_tokens} tokens: {fault}"
+            return f"the grammar failed after {num_tokens} tokens: {fault}"
         sampling = model_input.sampling
         assert sampling is not None
         is_restricted = (
@@ -361,14 +361,14 @@ class ModelRunner(ProgramRunner):
             or (verifier is not None and sample in verifier)
         )
         if not is_restricted:
-            return f"the model's logits after {num_tokens} tokens are not numbers (NaN)"
+            return f"the model's logits after {num_tokens} tokens are NaN"
         bans = (
             "the grammar, logits_processors, allowed_token_ids, logit_bias, bad_words and"
             " min_tokens"
         )
         return (
-            f"no token can be sampled after {num_tokens} tokens: {bans} leave none, or the model's"
-            " logits are not numbers (NaN)"
+            f"no token can be sampled after {num_tokens} tokens: {bans} exclude every token, or the"
+            " model's logits are NaN"
         )
 
 

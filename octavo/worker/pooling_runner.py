@@ -67,7 +67,7 @@ class PoolingRunner(ProgramRunner):
         if scheduled.result_kind == ResultKind.POOL:
             row = finished(pooled, params)
             if not np.isfinite(row).all():
-                what = "the row that the model pooled holds what is not a number (NaN)"
+                what = "the row that the model pooled contains NaN"
                 return RowResult(scheduled.request_id, failure=what)
             result.pooled = row.astype("<f4").tobytes()
         return result

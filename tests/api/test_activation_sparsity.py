@@ -200,24 +200,24 @@ def test_curves_rise(calibration):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "too much": ({"activation_sparsity": 0.96}, "activation_sparsity: got 0.96, allowed is 0 to"),
-    "less than nothing": ({"activation_sparsity": -0.1}, "allowed is a number of at least 0"),
-    "no number": ({"ffn_sparsity": "gate:much"}, "ffn_sparsity: got 'gate:much', allowed is"),
-    "no share": ({"ffn_sparsity": "gate:0"}, "ffn_sparsity: got 'gate:0', allowed is 'exact' or"),
-    "unknown": ({"ffn_sparsity": "relu"}, "ffn_sparsity: got 'relu', allowed is 'exact' or"),
+    "too much": ({"activation_sparsity": 0.96}, "activation_sparsity: got 0.96, expected 0 to"),
+    "less than nothing": ({"activation_sparsity": -0.1}, "expected a number of at least 0"),
+    "no number": ({"ffn_sparsity": "gate:much"}, "ffn_sparsity: got 'gate:much', expected"),
+    "no share": ({"ffn_sparsity": "gate:0"}, "ffn_sparsity: got 'gate:0', expected 'exact' or"),
+    "unknown": ({"ffn_sparsity": "relu"}, "ffn_sparsity: got 'relu', expected 'exact' or"),
     "no calibration": (
         {"activation_sparsity": 0.2, "calibration": None},
-        "activation_sparsity: allowed only with a calibration\nhint: make one",
+        "activation_sparsity: requires a calibration\nhint: create one",
     ),
     "torch": (
         {"activation_sparsity": 0.2, "backend": "torch"},
-        "allowed with the native and the reference backend, got 'torch'",
+        "requires the native or reference backend, got 'torch'",
     ),
     "ranks": (
         {"activation_sparsity": 0.2, "tensor_parallel_size": 2},
-        "activation_sparsity: allowed where tensor_parallel_size is 1, got 2",
+        "activation_sparsity: requires tensor_parallel_size 1, got 2",
     ),
-    "calibration alone": ({}, "calibration: allowed only with activation_sparsity or"),
+    "calibration alone": ({}, "calibration: requires activation_sparsity or"),
     "no file": (
         {"activation_sparsity": 0.2, "calibration": "/nowhere/at/all"},
         "calibration: /nowhere/at/all: No such file",
@@ -240,8 +240,8 @@ def test_a_decoder_behind_an_encoder_is_refused(calibration):
 
 
 DAMAGED = {
-    "other weights": ({"fingerprint": "00"}, "it was made of other weights than this model's"),
-    "another version": ({"version": 7}, "its version is 7, allowed is 1"),
+    "other weights": ({"fingerprint": "00"}, "it was made for other weights"),
+    "another version": ({"version": 7}, "its version is 7, expected 1"),
     "no curves of one length": ({"inputs": "short"}, "is damaged"),
     "numbers that are none": ({"inputs": "nan"}, "is damaged"),
 }
@@ -250,7 +250,7 @@ DAMAGED = {
 @pytest.mark.parametrize("case", [*DAMAGED, "no json"])
 def test_damaged_calibrations_are_refused(calibration, case, tmp_path):
     path = tmp_path / "damaged.json"
-    change, message = DAMAGED.get(case, ({}, "it is no calibration: "))
+    change, message = DAMAGED.get(case, ({}, "not a calibration file: "))
     data = msgspec.json.decode(Path(calibration).read_bytes())
     curve = data["inputs"][0]
     if change.get("inputs") == "short":

@@ -174,9 +174,9 @@ def test_samples_and_beams_have_their_adapter(llm, adapters):
 @pytest.mark.parametrize(
     ("lora_request", "message"),
     [
-        (LoRARequest("gone", 1, "/nowhere/at/all"), "lora_path: .*no adapter"),
-        ("a name", "lora_request: got 'a name', allowed is a LoRARequest"),
-        ([None, None], "lora_request: got 2, allowed is one"),
+        (LoRARequest("gone", 1, "/nowhere/at/all"), "lora_path: .*not an adapter"),
+        ("a name", "lora_request: got 'a name', expected a LoRARequest"),
+        ([None, None], "lora_request: got 2, expected one"),
     ],
 )
 def test_bad_adapters_are_refused_before_anything_runs(llm, lora_request, message):
@@ -185,7 +185,7 @@ def test_bad_adapters_are_refused_before_anything_runs(llm, lora_request, messag
 
 
 def test_an_engine_without_adapters_says_how_to_get_them(adapters):
-    with make_llm() as plain, pytest.raises(InvalidRequest, match="takes no adapters") as refused:
+    with make_llm() as plain, pytest.raises(InvalidRequest, match="LoRA is disabled") as refused:
         plain.generate(PROMPT, GREEDY, lora_request=adapters[0], use_tqdm=False)
     assert "enable_lora" in refused.value.hint
 
@@ -193,12 +193,12 @@ def test_an_engine_without_adapters_says_how_to_get_them(adapters):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_lora_rank": 2000}, "max_lora_rank: got 2000, allowed is at most 1024"),
-        ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras: got 2, allowed is at least"),
+        ({"max_lora_rank": 2000}, "max_lora_rank: got 2000, expected at most 1024"),
+        ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras: got 2, expected at least"),
         ({"max_loras": 0}, "max_loras: got 0"),
         (
             {"expert_parallel_size": 2, "backend": "native"},
-            "enable_lora: not allowed beside expert_parallel_size 2",
+            "enable_lora: not supported with expert_parallel_size 2",
         ),
     ],
 )
@@ -209,5 +209,5 @@ def test_options_that_contradict_each_other_are_refused(options, message):
 
 @pytest.mark.parametrize("arguments", [("", 1, "x"), ("x", 0, "x"), ("x", 1, ""), ("x", True, "x")])
 def test_a_lora_request_is_checked_when_it_is_made(arguments):
-    with pytest.raises(InvalidRequest, match="allowed is"):
+    with pytest.raises(InvalidRequest, match="expected"):
         LoRARequest(*arguments)

@@ -178,10 +178,10 @@ def test_the_activation_may_stand_beside_the_modules(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"problem_type": "ranking"}, "problem_type is 'ranking', allowed are regression"),
+        ({"problem_type": "ranking"}, "problem_type is 'ranking', expected regression"),
         (
             {"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}},
-            "activation_fn is 'Tanh', supported are Identity, Sigmoid, Softmax",
+            "activation_fn is 'Tanh', supported: Identity, Sigmoid, Softmax",
         ),
     ],
 )
@@ -221,22 +221,22 @@ def test_an_embedder_scores_by_the_cosine(tmp_path: Path) -> None:
         expected = torch.cosine_similarity(query[None], torch.stack(others))
         np.testing.assert_allclose(scores(llm, QUERY, PASSAGES), expected, atol=1e-6)
         np.testing.assert_allclose(scores(llm, PASSAGES, PASSAGES), 1, atol=1e-6)
-        with pytest.raises(InvalidRequest, match="got a pair of texts, allowed is one"):
+        with pytest.raises(InvalidRequest, match="got a pair of texts, expected one"):
             llm.embed([TextPair("a", "b")])  # type: ignore[list-item]
-        with pytest.raises(InvalidRequest, match="can make embeddings, and does not classify"):
+        with pytest.raises(InvalidRequest, match="can make embeddings and does not classify"):
             llm.classify("a")
 
 
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (["a", "b"], ["a", "b", "c"], "data_1: got 2 texts, allowed are one, or 3"),
+        (["a", "b"], ["a", "b", "c"], "data_1: got 2 texts, expected one, or 3"),
         ([], ["a"], "data_1: got 0 texts"),
         ("a", [], "data_2: got no text"),
-        ("a", [[5, 6]], r"data_2: got \[5, 6\], allowed are texts"),
+        ("a", [[5, 6]], r"data_2: got \[5, 6\], expected texts"),
         (7, "a", "data_1: got int"),
-        ("\ud800", "a", "prompt: got .* as character 0, allowed is Unicode text"),
-        ("a", "\ud800", "prompt: got .* as character 0, allowed is Unicode text"),
+        ("\ud800", "a", "prompt: got .* as character 0, expected Unicode text"),
+        ("a", "\ud800", "prompt: got .* as character 0, expected Unicode text"),
     ],
 )
 def test_what_makes_no_pairs_is_refused(ranker: LLM, first: Any, second: Any, message: str) -> None:
@@ -257,7 +257,7 @@ def test_a_long_pair_is_refused_or_cut_as_asked(ranker: LLM) -> None:
     [
         ({"dimensions": 1}, "dimensions: got 1, which a classifier's scores cannot have"),
         ({"normalize": True}, "normalize: got True, which a classifier's scores cannot have"),
-        ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens: got 2, allowed are at least 3"),
+        ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens: got 2, expected at least 3"),
     ],
 )
 def test_params_of_other_tasks_are_refused(ranker: LLM, params: Any, message: str) -> None:
@@ -266,12 +266,12 @@ def test_params_of_other_tasks_are_refused(ranker: LLM, params: Any, message: st
 
 
 def test_several_labels_make_no_score(three: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="got one with 3 labels, needed for scoring is one"):
+    with pytest.raises(InvalidRequest, match="has 3 labels; scoring requires a model with one"):
         three.score("a", "b")
 
 
 def test_a_pair_of_what_is_no_text_is_refused(three: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="got 7 in a pair, allowed are two texts"):
+    with pytest.raises(InvalidRequest, match="got 7 in a pair, expected two texts"):
         three.classify(TextPair("a", 7))  # type: ignore[arg-type]
 
 

@@ -80,11 +80,11 @@ def test_threads_and_memory_are_shared_out():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data_parallel_size": 65}, "data_parallel_size: got 65, allowed is at most 64"),
+        ({"data_parallel_size": 65}, "data_parallel_size: got 65, expected at most 64"),
         ({"data_parallel_size": 0}, "data_parallel_size: got 0"),
-        ({"routing_policy": "sticky"}, "routing_policy: got 'sticky', allowed only with several"),
+        ({"routing_policy": "sticky"}, "routing_policy: got 'sticky', requires several"),
         ({"data_parallel_size": 2, "routing_policy": "best"}, "routing_policy: got 'best'"),
-        ({"data_parallel_size": 2, "kv_transfer": "zmq"}, "allowed is 1 with kv_transfer"),
+        ({"data_parallel_size": 2, "kv_transfer": "zmq"}, "expected 1 with kv_transfer"),
         ({"data_parallel_size": 2, "backend": "torch"}, "without kv_cache_memory_bytes"),
     ],
 )
@@ -94,5 +94,5 @@ def test_options_that_do_not_fit_are_refused(options, message):
 
 
 def test_ranks_and_several_engines_exclude_each_other():
-    with pytest.raises(ConfigError, match="allowed is 1 with tensor_parallel_size 2"):
+    with pytest.raises(ConfigError, match="expected 1 with tensor_parallel_size 2"):
         derived(data_parallel_size=2, tensor_parallel_size=2, backend="torch")

@@ -122,14 +122,14 @@ def test_normalizing_follows_the_checkpoint_and_the_request(bert: LLM, tmp_path:
 
 
 def test_an_encoder_generates_nothing_and_says_so(bert: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="can make embeddings, and generates no text"):
+    with pytest.raises(InvalidRequest, match="can make embeddings and does not generate text"):
         bert.generate([[5, 6]], SamplingParams(max_tokens=1))
-    with pytest.raises(InvalidRequest, match="generates no text"):
+    with pytest.raises(InvalidRequest, match="does not generate text"):
         bert.chat([{"role": "user", "content": "hello"}])
 
 
 def test_a_decoder_embeds_nothing_and_says_so() -> None:
-    refusal = "generates text, and does not make embeddings"
+    refusal = "generates text and does not make embeddings"
     with started(tiny_model("llama").path) as llm, pytest.raises(InvalidRequest, match=refusal):
         llm.embed([[5, 6]])
 
@@ -138,9 +138,9 @@ def test_a_decoder_embeds_nothing_and_says_so() -> None:
     ("params", "message"),
     [
         ({"dimensions": 0}, "dimensions: got 0"),
-        ({"dimensions": 36}, "dimensions: got 36, allowed are 72"),
+        ({"dimensions": 36}, "dimensions: got 36, expected 72"),
         ({"normalize": 1}, "normalize: got 1"),
-        ({"truncate_prompt_tokens": 401}, "truncate_prompt_tokens: got 401, allowed are 1 to 400"),
+        ({"truncate_prompt_tokens": 401}, "truncate_prompt_tokens: got 401, expected 1 to 400"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens: got -2"),
         ({"activation": "relu"}, "activation: got 'relu'"),
     ],
@@ -193,7 +193,7 @@ def test_an_embedding_is_cut_as_the_checkpoint_allows(
             np.testing.assert_allclose(
                 embeddings(llm, texts(), pooling_params=params), rows, atol=1e-6
             )
-        with pytest.raises(InvalidRequest, match=f"dimensions: got 99, allowed are {allowed}"):
+        with pytest.raises(InvalidRequest, match=f"dimensions: got 99, expected {allowed}"):
             llm.embed([[5, 6]], PoolingParams(dimensions=99))
 
 
@@ -201,7 +201,7 @@ def test_impossible_dimensions_of_a_checkpoint_are_refused(tmp_path: Path) -> No
     path = save_encoder(tmp_path, "bert")
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"matryoshka_dimensions": [100]}))
-    with pytest.raises(UnsupportedModel, match="matryoshka_dimensions holds 100, allowed are 1"):
+    with pytest.raises(UnsupportedModel, match="matryoshka_dimensions holds 100, expected 1"):
         started(path)
 
 

@@ -188,7 +188,7 @@ BAD_PROMPTS = {
         {"prompt_token_ids": [5] * 301},
         {},
         ContextTooLong,
-        "encoder takes 300 tokens, the prompt has 301",
+        "encoder accepts 300 tokens, the prompt has 301",
     ),
     "unknown id": ({"prompt_token_ids": [5, 999]}, {}, InvalidRequest, "got the token id 999"),
     "no decoder prompt": (
@@ -201,13 +201,13 @@ BAD_PROMPTS = {
         {"prompt_token_ids": [5], "decoder_prompt_token_ids": "x"},
         {},
         InvalidRequest,
-        "decoder_prompt_token_ids: got 'x', allowed is token ids",
+        "decoder_prompt_token_ids: got 'x', expected token ids",
     ),
     "both decoder prompts": (
         {"prompt_token_ids": [5], "decoder_prompt_token_ids": [2], "decoder_prompt": "x"},
         {},
         InvalidRequest,
-        "allowed is one of them",
+        "expected one of them",
     ),
     "prompt logprobs": (PROMPTS[0], {"prompt_logprobs": 1}, InvalidRequest, "prompt_logprobs"),
 }
@@ -222,7 +222,7 @@ def test_bad_prompts_are_refused():
 
 
 BAD_OPTIONS = {
-    "max_encoder_len": ({"max_encoder_len": 301}, "max_encoder_len: got 301, allowed is at most"),
+    "max_encoder_len": ({"max_encoder_len": 301}, "max_encoder_len: got 301, expected at most"),
     "max_num_batched_tokens": (
         {"max_num_batched_tokens": 300},
         "max_num_batched_tokens: got 300, but an input of 300 rows is encoded in one step",

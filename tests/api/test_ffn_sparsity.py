@@ -88,6 +88,6 @@ def test_bf16_on_the_tile_unit_is_refused():
 
 
 def test_other_backends_are_refused():
-    message = "ffn_sparsity: allowed only with the native backend, got 'reference'"
+    message = "ffn_sparsity: requires the native backend, got 'reference'"
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_llm("opt", ffn_sparsity="exact")

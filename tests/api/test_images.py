@@ -96,7 +96,7 @@ def test_images_that_have_no_place_are_refused(prompt, said):
 def test_a_model_of_text_refuses_images_by_name():
     engine = LLM(str(tiny_model_with_text()), max_model_len=256, threads=1)
     prompt = {"prompt": "a", "multi_modal_data": {"image": picture(0)}}
-    with pytest.raises(InvalidRequest, match="reads text only") as error:
+    with pytest.raises(InvalidRequest, match="accepts text only") as error:
         engine.generate(prompt, DRAWN, use_tqdm=False)
     assert "Gemma 3" in (error.value.hint or "")
 

@@ -127,12 +127,12 @@ def test_the_first_layers_stay_whole():
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "torch": ({"backend": "torch"}, "kv_selection: allowed with the native and the reference"),
-    "ranks": ({"tensor_parallel_size": 2}, "kv_selection: allowed where tensor_parallel_size is 1"),
-    "stages": ({"pipeline_parallel_size": 2}, "not allowed beside kv_selection"),
-    "adapters": ({"enable_lora": True}, "kv_selection: not allowed beside enable_lora"),
-    "too few": ({"kv_budget": 0.01}, "kv_budget: got 0.01, allowed is 0.05 to 1"),
-    "a budget alone": ({"kv_selection": None}, "kv_budget: allowed only with kv_selection"),
+    "torch": ({"backend": "torch"}, "kv_selection: requires the native or reference"),
+    "ranks": ({"tensor_parallel_size": 2}, "kv_selection: requires tensor_parallel_size 1"),
+    "stages": ({"pipeline_parallel_size": 2}, "not supported with kv_selection"),
+    "adapters": ({"enable_lora": True}, "kv_selection: not supported with enable_lora"),
+    "too few": ({"kv_budget": 0.01}, "kv_budget: got 0.01, expected 0.05 to 1"),
+    "a budget alone": ({"kv_selection": None}, "kv_budget: requires kv_selection"),
 }
 
 

@@ -206,16 +206,16 @@ def test_a_read_error_fails_the_steps_requests_and_no_later_ones(directory):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "all keys": ({"kv_selection": None}, "kv_spill_dir: allowed only with kv_selection"),
-    "no size": ({"kv_spill_bytes": None}, "kv_spill_dir: allowed only with kv_spill_bytes"),
-    "no directory": ({"kv_spill_dir": None}, "kv_spill_bytes: allowed only with kv_spill_dir"),
+    "all keys": ({"kv_selection": None}, "kv_spill_dir: requires kv_selection"),
+    "no size": ({"kv_spill_bytes": None}, "kv_spill_dir: requires kv_spill_bytes"),
+    "no directory": ({"kv_spill_dir": None}, "kv_spill_bytes: requires kv_spill_dir"),
     "a guess alone": (
         {"kv_spill_dir": None, "kv_spill_bytes": None, "kv_spill_ahead": True},
-        "kv_spill_ahead: allowed only with kv_spill_dir",
+        "kv_spill_ahead: requires kv_spill_dir",
     ),
     "no memory": (
         {"kv_cache_memory_bytes": None},
-        "kv_spill_dir: allowed only with kv_cache_memory_bytes",
+        "kv_spill_dir: requires kv_cache_memory_bytes",
     ),
     "reference": ({"backend": "reference"}, "with the backend reference, which is not allowed"),
     "virtual": (
@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"spec_method": "draft_model", "spec_model": "smollm2"},
         "beside spec_method draft_model, which is not allowed",
     ),
-    "a small file": ({"kv_spill_bytes": 4096}, "kv_spill_bytes: got 4.0 KiB, needed are"),
+    "a small file": ({"kv_spill_bytes": 4096}, "kv_spill_bytes: got 4.0 KiB, expected"),
 }
 
 
@@ -245,5 +245,5 @@ def test_directories_that_cannot_hold_the_file_are_refused(directory, monkeypatc
             engine(Path("/dev/shm"))
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 0))
-    with pytest.raises(ConfigError, match=r"kv_spill_dir: .* has 0 B free, needed are 768.0 KiB"):
+    with pytest.raises(ConfigError, match=r"kv_spill_dir: .* has 0 B free, expected 768.0 KiB"):
         engine(directory)

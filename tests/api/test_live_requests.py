@@ -118,15 +118,15 @@ def test_what_cannot_be_changed_or_forked_is_said():
             await llm.update("none", max_tokens=3)
         stream = llm.submit({"prompt_token_ids": PROMPT}, LONG, "a")
         tokens = await until(stream, 10)
-        with pytest.raises(InvalidRequest, match=r"max_tokens: got 3, allowed are \d+ to 219"):
+        with pytest.raises(InvalidRequest, match=r"max_tokens: got 3, expected \d+ to 219"):
             await llm.update("a", max_tokens=3)
         with pytest.raises(InvalidRequest, match="max_tokens: got 220"):
             await llm.update("a", max_tokens=220)
-        with pytest.raises(InvalidRequest, match="needed is one of max_tokens, priority, stop"):
+        with pytest.raises(InvalidRequest, match="expected one of max_tokens, priority, stop"):
             await llm.update("a")
-        with pytest.raises(InvalidRequest, match="no change from or to the background's"):
+        with pytest.raises(InvalidRequest, match="cannot be changed from or to the background"):
             await llm.update("a", priority=BACKGROUND_PRIORITY)
-        with pytest.raises(InvalidRequest, match="stop: stop texts need a tokenizer"):
+        with pytest.raises(InvalidRequest, match="stop: stop strings require a tokenizer"):
             await llm.update("a", stop="x")
         with pytest.raises(InvalidRequest, match="unknown field 'heat'"):
             llm.fork("a", Fork("f", changes={"heat": 1}))
@@ -135,20 +135,20 @@ def test_what_cannot_be_changed_or_forked_is_said():
         with pytest.raises(InvalidRequest, match="is in use"):
             llm.fork("a", Fork("a"))
         assert (await stream.final()).outputs[0].token_ids[: len(tokens)] == tokens
-        with pytest.raises(InvalidRequest, match="has finished, and can be forked only"):
+        with pytest.raises(InvalidRequest, match="has finished; it can only be forked"):
             await llm.update("a", max_tokens=210)
         search = SamplingParams(beam_width=2, n=2, max_tokens=30, temperature=0, ignore_eos=True)
         beams = llm.submit({"prompt_token_ids": PROMPT}, search, "b")
-        with pytest.raises(InvalidRequest, match="max_tokens: got a change of a beam search"):
+        with pytest.raises(InvalidRequest, match="max_tokens: cannot be changed for a beam search"):
             await llm.update("b", max_tokens=20)
-        with pytest.raises(InvalidRequest, match="fork: got a beam search"):
+        with pytest.raises(InvalidRequest, match="fork: not supported with beam search"):
             llm.fork("b", Fork("f"))
         (shown,) = await llm.requests()
         assert shown.request_id == "b" and len(shown.samples) == 1
         await beams.final()
         line = llm.submit({"prompt_token_ids": PROMPT}, LONG, "c", priority=BACKGROUND_PRIORITY)
         await until(line, 1)
-        with pytest.raises(InvalidRequest, match="no change from or to the background's"):
+        with pytest.raises(InvalidRequest, match="cannot be changed from or to the background"):
             await llm.update("c", priority=0)
         await line.aclose()
 

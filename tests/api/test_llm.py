@@ -146,21 +146,21 @@ def test_bans_are_kept(llm):
 
 BAD_PROMPTS = {
     "none": ([], "got no token"),
-    "negative": ([3, -1], r"prompt: got the token id -1, allowed are 0 to 319"),
-    "outside": ([3, 320], r"prompt: got the token id 320, allowed are 0 to 319"),
+    "negative": ([3, -1], r"prompt: got the token id -1, expected 0 to 319"),
+    "outside": ([3, 320], r"prompt: got the token id 320, expected 0 to 319"),
     "float": ([3, 1.5], r"got 1.5 among token ids"),
     "number": (7, "prompt: got int"),
     "ids as text": (
         {"prompt_token_ids": "abc"},
-        "prompt_token_ids: got a text, allowed are token ids",
+        "prompt_token_ids: got a string, expected token ids",
     ),
     "key": (
         {"prompt_ids": [1]},
-        "got the key 'prompt_ids', allowed are prompt, prompt_token_ids, cache_salt",
+        "got the key 'prompt_ids', expected prompt, prompt_token_ids, cache_salt",
     ),
     "empty dict": ({}, "a dict without a prompt"),
     "salt": ({"prompt_token_ids": [1], "cache_salt": 5}, "cache_salt: got 5"),
-    "text": ("hello", "a text prompt needs a tokenizer, and this engine has none"),
+    "text": ("hello", "a text prompt requires a tokenizer, and this engine has none"),
 }
 
 
@@ -176,24 +176,24 @@ def test_bad_prompts_are_named(llm, name):
 BAD_PARAMS = {
     "stop_token_ids": (
         {"stop_token_ids": [320]},
-        "stop_token_ids: got the token id 320, allowed are 0 to 319",
+        "stop_token_ids: got the token id 320, expected 0 to 319",
     ),
     "allowed_token_ids": (
         {"allowed_token_ids": [5000]},
         "allowed_token_ids: got the token id 5000",
     ),
     "logit_bias": ({"logit_bias": {"999": 1}}, "logit_bias: got the token id 999"),
-    "logprobs": ({"logprobs": 21}, "logprobs: got 21, allowed are at most 20"),
+    "logprobs": ({"logprobs": 21}, "logprobs: got 21, expected at most 20"),
     "whole vocabulary": (
         {"prompt_logprobs": -1},
-        r"prompt_logprobs: got -1 \(the whole vocabulary, 320\), allowed are at most 20",
+        r"prompt_logprobs: got -1 \(the whole vocabulary, 320\), expected at most 20",
     ),
     "prompt_logprob_start": (
         {"prompt_logprobs": 1, "prompt_logprob_start": 3},
-        "prompt_logprob_start: got 3, the prompt has 3 tokens; allowed are 0 to 2",
+        "prompt_logprob_start: got 3, expected 0 to 2 for a prompt of 3 tokens",
     ),
-    "stop": ({"stop": "x"}, "stop: stop texts need a tokenizer"),
-    "bad_words": ({"bad_words": ["x"]}, "bad_words: words need a tokenizer"),
+    "stop": ({"stop": "x"}, "stop: stop strings require a tokenizer"),
+    "bad_words": ({"bad_words": ["x"]}, "bad_words: strings require a tokenizer"),
 }
 
 
@@ -216,7 +216,7 @@ def test_whole_vocabulary_where_it_is_allowed():
 def test_a_prompt_longer_than_the_context(llm):
     with pytest.raises(
         ContextTooLong,
-        match="maximum context length is 256 tokens, the prompt has 256; allowed are at most 255",
+        match="maximum context length is 256 tokens, the prompt has 256; expected at most 255",
     ):
         llm.generate(prompts_of(256), GREEDY)
     output = llm.generate(
@@ -227,7 +227,7 @@ def test_a_prompt_longer_than_the_context(llm):
 
 def test_params_for_each_prompt_must_match_in_number(llm):
     with pytest.raises(
-        InvalidRequest, match="got 2, allowed is one, or one for each of the 3 prompts"
+        InvalidRequest, match="got 2, expected one, or one for each of the 3 prompts"
     ):
         llm.generate(prompts_of(1, 2, 3), [GREEDY, GREEDY])
 
@@ -241,18 +241,18 @@ SETUPS = {
     "context": (
         {"max_model_len": 4096},
         ConfigError,
-        "max_model_len: got 4096, allowed is at most the model's context, 2048",
+        "max_model_len: got 4096, expected at most the model's context, 2048",
     ),
-    "short": ({"max_model_len": 1}, ConfigError, "max_model_len: got 1, allowed is at least 2"),
+    "short": ({"max_model_len": 1}, ConfigError, "max_model_len: got 1, expected at least 2"),
     "memory": (
         {"kv_cache_memory_bytes": "100KiB"},
         ConfigError,
-        "kv_cache_memory_bytes: got 100.0 KiB, needed are",
+        "kv_cache_memory_bytes: got 100.0 KiB, expected",
     ),
     "backend": (
         {"backend": "cuda"},
         ConfigError,
-        "backend: got 'cuda', allowed is 'native' or 'torch' or 'reference'",
+        "backend: got 'cuda', expected 'native' or 'torch' or 'reference'",
     ),
 }
 
@@ -383,21 +383,21 @@ def test_a_text_may_stand_beside_its_token_ids(llm):
 MISTAKES = {
     "a dict of params": (
         lambda llm: llm.generate([5], {"max_tokens": 2}),
-        "sampling_params: got the dict {'max_tokens': 2}, allowed is SamplingParams",
+        "sampling_params: got the dict {'max_tokens': 2}, expected SamplingParams",
     ),
-    "a number": (lambda llm: llm.generate(5), "prompts: got int, allowed are a text, token ids"),
-    "a text for a chat": (lambda llm: llm.chat("hi"), "messages: got 'hi', allowed is a list"),
+    "a number": (lambda llm: llm.generate(5), "prompts: got int, expected a string, token ids"),
+    "a text for a chat": (lambda llm: llm.chat("hi"), "messages: got 'hi', expected a list"),
     "no content": (
         lambda llm: llm.chat([{"role": "user"}]),
         "messages[0]: got {'role': 'user'}, which has no 'content'",
     ),
     "params of a search": (
         lambda llm: llm.beam_search([5], SamplingParams()),
-        "allowed is BeamSearchParams",
+        "expected BeamSearchParams",
     ),
     "priorities": (
         lambda llm: llm.generate([5], GREEDY, priority=1.5),
-        "priority: got 1.5, allowed is a whole number of 32 bits",
+        "priority: got 1.5, expected an integer of 32 bits",
     ),
 }
 
@@ -446,7 +446,7 @@ def test_a_closed_engine_says_so():
 def test_chat_and_tokenizer_need_a_tokenizer(llm):
     with pytest.raises(InvalidRequest, match="this engine has no tokenizer"):
         llm.get_tokenizer()
-    with pytest.raises(InvalidRequest, match="a conversation needs the model's tokenizer"):
+    with pytest.raises(InvalidRequest, match="a conversation requires the model's tokenizer"):
         llm.chat([{"role": "user", "content": "hi"}])
 
 

@@ -148,7 +148,7 @@ def test_one_event_loop_after_another_may_use_it(llm):
 
     async def run():
         await final(llm, [5], GREEDY)
-        with pytest.raises(InvalidRequest, match="used by another event loop"):
+        with pytest.raises(InvalidRequest, match="belongs to another event loop"):
             await asyncio.to_thread(asyncio.run, final(llm, [5], GREEDY))
 
     asyncio.run(run())
@@ -211,7 +211,7 @@ def test_a_full_queue_is_refused():
     async def run():
         streams = [llm.submit([5], LONG) for _ in range(3)]
         with pytest.raises(
-            Overloaded, match="the queue is full: 2 requests are waiting, allowed are 2"
+            Overloaded, match="the queue is full: 2 requests are waiting, expected at most 2"
         ):
             llm.submit([5], GREEDY)
         for stream in streams:
@@ -228,7 +228,7 @@ def test_a_request_that_would_be_too_late_is_refused():
     async def run():
         assert (await final(llm, [5], GREEDY)).finished, "nothing is predicted before a step"
         with pytest.raises(
-            Overloaded, match=r"first token would take about .* allowed are 1e-09 s"
+            Overloaded, match=r"first token would take about .* expected at most 1e-09 s"
         ):
             llm.submit([5], GREEDY)
         assert llm.limits.rejections == {"latency": 1}
@@ -291,7 +291,7 @@ def test_what_cannot_be_sent_to_the_engine_is_refused_and_forgotten():
 
 @pytest.mark.parametrize("in_process", [True, False])
 def test_what_keeps_it_from_starting_is_raised(in_process):
-    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes: got 10\.0 KiB, needed are"):
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes: got 10\.0 KiB, expected"):
         make_async(in_process=in_process, kv_cache_memory_bytes="10KiB")
 
 

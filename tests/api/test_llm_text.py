@@ -193,7 +193,7 @@ def test_what_is_no_unicode_is_refused(llm, ask):
         "bad_words": lambda: llm.generate("a", SamplingParams(bad_words=[text])),
     }
     with pytest.raises(
-        InvalidRequest, match=r"got '\\udcff' as character 1, allowed is Unicode text"
+        InvalidRequest, match=r"got '\\udcff' as character 1, expected Unicode text"
     ):
         asked[ask]()
 

@@ -84,8 +84,8 @@ def test_more_rows_than_the_backend_checks_at_once(llm):
 
 FAULTS = {
     "raises": r"processor 'raises' raised ValueError: it does not like 4 tokens",
-    "returns_short": r"returned float32 of the shape \(\d+,\), needed are numbers of the shape",
-    "returns_nan": "returned logits that are no numbers",
+    "returns_short": r"returned float32 of the shape \(\d+,\), expected numbers of the shape",
+    "returns_nan": "returned NaN logits",
     "bans_all": "no token can be sampled after 4 tokens: .*logits_processors",
 }
 
@@ -103,14 +103,14 @@ def test_a_call_that_does_not_end_fails_its_request_alone(llm):
     failed, fine = llm.generate(prompts_of(4, 6), [params("waits"), params("last")])
     assert "'waits' took more than 0.2 s" in failed.error and fine.error is None
     (again,) = llm.generate(prompts_of(4), params("waits"))
-    assert "'waits' has not ended an earlier call" in again.error
+    assert "'waits' is still running an earlier call" in again.error
     processors.released.set()
     (output,) = llm.generate(prompts_of(4), params("last"))
     assert output.error is None
 
 
 def test_what_cannot_be_is_refused_by_name(llm):
-    with pytest.raises(InvalidRequest, match=r"logits_processors: got 'no', allowed are .*: last,"):
+    with pytest.raises(InvalidRequest, match=r"logits_processors: got 'no', expected .*: last,"):
         llm.generate(prompts_of(4), params("no"))
     with pytest.raises(InvalidRequest, match=r"logits_processors: got .* with prompt_logprobs"):
         params("last", prompt_logprobs=1)
@@ -123,9 +123,9 @@ def test_what_cannot_be_is_refused_by_name(llm):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("nothing",), r"got 'nothing', allowed is NAME=MODULE:FUNCTION"),
+        (("nothing",), r"got 'nothing', expected NAME=MODULE:FUNCTION"),
         (("no_such_module:f",), "no_such_module:f cannot be imported: ModuleNotFoundError"),
-        (("tests.support.processors:NUMBER",), "is 3, needed is a function"),
+        (("tests.support.processors:NUMBER",), "is 3, expected a function"),
         (OPTIONS[:1] * 2, "got 'favours_last' twice"),
     ],
 )
@@ -135,5 +135,5 @@ def test_an_option_that_names_no_function_is_refused(given, message):
 
 
 def test_the_torch_backend_refuses_them_by_name():
-    with pytest.raises(ConfigError, match="logits_processors: allowed with the native and the ref"):
+    with pytest.raises(ConfigError, match="logits_processors: requires the native or ref"):
         make_llm(backend="torch", logits_processors=OPTIONS[:1])

@@ -49,7 +49,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
         for call in (final(llm, text, GREEDY), llm.tokenize({"prompt": text})):
             error, duration_s, _ = await longest_pause(call)
             assert isinstance(error, ContextTooLong) and duration_s < 0.5
-            assert re.search(r"the prompt has at least 5\d{5}; allowed are at most 255", str(error))
+            assert re.search(r"the prompt has at least 5\d{5}; expected at most 255", str(error))
         with pytest.raises(ContextTooLong, match="the prompt has at least"):
             llm.submit(text, GREEDY)
         with pytest.raises(ContextTooLong, match="the prompt has at least"):

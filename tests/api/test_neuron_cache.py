@@ -138,7 +138,7 @@ def test_neurons_give_the_resident_engines_bits(family, directory):
 
 
 def test_small_gates_give_the_bits_of_the_engine_that_holds_them(calibration, directory):
-    """Generated rows leave gates out, prompts do not; alone, in company and in chunks."""
+    """Generated rows remove gates, prompts do not; alone, in company and in chunks."""
     options: dict[str, Any] = {
         "model_path": tiny_model_with_text(),
         "backend": "native",
@@ -248,7 +248,7 @@ def test_hot_neurons_of_other_weights_are_refused(with_relu, calibration, direct
     cut = tmp_path / "cut.json"
     msgspec.structs.replace(whole, neurons=whole.neurons[1:]).save(cut)
     for hot, message in (
-        (calibration, "hot_neurons: .* it was made of other weights"),
+        (calibration, "hot_neurons: .* it was made for other weights"),
         (old, "hot_neurons: .* it says nothing of neurons"),
         (cut, r"hot_neurons: the file says nothing of the \d+ inputs of model.layers.0.mlp.down"),
         (tmp_path / "none.json", "hot_neurons: .* No such file"),
@@ -309,25 +309,25 @@ def test_a_model_whose_zeros_say_nothing_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights_memory_bytes": None, "weights_dir": None}, "allowed only with weights_memory"),
-        ({"ffn_sparsity": None}, "neuron_cache_bytes: allowed only with ffn_sparsity"),
-        ({"enable_lora": True}, "neuron_cache_bytes: not allowed beside enable_lora"),
-        ({"weights_memory_bytes": 1 << 20}, "allowed is less than weights_memory_bytes, 1.0 MiB"),
+        ({"weights_memory_bytes": None, "weights_dir": None}, "requires weights_memory"),
+        ({"ffn_sparsity": None}, "neuron_cache_bytes: requires ffn_sparsity"),
+        ({"enable_lora": True}, "neuron_cache_bytes: not supported with enable_lora"),
+        ({"weights_memory_bytes": 1 << 20}, "expected less than weights_memory_bytes, 1.0 MiB"),
         (
             {"neuron_cache_bytes": None, "neuron_window": 5},
-            "neuron_window: allowed only with neuron_cache_bytes",
+            "neuron_window: requires neuron_cache_bytes",
         ),
         (
             {"neuron_cache_bytes": None, "hot_neurons": "x"},
-            "hot_neurons: allowed only with neuron_cache_bytes",
+            "hot_neurons: requires neuron_cache_bytes",
         ),
         (
             {"backend": "reference"},
-            "ffn_sparsity: allowed only with the native backend, got 'reference'",
+            "ffn_sparsity: requires the native backend, got 'reference'",
         ),
         (
             {"tensor_parallel_size": 2},
-            "weights_memory_bytes: allowed only where tensor_parallel_size is 1, got 2",
+            "weights_memory_bytes: requires tensor_parallel_size 1, got 2",
         ),
     ],
 )

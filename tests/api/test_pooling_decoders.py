@@ -107,7 +107,7 @@ def test_classifiers_are_those_of_transformers(tmp_path: Path, family: str) -> N
     with started(tmp_path) as llm:
         found = [one.outputs.probs for one in llm.classify(texts(), use_tqdm=False)]
         np.testing.assert_allclose(found, np.array(rows), atol=3e-5)
-        with pytest.raises(InvalidRequest, match="can classify texts, and generates no text"):
+        with pytest.raises(InvalidRequest, match="can classify texts and does not generate text"):
             llm.generate([[5, 6]])
 
 

@@ -365,10 +365,10 @@ def test_an_engine_process_takes_the_options_that_were_derived(tmp_path):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a load alone": (
         {"prefix_cache_policy": "lru"},
-        "prefix_cache_load: allowed only with prefix_cache_policy importance",
+        "prefix_cache_load: requires prefix_cache_policy importance",
     ),
-    "too little": ({"prefix_cache_load": 0.01}, "got 0.01, allowed is 0.05 to 1"),
-    "too much": ({"prefix_cache_load": 1.5}, "got 1.5, allowed is 0.05 to 1"),
+    "too little": ({"prefix_cache_load": 0.01}, "got 0.01, expected 0.05 to 1"),
+    "too much": ({"prefix_cache_load": 1.5}, "got 1.5, expected 0.05 to 1"),
     "no files": ({"prefix_cache_dir": None}, "got importance without prefix_cache_dir"),
     "torch": ({"backend": "torch"}, "got importance with the backend torch"),
     "ranks": ({"tensor_parallel_size": 2}, "got importance beside tensor_parallel_size"),

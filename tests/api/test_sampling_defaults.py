@@ -100,8 +100,8 @@ def test_single_values_are_overridden():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"generation_config": "none"}, "generation_config: got 'none', allowed are auto, vllm"),
-        ({"override_generation_config": "{"}, "override_generation_config: got '{', allowed is"),
+        ({"generation_config": "none"}, "generation_config: got 'none', expected auto, vllm"),
+        ({"override_generation_config": "{"}, "override_generation_config: got '{', expected"),
         ({"override_generation_config": "[]"}, "override_generation_config: got"),
         ({"override_generation_config": '{"temp": 1}'}, "override_generation_config: got"),
         (
@@ -128,7 +128,7 @@ def test_they_are_told_at_start_up():
         pass
     assert (
         "default sampling params: temperature 0.7, top_p 0.95, repetition_penalty 1.1, max_tokens"
-        " 256 (the model recommends none: base)" in lines
+        " 256 (the model recommends no values: base)" in lines
     )
 
 

@@ -150,24 +150,24 @@ def test_a_predictor_finds_more_than_chance(calibration):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "torch": (
         {"backend": "torch"},
-        "sparsity_predictor: allowed with the native and the reference",
+        "sparsity_predictor: requires the native or reference",
     ),
     "ranks": (
         {"tensor_parallel_size": 2},
-        "sparsity_predictor: allowed where tensor_parallel_size",
+        "sparsity_predictor: requires tensor_parallel_size",
     ),
-    "stages": ({"pipeline_parallel_size": 2}, "not allowed beside sparsity_predictor"),
-    "adapters": ({"enable_lora": True}, "sparsity_predictor: not allowed beside enable_lora"),
-    "too few": ({"predicted_share": 0.01}, "predicted_share: got 0.01, allowed is 0.05 to 1"),
-    "too many": ({"predicted_share": 1.5}, "predicted_share: got 1.5, allowed is 0.05 to 1"),
+    "stages": ({"pipeline_parallel_size": 2}, "not supported with sparsity_predictor"),
+    "adapters": ({"enable_lora": True}, "sparsity_predictor: not supported with enable_lora"),
+    "too few": ({"predicted_share": 0.01}, "predicted_share: got 0.01, expected 0.05 to 1"),
+    "too many": ({"predicted_share": 1.5}, "predicted_share: got 1.5, expected 0.05 to 1"),
     "a share alone": (
         {"sparsity_predictor": None, "predicted_share": 0.3},
-        "predicted_share: allowed only with sparsity_predictor",
+        "predicted_share: requires sparsity_predictor",
     ),
     "no file": ({"sparsity_predictor": "/nowhere"}, "sparsity_predictor: /nowhere: No such file"),
     "a lookahead alone": (
         {"weights_lookahead": 1},
-        "weights_lookahead: allowed only with neuron_cache_bytes",
+        "weights_lookahead: requires neuron_cache_bytes",
     ),
     "floats": ({"quantization": None}, "sparsity_predictor: takes weights with one scale"),
 }
@@ -186,7 +186,7 @@ def test_files_without_predictors_and_of_others_are_refused(calibration, tmp_pat
     damaged = msgspec.structs.replace(found.predictors[0], down=b"")
     for change, message in (
         ({"predictors": []}, "it has no predictors\nhint: make some"),
-        ({"fingerprint": "00"}, "it was made of other weights than this model's"),
+        ({"fingerprint": "00"}, "it was made for other weights"),
         ({"predictors": found.predictors[1:]}, "the file has no predictor of"),
         ({"predictors": [damaged]}, "is damaged"),
     ):

@@ -164,7 +164,7 @@ def test_what_a_killed_start_has_left_is_no_reason_to_refuse_the_next(directory,
     path.with_suffix(".partial").write_bytes(bytes(1 << 20))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 4096))
     check_directory(directory, path, 1 << 20)
-    with pytest.raises(ConfigError, match=r"has 1\.0 MiB free, needed are 2\.0 MiB"):
+    with pytest.raises(ConfigError, match=r"has 1\.0 MiB free, expected 2\.0 MiB"):
         check_directory(directory, path, 2 << 20)
 
 
@@ -257,22 +257,22 @@ def test_a_directory_in_memory_is_refused(directory):
 def test_a_full_directory_is_refused_with_what_is_needed(directory, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 0))
-    with pytest.raises(ConfigError, match=r"has 0 B free, needed are .*iB\nhint: free space"):
+    with pytest.raises(ConfigError, match=r"has 0 B free, expected .*iB\nhint: free space"):
         streamed(directory, 1 << 40)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights_memory_bytes": 1 << 20}, "weights_memory_bytes: allowed only with weights_dir"),
-        ({"weights_dir": "x"}, "weights_dir: allowed only with weights_memory_bytes"),
+        ({"weights_memory_bytes": 1 << 20}, "weights_memory_bytes: requires weights_dir"),
+        ({"weights_dir": "x"}, "weights_dir: requires weights_memory_bytes"),
         (
             {"weights_schedule": "layers"},
-            "weights_schedule: allowed only with weights_memory_bytes",
+            "weights_schedule: requires weights_memory_bytes",
         ),
         (
             {"weights_memory_bytes": 1 << 20, "weights_dir": "x", "backend": "reference"},
-            "weights_memory_bytes: allowed only with the native backend, got 'reference'",
+            "weights_memory_bytes: requires the native backend, got 'reference'",
         ),
     ],
 )

@@ -114,5 +114,5 @@ def test_a_ban_goes_before_the_close(llm):
 
 
 def test_the_torch_backend_refuses_it_by_name():
-    with pytest.raises(ConfigError, match="structured_close: allowed with the native and the ref"):
+    with pytest.raises(ConfigError, match="structured_close: requires the native or ref"):
         make_llm(backend="torch", structured_close=True)

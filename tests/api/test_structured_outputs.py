@@ -254,7 +254,7 @@ def test_what_goes_with_no_form_is_refused(llm):
 def test_an_engine_without_a_tokenizer_refuses_forms(backend):
     with (
         make_llm(backend=backend) as llm,
-        pytest.raises(InvalidRequest, match="a form needs a tokenizer"),
+        pytest.raises(InvalidRequest, match="structured output requires a tokenizer"),
     ):
         llm.generate(prompts_of(4), params(SCHEMA))
 
@@ -330,7 +330,9 @@ def search(form, **options) -> SamplingParams:
 def test_the_beams_of_a_form_have_it(llm, backend):
     form = StructuredOutputs(json=strings_of("a"))
     if backend == "torch":
-        with pytest.raises(InvalidRequest, match="got a form in a beam search, which the torch"):
+        with pytest.raises(
+            InvalidRequest, match="structured output with beam search is not supported by the torch"
+        ):
             llm.generate(prompts_of(4), search(form))
         return
     outputs = llm.generate(prompts_of(4, 9), [search(form), search(form, logprobs=2, min_tokens=9)])

@@ -141,7 +141,7 @@ def test_the_option_names_the_tokens_of_a_plain_decoder(tmp_path: Path, llm: LLM
 
 
 def test_the_option_is_for_decoders_without_a_classifier(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="by decoders only"):
+    with pytest.raises(UnsupportedModel, match="requires a decoder"):
         encoder = save_encoder(tmp_path / "encoder", "bert")
         save_word_tokenizer(encoder)
         started(encoder, classifier_from_token="a,b")
@@ -154,7 +154,7 @@ def test_a_long_document_loses_its_end_and_nothing_else(llm: LLM, path: Path) ->
     (output,) = llm.score(QUERY, "word " * 20, truncate_prompt_tokens=len(whole) - 7)
     assert output.prompt_token_ids == card_ids(path, QUERY, ("word " * 20)[:-7])
     least = len(card_ids(path, QUERY, ""))
-    with pytest.raises(InvalidRequest, match=f"got 30, allowed are at least {least}"):
+    with pytest.raises(InvalidRequest, match=f"got 30, expected at least {least}"):
         llm.score(QUERY, "word " * 20, truncate_prompt_tokens=30)
     with pytest.raises(ContextTooLong):
         llm.score(QUERY, "word " * 2000)

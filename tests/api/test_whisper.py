@@ -80,12 +80,12 @@ def test_a_long_sound_has_windows(tiny):
         assert text.segments[2].token_ids == expected(tiny, samples[64_000:])
         assert text.duration_s == 4.5 and text.srt().count(" --> ") == 3
         for bad, message in (
-            ({"language": "de"}, "language: got 'de', allowed are en"),
-            ({"task": "translate"}, "hears English alone"),
+            ({"language": "de"}, "language: got 'de', expected en"),
+            ({"task": "translate"}, "supports English only"),
         ):
             with pytest.raises(InvalidRequest, match=message):
                 llm.transcribe(data, use_tqdm=False, **bad)
-        with pytest.raises(InvalidRequest, match="got a text, but the model hears sounds"):
+        with pytest.raises(InvalidRequest, match="got a string, but the model transcribes audio"):
             llm.generate("Hello", use_tqdm=False)
 
 
@@ -215,7 +215,7 @@ def test_a_text_goes_before_the_first_window(tiny):
     assert found == expected_segments(tiny, samples, before=before)
     with (
         make_llm(model_path=tiny_whisper(), backend="native", **OPTIONS) as llm,
-        pytest.raises(InvalidRequest, match="prompt: the model has no token for a text"),
+        pytest.raises(InvalidRequest, match="prompt: the model does not support a prompt"),
     ):
         llm.transcribe(data, prompt="a", use_tqdm=False)
 
@@ -225,13 +225,13 @@ def test_a_model_without_times_refuses_them():
         make_llm(
             model_path=tiny_whisper(), backend="torch", batch_invariant=False, **OPTIONS
         ) as llm,
-        pytest.raises(InvalidRequest, match="timestamps: got true, but this engine's model"),
+        pytest.raises(InvalidRequest, match="timestamps: got true, but this model"),
     ):
         llm.transcribe(noise(1)[1], timestamps=True, use_tqdm=False)
 
 
 def test_a_model_of_text_hears_nothing():
-    with make_llm() as llm, pytest.raises(InvalidRequest, match="hears no sound"):
+    with make_llm() as llm, pytest.raises(InvalidRequest, match="does not accept audio"):
         llm.transcribe(b"")
 
 

@@ -87,7 +87,7 @@ def test_without_the_extra_the_command_that_installs_it_is_told(monkeypatch):
 def test_a_sound_that_is_longer_than_its_header_tells_is_bounded():
     """An MP3 file tells no length; its frames are counted while they are decoded."""
     data = encoded(np.zeros(16_000 * 3), 16_000, "MP3", "MPEG_LAYER_III")
-    with pytest.raises(InvalidRequest, match="allowed are at most 2 s"):
+    with pytest.raises(InvalidRequest, match="expected at most 2 s"):
         decode_sound(data, 16_000, max_seconds=2.0)
 
 
@@ -122,13 +122,13 @@ BAD = {
     "empty": (b"", "got an empty file"),
     "no sound": (b"ID3" + b"\0" * 100, "Format not recognised"),
     "header only": (WHOLE[:36], "it cannot be read"),
-    "cut off": (WHOLE[:-100], "cut off"),
+    "cut off": (WHOLE[:-100], "truncated"),
     "no samples": (wav(b""), "it has no samples"),
-    "too long": (wav(bytes(2 * 16_000 * 61)), "it is 61 s long; allowed are at most 60 s"),
+    "too long": (wav(bytes(2 * 16_000 * 61)), "it is 61 s long; expected at most 60 s"),
     "low rate": (wav(bytes(100), rate=4_000), "4000 samples a second"),
     "three channels": (wav(bytes(60), num_channels=3), "3 channels"),
-    "other format": (encoded(np.zeros(100), 16_000, "AIFF", "PCM_16"), "format AIFF; allowed are"),
-    "NaN": (encoded(np.full(100, np.nan), 16_000), "not a number"),
+    "other format": (encoded(np.zeros(100), 16_000, "AIFF", "PCM_16"), "format AIFF; expected"),
+    "NaN": (encoded(np.full(100, np.nan), 16_000), "contain NaN"),
 }
 
 

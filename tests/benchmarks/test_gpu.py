@@ -122,7 +122,7 @@ def test_steady_steps_of_a_device():
     assert [step.keys for step in steady.steps] == [53, 54, 55, 56, 57, 58] and steady.keys == 55.5
     assert steady.step_s == pytest.approx(0.01) and steady.host_s == pytest.approx(0.006)
     assert steady.busy == pytest.approx(1 - 5 * 0.001 / 0.05)
-    with pytest.raises(RuntimeError, match="1 steady steps of 2 requests, needed are 2"):
+    with pytest.raises(RuntimeError, match="1 steady steps of 2 requests, expected 2"):
         Steady.of(steps[:3], 2, 6, skip=1)
 
 

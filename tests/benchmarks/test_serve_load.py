@@ -94,12 +94,12 @@ def test_a_server_that_ends_at_once_is_quoted():
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--server=other|x|y|{}", "allowed is NAME|FORMAT|MODEL|OPTIONS"),
-        ("--server=octavo|x|y|[1]", "allowed is an object"),
+        ("--server=other|x|y|{}", "expected NAME|FORMAT|MODEL|OPTIONS"),
+        ("--server=octavo|x|y|[1]", "expected an object"),
         ("--server=octavo|x|y|{", "OPTIONS of"),
-        ("--rate=0", "allowed is a number above 0"),
-        ("--input-len=9-3", "allowed is LOW-HIGH"),
-        ("--clients=0", "allowed is a whole number above 0"),
+        ("--rate=0", "expected a number above 0"),
+        ("--input-len=9-3", "expected LOW-HIGH"),
+        ("--clients=0", "expected a whole number above 0"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_a_server_starts(argument: str, message: str):

@@ -27,7 +27,7 @@ def test_a_server_without_a_model_is_asked_again(stranger, server):
     none = json.dumps({"object": "list", "data": []})
     stranger.page.route("**/v1/models", lambda route: route.fulfill(body=none), times=1)
     stranger.open(server.url)
-    stranger.page.wait_for_selector("text=The server has no model at the moment.")
+    stranger.page.wait_for_selector("text=No model is loaded.")
     stranger.page.wait_for_selector("#sampling .field", state="attached")
 
 
@@ -50,7 +50,7 @@ def test_retry_makes_a_version_and_both_can_be_read(visitor):
     visitor.page.wait_for_selector("text=2 of 2")
     assert visitor.posts[-1][1]["temperature"] == 1.5
     assert visitor.posts[-1][1]["messages"] == visitor.posts[-2][1]["messages"]
-    visitor.press("Version before")
+    visitor.press("Previous version")
     assert visitor.answer() == first
 
 

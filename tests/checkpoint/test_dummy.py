@@ -50,7 +50,9 @@ def test_experts_and_vectors():
 
 
 def test_what_it_does_not_draw_is_refused_by_name():
-    with pytest.raises(UnsupportedModel, match=r"dummy draws weights stored as F32, .*; w is Q6_K"):
+    with pytest.raises(
+        UnsupportedModel, match=r"dummy supports weights stored as F32, .*; w is Q6_K"
+    ):
         DummyWeights(lambda weight: "Q6_K").load(Weight("w", (4, 256)))
 
 

@@ -204,11 +204,11 @@ def test_awq(config: dict[str, Any], group: int) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"version": "gemv_fast"}, "version is 'gemv_fast', supported are gemm, gemv"),
+        ({"version": "gemv_fast"}, "version is 'gemv_fast', supported: gemm, gemv"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', supported"),
-        ({"format": 7}, "format is 7, supported are gemm"),
-        ({"backend": "llm-awq"}, "backend is llm-awq, whose layout is not read"),
-        ({"w_bit": 8}, "w_bit is 8, supported are 4"),
+        ({"format": 7}, "format is 7, supported: gemm"),
+        ({"backend": "llm-awq"}, "backend is llm-awq, whose layout is not supported"),
+        ({"w_bit": 8}, "w_bit is 8, supported: 4"),
     ],
 )
 def test_awq_of_other_layouts_is_refused(config: dict[str, Any], message: str) -> None:

@@ -146,15 +146,15 @@ def test_a_model_answers(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ({"quant_method": "aqlm"}, "quant_method is 'aqlm', supported are 'awq', .*'gptq'"),
-    (gptq(5), "bits is 5, supported are 2, 3, 4, 8"),
-    (gptq(group_size=0), "group_size is 0, allowed are -1 and whole numbers above 0"),
-    (gptq(checkpoint_format="marlin"), "checkpoint_format is 'marlin', supported are gptq"),
-    (gptq(dynamic={"+:(": {}}), "dynamic holds .*no regular expression"),
-    (gptq(dynamic=[1]), r"dynamic is \[1\], allowed is an object"),
+    ({"quant_method": "aqlm"}, "quant_method is 'aqlm', supported: 'awq', .*'gptq'"),
+    (gptq(5), "bits is 5, supported: 2, 3, 4, 8"),
+    (gptq(group_size=0), "group_size is 0, expected -1 and integers above 0"),
+    (gptq(checkpoint_format="marlin"), "checkpoint_format is 'marlin', supported: gptq"),
+    (gptq(dynamic={"+:(": {}}), "dynamic holds .*not a valid regular expression"),
+    (gptq(dynamic=[1]), r"dynamic is \[1\], expected an object"),
     (gptq(dynamic={"+:x": 3}), "dynamic gives 3"),
-    (CONFIGS["awq"] | {"bits": 8}, "bits is 8, supported are 4"),
-    (CONFIGS["awq"] | {"version": "marlin"}, "version is 'marlin', supported are gemm"),
+    (CONFIGS["awq"] | {"bits": 8}, "bits is 8, supported: 4"),
+    (CONFIGS["awq"] | {"version": "marlin"}, "version is 'marlin', supported: gemm"),
 ]
 
 
@@ -171,7 +171,7 @@ DAMAGED = [
     ("gptq-4", "scales", torch.ones(2, 64), r"scales has shape \(2, 64\), expected \(3, 64\)"),
     ("gptq-4", "qzeros", torch.ones(3, 7, dtype=torch.int32), r"expected \(3, 8\): 4 bits"),
     ("gptq-4", "qweight", torch.ones(12, dtype=torch.int32), r"expected \[in \* 4 / 32, out\]"),
-    ("gptq-4", "g_idx", torch.full((96,), 3), "names the groups 3 to 3, allowed are 0 to 2"),
+    ("gptq-4", "g_idx", torch.full((96,), 3), "names the groups 3 to 3, expected 0 to 2"),
     ("gptq-4", "g_idx", torch.zeros(96), "puts other than 32 inputs into a group"),
     ("awq", "qzeros", torch.ones(2, 8, dtype=torch.int32), r"qzeros has shape \(2, 8\), expected"),
     ("awq", "scales", None, "scales is missing beside qweight, qzeros"),

@@ -21,12 +21,22 @@ def answer(status):
 @pytest.mark.parametrize(
     ("error", "kind", "status", "words"),
     [
-        (GatedRepoError("x", response=answer(403)), GatedModel, 403, "accepted its terms"),
-        (HfHubHTTPError("x", response=answer(401)), GatedModel, 403, "refuses it (401): HF_TOKEN"),
-        (HfHubHTTPError("x", response=answer(403)), GatedModel, 403, "refuses it (403): HF_TOKEN"),
+        (GatedRepoError("x", response=answer(403)), GatedModel, 403, "accept its terms"),
+        (
+            HfHubHTTPError("x", response=answer(401)),
+            GatedModel,
+            403,
+            "refuses it (401): set HF_TOKEN",
+        ),
+        (
+            HfHubHTTPError("x", response=answer(403)),
+            GatedModel,
+            403,
+            "refuses it (403): set HF_TOKEN",
+        ),
         (HfHubHTTPError("x", response=answer(500)), DownloadFailed, 502, "failed: x"),
         (RepositoryNotFoundError("x", response=answer(404)), NotOnHub, 404, "no such repository"),
-        (OSError(errno.ENOSPC, "No space left on device"), DiskFull, 507, "there is no room"),
+        (OSError(errno.ENOSPC, "No space left on device"), DiskFull, 507, "not enough disk space"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), DiskFull, 507, "Disk quota exceeded"),
         (OSError(errno.EACCES, "Permission denied"), DownloadFailed, 502, "Permission denied"),
     ],

@@ -50,19 +50,19 @@ def change_tensors(path, change):
         ({"trainable_token_indices": [1]}, "trainable_token_indices is"),
         ({"some_new_thing": True}, "some_new_thing is True"),
         ({"arrow_config": {"top_k": 2}}, "arrow_config is"),
-        ({"peft_type": "IA3"}, "peft_type is 'IA3', supported is LORA"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', supported: LORA"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model's weights"),
-        ({"r": 0}, "r is 0, allowed are whole numbers from 1 to 64"),
-        ({"r": 65}, "r is 65, allowed are whole numbers from 1 to 64"),
+        ({"r": 0}, "r is 0, expected integers from 1 to 64"),
+        ({"r": 65}, "r is 65, expected integers from 1 to 64"),
         ({"r": True}, "r is True"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
         ({"lora_alpha": "8"}, "lora_alpha is '8'"),
         ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern\['q_proj'\] is 0"),
         ({"rank_pattern": {"(": 4}}, "cannot be read"),
-        ({"rank_pattern": [1]}, "rank_pattern is no object"),
+        ({"rank_pattern": [1]}, "rank_pattern is not an object"),
         ({"use_dora": True}, "has no magnitude beside use_dora"),
         ({"use_dora": "yes"}, "use_dora is 'yes', expected true or false"),
-        ({"bias": "some"}, "bias is 'some', allowed are none, all, lora_only"),
+        ({"bias": "some"}, "bias is 'some', expected none, all, lora_only"),
         ({"r": 5}, "gives it the rank 5"),
     ],
 )
@@ -86,20 +86,26 @@ def put(name, array):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(A), "q_proj has lora_B without its other half"),
+        (lambda tensors: tensors.pop(A), "q_proj has lora_B without its counterpart"),
         (lambda tensors: tensors.clear(), "no tensor of the adapter changes a module"),
-        (rename(A, A.replace("q_proj", "q_prod")), "has lora_A without its other half"),
+        (rename(A, A.replace("q_proj", "q_prod")), "has lora_A without its counterpart"),
         (put(A, np.zeros((4, 65), np.float32)), "A of .*q_proj has shape .4, 65., .*wants .4, 64."),
         (put(B, np.zeros((63, 4), np.float32)), "B of .*q_proj has shape"),
-        (put(A, np.full((4, 64), np.nan, np.float32)), "holds numbers that are not finite"),
-        (put(B, np.full((64, 4), np.inf, np.float32)), "holds numbers that are not finite"),
+        (put(A, np.full((4, 64), np.nan, np.float32)), "contains NaN or infinite values"),
+        (put(B, np.full((64, 4), np.inf, np.float32)), "contains NaN or infinite values"),
         (put(A, np.zeros((4, 64), np.int8)), "int8|I8"),
         (put(A, np.zeros(4, np.float32)), "gives it the rank 4"),
-        (put("base_model.model.lm_head.weight", np.zeros((2, 2), np.float32)), "no part of a LoRA"),
-        (put("some.prompt_embeddings", np.zeros((2, 2), np.float32)), "no part of a LoRA"),
+        (
+            put("base_model.model.lm_head.weight", np.zeros((2, 2), np.float32)),
+            "not part of a supported LoRA",
+        ),
+        (
+            put("some.prompt_embeddings", np.zeros((2, 2), np.float32)),
+            "not part of a supported LoRA",
+        ),
         (
             put("base_model.model.score.modules_to_save.weight", np.zeros((2, 2), np.float32)),
-            "no part of a LoRA",
+            "not part of a supported LoRA",
         ),
         (
             put("base_model.model.model.layers.0.self_attn.q_proj.bias", np.zeros(64, np.float32)),
@@ -192,7 +198,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
-    with pytest.raises(SetupError, match=r"no adapter: it should hold adapter_config\.json"):
+    with pytest.raises(SetupError, match=r"not an adapter: expected adapter_config\.json"):
         read_adapter(tiny_model("llama").path, tmp_path)
 
 

@@ -92,7 +92,7 @@ def test_whole_numbers_of_a_quantised_model_stay_codes(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match=r"x\.weight has dtype U8, supported are F32"):
+    with pytest.raises(UnsupportedModel, match=r"x\.weight has dtype U8, supported: F32"):
         open_checkpoint(folder).tensor("x.weight")
 
 
@@ -199,14 +199,14 @@ def test_other_weights_are_named_with_a_hint(tmp_path, name, words, has_config) 
     with pytest.raises(WeightMismatch) as error:
         open_checkpoint(tmp_path)
     message, hint = str(error.value).splitlines()
-    assert f"; {name} is " in message and message.endswith("which is not read")
+    assert f"; {name} is " in message and message.endswith("which is not supported")
     assert words in hint
-    with pytest.raises(UnsupportedModel, match=r"allowed are a \.gguf file or a") as error:
+    with pytest.raises(UnsupportedModel, match=r"expected a \.gguf file or a") as error:
         open_checkpoint(tmp_path / name)
     assert words in str(error.value).splitlines()[1]
 
 
 def test_a_file_of_a_directory_is_not_the_model(tmp_path: Path) -> None:
     folder = files(tmp_path, {"a": torch.zeros(2)}, "float32")
-    with pytest.raises(UnsupportedModel, match=f"hint: name its directory: {folder}"):
+    with pytest.raises(UnsupportedModel, match=f"hint: use its directory: {folder}"):
         open_checkpoint(folder / "model.safetensors")

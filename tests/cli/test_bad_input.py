@@ -29,75 +29,81 @@ def model_copy(tmp_path):
             ["run", "hi", "--checks"],
             [
                 "octavo: No such option: --checks",
-                "hint: octavo run --help says what there is",
+                "hint: octavo run --help lists the options",
             ],
         ),
         (
             ["rum", "hi"],
             [
                 "octavo: No such command 'rum'. Did you mean 'rm', 'run'?",
-                "hint: octavo --help says what there is",
+                "hint: octavo --help lists the options",
             ],
         ),
         (
             ["quantize"],
             [
                 "octavo: Missing argument 'model'.",
-                "hint: octavo quantize --help says what there is",
+                "hint: octavo quantize --help lists the options",
             ],
         ),
         (
             ["run", "hi", "--threads=many"],
-            ["octavo: threads: got 'many', allowed is a whole number of at least 1"],
+            ["octavo: threads: got 'many', expected an integer of at least 1"],
         ),
         (
             ["run", "hi", "--seed=abc"],
-            ["octavo: seed: got 'abc', allowed is a whole number"],
+            ["octavo: seed: got 'abc', expected an integer"],
         ),
         (
             ["run", "hi", "--temperature", "hot"],
-            ["octavo: temperature: got 'hot', allowed is a number"],
+            ["octavo: temperature: got 'hot', expected a number"],
         ),
         (
             ["top", "--interval=0"],
-            ["octavo: interval: got '0', allowed is at least 0.1"],
+            ["octavo: interval: got '0', expected at least 0.1"],
         ),
         (
             ["run", "hi", "--backend=gpu"],
-            ["octavo: backend: got 'gpu', allowed is 'native' or 'torch' or 'reference'"],
+            ["octavo: backend: got 'gpu', expected 'native' or 'torch' or 'reference'"],
         ),
         (
             ["run", "hi", "--temperature=-1"],
-            ["octavo: temperature: got -1.0, allowed is a number from 0 to 2", "hint: 0 is greedy"],
+            ["octavo: temperature: got -1.0, expected a number from 0 to 2", "hint: 0 is greedy"],
         ),
         (
             ["run", "hi", "--top-p=1.5"],
-            ["octavo: top_p: got 1.5, allowed is a number above 0 and at most 1"],
+            ["octavo: top_p: got 1.5, expected a number above 0 and at most 1"],
         ),
         (
             ["run", " \n"],
-            ["octavo: prompt: got an empty text", "hint: octavo run 'What is a prompt?'"],
+            [
+                "octavo: prompt: got an empty text",
+                "hint: for example: octavo run 'What is a prompt?'",
+            ],
         ),
         (
             ["run", "--raw", ""],
-            ["octavo: prompt: got an empty text", "hint: octavo run 'What is a prompt?'"],
+            [
+                "octavo: prompt: got an empty text",
+                "hint: for example: octavo run 'What is a prompt?'",
+            ],
         ),
         (
             ["run", "hi", "--raw", "--system=x"],
             [
-                "octavo: --system: a raw prompt has no system message",
-                "hint: leave out --raw or --system",
+                "octavo: --system: not supported with --raw",
+                "hint: remove --raw or --system",
             ],
         ),
-        (["serve", "--port=99999"], ["octavo: port: got 99999, allowed are 0 to 65535"]),
+        (["serve", "--port=99999"], ["octavo: port: got 99999, expected 0 to 65535"]),
         (
             ["serve", "--api-key= "],
             [
-                "octavo: api_key: got an empty one",
-                "hint: leave the option out to serve without keys",
+                "octavo: api_key: got an empty key",
+                "hint: remove the option to serve without keys",
             ],
         ),
-        (["bench"], ["octavo: Missing command.", "hint: octavo bench --help says what there is"]),
+        (["bench"], ["octavo: Missing command.", "hint: octavo bench --help lists the options"]),
         (
             ["run", "hi", "--tokenizer=" + "x" * 300],
             [f"octavo: tokenizer: got {'x' * 300!r}, no such file or directory"],
@@ -128,15 +134,14 @@ def refusal(octavo, *arguments) -> str:
 
 def test_a_prompt_longer_than_the_context(octavo, tiny):
     said = refusal(octavo, "run", "--raw", "x" * 400, *tiny)
-    assert (
-        said
-        == "octavo: This model's maximum context length is 256 tokens, the prompt has 400; allowed"
-        " are at most 255"
+    assert said == (
+        "octavo: This model's maximum context length is 256 tokens, the prompt has 400; expected"
+        " at most 255"
     )
 
 
 def test_too_little_memory(octavo, tiny):
-    assert "kv_cache_memory_bytes: got 10.0 KiB, needed are" in refusal(
+    assert "kv_cache_memory_bytes: got 10.0 KiB, expected" in refusal(
         octavo, "run", "hi", *tiny, "--kv-cache-memory-bytes=10KiB"
     )
 
@@ -204,9 +209,9 @@ def test_a_full_port_is_known_before_a_model_is_loaded(octavo):
         taken.listen()
         port = taken.getsockname()[1]
         said = refusal(octavo, "serve", "no/such-model-is-even-looked-for", f"--port={port}")
-    assert (
-        said == f"octavo: cannot listen on 127.0.0.1:{port}: Address already in use\nhint: choose"
-        " another with --port or --host"
+    assert said == (
+        f"octavo: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+        "hint: set another --port or --host"
     )
 
 

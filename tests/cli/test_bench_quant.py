@@ -70,7 +70,7 @@ def test_rows_of_an_earlier_run_are_taken(octavo, model, text, tmp_path):
     assert octavo(*again, "--only=RTN").code == 0, "the same model by another name"
     texts = (f"--calibration={text}", "--calibration-texts=4", "--calibration-length=32")
     ended = octavo(*again, "--only=RTN", *texts)
-    assert ended.code == 2 and "RTN-g32 was quantised from another model" in ended.err
+    assert ended.code == 2 and "RTN-g32 was quantized from another model" in ended.err
     given = ("bench", "quant", model, f"--text={text}", kept, "--resume", *WORK, *SMALL, "--json")
     rows = []
     for only in ("INT8", "INT8,RTN", "INT8,RTN"):
@@ -89,8 +89,8 @@ def test_rows_of_an_earlier_run_are_taken(octavo, model, text, tmp_path):
     ("arguments", "message"),
     [
         (("--only=INT3",), "only: got 'INT3'"),
-        (("--only=AWQ",), "calibration: AWQ needs a text"),
-        (("--only=INT8", "--prepare"), "prepare: needs a directory"),
+        (("--only=AWQ",), "calibration: AWQ requires a text"),
+        (("--only=INT8", "--prepare"), "prepare: requires a directory"),
     ],
 )
 def test_rows_that_cannot_be_made(octavo, model, text, arguments, message):

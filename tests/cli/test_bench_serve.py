@@ -138,39 +138,39 @@ def test_a_server_of_its_own(octavo, tiny):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--scale=1/2"], "scale: allowed only with --trace"),
-        (["--request-rate=0"], "request_rate: got 0, allowed is a number above 0"),
-        (["--request-rate=nan"], "request_rate: got nan, allowed is a number above 0"),
+        (["--scale=1/2"], "scale: requires --trace"),
+        (["--request-rate=0"], "request_rate: got 0, expected a number above 0"),
+        (["--request-rate=nan"], "request_rate: got nan, expected a number above 0"),
         (
             ["--goodput=ttlt:5"],
             (
-                "goodput: got 'ttlt:5', allowed is NAME:MILLISECONDS of ttft, tpot, itl, e2el, such"
+                "goodput: got 'ttlt:5', expected NAME:MILLISECONDS of ttft, tpot, itl, e2el, such"
                 " as ttft:500"
             ),
         ),
-        (["--goodput=ttft"], "goodput: got 'ttft', allowed is NAME"),
+        (["--goodput=ttft"], "goodput: got 'ttft', expected NAME"),
         (["tpot:50"], "got 'tpot:50', which belongs to no option"),
         (
             ["--url=http://127.0.0.1:1", "--threads=1"],
-            "threads: an option of the engine, which runs at --url already",
+            "threads: an engine option, but the server at --url is already running",
         ),
         (
             ["--url=ftp://localhost"],
-            "url: got 'ftp://localhost', allowed is HOST:PORT, http://HOST:PORT or https://HOST",
+            "url: got 'ftp://localhost', expected HOST:PORT, http://HOST:PORT or https://HOST",
         ),
         (["--url=http://127.0.0.1:1"], "url: no server answers at http://127.0.0.1:1: "),
         (["--trace=none.jsonl"], "trace: cannot read none.jsonl: No such file or directory"),
-        (["--trace=none.jsonl", "--input-len=4"], "input_len: allowed only without --trace"),
-        (["--input-len=0"], "input_len: got '0', allowed is a number of tokens of at least 1"),
-        (["--output-len=9-8"], "output_len: got '9-8', allowed is a number of tokens"),
-        (["--burstiness=0.5"], "burstiness: allowed only with --request-rate"),
+        (["--trace=none.jsonl", "--input-len=4"], "input_len: not supported with --trace"),
+        (["--input-len=0"], "input_len: got '0', expected a number of tokens of at least 1"),
+        (["--output-len=9-8"], "output_len: got '9-8', expected a number of tokens"),
+        (["--burstiness=0.5"], "burstiness: requires --request-rate"),
         (
             ["--burstiness=0", "--request-rate=1"],
-            "burstiness: got 0, allowed is a number from 0.01 to 100",
+            "burstiness: got 0, expected a number from 0.01 to 100",
         ),
-        (["--plot=run.png"], "plot: got 'run.png', allowed is a file named .svg"),
-        (["--plot=no-folder/run.svg"], "plot: got 'no-folder/run.svg', allowed is a file"),
-        (["--plot=-", "--json"], "plot: got -, which --json leaves no room for"),
+        (["--plot=run.png"], "plot: got 'run.png', expected a file named .svg"),
+        (["--plot=no-folder/run.svg"], "plot: got 'no-folder/run.svg', expected a file"),
+        (["--plot=-", "--json"], "plot: got -, not supported with --json"),
     ],
 )
 def test_bad_arguments(octavo, arguments, message):
@@ -192,7 +192,7 @@ def test_wrong_model_or_key(octavo, url, monkeypatch):
     ended = octavo("bench", "serve", f"--url={url}", "--model=huge")
     assert ended.code == 2 and ended.message[0] == f"octavo: model: got 'huge', {url} serves tiny"
     ended = octavo("bench", "serve", f"--url={url}", "--api-key=wrong")
-    assert ended.code == 2 and "/v1/models answers HTTP 401: " in ended.message[0]
+    assert ended.code == 2 and "/v1/models returned HTTP 401: " in ended.message[0]
 
 
 def test_an_own_server_that_does_not_start(octavo, tmp_path):

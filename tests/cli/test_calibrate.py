@@ -46,7 +46,7 @@ def test_a_calibration_is_what_the_options_need(octavo, text, tmp_path):
     ("content", "message"),
     [
         (None, "text: "),
-        (b"too short", "needed are at least 256"),
+        (b"too short", "expected at least 256"),
         (b"\xff\xfe" * 400, "text: "),
     ],
 )

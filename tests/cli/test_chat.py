@@ -63,7 +63,7 @@ def test_undo_and_retry_go_back_one_question(talk):
     first, other = expected([[user("one")], [user("two")]])
     out, messages = talk("/undo", "one", "/retry", "/undo", "two")
     assert out == lines_of(first, first, other)
-    assert "nothing has been asked yet" in messages and "taken back: one" in messages
+    assert "no question has been asked yet" in messages and "taken back: one" in messages
 
 
 def test_a_message_of_several_lines_is_one_message(talk):
@@ -85,8 +85,8 @@ def test_sampling_values_are_checked_when_set(talk):
     )
     assert out == []
     said = "\n".join(messages)
-    assert "temperature: got 9, allowed is a number from 0 to 2" in said
-    assert "no value 'temprature'\nhint: did you mean temperature?" in said
+    assert "temperature: got 9, expected a number from 0 to 2" in said
+    assert "unknown parameter 'temprature'\nhint: did you mean temperature?" in said
     assert "top_k: got 'no'" in said
     assert messages[-2] == "max_tokens 2"
 
@@ -100,7 +100,7 @@ def test_the_default_limit_of_an_answer_is_named(octavo, tiny, monkeypatch):
     monkeypatch.setattr("octavo.cli.common.answers.DEFAULT_MAX_TOKENS", 7)
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
     ended = octavo("chat", *tiny)
-    assert "cut off after 7 tokens, the default of max_tokens: /set max_tokens N" in ended.err
+    assert "truncated after 7 tokens, the default of max_tokens; use /set max_tokens N" in ended.err
 
 
 def test_a_saved_conversation_goes_on_where_it_was(talk, tmp_path):
@@ -122,10 +122,10 @@ def test_a_file_that_is_no_conversation_is_refused_and_not_replaced(talk, tmp_pa
     before = file.read_bytes()
     _, messages = talk(f"/load {file}", f"/save {file}", f"/load {tmp_path / 'none'}", "/save")
     assert messages[1:-1] == [
-        f"{file}: holds no conversation: questions and answers take turns",
-        f"{file}: holds no conversation: questions and answers take turns",
+        f"{file}: not a conversation: user and assistant messages must alternate",
+        f"{file}: not a conversation: user and assistant messages must alternate",
         f"chat: {tmp_path / 'none'}: cannot be read: No such file or directory",
-        "/save: a file is needed",
+        "/save: a file name is required",
         "hint: /save chat.json",
     ]
     assert file.read_bytes() == before
@@ -147,13 +147,16 @@ def test_a_question_that_does_not_fit_is_taken_back(talk):
 
 def test_options_of_an_engine_are_refused_with_a_url(octavo):
     ended = octavo("chat", "--url=http://127.0.0.1:9", "--threads=1")
-    assert ended.code == 2 and "--threads: with --url the server has its own" in ended.err
+    assert (
+        ended.code == 2
+        and "--threads: not supported with --url; the server has its own" in ended.err
+    )
     ended = octavo("chat", "--url=http://127.0.0.1:9")
     assert "no server answers at http://127.0.0.1:9: Connection refused" in ended.err
     assert octavo("chat", "--url=ftp://x").message[0].endswith("http://HOST:PORT or https://HOST")
-    assert "api_key: allowed only with --url" in octavo("chat", "--api-key=x").err
+    assert "api_key: requires --url" in octavo("chat", "--api-key=x").err
     twice = octavo("chat", "one", "--model=other")
-    assert "model: got 'one' and --model other, allowed is one" in twice.message[0]
+    assert "model: got 'one' and --model other, expected one" in twice.message[0]
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation():

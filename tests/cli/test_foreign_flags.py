@@ -172,7 +172,7 @@ def test_values_are_converted(given, made):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["-ctk", "q4_0"], "-ctk: got 'q4_0': allowed are f32, f16, bf16, q8_0"),
+        (["-ctk", "q4_0"], "-ctk: got 'q4_0': expected f32, f16, bf16, q8_0"),
         (["-ctk", "q8_0", "-ctv", "f16"], "-ctv: got bf16, and int8 by -ctk"),
         (["-t"], "-t: got no value"),
         (["--ssl-cert-file", "x"], "--ssl-certfile in Octavo; octavo run does not have it"),

@@ -1,7 +1,5 @@
 """Help: the common options in few lines, all of them by group, one line each."""
 
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -15,7 +13,9 @@ from octavo.config.engine_config import option_fields
 from octavo.config.option import COMMON, Group, get_options
 from octavo.distributed.router.settings import RouterSettings
 from octavo.server.settings import ServerSettings
+from octavo.utils.extensions import CommandGroup
 from tests.support.commands import every_command
+from tests.support.terminal import show_on_terminal
 
 MAX_LINES = 60
 MAX_COMMON = 27
@@ -60,13 +60,14 @@ def test_help_is_short_and_help_all_is_complete(command, context, monkeypatch):
     shown = [
         flag
         for title, lines in groups.items()
-        if title not in ("Arguments", "Commands")
+        if title not in ("Arguments", "Commands", *get_args(CommandGroup))
         for line in lines
         for flag in re.findall(r"(?<= )--[\w\[\]-]+", line.split("   ")[0] + " ")[:1]
     ]
     options = [param for param in command.get_params(context) if param.param_type_name == "option"]
     assert len(shown) == len(set(shown)) == len([param for param in options if not param.hidden])
-    known = {COMMON, *get_args(Group), *OWN_GROUPS, "Arguments", "Commands"}
+    known = {COMMON, *get_args(Group), *OWN_GROUPS, *get_args(CommandGroup)}
+    known |= {"Arguments", "Commands"}
     assert set(groups) <= known
     assert len(groups[COMMON]) <= MAX_COMMON
 
@@ -87,31 +88,20 @@ def test_about_fifteen_options_of_serve_are_common():
     assert 10 <= sum(spec.panel == COMMON for spec in specs) <= 16
 
 
-def shown_on_a_terminal(*arguments: str, **environment: str) -> str:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "octavo.cli.main", *arguments]
-    clean = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    running = subprocess.Popen(
-        command, stdout=theirs, env={**clean, "TERM": "xterm-256color", **environment}
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while part := os.read(ours, 1 << 16):
-            shown += part
-    except OSError:  # the other end has closed
-        pass
-    os.close(ours)
-    assert running.wait(30) == 0
-    return shown.decode()
-
-
 def test_colours_are_for_terminals_only(octavo):
     """NO_COLOR turns them off (no-color.org), and so does a pipe."""
-    assert "\x1b[" in shown_on_a_terminal("serve", "--help")
-    assert "\x1b[" not in shown_on_a_terminal("serve", "--help", NO_COLOR="1")
-    assert "\x1b[" not in shown_on_a_terminal("serve", "--help", TERM="dumb")
+    assert "\x1b[" in show_on_terminal("serve", "--help")
+    assert "\x1b[" not in show_on_terminal("serve", "--help", NO_COLOR="1")
+    assert "\x1b[" not in show_on_terminal("serve", "--help", TERM="dumb")
     assert "\x1b[" not in octavo("serve", "--help").out
+
+
+def test_commands_are_grouped(octavo):
+    """Commands of extensions stand with those of their subject."""
+    groups = sections_of(octavo("--help").out)
+    names = {title: [line.split()[0] for line in lines] for title, lines in groups.items()}
+    assert names["Serve models"] == ["serve", "ps", "top", "rank", "route", "cluster"]
+    assert "calibrate" in names["Manage models"] and "simulate" in names["Measure and debug"]
 
 
 def test_help_imports_no_rich():

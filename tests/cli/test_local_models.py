@@ -85,9 +85,9 @@ def test_rm_deletes_cached_models_and_says_what_was_freed(octavo, cache):
         ("tinny", "did you mean tiny?"),
         ("maker/none", "did you mean maker/whole?"),
         ("nothing", "octavo list"),
-        ("./own.gguf", "your own file"),
+        ("./own.gguf", "delete this file"),
         ("", "octavo list"),
-        ("..", "your own file"),
+        ("..", "delete this file"),
         ("maker/../whole", "did you mean maker/whole?"),
     ],
 )
@@ -127,7 +127,7 @@ def test_show_describes_a_model(octavo):
     )
     assert facts["quantization"].startswith("Q4_1 79%") and facts["context"] == "8,192 tokens"
     assert facts["chat template"] == "included" and facts["license"] == "apache-2.0"
-    assert facts["sampling"].startswith("temperature 0, ") and facts["native"] == "runs it"
+    assert facts["sampling"].startswith("temperature 0, ") and facts["✓ native"] == "supported"
     found = json.loads(octavo("show", "smollm2", "--json").out)
     assert found["sampling"]["max_tokens"] == 1024 and found["license"] == "apache-2.0"
     assert found["tool_format"] is None and found["max_context_tokens"] == 8192

@@ -182,7 +182,7 @@ def test_bytes_that_are_no_text_are_refused(tiny):
         text=False,
     )
     _, err = running.communicate(b"a\xff")
-    refusal = "allowed is Unicode text\nhint: write the text in UTF-8"
+    refusal = "expected Unicode text\nhint: write the text in UTF-8"
     assert running.returncode == 2 and refusal in err.decode()
     running = process("run", "\udcff", *tiny)
     _, err = running.communicate()
@@ -194,5 +194,5 @@ def test_plan_fails_at_once_without_a_network():
     closed = os.environ | {"PYTHONPATH": os.getcwd(), "HF_ENDPOINT": "http://127.0.0.1:9"}
     running = process("plan", "nobody/nothing", env=closed)
     _, err = running.communicate(timeout=60)
-    assert running.returncode == 2 and "cannot be reached from here" in err
+    assert running.returncode == 2 and "Hugging Face cannot be reached" in err
     assert "Retrying" not in err

@@ -52,7 +52,7 @@ def test_a_model_is_described_from_its_headers(octavo):
     done = octavo("models", "smollm2")
     assert done.code == 0
     assert done.out.startswith("smollm2: llama, 134.5 M parameters, 93.8 MiB\n")
-    assert "  native         runs it\n" in done.out
+    assert "✓ native         supported\n" in done.out
 
 
 @pytest.mark.alone
@@ -103,7 +103,7 @@ def test_what_cannot_run_is_one_sentence_and_exit_code_2(octavo, tmp_path):
     config = tiny_model("llama").config
     for changes, said in (
         ({"model_type": "lama"}, "model type 'lama' is not supported"),
-        ({"attention_warp": 2}, "attention_warp = 2 is not known for llama"),
+        ({"attention_warp": 2}, "attention_warp = 2 is unknown for llama"),
         ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
     ):
         file = tmp_path / "config.json"

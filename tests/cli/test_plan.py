@@ -190,7 +190,7 @@ def test_int4_that_cannot_be_is_refused_and_not_suggested(octavo, config):
     ended = octavo("plan", config, "--quantization=int4", *GIVEN)
     assert (
         ended.code == 2
-        and "down_proj.weight has 14300 inputs, allowed is a multiple of 32" in ended.err
+        and "down_proj.weight has 14300 inputs, expected a multiple of 32" in ended.err
     )
     assert "hint: use --quantization int8" in ended.err
     assert planned(octavo, config, "--memory=12GiB")[1]["flags"][0] == "--quantization=int8"
@@ -294,7 +294,7 @@ def test_streamed_weights_are_bound_by_the_disk(octavo, config, tmp_path):
     assert ended.code == 0 and found["weight_bytes"] <= 4 << 30
     assert 11.5e9 < found["streamed_bytes"] < 13.5e9
     disk_bound = octavo("plan", *options, "--bandwidth=1T", "--flops=1P", "--disk-bandwidth=2G")
-    assert f"{2e9 / found['streamed_bytes']:.3g} steps a second" in disk_bound.out
+    assert f"{2e9 / found['streamed_bytes']:.3g} steps/s" in disk_bound.out
     fast, slow = (
         json.loads(octavo("plan", *options, *limits, "--json").out)["rows"][0]
         for limits in (
@@ -354,12 +354,12 @@ def test_the_disk_is_measured_and_nothing_left_on_it(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--memory=many"], "--memory: got 'many', allowed is a number of bytes such as"),
-        (["--flops=0"], "--flops: got '0', allowed is a number above 0 such as 50G or 1.5T"),
-        (["--bandwidth=5X"], "--bandwidth: got '5X', allowed is"),
+        (["--memory=many"], "--memory: got 'many', expected a number of bytes such as"),
+        (["--flops=0"], "--flops: got '0', expected a number above 0 such as 50G or 1.5T"),
+        (["--bandwidth=5X"], "--bandwidth: got '5X', expected"),
         (
             [*GIVEN, STREAMED, "--weights-dir=build", "--disk-bandwidth=x"],
-            "--disk-bandwidth: got 'x', allowed is",
+            "--disk-bandwidth: got 'x', expected",
         ),
     ],
 )
@@ -381,9 +381,7 @@ def test_serve_refuses_what_does_not_fit_before_it_loads(octavo, tmp_path, monke
         "bench", "latency", f"--model={tmp_path / 'model'}", "--skip-tokenizer-init", "--threads=1"
     )
     assert (
-        ended.code == 2
-        and "does not fit: needed are" in ended.err
-        and "MiB are missing" in ended.err
+        ended.code == 2 and "does not fit: expected" in ended.err and "MiB are missing" in ended.err
     )
 
 

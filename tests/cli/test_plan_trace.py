@@ -24,10 +24,10 @@ def test_the_command_ranks_layouts(octavo, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "costs: no recording was given"),
+        ((), "costs: recording required"),
         (("--slo=soon",), "slo: got 'soon'"),
         (("--link=fast",), "link: got 'fast'"),
-        (("--machines=65",), "machines: got 65, allowed are 1 to 64"),
+        (("--machines=65",), "machines: got 65, expected 1 to 64"),
         (("--num-requests=1",), "the first 1 requests of"),
     ],
 )
@@ -53,23 +53,23 @@ def test_a_wrong_line_of_a_trace_is_named(octavo, tmp_path: Path) -> None:
     [
         (b"{", "line 21: no JSON: "),
         (b'"\xff"', "line 21: no JSON: "),
-        (b"[1]", "line 21: got [1], allowed is an object with timestamp"),
+        (b"[1]", "line 21: got [1], expected an object with timestamp"),
         (b'{"timestamp": -1, "input_length": 1, "output_length": 1}', "line 21: timestamp: got -1"),
-        (b'{"timestamp": 1e300, "input_length": 1, "output_length": 1}', "allowed is at most"),
+        (b'{"timestamp": 1e300, "input_length": 1, "output_length": 1}', "expected at most"),
         (b'{"timestamp": 1e999, "input_length": 1, "output_length": 1}', "line 21: "),
         (b'{"timestamp": 1, "input_length": 0, "output_length": 1}', "input_length: got 0"),
         (b'{"timestamp": 1, "input_length": 1.5, "output_length": 1}', "input_length: got 1.5"),
         (
             b'{"timestamp": 1, "input_length": 1000000000000, "output_length": 1}',
-            "input_length: got 1000000000000, allowed is at most 16,777,216",
+            "input_length: got 1000000000000, expected at most 16,777,216",
         ),
         (
             b'{"timestamp": 1, "input_length": 1, "output_length": 99999999999}',
-            "output_length: got 99999999999, allowed is at most 16,777,216",
+            "output_length: got 99999999999, expected at most 16,777,216",
         ),
         (
             b'{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1]}',
-            "hash_ids: got 1, needed are 2 blocks",
+            "hash_ids: got 1, expected 2 blocks",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_trace_without_requests_is_refused(octavo, tmp_path: Path, content: by
 def test_what_is_no_recording_is_named(octavo, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "log").write_bytes(content)
     ended = octavo("plan", f"--trace={trace(tmp_path / 'trace')}", f"--costs={tmp_path / 'log'}")
-    assert ended.code == 2 and "log: no recording" in ended.err
+    assert ended.code == 2 and "log: not a recording" in ended.err
 
 
 def test_a_damaged_recording_is_named(octavo, tmp_path: Path) -> None:
@@ -125,4 +125,4 @@ def test_an_objective_that_every_rate_meets_says_so(octavo, tmp_path: Path) -> N
 
 def test_without_a_trace_a_model_is_needed(octavo) -> None:
     ended = octavo("plan")
-    assert ended.code != 0 and "no model was given" in ended.err
+    assert ended.code != 0 and "model required" in ended.err

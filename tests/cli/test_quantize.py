@@ -55,7 +55,7 @@ def test_a_result_that_is_larger_than_a_quantized_source_is_a_warning(octavo, mo
     options = ("--method=rtn", "--group=16", "--bits=8")
     again = octavo("quantize", tmp_path / "a", "-o", tmp_path / "b", *options)
     assert again.code == 0, again.err
-    assert re.search(r"WARNING: the result takes \S+ KiB, the source only \S+ KiB", again.err)
+    assert re.search(r"WARNING: the result has \S+ KiB, the source only \S+ KiB", again.err)
     assert "quantize the original model" in again.err
 
 
@@ -74,7 +74,9 @@ def test_quantization_at_load_that_makes_weights_larger_is_a_warning(octavo, mod
 def test_the_default_model_needs_no_option_and_keeps_its_sampling_values(octavo, tmp_path):
     ended = octavo("quantize", "smollm2", "-o", tmp_path / "made")
     assert ended.code == 0 and "210 matrices quantised" in ended.out, ended.err
-    assert "rounding to nearest (rtn); --calibration TEXT" in ended.err
+    assert (
+        "round-to-nearest (rtn); for higher accuracy use gptq with --calibration TEXT" in ended.err
+    )
     assert "one scale for groups of 64 inputs" in ended.err
     answer = octavo("run", tmp_path / "made", "What is the capital of France?", "--max-tokens=12")
     assert "Paris" in answer.out
@@ -124,7 +126,7 @@ def test_a_buffer_of_whole_numbers_is_left_out(octavo, model, tmp_path):
         (("--method=rtn", "--bits=7"), "bits: got 7"),
         (("--method=rtn", "--bits=8", "--zero-point"), "zero-point: compressed-tensors of 8 bits"),
         (("--method=rtn", "--bits=6", "--format=gguf", "--zero-point"), "zero-point: gguf of 6"),
-        (("--method=awq", "--calibration=TEXT"), "needed are at least 512"),
+        (("--method=awq", "--calibration=TEXT"), "expected at least 512"),
         (("--method=rtn", "--format=gguf", "--bits=3"), "bits: got 3"),
         (("--method=rtn", "--group=50"), "group: 50 does not divide the 64 inputs"),
     ],

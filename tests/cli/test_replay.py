@@ -52,7 +52,7 @@ def test_what_follows_another_plan_is_not_looked_at(octavo, log):
     [
         ([0, 1, 3], "step 0 has a result and no plan"),
         ([0, 1, 2, 3, 3], "step 0 has more results than steps"),
-        ([0, 1, 2, 3, 0], "it begins a second time"),
+        ([0, 1, 2, 3, 0], "it starts twice"),
     ],
 )
 def test_lines_that_do_not_belong_together(octavo, log, order, message):
@@ -87,8 +87,8 @@ def test_rows_that_are_no_plans(octavo, log):
 def test_bad_options(octavo, tiny, tmp_path, log):
     ended = octavo("replay", log, "--model=other")
     assert ended.message == [
-        "octavo: model: got 'other', allowed only with --execute and --serve: the plans alone need"
-        " none"
+        "octavo: model: got 'other', requires --execute and --serve; replaying plans alone loads"
+        " no model"
     ]
     for flag, name in [
         ("--port=0", "port"),
@@ -97,7 +97,7 @@ def test_bad_options(octavo, tiny, tmp_path, log):
     ]:
         ended = octavo("replay", log, flag)
         assert ended.code == 2 and f"octavo: {name}: got" in ended.err
-        assert "allowed only with --serve" in ended.err
+        assert "requires --serve" in ended.err
     ended = octavo("replay", log, "--serve", "--execute")
     assert ended.code == 2 and "octavo: serve: got --execute too" in ended.err
     for path, reason in [

@@ -95,4 +95,4 @@ def test_the_reference_backend_is_not_profiled(octavo, tiny):
         "--profile",
     )
     assert ended.code == 2
-    assert "octavo: the reference backend times no ops" in ended.message
+    assert "octavo: the reference backend does not support profiling ops" in ended.message

@@ -123,7 +123,9 @@ def test_without_max_tokens_the_context_is_the_end(octavo, tiny):
 
 def test_an_answer_without_a_limit_has_a_default_cap_that_is_named(octavo, tiny, monkeypatch):
     monkeypatch.setattr("octavo.cli.common.answers.DEFAULT_MAX_TOKENS", 7)
-    said = "the answer was cut off after 7 tokens, the default of --max-tokens: give a larger one"
+    said = (
+        "the response was truncated after 7 tokens, the default of --max-tokens; use a larger value"
+    )
     ended = octavo("run", "--raw", "hello", *tiny)
     assert "7 completion tokens" in ended.message[0] and ended.message[-1].startswith(said)
     ended = octavo("run", "--raw", "hello", *tiny, "--max-tokens=7")
@@ -137,7 +139,7 @@ def test_a_model_without_answers_is_refused_before_anything_is_asked(
     save_classifier(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     ended = octavo(command, f"--model={tmp_path}", "--threads=1")
-    assert ended.code == 2 and "and generates no text" in ended.message[0], ended.err
+    assert ended.code == 2 and "and does not generate text" in ended.message[0], ended.err
 
 
 def test_a_seed_repeats_the_draws(octavo, tiny):
@@ -237,7 +239,7 @@ def test_a_repetition_ends_the_answer_with_a_message(octavo, tiny):
     override = '--override-generation-config={"temperature": 0, "repetition_penalty": 0.01}'
     command = ["run", "--raw", "hello", *tiny, override, "--max-tokens=200"]
     ended = octavo(*command)
-    assert "the answer was stopped because it repeats itself" in ended.message[-1]
+    assert "the response was stopped because it repeats itself" in ended.message[-1]
     assert "200 completion tokens" not in ended.err
     assert "200 completion tokens" in octavo(*command, "--no-repetition-detection").err
 

@@ -15,7 +15,7 @@ def test_a_server_open_to_all_without_a_key_warns():
     server = LiveServer(MODEL, "--host=0.0.0.0")
     assert server.stop() == 0
     assert server.lines[0].startswith(
-        "warning: 0.0.0.0 can be reached from other machines and no --api-key is set"
+        "warning: 0.0.0.0 is reachable from other machines without --api-key"
     )
     assert server.url.startswith("http://127.0.0.1:")
 

@@ -71,7 +71,7 @@ def test_one_view_shows_models_and_requests(top, busy):
 
 
 def test_a_view_without_requests_says_so(top):
-    assert "no request waits or runs" in top().out
+    assert "no running or waiting requests" in top().out
 
 
 def test_a_key_that_is_not_the_operators_sees_no_others_requests(top, busy):
@@ -82,7 +82,7 @@ def test_a_key_that_is_not_the_operators_sees_no_others_requests(top, busy):
 def test_errors_are_a_sentence(top, octavo):
     refused = top(key="wrong")
     assert refused.code == 2
-    assert "/metrics answers HTTP 401: a valid API key is needed" in refused.message[0]
+    assert "/metrics returned HTTP 401: a valid API key is required" in refused.message[0]
     gone = octavo("top", "--url=http://127.0.0.1:9")
     assert gone.code != 0
     assert "no server answers at http://127.0.0.1:9: Connection refused" in gone.message[0]
@@ -91,7 +91,7 @@ def test_errors_are_a_sentence(top, octavo):
 def test_the_live_view_goes_on_until_ctrl_c(server):
     terminal = Terminal("top", f"--url={server.url}", f"--api-key={KEY}", "--interval=0.1")
     for _ in range(3):
-        terminal.until("out t/s")
+        terminal.until("gen tok/s")
         terminal.until("tiny")
     terminal.press("\x03")
     assert terminal.close() == 0
@@ -139,9 +139,9 @@ def test_a_narrow_view_names_the_model_and_leaves_columns_out(width):
     console.print(render_view(now, now))
     lines = console.file.getvalue().splitlines()
     assert all(len(line) <= width for line in lines)
-    assert lines[1].split()[:3] == ["model", "state", "run"] and "out t/s" in lines[1]
+    assert lines[1].split()[:3] == ["model", "state", "running"] and "gen tok/s" in lines[1]
     assert lines[2].split()[:3] == ["smollm2", "ready", "3"]
-    assert ("cached" in lines[1]) == (width >= 80)
+    assert ("prefix hits" in lines[1]) == (width >= 80)
 
 
 def test_shares_of_several_engines_are_no_sum():

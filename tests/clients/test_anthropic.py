@@ -64,7 +64,7 @@ def test_errors_are_the_clients_own(client):
     assert unknown.value.body["error"]["type"] == "not_found_error"
     assert unknown.value.request_id == unknown.value.body["request_id"]
     tool = {"name": "", "input_schema": {"type": "object"}}
-    with pytest.raises(anthropic.BadRequestError, match="allowed is a name of 1 to"):
+    with pytest.raises(anthropic.BadRequestError, match="expected a name of 1 to"):
         client.messages.create(**ASK, tools=[tool])
 
 

@@ -53,7 +53,7 @@ def test_errors_are_the_clients_own(client):
     assert unknown.value.body["message"].startswith("The model `other` does not exist.")
     with pytest.raises(cohere.BadRequestError) as refused:
         client.chat(**ASK, documents=["a"])
-    assert refused.value.body == {"message": "documents: this server does not support it"}
+    assert refused.value.body == {"message": "documents: not supported by this server"}
 
 
 def test_a_tool_is_called(server):

@@ -44,5 +44,5 @@ def test_every_common_form_is_taken(text, url, port):
     ],
 )
 def test_others_are_refused_with_what_is_allowed(text):
-    with pytest.raises(ConfigError, match="allowed is HOST:PORT, http://HOST:PORT or https://HOST"):
+    with pytest.raises(ConfigError, match="expected HOST:PORT, http://HOST:PORT or https://HOST"):
         parse_server_url(text)

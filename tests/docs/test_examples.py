@@ -129,7 +129,7 @@ def faults(example: Example, ended: Ended) -> list[str]:
     prose = words[:2] in (["octavo", "run"], ["octavo", "chat"]) or example.language == "python"
     if prose and example.page not in PRINTS_DATA:
         found = faults_of(example.text, ended.out)
-        notes = re.findall(r".*(?:repeats itself|cut off after).*", ended.err)
+        notes = re.findall(r".*(?:repeats itself|truncated after).*", ended.err)
         return found + notes
     return [] if ended.out.strip() else ["it prints nothing"]
 

@@ -127,18 +127,18 @@ def test_layouts_of_machines() -> None:
         "2 x both in 2 stages",
         "1 x both in 4 stages",
     ]
-    with pytest.raises(ConfigError, match="machines: got 0, allowed are 1 to 64"):
+    with pytest.raises(ConfigError, match="machines: got 0, expected 1 to 64"):
         list_layouts(0)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ttft=2s", "needed are ttft and tpot"),
-        ("ttft=2s,tpot=80", "slo: tpot: got '80', allowed is a time above 0"),
-        ("ttft=2s,tpot=0ms", "allowed is a time above 0"),
+        ("ttft=2s", "expected ttft and tpot"),
+        ("ttft=2s,tpot=80", "slo: tpot: got '80', expected a time above 0"),
+        ("ttft=2s,tpot=0ms", "expected a time above 0"),
         ("ttft=2s,ttft=2s", "each once"),
-        ("latency=2s", "allowed are ttft=TIME and tpot=TIME"),
+        ("latency=2s", "expected ttft=TIME and tpot=TIME"),
     ],
 )
 def test_wrong_objectives_are_refused(text: str, message: str) -> None:

@@ -109,5 +109,5 @@ def test_stages_give_the_bits_of_one_process(family, adapters):
 
 
 def test_adapters_beside_shared_experts_are_refused():
-    with pytest.raises(ConfigError, match="enable_lora: not allowed beside expert_parallel_size 2"):
+    with pytest.raises(ConfigError, match="enable_lora: not supported with expert_parallel_size 2"):
         make_llm("qwen2_moe", backend="native", enable_lora=True, expert_parallel_size=2)

@@ -242,17 +242,18 @@ def test_a_recording_that_ran_ahead_is_made_again(tmp_path) -> None:
     [
         (
             {"backend": "native"},
-            "async_scheduling: got 'on', but the native backend computes where the plans are made",
+            "async_scheduling: got 'on', but the native backend computes in the scheduler's"
+            " process",
         ),
-        ({"backend": "reference"}, "the reference backend computes where"),
+        ({"backend": "reference"}, "the reference backend computes in"),
         (
             {"backend": "torch", "tensor_parallel_size": 2},
-            r"got 'on', but ranks \(tensor_parallel_size\) carry out one step at a time",
+            r"got 'on', but ranks \(tensor_parallel_size\) execute one step at a time",
         ),
-        ({"backend": "torch", "kv_cache": False}, r"without the KV cache \(kv_cache\)"),
+        ({"backend": "torch", "kv_cache": False}, "without kv_cache each step"),
         (
             {"backend": "torch", "scheduler_delay_factor": 1.0, "enable_chunked_prefill": False},
-            "scheduler_delay_factor counts from the end",
+            "scheduler_delay_factor requires the result",
         ),
     ],
 )
@@ -263,7 +264,7 @@ def test_where_it_cannot_be_it_is_refused_by_name(options: dict[str, Any], messa
             model_context_tokens=100,
             num_threads=1,
         )
-    assert caught.value.hint == "leave async_scheduling at auto"
+    assert caught.value.hint == "set async_scheduling to auto"
     derive(EngineConfig.from_options(**options), model_context_tokens=100, num_threads=1)
 
 

@@ -306,31 +306,31 @@ def test_stop_strings_end_beams_as_transformers_has_it(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"beam_width": 0}, "beam_width: got 0, allowed is None, or a whole number from 1 to 1024"),
-        ({"beam_width": 2, "n": 3}, "n: got 3, allowed is at most the beam_width"),
+        ({"beam_width": 0}, "beam_width: got 0, expected None, or an integer from 1 to 1024"),
+        ({"beam_width": 2, "n": 3}, "n: got 3, expected at most the beam_width"),
         (
             {"beam_width": 2, "temperature": 0.7},
-            "temperature: got 0.7, allowed is 0.0 in a beam search",
+            "temperature: got 0.7, expected 0.0 in a beam search",
         ),
         (
             {"beam_width": 2, "repetition_penalty": 1.2},
-            "repetition_penalty: got 1.2, allowed is 1.0 in a beam search",
+            "repetition_penalty: got 1.2, expected 1.0 in a beam search",
         ),
         (
             {"beam_width": 2, "early_stopping": "soon"},
-            "early_stopping: got 'soon', allowed is True, False or 'never'",
+            "early_stopping: got 'soon', expected True, False or 'never'",
         ),
         (
             {"beam_width": 2, "length_penalty": "x"},
-            "length_penalty: got 'x', allowed is a number from -10 to 10",
+            "length_penalty: got 'x', expected a number from -10 to 10",
         ),
         (
             {"beam_width": 2, "length_penalty": 400},
-            "length_penalty: got 400, allowed is a number from -10 to 10",
+            "length_penalty: got 400, expected a number from -10 to 10",
         ),
         (
             {"beam_width": 2, "length_penalty": -400.0},
-            "length_penalty: got -400.0, allowed is a number from -10 to 10",
+            "length_penalty: got -400.0, expected a number from -10 to 10",
         ),
     ],
 )
@@ -346,14 +346,14 @@ def test_what_can_never_fit_is_refused_by_name() -> None:
         make_llm() as llm,
         pytest.raises(
             InvalidRequest,
-            match=r"beam_width: got 9, allowed are at most 8 sequences at once \(max_num_seqs\)",
+            match=r"beam_width: got 9, expected at most 8 sequences at once \(max_num_seqs\)",
         ),
     ):
         llm.generate([[5]], params)
     alone = {"kv_layout": "virtual", "enable_prefix_caching": False}
     with (
         make_llm(backend="native", **alone) as llm,
-        pytest.raises(InvalidRequest, match="beams share KV blocks"),
+        pytest.raises(InvalidRequest, match="beam search requires shared KV blocks"),
     ):
         llm.generate([[5]], msgspec.structs.replace(params, beam_width=2))
     small = Setup("native", "llama", "fp32").llm_of_blocks(8, max_model_len=128)

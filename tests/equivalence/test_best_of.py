@@ -56,11 +56,11 @@ def test_a_stream_has_nothing_to_show_before_the_end() -> None:
 
 def test_best_of_is_checked() -> None:
     with pytest.raises(
-        InvalidRequest, match=r"best_of: got 2, allowed is None, or a whole number from n \(3\)"
+        InvalidRequest, match=r"best_of: got 2, expected None, or an integer from n \(3\)"
     ):
         SamplingParams(n=3, best_of=2)
     with pytest.raises(
-        InvalidRequest, match="best_of: got 2, allowed is 1 when the temperature is 0"
+        InvalidRequest, match="best_of: got 2, expected 1 when the temperature is 0"
     ):
         SamplingParams(best_of=2, temperature=0)
     assert SamplingParams(n=2, best_of=2).is_ranked is False

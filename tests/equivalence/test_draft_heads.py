@@ -171,7 +171,7 @@ def test_options_that_contradict_each_other_are_refused(options, message):
 
 
 def test_a_model_without_a_head_is_refused():
-    with pytest.raises(UnsupportedModel, match="mtp needs a layer that predicts"):
+    with pytest.raises(UnsupportedModel, match="mtp requires a multi-token prediction layer"):
         make_llm(spec_method="mtp")
 
 
@@ -199,7 +199,7 @@ def test_a_model_that_is_no_head_is_refused():
         ({"draft_vocab_size": 190}, "lm_head.weight has shape"),
         ({"surprise": 3}, "surprise = 3 is not known"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "enters layer 9"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}}, "numbers that differ"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}}, "distinct numbers"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(tmp_path, changes, message):

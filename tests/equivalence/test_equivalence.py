@@ -226,6 +226,6 @@ def test_beams_that_could_share_nothing_are_refused(setup: Setup, way: str) -> N
         return
     with (
         setup.llm(**WAYS[way].options) as llm,
-        pytest.raises(InvalidRequest, match="beams share KV blocks, and this engine shares none"),
+        pytest.raises(InvalidRequest, match="beam search requires shared KV blocks"),
     ):
         llm.generate(PROMPTS[1], BEAMS[1])

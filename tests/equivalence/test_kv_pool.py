@@ -105,12 +105,12 @@ def test_a_store_that_fails_changes_no_answer(stores, monkeypatch, what: str) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_pool": "redis://x:1"}, "kv_pool: got 'redis://x:1', allowed is mooncake://HOST:PORT"),
-        ({"kv_pool": "mooncake://nowhere"}, "kv_pool: got 'nowhere', allowed is HOST:PORT"),
-        ({"kv_pool_lends": 1}, "kv_pool_lends: allowed only with kv_pool"),
-        ({"kv_pool": POOL, "prefix_cache_dir": "/x"}, "kv_pool: allowed only without prefix_cache"),
-        ({"kv_pool": POOL, "kv_transfer": "zmq"}, "kv_transfer: allowed only without kv_pool"),
-        ({"kv_pool": POOL, "enable_prefix_caching": False}, "kv_pool: allowed only where the KV"),
+        ({"kv_pool": "redis://x:1"}, "kv_pool: got 'redis://x:1', expected mooncake://HOST:PORT"),
+        ({"kv_pool": "mooncake://nowhere"}, "kv_pool: got 'nowhere', expected HOST:PORT"),
+        ({"kv_pool_lends": 1}, "kv_pool_lends: requires kv_pool"),
+        ({"kv_pool": POOL, "prefix_cache_dir": "/x"}, "kv_pool: not supported with prefix_cache"),
+        ({"kv_pool": POOL, "kv_transfer": "zmq"}, "kv_transfer: not supported with kv_pool"),
+        ({"kv_pool": POOL, "enable_prefix_caching": False}, "kv_pool: requires kv_cache"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
@@ -185,5 +185,5 @@ def test_a_pool_of_mooncakes_own(master: str) -> None:
 @pytest.mark.slow
 def test_nothing_listens_there() -> None:
     require_mooncake_store()
-    with pytest.raises(ConfigError, match=r"kv_pool: nothing answers at 127\.0\.0\.1"):
+    with pytest.raises(ConfigError, match=r"kv_pool: no response from 127\.0\.0\.1"):
         make_llm("llama", backend="native", kv_pool=f"mooncake://127.0.0.1:{free_port()}")

@@ -140,9 +140,9 @@ def test_experts_beside_other_options(options: dict[str, Any]) -> None:
     [
         ({"family": "llama"}, "expert_parallel_size: got 2, but decoder has no experts"),
         ({"expert_parallel_size": 99}, "expert_parallel_size: got 99, but decoder has 7 experts"),
-        ({"backend": "reference"}, "expert_parallel_size: got 2, allowed only with the backends"),
-        ({"num_scheduler_steps": 4}, "got 4, allowed is 1 with expert_parallel_size 2"),
-        ({"enable_lora": True}, "enable_lora: not allowed beside expert_parallel_size 2"),
+        ({"backend": "reference"}, "expert_parallel_size: got 2, requires the backends"),
+        ({"num_scheduler_steps": 4}, "got 4, expected 1 with expert_parallel_size 2"),
+        ({"enable_lora": True}, "enable_lora: not supported with expert_parallel_size 2"),
     ],
 )
 def test_what_experts_cannot_do_is_refused_before_anything_starts(
@@ -157,11 +157,11 @@ def test_what_experts_cannot_do_is_refused_before_anything_starts(
     ("options", "message"),
     [
         ({"family": "llama"}, "enable_expert_parallel: got 2, but decoder has no experts"),
-        ({"data_parallel_size": 1}, "enable_expert_parallel: allowed only with several engines"),
+        ({"data_parallel_size": 1}, "enable_expert_parallel: requires several engines"),
         ({"data_parallel_size": 4} | EXPERTS, "enable_expert_parallel: got 8, but decoder has 7"),
-        ({"backend": "torch"}, "enable_expert_parallel: allowed only with the native backend"),
-        ({"num_scheduler_steps": 4}, "got 4, allowed is 1 with enable_expert_parallel"),
-        ({"enable_lora": True}, "enable_expert_parallel: not allowed beside enable_lora"),
+        ({"backend": "torch"}, "enable_expert_parallel: requires the native backend"),
+        ({"num_scheduler_steps": 4}, "got 4, expected 1 with enable_expert_parallel"),
+        ({"enable_lora": True}, "enable_expert_parallel: not supported with enable_lora"),
     ],
 )
 def test_what_engines_that_share_experts_cannot_do_is_refused(

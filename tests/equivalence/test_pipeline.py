@@ -117,11 +117,11 @@ def test_stages_keep_to_a_form() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline_parallel_size": 9}, r"got 9, but decoder can be cut at 3 places only"),
-        ({"backend": "torch", "device": "cpu"}, "only with the backends native and reference"),
-        ({"spec_method": "ngram"}, "not allowed beside spec_method ngram"),
-        ({"kv_offloading_size": 1 << 20}, "not allowed beside kv_offloading_size 1048576"),
-        ({"num_scheduler_steps": 4}, "got 4, allowed is 1 with pipeline_parallel_size 2"),
+        ({"pipeline_parallel_size": 9}, r"got 9, but decoder can be split at only 3 points"),
+        ({"backend": "torch", "device": "cpu"}, "requires the backends native and reference"),
+        ({"spec_method": "ngram"}, "not supported with spec_method ngram"),
+        ({"kv_offloading_size": 1 << 20}, "not supported with kv_offloading_size 1048576"),
+        ({"num_scheduler_steps": 4}, "got 4, expected 1 with pipeline_parallel_size 2"),
     ],
 )
 def test_what_stages_cannot_do_is_refused_before_anything_starts(

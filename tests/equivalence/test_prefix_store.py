@@ -254,7 +254,7 @@ def test_a_full_disk_costs_nothing_but_the_cache(small_disk, caplog):
         with make(prefix_cache_dir=str(small_disk)) as llm:
             assert answers(llm)[0] == expected
             assert answers(llm)[0] == expected
-    assert "writes nothing for" in caplog.text and "No space left" in caplog.text
+    assert "pausing prefix cache writes for" in caplog.text and "No space left" in caplog.text
     assert len(files_of(small_disk)) > 2 and not list((small_disk / "tmp").iterdir())
 
 
@@ -266,7 +266,10 @@ def test_a_disk_that_is_full_from_the_start(small_disk, caplog):
             pass
     with make(prefix_cache_dir=str(small_disk)) as llm:
         assert answers(llm)[0] == plain()
-    assert "weights.json cannot be written" in caplog.text and "writes nothing for" in caplog.text
+    assert (
+        "weights.json cannot be written" in caplog.text
+        and "pausing prefix cache writes for" in caplog.text
+    )
     assert sorted(path.name for path in small_disk.iterdir() if path.is_file()) == ["more", "other"]
 
 
@@ -424,7 +427,7 @@ def test_pins_are_of_one_salt_and_bounded(tmp_path):
         assert llm.pin_prefix([6] * 1) == 0
         with pytest.raises(
             InvalidRequest,
-            match="blocks have 24,576 bytes, and 49,152 are pinned; allowed are 61,440",
+            match="blocks have 24,576 bytes, and 49,152 are pinned; expected 61,440",
         ):
             llm.pin_prefix([6] * 32)
         assert llm.pin_prefix([5] * 32, ttl_s=0) == 32, "there is always room for less"
@@ -434,7 +437,7 @@ def test_pins_are_of_one_salt_and_bounded(tmp_path):
         with pytest.raises(
             InvalidRequest,
             match=(
-                r"the prompt's blocks have [\d,]+ bytes, and [\d,]+ are pinned; allowed are 61,440"
+                r"the prompt's blocks have [\d,]+ bytes, and [\d,]+ are pinned; expected 61,440"
             ),
         ):
             llm.pin_prefix(prompts_of(200)[0])
@@ -442,9 +445,7 @@ def test_pins_are_of_one_salt_and_bounded(tmp_path):
             llm.pin_prefix([5] * 20, ttl_s=-1)
     with (
         make() as llm,
-        pytest.raises(
-            InvalidRequest, match="nothing can be pinned: this engine keeps no blocks on disk"
-        ),
+        pytest.raises(InvalidRequest, match="pinning requires prefix_cache_dir"),
     ):
         llm.pin_prefix([5] * 20)
 
@@ -452,15 +453,15 @@ def test_pins_are_of_one_salt_and_bounded(tmp_path):
 BAD_OPTIONS = {
     "caching": (
         {"enable_prefix_caching": False},
-        "prefix_cache_dir: allowed only where the KV cache and prefix caching are on",
+        "prefix_cache_dir: requires kv_cache and enable_prefix_caching",
     ),
     "size": (
         {"prefix_cache_size": 100},
-        "prefix_cache_size: got 100, allowed is at least one block of each cache group",
+        "prefix_cache_size: got 100, expected at least one block of each cache group",
     ),
     "slots": (
         {"kv_offloading_size": 100},
-        "kv_offloading_size: got 100 B, allowed is at least one block",
+        "kv_offloading_size: got 100 B, expected at least one block",
     ),
 }
 

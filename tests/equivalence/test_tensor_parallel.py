@@ -299,29 +299,28 @@ def test_more_ranks_than_kv_heads(backend: str) -> None:
     [
         (
             {"backend": "reference", "device": None},
-            "tensor_parallel_size: got 2, allowed only with the backends native and torch, got"
-            " 'reference'",
+            "tensor_parallel_size: got 2, requires the backends native and torch, got 'reference'",
         ),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: got 3, but the model has 2 KV heads"),
         (
             {"kv_offloading_size": 1 << 20},
-            "kv_offloading_size: allowed only where tensor_parallel_size is 1, got 2",
+            "kv_offloading_size: requires tensor_parallel_size 1, got 2",
         ),
         (
             {"backend": "native", "weights_memory_bytes": 1 << 20, "weights_dir": "/nowhere"},
-            "weights_memory_bytes: allowed only where tensor_parallel_size is 1, got 2",
+            "weights_memory_bytes: requires tensor_parallel_size 1, got 2",
         ),
         (
             {"backend": "native", "num_scheduler_steps": 4},
-            "num_scheduler_steps: got 4, allowed is 1 with tensor_parallel_size 2",
+            "num_scheduler_steps: got 4, expected 1 with tensor_parallel_size 2",
         ),
         (
             {"prefix_cache_dir": "/nowhere"},
-            "prefix_cache_dir: allowed only where tensor_parallel_size is 1, got 2",
+            "prefix_cache_dir: requires tensor_parallel_size 1, got 2",
         ),
         (
             {"tensor_parallel_size": 0},
-            "tensor_parallel_size: got 0, allowed is a whole number of at least 1",
+            "tensor_parallel_size: got 0, expected an integer of at least 1",
         ),
     ],
 )
@@ -334,5 +333,5 @@ def test_options_that_do_not_fit_together_are_refused_before_anything_starts(
 
 def test_an_error_that_keeps_a_rank_from_loading_is_raised() -> None:
     """There is too little memory for one request, on every rank."""
-    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes: got 1\.0 KiB, needed are"):
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes: got 1\.0 KiB, expected"):
         ranked("llama", kv_cache_memory_bytes=1024)

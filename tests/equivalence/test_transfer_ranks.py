@@ -193,14 +193,14 @@ def test_a_rank_of_the_peer_that_dies_or_stands_still_changes_nothing(sign: int)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"expert_parallel_size": 2}, "kv_transfer: allowed only where expert_parallel_size is 1"),
+        ({"expert_parallel_size": 2}, "kv_transfer: requires expert_parallel_size 1"),
         (
             {"tensor_parallel_size": 2, "rank_address": "127.0.0.1:8990", "backend": "torch"},
-            "kv_transfer: allowed only where all ranks are of this machine, got a rank_address",
+            "kv_transfer: requires all ranks on one machine, got a rank_address",
         ),
         (
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-            "which is not allowed beside kv_transfer zmq",
+            "not supported with kv_transfer zmq",
         ),
         ({"tensor_parallel_size": 3}, "got 3, but the model has 2 KV heads"),
     ],
@@ -212,5 +212,5 @@ def test_layouts_that_cannot_be_are_refused(options: dict[str, Any], message: st
 
 def test_ports_that_are_too_few_are_refused() -> None:
     check_ports(65533, 2, name="kv_transfer_address")
-    with pytest.raises(ConfigError, match="got the port 65534, allowed is at most 65533"):
+    with pytest.raises(ConfigError, match="got the port 65534, expected at most 65533"):
         check_ports(65534, 2, name="kv_transfer_address")

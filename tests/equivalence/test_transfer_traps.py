@@ -126,7 +126,7 @@ def test_a_peer_that_comes_back_as_another_is_not_asked(caplog) -> None:
         await alone(decode)
         other = prefiller(dtype="float32")
         other.start()
-        while "its blocks differ" not in caplog.text:
+        while "its KV blocks differ" not in caplog.text:
             await asyncio.sleep(0.01)
         await ask(decode)
         assert other.stats().num_added == 0 and decode.prefill_peers == []

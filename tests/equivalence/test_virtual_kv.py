@@ -198,19 +198,14 @@ def test_a_window_gives_back_what_it_has_passed() -> None:
 def test_prefix_caching_is_refused_by_name() -> None:
     with pytest.raises(
         ConfigError,
-        match=(
-            "kv_layout: virtual gives each request addresses of its own, prefix caching needs"
-            " shared blocks"
-        ),
+        match=("kv_layout: virtual does not share blocks, which prefix caching requires"),
     ):
         make_llm(kv_layout="virtual")
 
 
 @pytest.mark.parametrize("option", ["prefix_cache_dir", "kv_offloading_size"])
 def test_so_is_the_prefix_cache_off_the_device(option: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{option}: allowed only where the KV cache and prefix caching are on"
-    ):
+    with pytest.raises(ConfigError, match=f"{option}: requires kv_cache and enable_prefix_caching"):
         make_llm(kv_layout="virtual", enable_prefix_caching=False, **{option: "1MiB"})
 
 

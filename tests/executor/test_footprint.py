@@ -97,7 +97,5 @@ def test_a_config_alone_says_the_same(tmp_path):
 
 def test_an_unknown_format_is_named():
     _, program = decoder("llama")
-    with pytest.raises(
-        UnsupportedModel, match="is stored as F8_E5M2, supported are F32, F16, BF16"
-    ):
+    with pytest.raises(UnsupportedModel, match="is stored as F8_E5M2, supported: F32, F16, BF16"):
         NativeBackend(BackendOptions()).footprint(program, lambda weight: "F8_E5M2")

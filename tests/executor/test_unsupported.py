@@ -9,9 +9,9 @@ from tests.support.worker_fakes import FakeRunnable
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
-        (lambda one: one.start_profile(), "times no ops"),
+        (lambda one: one.start_profile(), "does not support profiling ops"),
         (lambda one: one.decode(None, None, None, None), "computes one decode step per call"),
-        (lambda one: one.launch(None, None), "does not launch steps"),
+        (lambda one: one.launch(None, None), "does not support asynchronous steps"),
         (lambda one: one.join(None), "does not share experts among engines"),
         (lambda one: one.adapters, "does not support adapters"),
         (lambda one: one.kv_written, "does not report KV writes during a step"),

@@ -24,10 +24,9 @@ def test_as_many_as_run_and_wait_are_taken_before_the_core_has_said_anything():
         limit.check(Size(1, 10), num_unfinished=1000, now=0.0)
         limit.sent(Size(1, 10))
     error = refused(limit, Size(1, 10))
-    assert (
-        str(error)
-        == "the queue is full: 3 requests are waiting, allowed are 3\nhint: try again later, or"
-        " raise max_num_queued_reqs"
+    assert str(error) == (
+        "the queue is full: 3 requests are waiting, expected at most 3\n"
+        "hint: try again later, or raise max_num_queued_reqs"
     )
     assert error.retry_after_s == 1.0
     limit.check(Size(1, 10), num_unfinished=4, now=0.0)
@@ -57,7 +56,7 @@ def test_tokens_are_bounded_but_a_prompt_alone_is_never_too_long():
     limit.check(Size(1, 500), num_unfinished=0, now=0.0)
     limit.sent(Size(3, 90))
     limit.check(Size(1, 10), num_unfinished=3, now=0.0)
-    assert "90 tokens are waiting, allowed are 100" in str(refused(limit, Size(1, 11)))
+    assert "90 tokens are waiting, expected at most 100" in str(refused(limit, Size(1, 11)))
 
 
 def test_retry_after_follows_the_measured_rate():
@@ -84,6 +83,6 @@ def test_more_than_ever_has_room_is_refused_for_good():
     limit = limit_of(max_num_queued_reqs=3)
     limit.check(Size(5), num_unfinished=0, now=0.0)
     with pytest.raises(
-        InvalidRequest, match="n: got 6, allowed are at most 5, that run and wait at once"
+        InvalidRequest, match="n: got 6, expected at most 5 running and waiting at once"
     ):
         limit.check(Size(6), num_unfinished=0, now=0.0)

@@ -45,7 +45,7 @@ def test_one_conversation_or_several():
 
 @pytest.mark.parametrize("prompts", [5, 5.0, None, {1, 2}, b"ab", np.int64(5)])
 def test_what_is_no_prompt_is_refused(prompts):
-    with pytest.raises(InvalidRequest, match=r"prompts: got .*, allowed are a text, token ids"):
+    with pytest.raises(InvalidRequest, match=r"prompts: got .*, expected a string, token ids"):
         prompt_list(prompts)
 
 
@@ -54,11 +54,11 @@ def test_what_is_no_prompt_is_refused(prompts):
     [
         ("hi", "messages: got 'hi'", "did you mean [{'role': 'user', 'content': 'hi'}]?"),
         (HI[0], "messages: got {'role'", "did you mean [{'role': 'user', 'content': 'hi'}]?"),
-        (5, "messages: got 5, allowed is a list of messages", "did you mean [{'role'"),
+        (5, "messages: got 5, expected a list of messages", "did you mean [{'role'"),
         (["hi"], "messages[0]: got 'hi'", "did you mean {'role': 'user', 'content': 'hi'}?"),
         ([*HI, {"role": "user"}], "messages[1]: got {'role': 'user'}, which has no 'content'", ""),
         ([{"content": "hi"}], "messages[0]: got {'content': 'hi'}, which has no 'role'", ""),
-        ([{"role": 5, "content": "hi"}], "messages[0].role: got 5, allowed is a text", ""),
+        ([{"role": 5, "content": "hi"}], "messages[0].role: got 5, expected a string", ""),
         ([HI, "hi"], "messages: got 'hi'", "did you mean"),
     ],
 )
@@ -73,11 +73,11 @@ def test_what_are_no_params_is_refused():
     with pytest.raises(InvalidRequest) as error:
         params_for_each({"max_tokens": 2}, 1)
     assert error.value.message == (
-        "sampling_params: got the dict {'max_tokens': 2}, allowed is SamplingParams"
+        "sampling_params: got the dict {'max_tokens': 2}, expected SamplingParams"
     )
     assert error.value.hint == "did you mean SamplingParams(max_tokens=2)?"
     for wrong in (5, [SamplingParams(), 5], "greedy"):
-        with pytest.raises(InvalidRequest, match=r"sampling_params: got .*, allowed are Sampling"):
+        with pytest.raises(InvalidRequest, match=r"sampling_params: got .*, expected Sampling"):
             params_for_each(wrong, 2)
-    with pytest.raises(InvalidRequest, match="sampling_params: got 1, allowed is one, or one"):
+    with pytest.raises(InvalidRequest, match="sampling_params: got 1, expected one, or one"):
         params_for_each([SamplingParams()], 2)

@@ -287,11 +287,11 @@ def test_an_engine_publishes_what_its_prompts_leave(context):
     [
         ("nonsense", "kv_events_config: "),
         ('{"endpoit": "tcp://127.0.0.1:1"}', "unknown field `endpoit`"),
-        ('{"endpoint": "127.0.0.1:5557"}', r"allowed are tcp://HOST:PORT and ipc://PATH"),
+        ('{"endpoint": "127.0.0.1:5557"}', r"expected tcp://HOST:PORT and ipc://PATH"),
         ('{"endpoint": "tcp://127.0.0.1:0"}', "got 'tcp://127.0.0.1:0'"),
-        ('{"endpoint": "tcp://*:5557"}', "which others may reach, and no secret"),
+        ('{"endpoint": "tcp://*:5557"}', "which other machines can reach, without secret"),
         ('{"replay_endpoint": "tcp://0.0.0.0:5558"}', "replay_endpoint: got the host '0.0.0.0'"),
-        ('{"buffer_steps": 0}', "buffer_steps: got 0, allowed are 1 to 1,000,000"),
+        ('{"buffer_steps": 0}', "buffer_steps: got 0, expected 1 to 1,000,000"),
         ('{"publisher": "kafka"}', "Invalid enum value 'kafka'"),
     ],
 )
@@ -301,5 +301,5 @@ def test_a_wrong_config_is_refused(fields, message):
 
 
 def test_events_without_a_prefix_cache_are_refused():
-    with pytest.raises(ConfigError, match="prefix caching are on"):
+    with pytest.raises(ConfigError, match="requires kv_cache and enable_prefix_caching"):
         make_llm(kv_events_config=config_of()[0], enable_prefix_caching=False)

@@ -72,7 +72,9 @@ def test_what_waits_is_computed_first():
     error = refused(limit, 256, 1, 0.0)
     assert error.retry_after_s >= 1
     assert "the first token would take about" in str(error)
-    assert "allowed are 0.55 s\nhint: try again later, or raise max_predicted_ttft_s" in str(error)
+    assert "expected at most 0.55 s\nhint: try again later, or raise max_predicted_ttft_s" in str(
+        error
+    )
     limit.take([EngineOutput("a", [1])], EngineStats(), None, 0.5)
     limit.check(256, 1, 0.5)
     sent(limit, "b", 320, 0.5)

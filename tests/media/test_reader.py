@@ -72,23 +72,26 @@ def refusal(source: object, limits: ImageLimits = LIMITS) -> str:
         (data_url(GOOD)[:-3] + "!!!", "its base64 cannot be read"),
         ("data:image/png;base64,", "got no bytes"),
         ("data:image/png,abc", "got the data URL"),
-        (data_url(b"GIF? no image at all"), "the bytes are no image that can be read"),
-        (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "the bytes are no image"),
-        (data_url(png_of_size(0, 0)), "the bytes are no image that can be read"),
-        (data_url(png_of_size(5, 0)), "the bytes are no image that can be read"),
+        (data_url(b"GIF? no image at all"), "the bytes are not a supported image"),
+        (
+            data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>"),
+            "the bytes are not a supported image",
+        ),
+        (data_url(png_of_size(0, 0)), "the bytes are not a supported image"),
+        (data_url(png_of_size(5, 0)), "the bytes are not a supported image"),
         (data_url(png_of_size(1 << 30, 1 << 30)), "it has too many pixels"),
-        (data_url(png_of_size(100_000, 10)), "pixels, allowed are 1 to 65,536 a side"),
-        (data_url(png_of_size(10_000, 10_000)), "10,000 pixels, allowed are 100,000 in all"),
+        (data_url(png_of_size(100_000, 10)), "pixels, expected 1 to 65,536 a side"),
+        (data_url(png_of_size(10_000, 10_000)), "10,000 pixels, expected at most 100,000 in all"),
         (data_url(b"x" * 100_001), "got a file of 100,00"),
-        ("http://127.0.0.1:9/cat.png", "this engine fetches nothing"),
-        ("https://example.org/cat.png", "this engine fetches nothing"),
-        ("ftp://example.org/cat.png", "allowed are data URLs"),
-        ("file:///etc/passwd", "allowed are data URLs"),
-        ("/etc/passwd", "allowed are data URLs"),
+        ("http://127.0.0.1:9/cat.png", "fetching URLs is disabled"),
+        ("https://example.org/cat.png", "fetching URLs is disabled"),
+        ("ftp://example.org/cat.png", "expected data URLs"),
+        ("file:///etc/passwd", "expected data URLs"),
+        ("/etc/passwd", "expected data URLs"),
         (data_url(file_of(picture(0, 900, 4))), "a side at most 200 times the other"),
         (np.zeros((4, 4), np.uint8), "got an array (4, 4) of uint8"),
         (np.zeros((0, 4, 3), np.uint8), "got 4 x 0 pixels"),
-        (17, "got int, allowed are"),
+        (17, "got int, expected"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 60 else "source",
 )
@@ -99,11 +102,11 @@ def test_what_is_no_image_is_refused_with_a_hint(source, said):
 def test_a_small_file_that_would_fill_memory_is_refused_by_its_size():
     bomb = file_of(PIL.Image.new("L", (8_000, 8_000)))
     limits = ImageLimits(max_images=1, max_bytes=10 << 20, max_pixels=50_000_000)
-    assert "8,000 x 8,000 pixels, allowed are 50,000,000 in all" in refusal(bomb, limits)
+    assert "8,000 x 8,000 pixels, expected at most 50,000,000 in all" in refusal(bomb, limits)
 
 
 def test_more_images_than_allowed_are_refused():
-    with pytest.raises(InvalidRequest, match="got 4 images, allowed are 3 a prompt"):
+    with pytest.raises(InvalidRequest, match="got 4 images, expected at most 3 per prompt"):
         reader().read([GOOD] * 4)
 
 
@@ -188,7 +191,7 @@ def test_an_address_is_fetched_where_that_is_allowed(site, path):
         ("/none", "404"),
         ("/local", "cannot be fetched"),
         ("/round", "cannot be fetched"),
-        ("/endless", "allowed are 100,000"),
+        ("/endless", "expected at most 100,000"),
         ("/empty", "got no bytes"),
     ],
 )
@@ -244,6 +247,8 @@ def test_rules_that_are_not_followed_are_refused_by_name(given):
 
 def test_without_pillow_an_image_is_refused_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(InvalidRequest, match="Pillow, which decodes images, is not") as error:
+    with pytest.raises(
+        InvalidRequest, match="decoding images requires Pillow, which is not"
+    ) as error:
         reader().read([GOOD])
     assert "pip install 'octavo[media]'" in (error.value.hint or "")

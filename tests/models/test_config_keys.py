@@ -21,7 +21,7 @@ def config_of(family):
 @pytest.mark.parametrize("family", [*FAMILIES, *ENCODERS, "chatglm"])
 def test_a_key_that_nothing_reads_is_refused(family):
     config = config_of(family)
-    with pytest.raises(UnsupportedModel, match="attention_warp = 2 is not known for"):
+    with pytest.raises(UnsupportedModel, match="attention_warp = 2 is unknown for"):
         build_programs(config | {"attention_warp": 2}, every_key=True)
     build_programs(config | {"attention_warp": None, "use_attention_warp": False}, every_key=True)
 
@@ -46,7 +46,7 @@ def test_a_key_of_a_table_that_nothing_reads_is_refused(family, table, asked):
     given = config.get(table) or {"type": "linear", "factor": 2.0}
     for value in (None, False):
         build_programs(config | {table: given | {"warp": value}}, every_key=True)
-    with pytest.raises(UnsupportedModel, match=f"warp = 2 is not known for {asked}"):
+    with pytest.raises(UnsupportedModel, match=f"warp = 2 is unknown for {asked}"):
         build_programs(config | {table: given | {"warp": 2}}, every_key=True)
 
 

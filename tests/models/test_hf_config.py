@@ -127,32 +127,36 @@ REFUSED = [
     ),
     ("llama", {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ("llama", {"hidden_act": "mish"}, "hidden_act is 'mish', supported are silu"),
+    ("llama", {"hidden_act": "mish"}, "hidden_act is 'mish', supported: silu"),
     ("llama", {"hidden_size": None}, "hidden_size is missing, llama needs it"),
-    ("llama", {"hidden_size": "64"}, "hidden_size is '64', allowed is a whole number"),
+    ("llama", {"hidden_size": "64"}, "hidden_size is '64', expected an integer"),
     (
         "llama",
         {"num_hidden_layers": 1 << 31},
-        "num_hidden_layers is 2147483648, allowed is a whole number from 1 to 10,000",
+        "num_hidden_layers is 2147483648, expected an integer from 1 to 10,000",
     ),
-    ("llama", {"head_dim": 0}, "head_dim is 0, allowed is a whole number from 1 to 1,048,576"),
+    ("llama", {"head_dim": 0}, "head_dim is 0, expected an integer from 1 to 1,048,576"),
     (
         "qwen3",
         {"head_dim": 11},
-        "11 columns of a head of 11 are to turn in pairs",
+        "11 rotary dims of head size 11, expected an even number",
     ),
-    ("deepseek_v3", {"qk_rope_head_dim": 7}, "7 columns of a head of 7 are to turn in pairs"),
+    (
+        "deepseek_v3",
+        {"qk_rope_head_dim": 7},
+        "7 rotary dims of head size 7, expected an even number",
+    ),
     (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 0}},
-        "factor is 0.0, allowed is a number above 0",
+        "factor is 0.0, expected a number above 0",
     ),
-    ("llama", {"rope_parameters": 3}, "rope_parameters is 3, allowed is an object"),
-    ("gpt2", {"n_head": 5}, "n_embd 72 is no multiple of n_head 5"),
+    ("llama", {"rope_parameters": 3}, "rope_parameters is 3, expected an object"),
+    ("gpt2", {"n_head": 5}, "n_embd 72 is not a multiple of n_head 5"),
     (
         "llama",
         {"num_key_value_heads": 3},
-        "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+        "num_attention_heads 4 is not a multiple of num_key_value_heads 3",
     ),
     (
         "qwen2",
@@ -162,7 +166,7 @@ REFUSED = [
     (
         "qwen2",
         {"layer_types": ["full_attention"]},
-        "layer_types is '1 layers', allowed is a list of 2",
+        "layer_types is '1 layers', expected a list of 2",
     ),
     (
         "qwen2",
@@ -172,41 +176,41 @@ REFUSED = [
     (
         "llama4_text",
         {"layer_types": ["sliding_attention"] * 4},
-        "allowed is a list of 4 of chunked_attention and full_attention",
+        "expected a list of 4 of chunked_attention and full_attention",
     ),
     (
         "gemma3_text",
         {"attn_logit_softcapping": 50.0},
-        "attn_logit_softcapping is 50.0, supported is null for gemma3_text",
+        "attn_logit_softcapping is 50.0, supported: null for gemma3_text",
     ),
     (
         "gemma3_text",
         {"use_bidirectional_attention": True},
-        "use_bidirectional_attention is True, supported is False",
+        "use_bidirectional_attention is True, supported: False",
     ),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
     (
         "deepseek_v3",
         {"scoring_func": "softmax"},
-        "scoring_func is 'softmax', supported is 'sigmoid'",
+        "scoring_func is 'softmax', supported: 'sigmoid'",
     ),
     ("t5", {"feed_forward_proj": "gated-gelu-x"}, "feed_forward_proj"),
-    ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1, supported is 1e-12"),
+    ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1, supported: 1e-12"),
     (
         "mixtral",
         {"num_experts_per_tok": 6},
-        "5 experts, of which a row chooses 6; allowed are 5",
+        "5 experts, with top-6 routing; expected at most 5",
     ),
     ("deepseek_v3", {"n_group": 3}, "8 experts in 3 groups of different sizes"),
     (
         "nemotron_h",
         {"n_group": 5, "topk_group": 6},
-        "5 experts in 5 groups, of which a row chooses 6; allowed are 5",
+        "5 experts in 5 groups, with 6 groups per token; expected at most 5",
     ),
     (
         "glm4_moe",
         {"topk_group": 1},
-        "8 experts, of which a row chooses 3 in 1 of 4 groups; these have 2",
+        "8 experts, with top-3 routing in 1 of 4 groups; these have 2",
     ),
 ]
 
@@ -272,7 +276,7 @@ def test_no_damaged_value_does_worse_than_being_refused(family):
 
 def test_a_bound_on_projections_is_above_zero():
     config = tiny_model("olmoe").config
-    with pytest.raises(UnsupportedModel, match=r"clip_qkv is -8.0, allowed is a number above 0"):
+    with pytest.raises(UnsupportedModel, match=r"clip_qkv is -8.0, expected a number above 0"):
         build_programs({**config, "clip_qkv": -8.0})
 
 
@@ -393,7 +397,7 @@ def test_the_context_before_longrope_stands_beside_its_factors():
 
 def test_one_set_of_rope_parameters_for_layers_of_two_kinds():
     config = PHI3 | {"model_type": "gemma3_text", "rope_parameters": {"factor": 8.0}}
-    with pytest.raises(UnsupportedModel, match="factor for all layers, allowed are a set for"):
+    with pytest.raises(UnsupportedModel, match="factor for all layers, expected one set for"):
         build_programs(config)
 
 

@@ -59,11 +59,11 @@ def test_indices_of_attention_layers_are_layer_types():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"layer_types": ["conv"]}, "layer_types is .'conv'., allowed is a list of 4"),
+        ({"layer_types": ["conv"]}, "layer_types is .'conv'., expected a list of 4"),
         ({"layer_types": ["mamba"] * 4}, "of full_attention and conv"),
-        ({"layer_types": None, "full_attn_idxs": [4]}, "full_attn_idxs is .4., allowed are 0 to 3"),
-        ({"conv_L_cache": 0}, "conv_L_cache is 0, allowed is a whole number from 1 to 64"),
-        ({"conv_dim": 24}, "conv_dim is 24, supported is 48"),
+        ({"layer_types": None, "full_attn_idxs": [4]}, "full_attn_idxs is .4., expected 0 to 3"),
+        ({"conv_L_cache": 0}, "conv_L_cache is 0, expected an integer from 1 to 64"),
+        ({"conv_dim": 24}, "conv_dim is 24, supported: 48"),
         ({"block_use_swiglu": False}, "block_use_swiglu is False"),
     ],
 )

@@ -215,9 +215,9 @@ def test_what_states_cannot_do_is_refused_by_name(options, message):
 @pytest.mark.parametrize(
     ("family", "values", "message"),
     [
-        ("mamba2", {"n_groups": 4}, "num_heads is 6, allowed is .* = 6, a multiple of n_groups"),
-        ("mamba2", {"time_step_limit": [0.1]}, "time_step_limit is .*, allowed is a list of"),
-        ("mamba", {"conv_kernel": 0}, "conv_kernel is 0, allowed is a whole number from 1 to 64"),
+        ("mamba2", {"n_groups": 4}, "num_heads is 6, expected .* = 6, a multiple of n_groups"),
+        ("mamba2", {"time_step_limit": [0.1]}, "time_step_limit is .*, expected a list of"),
+        ("mamba", {"conv_kernel": 0}, "conv_kernel is 0, expected an integer from 1 to 64"),
     ],
 )
 def test_what_is_not_honoured_is_refused(family, values, message):

@@ -151,7 +151,7 @@ def test_what_is_packed_at_load_is_the_same_bits_in_parts(family, quantization):
 
     if quantization == "int4" and family == "qwen2_moe":
         with pytest.raises(
-            ConfigError, match=r"has 32 columns, which can only be cut at multiples of 32"
+            ConfigError, match=r"has 32 columns, which can only be split at multiples of 32"
         ):
             in_threads(2, run)
         return
@@ -253,10 +253,7 @@ ATTENTION = ops.Attention(Y, Z, "full", 0, 4, 1.0)
         (
             "llama",
             3,
-            (
-                "got 3, but the model has 2 KV heads: they can neither be shared out nor each be"
-                " given to as many ranks"
-            ),
+            ("got 3, but the model has 2 KV heads; expected a divisor or a multiple"),
         ),
         ("llama", 8, "got 8, but the model has only 4 attention heads"),
         ("deepseek_v3", 5, "got 5, but the model has only 4 attention heads"),
@@ -274,7 +271,7 @@ def test_heads_that_do_not_suffice_are_refused(family, num_ranks, message):
     [
         (
             (ops.RmsNorm(X, Y, Weight("n", (32,)), 1e-5), ATTENTION),
-            "Attention reads y, which cannot be made in parts of whole heads",
+            "Attention reads y, which cannot be split by heads",
         ),
         (
             (ops.HeadLinear(X, Z, Weight("w", (32, 32)), 1),),
@@ -297,7 +294,7 @@ def test_groups_of_inputs_are_not_cut():
     assert shard(program, 0, 2, lambda weight: 16).weights[1].shape == (32, 16)
     with pytest.raises(
         ConfigError,
-        match=r"got 2, which cuts o_proj at input 16, but its scales are of 32 inputs each",
+        match=r"got 2, which splits o_proj at input 16, but its scales are of 32 inputs each",
     ) as refused:
         shard(program, 0, 2, lambda weight: 32)
     assert "--dtype bfloat16" in refused.value.hint

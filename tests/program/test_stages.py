@@ -63,7 +63,7 @@ def test_the_heaviest_stage_is_as_light_as_it_can_be() -> None:
 @pytest.mark.parametrize(
     ("family", "overrides", "num_stages", "message"),
     [
-        ("llama", {"num_hidden_layers": 2}, 3, "got 3, but decoder can be cut at 1 places only"),
+        ("llama", {"num_hidden_layers": 2}, 3, "got 3, but decoder can be split at only 1 points"),
         ("bamba", {}, 2, "has no layer of the cache group"),
     ],
 )
@@ -79,7 +79,9 @@ def test_what_cannot_be_cut_is_refused(
 def test_what_does_not_generate_is_refused() -> None:
     program = program_of("llama")
     pooling = replace(program, outputs={"pooled": program.outputs["logits"]})
-    with pytest.raises(ConfigError, match="makes pooled; stages are for what generates"):
+    with pytest.raises(
+        ConfigError, match="makes pooled; pipeline stages require a generation model"
+    ):
         stages(pooling, 2)
 
 

@@ -72,7 +72,7 @@ def test_fp8_of_an_fp8_grid_is_exact() -> None:
 
 def test_int4_refuses_short_groups() -> None:
     with pytest.raises(
-        UnsupportedModel, match="int4: a matrix has 40 inputs, allowed is a multiple of 32"
+        UnsupportedModel, match="int4: a matrix has 40 inputs, expected a multiple of 32"
     ):
         pack_int4(normal(5, 40))
 

@@ -139,24 +139,24 @@ def change(folder, array):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lora_path": "../outside"}, "allowed are folders under --lora-dir"),
-        ({"lora_path": "v1/../../outside"}, "allowed are folders under --lora-dir"),
-        ({"lora_path": "/etc"}, "allowed are folders under --lora-dir"),
-        ({"lora_path": "."}, "allowed are folders under --lora-dir"),
-        ({"lora_path": "v1\0"}, "allowed are folders under --lora-dir"),
-        ({"lora_path": "link"}, "allowed are folders under --lora-dir"),
+        ({"lora_path": "../outside"}, "expected folders under --lora-dir"),
+        ({"lora_path": "v1/../../outside"}, "expected folders under --lora-dir"),
+        ({"lora_path": "/etc"}, "expected folders under --lora-dir"),
+        ({"lora_path": "."}, "expected folders under --lora-dir"),
+        ({"lora_path": "v1\0"}, "expected folders under --lora-dir"),
+        ({"lora_path": "link"}, "expected folders under --lora-dir"),
         ({"lora_path": "nowhere"}, "no adapter"),
-        ({"lora_path": "truncated"}, "not a sound safetensors file"),
-        ({"lora_path": "rank0"}, "r is 0, allowed are"),
-        ({"lora_path": "nan"}, "holds numbers that are not finite"),
+        ({"lora_path": "truncated"}, "not a valid safetensors file"),
+        ({"lora_path": "rank0"}, "r is 0, expected"),
+        ({"lora_path": "nan"}, "contains NaN or infinite values"),
         ({"lora_path": "wide"}, "has shape (4, 65), this model wants (4, 64)"),
         ({"lora_path": ""}, "lora_path"),
-        ({"lora_name": "a b"}, "lora_name: got 'a b', allowed are"),
-        ({"lora_name": "../bad"}, "lora_name: got '../bad', allowed are"),
-        ({"lora_name": ".."}, "lora_name: got '..', allowed are"),
-        ({"lora_name": "org/./bad"}, "lora_name: got 'org/./bad', allowed are"),
-        ({"lora_name": "org/.."}, "lora_name: got 'org/..', allowed are"),
-        ({"lora_name": "tiny"}, "a model is called `tiny`"),
+        ({"lora_name": "a b"}, "lora_name: got 'a b', expected"),
+        ({"lora_name": "../bad"}, "lora_name: got '../bad', expected"),
+        ({"lora_name": ".."}, "lora_name: got '..', expected"),
+        ({"lora_name": "org/./bad"}, "lora_name: got 'org/./bad', expected"),
+        ({"lora_name": "org/.."}, "lora_name: got 'org/..', expected"),
+        ({"lora_name": "tiny"}, "a model is already named `tiny`"),
         ({"lora_name": 3}, "lora_name"),
         ({"load_inplace": "perhaps"}, "load_inplace"),
     ],
@@ -260,11 +260,11 @@ def test_one_of_many_that_load_a_name_at_once_gets_it(http, operator):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        ("first", "got 'first': a path is needed"),
+        ("first", "got 'first': a path is required"),
         ("a b=/x", "a name has 1 to 200 letters"),
-        ("a=", "a path is needed"),
+        ("a=", "a path is required"),
         ('{"name": "a", "path": "/x", "other": 1}', "unknown key other"),
-        ('{"name": "a", "path": 3}', "a path is needed"),
+        ('{"name": "a", "path": 3}', "a path is required"),
         ('{"name"', "it is not valid JSON"),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_module_names_its_model():
     assert LoraModule.parse("a=/x/y=z") == LoraModule("a", Path("/x/y=z"))
     given = LoraModule.parse('{"name": "a", "path": "/x", "base_model_name": "tiny"}')
     assert given == LoraModule("a", Path("/x"), "tiny")
-    with pytest.raises(ConfigError, match="two adapters are called a"):
+    with pytest.raises(ConfigError, match="two adapters are named a"):
         LoraModule.parse_all(["a=/x", "a=/y"])
 
 

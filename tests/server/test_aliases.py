@@ -91,16 +91,16 @@ def test_plain_aliases_are_listed(http):
 
 @pytest.mark.parametrize("given", ["x", "=tiny", "x=", ""])
 def test_what_is_no_alias_is_refused(given):
-    with pytest.raises(ConfigError, match=r"model_alias: got .*, allowed is ALIAS=NAME"):
+    with pytest.raises(ConfigError, match=r"model_alias: got .*, expected ALIAS=NAME"):
         ServerSettings(model_alias=(given,))
 
 
 @pytest.mark.parametrize(
     ("alias", "message"),
     [
-        ("gpt=other", "gpt is for other, which is not served"),
-        ("one=one", "a model or adapter is called one too"),
-        ("fr=one", "a model or adapter is called fr too"),
+        ("gpt=other", "gpt refers to other, which is not served"),
+        ("one=one", "a model or adapter is also named one"),
+        ("fr=one", "a model or adapter is also named fr"),
     ],
 )
 def test_an_alias_is_checked_against_what_is_served(alias, message):

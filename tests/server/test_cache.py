@@ -166,23 +166,23 @@ def test_resetting(http):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, "prompt: needed is one of prompt and messages"),
-        ({"prompt": "a", "messages": []}, "prompt: needed is one of prompt and messages"),
+        ({}, "prompt: expected exactly one of prompt and messages"),
+        ({"prompt": "a", "messages": []}, "prompt: expected exactly one of prompt and messages"),
         (
             {"prompt": "a", "ttl_s": -3},
-            "ttl_s: got -3.0, allowed is None (for good) or seconds from 0",
+            "ttl_s: got -3.0, expected None (for good) or seconds from 0",
         ),
         ({"prompt": "a", "ttl": 3}, "ttl: no such field (hint: did you mean ttl_s?)"),
         (
             {"prompt": "a", "ttl_s": "1h"},
-            "ttl_s: got '1h', allowed is seconds; null is for good, 0 ends a pin",
+            "ttl_s: got '1h', expected seconds to keep the prompt pinned; null: forever, 0: unpin",
         ),
         ({"prompt": ""}, "prompt: got no token"),
         ({"messages": []}, "messages: "),
         ({"prompt": [5, -1]}, "-1"),
         (
             {"prompt": "a", "chat_template_kwargs": {}},
-            "chat_template_kwargs: allowed only with messages",
+            "chat_template_kwargs: requires messages",
         ),
     ],
 )
@@ -228,7 +228,4 @@ def test_without_a_directory_there_is_nothing_to_pin_in():
         assert http.get("/v1/cache").json()["disk"] is None
     assert server.stop() == 0
     assert response.status_code == 400
-    assert (
-        "keeps no blocks on disk (hint: start it with prefix_cache_dir)"
-        in response.json()["error"]["message"]
-    )
+    assert "pinning requires prefix_cache_dir" in response.json()["error"]["message"]

@@ -199,18 +199,18 @@ def test_token_ids_come_along(http):
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "tools[0].function: needed, and not given"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0].function: field required"),
         (
             {"response_format": {"type": "xml"}},
             "response_format",
-            "got the type 'xml', allowed are text, json_object, json_schema, structural_tag",
+            "got the type 'xml', expected text, json_object, json_schema, structural_tag",
         ),
-        ({"top_logprobs": 2}, "top_logprobs", "allowed only where logprobs is true"),
+        ({"top_logprobs": 2}, "top_logprobs", "requires logprobs true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs: got 21"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: got 0"),
-        ({"messages": []}, "messages", "needed is at least one message"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "needed, and not given"),
-        ({"messages": [{"content": "hi"}]}, "messages[0].role", "needed, and not given"),
+        ({"messages": []}, "messages", "expected at least one message"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "field required"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role", "field required"),
         (
             {"messages": [{"role": "user", "content": "hi", "tool_calls": [1]}]},
             "messages[0].tool_calls[0]",
@@ -234,7 +234,7 @@ def test_a_picture_is_refused_where_the_model_reads_text_only(http):
         {"type": "image_url", "image_url": {"url": "data:"}},
     ]
     param, message = refusal(http, messages=[{"role": "user", "content": parts}])
-    assert param == "image" and "reads text only" in message
+    assert param == "image" and "accepts text only" in message
     parts[1] = {"type": "input_audio", "input_audio": {"data": ""}}
     param, message = refusal(http, messages=[{"role": "user", "content": parts}])
     assert param == "messages[0].content[1]" and "got a part of type 'input_audio'" in message
@@ -252,7 +252,7 @@ def test_template_variables_take_no_field_s_place(http, name):
     param, message = refusal(http, chat_template_kwargs={name: 5})
     assert (param, message) == (
         "chat_template_kwargs",
-        f"chat_template_kwargs: got {name!r}, which has a field of its own",
+        f"chat_template_kwargs: got {name!r}, which is a separate field",
     )
 
 

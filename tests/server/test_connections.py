@@ -106,10 +106,10 @@ def test_a_request_that_takes_too_long_ends_and_gives_its_blocks_back():
 @pytest.mark.parametrize(
     ("num_prompts", "fields", "message"),
     [
-        (2049, {}, "prompt: got 2049 prompts, allowed are at most 2048"),
-        (1, {"n": 1025}, "n: got 1025 samples, allowed are at most 1024"),
-        (1, {"stop": ["a"] * 65}, "stop: got 65 texts, allowed are at most 64"),
-        (1, {"stop": "a" * 1025}, "stop: got 1025 characters, allowed are at most 1024"),
+        (2049, {}, "prompt: got 2049 prompts, expected at most 2048"),
+        (1, {"n": 1025}, "n: got 1025 samples, expected at most 1024"),
+        (1, {"stop": ["a"] * 65}, "stop: got 65 texts, expected at most 64"),
+        (1, {"stop": "a" * 1025}, "stop: got 1025 characters, expected at most 1024"),
         (1, {"bad_words": ["a" * 1025]}, "bad_words: got 1025 characters"),
     ],
 )

@@ -225,7 +225,7 @@ def test_models_are_listed_and_described(http):
 def test_what_ollama_has_besides_is_refused_by_name(http, path):
     response = http.post(f"/api/{path}", json={"model": "tiny"})
     assert response.status_code == 501
-    assert response.json()["error"].startswith(f"/api/{path}: this server does not have it (hint:")
+    assert response.json()["error"].startswith(f"/api/{path}: not supported by this server (hint:")
 
 
 # -- Cohere ----------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_what_a_tool_of_coheres_found_may_come_as_documents(http):
     text = [*asked, {"role": "tool", "tool_call_id": "1", "content": '{"a": 1}\nb'}]
     assert cohere(http, told).json()["message"] == cohere(http, text).json()["message"]
     document = [{"role": "user", "content": found[:1]}]
-    assert "allowed is 'tool'" in message_of("cohere", cohere(http, document))
+    assert "expected 'tool'" in message_of("cohere", cohere(http, document))
 
 
 # -- all -------------------------------------------------------------------------------------------
@@ -299,10 +299,10 @@ TOOL = [{"name": "f", "input_schema": {}}]
             {"max_token": 3},
             "max_token: no such field (hint: did you mean max_tokens?)",
         ),
-        ("anthropic", {"max_tokens": 0}, "max_tokens: got 0, allowed is"),
+        ("anthropic", {"max_tokens": 0}, "max_tokens: got 0, expected"),
         ("anthropic", {"max_tokens": None}, "max_tokens: "),
         ("anthropic", {"messages": []}, "messages: got an empty list"),
-        ("anthropic", {"messages": IMAGE}, "image: got an image, and this engine's model reads"),
+        ("anthropic", {"messages": IMAGE}, "image: got an image, but the model accepts"),
         ("anthropic", {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role: "),
         ("anthropic", {"tools": TOOL * 2}, "tools[1].name: got 'f' twice"),
         ("anthropic", {"tools": [{"type": "bash_20250124", "name": "b"}]}, "tools[0].type: "),
@@ -310,13 +310,13 @@ TOOL = [{"name": "f", "input_schema": {}}]
         (
             "anthropic",
             {"tools": TOOL, "tool_choice": {"type": "tool", "name": "g"}},
-            "tool_choice: got the function 'g', allowed are f",
+            "tool_choice: got the function 'g', expected f",
         ),
         ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: "),
         (
             "anthropic",
             {"thinking": {"type": "adaptive"}},
-            "thinking: got the type 'adaptive', but `tiny` does not think",
+            "thinking: got the type 'adaptive', but `tiny` does not support thinking",
         ),
         ("anthropic", {"stop_sequences": [""]}, "stop_sequences[0]: "),
         ("anthropic", {"temperature": 9}, "temperature: got 9"),
@@ -326,28 +326,28 @@ TOOL = [{"name": "f", "input_schema": {}}]
             {"output_config": {"format": FORMAT}, "output_format": FORMAT},
             'output_config: got {"format": {"type": "json_schema", ',
         ),
-        ("anthropic", {"mcp_servers": [{}]}, "mcp_servers: this server does not support it"),
+        ("anthropic", {"mcp_servers": [{}]}, "mcp_servers: not supported by this server"),
         (
             "anthropic",
             {"output_config": {"effort": "low"}},
             "output_config.effort: got 'low', but the model's chat template reads no such",
         ),
         ("ollama", {"formt": "json"}, "formt: no such field (hint: did you mean format?)"),
-        ("ollama", {"format": "xml"}, "format: got 'xml', allowed are 'json' and a JSON schema"),
-        ("ollama", {"tools": [{"type": "function"}]}, "tools[0].function: needed, and not given"),
+        ("ollama", {"format": "xml"}, "format: got 'xml', expected 'json' and a JSON schema"),
+        ("ollama", {"tools": [{"type": "function"}]}, "tools[0].function: field required"),
         ("ollama", {"think": True}, 'think: got True, but "tiny" does not support thinking'),
-        ("ollama", {"options": {"num_ctx": 513}}, "options.num_ctx: got 513, allowed is at most"),
+        ("ollama", {"options": {"num_ctx": 513}}, "options.num_ctx: got 513, expected at most"),
         ("ollama", {"options": {"repeat_last_n": 1}}, "options.repeat_last_n: no such field"),
         ("ollama", {"options": {"num_predict": 0}}, "num_predict: got 0"),
         ("ollama", {"options": {"repeat_penalty": 0.0}}, "repeat_penalty: got 0"),
         ("ollama", {"messages": [{"role": "user", "content": "", "images": ["x"]}]}, "image: got"),
         ("cohere", {"seeds": 3}, "seeds: no such field (hint: did you mean seed?)"),
-        ("cohere", {"p": 1.5}, "p: got 1.5, allowed is"),
+        ("cohere", {"p": 1.5}, "p: got 1.5, expected"),
         ("cohere", {"tool_choice": "REQUIRED"}, "tool_choice: needs tools"),
-        ("cohere", {"documents": ["a"]}, "documents: this server does not support it"),
-        ("cohere", {"safety_mode": "STRICT"}, "safety_mode: got 'STRICT', allowed is \"OFF\""),
+        ("cohere", {"documents": ["a"]}, "documents: not supported by this server"),
+        ("cohere", {"safety_mode": "STRICT"}, "safety_mode: got 'STRICT', expected \"OFF\""),
         ("cohere", {"stop_sequences": list("abcdef")}, "stop_sequences: got "),
-        ("cohere", {"messages": IMAGE}, "messages[0].content[0].type: got 'image', allowed are"),
+        ("cohere", {"messages": IMAGE}, "messages[0].content[0].type: got 'image', expected"),
     ],
 )
 def test_a_fault_is_named_in_the_apis_own_form(strict, api, fields, said):
@@ -389,7 +389,7 @@ def test_every_dialect_needs_the_key_and_may_send_it_its_own_way():
             for api, ask in ASKS.items():
                 refused = ask(http)
                 assert refused.status_code == 401
-                assert message_of(api, refused).startswith("a valid API key is needed")
+                assert message_of(api, refused).startswith("a valid API key is required")
             assert http.get("/api/tags").status_code == 401
             http.headers["x-api-key"] = "secret"
             assert anthropic(http).status_code == 200

@@ -87,17 +87,17 @@ def test_a_long_text_is_refused_or_cut_as_asked(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dimensions": 100}, "dimensions: got 100, allowed are 384"),
+        ({"dimensions": 100}, "dimensions: got 100, expected 384"),
         ({"dimensions": -1}, "dimensions: got -1"),
         ({"encoding_format": "hex"}, "encoding_format"),
         ({"input": []}, "input"),
         ({"input": ["", [1]]}, "input"),
-        ({"input": ""}, "input: got an empty text, needed is some text"),
-        ({"input": ["a", ""]}, "input[1]: got an empty text, needed is some text"),
+        ({"input": ""}, "input: got an empty text, expected some text"),
+        ({"input": ["a", ""]}, "input[1]: got an empty text, expected some text"),
         ({"input": [[]]}, "input: got no token"),
         ({"input": [[1], []]}, "input: got no token"),
         ({"input": [1, 10**6]}, "input: got the token id 1000000"),
-        ({"truncate_prompt_tokens": 65}, "truncate_prompt_tokens: got 65, allowed are 1 to 64"),
+        ({"truncate_prompt_tokens": 65}, "truncate_prompt_tokens: got 65, expected 1 to 64"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: got 0"),
     ],
 )
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused_by_name(
 def test_an_encoder_generates_nothing_and_says_so(
     http: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
-    assert "minilm can make embeddings, and generates no text" in refusal(
+    assert "minilm can make embeddings and does not generate text" in refusal(
         http.post(path, json=body)
     )
 
@@ -127,7 +127,7 @@ def test_an_encoder_generates_nothing_and_says_so(
 def test_a_decoder_embeds_nothing_and_says_so(server: LiveServer) -> None:
     with server.openai() as client, pytest.raises(openai.BadRequestError) as caught:
         client.embeddings.create(model="tiny", input="Hello")
-    assert "tiny generates text, and does not make embeddings" in caught.value.message
+    assert "tiny generates text and does not make embeddings" in caught.value.message
 
 
 def test_models_and_capabilities_say_what_it_does(http: httpx.Client) -> None:

@@ -54,8 +54,8 @@ def test_a_bad_request_is_told_what_to_do(translator: LiveServer) -> None:
     with translator.http() as http:
         model = http.get("/v1/models").json()["data"][0]["id"]
         for more, message in (
-            ({"prompt": "x" * 600}, "encoder takes 300 tokens"),
-            ({"prompt": TEXT, "prompt_logprobs": 1}, "an encoder reads the prompt"),
+            ({"prompt": "x" * 600}, "encoder accepts 300 tokens"),
+            ({"prompt": TEXT, "prompt_logprobs": 1}, "which an encoder-decoder does not support"),
             ({"prompt": TEXT, "decoder_prompt": ""}, "decoder_prompt_token_ids: got none"),
         ):
             response = http.post("/v1/completions", json={"model": model, "max_tokens": 1, **more})

@@ -29,60 +29,60 @@ def error_of(response, status):
         (
             {"temperature": -1},
             "temperature",
-            "temperature: got -1.0, allowed is a number from 0 to 2 (hint: 0 is greedy)",
+            "temperature: got -1.0, expected a number from 0 to 2 (hint: 0 is greedy)",
         ),
-        ({"temperature": "hot"}, "temperature", "temperature: got 'hot', allowed is a number"),
+        ({"temperature": "hot"}, "temperature", "temperature: got 'hot', expected a number"),
         (
             {"temprature": 1},
             "temprature",
             "temprature: no such field (hint: did you mean temperature?)",
         ),
-        ({"top_p": 0}, "top_p", "top_p: got 0.0, allowed is a number above 0 and at most 1"),
+        ({"top_p": 0}, "top_p", "top_p: got 0.0, expected a number above 0 and at most 1"),
         (
             {"top_k": -2},
             "top_k",
-            "top_k: got -2, allowed is 0 or -1 (off), or a whole number from 1 to 2147483647",
+            "top_k: got -2, expected 0 or -1 (off), or an integer from 1 to 2147483647",
         ),
-        ({"top_k": 1.5}, "top_k", "top_k: got 1.5, allowed is 0 or -1 (off), or a whole number"),
-        ({"n": 0}, "n", "n: got 0, allowed is a whole number from 1 to 16384"),
-        ({"n": 2, "temperature": 0}, "n", "n: got 2, allowed is 1 when the temperature is 0"),
+        ({"top_k": 1.5}, "top_k", "top_k: got 1.5, expected 0 or -1 (off), or an integer"),
+        ({"n": 0}, "n", "n: got 0, expected an integer from 1 to 16384"),
+        ({"n": 2, "temperature": 0}, "n", "n: got 2, expected 1 when the temperature is 0"),
         (
             {"max_tokens": -3},
             "max_tokens",
-            "max_tokens: got -3, allowed is a whole number from 1 to 2147483647",
+            "max_tokens: got -3, expected an integer from 1 to 2147483647",
         ),
         (
             {"max_tokens": 0},
             "max_tokens",
-            "max_tokens: got 0, allowed only with echo and without stream",
+            "max_tokens: got 0, requires echo and no stream",
         ),
-        ({"logprobs": 21}, "logprobs", "logprobs: got 21, allowed are at most 20"),
-        ({"logprobs": -1}, "logprobs", "logprobs: got -1, allowed is a whole number from 0 up"),
-        ({"seed": 2**70}, "seed", "seed: got 1180591620717411303424, allowed is a"),
+        ({"logprobs": 21}, "logprobs", "logprobs: got 21, expected at most 20"),
+        ({"logprobs": -1}, "logprobs", "logprobs: got -1, expected an integer from 0 up"),
+        ({"seed": 2**70}, "seed", "seed: got 1180591620717411303424, expected a"),
         (
             {"stop": [""]},
             "stop[0]",
-            "stop[0]: got an empty text, which stops nothing",
+            "stop[0]: got an empty string",
         ),
-        ({"stop": [1]}, "stop", "stop: got [1], allowed is a text or a list of texts"),
+        ({"stop": [1]}, "stop", "stop: got [1], expected a string or a list of strings"),
         (
             {"stop_token_ids": [999]},
             "stop_token_ids",
-            "stop_token_ids: got the token id 999, allowed are 0 to 319",
+            "stop_token_ids: got the token id 999, expected 0 to 319",
         ),
         (
             {"logit_bias": {"a": 1}},
             "logit_bias",
-            "logit_bias: got the key 'a', allowed are token ids",
+            "logit_bias: got the key 'a', expected token ids",
         ),
-        ({"prompt": []}, "prompt", "prompt: got an empty list, needed is at least one prompt"),
-        ({"prompt": ""}, "prompt", "prompt: got no token, needed is at least one"),
-        ({"prompt": [5, 320]}, "prompt", "prompt: got the token id 320, allowed are 0 to 319"),
-        ({"prompt": [5, -1]}, "prompt", "prompt: got the token id -1, allowed are 0 to 319"),
+        ({"prompt": []}, "prompt", "prompt: got an empty list, expected at least one prompt"),
+        ({"prompt": ""}, "prompt", "prompt: got no token, expected at least one"),
+        ({"prompt": [5, 320]}, "prompt", "prompt: got the token id 320, expected 0 to 319"),
+        ({"prompt": [5, -1]}, "prompt", "prompt: got the token id -1, expected 0 to 319"),
         (
             {"prompt": {"text": 1}},
             "prompt",
-            "prompt: got {'text': 1}, allowed is a text, token ids, or a list of either",
+            "prompt: got {'text': 1}, expected a string, token ids, or a list of either",
         ),
         (
             {"suffix": "end"},
@@ -92,42 +92,42 @@ def error_of(response, status):
         (
             {"n": 3, "best_of": 2},
             "best_of",
-            "best_of: got 2, allowed is None, or a whole number from n (3) to 16384",
+            "best_of: got 2, expected None, or an integer from n (3) to 16384",
         ),
         (
             {"best_of": 3, "temperature": 0},
             "best_of",
-            "best_of: got 3, allowed is 1 when the temperature is 0",
+            "best_of: got 3, expected 1 when the temperature is 0",
         ),
         (
             {"best_of": 3, "stream": True},
             "best_of",
-            "best_of: got 3 with stream, allowed is the value of n (1)",
+            "best_of: got 3 with stream, expected the value of n (1)",
         ),
         (
             {"use_beam_search": True, "stream": True},
             "stream",
-            "stream: got true with use_beam_search, allowed is one of them",
+            "stream: got true, not supported with use_beam_search",
         ),
         (
             {"use_beam_search": True, "n": 3, "beam_width": 2},
             "n",
-            "n: got 3, allowed is at most the beam_width (2)",
+            "n: got 3, expected at most the beam_width (2)",
         ),
         (
             {"use_beam_search": True, "beam_width": 65},
             "beam_width",
-            "beam_width: got 65, allowed are at most 64 sequences at once",
+            "beam_width: got 65, expected at most 64 sequences at once",
         ),
         (
             {"use_beam_search": True, "top_p": 0.5},
             "top_p",
-            "top_p: got 0.5, allowed is 1.0 in a beam search",
+            "top_p: got 0.5, expected 1.0 in a beam search",
         ),
         (
             {"length_penalty": 1.0},
             "length_penalty",
-            "length_penalty: allowed only where use_beam_search is true",
+            "length_penalty: requires use_beam_search true",
         ),
         (
             {"stream_options": {"include": 1}, "stream": True},
@@ -137,7 +137,7 @@ def error_of(response, status):
         (
             {"request_id": ""},
             "request_id",
-            "request_id: got '', allowed is a text of 1 to 200 characters",
+            "request_id: got '', expected a string of 1 to 200 characters",
         ),
     ],
 )
@@ -150,7 +150,7 @@ def test_a_bad_field_is_named(strict, fields, param, message):
 
 def test_a_missing_field_is_named(http):
     error = error_of(http.post("/v1/completions", json={}), 400)
-    assert (error["param"], error["message"]) == ("prompt", "prompt: needed, and not given")
+    assert (error["param"], error["message"]) == ("prompt", "prompt: field required")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_numbers_that_are_not_finite(http, number):
 
 def test_a_body_that_is_too_large(http):
     error = error_of(http.post("/v1/completions", content=b" " * (33 << 20)), 413)
-    assert error["message"] == "the body is too large: allowed are at most 33554432 bytes"
+    assert error["message"] == "the body is too large: expected at most 33554432 bytes"
 
 
 def test_an_unknown_model(client, http):
@@ -183,12 +183,12 @@ def test_an_unknown_model(client, http):
 @pytest.mark.parametrize(
     ("method", "path", "said"),
     [
-        ("GET", "/v1/nothing", "such route (hint: GET /openapi.json lists the routes)"),
-        ("GET", "/docs", "'/docs': no such route"),
+        ("GET", "/v1/nothing", "such route (hint: see GET /openapi.json)"),
+        ("GET", "/docs", "'/docs': route not found"),
         ("POST", "/chat/completions", "did you mean POST /v1/chat/completions?"),
         ("POST", "/v1/v1/completions", "did you mean POST /v1/completions?"),
-        ("DELETE", "/v1/v1/completions", "GET /openapi.json lists the routes"),
-        ("GET", "/" + "x" * 5000, f"/{'x' * 198}...: no such route"),
+        ("DELETE", "/v1/v1/completions", "see GET /openapi.json"),
+        ("GET", "/" + "x" * 5000, f"/{'x' * 198}...: route not found"),
     ],
 )
 def test_an_unknown_path_is_told_which_was_meant(http, method, path, said):
@@ -200,7 +200,7 @@ def test_an_unknown_method_is_told_those_of_all_routes_of_the_path(http):
     refused = http.put("/v1/files")
     error = error_of(refused, 405)
     assert error["type"] == "MethodNotAllowedError"
-    said = "PUT '/v1/files': no such method, allowed: GET, POST"
+    said = "PUT '/v1/files': method not allowed, expected GET, POST"
     assert error["message"] == said
     assert refused.headers["allow"] == "GET, POST"
 

@@ -191,16 +191,16 @@ def test_a_request_that_hangs_the_engine_fails_and_the_others_go_on(hanging, str
         assert [token for choice in choices for token in choice["token_ids"]] == expected_tokens(
             prompts[name], 20
         )
-        assert "the engine was replaced" in events[-1]["timings"]["waits"]
+        assert "the engine was restarted" in events[-1]["timings"]["waits"]
     error = (events_of(answers["bad"].text.splitlines())[-1] if stream else answers["bad"].json())[
         "error"
     ]
     assert (error["code"], error["type"]) == (500, "InternalServerError")
-    assert "made no progress for 1 s (stall_timeout); this request is given up" in error["message"]
+    assert "made no progress for 1 s (stall_timeout); this request is aborted" in error["message"]
     codes = [answer.status_code for answer in health]
     assert codes[:3] == [200, 503, 200] and set(codes) == {200, 503}
     assert (
-        "made no progress for 1 s (stall_timeout): another engine is being started"
+        "made no progress for 1 s (stall_timeout): restarting the engine"
         in health[1].json()["error"]["message"]
     )
 

@@ -96,14 +96,14 @@ def test_an_age_limit_is_kept_within_its_range(kept):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (part("purpose", b"batch") + END, "file: needed"),
+        (part("purpose", b"batch") + END, "file: field required"),
         (part("file", b"x", "a") + END, "purpose: got None"),
         (
             part("purpose", b"assistants") + part("file", b"x", "a") + END,
             "purpose: got 'assistants",
         ),
-        (part("purpose", b"batch") + part("file", b"x", "a"), "file: needed"),
-        (part("purpose", b"batch") + part("more", b"x", "a") + END, "file: needed"),
+        (part("purpose", b"batch") + part("file", b"x", "a"), "file: field required"),
+        (part("purpose", b"batch") + part("more", b"x", "a") + END, "file: field required"),
         (part("purpose", b"b" * 2000) + END, "exceeded maximum size of 1KB"),
         (part("file", b"x", "a") * 2 + part("purpose", b"batch") + END, "number of files is 1"),
         (part("a", b"x") * 17 + END, "number of fields is 15"),

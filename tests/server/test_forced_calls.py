@@ -207,7 +207,7 @@ def test_anthropics_results_go_back_to_the_model(http):
     assert counted.status_code == 200, counted.text
     wrong = [{"role": "user", "content": [use]}]
     refused = http.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": wrong})
-    assert "messages[0].content[0]: got it in a message of the role" in refused.text
+    assert "messages[0].content[0]: not supported in a message of the role" in refused.text
 
 
 def test_anthropics_form_of_an_answer(http):

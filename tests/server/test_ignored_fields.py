@@ -73,7 +73,7 @@ def test_paths_leave_indices_out_and_quote_odd_names():
 
 def test_a_strict_server_raises_the_reason():
     with pytest.raises(InvalidRequest) as caught:
-        IgnoredFields(is_strict=True).add("a[3].b", "no such field", hint="leave it out")
+        IgnoredFields(is_strict=True).add("a[3].b", "no such field", hint="remove it")
     assert caught.value.param == "a[3].b"
     assert str(caught.value.message) == "a[3].b: no such field"
 

@@ -41,7 +41,7 @@ def test_what_is_within_the_limits_or_within_a_text_is_taken(value):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ([1] * (LIMIT + 2), f"too many values: got {LIMIT + 1}, allowed are at most {LIMIT}"),
+        ([1] * (LIMIT + 2), f"too many values: got {LIMIT + 1}, expected at most {LIMIT}"),
         ([MESSAGE] * MAX_OBJECTS, f"too many objects: got {MAX_OBJECTS + 1}"),
         (["\\"] * (LIMIT + 2), "too many values"),
     ],

@@ -101,7 +101,7 @@ def test_a_unix_socket_serves_and_is_removed(folder):
 def test_a_file_in_the_sockets_place_stays(tmp_path):
     path = tmp_path / "file"
     path.write_text("precious")
-    with pytest.raises(ConfigError, match="exists and is no socket"):
+    with pytest.raises(ConfigError, match="exists and is not a socket"):
         listen_on_path(str(path))
     assert path.read_text() == "precious"
     with pytest.raises(ConfigError, match="cannot listen on"):
@@ -115,10 +115,10 @@ def test_a_file_in_the_sockets_place_stays(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"root_path": "llm/"}, "root_path: got 'llm/', allowed is a path such as /llm"),
-        ({"trusted_proxies": ("proxy",)}, "trusted_proxies: got 'proxy', allowed are addresses"),
-        ({"allow_origin": ("example.org",)}, "allow_origin: got 'example.org', allowed are"),
-        ({"ssl_keyfile": "k.pem"}, "ssl_keyfile: needs ssl_certfile"),
+        ({"root_path": "llm/"}, "root_path: got 'llm/', expected a path such as /llm"),
+        ({"trusted_proxies": ("proxy",)}, "trusted_proxies: got 'proxy', expected addresses"),
+        ({"allow_origin": ("example.org",)}, "allow_origin: got 'example.org', expected"),
+        ({"ssl_keyfile": "k.pem"}, "ssl_keyfile: requires ssl_certfile"),
     ],
 )
 def test_a_bad_setting_is_named(fields, message):

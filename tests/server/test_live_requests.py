@@ -143,12 +143,12 @@ def test_a_new_stop_text_ends_a_running_request(http):
 
 
 REFUSED = [
-    ({"max_tokens": 5000}, "max_tokens", "allowed are"),
-    ({"max_tokens": 0}, "max_tokens", "allowed are"),
+    ({"max_tokens": 5000}, "max_tokens", "expected"),
+    ({"max_tokens": 0}, "max_tokens", "expected"),
     ({"priority": 1}, "priority", "scheduling_policy priority"),
     ({"stop": [""]}, "stop", "none of them empty"),
     ({"temperature": 1}, "temperature", "no such field"),
-    ({}, None, "needed is one of max_tokens, priority, stop"),
+    ({}, None, "expected one of max_tokens, priority, stop"),
 ]
 
 

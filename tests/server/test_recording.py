@@ -133,7 +133,7 @@ def test_the_page_finds_every_frame_in_chunks(log, changes):
 def test_a_chunk_that_is_not_there_is_refused(log, number, status):
     response = get(shown(log, max_frames=70), f"/v1/engine/recording/{number}")
     assert response.status_code == status
-    said = "unable to parse" if number == "a" else "allowed are 0 to 1"
+    said = "unable to parse" if number == "a" else "expected 0 to 1"
     assert said in response.json()["error"]["message"]
 
 
@@ -148,7 +148,7 @@ def test_the_page_is_sent_to_the_view_of_a_recording(log):
 def test_a_long_recording_is_cut_and_says_so(log):
     recording = shown(log, max_frames=70)
     assert recording.num_frames == 70 and recording.is_complete
-    assert recording.problem.startswith("The recording goes on: the first 70 steps are shown")
+    assert recording.problem.startswith("Only the first 70 steps are shown")
 
 
 def test_a_recording_of_another_planner_ends_where_it_differs(log, tmp_path):
@@ -161,7 +161,7 @@ def test_a_recording_of_another_planner_ends_where_it_differs(log, tmp_path):
     other.write_text("\n".join(lines) + "\n")
     recording = shown(other)
     assert recording.num_frames == 20
-    assert "this version plans other steps: step " in recording.problem
+    assert "this version schedules different steps: step " in recording.problem
 
 
 def test_the_command_serves_until_it_is_interrupted(log):

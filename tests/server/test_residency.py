@@ -57,7 +57,7 @@ class FakeLoader:
             slot.fail(self.faults.pop(0))
         elif len(self.loaded) - len(self.closed) > self.capacity:
             self.loaded.remove(slot.name)
-            slot.fail(InsufficientMemory("needed are 2 GiB, free is 1 GiB"))
+            slot.fail(InsufficientMemory("expected 2 GiB, free is 1 GiB"))
         else:
             slot.fill(FakeEngine())
 
@@ -141,7 +141,7 @@ def test_a_request_that_goes_leaves_the_load_to_the_others():
     [
         (WeightMismatch("the file is cut", hint="fetch it again"), ServerError, "the file is cut"),
         (DownloadFailed("the hub fails"), DownloadFailed, "the hub fails"),
-        (InsufficientMemory("needed are 2 GiB"), Unavailable, "cannot be loaded now: needed are"),
+        (InsufficientMemory("expected 2 GiB"), Unavailable, "cannot be loaded now: expected"),
         (KeyError("secret"), ServerError, r"an internal error \(KeyError\)"),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_failed_load_tells_all_who_wait_and_the_next_request_tries_again(error
 def test_the_operators_load_that_failed_stays_failed():
     async def run():
         world = World()
-        world.loader.faults = [ConfigError("no such option")]
+        world.loader.faults = [ConfigError("unknown option")]
         world.residency.start(world.slots["a"])
         await asyncio.sleep(0.05)
         assert world.slots["a"].state == "failed"
@@ -224,7 +224,7 @@ def test_a_load_waits_for_a_busy_model_only_so_long():
         await world.ask("a")
         world.slots["a"].loaded.num_unfinished = 1
         began = time.monotonic()
-        with pytest.raises(Unavailable, match="1 models are loaded, and allowed are 1"):
+        with pytest.raises(Unavailable, match="1 models are loaded, and expected 1"):
             await world.ask("b")
         assert 0.25 < time.monotonic() - began < 5 and world.ready == "a"
 

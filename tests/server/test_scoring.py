@@ -170,21 +170,21 @@ def test_a_long_document_is_refused_or_cut(http: httpx.Client) -> None:
     ("path", "fields", "message"),
     [
         ("/classify", {"model": "embedder", "input": "a"}, "model: embedder can make embeddings"),
-        ("/classify", {"model": "three"}, "input: needed"),
+        ("/classify", {"model": "three"}, "input: field required"),
         ("/classify", {"model": "three", "input": []}, "input: got an empty list"),
         ("/classify", {"model": "three", "input": [["a", 5]]}, "input: got"),
         ("/classify", {"model": "three", "input": [["a", "b", "c"]]}, "input: got"),
         ("/classify", {"model": "three", "input": [5, 10**6]}, "input: got the token id 1000000"),
         ("/classify", {"model": "three", "input": LONG}, "This model's maximum context length"),
-        ("/score", {"text_1": "a"}, "text_1: got text_1, allowed are text_1 and text_2, or"),
+        ("/score", {"text_1": "a"}, "text_1: got text_1, expected text_1 and text_2, or"),
         ("/score", {}, "text_1: got none of them"),
-        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1: got 2 texts, allowed"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1: got 2 texts, expected"),
         ("/score", {"queries": "a", "documents": []}, "documents: got no text"),
         ("/score", {"text_1": "a", "text_2": [[5]]}, "text_2: got"),
         (
             "/score",
             {"model": "three", "text_1": "a", "text_2": "b"},
-            "model: got one with 3 labels",
+            "model: has 3 labels",
         ),
         (
             "/score",
@@ -193,12 +193,12 @@ def test_a_long_document_is_refused_or_cut(http: httpx.Client) -> None:
         ),
         ("/rerank", {"query": "a", "documents": []}, "documents: got []"),
         ("/rerank", {"query": "a", "documents": [5]}, "documents: got"),
-        ("/rerank", {"query": ["a"], "documents": ["b"]}, "query: got ['a'], allowed is a text"),
+        ("/rerank", {"query": ["a"], "documents": ["b"]}, "query: got ['a'], expected a string"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n: got -1"),
         (
             "/rerank",
             {"model": "embedder", "query": "a", "documents": ["b"], "max_tokens_per_doc": 3},
-            "max_tokens_per_doc: got 3, allowed only for a model that reads pairs",
+            "max_tokens_per_doc: got 3, requires a cross-encoder",
         ),
         ("/v2/rerank", {"query": "a", "documents": []}, "documents: got []"),
         ("/v2/rerank", {"query": "a", "documents": ["b"] * 2049}, "documents: got 2049 prompts"),
@@ -242,7 +242,7 @@ def test_a_model_that_generates_scores_nothing(
 ) -> None:
     with server.http() as client:
         message = refusal(client.post(path, json=fields))
-    assert message.startswith("model: tiny generates text, and does not")
+    assert message.startswith("model: tiny generates text and does not")
 
 
 def test_the_server_says_what_to_try(scorer: LiveServer) -> None:

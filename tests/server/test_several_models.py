@@ -76,7 +76,7 @@ def test_each_name_has_an_engine_of_its_own(pair, http):
 def test_a_request_has_to_name_one_of_several_models(http):
     unnamed = http.post("/v1/completions", json=GREEDY)
     assert unnamed.status_code == 400 and unnamed.json()["error"]["param"] == "model"
-    assert "this server has several: `one`, `two`" in unnamed.json()["error"]["message"]
+    assert "this server has several models: `one`, `two`" in unnamed.json()["error"]["message"]
     unknown = http.post("/v1/chat/completions", json={"model": "three", "messages": []})
     assert unknown.status_code == 404
     assert "this server has `one`, `two`" in unknown.json()["error"]["message"]
@@ -208,7 +208,7 @@ def test_a_failed_load_leaves_the_other_model_to_those_who_name_none():
     models = ModelDirectory(slots)
     assert models.find() is slots[1]
     slots[1].fail(ConfigError("no such file"))
-    with pytest.raises(InvalidRequest, match="this server has several: `a`, `b`"):
+    with pytest.raises(InvalidRequest, match="this server has several models: `a`, `b`"):
         models.find()
 
 
@@ -237,14 +237,18 @@ def test_a_load_that_fails_says_why_and_may_be_tried_again(pair, http, tmp_path)
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({}, 400, "model: needed"),
+        ({}, 400, "model: field required"),
         ({"model": ""}, 400, "model: got ''"),
-        ({"model": "x", "name": "a b"}, 400, "name: got 'a b', allowed are 1 to 200"),
+        ({"model": "x", "name": "a b"}, 400, "name: got 'a b', expected 1 to 200"),
         ({"model": "x", "options": {"threadz": 1}}, 400, "did you mean threads?"),
         ({"model": "x", "options": {"threads": "many"}}, 400, "options.threads: got 'many'"),
-        ({"model": "x", "options": {"threads": 0}}, 400, "allowed is a whole number of at least 1"),
-        ({"model": "x", "options": {"record": "/tmp/x"}}, 400, "on the server's command line only"),
-        ({"model": "x", "options": {"model": "y"}}, 400, "options.model: no such option"),
+        ({"model": "x", "options": {"threads": 0}}, 400, "expected an integer of at least 1"),
+        (
+            {"model": "x", "options": {"record": "/tmp/x"}},
+            400,
+            "can only be set on the server's command line",
+        ),
+        ({"model": "x", "options": {"model": "y"}}, 400, "options.model: unknown option"),
         ({"model": "x", "option": {}}, 400, "option: no such field"),
         ({"model": "x", "name": "one"}, 409, "the model `one` exists and is ready"),
     ],
@@ -296,7 +300,7 @@ def test_the_last_model_may_be_unloaded():
     with server.http() as http:
         expected = tokens_of(http)
         full = load(http, LLAMA, name="two")
-        assert full.status_code == 429 and "allowed are 1" in full.json()["error"]["message"]
+        assert full.status_code == 429 and "expected 1" in full.json()["error"]["message"]
         unload(http, "one")
         assert http.get("/v1/models").json()["data"] == []
         assert http.get("/health").status_code == 200
@@ -333,7 +337,7 @@ def test_a_start_at_which_all_fail_ends_the_server(tmp_path):
 def test_models_that_do_not_fit_together_are_refused_in_a_sentence():
     server = LiveServer(f"one={LLAMA}", f"two={GEMMA}", "--memory-budget=300MiB", wait=False)
     assert server.process.wait(30) == 2
-    wanted = "octavo: one, two do not fit together: needed are at least one "
+    wanted = "octavo: one, two do not fit together: expected at least one "
     assert until(lambda: any(line.startswith(wanted) for line in server.lines), seconds=2)
     assert not any(line.startswith("loading ") for line in server.lines)
 

@@ -81,7 +81,7 @@ def test_a_full_store_answers_507_until_something_is_deleted(tmp_path):
         with pytest.raises(HTTPException) as caught:
             store.check_room(200)
         assert caught.value.status_code == 507
-        assert "of 10000 allowed, and 200 more were to be kept" in caught.value.detail
+        assert "of 10000 allowed, and 200 more were requested" in caught.value.detail
         store.check_room(50)
         await store.delete(large)
         store.check_room(10_000)
@@ -150,7 +150,7 @@ def test_a_second_server_on_the_same_folder_is_refused(tmp_path):
     with opened(tmp_path), pytest.raises(ConfigError) as caught:
         Store(tmp_path, LIMITS)
     assert caught.value.message == f"state_dir: another server uses {tmp_path}"
-    assert "--state-dir of its own" in caught.value.hint
+    assert "a separate --state-dir" in caught.value.hint
     with opened(tmp_path):
         pass
 
@@ -176,7 +176,7 @@ def test_a_damaged_database_ends_the_start_with_a_hint(tmp_path, bytes_left):
     for _ in range(2):
         with pytest.raises(ConfigError) as caught:
             open_store(tmp_path, LIMITS)
-        assert caught.value.message.startswith(f"state_dir: cannot keep anything in {tmp_path}")
+        assert caught.value.message.startswith(f"state_dir: cannot write to {tmp_path}")
         assert "--state-dir" in caught.value.hint
     assert path.read_bytes() == bytes_left
 

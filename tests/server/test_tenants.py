@@ -14,7 +14,7 @@ ASK = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
 def test_priority_is_refused_where_nobody_looks_at_it(http):
     error = http.post("/v1/completions", json=ASK | {"priority": 3}).json()["error"]
     assert (error["code"], error["param"]) == (400, "priority")
-    assert "priority: got 3, allowed is 0 under the policy 'fcfs'" in error["message"]
+    assert "priority: got 3, expected 0 under the policy 'fcfs'" in error["message"]
     assert (
         http.post("/v1/completions", json=ASK | {"priority": 0, "user": "ada"}).status_code == 200
     )

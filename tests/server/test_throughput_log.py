@@ -24,7 +24,8 @@ def test_rates_are_those_since_the_last_line():
         generation_tokens=110,
     )
     assert format_load(before, now, 10.0) == (
-        "running 2, waiting 1, KV cache 25.0%, prefix cache hit rate 25.0%, prompt 20.0 tok/s,"
+        "running 2, waiting 1, KV cache usage 25.0%, prefix cache hit rate 25.0%, prompt 20.0"
+        " tok/s,"
         " generation 10.0 tok/s, preemptions 2"
     )
     assert "hit rate" not in format_load(now, now, 10.0)

@@ -33,14 +33,14 @@ def deep(levels):
         (
             {"tools": [tool(" ")]},
             "tools[0].function.name",
-            "got ' ', allowed is a name of 1 to 256",
+            "got ' ', expected a name of 1 to 256",
         ),
-        ({"tools": [tool("a" * 257)]}, "tools[0].function.name", "allowed is a name of"),
+        ({"tools": [tool("a" * 257)]}, "tools[0].function.name", "expected a name of"),
         ({"tools": [tool(), tool()]}, "tools[1].function.name", "got 'look_up' twice"),
         (
             {"tools": [tool(parameters={"type": "array"})]},
             "tools[0].function.parameters.type",
-            "no grammar enforces it",
+            "not enforced by the grammar",
         ),
         ({"tools": [tool(parameters=deep(70))]}, "tools[0].function.parameters", "no grammar"),
         (
@@ -54,7 +54,7 @@ def deep(levels):
         (
             {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "look"}}},
             "tool_choice",
-            "got the function 'look', allowed are look_up",
+            "got the function 'look', expected look_up",
         ),
         ({"tools": [tool()], "tool_choice": "some"}, "tool_choice", "got 'some'"),
         ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice", "without a name"),
@@ -64,7 +64,7 @@ def deep(levels):
         (
             {"functions": [{"name": "f"}], "function_call": {"name": "g"}},
             "function_call",
-            "got the function 'g', allowed are f",
+            "got the function 'g', expected f",
         ),
     ],
 )

@@ -92,7 +92,7 @@ def build(options, report):
 
 
 def refuse(options, report):
-    raise ConfigError(f"threads: got {options['threads']}, allowed is 1", hint="use one")
+    raise ConfigError(f"threads: got {options['threads']}, expected 1", hint="use one")
 
 
 def crash(options, report):

@@ -1,4 +1,4 @@
-"""What engines are held to that leave work out of generated tokens and of no prompt."""
+"""What engines are held to that remove work of generated tokens and of no prompt."""
 
 from __future__ import annotations
 

@@ -56,3 +56,24 @@ class Terminal:
             self.process.kill()
             self.process.wait()
             os.close(self._controller)
+
+
+def show_on_terminal(*arguments: object, code: int = 0, **variables: str) -> str:
+    """Returns what a command prints to standard output on a terminal; checks its exit code."""
+    controller, terminal = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "octavo.cli.main", *map(str, arguments)],
+        stdout=terminal,
+        env={**clean, "TERM": "xterm-256color", **variables},
+    )
+    os.close(terminal)
+    shown = b""
+    try:
+        while part := os.read(controller, 1 << 16):
+            shown += part
+    except OSError:  # the other end has closed
+        pass
+    os.close(controller)
+    assert process.wait(WAIT_S) == code
+    return shown.decode()

@@ -163,7 +163,7 @@ def test_chat_template_option(tmp_path) -> None:
     assert ours.decode(ours.apply_chat_template([])) == "2"
     with pytest.raises(
         ConfigError,
-        match=r"chat_template: got 'nowhere\.jinja', allowed is a Jinja template or the path",
+        match=r"chat_template: got 'nowhere\.jinja', expected a Jinja template or the path",
     ):
         load_tokenizer(bpe_source("smollm"), chat_template="nowhere.jinja")
 

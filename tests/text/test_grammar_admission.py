@@ -114,9 +114,9 @@ def test_what_costs_too_much_is_refused_within_two_seconds(grammars, outputs):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "got none, needed is exactly one of json"),
-        ({"regex": "a", "choice": ["b"]}, "got regex, choice, needed is exactly one"),
-        ({"choice": []}, "structured_outputs.choice: got [], allowed is a list"),
+        ({}, "got none, expected exactly one of json"),
+        ({"regex": "a", "choice": ["b"]}, "got regex, choice, expected exactly one"),
+        ({"choice": []}, "structured_outputs.choice: got [], expected a list"),
         ({"choice": ["a", ""]}, "structured_outputs.choice"),
         ({"json_object": False}, "structured_outputs.json_object: got False"),
         ({"regex": 5}, "structured_outputs.regex: got 5"),

@@ -116,7 +116,7 @@ def test_the_option_may_name_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_tokenizer(source, chat_template="rga")
     assert str(error.value) == (
-        "chat_template: got 'rga', allowed is a Jinja template or the model's templates 'tool_use',"
+        "chat_template: got 'rga', expected a Jinja template or the model's templates 'tool_use',"
         " 'rag', 'default' or the path of a file with one"
     )
 

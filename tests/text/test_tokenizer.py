@@ -224,12 +224,12 @@ def test_unknown_kinds_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bos_token": 5}, "bos_token is 5, allowed is a text or an object"),
-        ({"eos_token": {"text": "x"}}, "eos_token is {'text': 'x'}, allowed is"),
-        ({"chat_template": {"default": 5}}, "chat_template is a int, allowed is a text"),
+        ({"bos_token": 5}, "bos_token is 5, expected a string or an object"),
+        ({"eos_token": {"text": "x"}}, "eos_token is {'text': 'x'}, expected"),
+        ({"chat_template": {"default": 5}}, "chat_template is a int, expected a string"),
         (
             {"chat_template": [{"name": "default", "template": 5}]},
-            "chat_template is a int, allowed is a text",
+            "chat_template is a int, expected a string",
         ),
     ],
 )

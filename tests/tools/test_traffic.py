@@ -87,35 +87,35 @@ def test_only_the_first_requests_are_read(trace):
         ("{", "line 2: no JSON: "),
         (
             "[1]",
-            "line 2: got [1], allowed is an object with timestamp, input_length and output_length",
+            "line 2: got [1], expected an object with timestamp, input_length and output_length",
         ),
         (
             {"timestamp": 1, "output_length": 1},
-            "line 2: input_length is missing, needed is a whole number of at least 1",
+            "line 2: input_length is missing, expected an integer of at least 1",
         ),
         (
             ROWS[3] | {"input_length": -3},
-            "line 2: input_length: got -3, allowed is a whole number of at least 1",
+            "line 2: input_length: got -3, expected an integer of at least 1",
         ),
         (
             ROWS[3] | {"output_length": 1.5},
-            "line 2: output_length: got 1.5, allowed is a whole number of at least 1",
+            "line 2: output_length: got 1.5, expected an integer of at least 1",
         ),
         (
             ROWS[3] | {"output_length": True},
-            "line 2: output_length: got True, allowed is a whole number of at least 1",
+            "line 2: output_length: got True, expected an integer of at least 1",
         ),
         (
             ROWS[3] | {"timestamp": "now"},
-            "line 2: timestamp: got 'now', allowed is a number of at least 0",
+            "line 2: timestamp: got 'now', expected a number of at least 0",
         ),
         (
             ROWS[3] | {"hash_ids": "abc"},
-            "line 2: hash_ids: got 'abc', allowed is a list of whole numbers",
+            "line 2: hash_ids: got 'abc', expected a list of integers",
         ),
         (
             ROWS[0] | {"hash_ids": [1]},
-            "line 2: hash_ids: got 1, needed are 3 blocks of 512 for input_length 1100",
+            "line 2: hash_ids: got 1, expected 3 blocks of 512 for input_length 1100",
         ),
     ],
 )
@@ -139,7 +139,7 @@ def test_blocks_must_stay_whole(trace):
         read_trace(trace(ROWS[0]), scale=Fraction(1, 30))
     assert (
         error.value.message
-        == "scale: got 1/30, which makes blocks of 512 tokens 17.0667, allowed are multiples of 16"
+        == "scale: got 1/30, which makes blocks of 512 tokens 17.0667, expected multiples of 16"
     )
     assert error.value.hint == "1/32 would do"
     assert read_trace(trace(ROWS[3]), scale=Fraction(1, 30))[0].input_len == 10, (

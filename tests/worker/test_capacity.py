@@ -61,7 +61,7 @@ def test_a_shortfall_is_named():
         found.check("big")
     assert (
         error.value.message
-        == "big does not fit: needed are 322.0 MiB (weights 100.0 MiB, a step 20.0 MiB, KV cache"
+        == "big does not fit: expected 322.0 MiB (weights 100.0 MiB, a step 20.0 MiB, KV cache"
         " 10.0 MiB for one request of 160 tokens), free are 317.0 MiB; 5.0 MiB are missing"
     )
     assert "octavo plan" in error.value.hint

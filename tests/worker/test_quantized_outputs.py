@@ -254,7 +254,7 @@ def test_numbers_beyond_every_scale_are_refused(tmp_path: Path) -> None:
     ("length", "vocabulary", "message"),
     [
         (512, None, "calibration-length: got 512, .* up to the model's context of 64 tokens"),
-        (40, None, "calibration-length: got 40, allowed are multiples of 16"),
+        (40, None, "calibration-length: got 40, expected multiples of 16"),
         (16, 40, "tokenizer: the text has the id .*, .* has 40 tokens"),
     ],
 )

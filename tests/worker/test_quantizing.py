@@ -272,7 +272,7 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "magic"}, "method: got 'magic', allowed are rtn"),
+        ({"method": "magic"}, "method: got 'magic', expected rtn"),
         ({"output_format": "zip"}, "format: got 'zip'"),
         ({"scheme": "w3a3"}, "scheme: got 'w3a3'"),
         ({"bits": 5}, "bits: got 5, compressed-tensors has 4, 8"),
@@ -280,10 +280,16 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
         ({"group": 0}, "group: got 0"),
         ({"group": 8}, "group: got 8"),
         ({"desc_act": True}, "desc-act is for the method gptq"),
-        ({"desc_act": True, "method": "gptq", "output_format": "awq"}, "desc-act: awq keeps no"),
-        ({"desc_act": True, "method": "gptq"}, "desc-act: compressed-tensors keeps no order"),
-        ({"scheme": "w8a8", "output_format": "gptq"}, "scheme w8a8: gptq does not say"),
-        ({"method": "smoothquant"}, "smoothquant makes weights and rows"),
+        (
+            {"desc_act": True, "method": "gptq", "output_format": "awq"},
+            "desc-act: awq does not store",
+        ),
+        (
+            {"desc_act": True, "method": "gptq"},
+            "desc-act: compressed-tensors does not store the order",
+        ),
+        ({"scheme": "w8a8", "output_format": "gptq"}, "scheme w8a8: gptq does not store"),
+        ({"method": "smoothquant"}, "smoothquant requires 8-bit weights"),
         ({"damp_percent": 0.0}, "damp-percent: got 0.0"),
         ({"method": "awq", "gptaq": True}, "gptaq is for the method gptq"),
         ({"keep_sensitive": True, "output_format": "awq"}, "keep-sensitive: awq"),
@@ -358,7 +364,7 @@ def test_gguf_cannot_say_every_model(tmp_path: Path) -> None:
 
 
 def test_gguf_of_a_family_without_an_architecture(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="has no GGUF architecture here"):
+    with pytest.raises(UnsupportedModel, match="has no supported GGUF architecture"):
         quantize(tiny_model("opt").path, tmp_path / "out", recipe(output_format="gguf"), None)
     assert not (tmp_path / "out").exists()
 

@@ -94,9 +94,9 @@ def test_nan_logits_fail_their_own_request():
     found = run_all(core)
     assert (
         found["bad"][-1].finish_reason == "error"
-        and "after 3 tokens are not numbers" in found["bad"][-1].error
+        and "after 3 tokens are NaN" in found["bad"][-1].error
     )
-    assert "within the prompt are not numbers" in found["scored"][-1].error
+    assert "within the prompt are NaN" in found["scored"][-1].error
     assert tokens_of(found["good"]) == expected_tokens([1, 2, 3], 8)
 
 

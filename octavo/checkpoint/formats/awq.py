@@ -65,7 +65,7 @@ class Awq(ByModule):
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._by_output = layout(config, LAYOUT_KEYS, VERSIONS) == "gemv"
         if config.get("backend") == OTHER_LAYOUT:
-            raise quantization_error(f"backend is {OTHER_LAYOUT}, whose layout is not read")
+            raise quantization_error(f"backend is {OTHER_LAYOUT}, whose layout is not supported")
         for key in ("bits", "w_bit"):
             choice(config, key, (BITS,), BITS)
         self._has_zeros = flag(config, "zero_point", default=True)

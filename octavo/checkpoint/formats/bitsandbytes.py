@@ -144,7 +144,7 @@ def _state(module: str, tensors: Tensors) -> BlockState:
         nested, offset = found.get("nested_blocksize", 256), found.get("nested_offset", 0.0)
         sizes = (*shape, block, nested)
         if len(shape) != 2 or not all(type(size) is int and 0 < size < 1 << 31 for size in sizes):
-            raise ValueError("shape and blocksize are whole numbers above 0")
+            raise ValueError("shape and blocksize are integers above 0")
         if block % 2 or not isinstance(offset, int | float):
             raise ValueError("blocksize is even, nested_offset a number")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -108,13 +108,11 @@ class CompressedTensors(ByModule):
             if not isinstance(groups, dict) or not groups:
                 raise quantization_error("config_groups is missing")
         if not all(isinstance(group, dict) for group in (groups or {}).values()):
-            raise quantization_error("config_groups holds what is no object")
+            raise quantization_error("config_groups contains an entry that is not an object")
         for part in NOT_READ:
             found = config.get(part)
             if found and not (isinstance(found, dict) and found.get("format", "") in DENSE):
-                raise quantization_error(
-                    f"{part} is {shown(found)}, supported are models without it"
-                )
+                raise quantization_error(f"{part} is {shown(found)}, supported: models without it")
         self._groups = [_group(name, group) for name, group in (groups or {}).items()]
         self._ignored = _patterns(config.get("ignore") or (), "ignore")
 
@@ -274,7 +272,8 @@ def _check_range(numbers: NDArray, bits: int, rest: str, module: str) -> None:
     middle = 1 << bits - 1
     if numbers.size and not -middle <= int(numbers.min()) <= int(numbers.max()) < middle:
         raise WeightMismatch(
-            f"{module}.{rest} goes from {numbers.min()} to {numbers.max()}, expected {bits} bits:"
+            f"{module}.{rest} has values from {numbers.min()} to {numbers.max()}, expected {bits}"
+            f" bits:"
             f" {-middle} to {middle - 1}",
             hint="config.json and the weights belong to different models, or the file is damaged",
         )
@@ -327,14 +326,12 @@ def _scheme(weights: Mapping[str, Any], quantises_rows: bool) -> IntScheme | Fp8
         return E2m1Scheme(group_size(weights) or 16)
     if kind == "float":
         if bits != MAX_BITS:
-            raise quantization_error(
-                "floats of compressed-tensors are supported as floats of 8 bits and of 4"
-            )
+            raise quantization_error("supported compressed-tensors floats have 8 or 4 bits")
         choice(weights, "strategy", ("tensor", "channel", "block"), None)
         block = parse_block(weights.get("block_structure")) if strategy == "block" else None
         return Fp8Scheme(block, "per_token" if quantises_rows else "none")
     if kind not in ("int", None):
-        raise quantization_error(f"type is {shown(kind)}, supported are 'int' and 'float'")
+        raise quantization_error(f"type is {shown(kind)}, supported: 'int' and 'float'")
     choice(weights, "num_bits", range(1, MAX_BITS + 1), None)
     choice(weights, "strategy", ("tensor", "channel", "group"), None)
     group = group_size(weights) if strategy == "group" else None
@@ -343,7 +340,7 @@ def _scheme(weights: Mapping[str, Any], quantises_rows: bool) -> IntScheme | Fp8
 
 def _patterns(found: Any, key: str) -> tuple[str, ...]:
     if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
-        raise quantization_error(f"{key} is {shown(found)}, allowed is a list of names")
+        raise quantization_error(f"{key} is {shown(found)}, expected a list of names")
     for one in found:
         if one.startswith("re:"):
             try:

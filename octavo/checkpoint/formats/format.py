@@ -95,7 +95,7 @@ def get_required(tensors: Tensors, rest: str, module: str) -> NDArray:
     if found is None:
         raise WeightMismatch(
             f"{module}: {rest} is missing beside {', '.join(sorted(tensors))}",
-            hint="download the files again, or take another copy of the model",
+            hint="download the files again, or use another copy of the model",
         )
     return found
 
@@ -105,7 +105,7 @@ def check_type(found: NDArray, allowed: Collection[str], rest: str, module: str)
     if found.dtype.name not in allowed:
         raise WeightMismatch(
             f"{module}.{rest} is {found.dtype.name}, expected {' or '.join(allowed)}",
-            hint="download the files again, or take another copy of the model",
+            hint="download the files again, or use another copy of the model",
         )
 
 

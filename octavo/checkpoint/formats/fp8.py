@@ -31,7 +31,7 @@ class Fp8(ByModule):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if config.get("fmt", "e4m3") != "e4m3":
-            raise quantization_error(f"fmt is {config['fmt']!r}, supported is 'e4m3'")
+            raise quantization_error(f"fmt is {config['fmt']!r}, supported: 'e4m3'")
         block = config.get("weight_block_size")
         self._scheme = Fp8Scheme(None if block is None else parse_block(block), "per_token")
 
@@ -81,7 +81,5 @@ def parse_block(block: object) -> tuple[int, int]:
         or len(block) != 2
         or not all(type(size) is int and size > 0 for size in block)
     ):
-        raise quantization_error(
-            f"weight_block_size is {block!r}, allowed are two whole numbers above 0"
-        )
+        raise quantization_error(f"weight_block_size is {block!r}, expected two integers above 0")
     return block[0], block[1]

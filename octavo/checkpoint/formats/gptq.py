@@ -163,7 +163,7 @@ def by_group(index: NDArray, group: int, num_inputs: int, module: str) -> NDArra
     num_groups = -(-num_inputs // group)
     if num_inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
         raise WeightMismatch(
-            f"{module}.g_idx names the groups {index.min()} to {index.max()}, allowed are 0 to"
+            f"{module}.g_idx names the groups {index.min()} to {index.max()}, expected 0 to"
             f" {num_groups - 1}"
         )
     expected = np.arange(num_inputs) // group
@@ -184,7 +184,7 @@ def _schemes_by_pattern(
     """
     found = config.get("dynamic") or {}
     if not isinstance(found, dict):
-        raise quantization_error(f"dynamic is {shown(found)}, allowed is an object")
+        raise quantization_error(f"dynamic is {shown(found)}, expected an object")
     schemes: list[tuple[re.Pattern[str], GptqScheme | None]] = []
     for key, changes in found.items():
         text = key[2:] if key[:2] in ("+:", "-:") else key
@@ -192,14 +192,14 @@ def _schemes_by_pattern(
             pattern = re.compile(text)
         except re.error as error:
             raise quantization_error(
-                f"dynamic holds {shown(key)}, no regular expression: {error}"
+                f"dynamic holds {shown(key)}, which is not a valid regular expression: {error}"
             ) from None
         if key.startswith("-:"):
             schemes.append((pattern, None))
             continue
         if not isinstance(changes, dict):
             raise quantization_error(
-                f"dynamic gives {shown(changes)} for {shown(key)}, allowed is an object"
+                f"dynamic gives {shown(changes)} for {shown(key)}, expected an object"
             )
         schemes.append((pattern, GptqScheme.of({**config, **changes})))
     return schemes

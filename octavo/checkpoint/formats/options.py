@@ -25,7 +25,7 @@ def choice(config: Mapping[str, Any], key: str, allowed: Collection[Any], defaul
     value = config.get(key, default)
     if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
         supported = ", ".join(map(str, allowed))
-        raise quantization_error(f"{key} is {shown(value)}, supported are {supported}")
+        raise quantization_error(f"{key} is {shown(value)}, supported: {supported}")
     return value
 
 
@@ -52,7 +52,5 @@ def group_size(config: Mapping[str, Any], key: str = "group_size") -> int | None
     if value is None or (type(value) is int and value == -1):
         return None
     if type(value) is not int or not 0 < value <= MAX_GROUP:
-        raise quantization_error(
-            f"{key} is {shown(value)}, allowed are -1 and whole numbers above 0"
-        )
+        raise quantization_error(f"{key} is {shown(value)}, expected -1 and integers above 0")
     return value

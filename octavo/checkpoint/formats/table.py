@@ -61,5 +61,5 @@ def quantized_format(config: Mapping[str, Any]) -> QuantizedFormat | None:
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         supported = ", ".join(map(repr, READERS))
-        raise quantization_error(f"quant_method is {shown(method)}, supported are {supported}")
+        raise quantization_error(f"quant_method is {shown(method)}, supported: {supported}")
     return reader(found)

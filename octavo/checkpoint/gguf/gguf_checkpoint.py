@@ -384,7 +384,7 @@ class GgufCheckpoint:
                 one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,))
             )
             raise WeightMismatch(
-                f"{self.path}: {key} is a {type(value).__name__}, allowed is {allowed}"
+                f"{self.path}: {key} is a {type(value).__name__}, expected {allowed}"
             )
         return default if value is None else value
 

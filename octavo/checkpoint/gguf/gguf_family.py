@@ -79,11 +79,11 @@ class Header:
             different = np.unique(value)
             if len(different) != 1:
                 raise UnsupportedModel(
-                    f"{self.file.path}: {name} differs from layer to layer, which is not supported"
+                    f"{self.file.path}: {name} differs between layers, which is not supported"
                 )
             value = different[0].item()
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise WeightMismatch(f"{self.file.path}: {name} is {value!r}, allowed is a number")
+            raise WeightMismatch(f"{self.file.path}: {name} is {value!r}, expected a number")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -91,7 +91,7 @@ class Header:
         value = self.number(key, default)
         if not isinstance(value, int) or value < 1:
             raise WeightMismatch(
-                f"{self.file.path}: {self.architecture}.{key} is {value!r}, allowed is a whole"
+                f"{self.file.path}: {self.architecture}.{key} is {value!r}, expected a whole"
                 " number of at least 1"
             )
         return value
@@ -247,7 +247,7 @@ def by_kv_head(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
 
 def _split_heads(num_rows: int, heads: int) -> NDArray[np.intp]:
     if num_rows % heads:
-        raise WeightMismatch(f"{num_rows} rows, which {heads} heads do not share evenly")
+        raise WeightMismatch(f"{num_rows} rows, not divisible by {heads} heads")
     return np.arange(num_rows)
 
 

@@ -117,7 +117,7 @@ def read_gguf(path: Path) -> GgufFile:
     """Reads a header and checks that every tensor lies within the file; reads no weights."""
     size = path.stat().st_size
     if size < 24:
-        raise _corrupt(path, f"it has {size} bytes, a GGUF header needs at least 24")
+        raise _corrupt(path, f"it has {size} bytes, a GGUF header has at least 24")
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     reader = _HeaderReader(path, mapped)
@@ -125,7 +125,7 @@ def read_gguf(path: Path) -> GgufFile:
         metadata, tensors, directory_start = reader.header()
     except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError) as error:
         raise _corrupt(
-            path, f"its header breaks off or is damaged near byte {reader.offset:,} of {size:,}"
+            path, f"its header is truncated or damaged near byte {reader.offset:,} of {size:,}"
         ) from error
     return GgufFile(path, metadata, tensors, mapped, directory_start)
 
@@ -138,7 +138,7 @@ def header_bytes(path: Path) -> int:
     try:
         reader.header()
     except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError) as error:
-        raise _corrupt(path, "its header breaks off") from error
+        raise _corrupt(path, "its header is truncated") from error
     return reader.offset
 
 
@@ -161,7 +161,7 @@ def read_gguf_model(path: Path) -> GgufFile:
             )
         twice = sorted(tensors.keys() & part.tensors.keys())
         if twice:
-            raise WeightMismatch(f"{part.path}: {twice[0]} stands in an earlier part, too")
+            raise WeightMismatch(f"{part.path}: {twice[0]} is already in an earlier part")
         tensors |= {name: replace(entry, part=number) for name, entry in part.tensors.items()}
     wanted = parts[0].metadata.get("split.tensors.count", len(tensors))
     if wanted != len(tensors):
@@ -178,7 +178,7 @@ def _part_paths(path: Path, count: int) -> list[Path]:
         raise WeightMismatch(
             f"{path}: is one of {count} parts of a model, whose names end in -00001-of-{count:05}"
             ".gguf and so on",
-            hint="give the files the names that they had",
+            hint="restore the original file names",
         )
     names = [f"{named['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
     paths = [path.with_name(name) for name in names]
@@ -193,7 +193,7 @@ def _part_paths(path: Path, count: int) -> list[Path]:
 
 def _corrupt(path: Path, what: str) -> WeightMismatch:
     return WeightMismatch(
-        f"{path}: not a sound GGUF file: {what}",
+        f"{path}: not a valid GGUF file: {what}",
         hint="download the file again; it may be truncated",
     )
 
@@ -217,19 +217,19 @@ class _HeaderReader:
         version = self._u32()
         if version.to_bytes(4, "little") in (each.to_bytes(4, "big") for each in VERSIONS):
             raise UnsupportedModel(
-                f"{self.path}: a big-endian GGUF file, supported are little-endian ones",
+                f"{self.path}: a big-endian GGUF file, supported: little-endian ones",
                 hint="convert it with gguf_convert_endian.py of llama.cpp",
             )
         if version not in VERSIONS:
             raise UnsupportedModel(
-                f"{self.path}: GGUF version {version}, allowed are 2 and 3 (little-endian)"
+                f"{self.path}: GGUF version {version}, expected 2 or 3 (little-endian)"
             )
         num_tensors, num_keys = self._u64(), self._u64()
         metadata = {}
         for _ in range(num_keys):
             key = self._text()
             if key in metadata:
-                raise _corrupt(self.path, f"the key {shown(key)} stands twice in its header")
+                raise _corrupt(self.path, f"the key {shown(key)} occurs twice in its header")
             metadata[key] = self._value(self._u32())
         directory_start = self.offset
         entries = [self._entry() for _ in range(num_tensors)]
@@ -240,7 +240,7 @@ class _HeaderReader:
         if not isinstance(alignment, int) or alignment < 8 or alignment & alignment - 1:
             raise _corrupt(
                 self.path,
-                f"general.alignment is {alignment!r}, allowed is a power of two of at least 8",
+                f"general.alignment is {alignment!r}, expected a power of two of at least 8",
             )
         return alignment
 
@@ -251,11 +251,11 @@ class _HeaderReader:
         placed = {}
         for entry in entries:
             if entry.name in placed:
-                raise _corrupt(self.path, f"{shown(entry.name)} stands twice in its directory")
+                raise _corrupt(self.path, f"{shown(entry.name)} occurs twice in its directory")
             start = data_start + entry.start
             if start + entry.num_bytes > size:
                 raise WeightMismatch(
-                    f"{self.path}: truncated: {entry.name} should stand at bytes {start:,} to"
+                    f"{self.path}: truncated: {entry.name} should be at bytes {start:,} to"
                     f" {start + entry.num_bytes:,}, the file has {size:,}",
                     hint="download the file again",
                 )
@@ -269,7 +269,7 @@ class _HeaderReader:
         if num_dimensions > MAX_DIMENSIONS:
             raise _corrupt(
                 self.path,
-                f"{name} has {num_dimensions} dimensions, allowed are up to {MAX_DIMENSIONS}",
+                f"{name} has {num_dimensions} dimensions, expected up to {MAX_DIMENSIONS}",
             )
         shape = tuple(reversed([self._u64() for _ in range(num_dimensions)])) or (1,)
         number, start = self._u32(), self._u64()
@@ -277,7 +277,7 @@ class _HeaderReader:
         if kind is None:
             known = ", ".join(known.name for known in BLOCK_TYPES.values())
             raise UnsupportedModel(
-                f"{self.path}: {name} has tensor type {_type_name(number)}, supported are {known}"
+                f"{self.path}: {name} has tensor type {_type_name(number)}, supported: {known}"
             )
         if shape[-1] % kind.block_size:
             raise _corrupt(

@@ -93,7 +93,7 @@ class GgufOutline:
         architecture = find_architecture(model_type)
         if architecture is None:
             raise UnsupportedModel(
-                f"format gguf: the family {model_type} has no GGUF architecture here",
+                f"format gguf: the family {model_type} has no supported GGUF architecture",
                 hint="convert it with llama.cpp's convert_hf_to_gguf.py --outtype bf16 first",
             )
         self._architecture = architecture
@@ -102,7 +102,7 @@ class GgufOutline:
         self._family = next((one for one in every if one.model_type == model_type), family)
         if self._family.joined or self._family.column_orders or self._family.stacks:
             raise UnsupportedModel(
-                f"format gguf: tensors of {model_type} are put together otherwise in GGUF",
+                f"format gguf: tensors of {model_type} have a different layout in GGUF",
                 hint="convert it with llama.cpp's convert_hf_to_gguf.py --outtype bf16 first",
             )
         self._factors = self._llama3_factors()
@@ -154,7 +154,7 @@ class GgufOutline:
         missing = [key for key in NEEDED if key not in found]
         if missing:
             raise UnsupportedModel(
-                f"format gguf: config.json has no number for {', '.join(missing)}",
+                f"format gguf: config.json has no value for {', '.join(missing)}",
                 hint="convert it with llama.cpp's convert_hf_to_gguf.py --outtype bf16 first",
             )
         heads = int(self._config["num_attention_heads"])

@@ -100,7 +100,7 @@ def reserve(path: Path, num_bytes: int) -> None:
         except OSError as error:
             raise ConfigError(
                 f"{path}: no room for {format_bytes(num_bytes)}: {error.strerror}",
-                hint="name a directory on another disk with --output",
+                hint="choose a directory on another disk with --output",
             ) from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 import time
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from octavo.cli.common.style import paint
 
 if TYPE_CHECKING:
     from octavo.api.llm import LLM
@@ -26,7 +27,7 @@ RepetitionFlag = Annotated[
     bool,
     typer.Option(
         "--repetition-detection/--no-repetition-detection",
-        help="Stop an answer that repeats itself",
+        help="Stop if the output repeats itself",
     ),
 ]
 
@@ -71,14 +72,8 @@ class Statistics:
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:.1f} tok/s")
         if self.finish_reason == "length":
-            parts.append("cut off at max_tokens")
-        return dim(", ".join(parts))
-
-
-def dim(text: str) -> str:
-    """Dims text for standard error if that is a terminal and NO_COLOR is not set."""
-    is_plain = not sys.stderr.isatty() or os.environ.get("NO_COLOR")
-    return text if is_plain else typer.style(text, dim=True)
+            parts.append("truncated at max_tokens")
+        return paint(", ".join(parts), sys.stderr, dim=True)
 
 
 def check_sampling(given: dict[str, Any]) -> None:
@@ -101,8 +96,9 @@ def check_answers(llm: LLM) -> None:
     if "audio" in llm.frontend.media:
         name = llm.config.model.served_model_name
         raise InvalidRequest(
-            f"model: {name} transcribes speech, and answers no text",
-            hint=f"octavo serve {name}, and send a sound file to POST /v1/audio/transcriptions",
+            f"model: {name} transcribes speech and does not generate text",
+            hint=f"run `octavo serve {name}` and send an audio file to POST"
+            f" /v1/audio/transcriptions",
         )
 
 
@@ -140,8 +136,8 @@ def explain_end(statistics: Statistics, default_limit: int | None, change: str) 
     `default_limit` is max_tokens if the user did not set it; `change` is the way to set it.
     """
     if statistics.finish_reason == "repetition":
-        return "the answer was stopped because it repeats itself: ask in other words"
+        return "the response was stopped because it repeats itself; rephrase the prompt"
     is_cut = statistics.finish_reason == "length" and default_limit is not None
     if is_cut and statistics.completion_tokens == default_limit:
-        return f"the answer was cut off after {default_limit} tokens, the default of {change}"
+        return f"the response was truncated after {default_limit} tokens, the default of {change}"
     return None

@@ -87,7 +87,7 @@ class Group(TyperGroup):
 
 def _help_all_option(help_option: Any) -> TyperOption:
     """Builds the `--help-all` option; `--help` is the last one that Typer adds."""
-    help_option.help = "Show the most used options"
+    help_option.help = "Show common options"
 
     def show(ctx: Any, param: Any, value: bool) -> None:
         if value and not ctx.resilient_parsing:

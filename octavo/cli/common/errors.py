@@ -25,7 +25,7 @@ LEAST_LIKENESS = 0.75
 """Minimum similarity of a suggested flag, from 0 to 1."""
 
 WORDS = {
-    "a valid integer": "a whole number",
+    "a valid integer": "an integer",
     "a valid": "a",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
@@ -59,7 +59,7 @@ def _report(error: typer.TyperException | OctavoError | MemoryError) -> int:
         is_callers = isinstance(error, ClientError | SetupError)
         return CALLERS_FAULT if is_callers else ENGINES_FAULT
     if isinstance(error, MemoryError):
-        hint = "free memory, or take a smaller model, --max-model-len or --max-num-seqs"
+        hint = "free memory, or use a smaller model, --max-model-len or --max-num-seqs"
         _print("not enough memory", hint)
     else:
         _print(*_describe(error))
@@ -86,13 +86,13 @@ def _describe(error: typer.TyperException) -> tuple[str, str | None]:
     given, allowed = _get_given_value(param), INVALID.search(error.format_message())
     if param is not None and given is not None and allowed is not None:
         name = max(param.opts, key=len).lstrip("-").replace("-", "_")
-        return f"{name}: got {given!r}, allowed is {_translate_words(allowed[1])}", None
+        return f"{name}: got {given!r}, expected {_translate_words(allowed[1])}", None
     message = error.format_message() if wrong is None else error.message
     if given is not None:
         message = f"{message.removesuffix('.')}, got {given!r}"
     return (
         message,
-        f"{context.command_path} --help says what there is" if context is not None else None,
+        f"{context.command_path} --help lists the options" if context is not None else None,
     )
 
 

@@ -1,22 +1,18 @@
 """Help of a command: options by group, one line each.
 
-`--help` shows the group Common, `--help-all` all groups. Colours are those of Typer's rich help
-without importing rich, which is slow; none if the output is not a terminal or NO_COLOR is set.
+`--help` shows the group Common, `--help-all` all groups. Colours are those of Typer's rich help.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import shutil
-import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import typer
-
+from octavo.cli.common.style import paint
 from octavo.config.option import COMMON, Group
 
 MAX_WIDTH = 100
@@ -36,7 +32,6 @@ PLACEHOLDERS = {
 }
 """Placeholders of values, by type."""
 
-Paint = Callable[[str, str], str]
 COLOURS = {"heading": "yellow", "name": "cyan", "short": "green", "metavar": "yellow"}
 
 
@@ -52,41 +47,42 @@ class HelpLine:
     def title(self) -> str:
         return " ".join(filter(None, [", ".join(self.names), self.metavar]))
 
-    def paint(self, paint: Paint) -> str:
+    def paint(self) -> str:
         """Returns the title in colours."""
         names = [
-            paint(name, "name" if name.startswith("--") or "-" not in name[:1] else "short")
+            _paint(name, "name" if name.startswith("--") or "-" not in name[:1] else "short")
             for name in self.names
         ]
-        return " ".join(filter(None, [", ".join(names), paint(self.metavar, "metavar")]))
+        return " ".join(filter(None, [", ".join(names), _paint(self.metavar, "metavar")]))
 
 
 def format_help(command: Any, context: Any, *, shows_all: bool) -> str:
     """Formats the help of a command or a group of commands."""
-    paint = _painter()
     width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
     parameters = [param for param in command.get_params(context) if not param.hidden]
     arguments = [param for param in parameters if param.param_type_name == "argument"]
     usage = [context.command_path, "[OPTIONS]", *(_argument_name(param) for param in arguments)]
     subcommands = getattr(command, "commands", {})
     usage += ["COMMAND"] * bool(subcommands)
-    lines = [f"{paint('Usage:', 'heading')} {' '.join(usage)}", ""]
+    lines = [f"{_paint('Usage:', 'heading')} {' '.join(usage)}", ""]
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
         lines += [*textwrap.wrap(paragraph, width, initial_indent="  ", subsequent_indent="  "), ""]
     sections = {
         "Arguments": [
             HelpLine((_argument_name(param),), "", option_text(param)) for param in arguments
-        ],
-        "Commands": [
-            HelpLine((name,), "", each.get_short_help_str(MAX_SUMMARY_LENGTH))
-            for name, each in subcommands.items()
-            if not each.hidden
-        ],
+        ]
     }
+    for name, each in subcommands.items():
+        title = each.rich_help_panel or "Commands"
+        line = HelpLine((name,), "", each.get_short_help_str(MAX_SUMMARY_LENGTH))
+        sections.setdefault(title, []).append(line)
+    command_titles = [*sections][1:]
     groups = options_by_group(parameters, context)
     sections |= groups if shows_all else {f"{COMMON} options": groups.pop(COMMON)}
+    command_lines = [line for title in command_titles for line in sections[title]]
     for title, entries in sections.items():
-        lines += _section(title, entries, paint, width)
+        aligned = command_lines if title in command_titles else entries
+        lines += _section(title, entries, _get_indent(aligned), width)
     if groups and not shows_all:
         count = sum(map(len, groups.values()))
         more = f"{count} more options ({', '.join(groups)}): {context.command_path} --help-all"
@@ -134,11 +130,15 @@ def option_text(param: Any) -> str:
     return f"{text} [default: {default}]" if has_default else text
 
 
-def _section(title: str, entries: list[HelpLine], paint: Paint, width: int) -> Iterator[str]:
+def _get_indent(entries: list[HelpLine]) -> int:
+    """Returns the column of the texts of these lines."""
+    return 4 + max((len(e.title) for e in entries if len(e.title) <= MAX_NAMES_WIDTH), default=0)
+
+
+def _section(title: str, entries: list[HelpLine], indent: int, width: int) -> Iterator[str]:
     if not entries:
         return
-    yield paint(f"{title}:", "heading")
-    indent = 4 + max((len(e.title) for e in entries if len(e.title) <= MAX_NAMES_WIDTH), default=0)
+    yield _paint(f"{title}:", "heading")
     for entry in entries:
         start = max(indent, 4 + len(entry.title))
         first, *more = textwrap.wrap(
@@ -149,15 +149,10 @@ def _section(title: str, entries: list[HelpLine], paint: Paint, width: int) -> I
             break_on_hyphens=False,
         ) or [""]
         gap = " " * (start - 2 - len(entry.title))
-        yield f"  {entry.paint(paint)}{gap}{first[start:]}".rstrip()
+        yield f"  {entry.paint()}{gap}{first[start:]}".rstrip()
         yield from more
     yield ""
 
 
-def _painter() -> Paint:
-    is_plain = (
-        not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb",)
-    )
-    if is_plain:
-        return lambda text, _: text
-    return lambda text, kind: typer.style(text, fg=COLOURS[kind], bold=True) if text else ""
+def _paint(text: str, kind: str) -> str:
+    return paint(text, fg=COLOURS[kind], bold=True)

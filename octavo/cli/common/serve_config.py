@@ -56,15 +56,13 @@ class ServeConfig:
         if len(entries) > 1 and "served_model_name" in {**self.options, **given}:
             raise ConfigError(
                 "served_model_name: allowed with one model only",
-                hint="name each of several by NAME=MODEL",
+                hint="name each model with NAME=MODEL",
             )
         specs = [ModelSpec.of({**self.options, **entry, **given}) for entry in entries]
         names = [spec.name for spec in specs]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ConfigError(
-                f"two models are called {twice}", hint="give one another name by NAME=MODEL"
-            )
+            raise ConfigError(f"two models are named {twice}", hint="rename one with NAME=MODEL")
         return specs
 
     def _entry(self, text: str) -> dict[str, Any]:
@@ -78,7 +76,7 @@ def read_config(path: Path) -> ServeConfig:
     document = {} if file.content is None else file.content
     if not isinstance(document, dict):
         raise ConfigError(
-            f"config: {file.where()}: got a {type(document).__name__}, allowed is a mapping of"
+            f"config: {file.where()}: got a {type(document).__name__}, expected a mapping of"
             " options to values"
         )
     settings, engine = get_options(ServerSettings), _engine_fields()
@@ -97,7 +95,7 @@ def _models(entries: Any, file: DataFile) -> list[dict[str, Any]]:
         return []
     if not isinstance(entries, list) or not entries:
         raise ConfigError(
-            f"config: {file.where(MODELS)}: models: got {entries!r}, allowed is a list of models"
+            f"config: {file.where(MODELS)}: models: got {entries!r}, expected a list of models"
         )
     return [_model(entry, file, at) for at, entry in enumerate(entries)]
 
@@ -109,7 +107,7 @@ def _model(entry: Any, file: DataFile, at: int) -> dict[str, Any]:
         return _parse_entry(entry)
     if not isinstance(entry, dict):
         raise ConfigError(
-            f"{where}: got {entry!r}, allowed is a model or a mapping of options to values"
+            f"{where}: got {entry!r}, expected a model or a mapping of options to values"
         )
     entry = dict(entry)
     if "name" in entry:
@@ -117,7 +115,7 @@ def _model(entry: Any, file: DataFile, at: int) -> dict[str, Any]:
     known = _engine_fields() | {"model": option_fields()["model"]}
     values = _values(entry, known, [*known, "name"], file, MODELS, at)
     if "model" not in values:
-        raise ConfigError(f"{where}: model: needed, and not given")
+        raise ConfigError(f"{where}: model: field required")
     return values
 
 

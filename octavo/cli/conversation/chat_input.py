@@ -77,5 +77,5 @@ class ChatInput:
             self._path.chmod(0o600)
             readline.read_history_file(self._path)
         except OSError as error:
-            print(f"the history is not kept: {error}", file=sys.stderr)
+            print(f"the history cannot be saved: {error}", file=sys.stderr)
         return readline

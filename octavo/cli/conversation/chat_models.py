@@ -94,12 +94,14 @@ class RemoteModel:
         answer = self._client.get("/v1/models")
         if answer.status_code != 200:
             raise ConfigError(
-                f"url: {self._client.url}/v1/models answers {describe_refusal(answer)}"
+                f"url: {self._client.url}/v1/models returned {describe_refusal(answer)}"
             )
         try:
             return str(parse_json(answer.content)["data"][0]["id"])
         except (LookupError, TypeError, WorkerFailed) as error:
-            raise ConfigError(f"url: {self._client.url}/v1/models is no list of models") from error
+            raise ConfigError(
+                f"url: {self._client.url}/v1/models did not return a list of models"
+            ) from error
 
     def reply(
         self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show

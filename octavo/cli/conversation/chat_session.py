@@ -154,11 +154,11 @@ class ChatSession:
 
     def _describe(self, reply: ChatReply) -> None:
         if reply.error is not None:
-            _say(f"the answer failed: {reply.error}")
+            _say(f"the request failed: {reply.error}")
         if reply.statistics is None:
             return
         _say(reply.statistics.describe())
-        change = "max_tokens: /set max_tokens N for more"
+        change = "max_tokens; use /set max_tokens N for more"
         note = explain_end(reply.statistics, reply.default_limit, change)
         if note is not None:
             _say(note)
@@ -167,7 +167,7 @@ class ChatSession:
 
     def _last_question(self) -> str:
         if not self._messages:
-            raise InvalidRequest("nothing has been asked yet")
+            raise InvalidRequest("no question has been asked yet")
         return self._messages[-2].content
 
     def _retry(self, _: str) -> None:
@@ -195,7 +195,9 @@ class ChatSession:
         name, _, value = words.partition(" ")
         if name:
             if name not in SETTABLE:
-                raise InvalidRequest(f"/set: no value {name!r}", hint=did_you_mean(name, SETTABLE))
+                raise InvalidRequest(
+                    f"/set: unknown parameter {name!r}", hint=did_you_mean(name, SETTABLE)
+                )
             changed = {key: kept for key, kept in self._sampling.items() if key != name}
             if value.strip():
                 changed[name] = _value(name, value.strip())
@@ -212,7 +214,9 @@ class ChatSession:
         chat = read_chat(_path(path, "/load"))
         unknown = [name for name in chat.sampling if name not in SETTABLE]
         if unknown:
-            raise ConfigError(f"{path}: {unknown[0]} is no sampling value that /set takes")
+            raise ConfigError(
+                f"{path}: {unknown[0]} is not a sampling parameter that /set supports"
+            )
         check_sampling(chat.sampling)
         self._messages, self._system = list(chat.messages), chat.system
         self._sampling = chat.sampling
@@ -221,7 +225,7 @@ class ChatSession:
 
 def _path(text: str, command: str) -> Path:
     if not text:
-        raise InvalidRequest(f"{command}: a file is needed", hint=f"{command} chat.json")
+        raise InvalidRequest(f"{command}: a file name is required", hint=f"{command} chat.json")
     return Path(text).expanduser()
 
 
@@ -257,9 +261,9 @@ class SavedChat(msgspec.Struct, forbid_unknown_fields=True):
 def read_chat(path: Path) -> SavedChat:
     """Reads a conversation; raises ConfigError if the file is not one."""
     file = read_data_file(path, name="chat", max_bytes=MAX_BYTES, kind="JSON")
-    chat = file.convert(SavedChat, hint="give a file that /save has written")
+    chat = file.convert(SavedChat, hint="use a file written by /save")
     if [one.role for one in chat.messages] != ["user", "assistant"] * (len(chat.messages) // 2):
-        raise ConfigError(f"{path}: holds no conversation: questions and answers take turns")
+        raise ConfigError(f"{path}: not a conversation: user and assistant messages must alternate")
     return chat
 
 

@@ -23,7 +23,7 @@ from octavo.cli.foreign.foreign_flags import (
 def _kv_dtype(text: str) -> str:
     kinds = {"f32": "fp32", "f16": "bf16", "bf16": "bf16", "q8_0": "int8"}
     if text not in kinds:
-        raise ValueError(f"allowed are {', '.join(kinds)}")
+        raise ValueError(f"expected {', '.join(kinds)}")
     return kinds[text]
 
 
@@ -318,7 +318,7 @@ LLAMA_ROWS = (
         LLAMA,
         "nothing",
         "--skip-chat-parsing --no-skip-chat-parsing",
-        "give --reasoning-parser none, and leave tools out of the request",
+        "give --reasoning-parser none, and remove tools of the request",
     ),
     refuse(
         LLAMA,

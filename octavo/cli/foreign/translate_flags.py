@@ -183,7 +183,7 @@ class Translation:
             called = "" if target == name else f", {target} in Octavo"
             raise ConfigError(
                 f"{name}: a flag of {row.engine}{called}; {self.command} does not have it",
-                hint="leave it out; requests to a server may set it" if row.is_sampling else None,
+                hint="remove it; requests to a server can set it" if row.is_sampling else None,
             )
 
     def _next_switch(self) -> str | None:
@@ -210,7 +210,7 @@ def _number(name: str, text: str) -> float:
     try:
         return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
     except ValueError:
-        raise ConfigError(f"{name}: got {text!r}, allowed is a number") from None
+        raise ConfigError(f"{name}: got {text!r}, expected a number") from None
 
 
 def _print_note(message: str) -> None:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def cluster(
     plan: Annotated[
         str,
-        typer.Argument(metavar="PLAN", help="YAML file of groups of instances and their router"),
+        typer.Argument(metavar="PLAN", help="YAML file with groups of instances and a router"),
     ],
     *,
     ray_address: Annotated[
@@ -84,7 +84,7 @@ def _keep(running: Cluster, path: Path) -> None:
                 running.change(_read(path))
                 _report("the plan has changed")
             except OctavoError as error:
-                _report(f"the plan is kept as it was: {error}")
+                _report(f"the new plan is invalid, the previous one stays active: {error}")
         running.step(time.monotonic())
         if running.is_serving and not was_serving:
             _report(f"serving: {running.describe()}")

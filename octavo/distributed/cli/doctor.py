@@ -16,21 +16,26 @@ def distributed_findings() -> Iterator[Finding]:
 
     mooncake = find_version("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
     shown = mooncake and f"transfer engine {mooncake}"
-    need = "--kv-transfer mooncake and --kv-pool need it"
-    yield _find("Mooncake", shown, need, require_mooncake)
+    use = "--kv-transfer mooncake and --kv-pool"
+    yield _find("Mooncake", shown, use, require_mooncake)
     nixl = find_version("nixl", "nixl-cu12")
-    yield _find("NIXL", nixl, "--kv-transfer nixl needs it", require_nixl)
-    yield _find("Ray", find_version("ray"), "octavo cluster needs it")
+    yield _find("NIXL", nixl, "--kv-transfer nixl", require_nixl)
+    yield _find("Ray", find_version("ray"), "octavo cluster")
 
 
 def _find(
-    name: str, version: str | None, need: str, require: Callable[[], None] = lambda: None
+    name: str, version: str | None, use: str, require: Callable[[], None] = lambda: None
 ) -> Finding:
-    """Reports a package and whether it can be imported; `need` is the feature that requires it."""
+    """Reports a package and whether it can be imported; `use` names what requires it."""
     if version is None:
-        return Finding(name, f"not installed; {need}", hint=f"pip install 'octavo[{name.lower()}]'")
+        return Finding(
+            name,
+            f"not installed; required by {use}",
+            status="none",
+            hint=f"pip install 'octavo[{name.lower()}]'",
+        )
     try:
         require()
     except BackendUnavailable as error:
-        return Finding(name, error.message, ok=False, hint=error.hint)
+        return Finding(name, error.message, status="warning", hint=error.hint)
     return Finding(name, version)

@@ -20,11 +20,11 @@ def route(
     *,
     urls: Annotated[
         list[str],
-        typer.Argument(metavar="URL...", help="The servers, as HOST:PORT or http://HOST:PORT."),
+        typer.Argument(metavar="URL...", help="Servers, as HOST:PORT or http://HOST:PORT."),
     ],
     settings: dict[str, Any],
 ) -> None:
-    """Route requests to several servers, by cached prefixes and load."""
+    """Route requests to several servers by cached prefixes and load."""
     from octavo.distributed.router.run import route as run_router
 
     keys = (*settings.get("api_key", ()), *filter(None, [os.environ.get(KEY_VARIABLE)]))

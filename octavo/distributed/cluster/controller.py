@@ -134,7 +134,7 @@ class Cluster:
             members = [one for one in self.members.values() if one.group == group.name]
             parts.append(f"{group.name} {sum(one.is_ready for one in members)}/{group.count}")
         url = "" if self.router is None or self.router.state is None else self.router.state.url
-        return f"{', '.join(parts)}; router {url or 'is not there yet'}"
+        return f"{', '.join(parts)}; router {url or 'is not running yet'}"
 
     def close(self) -> None:
         """Stops the router first, so that it sends no request to an instance that is stopping."""
@@ -301,7 +301,7 @@ class Cluster:
         """Stops a router whose part of the plan has changed; its running requests may finish."""
         if self.router is None or self._router_part == self.plan.router:
             return
-        self.report("the router is replaced")
+        self.report("the router is being replaced")
         self._stop(self.router)
         self.router = None
         for member in self.members.values():
@@ -347,7 +347,7 @@ class Cluster:
                     admin.leave(member.number)  # it was started again elsewhere
                 member.number = admin.join(member.state.url)
             except httpx2.HTTPError as error:
-                logger.warning("%s does not join the router: %s", name, error)
+                logger.warning("%s could not join the router: %s", name, error)
                 continue
             member.joined_url = member.state.url
             self.report(f"{name} has joined the router, at {member.state.url}")
@@ -365,7 +365,7 @@ class Cluster:
         try:
             self.make_admin(self.router.state.url).leave(member.number)
         except httpx2.HTTPError as error:
-            logger.warning("%s does not leave the router: %s", member.spec.name, error)
+            logger.warning("%s could not leave the router: %s", member.spec.name, error)
 
     def _stop_drained(self, now: float) -> None:
         for member in list(self._leaving):

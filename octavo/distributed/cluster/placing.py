@@ -40,13 +40,13 @@ def check_machines(
     )
     if not fitting:
         raise ConfigError(
-            f"plan: {name}: an instance wants a machine with {wanted}, and Ray has none; there are"
+            f"plan: {name}: no Ray machine has the required {wanted}; there are"
             f" {there or 'no machines'}",
             hint=hint,
         )
     if spread and len(fitting) < count:
         raise ConfigError(
-            f"plan: {name}: {count} instances or ranks want machines of their own with {wanted},"
+            f"plan: {name}: {count} instances or ranks require separate machines with {wanted},"
             f" and Ray has {len(fitting)}; there are {there}",
             hint=hint,
         )
@@ -61,5 +61,5 @@ def check_total(needs: Sequence[Mapping[str, float]], machines: Sequence[Cluster
             raise ConfigError(
                 f"plan: its instances and the router want {wanted:g} {name} together, and Ray's"
                 f" machines have {there:g}",
-                hint="name fewer, or have machines join: ray start --address=HEAD:6379",
+                hint="use fewer instances, or add machines: ray start --address=HEAD:6379",
             )

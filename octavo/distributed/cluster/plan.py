@@ -171,21 +171,21 @@ def flag_names(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(plan: ClusterPlan) -> None:
     if not plan.instances:
-        raise ConfigError("plan: no instances", hint="name one group at least")
+        raise ConfigError("plan: no instances", hint="add at least one group")
     names = [group.name for group in plan.instances]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"plan: two groups are called {twice[0]}")
+        raise ConfigError(f"plan: two groups are named {twice[0]}")
     if (total := sum(group.count for group in plan.instances)) > MAX_INSTANCES:
-        raise ConfigError(f"plan: {total} instances, allowed are {MAX_INSTANCES}")
+        raise ConfigError(f"plan: {total} instances, expected at most {MAX_INSTANCES}")
     for group in plan.instances:
         _check_group(plan, group)
     if all(group.role == "prefill" for group in plan.instances):
         raise ConfigError(
-            "plan: all instances have the role prefill, and none answers requests",
-            hint="give a group the role decode and these as peers",
+            "plan: all instances have the role prefill, so none can serve requests",
+            hint="add a group with the role decode and these groups as peers",
         )
     if not 0 < plan.router.port < 65536:
-        raise ConfigError(f"plan: router: port: got {plan.router.port}, allowed is 1 to 65535")
+        raise ConfigError(f"plan: router: port: got {plan.router.port}, expected 1 to 65535")
     _check_needs("router", plan.router.cpus, plan.router.resources)
     _check_options("router", plan.router.options, OWN_ROUTER_OPTIONS)
 
@@ -194,32 +194,32 @@ def _check_group(plan: ClusterPlan, group: InstanceGroup) -> None:
     where = group.name
     if not NAME.fullmatch(group.name):
         raise ConfigError(
-            f"plan: name: got {group.name!r}, allowed are up to 40 lower-case letters, digits and"
+            f"plan: name: got {group.name!r}, expected up to 40 lower-case letters, digits and"
             " dashes"
         )
     if group.count < 1:
-        raise ConfigError(f"plan: {where}: count: got {group.count}, allowed is at least 1")
+        raise ConfigError(f"plan: {where}: count: got {group.count}, expected at least 1")
     _check_needs(where, group.cpus, group.resources)
     _check_options(where, group.options, OWN_OPTIONS)
     if group.ranks_apart and (group.num_ranks == 1 or group.options.get("backend") != "torch"):
         raise ConfigError(
-            f"plan: {where}: ranks_apart: allowed only with the options backend: torch and"
+            f"plan: {where}: ranks_apart: requires the options backend: torch and"
             f" tensor-parallel-size above 1, got {group.options.get('backend', 'auto')} and"
             f" {group.num_ranks}",
-            hint="native ranks share the memory of one machine; leave ranks_apart out",
+            hint="native ranks run on one machine; remove ranks_apart",
         )
     transfers = group.role != "both" or "kv_transfer" in flag_names(group.options)
     if group.ranks_apart and transfers:
         raise ConfigError(
-            f"plan: {where}: ranks_apart: allowed only where no blocks go to other instances, got"
-            f" the role {group.role}",
-            hint="leave ranks_apart out: ranks of one machine send each their part of blocks",
+            f"plan: {where}: ranks_apart: not supported with KV transfer, got the role"
+            f" {group.role}",
+            hint="remove ranks_apart: KV transfer requires all ranks on one machine",
         )
     if (group.role == "decode") != (group.peers is not None):
         raise ConfigError(
-            f"plan: {where}: role {group.role} with peers {group.peers}; the role decode and peers"
-            " belong together",
-            hint="name the group with the role prefill in peers",
+            f"plan: {where}: role {group.role} with peers {group.peers}; the role decode requires"
+            f" peers, and other roles do not support them",
+            hint="list the group with the role prefill in peers",
         )
     if group.peers is None:
         return
@@ -229,7 +229,7 @@ def _check_group(plan: ClusterPlan, group: InstanceGroup) -> None:
     if peers.role != "prefill" or peers.model != group.model:
         raise ConfigError(
             f"plan: {where}: peers: {peers.name} has the role {peers.role} and the model"
-            f" {peers.model}, needed are prefill and {group.model}"
+            f" {peers.model}, expected prefill and {group.model}"
         )
 
 
@@ -237,25 +237,26 @@ def _check_needs(where: str, cpus: float, resources: Mapping[str, float]) -> Non
     for name, amount in {"cpus": cpus, **resources}.items():
         if instead := KNOWN_RESOURCES.get(name):
             raise ConfigError(
-                f"plan: {where}: resources: {name} is one of Ray's own", hint=f"use {instead}"
+                f"plan: {where}: resources: {name} is a built-in resource of Ray",
+                hint=f"use {instead}",
             )
         most = MAX_MEMORY_BYTES if name == "memory" else MAX_AMOUNT
         if not 0 < amount <= most:
             raise ConfigError(
-                f"plan: {where}: {name}: got {amount:g}, allowed is a number above 0 and at most"
+                f"plan: {where}: {name}: got {amount:g}, expected a number above 0 and at most"
                 f" {most:,}"
             )
         if amount > 1 and amount != int(amount):
             raise ConfigError(
-                f"plan: {where}: {name}: got {amount:g}, allowed is a whole number, or one below 1",
-                hint="Ray gives out whole units, or a part of one",
+                f"plan: {where}: {name}: got {amount:g}, expected an integer, or one below 1",
+                hint="Ray allocates whole units, or a fraction of one",
             )
 
 
 def _check_options(where: str, options: Mapping[str, Any], own: frozenset[str]) -> None:
     if given := sorted(own & flag_names(options).keys()):
         raise ConfigError(
-            f"plan: {where}: options: {given[0]} follows from the plan",
-            hint="leave it out; keys and secrets come from OCTAVO_API_KEY and"
+            f"plan: {where}: options: {given[0]} is set by the plan",
+            hint="remove it; keys and secrets are read from OCTAVO_API_KEY and"
             " OCTAVO_CLUSTER_SECRET",
         )

@@ -67,7 +67,7 @@ class RayPlacer:
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"ray_address: no Ray cluster could be joined at {address} in"
+                f"ray_address: cannot connect to a Ray cluster at {address} in"
                 f" {time.monotonic() - began:.0f} s: {error}",
                 hint="start one: ray start --head",
             ) from error
@@ -87,9 +87,9 @@ class RayPlacer:
         if not group.wait(PLACE_S):
             remove_placement_group(group)
             raise ConfigError(
-                f"plan: {name}: Ray finds no room for {len(needs)} instances within {PLACE_S:g} s:"
-                " its machines are taken",
-                hint="`ray status` says by what",
+                f"plan: {name}: Ray cannot place {len(needs)} instances within {PLACE_S:g} s:"
+                " its machines are busy",
+                hint="see `ray status`",
             )
         return group
 

@@ -64,7 +64,7 @@ class PrefillService:
             self._socket.bind(endpoint(host, port))
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"kv_transfer_address: {host}:{port} cannot be listened on: {error}"
+                f"kv_transfer_address: {host}:{port} cannot listen: {error}"
             ) from error
         self._task = asyncio.create_task(self._listen(self._socket))
 
@@ -81,7 +81,7 @@ class PrefillService:
             try:
                 message = self._requests.decode(frames[0] if len(frames) == 1 else b"")
             except UNREADABLE as error:
-                logger.warning("a peer sent what is no message: %s", error)
+                logger.warning("a peer sent an invalid message: %s", error)
                 continue
             if isinstance(message, Hello):
                 assert self._facts.listen is not None
@@ -128,5 +128,5 @@ def _reason(error: Exception) -> str:
     """Returns the reason why a prompt was not computed; also logs it if this engine is at fault."""
     if isinstance(error, OctavoError):
         return error.message
-    logger.error("a prompt of another engine was not computed", exc_info=error)
+    logger.error("remote prefill for another engine failed", exc_info=error)
     return f"{type(error).__name__}: {error}"

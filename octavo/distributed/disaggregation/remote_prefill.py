@@ -215,16 +215,16 @@ class PrefillPeers:
         await asyncio.sleep(REACH_S)
         if not peer.was_reached:
             logger.warning(
-                "prefill_peer: %s could not be reached for %g s; prompts are computed here, and it"
-                " is tried again and again. Is an engine with --role prefill there, with the same"
-                " kv_transfer_secret?",
+                "prefill_peer: %s could not be reached for %g s; prefilling locally and retrying."
+                " Check that an engine with --role prefill runs there with the same"
+                " kv_transfer_secret",
                 peer.address,
                 REACH_S,
             )
 
     def _lose(self, peer: PrefillPeer) -> None:
         if peer.endpoint:
-            logger.warning("%s is gone; prompts are computed here", peer.address)
+            logger.warning("%s is gone; prefilling locally", peer.address)
         peer.endpoint = ""
         names = list(peer.tokens)
         peer.tokens, peer.asked = {}, {}
@@ -237,7 +237,7 @@ class PrefillPeers:
             try:
                 self._take(peer, self._replies.decode(data))
             except UNREADABLE as error:
-                logger.warning("%s sent what is no message: %s", peer.address, error)
+                logger.warning("%s sent an invalid message: %s", peer.address, error)
 
     def _take(self, peer: PrefillPeer, message: FrontReplyMessage) -> None:
         peer.was_reached = True
@@ -258,7 +258,7 @@ class PrefillPeers:
         differing = describe_differences(self._facts.facts, message.facts)
         if differing:
             logger.error(
-                "%s computes no prompts for this engine: its blocks differ (%s)",
+                "%s cannot prefill for this engine: its KV blocks differ (%s)",
                 peer.address,
                 "; ".join(differing),
             )
@@ -266,7 +266,7 @@ class PrefillPeers:
             peer.endpoint = message.endpoint
             num_ranks, own = len(split_endpoints(message.endpoint)), self._facts.num_ranks
             logger.warning(
-                "%s computes prompts for this engine%s",
+                "%s prefills for this engine%s",
                 peer.address,
                 "" if num_ranks == own else f", on {num_ranks} ranks: here are {own}",
             )

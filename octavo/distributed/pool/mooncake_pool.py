@@ -50,7 +50,7 @@ class MooncakePool:
         status = self._store.setup(host, *places)
         if status != 0:
             raise BackendUnavailable(
-                f"kv_pool: the master at {master} takes no client: status {status}",
+                f"kv_pool: the master at {master} rejected this client: status {status}",
                 hint="see the log of mooncake_master",
             )
 
@@ -104,8 +104,8 @@ def check_pool(text: str) -> str:
     """
     if not text.startswith(SCHEME):
         raise ConfigError(
-            f"kv_pool: got {text!r}, allowed is mooncake://HOST:PORT",
-            hint="name the address of a mooncake_master",
+            f"kv_pool: got {text!r}, expected mooncake://HOST:PORT",
+            hint="use the address of a mooncake_master",
         )
     master = text.removeprefix(SCHEME)
     parse_address(master, name="kv_pool")
@@ -132,7 +132,7 @@ def _own_address(master: str) -> str:
             return own
     except OSError as error:
         raise ConfigError(
-            f"kv_pool: nothing answers at {master} ({error}), tried for up to {CONNECT_S:g} s",
+            f"kv_pool: no response from {master} ({error}), tried for up to {CONNECT_S:g} s",
             hint="start one: mooncake_master --rpc_port=50051",
         ) from error
 

@@ -149,7 +149,7 @@ class PoolWorker:
         try:
             found = self._store.get([value for value in values if value is not None])
         except Exception as error:
-            logger.warning("KV blocks of the pool are computed instead: %s", error)
+            logger.warning("KV blocks of the pool are recomputed: %s", error)
             found = []
         if not any(found) and time.monotonic() - began > LONG_S:
             self.reads_from = time.monotonic() + READ_PAUSE_S
@@ -178,7 +178,7 @@ class PoolWorker:
         header, end = self._header(block), len(data) - CHECKSUM.size
         (checksum,) = CHECKSUM.unpack(data[end:].tobytes())
         if data[: len(header)].tobytes() != header or get_checksum(data[:end]) != checksum:
-            logger.warning("a KV block of the pool is damaged; it is computed instead")
+            logger.warning("a KV block of the pool is damaged and is recomputed")
             self._num_damaged += 1
             return False
         self.slot(block.group, block.slot)[:] = data[len(header) : end]
@@ -209,7 +209,7 @@ class PoolWorker:
         except Exception as error:
             stored, reason = [], str(error)
         if len(stored) < len(given) or not all(stored):
-            logger.warning("the pool is not written to for %.0f s: %s", PAUSE_S, reason)
+            logger.warning("pausing writes to the pool for %.0f s: %s", PAUSE_S, reason)
             self._num_write_errors += len(given) - sum(stored)
             self.writes_from = time.monotonic() + PAUSE_S
         outcomes = iter(stored)
@@ -277,4 +277,4 @@ class _BatchThread:
                 if not isinstance(following, SlotBlock):
                     following()
             except Exception:
-                logger.exception("the thread of the pool goes on after a fault")
+                logger.exception("the pool thread continues after an error")

@@ -61,7 +61,7 @@ class RouterRoutes:
         if self._members.is_stopping:
             raise Unavailable("the router is stopping")
         if not any(member.takes_requests for member in self._members):
-            raise Unavailable(f"no server is well: {self._members.describe_trouble(None)}")
+            raise Unavailable(f"no server is healthy: {self._members.describe_trouble(None)}")
         return JSONResponse({"status": "ok"})
 
     async def live(self, _: Request) -> Response:
@@ -130,7 +130,7 @@ def require_router_operator(request: Request, server: ServerSettings) -> None:
     if request.scope.get(OPERATOR) or not (server.has_keys or server.is_open_to_all):
         return
     raise HTTPException(
-        403, "only the operator may do this (hint: start the router with --api-key)"
+        403, "this route requires the operator key (hint: start the router with --api-key)"
     )
 
 

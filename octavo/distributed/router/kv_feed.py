@@ -80,7 +80,7 @@ class KvFeed:
                     if len(message) == 3 and message[0] == topic.encode():
                         await self._process_batch(message[1], message[2], replay)
         except zmq.ZMQError as error:
-            logger.warning("KV events at %s cannot be followed: %s", endpoint, error)
+            logger.warning("cannot subscribe to KV events at %s: %s", endpoint, error)
         finally:
             events.disable_monitor()
             events.close()
@@ -161,7 +161,7 @@ class KvFeed:
         try:
             batch = self._decoder.decode(payload)
         except UNREADABLE as error:
-            logger.warning("a batch of KV events cannot be read: %s", error)
+            logger.warning("cannot parse a batch of KV events: %s", error)
             self._clear()
             return
         for event in batch.events:
@@ -202,7 +202,7 @@ class MemberFeeds:
         """Follows all engines of a card until the server shows a different card."""
         if card.is_locked and self._secret is None:
             logger.warning(
-                "%s locks its KV events with a secret: name it with --kv-events-secret",
+                "KV events of %s require a secret: set --kv-events-secret",
                 self._member.url,
             )
             await self._while_current(card)

@@ -14,29 +14,30 @@ from octavo.distributed.router.members import Member, Members
 
 PREFIX = "octavo:router_"
 GAUGES: dict[str, tuple[str, Callable[[Member], float]]] = {
-    "server_up": ("Whether the server gets requests: 1, or 0.", lambda one: one.is_well),
-    "running": ("Requests that the server is answering.", lambda one: one.num_running),
+    "server_up": ("1 if the server receives requests, else 0.", lambda one: one.is_well),
+    "running": ("Number of requests running on the server.", lambda one: one.num_running),
     "queued_tokens": (
-        "Uncached prompt tokens of requests that the server has not begun to answer.",
+        "Uncached prompt tokens of requests without a first token.",
         lambda one: one.target.queued_tokens,
     ),
     "known_blocks": (
-        "Names of blocks that the server is known, or expected, to hold.",
+        "KV blocks that the server is known or expected to have cached.",
         lambda one: len(one.target.cached),
     ),
     "prefill_rate": (
-        "Uncached prompt tokens that the server computes in a second, as measured; 0 before that.",
+        "Measured prefill rate in uncached prompt tokens per second; 0 until measured.",
         lambda one: one.target.rate or 0.0,
     ),
 }
 COUNTERS = {
-    "requests": "Requests that were passed on, by server and status.",
-    "retries": "Requests taken from a server before its first byte, by server and reason.",
-    "broken_answers": "Answers that broke off after their first byte, by server.",
-    "refusals": "Requests that the router answered itself, by status.",
-    "prompt_tokens": "Prompt tokens of the requests placed, as the router counts them.",
-    "predicted_cached_tokens": "Of these, expected to be cached at the server chosen.",
-    "found_cached_tokens": "Cached prompt tokens that answers told of.",
+    "requests": "Number of requests forwarded, by server and status.",
+    "retries": "Number of requests retried on another server before the first byte, by server and"
+    " reason.",
+    "broken_answers": "Number of responses that broke off after the first byte, by server.",
+    "refusals": "Number of requests that the router rejected, by status.",
+    "prompt_tokens": "Number of prompt tokens of routed requests, as counted by the router.",
+    "predicted_cached_tokens": "Prompt tokens expected to be cached on the chosen server.",
+    "found_cached_tokens": "Cached prompt tokens reported by the servers.",
 }
 """Series and their texts; each ends in `_total`."""
 LABELS = {

@@ -112,7 +112,7 @@ RETRIED_STATUSES = frozenset({429, 503})
 CACHED_TOKENS = re.compile(rb'"cached_tokens": ?(\d+)')
 NO_JOB = RoutingJob(0)
 SERVER_GONE = Unavailable(
-    "the server that computed this answer has gone", hint="send the request again"
+    "the server that computed this response is gone", hint="send the request again"
 )
 
 
@@ -239,7 +239,8 @@ class RouterProxy:
         if refusal is None:
             trouble = self._members.describe_trouble(request.parsed.model)
             raise Unavailable(
-                f"no server can answer: {trouble or 'none has this model or thing'}",
+                f"no server can process the request:"
+                f" {trouble or 'no server has this model or object'}",
                 hint="try again in a few seconds",
             )
         await refusal(scope, receive, send)

@@ -34,15 +34,15 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
     server = settings.server
     configure_logging(server)
     if not urls:
-        raise ConfigError("url: got none, needed is at least one server")
+        raise ConfigError("url: got none, expected at least one server")
     if len({normalize_server_url(url) for url in urls}) < len(urls):
-        raise ConfigError("url: got a server twice", hint="name each server once")
+        raise ConfigError("url: got a server twice", hint="list each server once")
     members, monitor = Members(urls, settings), ServerMonitor(settings)
     listener = listen(server)
     if server.is_open_to_all:
         notices.info(
-            "warning: %s can be reached from other machines and no --api-key is set: anyone who the"
-            " servers let in may use them",
+            "warning: %s is reachable from other machines without --api-key: anyone can use the"
+            " servers behind it",
             server.host,
         )
     scheme = "http" if server.ssl_certfile is None else "https"
@@ -54,7 +54,7 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
             well = sum(member.is_well for member in members)
             notices.info("routing to %d of %d servers on %s", well, len(members), address)
             for index, member in enumerate(members):
-                notices.info("server %d: %s %s", index, member.url, member.trouble or "is well")
+                notices.info("server %d: %s %s", index, member.url, member.trouble or "healthy")
             yield
 
     config = uvicorn.Config(

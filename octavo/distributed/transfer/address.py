@@ -19,7 +19,7 @@ def parse_address(text: str, *, name: str) -> tuple[str, int]:
     # The port above it is the blocks'.
     if not host or not port.isdecimal() or not 0 < int(port) < MAX_PORT:
         raise ConfigError(
-            f"{name}: got {text!r}, allowed is HOST:PORT with a port of 1 to 65534, such as"
+            f"{name}: got {text!r}, expected HOST:PORT with a port of 1 to 65534, such as"
             " 127.0.0.1:8998"
         )
     return host, int(port)
@@ -46,8 +46,8 @@ def check_ports(port: int, num_ranks: int, *, name: str) -> None:
     """
     if port + num_ranks > MAX_PORT:
         raise ConfigError(
-            f"{name}: got the port {port}, allowed is at most {MAX_PORT - num_ranks}: each of"
-            f" {num_ranks} ranks has a port above it"
+            f"{name}: got the port {port}, expected at most {MAX_PORT - num_ranks}: each of"
+            f" {num_ranks} ranks uses a port above it"
         )
 
 
@@ -55,9 +55,10 @@ def check_address(host: str, secret: str | None, *, name: str) -> None:
     """Raises ConfigError if other machines can reach the address and no secret is set."""
     if not is_local(host) and not secret:
         raise ConfigError(
-            f"{name}: got the host {host!r}, which others may reach, and no kv_transfer_secret",
+            f"{name}: got the host {host!r}, which other machines can reach, without"
+            f" kv_transfer_secret",
             hint="set the same kv_transfer_secret on all engines, or listen on 127.0.0.1: a peer"
-            " may read every block of this engine's prompts",
+            " can read every KV block of this engine",
         )
 
 

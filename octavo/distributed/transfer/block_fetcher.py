@@ -171,7 +171,7 @@ class BlockFetcher:
                 self._heads.pieces(group, len(endpoints)) for group in range(len(self._slots))
             ]
         except ConfigError as error:
-            logger.warning("KV blocks of %s cannot be asked for: %s", source, error.message)
+            logger.warning("cannot request KV blocks of %s: %s", source, error.message)
             self._note(not_fetched=[block.name for block in blocks])
             return
         until = time.monotonic() + self._ends.timeout_s
@@ -250,7 +250,7 @@ class BlockFetcher:
         try:
             message = self._replies.decode(frames[0].buffer)
         except UNREADABLE as error:
-            self._lose(source, f"it sent what is no message: {error}")
+            self._lose(source, f"it sent an invalid message: {error}")
             return
         self._heard[source] = time.monotonic()
         if isinstance(message, BlockPart | LayerPart):
@@ -320,7 +320,7 @@ class BlockFetcher:
             self._note(fetched=[name])
 
     def _end_damaged(self, source: str, names: Sequence[BlockName]) -> None:
-        logger.warning("KV blocks of %s came damaged; they are computed here", source)
+        logger.warning("KV blocks received from %s are damaged and are recomputed", source)
         self._end(names)
 
     def _receive_offer(self, source: str, offer: BlockAt) -> None:
@@ -332,9 +332,7 @@ class BlockFetcher:
             return
         piece = self._piece(offer.name, source)
         if self._reader is None or offer.num_bytes != len(piece.memory):
-            logger.warning(
-                "a KV block of %s is offered in another way; it is computed here", source
-            )
+            logger.warning("a KV block of %s has another transport and is recomputed", source)
             self._end([offer.name])
             self._send(source, TookBlocks([offer.name], offer.epoch))
         elif not piece.is_read:
@@ -356,7 +354,7 @@ class BlockFetcher:
             if has_come:
                 self._heard[source] = time.monotonic()
             elif not arriving.is_dropped:
-                logger.warning("a KV block could not be read whole; it is computed here")
+                logger.warning("a KV block could not be read completely and is recomputed")
             if has_come and not arriving.is_dropped:
                 self._complete_piece(name, source)
             else:
@@ -387,7 +385,7 @@ class BlockFetcher:
         being_read = {source for source, piece in missing if piece.is_read}
         for source in {source for source, _ in missing} - being_read:
             if now - self._heard[source] > SILENCE_S:
-                self._lose(source, f"nothing was heard of it for {SILENCE_S:g} s")
+                self._lose(source, f"it has not responded for {SILENCE_S:g} s")
         if now - self._renewed_at > RENEWAL_S:
             self._renewed_at = now
             self.renew_leases()
@@ -396,7 +394,10 @@ class BlockFetcher:
         """Ends all fetches from an engine; later requests to it are possible."""
         names = [name for name, one in self._arriving.items() if source in one.missing]
         logger.warning(
-            "%d KV blocks of %s do not come, they are computed here: %s", len(names), source, reason
+            "%d KV blocks of %s were not received and are recomputed: %s",
+            len(names),
+            source,
+            reason,
         )
         socket = self._sources.pop(source, None)
         if socket is not None:

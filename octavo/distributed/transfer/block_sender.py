@@ -349,7 +349,7 @@ class BlockSender:
                 pause_ms = min(pause_ms, BUSY_MS)
                 continue
             except zmq.ZMQError as error:
-                logger.info("a peer that fetched KV blocks is gone: %s", error)
+                logger.info("a peer that was fetching KV blocks is gone: %s", error)
             del self._leaving[peer]
         return pause_ms
 
@@ -365,7 +365,7 @@ def _listen(
     except zmq.ZMQError as error:
         router.close()
         raise ConfigError(
-            f"kv_transfer_address: its next port, {address}, cannot be listened on: {error}"
+            f"kv_transfer_address: its next port, {address}, cannot listen: {error}"
         ) from error
     return router
 

@@ -101,7 +101,7 @@ class MemoryServer:
                 for memory in wanted:
                     connection.sendall(memory.data)
         except OSError as error:
-            logger.debug("a reader of KV blocks has gone: %s", error)
+            logger.debug("a reader of KV blocks is gone: %s", error)
         finally:
             with self._lock:
                 self._readers.discard(connection)

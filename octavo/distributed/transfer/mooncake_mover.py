@@ -33,7 +33,7 @@ class MooncakeMover:
         if self._engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
             raise BackendUnavailable(
                 f"kv_transfer: mooncake cannot be started at {host}",
-                hint="name an address of this machine in kv_transfer_address",
+                hint="set kv_transfer_address to an address of this machine",
             )
         self.session: str = f"{host}:{self._engine.get_rpc_port()}"
         self._registered: list[NDArray[np.uint8]] = []
@@ -41,7 +41,7 @@ class MooncakeMover:
     def register(self, memory: NDArray[np.uint8]) -> None:
         if self._engine.register_memory(memory.ctypes.data, memory.nbytes) != 0:
             raise BackendUnavailable(
-                f"kv_transfer: mooncake does not take {memory.nbytes:,} bytes of memory",
+                f"kv_transfer: mooncake cannot register {memory.nbytes:,} bytes of memory",
                 hint="lower kv_transfer_size",
             )
         self._registered.append(memory)

@@ -41,7 +41,7 @@ class NixlMover:
         except Exception as error:
             raise BackendUnavailable(
                 f"kv_transfer: nixl cannot be started: {error}",
-                hint="UCX_TLS=tcp in the environment lets it use TCP alone",
+                hint="set UCX_TLS=tcp in the environment to use TCP only",
             ) from None
         self._registered: list[Any] = []
         self._remotes: dict[str, str] = {}
@@ -58,7 +58,7 @@ class NixlMover:
             self._registered.append(self._agent.register_memory(whole, "DRAM"))
         except Exception as error:
             raise BackendUnavailable(
-                f"kv_transfer: nixl does not take {memory.nbytes:,} bytes of memory: {error}",
+                f"kv_transfer: nixl cannot register {memory.nbytes:,} bytes of memory: {error}",
                 hint="lower kv_transfer_size",
             ) from None
 

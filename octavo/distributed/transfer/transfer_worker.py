@@ -171,7 +171,7 @@ class TransferWorker:
                             self._channel.carry_out(plan)
                     self._channel.move()
                 except Exception:
-                    logger.exception("the transfer of KV blocks goes on after a fault")
+                    logger.exception("the KV transfer thread continues after an error")
 
 
 class TransferChannel:

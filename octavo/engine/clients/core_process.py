@@ -76,7 +76,7 @@ def main() -> None:
         loop.run()
     except Exception as error:
         if not isinstance(error, OctavoError):
-            logger.exception("the engine process ends")
+            logger.exception("the engine process is exiting")
         loop.send(ChildFailed.of(error))
         sys.exit(1)
     finally:

@@ -164,7 +164,7 @@ class FleetClient:
             if not client.trouble:
                 views[index] = as_view(client.query(query))
         if not views:
-            raise Unavailable(self.trouble or "the engines are being replaced")
+            raise Unavailable(self.trouble or "the engines are restarting")
         with self._lock:
             return self._view.joined(views)
 

@@ -92,6 +92,6 @@ def encode_requests(requests: list[EngineRequest]) -> bytes:
     except (ArithmeticError, TypeError, ValueError) as error:
         raise InvalidRequest(
             f"the request cannot be sent to the engine: {error}",
-            hint="integers need to fit 64 bits, and every field to have its own type",
+            hint="integers must fit in 64 bits, and each field must have its declared type",
         ) from error
     return data

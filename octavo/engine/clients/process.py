@@ -128,7 +128,7 @@ class ProcessClient:
                 elif isinstance(reply, CoreReady):
                     return reply.info
                 elif reply is None:
-                    raise EngineDead("the engine was closed while it started")
+                    raise EngineDead("the engine was closed during startup")
         except BaseException:
             self.close()
             raise
@@ -230,9 +230,9 @@ class ProcessClient:
                 if result.number == number:
                     return result
         except queue.Empty:
-            raise Unavailable(f"the engine has not answered for {ANSWER_S:g} s") from None
+            raise Unavailable(f"the engine has not responded for {ANSWER_S:g} s") from None
         self._results.put(None)
-        raise Unavailable("the engine ended before it answered")
+        raise Unavailable("the engine exited before it responded")
 
     def _next(self, timeout_s: float | None) -> Reply | None:
         """Returns the next message; None after a timeout or if the client is closed."""
@@ -248,7 +248,7 @@ class ProcessClient:
         if ended and not self._closing:
             self._results.put(None)
             how = describe_exit(self._process.wait())
-            raise EngineDead(f"the engine process has ended ({how})")
+            raise EngineDead(f"the engine process has exited ({how})")
         return None
 
     def _note(self, reply: Reply) -> None:

@@ -300,10 +300,10 @@ class SupervisedClient:
             # Aborted requests count as suspects too: one of them may be the only one to blame.
             guilty = self._find_guilty(failure)
             outputs += self._end(self._ledger.aborted(), "abort")
-            given_up = f"{failure.reason}; this request is given up, the engine was replaced"
+            given_up = f"{failure.reason}; this request is aborted; the engine was restarted"
             outputs += self._end(guilty, "error", given_up)
             wait = f" in {delay_s:g} s" if delay_s else ""
-            self.trouble = f"{failure.reason}: another engine is being started{wait}"
+            self.trouble = f"{failure.reason}: restarting the engine{wait}"
             self._stats = self._before = self._ledger.counts(self._stats)
             self._before.num_restarts += 1
             self._trying = True

@@ -349,8 +349,8 @@ class KVConnector:
         if num_bytes + pinned_bytes > self.max_pinned_bytes:
             got = f"the prompt's blocks have {num_bytes:,} bytes, and {pinned_bytes:,} are pinned"
             raise InvalidRequest(
-                f"{got}; allowed are {self.max_pinned_bytes:,}",
-                hint="raise prefix_cache_size, or unpin something",
+                f"{got}; expected at most {self.max_pinned_bytes:,}",
+                hint="raise prefix_cache_size, or unpin a prompt",
             )
 
     # -- steps -------------------------------------------------------------------------------------

@@ -115,12 +115,12 @@ def parse_events_config(text: str | None) -> KVEventsConfig:
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError(
             f"kv_events_config: {error}",
-            hint="""give a JSON object, e.g. '{"enable_kv_cache_events": true}'""",
+            hint="""pass a JSON object, e.g. '{"enable_kv_cache_events": true}'""",
         ) from None
     for name, low, high in (("buffer_steps", 1, MAX_BUFFER_STEPS), ("hwm", 1, MAX_BUFFER_STEPS)):
         if not low <= getattr(config, name) <= high:
             got = f"kv_events_config: {name}: got {getattr(config, name)}"
-            raise ConfigError(f"{got}, allowed are {low} to {high:,}")
+            raise ConfigError(f"{got}, expected {low} to {high:,}")
     for name in ("endpoint", "replay_endpoint"):
         if (address := getattr(config, name)) is not None:
             _check_endpoint(f"kv_events_config: {name}", address, config.secret)
@@ -150,11 +150,12 @@ def _check_endpoint(name: str, address: str, secret: str | None) -> None:
     match = re.fullmatch(r"tcp://(?P<host>[^:/\s]+|\[[^\]\s]+\]):(?P<port>\d{1,5})", address)
     if match is None or not 0 < int(match["port"]) < 65536 - 64:
         raise ConfigError(
-            f"{name}: got {address!r}, allowed are tcp://HOST:PORT and ipc://PATH",
-            hint="tcp://127.0.0.1:5557 is the usual one",
+            f"{name}: got {address!r}, expected tcp://HOST:PORT and ipc://PATH",
+            hint="for example tcp://127.0.0.1:5557",
         )
     if not is_local(match["host"]) and not secret:
         raise ConfigError(
-            f"{name}: got the host {match['host']!r}, which others may reach, and no secret",
-            hint="listen on 127.0.0.1, or set secret: events hold the tokens of all prompts",
+            f"{name}: got the host {match['host']!r}, which other machines can reach, without"
+            f" secret",
+            hint="listen on 127.0.0.1, or set secret: events contain the tokens of all prompts",
         )

@@ -96,25 +96,24 @@ class PromptLimits:
             return _never(limit, num, got, allowed, "raise kv_cache_memory_bytes")
         if self.max_whole_prompt is not None and num > self.max_whole_prompt:
             limit = (
-                f"The batch limit is {self.max_whole_prompt} tokens a step, and prompts are not"
-                " chunked"
+                f"The batch limit is {self.max_whole_prompt} tokens a step, without chunked prefill"
             )
-            hint = "raise max_num_batched_tokens, or allow chunked prefill"
+            hint = "raise max_num_batched_tokens, or enable chunked prefill"
             return _never(limit, num, got, self.max_whole_prompt, hint)
         return OK
 
     def _judge_beams(self, num_prompt_tokens: int, beam_width: int) -> AdmissionDecision:
         if not self.shares_blocks:
-            hint = "leave kv_layout at paged, and the KV cache on"
+            hint = "set kv_layout to paged and enable kv_cache"
             return AdmissionDecision(
                 AllocStatus.NEVER,
-                f"beam_width: got {beam_width}, but beams share KV blocks, and this engine shares"
-                " none",
+                f"beam_width: got {beam_width}, but beam search requires shared KV blocks, which"
+                f" this engine disables",
                 hint,
             )
         if beam_width > self.max_num_seqs:
             what = (
-                f"beam_width: got {beam_width}, allowed are at most {self.max_num_seqs} sequences"
+                f"beam_width: got {beam_width}, expected at most {self.max_num_seqs} sequences"
                 " at once (max_num_seqs)"
             )
             return AdmissionDecision(AllocStatus.NEVER, what, "raise max_num_seqs")
@@ -141,5 +140,5 @@ class PromptLimits:
 def _never(
     limit: str, num: int, got: str, allowed: int, hint: str | None = None
 ) -> AdmissionDecision:
-    reason = f"{limit}, the prompt has {got}; allowed are at most {allowed}"
+    reason = f"{limit}, the prompt has {got}; expected at most {allowed}"
     return AdmissionDecision(AllocStatus.NEVER, reason, hint, num, allowed)

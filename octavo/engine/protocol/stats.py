@@ -95,7 +95,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_swapped: int = 0
     """Requests whose blocks are in host memory now."""
     num_swaps: int = 0
-    """Preemptions to host memory."""
+    """Number of preemptions by swapping to host memory."""
     num_host_blocks: int = 0
     """Blocks of host memory in use, of all groups."""
     num_waiting_tokens: int = 0

@@ -274,7 +274,7 @@ class WeightArrivals(msgspec.Struct, frozen=True):
     neurons_found: int = 0
     """Neurons that were in memory when a step used them."""
     neurons_read: int = 0
-    """Neurons that were read for a step."""
+    """Neurons read from disk for a step."""
     neurons_foreseen: int = 0
     """Neurons that were prefetched."""
     neurons_foreseen_used: int = 0

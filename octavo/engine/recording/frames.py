@@ -48,8 +48,8 @@ class RecordedFrames:
             self._replay.take(event)
             if self._replay.found.differences:
                 raise ConfigError(
-                    f"this version plans other steps: {self._replay.found.differences[0]}",
-                    hint="show the recording with the version that made it",
+                    f"this version schedules different steps: {self._replay.found.differences[0]}",
+                    hint="use the version that wrote the recording",
                 )
             if isinstance(event, StepPlanned):
                 self._planned.append(event)

@@ -155,14 +155,14 @@ class Recorder:
             self._file.write(self._encoder.encode(event) + b"\n")
             self._file.flush()
         except OSError as error:
-            logger.error("%s: nothing is recorded any more: %s", self._path, error.strerror)
+            logger.error("%s: recording stopped: %s", self._path, error.strerror)
             self.close()
 
     def close(self) -> None:
         try:
             self._file.close()
         except OSError:
-            logger.error("%s: its last lines are lost", self._path)
+            logger.error("%s: the last lines are lost", self._path)
 
 
 def check_writable(path: Path) -> None:
@@ -216,8 +216,8 @@ def read_log(path: Path) -> tuple[RecordingHeader, Iterator[Event]]:
         header = None
     if not isinstance(header, RecordingHeader) or header.format != FORMAT:
         raise ConfigError(
-            f"{path}: no recording, or one of another version",
-            hint="`octavo serve --record FILE` makes one",
+            f"{path}: not a recording, or written by another version",
+            hint="create one with `octavo serve --record FILE`",
         )
     return header, _rest(path, lines, decoder)
 

@@ -113,7 +113,7 @@ class Replay:
         elif isinstance(event, StepComputed):
             self._update(event)
         else:
-            raise _damaged("it begins a second time")
+            raise _damaged("it starts twice")
 
     def _schedule(self, then: StepPlanned) -> None:
         if len(self._in_flight) > self._max_steps_ahead:

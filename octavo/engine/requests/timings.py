@@ -14,9 +14,9 @@ from typing import NamedTuple
 from octavo.api.outputs import Timings
 from octavo.engine.protocol.requests import ON_ITS_WAY
 
-STEP_RUNNING = "a step was running"
+STEP_RUNNING = "waiting for the running step"
 """Reason of a request that arrives while a step is computed."""
-ENGINE_REPLACED = "the engine was replaced"
+ENGINE_REPLACED = "the engine was restarted"
 """Reason of a request that an earlier core knew, for all of its time before this core."""
 
 BEFORE_PLANS = (STEP_RUNNING, ON_ITS_WAY, ENGINE_REPLACED)

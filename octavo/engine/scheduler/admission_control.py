@@ -24,9 +24,9 @@ NO_BLOCKS = AdmissionDecision(AllocStatus.LATER, "KV full")
 READING = AdmissionDecision(AllocStatus.LATER, "reading the prefix cache")
 COMPILING = AdmissionDecision(AllocStatus.LATER, "compiling its grammar")
 LOADING = AdmissionDecision(AllocStatus.LATER, "loading its adapter")
-NO_PROMPT = AdmissionDecision(AllocStatus.LATER, "the prompt that it shares is not computed")
+NO_PROMPT = AdmissionDecision(AllocStatus.LATER, "waiting for a shared prompt to be computed")
 
-HELD_BACK = "held back by the policy"
+HELD_BACK = "held back by the scheduling policy"
 """Reason of requests whose tenant runs as many as it may."""
 
 

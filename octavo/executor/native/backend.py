@@ -107,23 +107,23 @@ class NativeBackend(Backend):
                 f" {options.kv_cache_dtype}"
             )
             raise BackendUnavailable(
-                got, hint="int8 takes as much memory as fp8 and is the more exact"
+                got, hint="use int8, which has the size of fp8 and higher accuracy"
             )
         self.options = options
         native = native_module()
         supported = supported_levels()
         if level is not None and level not in supported:
             raise BackendUnavailable(
-                f"cpu_level {level!r}: this machine runs {', '.join(supported)}",
-                hint="leave cpu_level at auto",
+                f"cpu_level {level!r}: this machine supports {', '.join(supported)}",
+                hint="set cpu_level to auto",
             )
         kernels = Path(native.__file__).parent
         num_threads = options.num_threads or 1
         try:
             self._device = native.Device(num_threads, str(kernels), level or supported[-1])
         except (RuntimeError, MemoryError) as error:
-            what = f"the native backend does not start with {num_threads} threads: {error}"
-            raise BackendUnavailable(what, hint="give fewer --threads") from None
+            what = f"the native backend cannot start {num_threads} threads: {error}"
+            raise BackendUnavailable(what, hint="use fewer --threads") from None
         self.numerics = self.level
         self._hooks: tuple[NativeHooks, ...] = options.hooks
         self._optimized: tuple[Program, Program] | None = None
@@ -305,7 +305,7 @@ class NativeBackend(Backend):
                 else "lower kv_cache_memory_bytes"
             )
             raise ConfigError(
-                f"the KV cache needs {needed} {what}, which the system does not give", hint=hint
+                f"the KV cache needs {needed} {what}, which the system cannot allocate", hint=hint
             ) from None
         for hooks in self._hooks:
             hooks.allocated(memory, layouts, num_blocks)
@@ -336,8 +336,8 @@ class NativeBackend(Backend):
         dtype = asked if asked != "auto" else "fp32" if computes_fp32 else "bf16"
         if dtype == "int8" and any(group.kind == "latent" for group in program.groups):
             raise BackendUnavailable(
-                "kv_cache_dtype: the native backend keeps latents as fp32 or bf16, got int8",
-                hint="a latent takes a small part of what keys and values of all heads would",
+                "kv_cache_dtype: the native backend stores MLA latents as fp32 or bf16, got int8",
+                hint="MLA latents are small compared with keys and values of all heads",
             )
         layouts: Sequence[KvLayout] = [make_kv_layout(group, dtype) for group in program.groups]
         for hooks in self._hooks:

@@ -38,19 +38,19 @@ def native_module() -> Any:
             f"the native backend is not built: {error}",
             hint=(
                 "run `pip install .` in the source tree; --backend torch and --backend reference"
-                " run without it"
+                " do not require it"
             ),
         ) from error
     expected = source_digest(SOURCES) if SOURCES.is_dir() else None
     if expected is not None and getattr(native, "SOURCE_DIGEST", None) != expected:
         raise BackendUnavailable(
-            f"the native backend was built from other sources than {SOURCES} has now",
-            hint="build it again: `make .venv-dev/.stamp` where it was installed editable,"
-            " `pip install .` elsewhere",
+            f"the native backend was built from a different version of the sources in {SOURCES}",
+            hint="rebuild it: `make .venv-dev/.stamp` for an editable install, else `pip install"
+            " .`",
         )
     if np.dtype(native.SAMPLING_RECORD) != SAMPLING_RECORD:
         raise BackendUnavailable(
-            "the native backend was built from other sources: its sampling record is"
+            "the native backend was built from different sources: its sampling record is"
             f" {native.SAMPLING_RECORD}, this package's is {SAMPLING_RECORD}",
             hint="run `pip install .` in the source tree again",
         )

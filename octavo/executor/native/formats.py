@@ -19,8 +19,8 @@ from octavo.program.ops import Embedding, HeadLinear, Linear
 from octavo.program.program import Op, Program, Weight
 
 FLOATS_HINT = (
-    "--dtype bfloat16 turns such weights into floats at load, --quantization int8 packs them to 8"
-    " bits; --backend torch reads them as they are"
+    "--dtype bfloat16 dequantizes such weights while loading, --quantization int8 packs them to 8"
+    " bits; --backend torch supports them directly"
 )
 
 WIDENED = ("u3", "u4", "u5", "u6")
@@ -196,7 +196,7 @@ def _format(weight: Weight, stored: str) -> TileFormat:
         return _get_float_format(weight, stored)
     if stored not in FORMATS:
         raise UnsupportedModel(
-            f"{weight.name} is stored as {stored}, supported are {', '.join(FORMATS)}"
+            f"{weight.name} is stored as {stored}, supported: {', '.join(FORMATS)}"
         )
     return FORMATS[stored]
 
@@ -207,7 +207,7 @@ def _get_float_format(weight: Weight, stored: str) -> TileFormat:
     group = int(size) if size else width
     if group < width and group % GROUP_INPUTS:
         raise UnsupportedModel(
-            f"{weight.name} is stored as {stored}, allowed are groups of a multiple of"
+            f"{weight.name} is stored as {stored}, expected groups of a multiple of"
             f" {GROUP_INPUTS} inputs, and one for all",
             hint=FLOATS_HINT,
         )
@@ -232,7 +232,7 @@ def _grouped(weight: Weight, name: str, group: int) -> TileFormat:
         code = "l4" if tiles.code == "u4" else tiles.code
         return replace(tiles, code=code, half_groups=True)
     raise UnsupportedModel(
-        f"{weight.name} is stored in groups of {group} inputs, allowed are multiples of"
+        f"{weight.name} is stored in groups of {group} inputs, expected multiples of"
         f" {GROUP_INPUTS}, and {HALF_GROUP} where groups have no zeros of their own",
-        hint="--dtype bfloat16 turns it into floats at load",
+        hint="use --dtype bfloat16 to dequantize the weights while loading",
     )

@@ -109,7 +109,7 @@ def offload(
     own = in_records.union(*map(get_matrices, products))
     always = sum(size for weight, size in sizes.items() if weight not in own)
     if not units:
-        raise ConfigError("weights_memory_bytes: this model has no product to stream")
+        raise ConfigError("weights_memory_bytes: this model has no matmul weights to stream")
     if records is not None:
         always += records.memory_bytes
     in_file = records if records is not None and records.in_file else None
@@ -168,13 +168,13 @@ class StreamedWeights:
         except (native.WeightReadError, native.WeightFileTruncated) as error:
             raise ConfigError(
                 f"weights_dir: {error}",
-                hint="remove the file, and the next start writes it again; or name a directory on"
+                hint="delete the file, and the next start writes it again; or use a directory on"
                 " another disk",
             ) from None
         if not self.stream.is_direct:
             logger.warning(
-                "%s: this file system has no direct reads (O_DIRECT); weights go through the"
-                " system's cache of files, beside weights_memory_bytes",
+                "%s: this file system has no direct reads (O_DIRECT); weights also occupy the page"
+                " cache, in addition to weights_memory_bytes",
                 self.path.parent,
             )
         for chunk in (*plan.resident, *plan.streamed):

@@ -173,14 +173,14 @@ def check_directory(
         raise directory_error(directory, error, name=name) from None
     if kind in IN_MEMORY:
         raise ConfigError(
-            f"{name}: {directory} is on {kind}, whose files are memory themselves",
-            hint="name a directory on a disk",
+            f"{name}: {directory} is on {kind}, which keeps files in memory",
+            hint="use a directory on a disk",
         )
     if not path.exists() and free < num_bytes:
         raise ConfigError(
-            f"{name}: {directory} has {format_bytes(free)} free, needed are"
+            f"{name}: {directory} has {format_bytes(free)} free, expected"
             f" {format_bytes(num_bytes)}",
-            hint="free space, or name a directory on another disk",
+            hint="free space, or use a directory on another disk",
         )
 
 
@@ -210,5 +210,5 @@ def directory_error(directory: Path, error: OSError, *, name: str = "weights_dir
     """Returns the error of a directory that cannot be used."""
     hint = "name a directory on a disk that this process may write to"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "free space, or name a directory on another disk"
+        hint = "free space, or use a directory on another disk"
     return ConfigError(f"{name}: {directory} cannot be used: {error.strerror}", hint=hint)

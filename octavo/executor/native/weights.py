@@ -257,7 +257,7 @@ def _in_order(weight: Weight, tiles: NativeTiles) -> NativeTiles:
     raise UnsupportedModel(
         f"{weight.name}: the native backend takes permuted inputs (act-order) in plain products,"
         " and of a gate and its up projection where both have the same",
-        hint="--dtype bfloat16 turns them into floats at load",
+        hint="use --dtype bfloat16 to dequantize the weights while loading",
     )
 
 
@@ -372,8 +372,8 @@ def _float_fields(weight: PackedWeight) -> dict[str, Any]:
     assert weight.scales is not None
     if weight.code == "e4m3" and (weight.codes.view(np.uint8) & 0x7F == 0x7F).any():
         raise WeightMismatch(
-            f"a weight of shape {list(weight.shape)} holds e4m3 codes that stand for no number",
-            hint="take another copy of the model: the file is damaged",
+            f"a weight of shape {list(weight.shape)} holds e4m3 codes that are NaN",
+            hint="the file is damaged; download the model again",
         )
     return _code_fields(weight) | {
         "scales": _typed(weight.scales.values),
@@ -399,7 +399,7 @@ def _refuse_without_tiles(weight: PackedWeight) -> None:
     raise UnsupportedModel(
         f"the native backend has no tiles for {weight.code} codes of {weight.bits} bits,"
         " it has them for int, uint, e4m3 and lookups",
-        hint="--dtype bfloat16 turns them into floats at load",
+        hint="use --dtype bfloat16 to dequantize the weights while loading",
     )
 
 

@@ -181,8 +181,8 @@ class ReferenceBackend(Backend):
 
     def measure(self, num_bytes: int, footprint: Footprint) -> Ceilings:
         raise BackendUnavailable(
-            "the reference backend is not made for speed",
-            hint="give --bandwidth and --flops, or plan for native",
+            "the reference backend cannot measure its speed",
+            hint="set --bandwidth and --flops, or use --backend native",
         )
 
     def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> ReferenceKvCache:
@@ -190,7 +190,7 @@ class ReferenceBackend(Backend):
             return ReferenceKvCache(layouts, num_blocks)
         except MemoryError:
             raise ConfigError(
-                f"no memory for {sum(num_blocks)} KV blocks", hint="lower --kv-cache-memory-bytes"
+                f"cannot allocate {sum(num_blocks)} KV blocks", hint="lower --kv-cache-memory-bytes"
             ) from None
 
     def allocate_on_demand(

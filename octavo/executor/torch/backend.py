@@ -158,7 +158,7 @@ class TorchBackend(Backend):
             self._uncaptured.append((prepared, sizes))
         elif self._wants_graphs(program) and (why := self.against_graphs(program, dtype)):
             logger.warning(
-                "decode steps of the %s are not captured as graphs: %s", program.name, why
+                "CUDA graphs are disabled for decode steps of the %s: %s", program.name, why
             )
 
     @property
@@ -243,7 +243,7 @@ class TorchBackend(Backend):
                 for layout, count in zip(layouts, num_blocks, strict=True)
             )
             raise ConfigError(
-                f"the KV cache needs {needed} bytes, which the device does not give: {error}"
+                f"the KV cache needs {needed} bytes, which the device cannot allocate: {error}"
             ) from None
 
     def close(self) -> None:

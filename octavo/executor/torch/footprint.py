@@ -144,7 +144,7 @@ def _code(weight: Weight, stored: str) -> str:
     kind = stored.partition(":")[0]
     if stored not in FLOATS and kind not in PACKED:
         raise UnsupportedModel(
-            f"{weight.name} is stored as {stored}, supported are {', '.join([*FLOATS, *PACKED])}"
+            f"{weight.name} is stored as {stored}, supported: {', '.join([*FLOATS, *PACKED])}"
         )
     return FLOATS[stored][0] if stored in FLOATS else PACKED[kind][0]
 

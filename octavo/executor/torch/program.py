@@ -148,7 +148,7 @@ class TorchProgram(Runnable):
 
     def stop_profile(self) -> Profile:
         if self._times is None:
-            raise BackendUnavailable("no profile was started")
+            raise BackendUnavailable("profiling was not started")
         times, self._times = self._times, None
         return times.result(self.weight_bytes)
 

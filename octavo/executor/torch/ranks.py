@@ -185,8 +185,8 @@ def _gloo(ranks: TorchRanks) -> Any:
 def _nccl(ranks: TorchRanks) -> Any:
     if not dist.is_nccl_available():
         raise BackendUnavailable(
-            "tensor_parallel_size: this PyTorch is built without NCCL",
-            hint="`octavo doctor` says what is here",
+            "tensor_parallel_size: this PyTorch build has no NCCL",
+            hint="run `octavo doctor` to see what is installed",
         )
     torch.cuda.set_device(ranks.device)
     options = dist.ProcessGroupNCCL.Options()

@@ -16,8 +16,8 @@ from octavo.program.passes.splits import Spans, shares
 from octavo.program.program import Op, Program, Span, Value
 
 HINTS = {
-    "expert_parallel_size": "leave expert_parallel_size at 1",
-    "enable_expert_parallel": "leave enable_expert_parallel out",
+    "expert_parallel_size": "set expert_parallel_size to 1",
+    "enable_expert_parallel": "remove enable_expert_parallel",
 }
 
 
@@ -48,7 +48,7 @@ def check_experts(program: Program, num_ranks: int, option: str = "expert_parall
         raise _config_error(
             option,
             f"got {num_ranks}, but {program.name} has {fewest} experts",
-            f"take at most {fewest}",
+            f"use at most {fewest}",
         )
 
 

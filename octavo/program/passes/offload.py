@@ -80,9 +80,9 @@ def plan_offload(
     ring = least_ring(units)
     if budget < ring:
         raise ConfigError(
-            f"weights_memory_bytes: got {format_bytes(allowed_bytes)}, needed are at least"
-            f" {format_bytes(other_bytes + ring)}: two layers ({format_bytes(ring)}) and what is"
-            f" always in memory ({format_bytes(other_bytes)})",
+            f"weights_memory_bytes: got {format_bytes(allowed_bytes)}, expected at least"
+            f" {format_bytes(other_bytes + ring)}: two layers ({format_bytes(ring)}) and the"
+            f" weights that always stay in memory ({format_bytes(other_bytes)})",
             hint=f"set weights_memory_bytes to {other_bytes + ring} or more",
         )
     if schedule == "layers":

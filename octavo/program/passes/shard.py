@@ -105,8 +105,8 @@ class _Sharder:
         """Returns this rank's columns; raises ConfigError if the op needs other ones."""
         held = self._held[value]
         if held.spans != spans:
-            what = f"{op.kind} reads {value.name}, which cannot be made in parts of whole heads"
-            raise split_error(what, hint="leave tensor_parallel_size at 1")
+            what = f"{op.kind} reads {value.name}, which cannot be split by heads"
+            raise split_error(what, hint="set tensor_parallel_size to 1")
         return held.value
 
     def _alike(self, values: Sequence[Value]) -> tuple[list[Value], Spans | None]:
@@ -126,9 +126,9 @@ class _Sharder:
         if out.width < self._num_ranks * wish.unit:
             what = (
                 f"got {self._num_ranks}, but {out.name} has {out.width} columns, which can only be"
-                f" cut at multiples of {wish.unit}"
+                f" split at multiples of {wish.unit}"
             )
-            raise split_error(what, hint=UNPACK if wish.unit > 1 else f"take at most {out.width}")
+            raise split_error(what, hint=UNPACK if wish.unit > 1 else f"use at most {out.width}")
         return shares(out.width, self._num_ranks, wish.unit)
 
     # -- products ----------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class _Sharder:
         if [out.width for out in op.outs] != [weight.shape[0] for weight in op.weights_]:
             raise split_error(
                 f"{op.weights_[0].name} and the outputs of its product do not match",
-                hint="leave tensor_parallel_size at 1",
+                hint="set tensor_parallel_size to 1",
             )
         spans = [self._spans(out) for out in op.outs]
         outs = tuple(map(self._make, op.outs, spans))
@@ -210,7 +210,7 @@ class _Sharder:
         cut = next((last for _, last in spans[:-1] if last % unit), None)
         if cut is not None:
             what = (
-                f"got {self._num_ranks}, which cuts {weight.name} at input {cut}, but its scales"
+                f"got {self._num_ranks}, which splits {weight.name} at input {cut}, but its scales"
                 f" are of {unit} inputs each"
             )
             raise split_error(what, hint=UNPACK)
@@ -223,13 +223,13 @@ class _Sharder:
             return
         if op.others_first:
             raise split_error(
-                f"{op.table.name} has columns for each layer",
-                hint="leave tensor_parallel_size at 1",
+                f"{op.table.name} has columns per layer",
+                hint="set tensor_parallel_size to 1",
             )
         if op.table.shape[0] < self._num_ranks:
             raise split_error(
                 f"got {self._num_ranks}, but the vocabulary has {op.table.shape[0]} tokens",
-                hint="take fewer",
+                hint="use fewer ranks",
             )
         rows = shares(op.table.shape[0], self._num_ranks)[self._rank]
         out = self._make(op.out, partial=True)
@@ -247,7 +247,7 @@ class _Sharder:
 
     def _shard_PositionScores(self, op: family_ops.PositionScores) -> None:
         raise split_error(
-            f"{op.kind} makes scores of all heads", hint="leave tensor_parallel_size at 1"
+            f"{op.kind} computes scores across heads", hint="set tensor_parallel_size to 1"
         )
 
     def _shard_Attention(self, op: ops.Attention) -> None:

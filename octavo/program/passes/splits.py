@@ -83,10 +83,9 @@ def split_kv_heads(heads: int, num_ranks: int) -> Spans:
         return shares(heads, num_ranks)
     if num_ranks % heads:
         what = (
-            f"got {num_ranks}, but the model has {heads} KV heads: they can neither be shared out"
-            " nor each be given to as many ranks"
+            f"got {num_ranks}, but the model has {heads} KV heads; expected a divisor or a multiple"
         )
-        raise split_error(what, hint=f"take a number up to {heads}, or a multiple of it")
+        raise split_error(what, hint=f"use at most {heads}, or a multiple of it")
     return tuple(
         (rank * heads // num_ranks, rank * heads // num_ranks + 1) for rank in range(num_ranks)
     )
@@ -101,7 +100,7 @@ def query_spans(num_heads: int, group: CacheGroup, num_ranks: int) -> Spans:
     if per_kv_head < copies:
         raise split_error(
             f"got {num_ranks}, but the model has only {num_heads} attention heads",
-            hint=f"take at most {num_heads}",
+            hint=f"use at most {num_heads}",
         )
     if copies == 1:
         return times(kv_spans(group, num_ranks), per_kv_head)
@@ -118,7 +117,7 @@ def head_spans(num_heads: int, num_ranks: int) -> Spans:
     if num_heads < num_ranks:
         raise split_error(
             f"got {num_ranks}, but the model has only {num_heads} attention heads",
-            hint=f"take at most {num_heads}",
+            hint=f"use at most {num_heads}",
         )
     return shares(num_heads, num_ranks)
 
@@ -224,7 +223,7 @@ def _find_row_input_splits(
         yield from ((value, Whole()) for value in op.inputs)
     else:
         raise split_error(
-            f"the op {op.kind} cannot be split over ranks", hint="leave tensor_parallel_size at 1"
+            f"the op {op.kind} cannot be split over ranks", hint="set tensor_parallel_size to 1"
         )
 
 

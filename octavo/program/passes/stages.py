@@ -18,7 +18,7 @@ from octavo.api.errors import ConfigError
 from octavo.program import ops
 from octavo.program.program import CacheGroup, Op, Program, Value
 
-HINT = "take fewer stages, or leave pipeline_parallel_size at 1"
+HINT = "use fewer stages, or set pipeline_parallel_size to 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ def stages(program: Program, num_stages: int) -> tuple[Program, ...]:
     cuts = _cuts(program)
     if len(cuts) + 1 < num_stages:
         raise ConfigError(
-            f"pipeline_parallel_size: got {num_stages}, but {program.name} can be cut at"
-            f" {len(cuts)} places only",
+            f"pipeline_parallel_size: got {num_stages}, but {program.name} can be split at only"
+            f" {len(cuts)} points",
             hint=HINT,
         )
     chosen = _balanced(program, cuts, num_stages)
@@ -74,22 +74,22 @@ def layer_inputs(program: Program) -> dict[int, Value]:
 def _check_kind(program: Program) -> None:
     if "logits" not in program.outputs:
         raise ConfigError(
-            f"pipeline_parallel_size: {program.name} makes {', '.join(program.outputs)}; stages"
-            " are for what generates",
-            hint="leave pipeline_parallel_size at 1",
+            f"pipeline_parallel_size: {program.name} makes {', '.join(program.outputs)}; pipeline"
+            f" stages require a generation model",
+            hint="set pipeline_parallel_size to 1",
         )
     if any(group.kind == "cross" for group in program.groups):
         raise ConfigError(
-            f"pipeline_parallel_size: {program.name} reads what an encoder makes, which stages do"
-            " not hand on",
-            hint="leave pipeline_parallel_size at 1",
+            f"pipeline_parallel_size: {program.name} reads encoder outputs, which pipeline stages"
+            f" do not forward",
+            hint="set pipeline_parallel_size to 1",
         )
     others = sorted({*program.inputs} - {"token_ids"})
     if others:
         raise ConfigError(
-            f"pipeline_parallel_size: {program.name} reads {others[0]} beside tokens, which stages"
-            " do not hand on",
-            hint="leave pipeline_parallel_size at 1",
+            f"pipeline_parallel_size: {program.name} reads {others[0]} in addition to tokens,"
+            f" which pipeline stages do not forward",
+            hint="set pipeline_parallel_size to 1",
         )
 
 

@@ -59,16 +59,15 @@ class Recipe:
         if self.bits not in allowed:
             raise ConfigError(
                 f"bits: got {self.bits}, {self.output_format} has {', '.join(map(str, allowed))}",
-                hint="--format gptq has 2, 3, 4 and 8 bits",
+                hint="--format gptq supports 2, 3, 4 and 8 bits",
             )
         if self.group and self.group < MIN_GROUP:
             raise ConfigError(
-                f"group: got {self.group}, allowed are whole numbers from {MIN_GROUP} and -1 for"
-                " whole rows"
+                f"group: got {self.group}, expected integers from {MIN_GROUP} and -1 for whole rows"
             )
         if not 0 < self.damp_percent <= MAX_DAMP_PERCENT:
             raise ConfigError(
-                f"damp-percent: got {self.damp_percent}, allowed are numbers above 0 up to"
+                f"damp-percent: got {self.damp_percent}, expected numbers above 0 up to"
                 f" {MAX_DAMP_PERCENT:g}"
             )
 
@@ -78,25 +77,25 @@ class Recipe:
         # compressed-tensors once had an order, which its package and vLLM refuse by now.
         if self.desc_act and self.output_format != "gptq":
             raise ConfigError(
-                f"desc-act: {self.output_format} keeps no order of inputs",
-                hint="leave it out, since inputs are rounded in the order of their use in any case,"
-                " or use --format gptq",
+                f"desc-act: {self.output_format} does not store the order of inputs",
+                hint="remove it: inputs are quantized in order of activation anyway; or use"
+                " --format gptq",
             )
         if self.gptaq and self.method != "gptq":
             raise ConfigError(f"gptaq is for the method gptq, got {self.method}")
         if self.rows_are_int8 and self.output_format != "compressed-tensors":
             raise ConfigError(
-                f"scheme w8a8: {self.output_format} does not say how rows are rounded",
+                f"scheme w8a8: {self.output_format} does not store how activations are quantized",
                 hint="use --format compressed-tensors",
             )
         if self.method == "smoothquant" and not self.rows_are_int8:
             raise ConfigError(
-                "smoothquant makes weights and rows of 8 bits", hint="use --scheme w8a8"
+                "smoothquant requires 8-bit weights and activations", hint="use --scheme w8a8"
             )
         if self.keeps_sensitive and (self.output_format == "awq" or self.bits == 8):
             raise ConfigError(
-                f"keep-sensitive: {self.output_format} of {self.bits} bits has no wider matrices"
-                " beside these",
+                f"keep-sensitive: {self.output_format} of {self.bits} bits does not support"
+                f" matrices of mixed bit widths",
                 hint="use --format gptq, compressed-tensors or gguf with fewer bits",
             )
 

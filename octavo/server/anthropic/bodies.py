@@ -62,7 +62,9 @@ class PlainBlock(TextBlock):
     context: str | None = None
     content: str | list[TextBlock] | None = None
     cache_control: CacheControl | None = accepted('an object with the type "ephemeral"')
-    citations: list[Any] | dict[str, Any] | None = accepted("anything; nothing is cited")
+    citations: list[Any] | dict[str, Any] | None = accepted(
+        "any value; citations are not supported"
+    )
 
 
 class ContentBlock(PlainBlock):
@@ -87,8 +89,8 @@ class TurnMessage(BodyPart):
 
 class TurnMetadata(BodyPart):
     user_id: str | None = field(
-        "a text of at most 512 characters",
-        "user that asks",
+        "a string of at most 512 characters",
+        "user id",
         rules={"inert": True},
         max_length=512,
     )
@@ -98,7 +100,7 @@ class ThinkingConfig(BodyPart):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=0, lt=2**31)
     display: Literal["summarized", "omitted"] | None = field(
-        '"summarized" or "omitted"', "whether thinking is shown", rules={"inert": True}
+        '"summarized" or "omitted"', "whether to return reasoning", rules={"inert": True}
     )
 
 
@@ -117,7 +119,7 @@ class OfferedTool(BodyPart):
 
     cache_control: CacheControl | None = accepted('an object with the type "ephemeral"')
     eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] | None = accepted("false; every tool is listed")
+    defer_loading: Literal[False] | None = accepted("false; deferred tools are not supported")
     allowed_callers: list[Literal["direct"]] | None = accepted('["direct"]')
 
 
@@ -150,38 +152,38 @@ class CountTokensBody(Body):
         }
     )
 
-    model: str = required("the name of a model", "model that answers")
+    model: str = required("the name of a model", "model to use")
     messages: list[TurnMessage] = required(
         "a list of messages, each with a role and a content",
-        "the conversation; a last message of the assistant's is continued",
+        "conversation; a last assistant message is continued",
         by_path=True,
     )
     system: str | list[PlainBlock] | None = field(
-        "a text, or a list of blocks of text", "the system's message", by_path=True
+        "a string, or a list of blocks of text", "system message", by_path=True
     )
     output_format: OutputFormat | None = field(
-        'an object with the type "json_schema" and a schema', "form of the answer", by_path=True
+        'an object with the type "json_schema" and a schema', "output format", by_path=True
     )
     output_config: OutputConfig | None = field(
-        "an object with a format, as output_format has it, or an effort where the template reads"
-        ' efforts; elsewhere "high"',
-        "form of the answer, and how long the model thinks",
+        "an object with a format like output_format, or an effort; only "
+        '"high" if the template does not support effort levels',
+        "output format and reasoning effort",
         by_path=True,
-        rules={"excludes": {"output_format": "both mean the same"}},
+        rules={"excludes": {"output_format": "both set the output format"}},
     )
     thinking: ThinkingConfig | None = field(
         'an object with the type "adaptive", "enabled" or "disabled"',
-        "whether the model thinks first, where it can",
+        "enable reasoning, if the model supports it",
         by_path=True,
     )
     tools: list[OfferedTool] | None = field(
         "a list of tools, each with a name and an input_schema",
-        "tools that the model may call",
+        "tools that the model can call",
         by_path=True,
     )
     tool_choice: ToolChoice | None = field(
         'an object with the type "auto", "none", "any" or "tool" and a name',
-        "whether a tool is called",
+        "whether to call a tool",
         by_path=True,
     )
     cache_control: CacheControl | None = accepted('an object with the type "ephemeral"')
@@ -189,21 +191,21 @@ class CountTokensBody(Body):
 
 class MessagesBody(CountTokensBody, FilterBody):
     max_tokens: int = field(
-        "a whole number from 1 to 2147483647",
-        "most tokens of the answer",
+        "an integer from 1 to 2147483647",
+        "maximum number of output tokens",
         default=...,
         ge=1,
         lt=2**31,
     )
-    stop_sequences: list[str] | None = stop_texts("a list of texts")
+    stop_sequences: list[str] | None = stop_texts("a list of strings")
     temperature: float | None = sampling("temperature")
     top_p: float | None = sampling("top_p")
     top_k: int | None = sampling("top_k")
     seed: int | None = sampling("seed")
-    stream: bool | None = field("true or false", "sends the answer as it grows, in typed events")
+    stream: bool | None = field("true or false", "stream the response as typed events")
     metadata: TurnMetadata | None = field(
         "an object with a user_id of at most 512 characters",
-        "user that asks; a fair policy shares among them",
+        "user id; tenant of the fair scheduling policy",
         by_path=True,
     )
     service_tier: Literal["auto", "standard_only"] | None = accepted('"auto" or "standard_only"')

@@ -46,6 +46,6 @@ def make_page(
 def _index(names: Sequence[str], name: str, param: str) -> int:
     if name not in names:
         raise InvalidRequest(
-            f"{param}: got {name!r}, allowed is one of {', '.join(names)}", param=param
+            f"{param}: got {name!r}, expected one of {', '.join(names)}", param=param
         )
     return names.index(name)

@@ -44,7 +44,7 @@ def parse_conversation(body: CountTokensBody, model: ServedModel) -> Conversatio
     """Returns the body's conversation; raises InvalidRequest for unsupported content."""
     if not body.messages:
         raise InvalidRequest(
-            "messages: got an empty list, needed is at least one message", param="messages"
+            "messages: got an empty list, expected at least one message", param="messages"
         )
     messages = _messages(body)
     thinks = _get_thinking(body, model)
@@ -70,7 +70,7 @@ def _effort(body: CountTokensBody, model: ServedModel) -> dict[str, Any]:
         return {EFFORT: effort}
     body.ignored.add(
         "output_config.effort",
-        f"got {effort!r}, but the model's chat template reads no such variable; allowed is 'high'",
+        f"got {effort!r}, but the model's chat template reads no such variable; expected 'high'",
     )
     return {}
 
@@ -88,7 +88,7 @@ def _tools(body: CountTokensBody, model: ServedModel) -> ToolUse | None:
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidRequest(
             f"tool_choice: got the type {choice.type!r} with the name {choice.name!r}, a name"
-            " belongs to the type 'tool'",
+            f" requires the type 'tool'",
             param="tool_choice.name",
         )
     return make_tool_use(
@@ -175,16 +175,14 @@ def _convert_message(
 
 def _convert_call(block: ContentBlock, where: str) -> dict[str, Any]:
     if block.id is None or block.name is None:
-        raise InvalidRequest(f"{where}: a tool_use has an id, a name and an input", param=where)
+        raise InvalidRequest(f"{where}: tool_use requires an id, a name and an input", param=where)
     function = {"name": block.name, "arguments": parse_arguments(block.input)}
     return {"id": block.id, "type": "function", "function": function}
 
 
 def _convert_result(block: ContentBlock, where: str, ignored: IgnoredFields) -> dict[str, Any]:
     if block.tool_use_id is None:
-        raise InvalidRequest(
-            f"{where}.tool_use_id: needed, and not given", param=f"{where}.tool_use_id"
-        )
+        raise InvalidRequest(f"{where}.tool_use_id: field required", param=f"{where}.tool_use_id")
     content = block.content or ""
     if isinstance(content, str):
         content = [PlainBlock(type="text", text=content)]
@@ -213,7 +211,7 @@ def _convert_or_note(
     except InvalidRequest as error:
         reason = error.message.partition(": ")[2]
     else:
-        reason = "an image belongs to a user's message"
+        reason = "images are only allowed in user messages"
     ignored.add(
         where, reason, shown_as=f"{where.rpartition('[')[0]}[type={quote_label(block.type)}]"
     )
@@ -246,9 +244,9 @@ def _document(source: object, where: str) -> str:
         )
     if not isinstance(data, str):
         raise InvalidRequest(
-            f"{where}.source: got a document of type {shown(given.get('type'))}, allowed are 'text'"
+            f"{where}.source: got a document of type {shown(given.get('type'))}, expected 'text'"
             " with data, and 'content'",
-            hint="send the document's text",
+            hint="send the document as text",
             param=f"{where}.source",
         )
     return data
@@ -272,10 +270,12 @@ def _get_thinking(body: CountTokensBody, model: ServedModel) -> bool | None:
     is_known = thinking.type in ("enabled", "adaptive")
     if is_known and model.formats.reasoning is not None:
         return True if thinking.type == "enabled" else None
-    reason = f"`{model.name}` does not think" if is_known else "no such mode here"
+    reason = (
+        f"`{model.name}` does not support thinking" if is_known else "this mode is not supported"
+    )
     body.ignored.add(
         "thinking",
         f"got the type {thinking.type!r}, but {reason}",
-        hint='leave thinking out, or send {"type": "disabled"}',
+        hint='remove thinking, or send {"type": "disabled"}',
     )
     return None

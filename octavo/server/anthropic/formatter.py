@@ -128,7 +128,7 @@ class MessageFormatter(ResponseFormatter):
         for which the API has no stop reason.
         """
         if last.finish_reason == "abort":
-            raise InvalidRequest("the request was aborted before its answer was complete")
+            raise InvalidRequest("the request was aborted before its response was complete")
         if last.finish_reason == "length":
             is_full = usage.completion_tokens < self._max_tokens
             reason = "model_context_window_exceeded" if is_full else "max_tokens"

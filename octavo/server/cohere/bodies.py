@@ -66,49 +66,53 @@ class CitationOptions(BodyPart):
 class CohereChatBody(FilterBody):
     unsupported: ClassVar[frozenset[str]] = frozenset({"raw_prompting", "return_prompt"})
 
-    model: str = required("the name of a model", "model that answers")
+    model: str = required("the name of a model", "model to use")
     messages: list[CohereMessage] = required(
-        "a list of messages, each with a role and a content", "the conversation", by_path=True
+        "a list of messages, each with a role and a content", "conversation", by_path=True
     )
-    stream: bool | None = field("true or false", "sends the answer as it grows, in typed events")
+    stream: bool | None = field("true or false", "stream the response as typed events")
     max_tokens: int | None = sampling("max_tokens")
-    stop_sequences: list[str] | None = stop_texts("a list of at most 5 texts", max_length=5)
+    stop_sequences: list[str] | None = stop_texts("a list of at most 5 strings", max_length=5)
     temperature: float | None = sampling("temperature")
     seed: int | None = sampling("seed")
     frequency_penalty: float | None = sampling("frequency_penalty")
     presence_penalty: float | None = sampling("presence_penalty")
     k: int | None = sampling("top_k")
     p: float | None = sampling("top_p")
-    logprobs: bool | None = field("true or false", "logprobs of the answer's tokens")
+    logprobs: bool | None = field("true or false", "return logprobs of the output tokens")
     priority: int | None = field(
-        "a whole number of at most 32 bits; lower goes first, where the policy is priority",
-        "place in the queue",
+        "a 32-bit integer",
+        "scheduling priority, lower runs first; requires the priority policy",
         ge=-(2**31),
         lt=2**31,
     )
     thinking: ThinkingSwitch | None = field(
         'an object with the type "enabled" or "disabled"',
-        "whether the model thinks first, where it can",
+        "enable reasoning, if the model supports it",
         by_path=True,
     )
     response_format: CohereFormat | None = field(
-        'an object with the type "text", or "json_object" and perhaps a json_schema',
-        "form of the answer",
+        'an object with the type "text", or "json_object" and optionally a json_schema',
+        "output format",
         by_path=True,
     )
-    citation_options: CitationOptions | None = accepted('{"mode": "OFF"}; nothing is cited')
-    safety_mode: Literal["OFF", "NONE"] | None = accepted('"OFF"; this server adds no instructions')
+    citation_options: CitationOptions | None = accepted(
+        '{"mode": "OFF"}; citations are not supported'
+    )
+    safety_mode: Literal["OFF", "NONE"] | None = accepted(
+        '"OFF"; safety instructions are not supported'
+    )
     tool_choice: Literal["NONE", "REQUIRED"] | None = field(
-        '"NONE", or "REQUIRED"', "whether a tool is called; null leaves it to the model"
+        '"NONE", or "REQUIRED"', "whether to call a tool; null: the model decides"
     )
     strict_tools: bool | None = field(
-        "true or false", "arguments meet their schema, as those of a forced call always do"
+        "true or false", "enforce the schema of arguments; always enforced for forced calls"
     )
     tools: list[ToolBody] | None = field(
         "a list of functions, each with a name and a JSON schema of its arguments",
-        "functions that the model may call",
+        "functions that the model can call",
         by_path=True,
     )
     documents: list[str | dict[str, Any]] | None = field(
-        "an empty list; this server quotes no documents", "texts that the answer may cite"
+        "an empty list; documents are not supported", "documents to cite"
     )

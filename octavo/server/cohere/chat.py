@@ -64,14 +64,16 @@ async def chat(
 def _conversation(body: CohereChatBody, model: ServedModel) -> Conversation:
     if not body.messages:
         raise InvalidRequest(
-            "messages: got an empty list, needed is at least one message", param="messages"
+            "messages: got an empty list, expected at least one message", param="messages"
         )
     messages = [
         _plain(message, f"messages[{index}]") for index, message in enumerate(body.messages)
     ]
     thinks = None if body.thinking is None else body.thinking.type == "enabled"
     if thinks and model.formats.reasoning is None:
-        body.ignored.add("thinking", f"got the type 'enabled', but `{model.name}` does not think")
+        body.ignored.add(
+            "thinking", f"got the type 'enabled', but `{model.name}` does not support thinking"
+        )
         thinks = None
     functions = [convert_function(tool.function) for tool in body.tools or ()]
     return Conversation(
@@ -97,7 +99,7 @@ def _plain(message: CohereMessage, where: str) -> dict[str, Any]:
     content: str | list[CohereBlock] | None = message.content
     content = message.tool_plan if content is None else content
     if content is None and message.role not in MAY_BE_EMPTY:
-        raise InvalidRequest(f"{where}.content: needed, and not given", param=f"{where}.content")
+        raise InvalidRequest(f"{where}.content: field required", param=f"{where}.content")
     texts, thought = _blocks(content or "", message.role, f"{where}.content")
     plain: dict[str, Any] = {"role": message.role, "content": texts}
     if thought:

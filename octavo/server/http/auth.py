@@ -52,7 +52,7 @@ class ApiKeys:
         key = self._ring.find(secret) if secret is not None else None
         if key is None:
             error = Unauthorized(
-                "a valid API key is needed", hint="send the header Authorization: Bearer KEY"
+                "a valid API key is required", hint="send the header Authorization: Bearer KEY"
             )
             await error_response(error, get_error_format(scope))(scope, receive, send)
             return
@@ -98,7 +98,9 @@ def require_operator(request: Request) -> None:
     if not settings.has_keys and not settings.is_open_to_all:
         return
     raise HTTPException(
-        403, "only the operator may do this (hint: start the server with --operator-key, send it)"
+        403,
+        "this route requires the operator key (hint: start the server with --operator-key and send"
+        " it)",
     )
 
 

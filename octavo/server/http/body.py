@@ -105,7 +105,7 @@ def _check_content(request: Request) -> None:
     if encoding.strip().lower() != PLAIN_ENCODING:
         raise HTTPException(
             415,
-            f"Content-Encoding: got {_short(encoding)}, allowed is none: send the body as it is",
+            f"Content-Encoding: got {_short(encoding)}, expected none: send the body as it is",
             {"Accept-Encoding": PLAIN_ENCODING},
         )
     declared = request.headers.get("content-type")
@@ -119,7 +119,7 @@ def _check_content(request: Request) -> None:
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise HTTPException(
             415,
-            f"Content-Type: got {_short(declared)}, allowed is application/json (hint: send the"
+            f"Content-Type: got {_short(declared)}, expected application/json (hint: send the"
             " header Content-Type: application/json)",
         )
 
@@ -163,7 +163,7 @@ def _check_length(request: Request, limit: int) -> None:
 
 
 def _too_large(limit: int, headers: dict[str, str]) -> HTTPException:
-    return HTTPException(413, f"the body is too large: allowed are at most {limit} bytes", headers)
+    return HTTPException(413, f"the body is too large: expected at most {limit} bytes", headers)
 
 
 def _describe(kind: type[Body], error: ValidationError) -> InvalidRequest:
@@ -176,7 +176,7 @@ def _describe(kind: type[Body], error: ValidationError) -> InvalidRequest:
         return InvalidRequest("the body is not a JSON object")
     param = _path(first["loc"])
     if first["type"] == "missing":
-        return InvalidRequest(f"{param}: needed, and not given", param=param)
+        return InvalidRequest(f"{param}: field required", param=param)
     field = kind.model_fields.get(str(first["loc"][0]))
     if field is None or field.description is None:
         return InvalidRequest(
@@ -189,7 +189,7 @@ def _describe(kind: type[Body], error: ValidationError) -> InvalidRequest:
     )
     param = str(first["loc"][0])
     return InvalidRequest(
-        f"{param}: got {_short(nearest['input'])}, allowed is {field.description}", param=param
+        f"{param}: got {_short(nearest['input'])}, expected {field.description}", param=param
     )
 
 
@@ -226,7 +226,7 @@ def check_json_size(raw: bytes, max_values: int) -> None:
         if found > allowed:
             raise HTTPException(
                 413,
-                f"the body holds too many {what}: got {found}, allowed are at most {allowed}",
+                f"the body holds too many {what}: got {found}, expected at most {allowed}",
             )
 
 

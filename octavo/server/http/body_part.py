@@ -25,7 +25,7 @@ from pydantic_core import CoreSchema, core_schema
 from octavo.api.errors import InvalidRequest, shown
 from octavo.server.ignored import UNSUPPORTED, IgnoredFields, join_path, quote_label
 
-BLANK = "got an empty text, which stops nothing"
+BLANK = "got an empty string"
 
 
 class Dropped:
@@ -203,7 +203,7 @@ def _drop_unusable(takes: str, value: Any, validate: ValidatorFunctionWrapHandle
     try:
         return validate(value)
     except ValidationError:
-        return Dropped(f"got {shown(value)}, allowed is {takes}")
+        return Dropped(f"got {shown(value)}, expected {takes}")
 
 
 def _drop_blanks(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -227,6 +227,6 @@ def _drop_other_types(
     given = value.get("type") if isinstance(value, dict) else None
     if not isinstance(given, str) or given in types:
         return validate(value)
-    reason = f"got {shown(given)}, allowed are {', '.join(types)}"
+    reason = f"got {shown(given)}, expected {', '.join(types)}"
     stand_in = kind.make_note(value) if given in kind.noted else None
     return Dropped(reason, quote_label(given), stand_in)

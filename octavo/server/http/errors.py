@@ -33,7 +33,7 @@ from octavo.server.http.error_formats import (
 
 VERSION = "v1"
 """Path component that is most often missing or duplicated."""
-LIST = "GET /openapi.json lists the routes"
+LIST = "see GET /openapi.json"
 TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.Unauthorized, 401, "AuthenticationError"),
     (errors.ModelNotFound, 404, "NotFoundError"),
@@ -135,7 +135,7 @@ def _convert_validation_error(error: RequestValidationError) -> errors.InvalidRe
     first = error.errors()[0]
     name, said = str(first["loc"][-1]), first["msg"]
     if first["type"] == "missing":
-        return errors.InvalidRequest(f"{name}: needed, and not given", param=name)
+        return errors.InvalidRequest(f"{name}: field required", param=name)
     return errors.InvalidRequest(
         f"{name}: got {errors.shown(first['input'])}, {said[:1].lower()}{said[1:]}", param=name
     )
@@ -164,7 +164,7 @@ def add_suggestions(
         return HTTPException(error.status_code, _no_route(request, known))
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = ", ".join(_methods(request.scope, known))
-        said = f"{request.method} {shown(request.url.path)}: no such method, allowed: {allowed}"
+        said = f"{request.method} {shown(request.url.path)}: method not allowed, expected {allowed}"
         return HTTPException(error.status_code, said, {"Allow": allowed})
     return error
 
@@ -180,7 +180,7 @@ def _no_route(request: Request, routes: list[Route]) -> str:
         if method == request.method
     ]
     hint = f"did you mean {meant[0]}?" if meant else LIST
-    return f"{request.method} {shown(path)}: no such route (hint: {hint})"
+    return f"{request.method} {shown(path)}: route not found (hint: {hint})"
 
 
 def _without_version(path: str) -> list[str]:

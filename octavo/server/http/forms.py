@@ -30,9 +30,9 @@ async def open_form(
     declared = request.headers.get("content-type", "")
     if declared.partition(";")[0].strip().lower() != "multipart/form-data":
         raise HTTPException(
-            415, f"Content-Type: got {declared[:80]!r}, allowed is multipart/form-data"
+            415, f"Content-Type: got {declared[:80]!r}, expected multipart/form-data"
         )
-    too_large = HTTPException(413, f"the file is too large: allowed are at most {max_bytes} bytes")
+    too_large = HTTPException(413, f"the file is too large: expected at most {max_bytes} bytes")
     num_bytes = 0
 
     async def receive() -> Message:
@@ -43,7 +43,7 @@ async def open_form(
         except TimeoutError:
             raise HTTPException(
                 408,
-                f"nothing of the body arrived for {timeout_s:g} seconds",
+                f"no data of the body arrived for {timeout_s:g} seconds",
                 headers={"Connection": "close"},
             ) from None
         num_bytes += len(message.get("body", b""))

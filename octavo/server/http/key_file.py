@@ -52,7 +52,8 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
         if (self.key is None) == (self.sha256 is None):
             got = "neither" if self.key is None else "both"
             raise ConfigError(
-                f"api_key_file: {where}: {self.name}: got {got}, allowed is one of key and sha256"
+                f"api_key_file: {where}: {self.name}: got {got}, expected exactly one of key and"
+                f" sha256"
             )
         digest = bytes.fromhex(self.sha256) if self.sha256 else hash_key(self.key or "")
         limits = KeyLimits(self.requests_per_minute, self.tokens_per_minute, self.max_running)
@@ -77,8 +78,8 @@ def read_key_file(path: str) -> list[ApiKey]:
         twice = next((at for at, value in enumerate(values) if value in values[:at]), None)
         if twice is not None:
             raise ConfigError(
-                f"api_key_file: {file.where('keys', twice)}: got another key with the same {part}"
+                f"api_key_file: {file.where('keys', twice)}: another key has the same {part}"
             )
     if not keys:
-        raise ConfigError(f"api_key_file: {path} holds no key")
+        raise ConfigError(f"api_key_file: {path} contains no key")
     return keys

@@ -41,16 +41,14 @@ def _refusal(status: str, kind: str, message: str, *headers: str) -> bytes:
 FULL = _refusal(
     "503 Service Unavailable",
     "ServiceUnavailableError",
-    "too many connections are open (hint: try again in a second)",
+    "too many open connections (hint: try again in a second)",
     "Retry-After: 1",
 )
-MALFORMED = _refusal(
-    "400 Bad Request", "BadRequestError", "the request is no valid HTTP/1.1 message"
-)
+MALFORMED = _refusal("400 Bad Request", "BadRequestError", "invalid HTTP/1.1 request")
 HEAD_TOO_LONG = _refusal(
     "431 Request Header Fields Too Large",
     "RequestTooLargeError",
-    f"the request's line and headers are too long: allowed are {MAX_HEAD_BYTES} bytes and"
+    f"the request line and headers are too long: expected at most {MAX_HEAD_BYTES} bytes and"
     f" {MAX_HEADERS} headers",
 )
 
@@ -116,7 +114,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
-            raise ValueError("not one Host")
+            raise ValueError("expected exactly one Host header")
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -35,7 +35,7 @@ def listen_on_port(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror or error}",
-            hint="choose another with --port or --host",
+            hint="set another --port or --host",
         ) from error
     return listener
 
@@ -55,7 +55,7 @@ def listen_on_path(path: str) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"uds: cannot listen on {path}: {error.strerror or error}",
-            hint="choose another path with --uds",
+            hint="set another --uds path",
         ) from error
     return listener
 
@@ -78,13 +78,13 @@ def check_certificate(settings: ServerSettings) -> None:
         raise ConfigError(
             f"ssl_certfile: cannot use {settings.ssl_certfile} with the key"
             f" {settings.ssl_keyfile or 'in it'}: {error}",
-            hint="needed are a certificate chain and its key without a password, both PEM",
+            hint="use a PEM certificate chain and its PEM key without a password",
         ) from error
 
 
 def _remove_stale(path: str) -> None:
     if not stat.S_ISSOCK(Path(path).lstat().st_mode):
-        raise ConfigError(f"uds: {path} exists and is no socket", hint="choose another path")
+        raise ConfigError(f"uds: {path} exists and is not a socket", hint="choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(1)
         try:

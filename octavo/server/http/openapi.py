@@ -54,8 +54,8 @@ def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
     form = get_error_format({"type": "http", "path": path, "headers": []})
     content = {"application/json": {"schema": _make_schema(form(EXAMPLE))}}
     return {
-        "4XX": {"description": "The request is at fault.", "content": content},
-        "5XX": {"description": "The server is at fault, or full.", "content": content},
+        "4XX": {"description": "The request is invalid.", "content": content},
+        "5XX": {"description": "The server failed or is overloaded.", "content": content},
     }
 
 

@@ -55,7 +55,7 @@ class RequestLimits:
         ):
             if got > allowed:
                 raise InvalidRequest(
-                    f"{param}: got {got} {what}, allowed are at most {allowed}",
-                    hint=f"the server's --{flag} sets it",
+                    f"{param}: got {got} {what}, expected at most {allowed}",
+                    hint=f"the server option --{flag} sets this limit",
                     param=param,
                 )

@@ -52,8 +52,8 @@ class SameOrigin:
         origin = headers.get("origin", "another origin")
         error = HTTPException(
             403,
-            f"this request comes from a web page of {origin[:80]} (hint: start the server with"
-            " --allow-origin to let that page use it)",
+            f"cross-origin request from a web page of {origin[:80]} (hint: use --allow-origin to"
+            f" allow it)",
         )
         await error_response(error, get_error_format(scope))(scope, receive, send)
 

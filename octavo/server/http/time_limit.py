@@ -29,7 +29,7 @@ class Deadline:
     def error(self) -> HTTPException:
         return HTTPException(
             504,
-            f"the request took longer than {self.limit_s:g} seconds (hint: ask for fewer tokens)",
+            f"the request took longer than {self.limit_s:g} seconds (hint: request fewer tokens)",
         )
 
 

@@ -48,7 +48,7 @@ class Tracer:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise ConfigError(
-                f"otlp_traces_endpoint: a package is missing: {error}",
+                f"otlp_traces_endpoint: a required package is missing: {error}",
                 hint="pip install 'octavo[otel]'",
             ) from error
         return Tracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=settings.otlp_traces_endpoint)))

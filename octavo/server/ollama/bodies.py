@@ -78,36 +78,37 @@ class OllamaBody(Body):
 
     stream_type = "application/x-ndjson"
 
-    model: str = required("the name of a model, with or without :latest", "model that answers")
+    model: str = required("the name of a model, with or without :latest", "model to use")
     stream: bool | None = field(
-        "true or false; null is true", "sends the answer as it grows, one JSON object a line"
+        "true or false; null: true", "stream the response, one JSON object per line"
     )
     options: RunOptions | None = field(
-        "an object of Ollama's options", "how tokens are chosen", by_path=True
+        "an object of Ollama options", "sampling options", by_path=True
     )
     format: str | dict[str, Any] | None = field(
-        '"json", or a JSON schema', "form of the answer; an empty text is none"
+        '"json", or a JSON schema', "output format; an empty string is none"
     )
     think: bool | Literal["low", "medium", "high"] | None = field(
-        'true or false, "low", "medium" or "high" where the template reads efforts',
-        "whether the model thinks first, and how long; its thinking is told apart",
+        'true or false, "low", "medium" or "high" if the template supports effort levels',
+        "enable reasoning, and its effort; reasoning is returned separately",
     )
-    logprobs: bool | None = field("true or false", "logprobs of the answer's tokens")
+    logprobs: bool | None = field("true or false", "return logprobs of the output tokens")
     top_logprobs: int | None = field(
-        "a whole number from 0 to 20",
-        "alternatives given for each token",
+        "an integer from 0 to 20",
+        "number of most likely alternatives returned for each token",
         rules={"needs": {"logprobs": [True]}, "neutral": 0},
         ge=0,
         le=20,
     )
     keep_alive: KeepAlive = field(
-        TAKES, "how long the model stays in memory after the request; for the operator"
+        TAKES, "time to keep the model loaded after the request; operator only"
     )
     truncate: bool | None = field(
-        "false or null; a conversation that is too long is refused", "cuts a long conversation"
+        "false or null; a conversation that is too long is rejected", "truncate a long conversation"
     )
     shift: bool | None = field(
-        "false or null; an answer ends with the context", "moves the context while answering"
+        "false or null; generation stops at the context limit",
+        "shift the context during generation",
     )
 
 
@@ -139,12 +140,12 @@ class OllamaMessage(BodyPart):
 class OllamaChatBody(OllamaBody):
     messages: list[OllamaMessage] | None = field(
         "a list of messages, each with a role and a content",
-        "the conversation; a last message of the assistant's is continued",
+        "conversation; a last assistant message is continued",
         by_path=True,
     )
     tools: list[ToolBody] | None = field(
         "a list of functions, each with a name and a JSON schema of its arguments",
-        "functions that the model may call",
+        "functions that the model can call",
         by_path=True,
     )
 
@@ -152,41 +153,41 @@ class OllamaChatBody(OllamaBody):
 class OllamaGenerateBody(OllamaBody):
     unsupported: ClassVar[frozenset[str]] = frozenset({"width", "height", "steps"})
 
-    prompt: str | None = field("a text", "what is answered, or with raw continued")
+    prompt: str | None = field("a string", "prompt; with raw, text to continue")
     suffix: str | None = field(
-        "a text, where the vocabulary has tokens for filling in the middle",
-        "what comes after the answer",
-        rules={"excludes": {"system": "the answer goes between two texts"}},
+        "a string; models with fill-in-the-middle tokens only",
+        "text after the completion (fill-in-the-middle)",
+        rules={"excludes": {"system": "not supported with fill-in-the-middle"}},
     )
-    system: str | None = field("a text", "the system's message")
+    system: str | None = field("a string", "system message")
     raw: bool | None = field(
         "true or false",
-        "continues the prompt as it stands, without the model's template",
-        rules={"excludes": {"system": "no template writes it"}},
+        "complete the prompt without the chat template",
+        rules={"excludes": {"system": "raw prompts use no template"}},
     )
     template: str | None = field(
-        "null; this server renders with the model's own", "template in place of the model's"
+        "null; this server uses the model's own chat template",
+        "template to use instead of the model's",
     )
     context: list[int] | None = field(
-        "null or an empty list; POST /api/chat takes a conversation", "tokens of an earlier answer"
+        "null or an empty list; use POST /api/chat for conversations",
+        "context tokens of an earlier response",
     )
-    images: list[str] | None = field(
-        "a list of images in base64", "images that the prompt speaks of"
-    )
+    images: list[str] | None = field("a list of images in base64", "images for the prompt")
 
 
 class NameBody(Body):
     """Base class of bodies that name a model."""
 
     model: str | None = field("the name of a model", "the model")
-    name: str | None = field("the name of a model", "the old name of model")
+    name: str | None = field("the name of a model", "deprecated name of model")
 
     @property
     def known_as(self) -> str:
         """The given name; raises InvalidRequest without one."""
         name = self.model or self.name
         if not name:
-            raise InvalidRequest("model: needed, and not given", param="model")
+            raise InvalidRequest("model: field required", param="model")
         return name
 
 
@@ -194,11 +195,11 @@ class PullBody(NameBody):
     stream_type = "application/x-ndjson"
 
     stream: bool | None = field(
-        "true or false; null is true", "tells of the progress, one JSON object a line"
+        "true or false; null: true", "report progress, one JSON object per line"
     )
     insecure: bool | None = accepted("true or false")
-    username: str | None = accepted("a text")
-    password: str | None = accepted("a text")
+    username: str | None = accepted("a string")
+    password: str | None = accepted("a string")
 
 
 class DeleteBody(NameBody):
@@ -206,8 +207,8 @@ class DeleteBody(NameBody):
 
 
 class CopyBody(Body):
-    source: str = required("the name of a model", "model that gets another name")
-    destination: str = required("a name", "its new name")
+    source: str = required("the name of a model", "model to copy")
+    destination: str = required("a name", "new name")
 
 
 class ShowBody(NameBody):

@@ -34,28 +34,28 @@ class OllamaPoolingBody(Body):
 
     stream_type = None
 
-    model: str = required("the name of a model, with or without :latest", "model that answers")
-    options: RunOptions | None = accepted("an object of Ollama's options")
+    model: str = required("the name of a model, with or without :latest", "model to use")
+    options: RunOptions | None = accepted("an object of Ollama options")
     keep_alive: KeepAlive = field(
-        TAKES, "how long the model stays in memory after the request; for the operator"
+        TAKES, "time to keep the model loaded after the request; operator only"
     )
 
 
 class OllamaEmbedBody(OllamaPoolingBody):
-    input: str | list[str] = required("a text, or a list of texts", "what is embedded")
+    input: str | list[str] = required("a string, or a list of strings", "input to embed")
     truncate: bool | None = field(
-        "true or false; null is true",
-        "cuts a text that is too long at its end, and does not refuse it",
+        "true or false; null: true",
+        "truncate an input that is too long instead of rejecting it",
     )
     dimensions: Whole | None = field(
-        "a width that the model declares",
-        "components of an embedding that are kept",
+        "a dimension that the model declares",
+        "number of dimensions to keep",
         rules={"minimum": 1},
     )
 
 
 class OllamaEmbeddingsBody(OllamaPoolingBody):
-    prompt: str = required("a text", "what is embedded")
+    prompt: str = required("a string", "input to embed")
 
 
 @router.post("/api/embed")

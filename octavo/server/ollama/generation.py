@@ -143,8 +143,8 @@ def _unload(
     if slot.loaded is not None and not service.residency.may_unload(slot):
         raise HTTPException(
             409,
-            f"the model `{slot.name}` stays loaded, as it is pinned or --load-on-demand is none"
-            " (hint: POST /v1/models/unload removes it)",
+            f"the model `{slot.name}` stays loaded: it is pinned, or --load-on-demand is none"
+            " (hint: unload it with POST /v1/models/unload)",
         )
     slot.uses.keep(0.0, by_request=True)
     return JSONResponse(kind.unloaded(body.model))
@@ -250,7 +250,7 @@ def _parse_format(given: str | dict[str, Any] | None) -> StructuredOutputs | Non
     if isinstance(given, dict):
         return StructuredOutputs(json=given, given_as="format")
     raise InvalidRequest(
-        f"format: got {given!r}, allowed are 'json' and a JSON schema", param="format"
+        f"format: got {given!r}, expected 'json' and a JSON schema", param="format"
     )
 
 
@@ -267,7 +267,7 @@ def _check_thinking(body: OllamaBody, model: ServedModel) -> None:
     if isinstance(body.think, str) and "reasoning_effort" not in variables:
         body.ignored.add(
             "think",
-            f"got {body.think!r}, but the model's chat template reads no efforts",
+            f"got {body.think!r}, but the model's chat template does not support effort levels",
             hint="send true",
         )
 
@@ -280,6 +280,6 @@ def _check_context(body: OllamaBody, options: RunOptions, model: ServedModel) ->
     if options.num_ctx is not None and options.num_ctx > longest:
         body.ignored.add(
             "options.num_ctx",
-            f"got {options.num_ctx}, allowed is at most {longest}, the context of `{model.name}`",
-            hint="leave it out, or start the server with --max-model-len",
+            f"got {options.num_ctx}, expected at most {longest}, the context of `{model.name}`",
+            hint="remove it, or start the server with a larger --max-model-len",
         )

@@ -17,7 +17,7 @@ from octavo.server.state.model_uses import ModelUses
 
 KeepAlive = str | int | float | None
 
-TAKES = 'a duration such as "5m" or "1h30m", seconds, 0 to unload at once, or -1 for good'
+TAKES = 'a duration such as "5m" or "1h30m", seconds, 0 to unload at once, or -1 forever'
 MAX_S = 1e9
 """Longer times mean forever, in seconds."""
 
@@ -27,7 +27,7 @@ def parse_keep_alive(given: str | int | float) -> float | None:
     seconds = read_seconds(given.strip()) if isinstance(given, str) else float(given)
     if seconds is None or math.isnan(seconds):
         raise InvalidRequest(
-            f"keep_alive: got {shown(given)}, allowed are {TAKES}", param="keep_alive"
+            f"keep_alive: got {shown(given)}, expected {TAKES}", param="keep_alive"
         )
     return seconds if 0 <= seconds <= MAX_S else None
 
@@ -44,4 +44,4 @@ def apply_keep_alive(request: Request, uses: ModelUses, given: KeepAlive) -> Non
     if is_operator(request):
         uses.keep(seconds, by_request=True)
     else:
-        get_ignored(request).add("keep_alive", "only the operator's key may set it")
+        get_ignored(request).add("keep_alive", "requires the operator key")

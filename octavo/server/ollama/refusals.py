@@ -8,9 +8,9 @@ from starlette.exceptions import HTTPException
 NOT_IMPLEMENTED = 501
 
 HINTS = {
-    "/api/push": "this server publishes no models",
-    "/api/create": "load a checkpoint as it is by POST /v1/models/load",
-    "/api/blobs/{digest}": "load a checkpoint as it is by POST /v1/models/load",
+    "/api/push": "publishing models is not supported",
+    "/api/create": "load a checkpoint with POST /v1/models/load",
+    "/api/blobs/{digest}": "load a checkpoint with POST /v1/models/load",
 }
 
 router = APIRouter()
@@ -19,7 +19,7 @@ router = APIRouter()
 async def refuse(request: Request) -> None:
     hint = HINTS[request.scope["route"].path]
     raise HTTPException(
-        NOT_IMPLEMENTED, f"{request.url.path}: this server does not have it (hint: {hint})"
+        NOT_IMPLEMENTED, f"{request.url.path}: not supported by this server (hint: {hint})"
     )
 
 

@@ -83,7 +83,7 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
         fields, file = get_fields(form), get_file(form)
         if file is None:
             raise InvalidRequest(
-                "file: got none, needed is a WAV, FLAC, OGG or MP3 file", param=FILE_FIELD
+                "file: got none, expected a WAV, FLAC, OGG or MP3 file", param=FILE_FIELD
             )
         data = await file.read()
     answer_format = _parse_format(fields, get_ignored(request))
@@ -125,18 +125,18 @@ def _parse_format(fields: dict[str, str], ignored: IgnoredFields) -> str:
         if name not in FIELDS:
             ignored.add(
                 join_path("", name),
-                f"not supported here, allowed are {', '.join(FIELDS)} and file",
-                hint="leave it out",
+                f"not supported, expected {', '.join(FIELDS)} and file",
+                hint="remove it",
             )
     if fields.get("stream", "false").lower() not in ("false", "0"):
         raise InvalidRequest(
-            "stream: got true, allowed is false: the text of a sound is known at its end",
+            "stream: got true, streaming is not supported for transcriptions",
             param="stream",
         )
     wanted = fields.get("response_format", "json")
     if wanted not in FORMATS:
         raise InvalidRequest(
-            f"response_format: got {shown(wanted)}, allowed are {', '.join(FORMATS)}",
+            f"response_format: got {shown(wanted)}, expected {', '.join(FORMATS)}",
             param="response_format",
         )
     return wanted
@@ -146,8 +146,8 @@ def _timestamps(granularity: str | None, answer_format: str) -> bool | None:
     """Returns whether segments need timestamps of the model; None: if it supports them."""
     if granularity not in (None, "segment"):
         raise InvalidRequest(
-            f"{GRANULARITIES}: got {shown(granularity)}, allowed is segment",
-            hint="times of words are not known",
+            f"{GRANULARITIES}: got {shown(granularity)}, expected segment",
+            hint="word timestamps are not supported",
             param=GRANULARITIES,
         )
     if granularity is None:
@@ -162,7 +162,7 @@ def _temperature(text: str) -> float:
         value = -1.0
     if not 0 <= value <= 1:
         raise InvalidRequest(
-            f"temperature: got {shown(text)}, allowed is a number from 0 to 1", param="temperature"
+            f"temperature: got {shown(text)}, expected a number from 0 to 1", param="temperature"
         )
     return value
 

@@ -42,7 +42,7 @@ class BatchBody(Body):
         str,
         Field(
             pattern=r"^[1-9][0-9]{0,6}[smhd]$",
-            description='"24h", or another whole number of s, m, h or d, at most 14 days',
+            description='"24h", or another integer with the unit s, m, h or d, at most 14 days',
         ),
     ]
     metadata: Metadata = None
@@ -124,7 +124,7 @@ def _seconds(window: str) -> int:
     seconds = int(found[1]) * SECONDS[found[2]] if found else 0
     if not 0 < seconds <= MAX_WINDOW_S:
         raise InvalidRequest(
-            f"completion_window: got {window!r}, allowed are at most 14 days",
+            f"completion_window: got {window!r}, expected at most 14 days",
             param="completion_window",
         )
     return seconds

@@ -40,7 +40,7 @@ MAX_TEMPLATE = 100_000
 class StreamOptions(BodyPart):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] | None = accepted("false; no stream is obfuscated")
+    include_obfuscation: Literal[False] | None = accepted("false; obfuscation is not supported")
 
 
 class SamplingBody(FilterBody):
@@ -62,7 +62,7 @@ class SamplingBody(FilterBody):
 
     refused: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
 
-    model: str | None = field("the name of a model", "model that answers; null is the only model")
+    model: str | None = field("the name of a model", "model to use; null: the only model")
     n: Whole | None = sampling("n")
     presence_penalty: float | None = sampling("presence_penalty")
     frequency_penalty: float | None = sampling("frequency_penalty")
@@ -75,20 +75,20 @@ class SamplingBody(FilterBody):
     stop: str | list[str] | None = sampling("stop")
     stop_token_ids: list[TokenId] | None = sampling("stop_token_ids")
     repetition_detection: dict[str, TokenId] | None = sampling(
-        "repetition_detection", excludes={"use_beam_search": "a beam search has no single answer"}
+        "repetition_detection", excludes={"use_beam_search": "beams differ in their tokens"}
     )
     ignore_eos: bool | None = sampling("ignore_eos")
     max_tokens: Whole | None = field(
-        "a whole number from 1 to 2147483647; -1 is no limit",
-        "most tokens of an answer",
+        "an integer from 1 to 2147483647; -1 is no limit",
+        "maximum number of output tokens",
         rules={"minimum": -1, "maximum": 2147483647},
     )
     min_tokens: Whole | None = sampling("min_tokens")
     logprob_token_ids: list[TokenId] | None = sampling(
-        "logprob_token_ids", excludes={"use_beam_search": "a search gives the likeliest tokens'"}
+        "logprob_token_ids", excludes={"use_beam_search": "it returns the top logprobs"}
     )
     logits_processors: list[str] | None = sampling(
-        "logits_processors", excludes={"use_beam_search": "a search draws nothing"}
+        "logits_processors", excludes={"use_beam_search": "a beam search does not sample"}
     )
     prompt_logprobs: Whole | None = sampling("prompt_logprobs")
     prompt_logprob_start: Whole | None = sampling("prompt_logprob_start")
@@ -100,30 +100,28 @@ class SamplingBody(FilterBody):
     bad_words: list[str] | None = sampling("bad_words")
     response_format: dict[str, Any] | None = field(
         'an object whose type is "text", "json_object", "json_schema" or "structural_tag"',
-        "form of the answer",
+        "output format",
     )
     structured_outputs: dict[str, Any] | None = sampling("structured_outputs")
     guided_json: dict[str, Any] | str | None = field(
-        "a JSON schema", "the old name of structured_outputs.json"
+        "a JSON schema", "deprecated name of structured_outputs.json"
     )
     guided_regex: str | None = field(
-        "a regular expression", "the old name of structured_outputs.regex"
+        "a regular expression", "deprecated name of structured_outputs.regex"
     )
     guided_choice: list[str] | None = field(
-        "a list of texts", "the old name of structured_outputs.choice"
+        "a list of strings", "deprecated name of structured_outputs.choice"
     )
     guided_grammar: str | None = field(
-        "a grammar in Lark's or GBNF's notation",
-        "the old name of structured_outputs.grammar",
+        "a grammar in Lark or GBNF notation",
+        "deprecated name of structured_outputs.grammar",
     )
     guided_whitespace_pattern: str | None = field(
         "a regular expression",
-        "whitespace between the parts of JSON",
+        "whitespace pattern between JSON tokens",
         rules={"needs": {"guided_json": []}},
     )
-    use_beam_search: bool | None = field(
-        FLAG, "searches for the likeliest answers instead of drawing one"
-    )
+    use_beam_search: bool | None = field(FLAG, "use beam search instead of sampling")
     beam_width: Whole | None = sampling("beam_width", needs={"use_beam_search": [True]})
     length_penalty: float | None = sampling(
         "length_penalty", needs={"use_beam_search": [True]}, idle=True, minimum=-10, maximum=10
@@ -131,53 +129,53 @@ class SamplingBody(FilterBody):
     early_stopping: bool | Literal["never"] | None = sampling(
         "early_stopping", needs={"use_beam_search": [True]}, idle=True
     )
-    cache_salt: str | None = field("a text", "shares cached prefixes with the same salt only")
+    cache_salt: str | None = field("a string", "cache prefixes separately for each salt")
     request_id: str | None = field(
-        "a text of 1 to 200 characters",
-        "part of the answer's id",
+        "a string of 1 to 200 characters",
+        "part of the response id",
         min_length=1,
         max_length=200,
     )
-    session_id: str | None = accepted("a text of at most 512 characters", max_length=MAX_NAME)
+    session_id: str | None = accepted("a string of at most 512 characters", max_length=MAX_NAME)
     stream: bool | None = field(
         FLAG,
-        "sends the answer as it grows, as server-sent events",
-        rules={"excludes": {"use_beam_search": "a beam search knows its answer at the end"}},
+        "stream the response as server-sent events",
+        rules={"excludes": {"use_beam_search": "a beam search cannot be streamed"}},
     )
     stream_options: StreamOptions | None = field(
         "an object of include_usage, continuous_usage_stats and include_obfuscation (false)",
-        "what a stream says besides",
+        "options of the stream",
         by_path=True,
         rules={"needs": {"stream": [True]}, "idle": True},
     )
-    return_token_ids: bool = field(FLAG, "adds token ids to the answer", default=False)
+    return_token_ids: bool = field(FLAG, "return token ids", default=False)
     return_tokens_as_token_ids: bool = field(
-        FLAG, 'names tokens in logprobs "token_id:17"', default=False
+        FLAG, 'name tokens in logprobs as "token_id:17"', default=False
     )
     return_prompt_text: bool = field(
-        FLAG, "adds the prompt's text, special tokens included", default=False
+        FLAG, "return the prompt as text, including special tokens", default=False
     )
-    timings: bool = field(
-        "true or false: say where the time went", "adds queueing, prefill and decode", default=False
-    )
+    timings: bool = field("true or false", "return queue, prefill and decode times", default=False)
     user: str | None = user_name()
     priority: int | None = field(
-        "a whole number of at most 32 bits; lower goes first, where the policy is priority",
-        "place in the queue",
+        "a 32-bit integer",
+        "scheduling priority, lower runs first; requires the priority policy",
         ge=-(2**31),
         lt=2**31,
     )
     metadata: dict[MetadataKey, MetadataText] | None = accepted(
-        "an object of at most 16 texts of 512 characters", max_length=16
+        "an object of at most 16 strings of 512 characters", max_length=16
     )
-    store: bool | None = accepted("true or false; this route keeps no answer")
+    store: bool | None = accepted("true or false; this route does not store responses")
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = accepted(
         '"auto", "default", "flex", "scale" or "priority"'
     )
     safety_identifier: str | None = accepted(
-        "a text of at most 512 characters", max_length=MAX_NAME
+        "a string of at most 512 characters", max_length=MAX_NAME
     )
-    prompt_cache_key: str | None = accepted("a text of at most 512 characters", max_length=MAX_NAME)
+    prompt_cache_key: str | None = accepted(
+        "a string of at most 512 characters", max_length=MAX_NAME
+    )
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = accepted(
         '"in_memory" or "24h"'
     )
@@ -201,97 +199,95 @@ class PromptBody(SamplingBody):
     """Base class of bodies with a prompt that may be truncated."""
 
     truncate_prompt_tokens: Whole | None = field(
-        "-1, or a whole number from 1 to the context length minus 1",
-        "keeps this many tokens of the prompt; -1 as many as leave room for max_tokens",
+        "-1, or an integer from 1 to the context length minus 1",
+        "truncate the prompt to this many tokens; -1 leaves room for max_tokens",
         rules={"minimum": -1},
     )
     truncation_side: Literal["left", "right"] | None = field(
         '"left" or "right"',
-        "side at which the prompt is cut; null is left",
+        "side from which tokens are removed; null: left",
         rules={"needs": {"truncate_prompt_tokens": []}, "idle": True},
     )
 
 
 class CompletionBody(PromptBody):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = required(
-        "a text, token ids, or a list of either", "what is continued"
+        "a string, token ids, or a list of either", "prompt to complete"
     )
     echo: bool = field(
         FLAG,
-        "puts the prompt before the answer",
+        "return the prompt before the completion",
         default=False,
     )
     logprobs: Whole | None = field(
-        "a whole number from 0 up: how many alternatives for each token",
-        "logprobs of the answer's tokens",
+        "an integer from 0 up",
+        "return logprobs of the output tokens",
         ge=0,
     )
     best_of: Whole | None = field(
-        "a whole number from n up",
-        "samples made, of which the n best are returned; in a stream n",
+        "an integer from n up",
+        "number of samples, of which the n most likely are returned; with stream equal to n",
         rules={"minimum": 1},
     )
     decoder_prompt: str | None = field(
-        "a text, for an encoder before a decoder",
-        "what the decoder begins with, in place of what the model's makers say",
+        "a string; encoder-decoder models only",
+        "decoder prompt, instead of the model's default",
         rules={
             "excludes": {
-                "suffix": "an encoder reads one text",
-                "decoder_prompt_token_ids": "the decoder begins with one of them",
+                "suffix": "an encoder takes a single text",
+                "decoder_prompt_token_ids": "both set the decoder prompt",
             }
         },
     )
     decoder_prompt_token_ids: list[TokenId] | None = field(
-        "a list of token ids, for an encoder before a decoder",
-        "what the decoder begins with, as tokens",
+        "a list of token ids; encoder-decoder models only",
+        "decoder prompt as token ids",
     )
     suffix: str | None = field(
-        "a text, where the vocabulary has tokens for filling in the middle",
-        "what comes after the answer",
+        "a string; models with fill-in-the-middle tokens only",
+        "text after the completion (fill-in-the-middle)",
         rules={
             "excludes": {
-                "echo": "the answer goes between two texts",
-                "truncate_prompt_tokens": "both texts are needed whole",
+                "echo": "not supported with fill-in-the-middle",
+                "truncate_prompt_tokens": "not supported with fill-in-the-middle",
             }
         },
     )
-    add_special_tokens: bool = field(
-        FLAG, "puts the tokenizer's own tokens around the prompt", default=True
-    )
+    add_special_tokens: bool = field(FLAG, "add special tokens to the prompt", default=True)
 
 
 class ConversationBody(Body):
     """Base class of bodies with a conversation for the chat template."""
 
     messages: list[Message] = required(
-        "a list of messages, each with a role and a content", "the conversation", by_path=True
+        "a list of messages, each with a role and a content", "conversation", by_path=True
     )
     add_generation_prompt: bool | None = field(
-        FLAG, "begins an assistant's message; null is true unless the last one is continued"
+        FLAG, "start an assistant message; null: true unless the last message is continued"
     )
     continue_final_message: bool = field(
         FLAG,
-        "goes on within the last message, which is the assistant's",
+        "continue the last message, an assistant message",
         default=False,
-        rules={"excludes": {"add_generation_prompt": "no new message begins"}},
+        rules={"excludes": {"add_generation_prompt": "a continued message starts no new one"}},
     )
     chat_template: str | None = field(
-        f"the name of one of the model's, or a Jinja text of at most {MAX_TEMPLATE} characters,"
-        " where the server trusts them",
-        "template in place of the model's",
+        f"the name of a template of the model, or a Jinja template of at most {MAX_TEMPLATE}"
+        f" characters if the server trusts them",
+        "template to use instead of the model's",
         max_length=MAX_TEMPLATE,
     )
     chat_template_kwargs: dict[str, Any] | None = field(
-        "an object of the template's variables", "what the template is given besides"
+        "an object of the template's variables", "additional variables of the chat template"
     )
     documents: list[dict[str, Any]] | None = field(
-        "a list of objects, where the template reads documents", "texts that the template quotes"
+        "a list of objects, if the template supports documents", "documents for the template"
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         field(
-            '"none", "minimal", "low", "medium", "high", "xhigh" or "max"; where the template reads'
-            ' no such variable "none" and "medium"',
-            "how long the model thinks; chat_template_kwargs goes before it",
+            '"none", "minimal", "low", "medium", "high", "xhigh" or "max"; "none" and '
+            '"medium" if the template has no such variable',
+            "reasoning effort; overridden by chat_template_kwargs",
         )
     )
 
@@ -300,60 +296,56 @@ class ChatBody(ConversationBody, PromptBody):
     unsupported = SamplingBody.unsupported
 
     max_completion_tokens: Whole | None = field(
-        "a whole number from 1 to 2147483647; -1 is no limit",
-        "most tokens of an answer; goes before max_tokens",
+        "an integer from 1 to 2147483647; -1 is no limit",
+        "maximum number of output tokens; overrides max_tokens",
         rules={"minimum": -1, "maximum": 2147483647},
     )
-    logprobs: bool | None = field(FLAG, "logprobs of the answer's tokens")
+    logprobs: bool | None = field(FLAG, "return logprobs of the output tokens")
     top_logprobs: Whole | None = field(
-        "a whole number from 0 up",
-        "alternatives given for each token",
+        "an integer from 0 up",
+        "number of most likely alternatives returned for each token",
         rules={"needs": {"logprobs": [True]}, "neutral": 0},
         ge=0,
     )
     echo: bool = field(
         FLAG,
-        "puts the last message before the answer where it is the assistant's",
+        "return the last message before the output if it is an assistant message",
         default=False,
     )
     add_special_tokens: bool = field(
-        FLAG, "puts the tokenizer's own tokens around what the template writes", default=False
+        FLAG, "add special tokens to the rendered prompt", default=False
     )
     tools: list[ToolBody] | None = field(
         "a list of functions, each with a name and a JSON schema of its arguments",
-        "functions that the model may call",
+        "functions that the model can call",
         by_path=True,
     )
     tool_choice: (
         Literal["none", "auto", "required", "any"] | NamedTool | AllowedToolsChoice | None
     ) = field(
-        '"none", "auto", "required" (or "any"), a function or a list of allowed ones',
-        "whether a function is called; required and named ones are",
+        '"none", "auto", "required" (or "any"), a function or a list of allowed functions',
+        'whether to call a function; "required" and a named function force a call',
         rules={"types": ("function", "tool", "allowed_tools")},
     )
     parallel_tool_calls: bool | None = field(
-        FLAG, "whether one answer may call several functions; null is true"
+        FLAG, "allow several function calls in one response; null: true"
     )
-    include_reasoning: bool | None = field(
-        FLAG, "gives the model's reasoning with the answer; null is true"
-    )
+    include_reasoning: bool | None = field(FLAG, "return the reasoning; null: true")
     thinking_token_budget: Whole | None = field(
-        "a whole number from 0 up, or -1 for no limit",
-        "most tokens of reasoning, which is closed there",
+        "an integer from 0 up, or -1 for no limit",
+        "maximum number of reasoning tokens; reasoning is then closed",
         rules={"minimum": -1},
         ge=-1,
         lt=2**31,
     )
     functions: list[OfferedFunctionBody] | None = field(
         "a list of functions, each with a name and a JSON schema of its arguments",
-        "the old form of tools, which go before it; the answer has a function_call",
+        "deprecated form of tools; the response has a function_call",
         by_path=True,
     )
     function_call: Literal["none", "auto"] | FunctionName | None = field(
         '"none", "auto" or an object with a name',
-        "the old form of tool_choice",
+        "deprecated form of tool_choice",
     )
-    modalities: list[Literal["text"]] | None = field(
-        '["text"]', "what the answer is made of", max_length=1
-    )
+    modalities: list[Literal["text"]] | None = field('["text"]', "output modalities", max_length=1)
     verbosity: Literal["low", "medium", "high"] | None = accepted('"low", "medium" or "high"')

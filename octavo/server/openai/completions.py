@@ -168,21 +168,19 @@ class CompletionFormatter(OpenAIFormatter):
 def _check(body: CompletionBody) -> None:
     if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
         message = (
-            f"best_of: got {body.best_of} with stream, allowed is the value of n ({body.n or 1}):"
-            " the best are known at the end"
+            f"best_of: got {body.best_of} with stream, expected the value of n ({body.n or 1}):"
+            " the best samples are known only at the end"
         )
         raise InvalidRequest(message, param="best_of")
     if body.max_tokens == 0 and (not body.echo or body.stream):
-        raise InvalidRequest(
-            "max_tokens: got 0, allowed only with echo and without stream", param="max_tokens"
-        )
+        raise InvalidRequest("max_tokens: got 0, requires echo and no stream", param="max_tokens")
 
 
 async def _prompt(body: CompletionBody, prompt: Prompt, llm: AsyncLLM) -> EnginePrompt:
     if body.suffix:
         if not isinstance(prompt, str):
             raise InvalidRequest(
-                "suffix: got a prompt of token ids, needed is a text", param="suffix"
+                "suffix: got a prompt of token ids, expected a string", param="suffix"
             )
         return await llm.infill_prompt(prompt, body.suffix) | {"cache_salt": body.cache_salt}
     made = await make_prompt(

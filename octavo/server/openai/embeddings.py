@@ -34,20 +34,20 @@ router = APIRouter()
 
 class EmbeddingBody(PoolingBody):
     input: str | list[str] | list[TokenId] | list[list[TokenId]] = required(
-        "a text, token ids, or a list of either", "what is embedded"
+        "a string, token ids, or a list of either", "input to embed"
     )
     encoding_format: Literal["float", "base64"] = field(
         '"float" or "base64"',
-        "how an embedding is written: numbers, or base64 of little-endian fp32",
+        "encoding of embeddings: numbers, or base64 of little-endian fp32",
         default="float",
     )
     dimensions: Whole | None = field(
-        "a width that the model declares",
-        "components of an embedding that are kept",
+        "a dimension that the model declares",
+        "number of dimensions to keep",
         rules={"minimum": 1},
     )
     normalize: bool | None = field(
-        "true or false", "gives an embedding the length 1; null does as the checkpoint says"
+        "true or false", "normalize embeddings to length 1; null: the checkpoint's setting"
     )
 
 
@@ -100,7 +100,7 @@ def _check_texts(given: str | Sequence[Any]) -> None:
     texts = [given] if isinstance(given, str) else given
     if "" in texts:
         where = "input" if isinstance(given, str) else f"input[{texts.index('')}]"
-        raise InvalidRequest(f"{where}: got an empty text, needed is some text", param="input")
+        raise InvalidRequest(f"{where}: got an empty text, expected some text", param="input")
 
 
 def _format(output: RequestOutput, form: str) -> list[float] | str:

@@ -53,7 +53,7 @@ router = APIRouter()
 async def get_store(service: Annotated[Service, Depends(get_service)]) -> Store:
     """Returns the server's store; raises a 404 without one."""
     if service.store is None:
-        raise HTTPException(404, "this server keeps no files (hint: start it with --state-dir)")
+        raise HTTPException(404, "this server stores no files (hint: start it with --state-dir)")
     return service.store
 
 
@@ -119,7 +119,7 @@ async def content(file_id: str, request: Request, store: StoreHere) -> Response:
     record = await find_file(store, file_id, get_owner(request))
     path = get_file_path(store.folder, record.id)
     if not await asyncio.to_thread(path.is_file):
-        raise HTTPException(404, f"the bytes of the file {file_id!r} are no longer on the disk")
+        raise HTTPException(404, f"the bytes of the file {file_id!r} no longer exist")
     return FileResponse(path, media_type=BYTES)
 
 
@@ -130,8 +130,8 @@ async def delete_file(file_id: str, request: Request, store: StoreHere) -> dict[
     for batch in await store.unfinished("batch"):
         if batch.body["batch"]["input_file_id"] == file_id:
             raise InvalidRequest(
-                f"file {file_id!r} is read by the batch {batch.id!r}",
-                hint="wait until the batch has ended, or cancel it",
+                f"file {file_id!r} is in use by the batch {batch.id!r}",
+                hint="wait until the batch has finished, or cancel it",
             )
     await store.delete(record)
     return {"id": file_id, "object": "file", "deleted": True}
@@ -181,9 +181,9 @@ def _parse_form(form: FormData, ignored: IgnoredFields) -> tuple[UploadFile, str
     fields, file = get_fields(form), get_file(form)
     purpose = fields.get("purpose")
     if purpose not in PURPOSES:
-        raise InvalidRequest(f"purpose: got {purpose!r}, allowed is 'batch'", param="purpose")
+        raise InvalidRequest(f"purpose: got {purpose!r}, expected 'batch'", param="purpose")
     if file is None:
-        raise InvalidRequest("file: needed, and not given", param="file")
+        raise InvalidRequest("file: field required", param="file")
     for name in fields:
         if name not in ("purpose", *AGE_FIELDS):
             ignored.add(join_path("", name), "no such field")
@@ -203,12 +203,12 @@ def _expires_at(fields: dict[str, str], store: Store) -> int:
     low, high = AGES_S
     if anchor != "created_at" or not (seconds or "").isdecimal() or len(seconds or "") > 9:
         raise InvalidRequest(
-            "expires_after: allowed are the anchor 'created_at' and a whole number of seconds",
+            "expires_after: expected the anchor 'created_at' and an integer number of seconds",
             param="expires_after",
         )
     if not low <= int(seconds or "") <= high:
         raise InvalidRequest(
-            f"expires_after: got {seconds} seconds, allowed are {low} to {high}",
+            f"expires_after: got {seconds} seconds, expected {low} to {high}",
             param="expires_after",
         )
     return min(int(time.time()) + int(seconds or ""), store.expires_at)

@@ -22,10 +22,10 @@ class ContentPart(BodyPart):
     text: str | None = None
     refusal: str | None = None
     image_url: Any = None
-    cache_control: dict[str, Any] | None = accepted("an object; every prefix is cached")
-    role: str | None = accepted("a text; clients copy it from an answer")
-    annotations: list[Any] | None = accepted("a list; clients copy it from an answer")
-    logprobs: list[Any] | None = accepted("a list; clients copy it from an answer")
+    cache_control: dict[str, Any] | None = accepted("an object; every prefix is cached anyway")
+    role: str | None = accepted("a string; clients copy it from a response")
+    annotations: list[Any] | None = accepted("a list; clients copy it from a response")
+    logprobs: list[Any] | None = accepted("a list; clients copy it from a response")
 
 
 class FunctionCall(BodyPart):

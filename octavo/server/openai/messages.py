@@ -29,7 +29,7 @@ def plain_messages(
     """
     if not messages:
         raise InvalidRequest(
-            "messages: got an empty list, needed is at least one message", param="messages"
+            "messages: got an empty list, expected at least one message", param="messages"
         )
     asked = [index for index, message in enumerate(messages) if message.role == "user"][-1:]
     plain = [
@@ -81,7 +81,7 @@ def plain_call(call: ToolCall, where: str) -> dict[str, Any]:
     elif call.function is not None:
         name, arguments = call.function.name, parse_arguments(call.function.arguments)
     else:
-        raise InvalidRequest(f"{where}.function: needed, and not given", param=f"{where}.function")
+        raise InvalidRequest(f"{where}.function: field required", param=f"{where}.function")
     plain = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return plain if call.id is None else {"id": call.id, **plain}
 
@@ -96,7 +96,7 @@ def _content(message: Message, where: str, ignored: IgnoredFields | None) -> Con
             return message.refusal
         if message.role in MAY_BE_EMPTY:
             return ""
-        raise InvalidRequest(f"{where}.content: needed, and not given", param=f"{where}.content")
+        raise InvalidRequest(f"{where}.content: field required", param=f"{where}.content")
     return join_parts(
         [
             build_part(part, f"{where}.content[{index}]", message.role, ignored)
@@ -131,7 +131,7 @@ def _text(part: ContentPart, where: str) -> str:
     text = {**dict.fromkeys(TEXTS, part.text), "refusal": part.refusal}.get(part.type)
     if text is None:
         raise InvalidRequest(
-            f"{where}: got a part of type {part.type!r}, allowed are parts of type 'text' with a"
+            f"{where}: got a part of type {part.type!r}, expected parts of type 'text' with a"
             " text, of type 'image_url' and of type 'refusal'",
             param=where,
         )

@@ -28,8 +28,8 @@ def make_rendering(
     if is_foreign and not settings.trust_request_chat_template:
         named = f"; it has {', '.join(map(repr, names))}" if names else ""
         raise InvalidRequest(
-            f"chat_template: this server renders with the model's own{named}",
-            hint="start it with --trust-request-chat-template",
+            f"chat_template: this server uses the model's own chat template{named}",
+            hint="start the server with --trust-request-chat-template",
             param="chat_template",
         )
     add_prompt = body.add_generation_prompt
@@ -53,7 +53,7 @@ def _variables(body: ConversationBody, model: ServedModel) -> dict[str, Any]:
     if body.documents:
         if "documents" not in known:
             raise InvalidRequest(
-                "documents: the model's chat template reads no documents", param="documents"
+                "documents: the model's chat template does not support documents", param="documents"
             )
         variables["documents"] = body.documents
     return variables | (body.chat_template_kwargs or {})
@@ -70,7 +70,7 @@ def effort_variables(
     if effort not in UNREAD_EFFORTS:
         ignored.add(
             name,
-            f"got {effort!r}, but the model's chat template reads no such variable; allowed are"
+            f"got {effort!r}, but the model's chat template reads no such variable; expected"
             " 'none' and 'medium'",
         )
     return {"enable_thinking": False} if effort == "none" and "enable_thinking" in known else {}

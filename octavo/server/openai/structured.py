@@ -41,7 +41,7 @@ def parse_structured_outputs(body: SamplingBody) -> StructuredOutputs | None:
         response_format(forms.pop("response_format"), body.ignored)
     if len(forms) > 1:
         first, second, *_ = forms
-        raise InvalidRequest(f"{second}: got it with {first}, allowed is one form", param=second)
+        raise InvalidRequest(f"{second}: not supported with {first}", param=second)
     name, value = next(iter(forms.items()), ("", None))
     return None if value is None else _form(body, name, value)
 
@@ -68,7 +68,7 @@ def response_format(
         schema = given.get("schema")  # llama.cpp's form
         if not isinstance(schema, dict | None):
             raise InvalidRequest(
-                f"{name}.schema: got {shown(schema)}, allowed is an object", param=name
+                f"{name}.schema: got {shown(schema)}, expected an object", param=name
             )
         if not schema:
             return StructuredOutputs(json_object=True, given_as=name)
@@ -83,7 +83,7 @@ def response_format(
     if kind == "structural_tag":
         tag = _select_known(name, given, ("type", "structures", "triggers"), ignored)
         return StructuredOutputs(structural_tag=tag, given_as=name)
-    raise InvalidRequest(f"{name}: got the type {shown(kind)}, allowed are {FORMATS}", param=name)
+    raise InvalidRequest(f"{name}: got the type {shown(kind)}, expected {FORMATS}", param=name)
 
 
 def _schema(given: object, name: str, ignored: IgnoredFields) -> Any:
@@ -92,18 +92,18 @@ def _schema(given: object, name: str, ignored: IgnoredFields) -> Any:
     """
     if not isinstance(given, Mapping) or not isinstance(given.get("schema"), dict | bool):
         raise InvalidRequest(
-            f"{name}: got {shown(given)} as json_schema, needed is an object with a name and a"
+            f"{name}: got {shown(given)} as json_schema, expected an object with a name and a"
             " schema",
             param=name,
         )
     _select_known(f"{name}.json_schema", given, SCHEMA_KEYS, ignored)
     label = given.get("name")
     if label is not None and not (isinstance(label, str) and 0 < len(label) <= MAX_NAME):
-        reason = f"got {shown(label)}, allowed is a text of at most {MAX_NAME} characters"
+        reason = f"got {shown(label)}, expected a string of at most {MAX_NAME} characters"
         ignored.add(f"{name}.json_schema.name", reason)
     if not isinstance(given.get("strict"), bool | None):
         raise InvalidRequest(
-            f"{name}: got {shown(given['strict'])} as strict, allowed is true or false", param=name
+            f"{name}: got {shown(given['strict'])} as strict, expected true or false", param=name
         )
     schema = given["schema"]
     if given.get("strict") or not isinstance(schema, Mapping):
@@ -126,6 +126,6 @@ def _select_known(
     """Returns the allowed fields of an object; reports the others as ignored."""
     for key, value in given.items():
         if key not in allowed and value is not None:
-            hint = f"allowed are {', '.join(allowed)}"
+            hint = f"expected {', '.join(allowed)}"
             ignored.add(join_path(name, key), "no such field", hint=hint)
     return {key: value for key, value in given.items() if key in allowed}

@@ -22,25 +22,23 @@ router = APIRouter()
 
 
 class LoadAdapterBody(Body):
-    lora_name: Annotated[str, Field(description="name that requests give as their model")]
+    lora_name: Annotated[str, Field(description="model name for requests")]
     lora_path: Annotated[
         str,
         Field(
-            description="folder that PEFT saved it in, under --lora-dir, of 1 to 4096 characters",
+            description="directory of the PEFT adapter under --lora-dir, of 1 to 4096 characters",
             min_length=1,
             max_length=4096,
         ),
     ]
-    load_inplace: Annotated[
-        bool, Field(description="whether it takes the place of one of the same name")
-    ] = False
+    load_inplace: Annotated[bool, Field(description="replace an adapter of the same name")] = False
     base_model_name: Annotated[
-        str | None, Field(description="the served model that it is for; default the only one")
+        str | None, Field(description="served base model; default: the only one")
     ] = None
 
 
 class UnloadAdapterBody(Body):
-    lora_name: Annotated[str, Field(description="name of the adapter")]
+    lora_name: Annotated[str, Field(description="adapter name")]
 
 
 @router.post("/v1/load_lora_adapter", dependencies=[Depends(require_operator)])
@@ -54,7 +52,7 @@ async def load_adapter(
     """
     if not NAME.fullmatch(body.lora_name):
         raise InvalidRequest(
-            f"lora_name: got {body.lora_name[:80]!r}, allowed are {NAME_RULE}",
+            f"lora_name: got {body.lora_name[:80]!r}, expected {NAME_RULE}",
             param="lora_name",
         )
     slot = _find_slot(service, body)
@@ -96,15 +94,17 @@ def _check_name(service: Service, slot: EngineSlot, body: LoadAdapterBody) -> No
     known = service.models.with_adapter(body.lora_name)
     if known is not None and not (body.load_inplace and known is slot):
         raise InvalidRequest(
-            f"lora_name: the adapter `{body.lora_name}` is loaded already",
+            f"lora_name: the adapter `{body.lora_name}` is already loaded",
             hint="unload it first, or send load_inplace to replace it",
             param="lora_name",
         )
     if known is None and service.models.answers_to(body.lora_name):
-        raise InvalidRequest(f"lora_name: a model is called `{body.lora_name}`", param="lora_name")
+        raise InvalidRequest(
+            f"lora_name: a model is already named `{body.lora_name}`", param="lora_name"
+        )
     most = service.settings.max_lora_adapters
     if known is None and sum(len(each.adapters) for each in service.models) >= most:
         raise Overloaded(
-            f"the server has {most} adapters, as many as are allowed",
+            f"the server has {most} adapters, the maximum",
             hint="unload one, or raise max_lora_adapters",
         )

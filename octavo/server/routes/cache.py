@@ -29,26 +29,27 @@ router = APIRouter()
 class PinBody(Body):
     is_strict = True
 
-    model: Annotated[str | None, Field(description="the served model's name")] = None
-    prompt: Annotated[str | list[TokenId] | None, Field(description="a text or token ids")] = None
+    model: Annotated[str | None, Field(description="name of the served model")] = None
+    prompt: Annotated[str | list[TokenId] | None, Field(description="a string or token ids")] = None
     messages: Annotated[
         list[Message] | None,
-        Field(description="the beginning of a conversation, in place of a prompt"),
+        Field(description="beginning of a conversation, instead of a prompt"),
     ] = None
-    cache_salt: Annotated[str | None, Field(description="a text")] = None
-    ttl_s: Annotated[float | None, Field(description="seconds; null is for good, 0 ends a pin")] = (
-        None
-    )
+    cache_salt: Annotated[str | None, Field(description="a string")] = None
+    ttl_s: Annotated[
+        float | None,
+        Field(description="seconds to keep the prompt pinned; null: forever, 0: unpin"),
+    ] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="an object")] = None
 
 
 class ResetBody(Body):
     is_strict = True
 
-    model: Annotated[str | None, Field(description="the served model's name")] = None
-    reset_connector: Annotated[bool, Field(description="true: in host memory and on disk too")] = (
-        False
-    )
+    model: Annotated[str | None, Field(description="name of the served model")] = None
+    reset_connector: Annotated[
+        bool, Field(description="true to also clear host memory and disk")
+    ] = False
 
 
 @router.post("/v1/cache/pin", dependencies=[Depends(require_operator)])
@@ -136,11 +137,11 @@ def describe(stats: EngineStats, size_bytes: int | None) -> dict[str, Any]:
 
 async def _parse_prompt(llm: AsyncLLM, body: PinBody) -> EnginePrompt:
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("prompt: needed is one of prompt and messages", param="prompt")
+        raise InvalidRequest("prompt: expected exactly one of prompt and messages", param="prompt")
     if body.prompt is not None:
         if body.chat_template_kwargs is not None:
             raise InvalidRequest(
-                "chat_template_kwargs: allowed only with messages", param="chat_template_kwargs"
+                "chat_template_kwargs: requires messages", param="chat_template_kwargs"
             )
         return await make_prompt(llm, body.prompt, cache_salt=body.cache_salt)
     messages = plain_messages(body.messages or [])

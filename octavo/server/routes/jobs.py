@@ -34,7 +34,7 @@ router = APIRouter()
 class GenerateBody(SamplingBody):
     stream_type = None
 
-    prompt: Annotated[str | list[TokenId], Field(description="a text or a list of token ids")]
+    prompt: Annotated[str | list[TokenId], Field(description="a string or a list of token ids")]
 
 
 @router.post("/generate", status_code=202)
@@ -103,13 +103,13 @@ def _report(job: Job) -> dict[str, Any]:
 def _params(body: GenerateBody, llm: AsyncLLM) -> SamplingParams:
     if body.stream:
         raise InvalidRequest(
-            "stream: a job has none",
-            hint="ask for its result, or use /v1/completions",
+            "stream: not supported for jobs",
+            hint="fetch its result, or use /v1/completions",
             param="stream",
         )
     if body.return_prompt_text:
         raise InvalidRequest(
-            "return_prompt_text: a job's result has no prompt", param="return_prompt_text"
+            "return_prompt_text: not supported for jobs", param="return_prompt_text"
         )
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return sampling_params(

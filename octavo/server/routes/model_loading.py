@@ -52,31 +52,31 @@ class LoadBody(Body):
         str,
         Field(
             description="a short name, a path on the server or a repository, of 1 to 4096"
-            " characters; or the name of a model that failed or is unloaded, to load it again",
+            " characters; or the name of a failed or unloaded model, to load it again",
             min_length=1,
             max_length=4096,
         ),
     ]
-    name: Annotated[str | None, Field(description="the public name; default the model's own")] = (
-        None
-    )
+    name: Annotated[
+        str | None, Field(description="model name in the API; default: its own name")
+    ] = None
     pin: Annotated[
-        bool | None, Field(description="keeps the model loaded until it is unloaded by this API")
+        bool | None, Field(description="keep the model loaded until this API unloads it")
     ] = None
     options: Annotated[
         dict[str, str | int | float | bool | None] | None,
-        Field(description="an object of engine options, over those of the command line"),
+        Field(description="an object of engine options, which override those of the command line"),
     ] = None
 
 
 class UnloadBody(Body):
     is_strict = True
 
-    model: Annotated[str, Field(description="the served model's name")]
+    model: Annotated[str, Field(description="name of the served model")]
     timeout_s: Annotated[
         float,
         Field(
-            description=f"seconds for running requests to end, 0 to {MAX_DRAIN_S:g}",
+            description=f"seconds to wait for running requests, 0 to {MAX_DRAIN_S:g}",
             ge=0,
             le=MAX_DRAIN_S,
         ),
@@ -107,8 +107,8 @@ async def unload(
     """
     if not service.models.answers_to(body.model) and service.models.with_adapter(body.model):
         raise InvalidRequest(
-            f"model: {shown(body.model)} is an adapter of a model",
-            hint="unload it by POST /v1/unload_lora_adapter",
+            f"model: {shown(body.model)} is a LoRA adapter",
+            hint="unload it with POST /v1/unload_lora_adapter",
             param="model",
         )
     slot = service.models.find(body.model)
@@ -122,7 +122,7 @@ def _make_spec(service: Service, body: LoadBody) -> ModelSpec:
     """Returns the model to load; raises InvalidRequest for an invalid name or option."""
     if body.name is not None and not NAME.fullmatch(body.name):
         raise InvalidRequest(
-            f"name: got {body.name[:80]!r}, allowed are {NAME_RULE}",
+            f"name: got {body.name[:80]!r}, expected {NAME_RULE}",
             param="name",
         )
     known = service.models.get(body.model)
@@ -140,11 +140,11 @@ def _check_options(options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if name in OF_THE_MACHINE:
             raise InvalidRequest(
-                f"options.{name}: set on the server's command line only", param="options"
+                f"options.{name}: can only be set on the server's command line", param="options"
             )
         if name not in OPTIONS:
             raise InvalidRequest(
-                f"options.{name}: no such option", hint=did_you_mean(name, OPTIONS), param="options"
+                f"options.{name}: unknown option", hint=did_you_mean(name, OPTIONS), param="options"
             )
     try:
         known = EngineConfig.from_options(**options).to_options()
@@ -162,15 +162,15 @@ def _make_room(service: Service, name: str) -> None:
     if taken is not None and taken.state not in WITHOUT_ENGINE:
         raise HTTPException(
             409,
-            f"the model `{name}` exists and is {taken.state} (hint: give another name, or unload"
-            " it first)",
+            f"the model `{name}` exists and is {taken.state} (hint: use another name, or unload it"
+            f" first)",
         )
     if service.models.with_adapter(name) is not None:
-        raise HTTPException(409, f"an adapter is called `{name}` (hint: give another name)")
+        raise HTTPException(409, f"an adapter is already named `{name}` (hint: use another name)")
     limit = service.settings.max_models
     num_models = service.models.num_in_memory
     if (taken is None or taken.state == "unloaded") and num_models >= limit:
         raise Overloaded(
-            f"the server has {num_models} models, allowed are {limit}",
+            f"the server has {num_models} models, expected at most {limit}",
             hint="unload one, or raise max_models",
         )

@@ -45,12 +45,10 @@ class ChangeBody(Body):
 
     max_tokens: Annotated[
         int | None,
-        Field(description="a whole number, from the tokens generated to what the context holds"),
+        Field(description="an integer, from the number of generated tokens to the context limit"),
     ] = None
-    priority: Annotated[
-        int | None, Field(description="a whole number of at most 32 bits; lower goes first")
-    ] = None
-    stop: str | list[str] | None = field("a text or a list of texts", "ends the answer before it")
+    priority: Annotated[int | None, Field(description="a 32-bit integer; lower runs first")] = None
+    stop: str | list[str] | None = field("a string or a list of strings", "stop before this string")
 
 
 class ForkBody(SamplingBody):
@@ -60,14 +58,14 @@ class ForkBody(SamplingBody):
 
     index: Annotated[int, Field(description="the index of a choice; default 0")] = 0
     keep: Annotated[
-        int | None, Field(description="how many tokens of the choice stay; null for all")
+        int | None, Field(description="number of tokens of the choice to keep; null: all")
     ] = None
     then: Annotated[
-        str | list[TokenId] | None, Field(description="a text or token ids to go on with")
+        str | list[TokenId] | None, Field(description="a string or token ids to append")
     ] = None
     logprobs: Whole | None = field(
-        "a whole number from 0 up: how many alternatives for each token",
-        "logprobs of the answer's tokens",
+        "an integer from 0 up",
+        "return logprobs of the output tokens",
         ge=0,
     )
 
@@ -196,7 +194,7 @@ async def _find(request: Request, service: Service, request_id: str) -> Found:
             return found
     raise RequestNotFound(
         f"no request {request_id!r}",
-        hint="an id answers to the key that made it, while its request runs and a minute after",
+        hint="a request is visible to the API key that sent it, until a minute after it ends",
     )
 
 
@@ -222,11 +220,9 @@ def _prepare(
 ) -> ParentRequest:
     """Checks a fork against its parent request."""
     if body.use_beam_search or body.beam_width is not None:
-        raise InvalidRequest("use_beam_search: a fork draws its tokens", param="use_beam_search")
+        raise InvalidRequest("use_beam_search: not supported for a fork", param="use_beam_search")
     if body.cache_salt is not None:
-        raise InvalidRequest(
-            "cache_salt: a fork has that of the request it leaves", param="cache_salt"
-        )
+        raise InvalidRequest("cache_salt: a fork uses that of its request", param="cache_salt")
     member, index = _member(found, body.index)
     changes = {
         changed: value
@@ -257,7 +253,7 @@ def _member(found: Found, index: int) -> tuple[LiveRequest, int]:
         if split_member(member.request_id)[1] == prompt_index:
             return member, sample_index
     raise InvalidRequest(
-        f"index: got {index}, allowed are the indices of the request's choices, as"
+        f"index: got {index}, expected the indices of the request's choices, as"
         f" GET /v1/requests/{found.name} lists them",
         param="index",
     )

@@ -35,33 +35,29 @@ router = APIRouter()
 class TokenizeBody(ConversationBody):
     """Body of POST /tokenize: one of prompt, content and messages."""
 
-    model: str | None = field("the name of a model", "whose tokenizer is asked")
+    model: str | None = field("the name of a model", "model whose tokenizer is used")
     messages: list[Message] | None = field(  # type: ignore[assignment]
         "a list of messages", "a conversation to render first", by_path=True
     )
-    prompt: str | None = field("a text", "text by vLLM's name")
-    content: str | None = field("a text", "text by llama.cpp's name")
-    add_special_tokens: bool | None = field(
-        FLAG, "adds the tokenizer's own tokens; null is true with prompt only"
-    )
+    prompt: str | None = field("a string", "text to tokenize (vLLM's name)")
+    content: str | None = field("a string", "text to tokenize (llama.cpp's name)")
+    add_special_tokens: bool | None = field(FLAG, "add special tokens; null: true with prompt only")
     add_special: bool | None = field(
         FLAG, "llama.cpp's name of add_special_tokens", rules={"same_as": "add_special_tokens"}
     )
-    parse_special: bool = field(
-        FLAG, "takes text that spells a special token for that token", default=True
-    )
-    return_token_strs: bool = field(FLAG, "adds the tokens as text", default=False)
-    with_pieces: bool = field(FLAG, "gives each token as an id and its piece", default=False)
+    parse_special: bool = field(FLAG, "parse special tokens in the text", default=True)
+    return_token_strs: bool = field(FLAG, "return the tokens as text", default=False)
+    with_pieces: bool = field(FLAG, "return each token as an id and its text", default=False)
 
 
 class DetokenizeBody(Body):
-    model: str | None = field("the name of a model", "whose tokenizer is asked")
-    tokens: list[TokenId] = required("a list of token ids", "what becomes text")
-    skip_special_tokens: bool = field(FLAG, "leaves special tokens out", default=False)
+    model: str | None = field("the name of a model", "model whose tokenizer is used")
+    tokens: list[TokenId] = required("a list of token ids", "token ids to convert to text")
+    skip_special_tokens: bool = field(FLAG, "omit special tokens", default=False)
 
 
 class ApplyTemplateBody(ConversationBody):
-    model: str | None = field("the name of a model", "whose chat template renders")
+    model: str | None = field("the name of a model", "model whose chat template is used")
 
 
 @router.post("/tokenize")
@@ -99,7 +95,7 @@ async def detokenize(
     for token_id in body.tokens:
         if not 0 <= token_id <= highest:
             raise InvalidRequest(
-                f"tokens: got the token id {token_id}, allowed are 0 to {highest}", param="tokens"
+                f"tokens: got the token id {token_id}, expected 0 to {highest}", param="tokens"
             )
     text = await asyncio.to_thread(
         tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
@@ -153,7 +149,7 @@ async def _token_ids(
     given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         raise InvalidRequest(
-            f"prompt: needed is one of prompt, content and messages, got {len(given)}",
+            f"prompt: expected exactly one of prompt, content and messages, got {len(given)}",
             param="prompt",
         )
     asked = body.add_special if body.add_special_tokens is None else body.add_special_tokens

@@ -16,7 +16,7 @@ from octavo.server.http.body_part import BodyPart
 from octavo.server.openai.bodies import TokenId
 from octavo.server.pooling_body import PoolingBody
 
-TEXTS = "a text, or a list of texts"
+TEXTS = "a string, or a list of strings"
 PAIR_FIELDS = (
     ("text_1", "text_2"),
     ("data_1", "data_2"),
@@ -38,7 +38,7 @@ class ClassifierBody(PoolingBody):
 
     use_activation: bool | None = field(
         "true or false",
-        "false gives a classifier's scores as they are; null does as the checkpoint says",
+        "apply the classifier's activation to the scores; null: the checkpoint's setting",
     )
 
     @property
@@ -51,18 +51,18 @@ class ClassifierBody(PoolingBody):
 
 class ClassifyBody(ClassifierBody):
     input: str | list[str] | list[TokenId] | list[list[TokenId]] | list[tuple[str, str]] = required(
-        "a text, token ids, or a list of either; or a list of pairs of texts", "what is classified"
+        "a string, token ids, or a list of either; or a list of pairs of texts", "input to classify"
     )
 
 
 class ScoreBody(ClassifierBody):
-    text_1: str | list[str] | None = field(TEXTS, "one text, or as many as in text_2")
-    text_2: str | list[str] | None = field(TEXTS, "what is scored with text_1")
-    data_1: str | list[str] | None = field(TEXTS, "another name of text_1")
-    data_2: str | list[str] | None = field(TEXTS, "another name of text_2")
-    queries: str | list[str] | None = field(TEXTS, "another name of text_1")
-    documents: str | list[str] | None = field(TEXTS, "another name of text_2")
-    items: str | list[str] | None = field(TEXTS, "another name of text_2")
+    text_1: str | list[str] | None = field(TEXTS, "first text: one, or as many as in text_2")
+    text_2: str | list[str] | None = field(TEXTS, "texts to score against text_1")
+    data_1: str | list[str] | None = field(TEXTS, "alias of text_1")
+    data_2: str | list[str] | None = field(TEXTS, "alias of text_2")
+    queries: str | list[str] | None = field(TEXTS, "alias of text_1")
+    documents: str | list[str] | None = field(TEXTS, "alias of text_2")
+    items: str | list[str] | None = field(TEXTS, "alias of text_2")
 
     @property
     def names(self) -> tuple[str, str]:
@@ -73,22 +73,22 @@ class ScoreBody(ClassifierBody):
                 return pair
         allowed = ", or ".join(" and ".join(pair) for pair in PAIR_FIELDS)
         got = ", ".join(sorted(given)) or "none of them"
-        raise InvalidRequest(f"text_1: got {got}, allowed are {allowed}", param="text_1")
+        raise InvalidRequest(f"text_1: got {got}, expected {allowed}", param="text_1")
 
 
 class RerankFields(Body):
     """Fields common to all rerank bodies."""
 
-    query: str = required("a text", "what the documents are compared with")
+    query: str = required("a string", "query to compare the documents with")
     documents: Documents = required(
-        "a list of one or more texts, or objects with a text", "what is put in order"
+        "a list of one or more strings, or objects with a text", "documents to rank"
     )
     top_n: Whole | None = field(
-        "a whole number; 0 and null are all", "most results", ge=0, rules={"minimum": 0}
+        "an integer; 0 and null: all", "maximum number of results", ge=0, rules={"minimum": 0}
     )
     max_tokens_per_doc: Whole | None = field(
-        "a whole number from 1 up; for models that read pairs",
-        "cuts each document to this many tokens",
+        "an integer from 1 up; cross-encoders only",
+        "truncate each document to this many tokens",
         ge=1,
         rules={"minimum": 1},
     )
@@ -104,21 +104,21 @@ class RerankBody(ClassifierBody, RerankFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({"rank_fields"})
 
     return_documents: bool | None = field(
-        "true or false; null is true", "repeats each result's document"
+        "true or false; null: true", "return the document of each result"
     )
-    max_chunks_per_doc: Whole | None = accepted("a whole number; a document is one chunk")
+    max_chunks_per_doc: Whole | None = accepted("an integer; a document is one chunk")
 
 
 class CohereRerankBody(RerankFields):
     stream_type = None
 
-    model: str | None = field("the name of a model", "model that answers; null is the only model")
+    model: str | None = field("the name of a model", "model to use; null: the only model")
     return_documents: bool | None = field(
-        "true or false; null is false", "repeats each result's document"
+        "true or false; null: false", "return the document of each result"
     )
     priority: int | None = field(
-        "a whole number of at most 32 bits; lower goes first, where the policy is priority",
-        "place in the queue",
+        "a 32-bit integer",
+        "scheduling priority, lower runs first; requires the priority policy",
         ge=-(2**31),
         lt=2**31,
     )

@@ -76,8 +76,8 @@ class Account:
         most = self.limits.max_running
         if most is not None and self.num_running >= most:
             raise Overloaded(
-                f"{self.num_running} requests of this key are running, allowed are {most}",
-                hint="wait for one to end",
+                f"{self.num_running} requests of this key are running, expected at most {most}",
+                hint="wait for one to finish",
             )
         self.check_tokens()
         self.num_running += 1
@@ -91,7 +91,7 @@ class Account:
         most = self.limits.tokens_per_minute
         if most is not None and num_tokens > most:
             raise InvalidRequest(
-                f"the prompt has {num_tokens} tokens, this key may use {most} a minute",
+                f"the prompt has {num_tokens} tokens, this key is limited to {most} a minute",
                 hint="shorten the prompt",
                 param="prompt",
             )
@@ -120,7 +120,7 @@ class Account:
         allowance = self._allowances.get(kind)
         if allowance is not None and (wait_s := allowance.wait_s(units)) > 0:
             raise Overloaded(
-                f"this key may use {allowance.per_minute} {kind} a minute, and has"
+                f"this key is limited to {allowance.per_minute} {kind} a minute,"
                 f" {max(0, int(allowance.level))} left",
                 hint=f"try again in {wait_s:.1f} seconds",
                 retry_after_s=wait_s,

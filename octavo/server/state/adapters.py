@@ -64,7 +64,7 @@ class LoraModule:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise _bad(text, f"a name has {NAME_RULE}")
         if not isinstance(path, str) or not path or not isinstance(base, str | None):
-            raise _bad(text, "a path is needed, and base_model_name is a text")
+            raise _bad(text, "a path is required, and base_model_name is a string")
         return LoraModule(name, expand_path(path), base)
 
     @staticmethod
@@ -73,7 +73,7 @@ class LoraModule:
         names = [module.name for module in modules]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ConfigError(f"lora_modules: two adapters are called {twice}")
+            raise ConfigError(f"lora_modules: two adapters are named {twice}")
         return modules
 
 
@@ -102,7 +102,7 @@ def path_within(folder: str | None, text: str) -> Path:
     """
     if folder is None:
         raise InvalidRequest(
-            "lora_path: this server loads adapters from no folder",
+            "lora_path: this server does not load adapters on request",
             hint="start it with --lora-dir FOLDER",
             param="lora_path",
         )
@@ -115,6 +115,6 @@ def path_within(folder: str | None, text: str) -> Path:
         is_inside = False
     if not is_inside:
         raise InvalidRequest(
-            f"lora_path: got {shown(text)}, allowed are folders under --lora-dir", param="lora_path"
+            f"lora_path: got {shown(text)}, expected folders under --lora-dir", param="lora_path"
         )
     return path

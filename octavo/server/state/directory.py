@@ -108,11 +108,11 @@ class ModelDirectory:
         for alias, target in self._aliases.items():
             if not self._is_known(target) and target not in adapters:
                 raise ConfigError(
-                    f"model_alias: {alias} is for {target}, which is not served",
+                    f"model_alias: {alias} refers to {target}, which is not served",
                     hint=f"this server has {', '.join([*self.names, *adapters])}",
                 )
             if self._is_known(alias) or alias in adapters:
-                raise ConfigError(f"model_alias: a model or adapter is called {alias} too")
+                raise ConfigError(f"model_alias: a model or adapter is also named {alias}")
 
     def get_aliases(self, slot: EngineSlot) -> list[str]:
         """Returns the aliases of a model and its adapters, except patterns."""
@@ -167,7 +167,7 @@ class ModelDirectory:
 
     def _get_only(self) -> EngineSlot:
         if not self._slots:
-            raise ModelNotFound("no model is loaded", hint="load one by POST /v1/models/load")
+            raise ModelNotFound("no model is loaded", hint="load one with POST /v1/models/load")
         slots = list(self)
         if len(slots) > 1:  # models that were pulled are meant by name alone
             slots = [slot for slot in slots if not slot.spec.is_remote] or slots
@@ -175,7 +175,8 @@ class ModelDirectory:
             slots = [slot for slot in slots if slot.state != "failed"] or slots
         if len(slots) > 1:
             raise InvalidRequest(
-                f"model: needed, as this server has several: {self._list_names()}", param="model"
+                f"model: field required, this server has several models: {self._list_names()}",
+                param="model",
             )
         return slots[0]
 

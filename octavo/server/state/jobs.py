@@ -67,7 +67,7 @@ class Jobs:
         oldest = next((job for job in self._jobs.values() if job.finished_at is not None), None)
         if oldest is None:
             raise Overloaded(
-                f"{len(self._jobs)} jobs are running, allowed are {self._max_jobs}",
+                f"{len(self._jobs)} jobs are running, expected at most {self._max_jobs}",
                 hint="try again later, or raise max_jobs",
             )
         del self._jobs[oldest.owner, oldest.request_id]

@@ -51,9 +51,9 @@ class KeyRing:
         try:
             self._load()
         except ConfigError as error:
-            logger.error("the keys stay as they were: %s", error.message)
+            logger.error("the API keys were not reloaded: %s", error.message)
         else:
-            logger.warning("read the key file again: %d keys", len(self._keys))
+            logger.warning("reloaded the key file: %d keys", len(self._keys))
 
     def _load(self) -> None:
         from_file = read_key_file(self._path) if self._path is not None else []

@@ -34,155 +34,165 @@ ENGINE = "0"
 
 GAUGES: dict[str, Series] = {
     "num_requests_running": (
-        "Requests of which the last step computed tokens.",
+        "Number of requests running in the last step.",
         lambda stats: stats.num_running,
     ),
-    "num_requests_waiting": ("Requests in the queue.", lambda stats: stats.num_waiting),
+    "num_requests_waiting": (
+        "Number of requests waiting in the queue.",
+        lambda stats: stats.num_waiting,
+    ),
     "num_requests_swapped": (
-        "Requests whose KV blocks are in host memory.",
+        "Number of requests swapped to host memory.",
         lambda stats: stats.num_swapped,
     ),
     "num_waiting_tokens": (
-        "Tokens of the requests in the queue.",
+        "Number of prompt tokens waiting in the queue.",
         lambda stats: stats.num_waiting_tokens,
     ),
-    "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", lambda stats: stats.kv_usage),
+    "kv_cache_usage_perc": (
+        "KV cache usage: fraction of KV blocks in use, 0 to 1.",
+        lambda stats: stats.kv_usage,
+    ),
     "kv_cache_utilisation": (
-        "Share of the bytes reserved for running requests' KV that hold any, 0 to 1.",
+        "Fraction of the KV bytes allocated to running requests that contain tokens, 0 to 1.",
         lambda stats: stats.kv.utilisation,
     ),
     "kv_blocks_held": (
-        "KV blocks that requests hold, of all cache groups.",
+        "KV blocks allocated to requests, in all cache groups.",
         lambda stats: sum(group.num_held for group in stats.groups),
     ),
     "kv_blocks_shared": (
-        "Of these, held by more than one request.",
+        "KV blocks shared by more than one request.",
         lambda stats: sum(group.num_shared for group in stats.groups),
     ),
     "kv_block_references": (
         (
-            "Reference counts of the KV blocks, summed: what requests would hold if they shared"
-            " nothing."
+            "Sum of the reference counts of KV blocks: the blocks that requests would need without"
+            " sharing."
         ),
         lambda stats: sum(group.num_references for group in stats.groups),
     ),
     "kv_blocks_named": (
-        "KV blocks on the device in which the prefix cache finds something, held or not.",
+        "KV blocks on the device that are in the prefix cache, allocated or free.",
         lambda stats: sum(group.num_named for group in stats.groups),
     ),
     "prefix_cache_disk_bytes": (
-        "Bytes in prefix_cache_dir, of all models.",
+        "Bytes in prefix_cache_dir, for all models.",
         lambda stats: stats.connector.stored.num_bytes,
     ),
     "prefix_cache_disk_pinned_bytes": (
-        "Of these, pinned.",
+        "Pinned bytes in prefix_cache_dir.",
         lambda stats: stats.connector.stored.pinned_bytes,
     ),
 }
 COUNTERS: dict[str, Series] = {
-    "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens),
-    "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens),
+    "prompt_tokens": ("Number of prompt tokens processed.", lambda stats: stats.prompt_tokens),
+    "generation_tokens": ("Number of tokens generated.", lambda stats: stats.generation_tokens),
     "prompt_tokens_cached": (
-        "Prompt tokens found in the prefix cache.",
+        "Number of prompt tokens served from the prefix cache.",
         lambda stats: stats.prefix_hit_tokens,
     ),
     "prefix_cache_queries": (
-        "Tokens looked up in the prefix cache.",
+        "Prefix cache queries, in tokens.",
         lambda stats: stats.prefix_query_tokens,
     ),
     "prefix_cache_hits": (
-        "Tokens found in the prefix cache.",
+        "Prefix cache hits, in tokens.",
         lambda stats: stats.prefix_hit_tokens,
     ),
     "external_prefix_cache_queries": (
-        "Tokens looked up in host memory and on disk.",
+        "Prefix cache queries to host memory and disk, in tokens.",
         lambda stats: stats.external_query_tokens,
     ),
     "external_prefix_cache_hits": (
-        "Tokens found in host memory and on disk.",
+        "Prefix cache hits in host memory and on disk, in tokens.",
         lambda stats: stats.external_hit_tokens,
     ),
     "prefix_cache_damaged_files": (
-        "Damaged files met in prefix_cache_dir, and removed.",
+        "Damaged files removed from prefix_cache_dir.",
         lambda stats: stats.connector.stored.num_damaged,
     ),
     "prefix_cache_write_errors": (
-        "Files that could not be written there.",
+        "Files that could not be written to prefix_cache_dir.",
         lambda stats: stats.connector.stored.num_write_errors,
     ),
     "kv_blocks_fetched": (
-        "KV blocks that came from prefix_cache_dir or from other engines.",
+        "KV blocks loaded from prefix_cache_dir or from other engines.",
         lambda stats: stats.connector.num_fetched,
     ),
     "kv_fetched_bytes": (
-        "Bytes of these blocks.",
+        "Bytes of KV blocks loaded from prefix_cache_dir or from other engines.",
         lambda stats: stats.connector.num_fetched_bytes,
     ),
     "kv_blocks_not_fetched": (
-        "KV blocks that were asked for there and did not come; their tokens are computed.",
+        "KV blocks requested from there but not received; their tokens were recomputed.",
         lambda stats: stats.connector.num_not_fetched,
     ),
     "kv_blocks_kept": (
-        "KV blocks that were written to prefix_cache_dir or kept for other engines.",
+        "KV blocks written to prefix_cache_dir or kept for other engines.",
         lambda stats: stats.connector.num_kept,
     ),
     "kv_transfer_expired_leases": (
-        "Leases of blocks for other engines that ended by the clock, before they were fetched.",
+        "Leases of KV blocks for other engines that expired before the blocks were fetched.",
         lambda stats: stats.connector.stored.num_expired_leases,
     ),
     "spec_decode_num_drafts": (
-        "Guesses of requests' next tokens that were verified.",
+        "Number of speculative drafts verified.",
         lambda stats: stats.num_drafts,
     ),
     "spec_decode_num_draft_tokens": (
-        "Tokens of these guesses.",
+        "Number of draft tokens verified.",
         lambda stats: stats.num_draft_tokens,
     ),
     "spec_decode_num_accepted_tokens": (
-        "Guessed tokens that held.",
+        "Number of accepted draft tokens.",
         lambda stats: stats.num_accepted_tokens,
     ),
     "weights_streamed_bytes": (
-        "Bytes of weights read from weights_dir while steps were computed.",
+        "Bytes of weights streamed from weights_dir during steps.",
         lambda stats: stats.weights.num_bytes,
     ),
     "weights_found": (
-        "Pieces of these weights that had arrived when a product asked for them.",
+        "Streamed weight chunks that were in memory when a matmul needed them.",
         lambda stats: stats.weights.num_found,
     ),
     "weights_waited": (
-        "Pieces of these weights that a product waited for.",
+        "Streamed weight chunks that a matmul had to wait for.",
         lambda stats: stats.weights.num_waited,
     ),
     "weights_wait_seconds": (
-        "Seconds in which products waited for them.",
+        "Seconds that matmuls waited for streamed weights.",
         lambda stats: stats.weights.wait_s,
     ),
     "num_preemptions": (
-        "Requests that had to give up their KV blocks.",
+        "Number of preemptions.",
         lambda stats: stats.num_preemptions,
     ),
-    "num_swaps": ("Preemptions to host memory.", lambda stats: stats.num_swaps),
+    "num_swaps": (
+        "Number of preemptions by swapping to host memory.",
+        lambda stats: stats.num_swaps,
+    ),
     "num_engine_restarts": (
-        "Engines replaced because they hung or died.",
+        "Number of engine restarts after a hang or crash.",
         lambda stats: stats.num_restarts,
     ),
 }
 COUNTERS |= {name: series for hooks in metric_hooks() for name, series in hooks.counters.items()}
 OPTION_GAUGES = {name: gauge for hooks in metric_hooks() for name, gauge in hooks.gauges.items()}
 """Gauges of extensions that depend only on a model's options."""
-READINESS = ("model_ready", "Whether the model's engine takes requests: 1, or 0.")
+READINESS = ("model_ready", "1 if the model's engine accepts requests, else 0.")
 CACHE = (
     "cache_config_info",
-    "Always 1; its labels are the KV cache's options, num_gpu_blocks the blocks of any device.",
+    "Always 1; the labels are the KV cache options. num_gpu_blocks is the number of KV blocks on"
+    " any device.",
 )
 CACHE_LABELS = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
 REJECTIONS = (
     "admission_rejections",
-    "Requests rejected with 429: the queue was full, or the predicted latency too high.",
+    "Number of requests rejected with 429: full queue or high predicted latency.",
 )
-STEP_TOKENS = ("iteration_tokens_total", "Tokens that a step computed.")
-ENDINGS = ("request_success", "Requests by how they ended.")
+STEP_TOKENS = ("iteration_tokens_total", "Number of tokens computed per step.")
+ENDINGS = ("request_success", "Number of finished requests by finish reason.")
 
 
 class ServerMetrics:

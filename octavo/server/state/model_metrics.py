@@ -30,22 +30,37 @@ TOKEN_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2,
 SAMPLE_COUNTS = (1, 2, 5, 10, 20)
 
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "time_to_first_token_seconds": ("From arrival to the first token.", TOKEN_SECONDS),
-    "inter_token_latency_seconds": ("From one token to the next.", TOKEN_SECONDS),
+    "time_to_first_token_seconds": ("Time from arrival to the first token.", TOKEN_SECONDS),
+    "inter_token_latency_seconds": ("Time between consecutive tokens of a request.", TOKEN_SECONDS),
     "request_time_per_output_token_seconds": (
-        "Mean of a request's time from one token to the next.",
+        "Mean time per output token of a request.",
         TOKEN_SECONDS,
     ),
-    "e2e_request_latency_seconds": ("From arrival to the end.", REQUEST_SECONDS),
-    "request_queue_time_seconds": ("From arrival to the first step.", REQUEST_SECONDS),
-    "request_prefill_time_seconds": ("From the first step to the first token.", REQUEST_SECONDS),
-    "request_decode_time_seconds": ("From the first token to the last.", REQUEST_SECONDS),
-    "request_inference_time_seconds": ("From the first step to the last token.", REQUEST_SECONDS),
-    "request_prompt_tokens": ("Tokens of the prompt.", TOKEN_COUNTS),
-    "request_generation_tokens": ("Tokens generated.", TOKEN_COUNTS),
-    "request_params_n": ("Samples asked for.", SAMPLE_COUNTS),
-    "request_params_max_tokens": ("Most tokens asked for.", TOKEN_COUNTS),
-    "request_num_preemptions": ("Preemptions of a request.", SAMPLE_COUNTS),
+    "e2e_request_latency_seconds": (
+        "Time from arrival to the end of the request.",
+        REQUEST_SECONDS,
+    ),
+    "request_queue_time_seconds": (
+        "Time in the queue: from arrival to the first step.",
+        REQUEST_SECONDS,
+    ),
+    "request_prefill_time_seconds": (
+        "Prefill time: from the first step to the first token.",
+        REQUEST_SECONDS,
+    ),
+    "request_decode_time_seconds": (
+        "Decode time: from the first to the last token.",
+        REQUEST_SECONDS,
+    ),
+    "request_inference_time_seconds": (
+        "Inference time: from the first step to the last token.",
+        REQUEST_SECONDS,
+    ),
+    "request_prompt_tokens": ("Number of prompt tokens per request.", TOKEN_COUNTS),
+    "request_generation_tokens": ("Number of tokens generated.", TOKEN_COUNTS),
+    "request_params_n": ("Value of n per request.", SAMPLE_COUNTS),
+    "request_params_max_tokens": ("Value of max_tokens per request.", TOKEN_COUNTS),
+    "request_num_preemptions": ("Number of preemptions per request.", SAMPLE_COUNTS),
 }
 
 

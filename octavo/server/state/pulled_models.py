@@ -43,7 +43,7 @@ def _read(file: Path) -> Mapping[str, object]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        logger.warning("%s cannot be read, pulled models are not known: %s", file, error)
+        logger.warning("cannot read %s, the list of pulled models: %s", file, error)
         return {}
     return kept if isinstance(kept, dict) else {}
 

@@ -48,15 +48,15 @@ class ShownRecording:
             for frame in self._frames:
                 if self.num_frames == self._max_frames:
                     self.problem = (
-                        f"The recording goes on: the first {self._max_frames:,} steps are shown;"
-                        " --max-steps shows more."
+                        f"Only the first {self._max_frames:,} steps are shown; raise --max-steps to"
+                        " show more."
                     )
                     break
                 self._add(msgspec.json.encode(frame))
         except OctavoError as error:
             self.problem = f"The recording cannot be shown further. {error.message}"
         except Exception:
-            logger.exception("a recording could not be read to its end")
+            logger.exception("a recording could not be read completely")
             self.problem = "The recording cannot be shown further: its lines do not fit together."
         self.is_complete = True
 
@@ -68,7 +68,7 @@ class ShownRecording:
             if number == len(self._chunks) and self._open:
                 return _join(self._open)
         last = max(0, self.num_frames - 1) // FRAMES_IN_CHUNK
-        raise InvalidRequest(f"chunk: got {number}, allowed are 0 to {last}", param="chunk")
+        raise InvalidRequest(f"chunk: got {number}, expected 0 to {last}", param="chunk")
 
     def _add(self, frame: bytes) -> None:
         with self._lock:

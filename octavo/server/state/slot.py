@@ -93,11 +93,11 @@ class EngineSlot:
         if self._failure:
             raise Unavailable(
                 f"the model `{self.name}` failed to load: {self._failure}",
-                hint="an operator may load it again by POST /v1/models/load",
+                hint="an operator can load it again with POST /v1/models/load",
             )
         if self._is_unloaded:
             raise Unavailable(
-                f"the model `{self.name}` is not loaded", hint="a request for an answer loads it"
+                f"the model `{self.name}` is not loaded", hint="the next request loads it"
             )
         if self._llm is None:
             raise Unavailable(

@@ -140,8 +140,8 @@ class Store:
             raise HTTPException(
                 507,
                 f"the store is full: it holds {self._num_bytes} bytes of {self.limits.max_bytes}"
-                f" allowed, and {num_bytes} more were to be kept (hint: delete what is no longer"
-                " needed, or raise max_stored_bytes)",
+                f" allowed, and {num_bytes} more were requested (hint: delete unused objects, or"
+                f" raise max_stored_bytes)",
             )
 
     # -- records -----------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Store:
             return await loop.run_in_executor(self._thread, work)
         except (sqlite3.Error, OSError) as error:
             logger.exception("the store in %s has failed", self.folder)
-            raise HTTPException(507, "the server's store does not work now") from error
+            raise HTTPException(507, "the server's store is unavailable") from error
 
     def _apply(
         self, add: Iterable[Record], replace: Iterable[Record], drop_lines_of: str | None
@@ -351,8 +351,8 @@ def open_store(folder: Path, limits: StoreLimits) -> Store:
         return Store(folder, limits)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(
-            f"state_dir: cannot keep anything in {folder}: {error}",
-            hint="choose another with --state-dir, or keep nothing with --state-dir ''",
+            f"state_dir: cannot write to {folder}: {error}",
+            hint="set another --state-dir, or disable storage with --state-dir ''",
         ) from error
 
 
@@ -365,7 +365,7 @@ def _lock(folder: Path) -> int:
         os.close(descriptor)
         raise ConfigError(
             f"state_dir: another server uses {folder}",
-            hint="give each server a --state-dir of its own",
+            hint="use a separate --state-dir for each server",
         ) from None
     return descriptor
 
@@ -377,7 +377,7 @@ def _open_database(folder: Path) -> sqlite3.Connection:
     if version > SCHEMA_VERSION:
         raise ConfigError(
             f"state_dir: {folder} was written by a newer version of Octavo",
-            hint="choose another with --state-dir",
+            hint="set another --state-dir",
         )
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = FULL")

@@ -85,8 +85,8 @@ export class Api {
     const dialog = byId("key-dialog");
     const input = byId("key-input");
     byId("key-note").textContent = wasWrong
-      ? "The server does not know that key. Another one stays in this tab, until it is closed."
-      : "It stays in this tab, until the tab is closed.";
+      ? "Invalid API key. The key is kept until you close this tab."
+      : "The key is kept until you close this tab.";
     input.value = "";
     dialog.returnValue = "";
     byId("key-cancel").onclick = () => dialog.close("");
@@ -119,6 +119,6 @@ async function messageOf(response) {
   try {
     return JSON.parse(text).error.message;
   } catch {
-    return text.slice(0, 300) || `the server answered ${response.status}`;
+    return text.slice(0, 300) || `the server returned ${response.status}`;
   }
 }

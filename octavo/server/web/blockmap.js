@@ -6,7 +6,7 @@ import { CACHED, FREE, SHARED, SWAPPED } from "./feed.js";
 
 const SIZES = [26, 22, 18, 16, 14, 12, 10, 8, 6, 5, 4, 3];
 const MAX_HEIGHT = 300;
-const NAMES = ["free", "free, but cached", "held", "shared", "in host memory"];
+const NAMES = ["free", "free, cached", "in use", "shared", "in host memory"];
 
 export class BlockMap {
   constructor(colours, { onhover, title }) {

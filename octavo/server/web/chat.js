@@ -127,7 +127,7 @@ export class ChatView {
     version.isRunning = true;
     this.show();
     this.scrollToEnd();
-    announce("The model answers");
+    announce("Generating a response");
     const update = eachFrame(() => this.follow(turn));
     const watch = new Stopwatch();
     try {
@@ -145,7 +145,7 @@ export class ChatView {
     if (this.running === stopper) this.running = null;
     this.show();
     this.save();
-    announce(version.fault || version.text || "No answer");
+    announce(version.fault || version.text || "No response");
   }
 
   /** Yields the events of an answer; a branch is one that goes on from a beginning. */
@@ -217,8 +217,8 @@ export class ChatView {
     return h(
       "div",
       { class: "opening" },
-      h("h2", {}, "What shall the model write?"),
-      h("p", {}, "Choose Tokens below its answer, and point at one, to see what else it weighed."),
+      h("h2", {}, "Start a conversation"),
+      h("p", {}, "Select Tokens below a response and point at a token to see its alternatives."),
       h("ul", { class: "suggestions" }, ...items),
     );
   }

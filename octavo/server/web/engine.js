@@ -14,7 +14,7 @@ const RATE_SPAN_S = 2;
 const LEGEND = [
   ["free", "free"],
   ["cached", "cached"],
-  ["held", "held"],
+  ["held", "in use"],
   ["shared", "shared"],
   ["swapped", "in host memory"],
 ];
@@ -116,7 +116,7 @@ export class EngineView {
     this.strip.show(frames.flatMap((frame) => frame.steps));
     this.lines.show(frames);
     byId("queue-summary").textContent = this.frame.queue.waits_for
-      ? `the first one waits: ${this.frame.queue.waits_for}`
+      ? `first request is waiting: ${this.frame.queue.waits_for}`
       : "";
   }
 
@@ -155,7 +155,7 @@ export class EngineView {
     const request = this.frame?.requests.get(name);
     if (!request) return "";
     const { prompt_tokens: prompt, tokens, blocks, state } = request;
-    return `${nameOf(request)}, ${state}: ${count(prompt)} prompt tokens, ${count(tokens)} written, ${count(blocks)} blocks`;
+    return `${nameOf(request)}, ${state}: ${count(prompt)} prompt tokens, ${count(tokens)} generated, ${count(blocks)} blocks`;
   }
 }
 
@@ -166,8 +166,8 @@ function summaryOf(groups, blockSize) {
   const all = groups.reduce((sum, group) => sum + group.numBlocks, 0);
   const used = groups.reduce((sum, { counts }) => sum + counts.held + counts.shared, 0);
   const hidden = groups.some((group) => group.states.length < group.numBlocks);
-  const part = hidden ? "; the first ones are drawn" : "";
-  return `${count(used)} of ${count(all)} held, ${blockSize} tokens each${part}`;
+  const part = hidden ? "; only the first ones are shown" : "";
+  return `${count(used)} of ${count(all)} in use, ${blockSize} tokens each${part}`;
 }
 
 /** The row of figures above the panes. */

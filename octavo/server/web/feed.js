@@ -88,7 +88,7 @@ export class LiveSource {
     while (!stopper.signal.aborted) {
       try {
         await this.read(stopper.signal);
-        this.onstate("The server has ended the events.");
+        this.onstate("The server closed the event stream.");
       } catch (error) {
         if (stopper.signal.aborted) return;
         this.onstate(messageOf(error));
@@ -120,8 +120,8 @@ export class LiveSource {
 }
 
 function messageOf(error) {
-  if (error.status === 404) return "This server shows no engine.";
-  if (error.status === 403) return "The engine's view is for the operator's key.";
+  if (error.status === 404) return "This server does not support the engine view.";
+  if (error.status === 403) return "The engine view requires the operator key.";
   return error.status ? error.message : "The server cannot be reached.";
 }
 

@@ -22,7 +22,7 @@ class ModelChoice {
     for (;;) {
       try {
         const { data } = await this.api.json("v1/models");
-        showBanner(data.length ? "" : "The server has no model at the moment.");
+        showBanner(data.length ? "" : "No model is loaded.");
         if (data.length) {
           this.show(data);
           return;

@@ -7,7 +7,7 @@ import { TokenView } from "./tokens.js";
 import { shown } from "./conversation.js";
 
 const ENDS = {
-  length: "cut off at the largest length",
+  length: "truncated at the maximum length",
   abort: "stopped",
   repetition: "stopped because it repeats itself",
   content_filter: "filtered",
@@ -69,7 +69,7 @@ export class AnswerMessage {
     this.body = h("div", { class: "message-body" }, this.thinking, this.prose,
       this.tokenBox, this.proseTokens.marker, this.fault);
     this.foot = h("div", { class: "message-foot" });
-    this.element = h("article", { class: "message assistant", "aria-label": "Answer" }, this.body, this.foot);
+    this.element = h("article", { class: "message assistant", "aria-label": "Response" }, this.body, this.foot);
     this.update();
   }
 
@@ -134,8 +134,8 @@ export class AnswerMessage {
     const go = (step) => () => this.actions.show(this.turn, at + step);
     const back = button("‹", go(-1));
     const forward = button("›", go(1));
-    back.setAttribute("aria-label", "Version before");
-    forward.setAttribute("aria-label", "Version after");
+    back.setAttribute("aria-label", "Previous version");
+    forward.setAttribute("aria-label", "Next version");
     back.disabled = at === 0;
     forward.disabled = at === versions.length - 1;
     return h("span", { class: "versions" }, back, `${at + 1} of ${versions.length}`, forward);
@@ -152,7 +152,7 @@ function factsOf({ finishReason, facts }) {
   if (ENDS[finishReason]) parts.push(ENDS[finishReason]);
   if (facts?.tokens) parts.push(`${count(facts.tokens)} tokens`);
   if (facts?.rate) parts.push(`${facts.rate >= 9.95 ? count(facts.rate) : facts.rate.toFixed(1)} tokens/s`);
-  if (facts?.first) parts.push(`first after ${seconds(facts.first)}`);
+  if (facts?.first) parts.push(`first token ${seconds(facts.first)}`);
   if (facts?.cached) parts.push(`${count(facts.cached)} of ${count(facts.prompt)} prompt tokens cached`);
   return parts.join(" · ");
 }

@@ -24,7 +24,7 @@ export class Player {
     this.forward = button("Step ›", () => this.step(1));
     this.slider = h("input", { type: "range", min: 0, max: 0, step: 1, "aria-label": "Position" });
     this.place = h("output", { class: "place" });
-    this.pace = h("select", { "aria-label": "Pace" }, ...PACES.map(([name], at) => h("option", { value: at }, name)));
+    this.pace = h("select", { "aria-label": "Speed" }, ...PACES.map(([name], at) => h("option", { value: at }, name)));
     this.pace.value = "1";
     this.slider.addEventListener("input", () => this.go(this.source.first + Number(this.slider.value), false));
     box.append(this.toggleButton, this.back, this.forward, this.slider, this.place, this.pace);

@@ -13,7 +13,7 @@ export async function showPrompt(api, model, messages) {
   box.replaceChildren();
   byId("prompt-dialog").showModal();
   if (!messages.length) {
-    note.textContent = "There is nothing to read yet: write a message first.";
+    note.textContent = "The prompt is empty. Write a message first.";
     return;
   }
   note.textContent = "…";
@@ -35,8 +35,8 @@ export async function showPrompt(api, model, messages) {
 function noteOf({ count: number, max_model_len: longest, tokens }) {
   const total = number ?? tokens.length;
   const room = longest ? `, of at most ${count(longest)}` : "";
-  const cut = tokens.length > MAX_SHOWN ? `; the last ${count(MAX_SHOWN)} are shown` : "";
-  return `${count(total)} tokens${room}${cut}. What the template adds is coloured.`;
+  const cut = tokens.length > MAX_SHOWN ? `; only the last ${count(MAX_SHOWN)} are shown` : "";
+  return `${count(total)} tokens${room}${cut}. Tokens added by the template are coloured.`;
 }
 
 function spansOf({ tokens, token_strs: texts }) {

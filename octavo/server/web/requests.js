@@ -21,7 +21,7 @@ export class RequestList {
     this.heads = Object.fromEntries(
       Object.entries(TITLES).map(([state, title]) => [state, this.section(title)]),
     );
-    this.nothing = h("p", { class: "nothing" }, "No request at this moment.");
+    this.nothing = h("p", { class: "nothing" }, "No requests.");
     this.rest = h("p", { class: "nothing" });
     box.append(this.nothing, ...Object.values(this.heads).map(({ element }) => element), this.rest);
   }

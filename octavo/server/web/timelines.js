@@ -17,7 +17,7 @@ export class Timelines {
     this.span = [0, 1];
     this.focus = "";
     this.surface = new Surface(box, {
-      label: "Timelines of the requests",
+      label: "Request timelines",
       height: () => Math.max(3, this.lines.length) * ROW + FOOT,
       draw: (context, width, height) => this.paint(context, width, height),
     });

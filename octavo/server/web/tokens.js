@@ -62,7 +62,7 @@ export class TokenView {
     this.tokens = [];
     element.className = "tokens";
     element.setAttribute("role", "group");
-    element.setAttribute("aria-label", "Tokens of the answer");
+    element.setAttribute("aria-label", "Tokens of the response");
     element.addEventListener("mouseover", (event) => this.preview(event.target));
     element.addEventListener("mouseleave", () => popover.leave());
     element.addEventListener("click", (event) => this.open(event.target));
@@ -198,7 +198,7 @@ function contents(token, choose) {
   const others = token.top.length ? token.top : [token];
   const isAmong = others.some((other) => same(other, token));
   const rows = (isAmong ? others : [...others, token]).map((other) => row(other, token, choose));
-  const hint = choose ? "Choose another to go on from it." : "What the model weighed here.";
+  const hint = choose ? "Select an alternative to continue from it." : "Most likely tokens at this position.";
   return [h("p", {}, hint), ...rows];
 }
 

@@ -30,10 +30,10 @@ def calibrate(
     model: Annotated[
         str, typer.Argument(help="Short name, local path or Hugging Face repository.")
     ],
-    text: Annotated[Path, typer.Option(help="Run this text (UTF-8) through the model")],
-    out: Annotated[Path, typer.Option(help="Write this file")],
+    text: Annotated[Path, typer.Option(help="Use this text file (UTF-8)")],
+    out: Annotated[Path, typer.Option(help="Write the result to this file")],
     tokens: Annotated[
-        int, typer.Option(min=256, help="Measure at most N tokens of the text")
+        int, typer.Option(min=256, help="Use at most N tokens of the text")
     ] = DEFAULT_TOKENS,
     predictor_rank: Annotated[
         int,
@@ -44,7 +44,7 @@ def calibrate(
     ] = 0,
     options: dict[str, Any],
 ) -> None:
-    """Measure a model's activations over a text, for the sparsity options. These are
+    """Measure activations of a model for the sparsity options. These are
     --activation-sparsity, --ffn-sparsity gate:SHARE, --sparsity-predictor and --hot-neurons.
     """
     from octavo.config.engine_config import EngineConfig

@@ -21,16 +21,14 @@ RATES = (0.5, 1.0, 2.0)
 
 
 def build_app() -> typer.Typer:
-    app = typer.Typer(
-        cls=Group, help="Simulate hardware that is not at hand.", rich_markup_mode=None
-    )
+    app = typer.Typer(cls=Group, help="Simulate hardware.", rich_markup_mode=None)
     app.callback()(_simulate)
     app.command("ndp", cls=Command)(ndp)
     return app
 
 
 def _simulate() -> None:
-    """Simulate hardware that is not at hand."""
+    """Simulate hardware."""
 
 
 @with_engine_flags(without=LEFT_OUT)
@@ -39,24 +37,25 @@ def ndp(
     model: Annotated[
         str, typer.Argument(help="Short name, local path or Hugging Face repository.")
     ],
-    text: Annotated[Path, typer.Option(help="Record neurons with this text")],
+    text: Annotated[Path, typer.Option(help="Use this text to record active neurons")],
     tokens: Annotated[int, typer.Option(min=256, help="Use at most N tokens of the text")] = 512,
     active: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Activate this share of a layer's neurons")
+        float,
+        typer.Option(min=0.01, max=1.0, help="Assume this fraction of active neurons per layer"),
     ] = 0.2,
     hot: Annotated[
-        float, typer.Option(min=0.0, max=0.95, help="Keep this share of neurons on the host")
+        float, typer.Option(min=0.0, max=0.95, help="Keep this fraction of neurons on the host")
     ] = 0.1,
-    window: Annotated[int, typer.Option(min=1, help="Place neurons again every N tokens")] = 32,
+    window: Annotated[int, typer.Option(min=1, help="Redistribute neurons every N tokens")] = 32,
     modules: Annotated[int, typer.Option(min=1, max=1024, help="Simulate N memory modules")] = 8,
     module_rate: Annotated[
-        str, typer.Option(help="Multiply N bytes per second in a module")
+        str, typer.Option(help="Assume N bytes/s of compute per module")
     ] = "20G",
     host_rate: Annotated[
-        str, typer.Option(help="Multiply N bytes per second on the host")
+        str, typer.Option(help="Assume N bytes/s of compute on the host")
     ] = "500G",
-    link_rate: Annotated[str, typer.Option(help="Move N bytes per second between modules")] = "25G",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+    link_rate: Annotated[str, typer.Option(help="Assume N bytes/s between modules")] = "25G",
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object")] = False,
     options: dict[str, Any],
 ) -> None:
     """Simulate feed-forward layers in memory modules that compute (near-data processing). Neurons

@@ -74,7 +74,7 @@ def _by_gate(
     if not gates:
         raise ConfigError(
             f"sparsity_predictor: {program.name} has no gates to predict",
-            hint="leave sparsity_predictor out",
+            hint="remove sparsity_predictor",
         )
     by_gate = {each.gate: each for each in predictors}
     if wrong := sorted(gates.keys() ^ by_gate.keys()):

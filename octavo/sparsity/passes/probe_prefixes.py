@@ -113,5 +113,5 @@ def _keys(program: Program, op: Attention) -> KvWrite:
 def _config_error(program: Program, why: str) -> ConfigError:
     return ConfigError(
         f"prefix_cache_policy: {program.name} cannot weigh its prefixes: {why}",
-        hint="leave prefix_cache_policy out",
+        hint="remove prefix_cache_policy",
     )

@@ -34,7 +34,7 @@ def skip_zeros(program: Program) -> Program:
         raise ConfigError(
             "ffn_sparsity: exact is for feed-forward layers with the activation"
             f" {' or '.join(ZEROING)}, {program.name} has {found}",
-            hint="leave ffn_sparsity out",
+            hint="remove ffn_sparsity",
         )
     return replace(program, ops=ops)
 

@@ -148,13 +148,13 @@ def _lark(form: StructuredOutputs) -> str:
     try:
         made = str(any_to_lark(text))
     except (RecursionError, Exception) as error:  # the converter raises what it likes
-        raise grammar_error(form.given_as, f"grammar: not readable: {error}"[:500]) from None
+        raise grammar_error(form.given_as, f"grammar: cannot be parsed: {error}"[:500]) from None
     for schema in schemas_in(text):
         check_chains(schema)
     if (depth := lark.depth(made)) > MAX_RULE_DEPTH:
         raise grammar_error(
             form.given_as,
-            f"grammar: {depth:,} rules refer to one another in a row, allowed are {MAX_RULE_DEPTH}",
+            f"grammar: {depth:,} nested rules, expected at most {MAX_RULE_DEPTH}",
         )
     return made
 
@@ -162,7 +162,8 @@ def _lark(form: StructuredOutputs) -> str:
 def _check_length(form: StructuredOutputs, num_chars: int) -> None:
     if num_chars > MAX_BYTES:
         raise grammar_error(
-            form.given_as, f"{form.kind}: got {num_chars:,} characters, allowed are {MAX_BYTES:,}"
+            form.given_as,
+            f"{form.kind}: got {num_chars:,} characters, expected at most {MAX_BYTES:,}",
         )
 
 
@@ -200,8 +201,8 @@ def _tag_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Gr
             raise grammar_error(
                 form.given_as,
                 f"the model has no special tokens for {form.frame.opening!r} and"
-                f" {form.frame.text!r}, by which its messages are told apart",
-                "--tool-call-parser names another format",
+                f" {form.frame.text!r}, which separate its messages",
+                "set another format with --tool-call-parser",
             )
         whole = lark.build_message_grammar(structures, names, special, form.frame, layout)
     else:
@@ -217,22 +218,22 @@ def _structures(form: StructuredOutputs) -> list[dict[str, Any]]:
         if not isinstance(tag.get(name, False), bool):
             raise _bad_tag(form, f"{name} is true or false")
     if not _is_list(given, dict) or not _is_list(triggers, str):
-        raise _bad_tag(form, "needed are structures and triggers, lists of at least one")
+        raise _bad_tag(form, "expected structures and triggers, lists of at least one")
     if len(given) > MAX_TAGS:
-        raise _bad_tag(form, f"got {len(given)} structures, allowed are {MAX_TAGS}")
+        raise _bad_tag(form, f"got {len(given)} structures, expected at most {MAX_TAGS}")
     return [_structure(form, one, triggers) for one in given]
 
 
 def _structure(form: StructuredOutputs, given: Mapping[str, Any], triggers: Any) -> dict[str, Any]:
     unknown = sorted(set(given) - {"begin", "end", "schema", "grammar", "regex"})
     if unknown:
-        raise _bad_tag(form, f"a structure has begin, schema, end; got {unknown[0]!r}")
+        raise _bad_tag(form, f"a structure has the keys begin, schema and end; got {unknown[0]!r}")
     begin, end = given.get("begin"), given.get("end", "")
     if not isinstance(begin, str) or not isinstance(end, str):
-        raise _bad_tag(form, "begin and end are texts")
+        raise _bad_tag(form, "begin and end must be strings")
     trigger = next((one for one in triggers if one and begin.startswith(one)), None)
     if trigger is None:
-        raise _bad_tag(form, f"no trigger begins {begin[:80]!r}")
+        raise _bad_tag(form, f"no trigger is a prefix of {begin[:80]!r}")
     for text in (begin, end):
         check_unicode(text, form.given_as)
     return {**given, "begin": begin, "end": end, "trigger": trigger}

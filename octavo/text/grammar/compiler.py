@@ -125,7 +125,7 @@ class TokenMatcher:
         if taken < len(rest):
             raise GrammarError(f"the token {rest[taken]} does not continue the grammar's text")
         if ends and not self._matcher.is_accepting():
-            raise GrammarError("an end token came before the end of the grammar's text")
+            raise GrammarError("the output ended before the grammar was complete")
         self._has_ended = ends
 
     def try_accept(self, token_id: int) -> bool:
@@ -277,7 +277,7 @@ def probe(matcher: TokenMatcher) -> None:
         mask = matcher.mask()
         first = next((i for i, byte in enumerate(mask) if byte), None)
         if first is None:
-            raise GrammarError("no token can begin or continue its text")
+            raise GrammarError("no token can start or continue its output")
         token_id = 8 * first + (mask[first] & -mask[first]).bit_length() - 1
         matcher.accept_tokens([token_id])
         if matcher.is_complete:
@@ -304,7 +304,7 @@ def first_line(error: str) -> str:
     """Shortens llguidance's error message to its description, without parser state dumps."""
     if error.startswith(PANIC):
         what = error.removeprefix(f"{PANIC}: ").partition("<backtrace>")[0].strip()
-        return f"too large, or not readable: {what}"[:500]
+        return f"too large, or cannot be parsed: {what}"[:500]
     lines = [line.strip() for line in error.splitlines() if not line.startswith("<")]
     return "; ".join(line for line in lines if line)[:500]
 

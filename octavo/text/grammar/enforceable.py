@@ -193,7 +193,7 @@ def _restrict_to_objects(root: dict[str, Any], *, is_strict: bool) -> list[str]:
     types = root.get("type", "object")
     is_object = types == "object" or (isinstance(types, list) and "object" in types)
     if not is_object and is_strict:
-        raise SchemaError("#/type", f'got {json.dumps(types)}, allowed is "object"')
+        raise SchemaError("#/type", f'got {json.dumps(types)}, expected "object"')
     root["type"] = "object"
     return [] if is_object else ["#/type"]
 

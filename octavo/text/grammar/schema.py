@@ -73,18 +73,18 @@ def read(given: Mapping[str, Any] | str | bool) -> dict[str, Any]:
     if isinstance(given, str):
         given = _parsed(given)
     if given is False:
-        raise SchemaError("#", "false allows nothing")
+        raise SchemaError("#", "the schema false matches nothing")
     if given is True:
         return {}
     if not isinstance(given, Mapping):
-        raise SchemaError("#", "got no object, a schema is a JSON object")
+        raise SchemaError("#", "expected a JSON object")
     _check_size(given)
     return dict(given)
 
 
 def _parsed(text: str) -> Any:
     if len(text) > MAX_BYTES:
-        raise SchemaError("#", f"got {len(text):,} characters, allowed are {MAX_BYTES:,}")
+        raise SchemaError("#", f"got {len(text):,} characters, expected at most {MAX_BYTES:,}")
     try:
         return json.loads(text.removeprefix("\ufeff"))
     except ValueError as error:
@@ -107,7 +107,7 @@ def _check_size(schema: Any) -> None:
             stack += [(at, part, depth + 1) for at, part in _parts(pointer, value)]
         if num_nodes > MAX_NODES or num_bytes > MAX_BYTES:
             raise SchemaError(
-                "#", f"too large, allowed are {MAX_BYTES:,} bytes in {MAX_NODES:,} objects"
+                "#", f"too large, expected at most {MAX_BYTES:,} bytes in {MAX_NODES:,} objects"
             )
 
 
@@ -119,27 +119,30 @@ def _own_bytes(pointer: str, value: Any) -> int:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise SchemaError(_cut(pointer), f"got the key {key!r}, keys are texts")
+                raise SchemaError(_cut(pointer), f"got the key {key!r}, expected string keys")
             _check_text(pointer, key)
         for key in ("properties", "required"):
             names = value.get(key)
             if isinstance(names, Mapping | list | tuple) and len(names) > MAX_PROPERTIES:
                 raise SchemaError(
-                    _cut(f"{pointer}/{key}"), f"got {len(names):,}, allowed are {MAX_PROPERTIES:,}"
+                    _cut(f"{pointer}/{key}"),
+                    f"got {len(names):,}, expected at most {MAX_PROPERTIES:,}",
                 )
         return sum(len(key) + 4 for key in value)
     if isinstance(value, float) and not (abs(value) < float("inf")):
-        raise SchemaError(_cut(pointer), f"got {value}, which JSON has no number for")
+        raise SchemaError(_cut(pointer), f"got {value}, which JSON cannot represent")
     if value is None or isinstance(value, bool | int | float | list | tuple):
         return 2
-    raise SchemaError(_cut(pointer), f"got {type(value).__name__}, which JSON has not")
+    raise SchemaError(_cut(pointer), f"got {type(value).__name__}, which JSON does not support")
 
 
 def _check_text(pointer: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise SchemaError(_cut(pointer), "got a lone surrogate, which UTF-8 cannot hold") from None
+        raise SchemaError(
+            _cut(pointer), "got a lone surrogate, which UTF-8 cannot encode"
+        ) from None
 
 
 def _parts(pointer: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -234,7 +237,9 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
         if OPTIONS in place.schema:
             raise SchemaError(f"{place.pointer}/{OPTIONS}", "not supported in a request")
         if "$id" in place.schema and "$ref" in place.schema and place.pointer != "#":
-            raise SchemaError(f"{place.pointer}/$id", "drafts read it differently beside a $ref")
+            raise SchemaError(
+                f"{place.pointer}/$id", "its meaning next to $ref differs between drafts"
+            )
         if "oneOf" in place.schema and "anyOf" not in place.schema:
             _open_one_of(schema, place.schema)
     return schema
@@ -342,7 +347,7 @@ def check_chains(root: Schema) -> None:
         if num_followed > MAX_REFERENCES:
             raise SchemaError(
                 _cut(place.pointer),
-                f"reached only through more than {MAX_REFERENCES} references, one after another",
+                f"requires more than {MAX_REFERENCES} nested references",
             )
         named = resolved(root, place.schema.get("$ref"))
         if named is not None:
@@ -385,7 +390,7 @@ def check_cycles(root: Schema) -> None:
         at = at or next(iter(endless.values()))
         raise SchemaError(
             f"{at.pointer}/$ref" if "$ref" in at.schema else at.pointer,
-            "needs itself again and again, so that no text that meets it would end",
+            "recurses without end, so no finite output can match it",
         )
 
 

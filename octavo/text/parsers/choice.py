@@ -55,5 +55,5 @@ def choose_formats(
 
 def _unknown(option: str, got: str, names: list[str]) -> ConfigError:
     return ConfigError(
-        f"{option}: got {got!r}, allowed are {', '.join(names)}", hint=did_you_mean(got, names)
+        f"{option}: got {got!r}, expected {', '.join(names)}", hint=did_you_mean(got, names)
     )

@@ -76,7 +76,7 @@ def parse_goodput(texts: Iterable[str]) -> dict[str, float]:
             limits[name] = -1.0
         if name not in LIMITS or not limits[name] > 0:
             raise ConfigError(
-                f"goodput: got {text!r}, allowed is NAME:MILLISECONDS of {', '.join(LIMITS)}, such"
+                f"goodput: got {text!r}, expected NAME:MILLISECONDS of {', '.join(LIMITS)}, such"
                 " as ttft:500"
             )
     return limits

@@ -134,14 +134,16 @@ class StreamClient:
             await self._exchange("GET", "/v1/models", b"", body.extend)
             cards: list[dict[str, Any]] = msgspec.json.decode(body)["data"]
         except (OSError, httptools.HttpParserError) as error:
-            hint = "start one with `octavo serve`, or leave --url out"
+            hint = "start one with `octavo serve`, or remove --url"
             raise ConfigError(
                 f"url: no server answers at {self.url}: {_describe(error)}", hint=hint
             ) from error
         except (msgspec.DecodeError, KeyError, TypeError) as error:
-            raise ConfigError(f"url: {self.url}/v1/models is no list of models") from error
+            raise ConfigError(
+                f"url: {self.url}/v1/models did not return a list of models"
+            ) from error
         except WorkerFailed as error:
-            raise ConfigError(f"url: {self.url}/v1/models answers {error.message}") from error
+            raise ConfigError(f"url: {self.url}/v1/models returned {error.message}") from error
         return cards
 
     async def complete(self, body: bytes) -> StreamedAnswer:

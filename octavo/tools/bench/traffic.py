@@ -70,7 +70,7 @@ def parse_lengths(name: str, text: str) -> Lengths:
         if 1 <= lengths.low <= lengths.high:
             return lengths
     raise ConfigError(
-        f"{name}: got {text!r}, allowed is a number of tokens of at least 1 such as 128, or a range"
+        f"{name}: got {text!r}, expected a number of tokens of at least 1 such as 128, or a range"
         " such as 64-2048"
     )
 
@@ -82,7 +82,7 @@ def parse_scale(text: str) -> Fraction:
     except (ValueError, ZeroDivisionError):
         scale = Fraction(0)
     if scale <= 0:
-        raise ConfigError(f"scale: got {text!r}, allowed is a number above 0 such as 1/32 or 0.5")
+        raise ConfigError(f"scale: got {text!r}, expected a number above 0 such as 1/32 or 0.5")
     return scale
 
 
@@ -206,7 +206,7 @@ def _parse_request(name: str, line: bytes, scale: Fraction) -> TrafficRequest:
         raise ConfigError(f"{name}: no JSON: {error}") from error
     if not isinstance(row, dict):
         raise ConfigError(
-            f"{name}: got {_short(row)}, allowed is an object with timestamp, input_length and"
+            f"{name}: got {_short(row)}, expected an object with timestamp, input_length and"
             " output_length"
         )
     input_length = _number(name, row, "input_length", 1, MAX_LENGTH / scale, whole=True)
@@ -232,28 +232,26 @@ def _number(
     *,
     whole: bool = False,
 ) -> Any:
-    kind = "a whole number" if whole else "a number"
+    kind = "an integer" if whole else "a number"
     if field not in row:
-        raise ConfigError(f"{name}: {field} is missing, needed is {kind} of at least {low}")
+        raise ConfigError(f"{name}: {field} is missing, expected {kind} of at least {low}")
     value = row[field]
     if type(value) not in ((int,) if whole else (int, float)) or value < low:
         raise ConfigError(
-            f"{name}: {field}: got {_short(value)}, allowed is {kind} of at least {low}"
+            f"{name}: {field}: got {_short(value)}, expected {kind} of at least {low}"
         )
     if value > most:
-        raise ConfigError(f"{name}: {field}: got {value}, allowed is at most {int(most):,}")
+        raise ConfigError(f"{name}: {field}: got {value}, expected at most {int(most):,}")
     return value
 
 
 def _block_ids(name: str, ids: Any, input_length: int) -> tuple[int, ...]:
     if not isinstance(ids, list) or any(type(one) is not int for one in ids):
-        raise ConfigError(
-            f"{name}: hash_ids: got {_short(ids)}, allowed is a list of whole numbers"
-        )
+        raise ConfigError(f"{name}: hash_ids: got {_short(ids)}, expected a list of integers")
     needed = -(-input_length // TRACE_BLOCK)
     if len(ids) != needed:
         raise ConfigError(
-            f"{name}: hash_ids: got {len(ids)}, needed are {needed} blocks of {TRACE_BLOCK} for"
+            f"{name}: hash_ids: got {len(ids)}, expected {needed} blocks of {TRACE_BLOCK} for"
             f" input_length {input_length}"
         )
     return tuple(ids)
@@ -265,7 +263,7 @@ def _block_tokens(scale: Fraction) -> int:
         nearest = Fraction(max(1, round(tokens / KV_BLOCK)) * KV_BLOCK, TRACE_BLOCK)
         raise ConfigError(
             f"scale: got {scale}, which makes blocks of {TRACE_BLOCK} tokens {float(tokens):g},"
-            f" allowed are multiples of {KV_BLOCK}",
+            f" expected multiples of {KV_BLOCK}",
             hint=f"{nearest} would do",
         )
     return int(tokens)

@@ -40,7 +40,7 @@ def check_draft_program(target: Program, draft: Program, name: str) -> None:
     """Raises ConfigError if a Program cannot draft for the target."""
     if "pooled" in draft.outputs:
         raise ConfigError(
-            f"spec_model: got {name}, which is an encoder; allowed is a model that generates"
+            f"spec_model: got {name}, which is an encoder; expected a model that generates"
         )
     check_keeps_tokens(target, "the model", "draft_model")
     check_keeps_tokens(draft, f"spec_model {name}", "draft_model")
@@ -73,7 +73,7 @@ def check_same_tokens(
             raise ConfigError(
                 f"spec_model: {name} has {sizes[1]:,} ids, the model {sizes[0]:,}; without"
                 " tokenizers (skip_tokenizer_init) they must be as many",
-                hint="leave skip_tokenizer_init out, so that the tokens are compared",
+                hint="remove skip_tokenizer_init, so that the tokens are compared",
             )
         return
     for token_id in range(max(target.vocab_size, draft.vocab_size)):

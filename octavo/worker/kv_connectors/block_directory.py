@@ -164,7 +164,7 @@ class BlockDirectory:
             _unlink(path)
             return False
         except OSError as error:
-            logger.warning("%s cannot be read, it is computed instead: %s", path, error)
+            logger.warning("%s cannot be read and is recomputed: %s", path, error)
             return False
         return True
 
@@ -243,9 +243,7 @@ class BlockDirectory:
         for entry in _entries(self._temporary):
             status = _status(entry)
             if status is not None and status.st_mtime < self._clock() - ABANDONED_S:
-                logger.warning(
-                    "%s was left half written by an engine that ended; it is removed", entry.path
-                )
+                logger.warning("removing %s, left incomplete by an engine that exited", entry.path)
                 _unlink(Path(entry.path))
 
     def _make_room(self, num_bytes: int) -> list[BlockName]:
@@ -310,7 +308,7 @@ def check_size(max_bytes: int, block_bytes: Sequence[int]) -> None:
     """Raises ConfigError if not even one block of each cache group fits."""
     if max_bytes < sum(block_bytes):
         raise ConfigError(
-            f"prefix_cache_size: got {max_bytes}, allowed is at least one block of each cache"
+            f"prefix_cache_size: got {max_bytes}, expected at least one block of each cache"
             f" group, {sum(block_bytes)} bytes"
         )
 

@@ -60,13 +60,13 @@ def read_block_file(path: Path, header: bytes, into: memoryview) -> None:
     with path.open("rb", buffering=0) as file:
         size, wanted = os.fstat(file.fileno()).st_size, len(header) + len(into) + CHECKSUM.size
         if size != wanted:
-            raise DamagedFile(f"it has {size} bytes, should have {wanted}")
+            raise DamagedFile(f"it has {size} bytes, expected {wanted}")
         if _read(file.fileno(), len(header)) != header:
-            raise DamagedFile("its header is not that of the block it is named after")
+            raise DamagedFile("its header does not match its name")
         _read_into(file.fileno(), into)
         (checksum,) = CHECKSUM.unpack(_read(file.fileno(), CHECKSUM.size))
     if checksum != get_checksum(header, into):
-        raise DamagedFile("its checksum is wrong")
+        raise DamagedFile("its checksum does not match")
 
 
 def _open_private(path: str, flags: int) -> int:
@@ -92,5 +92,5 @@ def _read_into(file: int, into: memoryview) -> None:
     while done < len(into):
         count = os.readv(file, [into[done:]])
         if count == 0:
-            raise DamagedFile("it ends early")
+            raise DamagedFile("it is truncated")
         done += count

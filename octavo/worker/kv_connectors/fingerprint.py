@@ -71,7 +71,7 @@ def _write(path: Path, entries: Mapping[str, Any]) -> None:
         Path(temporary).replace(path)
     except OSError as error:
         logger.warning(
-            "%s cannot be written, the weights' files are read again at the next start: %s",
+            "%s cannot be written; the next start reads the weight files again: %s",
             path,
             error,
         )

@@ -206,7 +206,7 @@ class TierWorker:
         except DirectoryFull:
             return None
         except OSError as error:
-            logger.warning("the prefix cache writes nothing for %.0f s: %s", PAUSE_S, error)
+            logger.warning("pausing prefix cache writes for %.0f s: %s", PAUSE_S, error)
             self._paused_until = time.monotonic() + PAUSE_S
             return None
 
@@ -270,4 +270,4 @@ class _JobThread:
             try:
                 job()
             except Exception:
-                logger.exception("the prefix cache's thread goes on after a fault")
+                logger.exception("the prefix cache thread continues after an error")

@@ -31,7 +31,7 @@ class EncoderRunner(ProgramRunner):
 
     def results(self, model_input: ModelInput, output: StepOutput) -> list[RowResult]:
         """Returns the failures of requests whose input could not be encoded."""
-        what = "the rows that the encoder made of the input hold what is not a number (NaN)"
+        what = "the rows that the encoder made of the input contain NaN"
         fit = np.isfinite(output.arrays["encoded"]).all(axis=1)
         return [
             RowResult(row.request_id, failure=what)

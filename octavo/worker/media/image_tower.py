@@ -52,7 +52,7 @@ class ImageTower:
         kv = self.backend.allocate(runnable.kv_layouts, [])
         made = runnable.run(batch, kv).arrays["rows"][patches.cell_order]
         if not np.isfinite(made).all():
-            raise ValueError("the tower's rows of an image hold what is not a number (NaN)")
+            raise ValueError("the tower's rows of an image contain NaN")
         return np.ascontiguousarray(made)
 
     def close(self) -> None:

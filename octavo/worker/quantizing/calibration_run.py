@@ -44,7 +44,7 @@ class CalibrationRun:
     def __init__(self, program: Program, load: LoadWeight, token_ids: NDArray[np.int32]) -> None:
         num_texts, length = token_ids.shape
         if length % BLOCK_SIZE:
-            raise ValueError(f"texts of {length} tokens, allowed are multiples of {BLOCK_SIZE}")
+            raise ValueError(f"texts of {length} tokens, expected multiples of {BLOCK_SIZE}")
         self._program, self._layers = _with_few_layers(program)
         self._load = load
         self._texts = (num_texts, length)

@@ -75,7 +75,7 @@ class Journal:
             raise ConfigError(
                 f"{self.folder}: no room for {format_bytes(STATES * num_bytes)} of states to go on"
                 f" from, {format_bytes(free)} are free beside the model",
-                hint="name a directory on another disk with --output, or use fewer or shorter"
+                hint="choose a directory on another disk with --output, or use fewer or shorter"
                 " --calibration-texts",
             )
 

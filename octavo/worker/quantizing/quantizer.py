@@ -244,14 +244,14 @@ class Quantizer:
         if not np.isfinite(weight).all():
             raise WeightMismatch(
                 f"{self.checkpoint.path}: {plan.name} holds NaN or infinite numbers",
-                hint="take another copy of the model: the file is damaged",
+                hint="the file is damaged; download the model again",
             )
         largest = float(np.abs(weight).max(initial=0))
         if largest > LARGEST:
             raise WeightMismatch(
                 f"{self.checkpoint.path}: {plan.name} holds numbers of up to {largest:.3g}, scales"
                 f" in fp16 reach {LARGEST:g}",
-                hint="take another copy of the model: the file is damaged",
+                hint="the file is damaged; download the model again",
             )
         return weight
 

@@ -54,7 +54,7 @@ class JoiningRanks:
             self._listener = socket.create_server((host, port))
         except OSError as error:
             raise ConfigError(
-                f"rank_address: {self._name} cannot be listened on: {error}",
+                f"rank_address: {self._name} cannot listen: {error}",
                 hint="name an address of this machine, and a port that is free",
             ) from error
 
@@ -62,7 +62,7 @@ class JoiningRanks:
         """Waits for a rank. An `other_ranks.StartRank`; nothing is inherited."""
         give_up_at = time.monotonic() + JOIN_S
         logger.warning(
-            "rank %d of %d is awaited at %s (octavo rank)", setup.rank, setup.num_ranks, self._name
+            "waiting for rank %d of %d at %s (octavo rank)", setup.rank, setup.num_ranks, self._name
         )
         while setup.rank not in self._connected:
             left_s = give_up_at - time.monotonic()
@@ -101,7 +101,7 @@ class JoiningRanks:
             what = f"it has version {hello.version}, here is {__version__}"
             self._refuse(connection, where, what)
         elif not 0 < hello.rank < num_ranks:
-            what = f"it is rank {hello.rank}, allowed are 1 to {num_ranks - 1}"
+            what = f"it is rank {hello.rank}, expected 1 to {num_ranks - 1}"
             self._refuse(connection, where, what)
         else:
             if before := self._connected.pop(hello.rank, None):
@@ -109,7 +109,9 @@ class JoiningRanks:
             self._connected[hello.rank] = connection
 
     def _refuse(self, connection: Connection, where: str, reason: str) -> None:
-        logger.warning("one that came to %s from %s is no rank: %s", self._name, where, reason)
+        logger.warning(
+            "rejected a connection to %s from %s that is not a rank: %s", self._name, where, reason
+        )
         connection.close()
 
 

@@ -50,7 +50,7 @@ def _load(entry: ProcessorEntry) -> Processor:
             hint="install its module, or put its folder into PYTHONPATH",
         ) from error
     if not callable(found):
-        raise ConfigError(f"logits_processors: {where} is {shown(found)}, needed is a function")
+        raise ConfigError(f"logits_processors: {where} is {shown(found)}, expected a function")
     return found  # type: ignore[no-any-return]
 
 
@@ -108,7 +108,7 @@ class LogitsProcessors:
     def _call(self, name: str, token_ids: NDArray[np.int32], logits: Logits) -> Logits:
         overdue = self._overdue.get(name)
         if overdue is not None and not overdue.done.is_set():
-            raise ProcessorFault(f"the logits processor {name!r} has not ended an earlier call")
+            raise ProcessorFault(f"the logits processor {name!r} is still running an earlier call")
         self._overdue.pop(name, None)
         if self._thread is None:
             self._thread = CallThread()
@@ -138,9 +138,9 @@ def _check_result(name: str, returned: Any, own: Logits) -> Logits:
     if found.shape != own.shape or found.dtype.kind not in "fiu":
         raise ProcessorFault(
             f"the logits processor {name!r} returned {found.dtype} of the shape {found.shape},"
-            f" needed are numbers of the shape {own.shape}"
+            f" expected numbers of the shape {own.shape}"
         )
     logits = np.ascontiguousarray(found, np.float32)
     if np.isnan(logits).any():
-        raise ProcessorFault(f"the logits processor {name!r} returned logits that are no numbers")
+        raise ProcessorFault(f"the logits processor {name!r} returned NaN logits")
     return logits

@@ -113,8 +113,8 @@ def test_rope_scaling(tmp_path: Path) -> None:
 
 def test_header_values_of_wrong_types(tmp_path: Path) -> None:
     for key, message in {
-        "general.sampling.temp": "general.sampling.temp is a str, allowed is int or float",
-        "llama.rope.freq_base": "llama.rope.freq_base is 'hot', allowed is a number",
+        "general.sampling.temp": "general.sampling.temp is a str, expected int or float",
+        "llama.rope.freq_base": "llama.rope.freq_base is 'hot', expected a number",
     }.items():
         path = write_tiny_gguf(
             tmp_path / "m.gguf", "llama", tiny_model("llama"), extra={key: "hot"}
@@ -245,7 +245,7 @@ def test_unknown_things_are_named(llama: Path, tmp_path: Path) -> None:
     content = llama.read_bytes()
     cases = {
         b"PK\x03\x04" + content[4:]: "not a GGUF file",
-        content[:4] + struct.pack("<I", 1) + content[8:]: "GGUF version 1, allowed are 2 and 3",
+        content[:4] + struct.pack("<I", 1) + content[8:]: "GGUF version 1, expected 2 and 3",
         content.replace(
             b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama",
             b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0rwkv7",
@@ -276,7 +276,7 @@ def test_unknown_tensor_type_is_named(llama: Path, tmp_path: Path) -> None:
     place = content.index(name) + len(name) + 4 + 2 * 8
     content[place : place + 4] = struct.pack("<I", 41)
     (tmp_path / "t.gguf").write_bytes(content)
-    with pytest.raises(UnsupportedModel, match=r"tensor type 41 \(Q1_0\), supported are F32"):
+    with pytest.raises(UnsupportedModel, match=r"tensor type 41 \(Q1_0\), supported: F32"):
         open_checkpoint(tmp_path / "t.gguf")
 
 
@@ -334,7 +334,7 @@ def test_files_for_other_machines_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "tensors", "message"),
-    [(["a", "a"], [], "the key 'a' stands twice"), ([], ["x", "x"], "'x' stands twice in its dir")],
+    [(["a", "a"], [], "the key 'a' occurs twice"), ([], ["x", "x"], "'x' occurs twice in its dir")],
 )
 def test_names_that_stand_twice(
     tmp_path: Path, keys: list[str], tensors: list[str], message: str

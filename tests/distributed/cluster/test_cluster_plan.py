@@ -50,18 +50,21 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ({"instances": []}, "no instances"),
         ({"instances": [{"name": "a"}], "routers": {}}, "unknown field `routers`"),
         ({"instances": [{"name": "a", "size": 2}]}, "unknown field `size`"),
-        ({"instances": [{"name": "A"}]}, "name: got 'A', allowed are"),
-        ({"instances": [{"name": "a"}, {"name": "a"}]}, "two groups are called a"),
-        ({"instances": [{"name": "a", "count": 0}]}, "a: count: got 0, allowed is at least 1"),
-        ({"instances": [{"name": "a", "count": 999}]}, "999 instances, allowed are 256"),
-        ({"instances": [{"name": "a", "cpus": 0}]}, "a: cpus: got 0, allowed is a number above 0"),
+        ({"instances": [{"name": "A"}]}, "name: got 'A', expected"),
+        ({"instances": [{"name": "a"}, {"name": "a"}]}, "two groups are named a"),
+        ({"instances": [{"name": "a", "count": 0}]}, "a: count: got 0, expected at least 1"),
+        ({"instances": [{"name": "a", "count": 999}]}, "999 instances, expected at most 256"),
+        ({"instances": [{"name": "a", "cpus": 0}]}, "a: cpus: got 0, expected a number above 0"),
         ({"instances": [{"name": "a", "cpus": float("nan")}]}, "a: cpus: got nan"),
-        ({"instances": [{"name": "a", "cpus": 1.5}]}, "a: cpus: got 1.5, allowed is a whole"),
+        ({"instances": [{"name": "a", "cpus": 1.5}]}, "a: cpus: got 1.5, expected an integer"),
         ({"instances": [{"name": "a", "resources": {"big": 2.5}}]}, "a: big: got 2.5"),
-        ({"instances": [{"name": "a", "resources": {"CPU": 2}}]}, "CPU is one of Ray's own"),
+        (
+            {"instances": [{"name": "a", "resources": {"CPU": 2}}]},
+            "CPU is a built-in resource of Ray",
+        ),
         (
             {"instances": [{"name": "a", "ranks_apart": True, "options": {"backend": "torch"}}]},
-            "ranks_apart: allowed only with the options backend: torch and tensor-parallel-size"
+            "ranks_apart: requires the options backend: torch and tensor-parallel-size"
             " above 1, got torch and 1",
         ),
         (
@@ -75,11 +78,11 @@ def test_a_file_is_read(tmp_path: Path) -> None:
                     }
                 ]
             },
-            "ranks_apart: allowed only where no blocks go to other instances, got the role prefill",
+            "ranks_apart: not supported with KV transfer, got the role prefill",
         ),
         (
             {"instances": [{"name": "a", "options": {"rank-address": "127.0.0.1:9"}}]},
-            "options: rank_address follows from the plan",
+            "options: rank_address is set by the plan",
         ),
         ({"instances": [{"name": "a", "role": "decode"}]}, "role decode with peers None"),
         ({"instances": [{"name": "a", "peers": "b"}]}, "role both with peers b"),
@@ -98,13 +101,13 @@ def test_a_file_is_read(tmp_path: Path) -> None:
                     {"name": "a", "role": "decode", "peers": "prompts", "model": "other"},
                 ]
             },
-            "needed are prefill and other",
+            "expected prefill and other",
         ),
         ({"instances": [PROMPTS]}, "all instances have the role prefill"),
-        ({"instances": [{"name": "a", "options": {"port": 1}}]}, "port follows from the plan"),
+        ({"instances": [{"name": "a", "options": {"port": 1}}]}, "port is set by the plan"),
         (
             {"instances": [{"name": "a"}], "router": {"options": {"api-key": "x"}}},
-            "router: options: api_key follows from the plan",
+            "router: options: api_key is set by the plan",
         ),
         ({"instances": [{"name": "a"}], "router": {"port": 0}}, "router: port: got 0"),
     ],
@@ -121,12 +124,12 @@ KNOWN = KnownOptions(option_fields() | get_options(ServerSettings), get_options(
     ("options", "message", "hint"),
     [
         ({"max-num-seqz": 4}, "octavo serve has no option max-num-seqz", "max-num-seqs"),
-        ({"max-num-seqs": "many"}, "max_num_seqs: got 'many', allowed is a whole number", None),
-        ({"backend": "gpu"}, "backend: got 'gpu', allowed is 'native'", None),
-        ({"routing-policy": "fastest"}, "routing_policy: got 'fastest', allowed is", None),
+        ({"max-num-seqs": "many"}, "max_num_seqs: got 'many', expected an integer", None),
+        ({"backend": "gpu"}, "backend: got 'gpu', expected 'native'", None),
+        ({"routing-policy": "fastest"}, "routing_policy: got 'fastest', expected", None),
         (
             {"kv-cache-memory-bytes": "9" * 400},
-            r"kv_cache_memory_bytes: got '9+\.\.\.', allowed is at most",
+            r"kv_cache_memory_bytes: got '9+\.\.\.', expected at most",
             None,
         ),
     ],

@@ -67,7 +67,7 @@ def test_ranks_apart_have_places_of_their_own() -> None:
     """Two instances of two ranks on four machines: two do not do."""
     options = {"backend": "torch", "tensor-parallel-size": 2}
     group = {"name": "a", "count": 2, "ranks_apart": True, "spread": True, "options": options}
-    with pytest.raises(ConfigError, match="a: 4 instances or ranks want machines of their own"):
+    with pytest.raises(ConfigError, match="a: 4 instances or ranks require separate machines"):
         cluster({"instances": [group]}, hosts=2)[0].check()
     made, placer, router, _ = cluster(
         {"instances": [group]}, hosts=4, keys=ClusterKeys("clients", "of all")
@@ -229,7 +229,9 @@ def test_another_router_takes_the_place_of_the_one_before() -> None:
     made.change(plan({"instances": [{"name": "a", "count": 2}], "router": other}))
     router.urls.clear()
     steps(made)
-    assert before.stopped and len(placer.given_back) == 1 and "the router is replaced" in lines
+    assert (
+        before.stopped and len(placer.given_back) == 1 and "the router is being replaced" in lines
+    )
     now = placer.running("router").spec
     assert now.port == 9000 and now.words[-2:] == ["--routing-policy", "sticky"]
     assert placer.names == ["a-0", "a-1", "router"] and len(router.there) == 2 and made.is_serving
@@ -252,9 +254,9 @@ def test_secrets_go_by_the_environment_and_files_and_several_machines_are_reache
 @pytest.mark.parametrize(
     ("instance", "message"),
     [
-        ({"cpus": 9}, "a: an instance wants a machine with 9 CPU, and Ray has none; there are 10"),
-        ({"resources": {"big": 1}}, "wants a machine with 1 CPU, 1 big, and Ray has none"),
-        ({"count": 3, "spread": True}, "a: 3 instances or ranks want machines"),
+        ({"cpus": 9}, "a: no Ray machine has the required 9 CPU; there are 10"),
+        ({"resources": {"big": 1}}, "no Ray machine has the required 1 CPU, 1 big"),
+        ({"count": 3, "spread": True}, "a: 3 instances or ranks require separate machines"),
         ({"cpus": 4, "count": 2}, "the router want 9 CPU together, and Ray's machines have 8"),
     ],
 )

@@ -240,7 +240,7 @@ def test_a_body_beyond_the_limit_is_refused():
 
 @pytest.mark.parametrize("url", ["local host:8000", "ftp://x", "http://x:port", "http://"])
 def test_a_wrong_url_is_refused(url):
-    with pytest.raises(ConfigError, match=r"url: got .*, allowed is HOST:PORT, http://HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"url: got .*, expected HOST:PORT, http://HOST:PORT"):
         Members([url], RouterSettings())
 
 

@@ -158,7 +158,7 @@ def test_what_a_hung_server_had_is_not_given_to_it_again():
 )
 def test_a_url_that_says_more_is_refused(url):
     with pytest.raises(
-        ConfigError, match=r"url: got .*, allowed is HOST:PORT, http://HOST:PORT"
+        ConfigError, match=r"url: got .*, expected HOST:PORT, http://HOST:PORT"
     ) as refused:
         Members([url], RouterSettings())
     assert "--server-api-key" in refused.value.hint

@@ -133,6 +133,6 @@ def test_all_memory_is_given_back(mover: NixlMover) -> None:
 
 
 def test_memory_that_is_refused_is_said_with_its_size(mover: NixlMover) -> None:
-    with pytest.raises(BackendUnavailable, match="nixl does not take 13 bytes") as refused:
+    with pytest.raises(BackendUnavailable, match="nixl cannot register 13 bytes") as refused:
         mover.register(np.zeros(13, np.uint8))
     assert refused.value.hint == "lower kv_transfer_size"

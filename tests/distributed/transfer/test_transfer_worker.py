@@ -97,7 +97,7 @@ def test_a_port_that_is_taken_leaves_no_context(sender, monkeypatch):
     """A context that is collected with open sockets would wait for them without end."""
     made, make = [], zmq.Context
     monkeypatch.setattr(zmq, "Context", lambda: made.append(make()) or made[-1])
-    with pytest.raises(ConfigError, match="cannot be listened on"):
+    with pytest.raises(ConfigError, match="cannot listen"):
         TransferWorker([HostShape(4, NUM_BYTES)], ends(sender[1]))
     assert [context.closed for context in made] == [True]
 

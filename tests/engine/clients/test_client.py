@@ -82,7 +82,7 @@ def test_queries_are_answered_or_refused(kind):
             InvalidRequest, match=r"the prompt's blocks have .* bytes, and 0 are pinned"
         ) as refused:
             client.query(Pin(prompt, "", until=20, now=10))
-        assert refused.value.hint == "raise prefix_cache_size, or unpin something"
+        assert refused.value.hint == "raise prefix_cache_size, or unpin a prompt"
         assert client.query(ResetPrefixCache(reset_connector=True)) == 1
     client.close()
 
@@ -92,9 +92,9 @@ def test_a_query_to_a_dead_core_is_refused_at_once():
     os.kill(client.pid, signal.SIGSTOP)
     with receiving(client):
         threading.Timer(0.2, os.kill, (client.pid, signal.SIGKILL)).start()
-        with pytest.raises(Unavailable, match="the engine ended before it answered"):
+        with pytest.raises(Unavailable, match="the engine exited before it responded"):
             client.query(ResetPrefixCache())
-        with pytest.raises(Unavailable, match="the engine ended before it answered"):
+        with pytest.raises(Unavailable, match="the engine exited before it responded"):
             client.query(ResetPrefixCache())
     client.close()
 
@@ -105,7 +105,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(monkeypatch
         os.kill(client.pid, signal.SIGSTOP)
         with (
             monkeypatch.context() as patch,
-            pytest.raises(Unavailable, match=r"has not answered for 0.1 s"),
+            pytest.raises(Unavailable, match=r"has not responded for 0.1 s"),
         ):
             patch.setattr("octavo.engine.clients.process.ANSWER_S", 0.1)
             client.query(ResetPrefixCache())
@@ -186,7 +186,7 @@ def _cpu_ticks(pid):
 def test_what_keeps_a_core_from_starting_is_raised_as_it_is():
     with pytest.raises(ConfigError) as error:
         start("refuse", threads=9)
-    assert str(error.value) == "threads: got 9, allowed is 1\nhint: use one"
+    assert str(error.value) == "threads: got 9, expected 1\nhint: use one"
 
 
 def test_a_crash_while_starting_names_the_exception(capfd):

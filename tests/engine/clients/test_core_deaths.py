@@ -24,7 +24,7 @@ from tests.support.supervised_cores import (
 
 pytestmark = pytest.mark.sampled(one_in=2)
 
-KILLED = "the engine process has ended (killed by signal 9)"
+KILLED = "the engine process has exited (killed by signal 9)"
 SOON_S = 5.0
 
 
@@ -42,7 +42,7 @@ def test_the_requests_of_a_killed_core_go_on_where_they_were(start):
     collect_good(client, PROMPTS, [], tokens)
     assert client.pid != before and client.starts == [0, 1]
     assert client.said == [
-        f"{KILLED}: another engine is being started",
+        f"{KILLED}: restarting the engine",
         "the engine is ready again",
     ]
     assert client.trouble == "" and client.stats.num_restarts == 1
@@ -65,7 +65,7 @@ def test_an_idle_core_that_was_killed_is_replaced_soon(start):
     while not client.starts[1:] or client.trouble:
         client.receive(timeout_s=0.1)
         assert time.monotonic() - began < SOON_S
-    assert client.said[0] == f"{KILLED}: another engine is being started"
+    assert client.said[0] == f"{KILLED}: restarting the engine"
     client.add(requests())
     collect_good(client, PROMPTS, [])
 
@@ -76,9 +76,9 @@ def test_a_request_that_kills_its_core_fails_and_the_others_go_on(start):
     tokens = take_steps(client, 5)
     client.add([make_request("bad", [5, BAD, 6])])
     ends = collect_good(client, PROMPTS, ["bad"], tokens)
-    assert ends["bad"].error == (f"{KILLED}; this request is given up, the engine was replaced")
+    assert ends["bad"].error == (f"{KILLED}; this request is aborted; the engine was restarted")
     assert client.starts == [0, 1, 2], "it killed a step of several, then its trial"
-    assert client.said[2] == f"{KILLED}: another engine is being started in 0.5 s"
+    assert client.said[2] == f"{KILLED}: restarting the engine in 0.5 s"
 
 
 def test_a_core_without_a_watchdog_is_replaced_too(start):
@@ -97,7 +97,7 @@ def test_requests_outlast_starts_that_fail(start):
     collect_good(client, PROMPTS, [], tokens)
     assert client.starts == [0, 1, 2, 3] and client.trouble == ""
     assert client.said[1] == (
-        "the engine process has ended (exit code 3): another engine is being started in 0.5 s"
+        "the engine process has exited (exit code 3): restarting the engine in 0.5 s"
     )
 
 
@@ -110,7 +110,7 @@ def test_no_request_waits_forever_for_a_core_that_never_starts(start):
     assert {end.finish_reason for end in ends.values()} == {"error"}
     assert all("exit code 3" in end.error for end in ends.values())
     assert len(client.starts) == 1 + MAX_FAILED_STARTS
-    assert client.trouble.startswith("the engine process has ended (exit code 3)")
+    assert client.trouble.startswith("the engine process has exited (exit code 3)")
 
 
 def test_a_request_is_aborted_while_there_is_no_core(start):

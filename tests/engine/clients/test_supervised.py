@@ -22,14 +22,12 @@ def test_a_request_that_hangs_alone_fails_at_once(start):
     began = time.monotonic()
     (end,) = collect(client, 1)[1].values()
     assert STALL_S <= time.monotonic() - began < 4 * STALL_S
-    assert (
-        end.error
-        == "a step made no progress for 1 s (stall_timeout); this request is given up, the engine"
-        " was replaced"
+    assert end.error == (
+        "a step made no progress for 1 s (stall_timeout); this request is aborted; the engine was"
+        " restarted"
     )
     assert (
-        client.said
-        == ["a step made no progress for 1 s (stall_timeout): another engine is being started"]
+        client.said == ["a step made no progress for 1 s (stall_timeout): restarting the engine"]
         and client.trouble
     )
     client.add(requests())

@@ -87,7 +87,7 @@ class FakeProcess:
             return None
         except Death as death:
             self.computed = death.args[0]
-            raise EngineDead("the engine process has ended (killed by signal 9)") from None
+            raise EngineDead("the engine process has exited (killed by signal 9)") from None
 
     def kill(self):
         return []

@@ -219,7 +219,7 @@ def test_a_full_disk_ends_the_log_and_not_the_engine(caplog):
 
     core = recorded_core(Path("/dev/full"), FakeExecutor(windows=[None, 40]), MovingClock())
     traffic(core, 1, num_requests=3)
-    assert "nothing is recorded any more: No space left on device" in caplog.text
+    assert "recording stopped: No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize("backend", ["reference", "native", "torch"])

@@ -183,7 +183,7 @@ def test_places_are_kept_for_all_beams():
             {"max_num_seqs": 4},
             5,
             5,
-            "beam_width: got 5, allowed are at most 4 sequences at once (max_num_seqs)",
+            "beam_width: got 5, expected at most 4 sequences at once (max_num_seqs)",
         ),
         (
             {"num_blocks": 6},
@@ -198,13 +198,15 @@ def test_places_are_kept_for_all_beams():
             {"kv_layout": "virtual"},
             2,
             5,
-            "beam_width: got 2, but beams share KV blocks, and this engine shares none",
+            "beam_width: got 2, but beam search requires shared KV blocks, which this engine"
+            " disables",
         ),
         (
             {"kv_cache": False},
             2,
             5,
-            "beam_width: got 2, but beams share KV blocks, and this engine shares none",
+            "beam_width: got 2, but beam search requires shared KV blocks, which this engine"
+            " disables",
         ),
     ],
 )

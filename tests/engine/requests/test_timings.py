@@ -65,7 +65,10 @@ def test_what_was_waited_for():
     found = run([request_of("a", 0.0, 10, 10), request_of("b", 2.5, 10, 1)], max_num_seqs=1)
     assert found["b"].waits == {STEP_RUNNING: 0.5, "batch full": 7.0}
     assert found["b"].queued_s == 7.5
-    assert found["b"].reason == "waited 7.0 s: batch full; waited 0.500 s: a step was running"
+    assert (
+        found["b"].reason
+        == "waited 7.0 s: batch full; waited 0.500 s: waiting for the running step"
+    )
     found = run([request_of("a", 0.0, 80, 10), request_of("b", 0.0, 60, 1)], num_blocks=8)
     assert found["b"].waits == {"step full": 1.0, "KV full": pytest.approx(found["b"].queued_s - 1)}
 
@@ -132,7 +135,7 @@ def test_one_that_another_core_knew():
     (output,) = sim.core.step().outputs
     assert (
         output.timings.waits == {ENGINE_REPLACED: 59}
-        and output.timings.reason == "waited 59.0 s: the engine was replaced"
+        and output.timings.reason == "waited 59.0 s: the engine was restarted"
     )
     assert (output.timings.prefill_s, output.timings.decode_s) == (1, 1)
 

@@ -23,20 +23,20 @@ LIMITS = PromptLimits(
 @pytest.mark.parametrize(
     ("num_tokens", "message"),
     [
-        (100, "The prompt limit is 90 tokens, the prompt has 100; allowed are at most 90"),
+        (100, "The prompt limit is 90 tokens, the prompt has 100; expected at most 90"),
         (
             80,
             (
-                "This model's maximum context length is 80 tokens, the prompt has 80; allowed are"
+                "This model's maximum context length is 80 tokens, the prompt has 80; expected"
                 " at most 79"
             ),
         ),
-        (60, "The KV cache holds 60 tokens, the prompt has 60; allowed are at most 59"),
+        (60, "The KV cache holds 60 tokens, the prompt has 60; expected at most 59"),
         (
             41,
             (
-                "The batch limit is 40 tokens a step, and prompts are not chunked, the prompt has"
-                " 41; allowed are at most 40"
+                "The batch limit is 40 tokens a step, without chunked prefill, the prompt has"
+                " 41; expected at most 40"
             ),
         ),
     ],
@@ -274,25 +274,26 @@ def test_a_batch_that_waits_to_fill_lets_the_engine_sleep():
     [
         (
             {"scheduler_delay_factor": 1},
-            "scheduler_delay_factor: got 1, allowed is 0 with chunked prefill",
+            "scheduler_delay_factor: got 1, expected 0 with chunked prefill",
         ),
         (
             {"tenant_weight": ["a=0"], "scheduling_policy": "fair"},
-            "tenant_weight: got 'a=0', allowed is NAME=WEIGHT",
+            "tenant_weight: got 'a=0', expected NAME=WEIGHT",
         ),
         (
             {"tenant_weight": ["a"], "scheduling_policy": "fair"},
-            "tenant_weight: got 'a', allowed is NAME=WEIGHT",
+            "tenant_weight: got 'a', expected NAME=WEIGHT",
         ),
         (
             {"tenant_weight": ["a=2"]},
-            "scheduling_policy: got 'fcfs', but tenants have weights or limits",
+            "scheduling_policy: got 'fcfs', but tenant_weight and max_num_seqs_per_tenant require"
+            " fair",
         ),
-        ({"watermark": "1.5"}, "watermark: got 1.5, allowed is a share below 1"),
-        ({"watermark": "much"}, "watermark: got 'much', allowed is a number of at least 0"),
+        ({"watermark": "1.5"}, "watermark: got 1.5, expected a fraction below 1"),
+        ({"watermark": "much"}, "watermark: got 'much', expected a number of at least 0"),
         (
             {"long_prefill_token_threshold": 5, "enable_chunked_prefill": False},
-            "long_prefill_token_threshold: allowed only with chunked",
+            "long_prefill_token_threshold: requires chunked",
         ),
     ],
 )

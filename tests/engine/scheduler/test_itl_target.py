@@ -250,7 +250,7 @@ def test_a_replay_makes_the_same_plans(tmp_path):
 
 def test_prompts_that_stay_whole_have_no_target():
     config = EngineConfig.from_options(itl_target_ms=50, enable_chunked_prefill=False)
-    with pytest.raises(ConfigError, match="itl_target_ms: got 50, allowed only with chunked"):
+    with pytest.raises(ConfigError, match="itl_target_ms: got 50, requires chunked"):
         derive(config, model_context_tokens=2048, num_threads=1)
     with pytest.raises(ConfigError, match="itl_target_ms: got 0"):
         EngineConfig.from_options(itl_target_ms=0)

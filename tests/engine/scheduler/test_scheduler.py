@@ -115,7 +115,7 @@ def test_a_prompt_that_can_never_fit_fails_with_its_numbers(num_blocks, limit):
         f"is {limit} tokens" in found["a"][0].error
         or f"holds {limit} tokens" in found["a"][0].error
     )
-    assert f"the prompt has {limit}; allowed are at most {limit - 1}" in found["a"][0].error
+    assert f"the prompt has {limit}; expected at most {limit - 1}" in found["a"][0].error
     assert tokens_of(found["b"]) == expected_tokens([1, 2, 3], 8)
 
 
@@ -369,7 +369,7 @@ def test_steps_that_compute_nothing_end_in_a_failure():
     now[0] = 60.0
     (output,) = core.step().outputs
     assert (output.request_id, output.finish_reason) == ("a", "error")
-    assert output.error == "no step could start it for 60 s (stall_timeout): KV full"
+    assert output.error == "it could not be scheduled for 60 s (stall_timeout): KV full"
     assert [end.request_id for end in run_all(core)["b"] if end.finish_reason == "length"] == ["b"]
     now[0] = 500.0
     core.add(make_request("c", [1] * 40))

@@ -138,7 +138,7 @@ def test_a_format_without_tiles_is_refused(stored):
     program = program_of(ops.Linear(X, (Y,), (TABLE,)))
     with pytest.raises(UnsupportedModel) as error:
         check(program, lambda weight: stored, row_type_of)
-    assert f"table is stored as {stored}, supported are {', '.join(FORMATS)}" in str(error.value)
+    assert f"table is stored as {stored}, supported: {', '.join(FORMATS)}" in str(error.value)
 
 
 CODES = np.zeros((9, 32), np.uint8)

@@ -262,7 +262,9 @@ def test_a_chain_of_row_ops(level):
 
 def test_an_unknown_level_names_those_there_are():
     require_native()
-    with pytest.raises(BackendUnavailable, match="cpu_level 'sse9': this machine runs portable"):
+    with pytest.raises(
+        BackendUnavailable, match="cpu_level 'sse9': this machine supports portable"
+    ):
         NativeBackend(BackendOptions(), level="sse9")
 
 
@@ -352,5 +354,5 @@ def test_more_threads_than_the_system_gives():
     ended = subprocess.run(
         [sys.executable, "-c", MANY_THREADS], capture_output=True, text=True, check=True
     )
-    assert ended.stdout.startswith("the native backend does not start with 5000 threads: ")
-    assert ended.stdout.endswith("hint: give fewer --threads\n") and ended.stderr == ""
+    assert ended.stdout.startswith("the native backend cannot start 5000 threads: ")
+    assert ended.stdout.endswith("hint: use fewer --threads\n") and ended.stderr == ""

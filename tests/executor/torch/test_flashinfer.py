@@ -282,7 +282,7 @@ REFUSED = [
     (
         ops.Attention(X, Y, "kv", 0, 2, 1.0, sinks=Weight("sinks", (2,))),
         torch.bfloat16,
-        "it has no sinks here",
+        "attention sinks are not supported",
     ),
     (ops.Attention(X, Y, "kv", 0, 2, 1.0, bias=ALIBI), torch.bfloat16, "it has no AlibiBias"),
     (
@@ -302,7 +302,7 @@ REFUSED = [
     ),
     (ops.Attention(X, Y, "kv", 0, 2, 1.0), torch.float8_e4m3fn, "K and V are in float8_e4m3fn"),
     (ops.Attention(X, Y, "kv", 0, 2, 1.0), torch.float32, "K and V are in float32"),
-    (object(), torch.bfloat16, "it has no latent attention here"),
+    (object(), torch.bfloat16, "MLA is not supported"),
 ]
 
 
@@ -313,14 +313,16 @@ def test_what_it_cannot_take_it_refuses_by_name(op, kv_dtype, why):
 
 def test_a_program_that_it_cannot_run_is_refused_when_it_is_prepared():
     shape = Shape(k_width=64, v_width=64, sinks=True)
-    with pytest.raises(BackendUnavailable, match="attention with flashinfer: it has no sinks here"):
+    with pytest.raises(
+        BackendUnavailable, match="attention with flashinfer: attention sinks are not supported"
+    ):
         Run(shape, backend_of(FlashInfer(StandIn(), CPU)))
 
 
 def test_without_cuda_or_the_package_the_error_says_what_to_do(monkeypatch):
     with pytest.raises(
         BackendUnavailable,
-        match=r"flashinfer computes on CUDA devices, got cpu\nhint: --attention-backend sdpa",
+        match=r"flashinfer requires a CUDA device, got cpu\nhint: --attention-backend sdpa",
     ):
         TorchBackend(BackendOptions(attention_backend="flashinfer"))
     monkeypatch.setattr(

@@ -116,7 +116,7 @@ def test_an_old_gpu_gets_no_triton_and_fp16(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
     assert (
         triton_device.refusal(torch.device("cuda"))[0]
-        == "Triton wants compute capability 8.0, the device has 7.5"
+        == "Triton requires compute capability 8.0, the device has 7.5"
     )
     backend = TorchBackend(BackendOptions(num_threads=1))
     monkeypatch.setattr(backend, "device", torch.device("cuda"))

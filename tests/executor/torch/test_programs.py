@@ -229,7 +229,7 @@ def test_a_precision_of_the_cache_that_it_has_not():
 def test_a_profile_counts_every_op_and_the_products_bytes():
     runner = PagedRunner(tiny_model("llama").path, torch_backend())
     request, prepared = runner.add(range(20)), runner.runnables["decoder"]
-    with pytest.raises(BackendUnavailable, match="no profile was started"):
+    with pytest.raises(BackendUnavailable, match="profiling was not started"):
         prepared.stop_profile()
     prepared.start_profile()
     runner.step([(request, 0, 20)])

@@ -46,6 +46,6 @@ def test_an_option_goes_before_the_template():
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
 def test_an_unknown_name_is_refused_with_the_known_ones(name):
     given = {"tool_call_parser": None, "reasoning_parser": None, name: "mistal"}
-    with pytest.raises(ConfigError, match=f"{name}: got 'mistal', allowed are .*mistral") as caught:
+    with pytest.raises(ConfigError, match=f"{name}: got 'mistal', expected .*mistral") as caught:
         choose_formats(None, **given)
     assert caught.value.hint is not None and "mistral" in caught.value.hint

@@ -100,7 +100,7 @@ def test_breakers_are_the_tokens_that_hold_one_of_the_texts():
     assert breakers.ids(["ü", "a", "a"]) == [0, 4, 5]
     assert breakers.ids([]) == []
     assert DrySequenceBreakers(None, 6).ids(None) == []
-    with pytest.raises(InvalidRequest, match="dry_sequence_breakers: texts need a tokenizer"):
+    with pytest.raises(InvalidRequest, match="dry_sequence_breakers: strings require a tokenizer"):
         DrySequenceBreakers(None, 6).ids(["a"])
 
 

@@ -61,7 +61,7 @@ def choose_attention(options: BackendOptions, device: torch.device) -> tuple[Att
     try:
         return MAKERS["triton"](options, device), sdpa
     except BackendUnavailable as error:
-        logger.warning("attention is computed with sdpa: %s", error.message)
+        logger.warning("using sdpa for attention: %s", error.message)
         return (sdpa,)
 
 
@@ -80,7 +80,7 @@ def first_that_computes(
         if not reasons:
             if refused:
                 logger.warning(
-                    "attention of the %s is computed with %s, for %s",
+                    "attention of the %s uses %s: %s",
                     program.name,
                     choice.name,
                     "; ".join(refused),

@@ -90,10 +90,10 @@ class FlashInfer:
 
     def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
         if not isinstance(op, ops.Attention):
-            return "it has no latent attention here"
+            return "MLA is not supported"
         if op.sinks is not None or op.bias is not None:
             return (
-                "it has no sinks here"
+                "attention sinks are not supported"
                 if op.sinks is not None
                 else f"it has no {type(op.bias).__name__}"
             )
@@ -175,7 +175,7 @@ def flashinfer_on(device: torch.device) -> FlashInfer:
     if device.type != "cuda":
         hint = "--attention-backend sdpa computes on any device"
         raise BackendUnavailable(
-            f"attention_backend: flashinfer computes on CUDA devices, got {device.type}", hint=hint
+            f"attention_backend: flashinfer requires a CUDA device, got {device.type}", hint=hint
         )
     return FlashInfer(require_flashinfer(), device)
 

@@ -35,7 +35,8 @@ def refusal(device: torch.device) -> tuple[str, str] | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         return (
-            f"Triton wants compute capability 8.0, the device has {'.'.join(map(str, capability))}",
+            f"Triton requires compute capability 8.0, the device has"
+            f" {'.'.join(map(str, capability))}",
             PLAIN,
         )
     return None

@@ -70,7 +70,7 @@ def fitted(
         else:
             raise BackendUnavailable(
                 f"attention_backend: {too_large(widths, needed, most_bytes)}",
-                hint="--attention-backend sdpa has no limit",
+                hint="use --attention-backend sdpa, which has no such limit",
             )
     return {**launch, "BLOCK_M": m, "BLOCK_N": n}
 

@@ -54,11 +54,11 @@ Metadata = Annotated[
     | None,
     Field(
         max_length=MAX_METADATA,
-        description=f"an object of at most {MAX_METADATA} texts of at most {MAX_METADATA_VALUE}"
+        description=f"an object of at most {MAX_METADATA} strings of at most {MAX_METADATA_VALUE}"
         f" characters, under names of at most {MAX_METADATA_KEY}",
     ),
 ]
-SHORT_TEXT = "a text of at most 200 characters"
+SHORT_TEXT = "a string of at most 200 characters"
 ShortText = Annotated[str | None, Field(max_length=200, description=SHORT_TEXT)]
 
 
@@ -85,7 +85,7 @@ class ItemPart(BodyPart):
     text: str | None = None
     refusal: str | None = None
     image_url: Any = None
-    detail: str | None = accepted("a text")
+    detail: str | None = accepted("a string")
     annotations: list[Any] | None = accepted("a list")
     logprobs: list[Any] | None = accepted("a list")
 
@@ -157,12 +157,12 @@ class ResponseReasoning(BodyPart):
     """Reasoning effort; summaries are not supported."""
 
     effort: str | None = None
-    summary: Literal["auto"] | None = accepted('"auto"; no summary is written')
-    generate_summary: Literal["auto"] | None = accepted('"auto"; no summary is written')
+    summary: Literal["auto"] | None = accepted('"auto"; summaries are not supported')
+    generate_summary: Literal["auto"] | None = accepted('"auto"; summaries are not supported')
 
 
 class ResponseStreamOptions(BodyPart):
-    include_obfuscation: Literal[False] | None = accepted("false; no stream is obfuscated")
+    include_obfuscation: Literal[False] | None = accepted("false; obfuscation is not supported")
 
 
 class ResponseBody(FilterBody):
@@ -172,11 +172,11 @@ class ResponseBody(FilterBody):
     refused: ClassVar[frozenset[str]] = frozenset({"conversation", "prompt"})
 
     model: Annotated[str | None, Field(description="the name of a model")] = None
-    input: Annotated[str | list[InputItem], Field(description="a text or a list of messages")]
-    instructions: Annotated[str | None, Field(description="a text")] = None
-    max_output_tokens: Annotated[
-        Whole | None, Field(ge=1, description="a whole number from 1 up")
-    ] = None
+    input: Annotated[str | list[InputItem], Field(description="a string or a list of messages")]
+    instructions: Annotated[str | None, Field(description="a string")] = None
+    max_output_tokens: Annotated[Whole | None, Field(ge=1, description="an integer from 1 up")] = (
+        None
+    )
     temperature: float | None = sampling("temperature")
     top_p: float | None = sampling("top_p")
     top_k: Whole | None = sampling("top_k")
@@ -188,18 +188,20 @@ class ResponseBody(FilterBody):
     stop: str | list[str] | None = sampling("stop")
     min_tokens: Whole | None = sampling("min_tokens")
     ignore_eos: OptionalFlag = None
-    allowed_token_ids: list[TokenId] | None = field("a list of token ids", "tokens to draw from")
-    cache_salt: Annotated[str | None, Field(description="a text")] = None
+    allowed_token_ids: list[TokenId] | None = field(
+        "a list of token ids", "the only tokens that may be sampled"
+    )
+    cache_salt: Annotated[str | None, Field(description="a string")] = None
     priority: Annotated[
         int | None,
-        Field(ge=-(2**31), lt=2**31, description="a whole number of at most 32 bits"),
+        Field(ge=-(2**31), lt=2**31, description="a 32-bit integer"),
     ] = None
     store: OptionalFlag = None
     background: OptionalFlag = None
     stream: OptionalFlag = None
     stream_options: ResponseStreamOptions | None = field(
         '{"include_obfuscation": false}',
-        "what a stream says besides",
+        "options of the stream",
         by_path=True,
         rules={"needs": {"stream": [True]}, "idle": True},
     )
@@ -210,29 +212,27 @@ class ResponseBody(FilterBody):
     ] = None
     user: str | None = user_name()
     text: ResponseText | None = field(
-        "an object of format and verbosity", "form of the answer", by_path=True
+        "an object of format and verbosity", "output format", by_path=True
     )
     reasoning: ResponseReasoning | None = field(
-        "an object of effort and summary", "how long the model thinks", by_path=True
+        "an object of effort and summary", "reasoning effort", by_path=True
     )
     tools: list[ResponseTool] | None = field(
         "a list of functions, each with a name and a JSON schema of its arguments",
-        "functions that the model may call",
+        "functions that the model can call",
         by_path=True,
     )
     tool_choice: (
         Literal["none", "auto", "required"] | ResponseToolName | ResponseAllowedTools | None
     ) = field(
-        '"none", "auto", "required", a function or a list of allowed ones',
-        "whether a function is called; required and named ones are",
+        '"none", "auto", "required", a function or a list of allowed functions',
+        'whether to call a function; "required" and a named function force a call',
         rules={"types": ("function", "allowed_tools")},
     )
     parallel_tool_calls: OptionalFlag = None
-    max_tool_calls: Annotated[Whole | None, Field(ge=1, description="a whole number from 1 up")] = (
-        None
-    )
+    max_tool_calls: Annotated[Whole | None, Field(ge=1, description="an integer from 1 up")] = None
     include: list[str] | None = field(
-        f"a list of {', '.join(INCLUDED)}", "what the response holds besides"
+        f"a list of {', '.join(INCLUDED)}", "additional contents of the response"
     )
     top_logprobs: Annotated[
         int | None,
@@ -271,7 +271,7 @@ class ResponseBody(FilterBody):
                 self.ignored.add("include", shown_as=f"include[{name[:80]}]")
         if self.background and self.store is False:
             raise InvalidRequest(
-                "background: allowed only where store is not false: its answer is fetched later",
+                "background: requires store: a background response is fetched later",
                 param="background",
             )
 
@@ -291,6 +291,6 @@ class InputTokensBody(ResponseBody):
 
     stream_type = None
 
-    input: Annotated[str | list[InputItem], Field(description="a text or a list of messages")] = (
+    input: Annotated[str | list[InputItem], Field(description="a string or a list of messages")] = (
         Field(default_factory=list)
     )

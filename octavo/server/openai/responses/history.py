@@ -69,7 +69,7 @@ async def resolve_references(
         if item["type"] != REFERENCE:
             found.append(item)
         elif OUTPUT_ID.fullmatch(item["id"]) is None:
-            reason = "it names an item of another server"
+            reason = "it refers to an item of another server"
             ignored.add(where, reason, shown_as=f"input[type={REFERENCE}]")
         else:
             found.append(await _find_reference(item["id"], f"{where}.id", owner, store))
@@ -86,7 +86,7 @@ async def _find_reference(item_id: str, where: str, owner: str, store: Store | N
         if item["id"] == item_id:
             return item
     raise InvalidRequest(
-        f"{where}: no item {shown(item_id)} of a stored answer",
+        f"{where}: no item {shown(item_id)} of a stored response",
         hint="send the item itself",
         param=where,
     )
@@ -115,7 +115,7 @@ def _check_ended(record: Record) -> None:
     status = record.body["response"]["status"]
     if status not in ENDED:
         raise InvalidRequest(
-            f"previous_response_id: '{record.id}' is {status} still",
-            hint="wait until it has ended",
+            f"previous_response_id: '{record.id}' is still {status}",
+            hint="wait until it has finished",
             param="previous_response_id",
         )

@@ -129,7 +129,7 @@ def _store_item(item: InputItem, where: str) -> dict[str, Any]:
             }
         case "item_reference":
             if item.id is None:
-                raise InvalidRequest(f"{where}.id: needed, and not given", param=where)
+                raise InvalidRequest(f"{where}.id: field required", param=where)
             return {"type": REFERENCE, "id": item.id}
     raise AssertionError("items of other types have been dropped")
 
@@ -138,7 +138,7 @@ def _store_call(item: InputItem, where: str) -> dict[str, Any]:
     """Converts a tool call; a custom tool's text becomes the argument `input`."""
     for name in ("call_id", "name"):
         if getattr(item, name) is None:
-            raise InvalidRequest(f"{where}.{name}: needed, and not given", param=where)
+            raise InvalidRequest(f"{where}.{name}: field required", param=where)
     arguments = {"input": item.input} if item.type == "custom_tool_call" else item.arguments
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False)
@@ -149,7 +149,7 @@ def _store_call(item: InputItem, where: str) -> dict[str, Any]:
 
 def _store_result(item: InputItem, where: str) -> dict[str, Any]:
     if item.call_id is None or item.output is None:
-        raise InvalidRequest(f"{where}: needed are call_id and output", param=where)
+        raise InvalidRequest(f"{where}: expected call_id and output", param=where)
     output: str | list[dict[str, Any]] = ""
     if isinstance(item.output, str):
         output = item.output
@@ -170,7 +170,7 @@ def _store_result(item: InputItem, where: str) -> dict[str, Any]:
 def _message(item: InputItem, where: str) -> dict[str, Any]:
     if item.role not in ROLES:
         raise InvalidRequest(
-            f"{where}.role: got {item.role!r}, allowed are {', '.join(ROLES)}",
+            f"{where}.role: got {item.role!r}, expected {', '.join(ROLES)}",
             param=f"{where}.role",
         )
     return {
@@ -186,7 +186,7 @@ def _parts(item: InputItem, where: str) -> list[dict[str, Any]]:
     if item.content is None:
         if item.role == "assistant":
             return []
-        raise InvalidRequest(f"{where}: needed, and not given", param=where)
+        raise InvalidRequest(f"{where}: field required", param=where)
     if isinstance(item.content, str):
         if item.role == "assistant":
             return [output_part(item.content)]
@@ -214,7 +214,7 @@ def _part(part: ItemPart, where: str) -> dict[str, Any]:
     if part.type == "refusal" and part.refusal is not None:
         return {"type": "refusal", "refusal": part.refusal}
     raise InvalidRequest(
-        f"{where}: got a part of type {part.type!r}, allowed are input_text and output_text with a"
+        f"{where}: got a part of type {part.type!r}, expected input_text and output_text with a"
         " text, input_image, and refusal",
         param=where,
     )

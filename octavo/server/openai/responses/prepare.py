@@ -148,7 +148,7 @@ async def _make_conversation(
     before = await get_previous_items(asked.body.previous_response_id, asked.owner, store)
     messages = system + make_messages([*before, *asked.items])
     if not messages:
-        raise InvalidRequest("input: needed are items or instructions, got none", param="input")
+        raise InvalidRequest("input: expected items or instructions, got none", param="input")
     return _conversation(asked, model, messages), len(system)
 
 

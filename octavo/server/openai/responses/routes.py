@@ -118,9 +118,7 @@ async def show(
     run = runs.find(response_id) if runs is not None else None
     if not stream:
         if starting_after is not None:
-            raise InvalidRequest(
-                "starting_after: allowed only where stream is true", param="starting_after"
-            )
+            raise InvalidRequest("starting_after: requires stream", param="starting_after")
         return JSONResponse(run.response if run is not None else record.body["response"])
     return TypedEventStream(
         _get_run(record, run).events(-1 if starting_after is None else starting_after)
@@ -233,7 +231,7 @@ def _get_run(record: Record, run: ResponseRun | None) -> ResponseRun:
     """
     if not record.body["response"]["background"]:
         raise InvalidRequest(
-            "stream: allowed for responses created with background=true only", param="stream"
+            "stream: requires a response created with background=true", param="stream"
         )
     return load_run(record) if run is None else run
 
@@ -245,7 +243,9 @@ def _check_store(body: ResponseBody, store: Store | None) -> None:
     for name in ("background", "previous_response_id", "store"):
         if getattr(body, name):
             raise InvalidRequest(
-                f"{name}: this server keeps nothing", hint="start it with --state-dir", param=name
+                f"{name}: this server stores no responses",
+                hint="start it with --state-dir",
+                param=name,
             )
 
 

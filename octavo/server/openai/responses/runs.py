@@ -128,7 +128,7 @@ class ResponseRuns:
         most = self._service.settings.max_jobs
         if len(self._runs) >= most:
             raise Overloaded(
-                f"{len(self._runs)} responses run in the background, allowed are {most}",
+                f"{len(self._runs)} responses run in the background, expected at most {most}",
                 hint="try again later, or raise max_jobs",
             )
 
