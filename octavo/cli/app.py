@@ -34,7 +34,7 @@ the command's name, or a `build_app` that returns a Typer app.
 
 def _get_commands() -> dict[str, tuple[CommandGroup, str]]:
     """Returns group and module of each command; those of extensions are last in their group."""
-    found = {}
+    found: dict[str, tuple[CommandGroup, str]] = {}
     for group, names in OWN_COMMANDS.items():
         found |= {name: (group, f"octavo.cli.{name}") for name in names}
         for extension in get_extensions():

@@ -74,7 +74,7 @@ def _summarize(found: list[Finding]) -> str:
         for status in statuses
         if counts[status]
     ]
-    worst = next((status for status in statuses if counts[status]), "ok")
+    worst: Status = next((status for status in statuses if counts[status]), "ok")
     return f"{format_mark(worst)} {', '.join(parts) or 'no problems found'}"
 
 
