@@ -25,7 +25,7 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL]...",
-            help="Short names, paths or Hugging Face repositories; NAME=MODEL sets a name",
+            help="Short name, path or Hugging Face repository, or NAME=MODEL",
             show_default="smollm2",
         ),
     ] = None,
