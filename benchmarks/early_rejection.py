@@ -88,7 +88,7 @@ def step(sim: Simulation, limit: LatencyLimit | None = None) -> None:
             record.first_token_time = sim.clock.now
         record.num_tokens += len(output.token_ids)
     if limit is not None:
-        limit.take(made.outputs, made.stats, made.costs, sim.clock.now)
+        limit.update(made.outputs, made.stats, made.costs, sim.clock.now)
 
 
 def everything(sim: Simulation, one: Arrival) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.engine.protocol.block_hashes import BlockHashing
-from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.protocol.cached_hashes import CachedHashes
 from octavo.engine.routing.job import RoutingJob
 from octavo.engine.routing.policies import ROUTING_POLICIES, RoutingPolicyName
 from octavo.engine.routing.router import Router
@@ -70,7 +70,7 @@ def read_trace(path: Path) -> list[TraceRow]:
 
 def shared_hit_share(rows: Sequence[TraceRow]) -> float:
     """Returns the share of tokens that one cache for all requests would find."""
-    cache, hits = CachedNames(), 0
+    cache, hits = CachedHashes(), 0
     for row in rows:
         hits += row.job.num_cached(cache.num_known(row.job.names))
         cache.add(row.job.names)
@@ -92,7 +92,7 @@ def simulate(
     for number, row in enumerate(rows):
         while ends and ends[0][0] <= row.arrives_s:
             end, name = heapq.heappop(ends)
-            router.yielded(name, 1, end)
+            router.record_tokens(name, 1, end)
             router.ended(name)
         index = router.choose(row.job, range(num_engines), row.arrives_s)
         num_cached = router.sent(str(number), row.job, index, row.arrives_s)
@@ -110,7 +110,7 @@ def decision_ms(num_engines: int, num_decisions: int = 300) -> list[float]:
     """
     draw = random.Random(0)
     most = NUM_KNOWN // num_engines
-    targets = [Target(f"engine {index}", CachedNames(most)) for index in range(num_engines)]
+    targets = [Target(f"engine {index}", CachedHashes(most)) for index in range(num_engines)]
     router = Router(ROUTING_POLICIES["kv"](), targets)
     for index in range(NUM_KNOWN):
         targets[index % num_engines].cached.add([draw.randbytes(16)])

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from octavo.distributed.transfer.address import TransferEnds
+from octavo.distributed.transfer.address import TransferAddresses
 from octavo.distributed.transfer.block_transport import BlockTransport
 from octavo.distributed.transfer.mooncake_mover import MooncakeMover
 from octavo.distributed.transfer.nixl_mover import NixlMover
@@ -68,7 +68,7 @@ class SendingWay:
 
 def worker_of(shape: HostShape, way: SendingWay, *, sends: bool) -> TransferWorker:
     listen, num_bytes = way.listen if sends else None, shape.num_blocks * shape.block_bytes
-    ends = TransferEnds(bytes(32), listen, way.secret, timeout_s=60.0, max_bytes=num_bytes)
+    ends = TransferAddresses(bytes(32), listen, way.secret, timeout_s=60.0, max_bytes=num_bytes)
     return TransferWorker([shape], ends, mover_of(way, sends=sends))
 
 

@@ -30,7 +30,7 @@ from octavo.engine.protocol.requests import ResetPrefixCache, ViewEngine
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.protocol.step import AdapterRef
 from octavo.frontend.admission import AdmissionLimits
-from octavo.frontend.arguments import Messages, PoolingPrompt, Prompt, text_of
+from octavo.frontend.arguments import Messages, PoolingPrompt, Prompt, get_text
 from octavo.frontend.async_jobs import AsyncJobs, Compute
 from octavo.frontend.changes import Fork, RequestUpdate
 from octavo.frontend.frontend import Frontend
@@ -172,7 +172,7 @@ class AsyncLLM:
         thread.
         """
         self._streams.check_alive()
-        if is_long(text_of(prompt)):
+        if is_long(get_text(prompt)):
             return await asyncio.to_thread(
                 self._frontend.prepare, request_id, prompt, params, origin
             )
@@ -282,7 +282,7 @@ class AsyncLLM:
         """Tokenizes a prompt for `submit`; long texts in a thread. Raises ContextTooLong if the
         prompt does not fit and is not truncated.
         """
-        if add_special_tokens and truncation is None and not is_long(text_of(prompt)):
+        if add_special_tokens and truncation is None and not is_long(get_text(prompt)):
             return prompt
         return await asyncio.to_thread(
             self._frontend.tokenize,
@@ -440,7 +440,7 @@ class AsyncLLM:
         return self.submit_prepared(request, deltas=False).final_or_abandoned()
 
     def _handle_step(self, step: CoreOutputs) -> None:
-        self.limits.take(step)
+        self.limits.update(step)
         self._remote_prefill.note_step(step)
         if step.view is not None:
             self._feed.offer(step.view, step.stats)

@@ -206,7 +206,7 @@ class LLM:
             ]
             finals = self._finals("windows", requests, use_tqdm=use_tqdm)
             for (one, window), output in zip(parts, finals, strict=True):
-                one.take(window, output)
+                one.add_output(window, output)
         return [one.result() for one in listenings]
 
     def _pool(self, job: PoolingJob[OutputT], *, use_tqdm: bool) -> list[OutputT]:
@@ -426,7 +426,7 @@ class LLM:
                     self._is_stepping = False
                     self._turn.notify_all()
                 if step is not None:
-                    self._changed |= self.frontend.take(step)
+                    self._changed |= self.frontend.process_outputs(step)
             for request_id in changed:
                 is_final = self._changed.pop(request_id)
                 if streaming or is_final:

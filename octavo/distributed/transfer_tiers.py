@@ -16,7 +16,7 @@ from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
 from octavo.distributed.options import TransferOptions
 from octavo.distributed.transfer.address import (
-    TransferEnds,
+    TransferAddresses,
     check_address,
     check_ports,
     endpoint,
@@ -155,7 +155,7 @@ def _build_worker(
     # All ranks keep as many blocks for others, each its part of them.
     max_bytes = options.kv_transfer_size * sum(own_bytes) // sum(heads.block_bytes())
     listen = _rank_endpoint(options, heads.rank) if options.prefills_for_peers else None
-    ends = TransferEnds(
+    ends = TransferAddresses(
         slots.fingerprint,
         listen,
         options.kv_transfer_secret,

@@ -26,7 +26,7 @@ class _Resident:
     """Requests that hold it."""
 
 
-class AdapterPlaces:
+class AdapterSlotAllocator:
     """Slots of the device, and the adapters in them."""
 
     def __init__(self, num_slots: int) -> None:
@@ -65,7 +65,7 @@ class AdapterPlaces:
         """Returns the slot of an adapter that is held."""
         return self._resident[ref.digest].slot
 
-    def take_loads(self) -> list[AdapterLoad]:
+    def pop_loads(self) -> list[AdapterLoad]:
         """Removes and returns the adapters that the next plan loads, and ends the step."""
         self._is_short = False
         loads, self._to_load = self._to_load, []

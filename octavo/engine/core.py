@@ -249,7 +249,7 @@ class EngineCore:
         made = CoreOutputs(outputs, self._last_stats)
         events, now = self.scheduler.blocks.events, self._measured_until
         if events is not None:
-            made.block_events = events.take()
+            made.block_events = events.pop_events()
         if with_view:
             if self._watch is not None:
                 made.view = self._view(self._watch)

@@ -14,7 +14,7 @@ from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.protocol.step import MediaItem, MediaPixels
 
 
-class MediaPlaces:
+class EncoderCacheManager:
     """Media whose rows the worker has: up to `capacity_tokens` rows, plus those of one step."""
 
     def __init__(self, capacity_tokens: int = 0) -> None:
@@ -40,12 +40,12 @@ class MediaPlaces:
             self.num_encoded += 1
         self.kept[item.digest] = item.num_tokens
 
-    def take_encodes(self) -> list[MediaPixels]:
+    def pop_encodes(self) -> list[MediaPixels]:
         """Removes and returns the media that the next plan encodes."""
         encodes, self._encodes = self._encodes, []
         return encodes
 
-    def take_dropped(self) -> list[bytes]:
+    def pop_dropped(self) -> list[bytes]:
         """Removes and returns the media whose rows exceed the capacity; ends the step."""
         excess = sum(self.kept.values()) - self._capacity_tokens
         dropped: list[bytes] = []
@@ -55,11 +55,11 @@ class MediaPlaces:
             if digest not in self._used:
                 dropped.append(digest)
                 excess -= num_tokens
-        self.forget(dropped)
+        self.discard(dropped)
         self._used.clear()
         return dropped
 
-    def forget(self, digests: Iterable[bytes]) -> None:
+    def discard(self, digests: Iterable[bytes]) -> None:
         """Removes media whose rows may be missing on the worker, so that they are encoded again
         when needed.
         """

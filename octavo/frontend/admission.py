@@ -65,7 +65,7 @@ class QueueLimit:
         """Counts requests that were sent to the core."""
         self._sent += size
 
-    def take(self, stats: EngineStats, now: float) -> None:
+    def update(self, stats: EngineStats, now: float) -> None:
         """Updates the limit by the core's counters after a step."""
         self._stats = stats
         if not self._left or now - self._left[-1][0] >= SAMPLE_S:
@@ -172,11 +172,11 @@ class AdmissionLimits:
         if not _is_background(request):
             self._latency.sent(request, time.monotonic())
 
-    def take(self, step: CoreOutputs) -> None:
+    def update(self, step: CoreOutputs) -> None:
         """Updates the limits by a step's outputs."""
         now = time.monotonic()
-        self._queue.take(step.stats, now)
-        self._latency.take(step.outputs, step.stats, step.costs, now)
+        self._queue.update(step.stats, now)
+        self._latency.update(step.outputs, step.stats, step.costs, now)
 
     @contextmanager
     def _counting(self, limit: str) -> Iterator[None]:

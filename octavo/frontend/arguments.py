@@ -31,7 +31,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 MESSAGE_KEYS = ("role", "content")
 
 
-def text_of(prompt: PoolingPrompt) -> str:
+def get_text(prompt: PoolingPrompt) -> str:
     """Returns the text of a prompt that must be tokenized; "" if it has token ids."""
     if isinstance(prompt, TextPair):
         return prompt.first + prompt.second

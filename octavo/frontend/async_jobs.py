@@ -82,7 +82,7 @@ class AsyncJobs:
             made = partial(self._sound_requests, windows, options, origin)
             outputs = await compute(await asyncio.to_thread(made))
             for window, output in zip(windows, outputs, strict=True):
-                job.take(window, output)
+                job.add_output(window, output)
         return job.result()
 
     def _sound_requests(

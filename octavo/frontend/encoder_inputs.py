@@ -33,7 +33,7 @@ class EncoderInputs:
     hears: bool = False
     """Whether the input is a sound's, and no text."""
 
-    def of_tokens(self, token_ids: list[int]) -> EncoderInput:
+    def from_tokens(self, token_ids: list[int]) -> EncoderInput:
         """Returns the encoder input for a text; raises ContextTooLong if it is too long for the
         encoder.
         """

@@ -35,7 +35,7 @@ from octavo.frontend.input_processor import (
     RequestContext,
 )
 from octavo.frontend.live_requests import LiveRequest, live_request, views_by_id
-from octavo.frontend.output_processor import KEPT_S, LostRequest, OutputProcessor, RequestState
+from octavo.frontend.output_processor import KEPT_S, AbortedRequest, OutputProcessor, RequestState
 from octavo.frontend.pins import COMPUTE, check_pin, make_pin
 from octavo.frontend.pooling import PoolingInputs, PoolingJobs
 from octavo.frontend.prompt_inputs import Truncation
@@ -238,10 +238,10 @@ class Frontend:
         try:
             self.client.add(request.samples)
         except BaseException:
-            self.outputs.forget(request.request_id)
+            self.outputs.discard(request.request_id)
             raise
 
-    def take(self, step: CoreOutputs) -> dict[str, bool]:
+    def process_outputs(self, step: CoreOutputs) -> dict[str, bool]:
         """Adds the outputs that `client.receive` returned to their requests, and aborts samples
         that a stop string has ended. Returns the requests with a new output, and whether it is
         their final one.
@@ -264,7 +264,7 @@ class Frontend:
         """Returns whether the request's next output is its final one."""
         return self.outputs.is_finished(request_id)
 
-    def lost(self, request_id: str) -> LostRequest | None:
+    def lost(self, request_id: str) -> AbortedRequest | None:
         """Returns the measurements of a request that is about to be aborted; None if it is
         unknown.
         """
@@ -279,7 +279,7 @@ class Frontend:
     def drop(self, request_id: str) -> None:
         """Aborts and removes a request whose outputs are no longer read."""
         self.abort(request_id)
-        self.outputs.forget(request_id)
+        self.outputs.discard(request_id)
 
     # -- requests that run -------------------------------------------------------------------------
 

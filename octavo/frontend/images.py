@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from octavo.api.errors import InvalidRequest, shown
 from octavo.engine.protocol.step import MediaItem, MediaPixels
 from octavo.frontend.arguments import Messages
-from octavo.text.ports import ImageReader, ReadImage
+from octavo.text.ports import DecodedImage, ImageReader
 
 KEY = "multi_modal_data"
 """Key of a prompt's dict that holds its images, under "image"."""
 
 
-class PlacedImages(NamedTuple):
+class PromptWithImages(NamedTuple):
     """A prompt's tokens, with one for each row of an image, and the positions of the images."""
 
     token_ids: list[int]
@@ -41,7 +41,7 @@ def get_images(prompt: object) -> list[Any]:
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
-def taken_out(messages: Messages) -> tuple[Messages, list[Any]]:
+def extract_images(messages: Messages) -> tuple[Messages, list[Any]]:
     """Returns the messages with images replaced by {"type": "image"}, as chat templates expect, and
     the images.
     """
@@ -100,7 +100,7 @@ class ImageInputs:
             text = text.replace(old, new)
         return text
 
-    def read(self, sources: Sequence[Any]) -> list[ReadImage]:
+    def read(self, sources: Sequence[Any]) -> list[DecodedImage]:
         """Reads images; raises InvalidRequest if the model does not accept any."""
         if self._reader is None:
             raise InvalidRequest(
@@ -110,7 +110,7 @@ class ImageInputs:
             )
         return self._reader.read(sources)
 
-    def placed(self, token_ids: Sequence[int], sources: Sequence[Any]) -> PlacedImages:
+    def placed(self, token_ids: Sequence[int], sources: Sequence[Any]) -> PromptWithImages:
         """Inserts images at their placeholder tokens, one for each."""
         images = self.read(sources)
         assert self._reader is not None, "images are refused without a reader"
@@ -138,4 +138,4 @@ class ImageInputs:
             )
             made += [token_id] * image.num_tokens
         pixels = {image.pixels.digest: image.pixels for image in images}
-        return PlacedImages(made, media, list(pixels.values()))
+        return PromptWithImages(made, media, list(pixels.values()))

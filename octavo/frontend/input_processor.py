@@ -27,9 +27,9 @@ from octavo.engine.protocol.requests import BACKGROUND_PRIORITY, EngineRequest
 from octavo.engine.protocol.step import AdapterRef, EncoderInput
 from octavo.frontend.arguments import Prompt, as_list
 from octavo.frontend.encoder_inputs import EncoderInputs
-from octavo.frontend.images import ImageInputs, PlacedImages, get_images
+from octavo.frontend.images import ImageInputs, PromptWithImages, get_images
 from octavo.frontend.params_resolver import ParamsResolver, need_tokenizer
-from octavo.frontend.prompt_inputs import PromptInputs, refuse_never, whole_ids
+from octavo.frontend.prompt_inputs import PromptInputs, check_can_start, to_int_ids
 from octavo.text.grammar.lazy import LazyGrammars
 from octavo.text.ports import ImageReader, Tokenizer
 from octavo.text.unicode import check_unicode
@@ -93,7 +93,7 @@ class ParentRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadInput:
+class TokenizedInput:
     """A prompt as tokens."""
 
     text: str | None
@@ -103,7 +103,7 @@ class ReadInput:
     """Tokens that the decoder goes on from; the same ones if there is no encoder."""
     salt: str = ""
     encoder_input: EncoderInput | None = None
-    images: PlacedImages | None = None
+    images: PromptWithImages | None = None
 
 
 class InputProcessor:
@@ -164,7 +164,7 @@ class InputProcessor:
     def prepare(
         self,
         request_id: str,
-        read: ReadInput,
+        read: TokenizedInput,
         params: SamplingParams,
         origin: RequestContext = DEFAULT_CONTEXT,
         *,
@@ -212,16 +212,16 @@ class InputProcessor:
             origin=origin,
         )
 
-    def _read_text(self, prompt: Prompt) -> ReadInput:
+    def _read_text(self, prompt: Prompt) -> TokenizedInput:
         """Tokenizes a prompt for the decoder, with its images."""
         text, token_ids, salt = self.prompts.read_prompt(prompt)
         placed = None
         if isinstance(prompt, Mapping) and (images := get_images(prompt)):
             placed = self.prompts.images.placed(token_ids, images)
             token_ids = placed.token_ids
-        return ReadInput(text, token_ids, token_ids, salt, images=placed)
+        return TokenizedInput(text, token_ids, token_ids, salt, images=placed)
 
-    def _read_input(self, encoder: EncoderInputs, prompt: Prompt) -> ReadInput:
+    def _read_input(self, encoder: EncoderInputs, prompt: Prompt) -> TokenizedInput:
         """Tokenizes a prompt for the encoder."""
         named: Sequence[int] | None = None
         if isinstance(prompt, Mapping):
@@ -233,8 +233,8 @@ class InputProcessor:
         if not token_ids:
             raise InvalidRequest("prompt: got no token, expected at least one", param="prompt")
         self.params.check_ids("prompt", [min(token_ids), max(token_ids)])
-        encoded = encoder.of_tokens(token_ids)
-        return ReadInput(text, token_ids, encoder.prompt_of(named), salt, encoded)
+        encoded = encoder.from_tokens(token_ids)
+        return TokenizedInput(text, token_ids, encoder.prompt_of(named), salt, encoded)
 
     def _decoder_prompt(self, given: Mapping[str, Any]) -> list[int]:
         """Returns the decoder prompt that a dict specifies."""
@@ -249,7 +249,7 @@ class InputProcessor:
         if token_ids is None or key == "decoder_prompt":
             allowed = "a string" if key == "decoder_prompt" else "token ids"
             raise InvalidRequest(f"{key}: got {shown(value)}, expected {allowed}", param="prompt")
-        return whole_ids(token_ids)
+        return to_int_ids(token_ids)
 
     def next_core_id(self) -> str:
         """Returns a new, unique request id for the core."""
@@ -261,7 +261,7 @@ class InputProcessor:
         """
         if not token_ids:
             raise InvalidRequest("prompt: got no token, expected at least one", param="prompt")
-        refuse_never(self.limits.prompts.judge(len(token_ids), num_needed=num_needed))
+        check_can_start(self.limits.prompts.judge(len(token_ids), num_needed=num_needed))
         lowest, highest = min(token_ids), max(token_ids)
         if lowest < 0 or highest >= self.limits.vocab_size:
             self.params.check_ids("prompt", [lowest, highest])

@@ -48,7 +48,7 @@ class StoredBlocks:
         self._blocks: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
         """Parent and tokens of each block by its name, in the order of their storing."""
 
-    def take(self, event: BlockEvent) -> None:
+    def apply(self, event: BlockEvent) -> None:
         """Applies an event."""
         if isinstance(event, BlocksStored):
             parent, size = event.parent, self._block_size
@@ -69,7 +69,7 @@ class StoredBlocks:
         log.cleared()
         for digest, (parent, tokens) in self._blocks.items():
             log.stored(digest, parent, tokens)
-        return log.take()
+        return log.pop_events()
 
 
 class KVEventPublisher:
@@ -112,7 +112,7 @@ class KVEventPublisher:
             if self._closed:
                 return
             for event in events:
-                self._stored.take(event)
+                self._stored.apply(event)
                 if isinstance(event, BlocksCleared):
                     self._epoch = secrets.token_bytes(EPOCH_BYTES)
             number, payload = self._next, self._encoded(events)

@@ -89,7 +89,7 @@ class LatencyLimit:
             self._num_waiting += 1
             num_prompt_tokens = 0
 
-    def take(
+    def update(
         self,
         outputs: Iterable[EngineOutput],
         stats: EngineStats,

@@ -177,7 +177,7 @@ class RecentRequests:
 
 
 @dataclass(frozen=True, slots=True)
-class LostRequest:
+class AbortedRequest:
     """Measurements of a request that was aborted before its end."""
 
     num_prompt_tokens: int
@@ -246,14 +246,14 @@ class OutputProcessor:
             ]
         )
 
-    def lost(self, request_id: str) -> LostRequest | None:
+    def lost(self, request_id: str) -> AbortedRequest | None:
         """Returns the measurements of a request that is about to be aborted; None if it is
         unknown.
         """
         state = self._states.get(request_id)
         if state is None:
             return None
-        return LostRequest(len(state.request.prompt_token_ids), state.metrics)
+        return AbortedRequest(len(state.request.prompt_token_ids), state.metrics)
 
     def unfinished(self) -> list[RequestState]:
         """Returns the requests with a waiting or running sample, the oldest first."""
@@ -336,7 +336,7 @@ class OutputProcessor:
             self._recent.add(request_id, kept)
         return made
 
-    def forget(self, request_id: str) -> None:
+    def discard(self, request_id: str) -> None:
         """Removes a request whose outputs are no longer read."""
         state = self._states.pop(request_id, None)
         for sample in state.request.samples if state is not None else ():

@@ -66,7 +66,7 @@ class Pools:
     """Widths to which an embedding may be cut, as the checkpoint says."""
 
 
-class ReadPrompt(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """A prompt as tokens."""
 
     token_ids: list[int]
@@ -175,7 +175,7 @@ class PoolingInputs:
             )
         return limit
 
-    def _read(self, prompt: Prompt, limit: int | None) -> ReadPrompt:
+    def _read(self, prompt: Prompt, limit: int | None) -> TokenizedPrompt:
         """Returns a prompt's tokens and text, truncated to the limit."""
         if self.pools.task == "embed" and self.pools.prefix:
             prompt = _changed(prompt, lambda text: self.pools.prefix + text)
@@ -183,10 +183,10 @@ class PoolingInputs:
             prompt = _changed(prompt, str.lower)
         text, token_ids, _ = self.inputs.prompts.read_prompt(prompt, may_be_long=limit is not None)
         if limit is None or len(token_ids) <= limit:
-            return ReadPrompt(token_ids, text)
-        return ReadPrompt(self._cut(text, token_ids, limit), text)
+            return TokenizedPrompt(token_ids, text)
+        return TokenizedPrompt(self._cut(text, token_ids, limit), text)
 
-    def _read_pair(self, pair: TextPair, limit: int | None) -> ReadPrompt:
+    def _read_pair(self, pair: TextPair, limit: int | None) -> TokenizedPrompt:
         """Returns the tokens of two texts, truncated to the limit from the longer text first."""
         if self.pools.task != "classify":
             raise InvalidRequest(
@@ -207,7 +207,7 @@ class PoolingInputs:
         if limit is not None and limit < encoded.num_fixed:
             raise _below_special(limit, encoded.num_fixed)
         segments = encoded.type_ids if self.pools.has_segments else []
-        return ReadPrompt(encoded.token_ids, second_start=_second_start(segments))
+        return TokenizedPrompt(encoded.token_ids, second_start=_second_start(segments))
 
     def _cut(self, text: str | None, token_ids: list[int], limit: int) -> list[int]:
         """Truncates to `limit` tokens and keeps the special tokens around a text. Token ids without

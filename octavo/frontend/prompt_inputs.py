@@ -15,7 +15,7 @@ from octavo.api.sampling_options import whole_number
 from octavo.engine.protocol.prompt_limits import AdmissionDecision, AllocStatus, PromptLimits
 from octavo.frontend.arguments import Messages, Prompt, as_list, check_messages
 from octavo.frontend.encoder_inputs import EncoderInputs
-from octavo.frontend.images import KEY, ImageInputs, get_images, taken_out
+from octavo.frontend.images import KEY, ImageInputs, extract_images, get_images
 from octavo.frontend.params_resolver import need_tokenizer
 from octavo.text.ports import Rendering, Tokenizer
 from octavo.text.unicode import LONG_TEXT_CHARACTERS, check_unicode
@@ -66,7 +66,7 @@ class PromptInputs:
                 " of one",
                 param="prompt",
             )
-        return text, whole_ids(token_ids), salt
+        return text, to_int_ids(token_ids), salt
 
     def _encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
         tokenizer = need_tokenizer(
@@ -90,7 +90,7 @@ class PromptInputs:
         if self.encoder is not None:
             self.encoder.check_length(least, at_least=True)
             return
-        refuse_never(self.limits.judge(least, at_least=True))
+        check_can_start(self.limits.judge(least, at_least=True))
 
     def _open_dict(self, prompt: Mapping[str, Any]) -> tuple[str | None, str | Sequence[int], str]:
         """Returns the contents of a prompt's dict: the text of its token ids, the prompt, the cache
@@ -133,7 +133,7 @@ class PromptInputs:
         """Renders a conversation as a prompt of token ids."""
         tokenizer = self._check_conversation(messages, rendering)
         check = self.check_length if truncation is None else None
-        messages, sources = taken_out(messages)
+        messages, sources = extract_images(messages)
         if not sources:
             token_ids = tokenizer.apply_chat_template(messages, rendering, check=check)
             return {"prompt_token_ids": _truncated(token_ids, truncation)}
@@ -194,7 +194,7 @@ class PromptInputs:
         )
 
 
-def whole_ids(token_ids: list[Any]) -> list[int]:
+def to_int_ids(token_ids: list[Any]) -> list[int]:
     """Returns token ids as Python ints, also from NumPy integers."""
     if set(map(type, token_ids)) <= {int}:  # the common case, a hundred times faster
         return list(token_ids)
@@ -235,7 +235,7 @@ def _check_continued(messages: Messages, rendering: Rendering) -> None:
         )
 
 
-def refuse_never(decision: AdmissionDecision) -> None:
+def check_can_start(decision: AdmissionDecision) -> None:
     """Raises ContextTooLong for a prompt that can never start."""
     if decision.status is AllocStatus.NEVER:
         raise ContextTooLong(

@@ -17,7 +17,7 @@ from octavo.api.errors import EngineDead, InvalidRequest, OctavoError
 from octavo.api.outputs import RequestOutput
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.frontend.frontend import Frontend
-from octavo.frontend.output_processor import LostRequest
+from octavo.frontend.output_processor import AbortedRequest
 
 
 class RequestStream:
@@ -32,7 +32,7 @@ class RequestStream:
     ) -> None:
         """`drop` aborts the request when the stream is abandoned."""
         self.request_id = request_id
-        self.lost: LostRequest | None = None
+        self.lost: AbortedRequest | None = None
         """Request that ran when the stream was abandoned; None if it had ended."""
         self._frontend = frontend
         self._drop = drop
@@ -201,7 +201,7 @@ class RequestStreams:
     def _take(self, step: CoreOutputs) -> None:
         """Wakes the streams of the requests with outputs in a step."""
         self._events.step(step)
-        for request_id, is_finished in self._frontend.take(step).items():
+        for request_id, is_finished in self._frontend.process_outputs(step).items():
             # Streams that were ended with the engine may still get what was on its way.
             stream = self._streams.get(request_id)
             if stream is not None:

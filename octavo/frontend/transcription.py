@@ -22,8 +22,8 @@ from octavo.frontend.input_processor import (
     DEFAULT_CONTEXT,
     InputProcessor,
     ParentRequest,
-    ReadInput,
     RequestContext,
+    TokenizedInput,
 )
 
 SpeechTask = Literal["transcribe", "translate"]
@@ -240,7 +240,7 @@ class Transcriptions:
         params: SamplingParams,
         origin: RequestContext,
     ) -> ParentRequest:
-        read = ReadInput(None, [], prompt, encoder_input=window.encoder_input())
+        read = TokenizedInput(None, [], prompt, encoder_input=window.encoder_input())
         return self.inputs.prepare(request_id, read, params, origin)
 
     def _before(self, window: WindowInput, options: SpeechOptions) -> list[int]:
@@ -335,7 +335,7 @@ class TranscriptionJob:
         starts = (self._step + i * self._steps_a_window for i in range(count))
         return [self.sound.window(step * self._step_s) for step in starts]
 
-    def take(self, window: WindowInput, output: RequestOutput) -> None:
+    def add_output(self, window: WindowInput, output: RequestOutput) -> None:
         """Adds the output of the next window."""
         self._num_windows += 1
         answer = output.outputs[0]

@@ -18,7 +18,7 @@ from octavo.engine.protocol.step import MediaPixels
 from octavo.media.limits import ImageLimits, check_size, image_error
 from octavo.media.rules import ImageRules
 from octavo.media.sources import read_file, read_source
-from octavo.text.ports import ReadImage
+from octavo.text.ports import DecodedImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,7 +42,7 @@ class PillowReader:
     """Placeholder texts in a prompt and their replacements, each of which contains the token once.
     """
 
-    def read(self, sources: Sequence[Any]) -> list[ReadImage]:
+    def read(self, sources: Sequence[Any]) -> list[DecodedImage]:
         """Reads images from URLs, paths, bytes, Pillow images or arrays."""
         if len(sources) > self.limits.max_images:
             raise InvalidRequest(
@@ -53,7 +53,7 @@ class PillowReader:
             )
         need_pillow()
         return [
-            source if isinstance(source, ReadImage) else self._scaled(self._image(source))
+            source if isinstance(source, DecodedImage) else self._scaled(self._image(source))
             for source in sources
         ]
 
@@ -66,12 +66,12 @@ class PillowReader:
             return decoded(source, self.limits)
         return as_image(source, self.limits)
 
-    def _scaled(self, image: Image) -> ReadImage:
+    def _scaled(self, image: Image) -> DecodedImage:
         height, width = self.rules.get_size(image.height, image.width)
         data = image.resize((width, height), self.rules.resample).tobytes()  # type: ignore[arg-type]
         rows, columns = height // self.rules.multiple, width // self.rules.multiple
         pixels = MediaPixels(self._digest(height, width, data), height, width, data)
-        return ReadImage(pixels, rows * columns, (rows, columns), self.is_whole)
+        return DecodedImage(pixels, rows * columns, (rows, columns), self.is_whole)
 
     def _digest(self, height: int, width: int, data: bytes) -> bytes:
         """Returns a digest of all inputs of the vision tower except its weights."""

@@ -131,7 +131,7 @@ class KnownModels:
         """Registers a pulled model, and persists it for later servers with the same state
         folder.
         """
-        self._local.forget()
+        self._local.invalidate()
         known = self._models.get(name)
         is_served = self._models.answers_to(name) if known is None else not known.spec.is_remote
         if self.are_loadable and not is_served:
@@ -182,7 +182,7 @@ class KnownModels:
         await self._forget(name)
         if not any(find_cached(each.spec.model, [cached]) for each in self._models):
             await asyncio.to_thread(remove_local_model, cached)
-        self._local.forget()
+        self._local.invalidate()
 
     def _slot(self, name: str) -> EngineSlot | None:
         try:
@@ -209,7 +209,7 @@ class KnownModels:
 
     async def _find_cached(self, model: str) -> CachedModel | None:
         """Returns the cached model with this name or path."""
-        self._local.forget()
+        self._local.invalidate()
         return find_cached(model, await self.local())
 
     async def _forget(self, name: str) -> None:
@@ -229,7 +229,7 @@ class LocalNames:
         self._read_at = float("-inf")
         self._turn = asyncio.Lock()
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Invalidates the list after a change of the caches."""
         self._read_at = float("-inf")
 

@@ -20,7 +20,7 @@ QUERY = b"recording"
 """Query string by which the page knows that it shows a recording."""
 
 
-class WithQuery:
+class AddQuery:
     """ASGI middleware that redirects / to the page's view of a recording."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -42,7 +42,7 @@ def create_recording_app(shown: ShownRecording) -> FastAPI:
     for router in routers:
         app.include_router(router)
     add_error_handlers(app, routers)
-    app.add_middleware(WithQuery)
+    app.add_middleware(AddQuery)
     app.add_middleware(HeadAsGet)
     return app
 

@@ -78,7 +78,7 @@ class ImportantBlocks:
             if len(self._choices) > MAX_CHOICES:
                 self._choices.popitem(last=False)
         if choice.stage == "weighing":
-            masses = self._connector.take_answer(request_id)
+            masses = self._connector.pop_ratings(request_id)
             if masses is None:
                 return True
             self._connector.release(request_id)

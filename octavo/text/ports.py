@@ -237,7 +237,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ReadImage:
+class DecodedImage:
     """A preprocessed image and its placeholder tokens."""
 
     pixels: MediaPixels
@@ -263,6 +263,6 @@ class ImageReader(Protocol):
         """
         ...
 
-    def read(self, sources: Sequence[Any]) -> list[ReadImage]:
+    def read(self, sources: Sequence[Any]) -> list[DecodedImage]:
         """Reads images from paths, URLs or bytes; raises InvalidRequest for a bad one."""
         ...

@@ -21,7 +21,7 @@ from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.protocol.block_hashes import BlockHashing
-from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.protocol.cached_hashes import CachedHashes
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.ports import Executor
 from octavo.engine.protocol.requests import EngineRequest
@@ -161,7 +161,7 @@ class SimulatedFleet:
         """Requests with prompts prefilled elsewhere."""
         self._members = [self._member() for _ in range(layout.num_engines)]
         targets = [
-            Target(f"engine {index}", CachedNames(self._groups[0].num_blocks))
+            Target(f"engine {index}", CachedHashes(self._groups[0].num_blocks))
             for index in range(layout.num_engines)
         ]
         self._router = Router(ROUTING_POLICIES[options.policy](), targets)
@@ -292,7 +292,7 @@ class SimulatedFleet:
 
     def _done(self, index: int, outputs: Sequence[EngineOutput], now: float) -> None:
         for output in outputs:
-            self._router.yielded(output.request_id, len(output.token_ids), now)
+            self._router.record_tokens(output.request_id, len(output.token_ids), now)
             if output.finish_reason is not None:
                 self._router.ended(output.request_id)
             self._handle_output(index, output, now)

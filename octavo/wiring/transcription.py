@@ -20,7 +20,7 @@ from octavo.wiring.speech_tokens import speech_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class ModelHearing(AudioDecoder):
+class ModelAudioDecoder(AudioDecoder):
     ear: AudioReader
 
     @property
@@ -28,11 +28,11 @@ class ModelHearing(AudioDecoder):
         return self.ear.window_s
 
     def sound(self, data: bytes) -> DecodedAudio:
-        return ModelSound(self.ear, self.ear.read(data))
+        return ModelAudio(self.ear, self.ear.read(data))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ModelSound(DecodedAudio):
+class ModelAudio(DecodedAudio):
     ear: AudioReader
     samples: NDArray[np.float32]
 
@@ -66,4 +66,4 @@ def make_transcriptions(model: Model, inputs: InputProcessor) -> Transcriptions 
     tokens = speech_tokens(model.checkpoint.config | model.checkpoint.generation_config)
     if model.config.backend.backend == "torch":
         tokens = replace(tokens, num_timestamps=0)
-    return Transcriptions(ModelHearing(ear), tokens, inputs)
+    return Transcriptions(ModelAudioDecoder(ear), tokens, inputs)

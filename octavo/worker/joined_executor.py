@@ -37,7 +37,7 @@ class JoinedStep:
 
 class JoinedExecutor:
     """Implements `ports.AsyncExecutor`, `ports.Profiler`, `ports.Losable` and
-    `ports.StepSharer`.
+    `ports.SharedStepExecutor`.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from octavo.engine.protocol.kv_cache_spec import (
     SingleStepSpec,
     StateSpec,
     blocks_for,
-    spec_of_window,
+    get_window_spec,
 )
 from octavo.executor.base import DeviceMemory
 from octavo.executor.kv import BLOCK_SIZE, KvLayout
@@ -89,7 +89,7 @@ def get_kv_cache_spec(
         return CrossAttentionSpec(max_encoder_len)
     if group.kind == "state":
         return StateSpec(CHECKPOINT_TOKENS if keeps_kv and finds_prefixes else 0)
-    return spec_of_window(group.window if keeps_kv else None)
+    return get_window_spec(group.window if keeps_kv else None)
 
 
 def group_sizes(config: EngineConfig, layouts: Sequence[KvLayout]) -> list[GroupSize]:

@@ -189,5 +189,5 @@ def _result(row: ScheduledRequest) -> RowResult:
         [TOKEN] * (len(held) + 1),
         logprobs,
         num_kept=row.num_tokens - len(row.draft_ids) + len(held),
-        kept_path=tree.path_of(held[-1]) if held else 0,
+        kept_path=tree.get_path_index(held[-1]) if held else 0,
     )

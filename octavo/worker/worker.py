@@ -247,9 +247,9 @@ class Worker:
         if self._connector is not None:
             result.connector = self._connector.report(wait_s=wait_s)
         if self._rows.grammars.compiling:
-            result.compiled = self._rows.grammars.take_compiled(wait_s=wait_s)
+            result.compiled = self._rows.grammars.pop_compiled(wait_s=wait_s)
         if self._adapters is not None:
-            result.adapters = self._adapters.take_loaded(wait_s=wait_s)
+            result.adapters = self._adapters.pop_loaded(wait_s=wait_s)
         return result
 
     def _complete(self, result: StepResult, plan: StepPlan, began: float) -> StepResult:

@@ -41,8 +41,8 @@ def test_what_held_is_the_longest_path_of_drawn_tokens(parents: list[int], data)
     held = tree.held(ids, drawn)
     assert held == path[:num_right]
     last = held[-1] if held else ROOT
-    assert tree.paths[tree.path_of(last)][:num_right] == held
-    assert not held or all(last not in path for path in tree.paths[: tree.path_of(last)])
+    assert tree.paths[tree.get_path_index(last)][:num_right] == held
+    assert not held or all(last not in path for path in tree.paths[: tree.get_path_index(last)])
 
 
 def test_a_guess_without_parents_is_a_chain() -> None:

@@ -10,9 +10,9 @@ def test_a_grammar_is_asked_for_once_and_is_ready_when_it_is_compiled():
     gate = GrammarGate()
     for spec in (ONE, ONE, OTHER):
         gate.want(spec)
-    assert gate.take_wanted() == [ONE, OTHER] and gate.take_wanted() == []
+    assert gate.pop_wanted() == [ONE, OTHER] and gate.pop_wanted() == []
     assert not gate.is_ready(ONE) and not gate.is_ready(OTHER)
     gate.compiled([ONE.digest])
     assert gate.is_ready(ONE) and not gate.is_ready(OTHER)
     gate.want(ONE)
-    assert gate.take_wanted() == [] and gate.is_ready(ONE)
+    assert gate.pop_wanted() == [] and gate.is_ready(ONE)

@@ -283,7 +283,7 @@ def test_what_leaves_between_steps_tells_the_bound_of_mirostat():
             step = frontend.client.receive()
             assert step is not None
             for output in step.outputs:
-                ledger.unfinished[name].take(output)
+                ledger.unfinished[name].add_output(output)
                 resumed.append(ledger.unfinished[name].resumed())
         whole = ledger.unfinished[name].token_ids
     assert len(resumed) == 20

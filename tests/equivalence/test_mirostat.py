@@ -72,7 +72,7 @@ def test_a_new_core_is_told_the_bound() -> None:
     ledger.add([EngineRequest("a", [1, 2], STEERED, seed=5)])
     request = ledger.unfinished["a"]
     assert request.resumed().mirostat_mu is None
-    request.take(EngineOutput("a", [7], mirostat_mu=5.5))
-    request.take(EngineOutput("a", [8], mirostat_mu=5.25))
+    request.add_output(EngineOutput("a", [7], mirostat_mu=5.5))
+    request.add_output(EngineOutput("a", [8], mirostat_mu=5.25))
     resumed = request.resumed()
     assert (resumed.output_token_ids, resumed.mirostat_mu) == ([7, 8], 5.25)

@@ -24,7 +24,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.distributed.disaggregation import remote_prefill as prefill_peers
 from octavo.distributed.transfer.block_sender import BlockSender
 from octavo.distributed.transfer.send_buffer import SendBuffer
-from octavo.engine.protocol.kv_messages import BlockName
+from octavo.engine.protocol.kv_messages import BlockHashWithGroupId
 from octavo.utils.progress import quiet
 from octavo.wiring.engine import build_with_process
 from octavo.worker.model_runner import ModelRunner
@@ -97,8 +97,8 @@ def test_the_blocks_of_the_last_step_leave_in_layers(model, monkeypatch):
     come as its layers are written, those of the others whole, and none of them twice.
     """
     prompts, may_begin, asked = prompts_of(180, 150), threading.Event(), threading.Event()
-    layers: Counter[BlockName] = Counter()
-    whole: Counter[BlockName] = Counter()
+    layers: Counter[BlockHashWithGroupId] = Counter()
+    whole: Counter[BlockHashWithGroupId] = Counter()
     run, wait = ModelRunner.run, SendBuffer.wait
     send_layer, send_block = BlockSender.send_layer, BlockSender.send_block
 

@@ -17,7 +17,7 @@ import pytest
 from octavo import AsyncLLM
 from octavo.distributed.transfer.block_sender import BlockSender
 from octavo.distributed.transfer.send_buffer import Ask, BlockData
-from octavo.engine.protocol.kv_messages import BlockName
+from octavo.engine.protocol.kv_messages import BlockHashWithGroupId
 from tests.support.llm_tools import (
     GREEDY,
     SAMPLED,
@@ -37,17 +37,25 @@ LIMIT_S = 60
 
 
 @pytest.fixture
-def lose(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[BlockName], bool]], None]:
+def lose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Callable[[BlockHashWithGroupId], bool]], None]:
     """Returns what makes some blocks never leave the engine that computes them."""
     send, send_layer = BlockSender.send_block, BlockSender.send_layer
 
-    def lose(is_lost: Callable[[BlockName], bool]) -> None:
-        def send_others(one: BlockSender, ask: Ask, name: BlockName, data: BlockData) -> None:
+    def lose(is_lost: Callable[[BlockHashWithGroupId], bool]) -> None:
+        def send_others(
+            one: BlockSender, ask: Ask, name: BlockHashWithGroupId, data: BlockData
+        ) -> None:
             if not is_lost(name):
                 send(one, ask, name, data)
 
         def send_layers_of_others(
-            one: BlockSender, ask: Ask, names: Sequence[BlockName], offset: int, data: Any
+            one: BlockSender,
+            ask: Ask,
+            names: Sequence[BlockHashWithGroupId],
+            offset: int,
+            data: Any,
         ) -> None:
             kept = [at for at, name in enumerate(names) if not is_lost(name)]
             send_layer(one, ask, [names[at] for at in kept], offset, data[kept])

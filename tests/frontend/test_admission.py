@@ -35,14 +35,14 @@ def test_as_many_as_run_and_wait_are_taken_before_the_core_has_said_anything():
 def test_what_waits_is_what_the_core_says_and_what_is_on_its_way():
     limit = limit_of(max_num_queued_reqs=3)
     limit.sent(Size(6, 60))
-    limit.take(
+    limit.update(
         EngineStats(
             num_running=2, num_waiting=2, num_waiting_tokens=20, num_added=4, num_added_tokens=40
         ),
         0.0,
     )
     assert "4 requests" in str(refused(limit, Size(1)))
-    limit.take(
+    limit.update(
         EngineStats(
             num_running=2, num_waiting=2, num_waiting_tokens=20, num_added=6, num_added_tokens=60
         ),
@@ -66,7 +66,7 @@ def test_retry_after_follows_the_measured_rate():
         added = 12 + 2 * second
         limit.sent(Size(added) - before)
         before = Size(added)
-        limit.take(EngineStats(num_running=2, num_waiting=10, num_added=added), float(second))
+        limit.update(EngineStats(num_running=2, num_waiting=10, num_added=added), float(second))
     assert refused(limit, Size(1), now=29.0).retry_after_s == pytest.approx(0.5)
     assert refused(limit, Size(8), now=29.0).retry_after_s == pytest.approx(4.0)
 
@@ -75,7 +75,7 @@ def test_nobody_is_told_to_wait_for_longer_than_some_minutes():
     limit = limit_of(max_num_queued_reqs=10)
     limit.sent(Size(16))
     for moment, added in ((0.0, 12), (1000.0, 14), (2000.0, 16)):
-        limit.take(EngineStats(num_running=2, num_waiting=10, num_added=added), moment)
+        limit.update(EngineStats(num_running=2, num_waiting=10, num_added=added), moment)
     assert refused(limit, Size(1), now=2000.0).retry_after_s == MAX_S
 
 

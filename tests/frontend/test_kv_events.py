@@ -254,13 +254,13 @@ def test_runs_of_a_chain_are_one_event():
     log.stored(second.digest, second.parent, second.token_ids)
     log.removed(third)
     log.removed(second)
-    assert log.take() == [
+    assert log.pop_events() == [
         BlocksStored([first.digest, second.digest], ROOT, list(range(8))),
         BlocksRemoved([third.digest, second.digest]),
     ]
     log.stored(first.digest, first.parent, first.token_ids)
     log.cleared()
-    assert log.take() == [BlocksCleared()] and not log
+    assert log.pop_events() == [BlocksCleared()] and not log
 
 
 def test_an_engine_publishes_what_its_prompts_leave(context):

@@ -65,7 +65,7 @@ def refused(limit, *arguments):
 def test_what_waits_is_computed_first():
     limit = limit_of(max_predicted_ttft_s=0.55)
     limit.check(10_000, 1, 0.0)
-    limit.take([], EngineStats(), COSTS, 0.0)
+    limit.update([], EngineStats(), COSTS, 0.0)
     limit.check(256, 1, 0.0)
     sent(limit, "a", 320)
     assert limit.predict(64, 1, 0.0).ttft_s == pytest.approx(0.6, rel=0.1)
@@ -75,10 +75,10 @@ def test_what_waits_is_computed_first():
     assert "expected at most 0.55 s\nhint: try again later, or raise max_predicted_ttft_s" in str(
         error
     )
-    limit.take([EngineOutput("a", [1])], EngineStats(), None, 0.5)
+    limit.update([EngineOutput("a", [1])], EngineStats(), None, 0.5)
     limit.check(256, 1, 0.5)
     sent(limit, "b", 320, 0.5)
-    limit.take([EngineOutput("b", finish_reason="abort")], EngineStats(), None, 0.6)
+    limit.update([EngineOutput("b", finish_reason="abort")], EngineStats(), None, 0.6)
     limit.check(256, 1, 0.6)
 
 
@@ -86,16 +86,16 @@ def test_a_place_among_the_running_is_waited_for():
     limit = limit_of(max_predicted_ttft_s=3.0)
     for name in "ab":
         sent(limit, name, 1)
-        limit.take([EngineOutput(name, [1])], EngineStats(), COSTS, 0.0)
-    limit.take([EngineOutput("a", [1], finish_reason="length")], EngineStats(), None, 4.0)
+        limit.update([EngineOutput(name, [1])], EngineStats(), COSTS, 0.0)
+    limit.update([EngineOutput("a", [1], finish_reason="length")], EngineStats(), None, 4.0)
     sent(limit, "c", 1, 4.0)
-    limit.take([EngineOutput("c", [1])], EngineStats(), None, 4.0)
+    limit.update([EngineOutput("c", [1])], EngineStats(), None, 4.0)
     assert "first token" in str(refused(limit, 1, 1, 4.0)), "an answer takes 4 s, two run"
 
 
 def test_more_rows_make_slower_tokens():
     limit = limit_of(max_predicted_tpot_s=0.011)
-    limit.take([], EngineStats(), COSTS, 0.0)
+    limit.update([], EngineStats(), COSTS, 0.0)
     limit.check(1, 1, 0.0)
     sent(limit, "a", 1)
     assert "each next token would take about" in str(refused(limit, 1, 1, 0.0))

@@ -18,7 +18,7 @@ from octavo.api.sampling_params import SamplingParams
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.step import NewRequest, ScheduledRequest, StepPlan
 from octavo.executor.kv import BLOCK_SIZE
-from octavo.frontend.images import ImageInputs, PlacedImages
+from octavo.frontend.images import ImageInputs, PromptWithImages
 from octavo.program.ops import num_position_axes
 from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.images import make_image_reader
@@ -55,7 +55,7 @@ class SeeingRunner:
         self.media = StepMedia(self.loaded.tower, self.loaded.rows, num_axes=axes)
         (self.runnable,) = self.loaded.runnables.values()
 
-    def placed(self, text: str, *seeds: int) -> PlacedImages:
+    def placed(self, text: str, *seeds: int) -> PromptWithImages:
         """Returns the tokens of a text with images, as the front makes them."""
         assert self.tokenizer is not None
         ids = self.tokenizer.encode(self.images.replaced(text), allow_special_text=True)
@@ -64,7 +64,7 @@ class SeeingRunner:
         return self.images.placed(ids, images)
 
     def logits(
-        self, requests: Sequence[PlacedImages], chunks: Sequence[Sequence[int]]
+        self, requests: Sequence[PromptWithImages], chunks: Sequence[Sequence[int]]
     ) -> list[NDArray]:
         """Returns the logits of every token of each request; `chunks` holds for each step the
         number of tokens that it computes of each.
@@ -125,7 +125,7 @@ def oracle(family: str) -> Any:
     return in_float64(seeing_model(family).tiny.model)
 
 
-def expected(family: str, placed: PlacedImages, seeds: Sequence[int]) -> NDArray:
+def expected(family: str, placed: PromptWithImages, seeds: Sequence[int]) -> NDArray:
     """Returns transformers' logits of a prompt with images."""
     sizes = [(45, 37), (30, 52), (20, 20)]
     images = [picture(seed, *sizes[seed % 3]) for seed in seeds]
@@ -197,7 +197,7 @@ def test_alone_batched_and_chunked_are_the_same_bits(family):
     np.testing.assert_array_equal(chunked, together[0])
 
 
-def chunks_of(request: PlacedImages, sizes: Sequence[int]) -> list[int]:
+def chunks_of(request: PromptWithImages, sizes: Sequence[int]) -> list[int]:
     """Returns sizes of chunks that end inside no image whose tokens are computed together."""
     steps, end, length = [], 0, len(request.token_ids)
     for size in sizes:

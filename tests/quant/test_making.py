@@ -71,7 +71,7 @@ def test_gptq_solves_least_squares_for_what_is_left(
     """Each input is the nearest code to what is optimal given the codes before it."""
     monkeypatch.setattr(refine, "SWEEPS", 0)
     spec = GridSpec(4, 32, "zero")
-    found = GptqInputs(HESSIAN, damp_percent).by_neighbours(WEIGHT, fitted(spec))
+    found = GptqInputs(HESSIAN, damp_percent).round_by_groups(WEIGHT, fitted(spec))
     steps, lows = (np.repeat(each, 32, axis=1) for each in found.grid.lines())
     damped = less_by_chance(HESSIAN)
     damped += np.eye(96) * HESSIAN.diagonal().mean() * damp_percent / 100
@@ -131,7 +131,7 @@ def test_gptq_costs_less_than_rounding(kind: GridKind) -> None:
     spec = GridSpec(4, 32, kind)
     inputs = GptqInputs(HESSIAN, 1.0)
     rounded = cost(nearest(WEIGHT, inputs.importance, fitted(spec)))
-    assert cost(inputs.by_neighbours(WEIGHT, fitted(spec))) < 0.6 * rounded
+    assert cost(inputs.round_by_groups(WEIGHT, fitted(spec))) < 0.6 * rounded
     if kind != "min":
         matrix = inputs.by_activity(WEIGHT, spec)
         assert cost(matrix) < 0.6 * rounded
@@ -147,7 +147,7 @@ def test_codes_and_scales_are_refined(kind: GridKind, monkeypatch: pytest.Monkey
     costs = []
     for sweeps in (0, 1, 30):
         monkeypatch.setattr(refine, "SWEEPS", sweeps)
-        found = GptqInputs(HESSIAN, damped).by_neighbours(WEIGHT, fitted(spec))
+        found = GptqInputs(HESSIAN, damped).round_by_groups(WEIGHT, fitted(spec))
         costs.append(cost(found))
     assert costs[2] <= costs[1] < costs[0]
     steps = np.repeat(found.grid.lines()[0], 32, axis=1)
@@ -162,13 +162,15 @@ def test_codes_and_scales_are_refined(kind: GridKind, monkeypatch: pytest.Monkey
 def test_inputs_that_are_never_used_are_rounded_to_nearest() -> None:
     hessian = HESSIAN.copy()
     hessian[5], hessian[:, 5] = 0, 0
-    matrix = GptqInputs(hessian, 1.0).by_neighbours(WEIGHT, fitted(GridSpec(8, 32, "min")))
+    matrix = GptqInputs(hessian, 1.0).round_by_groups(WEIGHT, fitted(GridSpec(8, 32, "min")))
     assert np.abs(matrix.values() - WEIGHT)[:, 5].max() < 0.002
 
 
 def test_a_hessian_of_few_rows_is_damped_until_it_can_be_solved() -> None:
     rows = ROWS[:3]
-    matrix = GptqInputs(rows.T @ rows, 0.001).by_neighbours(WEIGHT, fitted(GridSpec(4, 32, "zero")))
+    matrix = GptqInputs(rows.T @ rows, 0.001).round_by_groups(
+        WEIGHT, fitted(GridSpec(4, 32, "zero"))
+    )
     assert np.isfinite(matrix.values()).all()
 
 

@@ -16,7 +16,7 @@ from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv_meter import KvMeter
-from octavo.engine.protocol.kv_cache_spec import spec_of_window
+from octavo.engine.protocol.kv_cache_spec import get_window_spec
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.outputs import EngineOutput
@@ -284,7 +284,7 @@ def make_core(
     )(num_groups, windows=windows)
     executor.original = original
     groups = [
-        BlockGroup(num_blocks, spec_of_window(window), num_host_blocks)
+        BlockGroup(num_blocks, get_window_spec(window), num_host_blocks)
         for window in windows or [None] * num_groups
     ]
     scheduler = build_scheduler(

@@ -12,9 +12,9 @@ from typing import Any
 
 from octavo.engine.kv.kv_connector import Tiers
 from octavo.engine.protocol.kv_messages import (
+    BlockHashWithGroupId,
     BlockKey,
     BlockMove,
-    BlockName,
     BlockPin,
     ConnectorPlan,
     ConnectorReport,
@@ -28,12 +28,12 @@ BLOCK_BYTES = 20 << 20
 MAX_PINNED_BLOCKS = 10
 
 
-class Disk(dict[BlockName, tuple[BlockKey, tuple[int, ...]]]):
+class Disk(dict[BlockHashWithGroupId, tuple[BlockKey, tuple[int, ...]]]):
     """Blocks that outlive engines, the least recently used first."""
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         self.capacity = capacity
-        self.pins: dict[BlockName, float] = {}
+        self.pins: dict[BlockHashWithGroupId, float] = {}
         """Times until which blocks are pinned."""
         self.now = 0.0
 
@@ -58,7 +58,7 @@ class FakeTiers:
         self.refuses = False
         """Whether the disk refuses writes, as a full one does."""
         self.jobs: deque[tuple[str, Any]] = deque()
-        self._known: set[BlockName] = set()
+        self._known: set[BlockHashWithGroupId] = set()
         self._report = ConnectorReport()
 
     def check(self, move: BlockMove) -> None:

@@ -10,7 +10,7 @@ from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.protocol.kv_cache_spec import spec_of_window
+from octavo.engine.protocol.kv_cache_spec import get_window_spec
 from octavo.engine.protocol.step_costs import CostPoint, StepCosts
 from octavo.engine.recording.recorder import FORMAT, Recorder, RecordingHeader
 from octavo.engine.scheduler.build import build_scheduler
@@ -25,7 +25,7 @@ COSTS = StepCosts((CostPoint(1, 0, 0.01), CostPoint(64, 0, 0.064), CostPoint(512
 ENGINE = SimulatedEngine(
     SchedulerOptions(max_num_batched_tokens=512, max_num_seqs=16, num_scheduler_steps=1),
     CacheOptions(),
-    [BlockGroup(400, spec_of_window(None), 0)],
+    [BlockGroup(400, get_window_spec(None), 0)],
     block_size=16,
     max_model_len=2048,
     costs=COSTS,

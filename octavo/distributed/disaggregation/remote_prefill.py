@@ -38,7 +38,7 @@ from octavo.distributed.transfer.messages import (
 )
 from octavo.engine.protocol.block_events import BlockEvent
 from octavo.engine.protocol.block_hashes import BlockHashing, note_events
-from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.protocol.cached_hashes import CachedHashes
 from octavo.engine.protocol.kv_messages import StoredBytes, TransferFacts
 from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
 from octavo.frontend.input_processor import ParentRequest
@@ -94,7 +94,7 @@ class PrefillPeers:
         self._tasks: list[asyncio.Task[None]] = []
         self._encode = msgspec.msgpack.Encoder().encode
         self._replies = msgspec.msgpack.Decoder(FrontReplyMessage)
-        self._cached = CachedNames()
+        self._cached = CachedHashes()
         """Names of the blocks in this engine's own prefix cache."""
         self.sending_point = RemotePrefillThreshold(
             options.kv_transfer_min_tokens,

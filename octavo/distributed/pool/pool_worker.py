@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from octavo.distributed.pool.mooncake_pool import MooncakePool, StoreValue
 from octavo.engine.protocol.kv_messages import (
-    BlockName,
+    BlockHashWithGroupId,
     ConnectorPlan,
     ConnectorReport,
     SlotBlock,
@@ -67,13 +67,13 @@ class PoolWorker:
         self._report = ConnectorReport()
         self._changed = threading.Condition()
         """Guards the report and pending blocks; notified when something is added."""
-        self._fetching: dict[BlockName, float] = {}
+        self._fetching: dict[BlockHashWithGroupId, float] = {}
         """Start of each fetch that is not overdue, on the monotonic clock."""
         self._num_under_way = 0
         self._num_damaged = self._num_write_errors = 0
         self.writes_from = self.reads_from = 0.0
         """Times on the monotonic clock from which the store is written and read again."""
-        self._pins: dict[BlockName, float] = {}
+        self._pins: dict[BlockHashWithGroupId, float] = {}
         """Times until which blocks are pinned, in seconds since 1970."""
         largest = max(shape.block_bytes for shape in shapes) + HEADER_BYTES
         self._reader = _BatchThread("octavo-pool-read", self._fetch, self._places(largest))
@@ -125,7 +125,7 @@ class PoolWorker:
         if all(has_ended):
             self._store.close()
 
-    def _get_key(self, name: BlockName) -> str:
+    def _get_key(self, name: BlockHashWithGroupId) -> str:
         return f"{self._prefix}{name.digest.hex()}-{name.group}"
 
     # -- in the threads ----------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class RouterRoutes:
         """
         if self._members.is_stopping:
             raise Unavailable("the router is stopping")
-        if not any(member.takes_requests for member in self._members):
+        if not any(member.accepts_requests for member in self._members):
             raise Unavailable(f"no server is healthy: {self._members.describe_trouble(None)}")
         return JSONResponse({"status": "ok"})
 

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from octavo.distributed.router.members import KvEventsCard, Member
 from octavo.distributed.transfer.messages import UNREADABLE
-from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.protocol.cached_hashes import CachedHashes
 from octavo.engine.protocol.kv_events import (
     END,
     HASH_BYTES,
@@ -45,7 +45,7 @@ class KvFeed:
     """
 
     def __init__(
-        self, cached: CachedNames, context: zmq.asyncio.Context, secret: str | None
+        self, cached: CachedHashes, context: zmq.asyncio.Context, secret: str | None
     ) -> None:
         self._cached = cached
         self._context = context

@@ -17,7 +17,7 @@ import msgspec
 from octavo.distributed.router.settings import RouterSettings
 from octavo.distributed.router.upstream import UpstreamClient, UpstreamLost
 from octavo.distributed.transfer.messages import UNREADABLE
-from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.protocol.cached_hashes import CachedHashes
 from octavo.engine.routing.target import Target
 
 NOT_CHECKED = "no check has succeeded yet"
@@ -96,7 +96,7 @@ class Member:
         return not self.trouble
 
     @property
-    def takes_requests(self) -> bool:
+    def accepts_requests(self) -> bool:
         """Whether it may receive requests now."""
         return self.is_well and self.standing == "in"
 
@@ -104,7 +104,7 @@ class Member:
         """Whether it serves a model, or may do so because it does not list its models."""
         return model is None or not self.models or model in self.models
 
-    def note_failure(self, reason: str) -> None:
+    def record_failure(self, reason: str) -> None:
         """Opens the breaker: it gets no requests until a check succeeds."""
         if self.is_well and time.monotonic() - self.well_since_s > STABLE_S:
             self.num_failures = 0
@@ -112,7 +112,7 @@ class Member:
         self.trouble = reason or "it does not answer"
         self.changed.set()
 
-    def note_health(self) -> bool:
+    def record_success(self) -> bool:
         """Closes the breaker; returns whether it was open."""
         was_open = not self.is_well
         if was_open:
@@ -138,7 +138,7 @@ class Members:
         client = UpstreamClient(
             url, connect_timeout_s=settings.connect_timeout_s, api_key=settings.server_api_key
         )
-        return Member(client, Target(client.url, CachedNames(settings.max_known_blocks)))
+        return Member(client, Target(client.url, CachedHashes(settings.max_known_blocks)))
 
     def add(self, url: str) -> Member:
         """Adds a server at the end; raises ConfigError if the URL is invalid."""
@@ -178,7 +178,7 @@ class Members:
         well = [
             index
             for index, each in enumerate(self._members)
-            if each.takes_requests and index not in without
+            if each.accepts_requests and index not in without
         ]
         if any(model in each.models for each in self._members if each.standing != "gone"):
             return [index for index in well if self._members[index].serves(model)]
@@ -188,7 +188,7 @@ class Members:
         """Returns the cards of all models that are currently served; None if all servers have the
         same models.
         """
-        told = [each for each in self._members if each.takes_requests and each.cards]
+        told = [each for each in self._members if each.accepts_requests and each.cards]
         if len({each.models for each in told}) < 2:
             return None
         found: dict[str, msgspec.Raw] = {}
@@ -240,7 +240,7 @@ class HealthCheck:
             if not member.is_well:
                 # Twice in a row: what has not been answered is asked of another server.
                 member.client.abort_waiting(reason)
-            member.note_failure(reason)
+            member.record_failure(reason)
             return
         try:
             cards = listed.cards()
@@ -251,7 +251,7 @@ class HealthCheck:
         member.cards = {name: raw for name, (_, raw) in cards.items()}
         member.capabilities = capabilities
         member.target.pool = capabilities.kv_pool
-        member.note_health()
+        member.record_success()
 
     async def _pause(self) -> None:
         """Waits until the next check: not at all after a first failure, longer after each further

@@ -34,9 +34,9 @@ class PlacedRequest:
         """Tokens of its prompt that are expected to be cached there."""
         member.num_running += 1
 
-    def yielded(self, num_tokens: int) -> None:
+    def record_tokens(self, num_tokens: int) -> None:
         """Records output tokens; the first ones mean that the prompt has been computed."""
-        self._router.yielded(self._name, num_tokens, time.monotonic())
+        self._router.record_tokens(self._name, num_tokens, time.monotonic())
 
     def end(self) -> None:
         """Records that the server has finished the request."""

@@ -231,7 +231,7 @@ class RouterProxy:
                     member.client.finish(answer)
                 return
             except UpstreamLost as error:
-                member.note_failure(str(error))
+                member.record_failure(str(error))
                 member.target.cached.clear()
                 self._counts.add("retries", str(placement.index), "lost")
             finally:
@@ -296,7 +296,7 @@ class RouterProxy:
             async with asyncio.timeout_at(deadline.at_s) as limit:
                 while data := await answer.read():
                     if is_stream:
-                        placement.yielded(data.count(b"data:"))
+                        placement.record_tokens(data.count(b"data:"))
                     self._note_cached(data)
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except (UpstreamLost, TimeoutError) as error:
@@ -304,7 +304,7 @@ class RouterProxy:
             if limit.expired():
                 fault = deadline.error
             else:
-                placement.member.note_failure(str(error))
+                placement.member.record_failure(str(error))
                 self._counts.add("broken_answers", number)
             if not is_stream:
                 return  # the connection is closed before the answer's end, which clients notice

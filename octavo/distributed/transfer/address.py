@@ -63,7 +63,7 @@ def check_address(host: str, secret: str | None, *, name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferEnds:
+class TransferAddresses:
     """Addresses at which a worker sends blocks, and how it fetches them."""
 
     fingerprint: bytes

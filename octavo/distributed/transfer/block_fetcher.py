@@ -22,8 +22,8 @@ import zmq
 from numpy.typing import NDArray
 
 from octavo.api.errors import ConfigError
-from octavo.distributed.transfer.address import TransferEnds, split_endpoints
-from octavo.distributed.transfer.block_reader import BlockReader, OfferedPiece, PieceName
+from octavo.distributed.transfer.address import TransferAddresses, split_endpoints
+from octavo.distributed.transfer.block_reader import BlockReader, OfferedPiece, PieceKey
 from octavo.distributed.transfer.block_transport import BlockTransport
 from octavo.distributed.transfer.kv_head_partition import KVHeadPartition
 from octavo.distributed.transfer.messages import (
@@ -43,7 +43,7 @@ from octavo.distributed.transfer.messages import (
 )
 from octavo.distributed.transfer.send_buffer import LEASE_S
 from octavo.distributed.transfer.transfer_status import ReportBlocks
-from octavo.engine.protocol.kv_messages import BlockName, SlotBlock
+from octavo.engine.protocol.kv_messages import BlockHashWithGroupId, SlotBlock
 from octavo.program.program import Span
 from octavo.utils.secure_sockets import lock_client
 from octavo.worker.kv_connectors.checksum import get_checksum
@@ -123,7 +123,7 @@ class BlockFetcher:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         slots: Sequence[NDArray[np.uint8]],
-        ends: TransferEnds,
+        ends: TransferAddresses,
         note: ReportBlocks,
         *,
         mover: BlockTransport | None,
@@ -141,7 +141,7 @@ class BlockFetcher:
         """Sockets to the engines that blocks are fetched from, by address."""
         self._heard: dict[str, float] = {}
         """Time of each one's last message, or of the first request to it."""
-        self._arriving: dict[BlockName, ArrivingBlock] = {}
+        self._arriving: dict[BlockHashWithGroupId, ArrivingBlock] = {}
         self._epoch = 0
         """Epoch of the newest request."""
         self.link = LinkMeter()
@@ -211,9 +211,9 @@ class BlockFetcher:
         )
         self._send(endpoint, message)
 
-    def cancel(self, names: Sequence[BlockName]) -> None:
+    def cancel(self, names: Sequence[BlockHashWithGroupId]) -> None:
         """Cancels fetches, here and at the other engine, unless they have ended."""
-        by_source: defaultdict[str, list[BlockName]] = defaultdict(list)
+        by_source: defaultdict[str, list[BlockHashWithGroupId]] = defaultdict(list)
         for name in dict.fromkeys(names):
             for source in self._arriving[name].missing if name in self._arriving else ():
                 by_source[source].append(name)
@@ -240,7 +240,7 @@ class BlockFetcher:
 
     # -- what comes --------------------------------------------------------------------------------
 
-    def take_replies(self) -> None:
+    def process_replies(self) -> None:
         """Processes messages of other engines."""
         for source, socket in list(self._sources.items()):
             while source in self._sources and socket.poll(0):
@@ -268,13 +268,13 @@ class BlockFetcher:
         elif isinstance(message, NotYours):
             self._lose(source, message.reason)
 
-    def _answers(self, name: BlockName, source: str, epoch: int) -> bool:
+    def _answers(self, name: BlockHashWithGroupId, source: str, epoch: int) -> bool:
         """Returns whether a message replies to the request of a pending piece."""
         arriving = self._arriving.get(name)
         piece = None if arriving is None else arriving.missing.get(source)
         return piece is not None and piece.epoch == epoch
 
-    def _piece(self, name: BlockName, source: str) -> ArrivingPiece:
+    def _piece(self, name: BlockHashWithGroupId, source: str) -> ArrivingPiece:
         return self._arriving[name].missing[source]
 
     def _receive_part(self, source: str, part: BlockPart, data: Any) -> None:
@@ -298,7 +298,7 @@ class BlockFetcher:
             if name in wanted and self._answers(name, source, part.epoch):
                 self._write(source, name, part.offset, data[at * size : (at + 1) * size])
 
-    def _write(self, source: str, name: BlockName, offset: int, data: Any) -> None:
+    def _write(self, source: str, name: BlockHashWithGroupId, offset: int, data: Any) -> None:
         """Writes bytes of a piece; an offset outside of it ends the fetch."""
         piece, end = self._piece(name, source), offset + len(data)
         if piece.is_read or not 0 <= offset < end <= len(piece.memory):
@@ -309,7 +309,7 @@ class BlockFetcher:
         if piece.cover.num_bytes == len(piece.memory):
             self._complete_piece(name, source)
 
-    def _complete_piece(self, name: BlockName, source: str) -> None:
+    def _complete_piece(self, name: BlockHashWithGroupId, source: str) -> None:
         """Completes a piece, and its block if it is the last one."""
         arriving = self._arriving[name]
         del arriving.missing[source]
@@ -319,7 +319,7 @@ class BlockFetcher:
             self._heads.join(block.group, self._slots[block.group][block.slot], arriving.heads)
             self._note(fetched=[name])
 
-    def _end_damaged(self, source: str, names: Sequence[BlockName]) -> None:
+    def _end_damaged(self, source: str, names: Sequence[BlockHashWithGroupId]) -> None:
         logger.warning("KV blocks received from %s are damaged and are recomputed", source)
         self._end(names)
 
@@ -337,18 +337,18 @@ class BlockFetcher:
             self._send(source, TookBlocks([offer.name], offer.epoch))
         elif not piece.is_read:
             piece.is_read = True
-            name = PieceName(offer.name, source)
+            name = PieceKey(offer.name, source)
             self._reader.read(
                 OfferedPiece(name, offer.session, offer.address, offer.checksum, piece.memory)
             )
 
-    def take_read(self) -> None:
+    def process_reads(self) -> None:
         """Reports finished reads, also to the engines whose memory was read."""
         if self._reader is None:
             return
-        taken: defaultdict[tuple[str, int], list[BlockName]] = defaultdict(list)
-        self.link.add(*self._reader.take_rate())
-        for (name, source), has_come in self._reader.take_done():
+        taken: defaultdict[tuple[str, int], list[BlockHashWithGroupId]] = defaultdict(list)
+        self.link.add(*self._reader.pop_rate())
+        for (name, source), has_come in self._reader.pop_finished():
             arriving = self._arriving[name]
             taken[source, arriving.missing[source].epoch].append(name)
             if has_come:
@@ -366,7 +366,7 @@ class BlockFetcher:
 
     def renew_leases(self) -> None:
         """Renews the leases of blocks that are still to be read."""
-        held: defaultdict[tuple[str, int], list[BlockName]] = defaultdict(list)
+        held: defaultdict[tuple[str, int], list[BlockHashWithGroupId]] = defaultdict(list)
         for name, arriving in self._arriving.items():
             for source, piece in arriving.missing.items():
                 if piece.is_read and source in self._sources:
@@ -405,7 +405,7 @@ class BlockFetcher:
             socket.close()
         self._end(names)
 
-    def _end(self, names: Sequence[BlockName]) -> None:
+    def _end(self, names: Sequence[BlockHashWithGroupId]) -> None:
         """Reports blocks that were not fetched. A slot that a mover writes to is freed when the
         mover has ended.
         """
@@ -420,7 +420,7 @@ class BlockFetcher:
             assert self._reader is not None, "it reads"
             arriving.is_dropped, arriving.missing = True, reads
             for source in reads:
-                self._reader.drop(PieceName(name, source))
+                self._reader.drop(PieceKey(name, source))
         if ended:
             self._note(not_fetched=ended)
 

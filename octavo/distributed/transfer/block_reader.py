@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.distributed.transfer.block_transport import BlockTransport, RemoteBytes
-from octavo.engine.protocol.kv_messages import BlockName
+from octavo.engine.protocol.kv_messages import BlockHashWithGroupId
 from octavo.worker.kv_connectors.checksum import get_checksum
 
 MAX_BLOCKS = 64
@@ -24,10 +24,10 @@ MAX_BLOCKS = 64
 logger = logging.getLogger(__name__)
 
 
-class PieceName(NamedTuple):
+class PieceKey(NamedTuple):
     """Digest of a block and the endpoint of the rank that has it, or some of its heads."""
 
-    block: BlockName
+    block: BlockHashWithGroupId
     source: str
 
 
@@ -35,7 +35,7 @@ class PieceName(NamedTuple):
 class OfferedPiece:
     """A block, or a piece of one, in another engine's memory, and the memory to read it into."""
 
-    name: PieceName
+    name: PieceKey
     session: str
     address: int
     checksum: int
@@ -48,9 +48,9 @@ class BlockReader:
     def __init__(self, mover: BlockTransport) -> None:
         self._mover = mover
         self._asked: queue.SimpleQueue[OfferedPiece | None] = queue.SimpleQueue()
-        self._done: deque[tuple[PieceName, bool]] = deque()
+        self._done: deque[tuple[PieceKey, bool]] = deque()
         self._num_under_way = 0
-        self._dropped: set[PieceName] = set()
+        self._dropped: set[PieceKey] = set()
         """Cancelled blocks, until their results are taken."""
         self._rates: deque[tuple[int, float]] = deque()
         """Bytes and seconds of each complete read."""
@@ -67,18 +67,18 @@ class BlockReader:
         self._num_under_way += 1
         self._asked.put(block)
 
-    def drop(self, name: PieceName) -> None:
+    def drop(self, name: PieceKey) -> None:
         """Cancels a block whose read has not begun; its result must still be collected."""
         self._dropped.add(name)
 
-    def take_done(self) -> list[tuple[PieceName, bool]]:
+    def pop_finished(self) -> list[tuple[PieceKey, bool]]:
         """Returns the finished blocks, and whether each is intact."""
         done = [self._done.popleft() for _ in range(len(self._done))]
         self._num_under_way -= len(done)
         self._dropped.difference_update(name for name, _ in done)
         return done
 
-    def take_rate(self) -> tuple[int, float]:
+    def pop_rate(self) -> tuple[int, float]:
         """Returns the bytes read since the last call, and the seconds for them."""
         reads = [self._rates.popleft() for _ in range(len(self._rates))]
         return sum(num_bytes for num_bytes, _ in reads), sum(seconds for _, seconds in reads)

@@ -21,7 +21,7 @@ import zmq
 from numpy.typing import NDArray
 
 from octavo.api.errors import ConfigError
-from octavo.distributed.transfer.address import TransferEnds
+from octavo.distributed.transfer.address import TransferAddresses
 from octavo.distributed.transfer.block_transport import BlockTransport
 from octavo.distributed.transfer.kv_head_partition import KVHeadPartition
 from octavo.distributed.transfer.layer_stream import LayerStream, StreamedGroup
@@ -42,7 +42,7 @@ from octavo.distributed.transfer.messages import (
 )
 from octavo.distributed.transfer.send_buffer import Ask, BlockData, SendBuffer
 from octavo.distributed.transfer.transfer_status import BUSY_MS, IDLE_MS, ReportBlocks
-from octavo.engine.protocol.kv_messages import BlockName, SlotBlock
+from octavo.engine.protocol.kv_messages import BlockHashWithGroupId, SlotBlock
 from octavo.utils.secure_sockets import lock_server
 from octavo.worker.kv_connectors.checksum import get_checksum
 
@@ -56,7 +56,7 @@ PARTS_IN_TURN = 16
 class LeavingPart:
     """A part of a block to send, from `offset` on."""
 
-    name: BlockName
+    name: BlockHashWithGroupId
     data: BlockData
     offset: int
     epoch: int
@@ -72,7 +72,7 @@ class LeavingPart:
 class LeavingPiece:
     """Some heads of a block to cut out and send."""
 
-    name: BlockName
+    name: BlockHashWithGroupId
     data: bytes | None
     """Bytes of the block; None if they are in the send buffer, which may evict them."""
     ask: Ask
@@ -82,7 +82,7 @@ class LeavingPiece:
 class LeavingLayers:
     """One layer of some blocks to send."""
 
-    names: list[BlockName]
+    names: list[BlockHashWithGroupId]
     data: NDArray[np.uint8]
     """Bytes, `[blocks, layer_bytes]`."""
     offset: int
@@ -105,7 +105,7 @@ class BlockSender:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         slots: Sequence[NDArray[np.uint8]],
-        ends: TransferEnds,
+        ends: TransferAddresses,
         note: ReportBlocks,
         *,
         mover: BlockTransport | None,
@@ -124,9 +124,9 @@ class BlockSender:
         """Messages queued for each peer."""
         self._stream: LayerStream | None = None
         """Blocks that are being computed."""
-        self._num_sent: dict[tuple[Ask, BlockName], int] = {}
+        self._num_sent: dict[tuple[Ask, BlockHashWithGroupId], int] = {}
         """Number of layers sent for each request of the stream's blocks."""
-        self._streamed: set[BlockName] = set()
+        self._streamed: set[BlockHashWithGroupId] = set()
         """Blocks sent by layers, until they are buffered or their prompt has finished."""
         self._requests = msgspec.msgpack.Decoder(WorkerRequestMessage)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -160,9 +160,9 @@ class BlockSender:
         for ask in asks:
             self.send_block(ask, block.name, data)
 
-    def tell_absent(self, names: Iterable[BlockName]) -> None:
+    def tell_absent(self, names: Iterable[BlockHashWithGroupId]) -> None:
         """Notifies waiting peers that blocks will not be available."""
-        absent: defaultdict[Ask, list[BlockName]] = defaultdict(list)
+        absent: defaultdict[Ask, list[BlockHashWithGroupId]] = defaultdict(list)
         for name in names:
             self._streamed.discard(name)
             for ask in self.send_buffer.ended(name, time.monotonic()):
@@ -208,7 +208,7 @@ class BlockSender:
                 self.send_buffer.served(ask, names)
 
     def send_layer(
-        self, ask: Ask, names: Sequence[BlockName], offset: int, data: NDArray[np.uint8]
+        self, ask: Ask, names: Sequence[BlockHashWithGroupId], offset: int, data: NDArray[np.uint8]
     ) -> None:
         """Sends one layer of blocks of a group, `[blocks, layer_bytes]`, at `offset` of each block,
         in messages of the maximum size.
@@ -224,7 +224,7 @@ class BlockSender:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def take_requests(self) -> None:
+    def process_requests(self) -> None:
         """Processes requests of other engines."""
         while self.socket is not None and self.socket.poll(0):
             self._take(self.socket.recv_multipart())
@@ -279,7 +279,7 @@ class BlockSender:
         if refused:
             self._leaving[peer].append(self._encode(NoBlocks(refused, ask.epoch)))
 
-    def send_block(self, ask: Ask, name: BlockName, data: BlockData) -> None:
+    def send_block(self, ask: Ask, name: BlockHashWithGroupId, data: BlockData) -> None:
         """Sends a block's bytes, or leases the memory that the peer reads."""
         messages = self._leaving[ask.peer]
         if not self._heads.is_whole(name.group, ask.heads[name.group]):
@@ -370,7 +370,7 @@ def _listen(
     return router
 
 
-def _split(name: BlockName, data: BlockData, ask: Ask) -> Iterator[LeavingPart]:
+def _split(name: BlockHashWithGroupId, data: BlockData, ask: Ask) -> Iterator[LeavingPart]:
     """Yields the messages of a block, or of a piece of one."""
     for offset in range(0, len(data), PART_BYTES):
         yield LeavingPart(name, data, offset, ask.epoch)
@@ -381,7 +381,7 @@ def _view(data: BlockData) -> memoryview:
 
 
 def _make_arena(
-    mover: BlockTransport, slots: Sequence[NDArray[np.uint8]], ends: TransferEnds
+    mover: BlockTransport, slots: Sequence[NDArray[np.uint8]], ends: TransferAddresses
 ) -> BlockArena | None:
     """Registers the slots, and the memory that others may read blocks from."""
     for group in slots:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.engine.protocol.kv_messages import BlockKey, BlockName
+from octavo.engine.protocol.kv_messages import BlockHashWithGroupId, BlockKey
 
 UNREADABLE = (ValueError, RecursionError)
 """Exceptions with which msgspec refuses bytes from outside: its own errors are ValueErrors, as is
@@ -83,8 +83,8 @@ class WantedBlock(msgspec.Struct, array_like=True):
     key: BlockKey
 
     @property
-    def name(self) -> BlockName:
-        return BlockName(self.group, self.key.digest)
+    def name(self) -> BlockHashWithGroupId:
+        return BlockHashWithGroupId(self.group, self.key.digest)
 
 
 class WantBlocks(msgspec.Struct, tag=True):
@@ -104,13 +104,13 @@ class WantBlocks(msgspec.Struct, tag=True):
 class DropBlocks(msgspec.Struct, tag=True):
     """Blocks that are no longer needed."""
 
-    names: list[BlockName]
+    names: list[BlockHashWithGroupId]
 
 
 class HoldBlocks(msgspec.Struct, tag=True):
     """Renews the leases of blocks of a BlockAt that are still to be read."""
 
-    names: list[BlockName]
+    names: list[BlockHashWithGroupId]
     epoch: int
     """Epoch of the ask that they answer."""
 
@@ -118,7 +118,7 @@ class HoldBlocks(msgspec.Struct, tag=True):
 class TookBlocks(msgspec.Struct, tag=True):
     """Ends the leases of blocks of a BlockAt that have been read or will not be."""
 
-    names: list[BlockName]
+    names: list[BlockHashWithGroupId]
     epoch: int
     """Epoch of the ask that they answer."""
 
@@ -126,7 +126,7 @@ class TookBlocks(msgspec.Struct, tag=True):
 class BlockPart(msgspec.Struct, tag=True):
     """Some bytes of a block, in the message's second frame."""
 
-    name: BlockName
+    name: BlockHashWithGroupId
     num_bytes: int
     """Size of the whole block."""
     offset: int
@@ -144,7 +144,7 @@ class LayerPart(msgspec.Struct, tag=True):
     bytes, one block after the other. Sent while later layers are still computed.
     """
 
-    names: list[BlockName]
+    names: list[BlockHashWithGroupId]
     offset: int
     """Offset of the layer's bytes in each block."""
     checksum: int
@@ -158,7 +158,7 @@ class LayerPart(msgspec.Struct, tag=True):
 class BlockAt(msgspec.Struct, tag=True):
     """Address of a block that the receiver may read from the sender's memory."""
 
-    name: BlockName
+    name: BlockHashWithGroupId
     session: str
     """Name of the sender's mover."""
     address: int
@@ -172,7 +172,7 @@ class BlockAt(msgspec.Struct, tag=True):
 class NoBlocks(msgspec.Struct, tag=True):
     """Blocks that will not be sent."""
 
-    names: list[BlockName]
+    names: list[BlockHashWithGroupId]
     epoch: int
     """Epoch of the ask that it answers."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.engine.protocol.kv_messages import (
-    BlockName,
+    BlockHashWithGroupId,
     ConnectorPlan,
     ConnectorReport,
     StoredBytes,
@@ -57,9 +57,9 @@ class ReportBox:
         self._num_under_way = 0
         self._changed = threading.Condition()
         """Guards all of it; notified when something is added."""
-        self._fetches: dict[BlockName, JoinedOutcome] = {}
+        self._fetches: dict[BlockHashWithGroupId, JoinedOutcome] = {}
         """Fetches that some ranks have reported, but not all."""
-        self._keeps: dict[BlockName, JoinedOutcome] = {}
+        self._keeps: dict[BlockHashWithGroupId, JoinedOutcome] = {}
         self._stored: dict[int, StoredBytes] = {}
         """Newest sums of each rank."""
 
@@ -89,10 +89,10 @@ class ReportBox:
 
     def _join(
         self,
-        told: dict[BlockName, JoinedOutcome],
-        names: Iterable[BlockName],
-        good: list[BlockName],
-        bad: list[BlockName],
+        told: dict[BlockHashWithGroupId, JoinedOutcome],
+        names: Iterable[BlockHashWithGroupId],
+        good: list[BlockHashWithGroupId],
+        bad: list[BlockHashWithGroupId],
         *,
         is_good: bool = True,
     ) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.distributed.transfer.messages import WantedBlock
-from octavo.engine.protocol.kv_messages import BlockKey, BlockName
+from octavo.engine.protocol.kv_messages import BlockHashWithGroupId, BlockKey
 from octavo.worker.kv_connectors.checksum import get_checksum
 
 LEASE_S = 30.0
@@ -72,10 +72,10 @@ class SendBuffer:
         self._release = release
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._blocks: OrderedDict[BlockName, SendBufferBlock] = OrderedDict()
+        self._blocks: OrderedDict[BlockHashWithGroupId, SendBufferBlock] = OrderedDict()
         """Blocks in LRU order."""
-        self._waits: dict[BlockName, list[Wait]] = {}
-        self._absent: OrderedDict[BlockName, float] = OrderedDict()
+        self._waits: dict[BlockHashWithGroupId, list[Wait]] = {}
+        self._absent: OrderedDict[BlockHashWithGroupId, float] = OrderedDict()
         """Blocks whose prompts finished without them, with the time until which that is remembered.
         """
         self.num_expired = 0
@@ -87,8 +87,8 @@ class SendBuffer:
         return {wait.ask.peer for waits in self._waits.values() for wait in waits}
 
     def put(
-        self, name: BlockName, key: BlockKey, data: BlockData, now: float
-    ) -> tuple[bool, list[BlockName]]:
+        self, name: BlockHashWithGroupId, key: BlockKey, data: BlockData, now: float
+    ) -> tuple[bool, list[BlockHashWithGroupId]]:
         """Buffers a block; returns whether it fits, and the blocks evicted for it."""
         gone = self.make_room(len(data), now)
         if self.num_bytes + len(data) > self.max_bytes:
@@ -100,7 +100,7 @@ class SendBuffer:
         self.num_bytes += len(data)
         return True, gone
 
-    def make_room(self, num_bytes: int, now: float) -> list[BlockName]:
+    def make_room(self, num_bytes: int, now: float) -> list[BlockHashWithGroupId]:
         """Evicts blocks without a lease until `num_bytes` fit; returns the evicted blocks."""
         gone = []
         for name, block in list(self._blocks.items()):
@@ -112,7 +112,7 @@ class SendBuffer:
                 gone.append(name)
         return gone
 
-    def remove(self, name: BlockName) -> None:
+    def remove(self, name: BlockHashWithGroupId) -> None:
         block = self._blocks.pop(name, None)
         if block is not None:
             self.num_bytes -= len(block.data)
@@ -122,7 +122,7 @@ class SendBuffer:
         for name in list(self._blocks):
             self.remove(name)
 
-    def take(self, name: BlockName, key: BlockKey) -> BlockData | None:
+    def take(self, name: BlockHashWithGroupId, key: BlockKey) -> BlockData | None:
         """Returns a block's bytes for a peer that fetches it; None if it is not buffered."""
         block = self._blocks.get(name)
         if block is None or block.key != key:
@@ -131,14 +131,14 @@ class SendBuffer:
         self._blocks.move_to_end(name)
         return block.data
 
-    def peek(self, name: BlockName) -> BlockData | None:
+    def peek(self, name: BlockHashWithGroupId) -> BlockData | None:
         """Returns a block's bytes without changing the LRU order; None if it is not buffered."""
         block = self._blocks.get(name)
         return None if block is None else block.data
 
     # -- reading peers -----------------------------------------------------------------------------
 
-    def lend(self, name: BlockName, ask: Ask, now: float) -> int:
+    def lend(self, name: BlockHashWithGroupId, ask: Ask, now: float) -> int:
         """Starts the lease of a peer that reads a block directly; returns the checksum that the
         peer compares.
         """
@@ -146,7 +146,7 @@ class SendBuffer:
         block.readers[ask] = now + LEASE_S
         return block.checksum
 
-    def renew(self, ask: Ask, names: Iterable[BlockName], now: float) -> None:
+    def renew(self, ask: Ask, names: Iterable[BlockHashWithGroupId], now: float) -> None:
         """Renews a peer's leases. An expired lease is not renewed: the memory may hold another
         block, which the peer detects by its checksum.
         """
@@ -155,7 +155,7 @@ class SendBuffer:
             if block is not None and block.readers.get(ask, now) > now:
                 block.readers[ask] = now + LEASE_S
 
-    def end_leases(self, ask: Ask, names: Iterable[BlockName]) -> None:
+    def end_leases(self, ask: Ask, names: Iterable[BlockHashWithGroupId]) -> None:
         """Ends a peer's leases; does nothing for leases that have ended."""
         for name in names:
             block = self._blocks.get(name)
@@ -164,7 +164,9 @@ class SendBuffer:
 
     # -- waiting peers -----------------------------------------------------------------------------
 
-    def wait(self, ask: Ask, wanted: Iterable[WantedBlock], until: float) -> list[BlockName]:
+    def wait(
+        self, ask: Ask, wanted: Iterable[WantedBlock], until: float
+    ) -> list[BlockHashWithGroupId]:
         """Registers a peer's newest request for blocks to come; returns the blocks rejected because
         too many are waited for.
         """
@@ -177,20 +179,20 @@ class SendBuffer:
                 refused.append(block.name)
         return refused
 
-    def waiting(self, name: BlockName) -> list[Ask]:
+    def waiting(self, name: BlockHashWithGroupId) -> list[Ask]:
         """Removes and returns the requests that wait for a block."""
         return [wait.ask for wait in self._waits.pop(name, ())]
 
-    def asks(self, name: BlockName) -> list[Ask]:
+    def asks(self, name: BlockHashWithGroupId) -> list[Ask]:
         """Returns the requests that wait for a block."""
         return [wait.ask for wait in self._waits.get(name, ())]
 
-    def served(self, ask: Ask, names: Iterable[BlockName]) -> None:
+    def served(self, ask: Ask, names: Iterable[BlockHashWithGroupId]) -> None:
         """Ends the waits of a request for blocks whose layers were streamed to the peer."""
         for name in names:
             self._keep_waits(name, [w for w in self._waits.get(name, ()) if w.ask != ask])
 
-    def ended(self, name: BlockName, now: float) -> list[Ask]:
+    def ended(self, name: BlockHashWithGroupId, now: float) -> list[Ask]:
         """Records that a block's prompt has finished; returns the requests still waiting for it."""
         if name not in self._blocks:
             self._absent[name] = now + LEASE_S
@@ -198,11 +200,11 @@ class SendBuffer:
                 self._absent.popitem(last=False)
         return self.waiting(name)
 
-    def is_absent(self, name: BlockName, now: float) -> bool:
+    def is_absent(self, name: BlockHashWithGroupId, now: float) -> bool:
         """Returns whether a block is known to be unavailable."""
         return self._absent.get(name, now) > now
 
-    def drop(self, peer: bytes, names: Iterable[BlockName]) -> None:
+    def drop(self, peer: bytes, names: Iterable[BlockHashWithGroupId]) -> None:
         """Ends a peer's waits for these blocks."""
         for name in names:
             self._keep_waits(name, [w for w in self._waits.get(name, ()) if w.ask.peer != peer])
@@ -212,7 +214,7 @@ class SendBuffer:
         for name, waits in list(self._waits.items()):
             self._keep_waits(name, [wait for wait in waits if wait.until > now])
 
-    def _keep_waits(self, name: BlockName, waits: list[Wait]) -> None:
+    def _keep_waits(self, name: BlockHashWithGroupId, waits: list[Wait]) -> None:
         if waits:
             self._waits[name] = waits
         else:

@@ -22,7 +22,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from octavo.distributed.transfer.address import TransferEnds
+from octavo.distributed.transfer.address import TransferAddresses
 from octavo.distributed.transfer.block_fetcher import BlockFetcher
 from octavo.distributed.transfer.block_sender import BlockSender
 from octavo.distributed.transfer.block_transport import BlockTransport
@@ -34,7 +34,7 @@ from octavo.distributed.transfer.layer_stream import LayerStream
 from octavo.distributed.transfer.report_box import ReportBox, Reports
 from octavo.distributed.transfer.transfer_status import BUSY_MS, IDLE_MS, ReportBlocks
 from octavo.engine.protocol.kv_messages import (
-    BlockName,
+    BlockHashWithGroupId,
     ConnectorPlan,
     ConnectorReport,
     SlotBlock,
@@ -60,7 +60,7 @@ class TransferWorker:
     def __init__(
         self,
         shapes: Sequence[HostShape],
-        ends: TransferEnds,
+        ends: TransferAddresses,
         mover: BlockTransport | None = None,
         heads: KVHeadPartition | None = None,
         reports: Reports | None = None,
@@ -130,7 +130,7 @@ class TransferWorker:
     def report(self, *, wait_s: float) -> ConnectorReport | None:
         return self._reports.take(wait_s=wait_s)
 
-    def _note(self, **found: list[BlockName]) -> None:
+    def _note(self, **found: list[BlockHashWithGroupId]) -> None:
         """Adds to the report; called by the thread."""
         send_buffer, link = self._channel.sender.send_buffer, self._channel.fetcher.link
         stored = StoredBytes(
@@ -184,7 +184,7 @@ class TransferChannel:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         slots: Sequence[NDArray[np.uint8]],
-        ends: TransferEnds,
+        ends: TransferAddresses,
         note: ReportBlocks,
         *,
         mover: BlockTransport | None,
@@ -247,11 +247,11 @@ class TransferChannel:
 
     def move(self) -> None:
         """Processes arrived messages, sends what it can, and ends transfers that timed out."""
-        self.sender.take_requests()
-        self.fetcher.take_replies()
+        self.sender.process_requests()
+        self.fetcher.process_replies()
         self.sender.send_layers()
         self._pause_ms = self.sender.send_leaving()
-        self.fetcher.take_read()
+        self.fetcher.process_reads()
         now = time.monotonic()
         self.fetcher.note_time(now)
         if now - self._signed_at > SIGN_S:

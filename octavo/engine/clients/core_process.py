@@ -40,7 +40,7 @@ from octavo.engine.clients.messages import (
     Stepped,
 )
 from octavo.engine.core import EngineCore
-from octavo.engine.protocol.ports import Losable, StepSharer
+from octavo.engine.protocol.ports import Losable, SharedStepExecutor
 from octavo.utils.child_process import ChildFailed, bind_to_parent
 
 BuildCore: TypeAlias = Callable[..., tuple[EngineCore, EngineInfo]]
@@ -92,7 +92,7 @@ class CoreLoop:
         self._commands = commands
         self._replies = replies
         self._page = page
-        self._sharer: StepSharer | None = None
+        self._sharer: SharedStepExecutor | None = None
         """The executor, if other engines compute its steps too."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command | ExecutorLost | CalledToStep)
@@ -110,7 +110,7 @@ class CoreLoop:
         core, info = build(setup.options, lambda text: self.send(LoadProgress(text)), *place)
         if isinstance(core.executor, Losable):
             core.executor.when_lost(self._note_loss)
-        if isinstance(core.executor, StepSharer):
+        if isinstance(core.executor, SharedStepExecutor):
             self._sharer = core.executor
             self._sharer.when_called(self._note_call)
         core.executor = MonitoredExecutor(core.executor, self._page)
@@ -120,8 +120,8 @@ class CoreLoop:
             while self._take_commands(core, heartbeat):
                 if core.has_work:
                     self.send(Stepped(core.step()))
-                elif self._is_called:
-                    self._take_part(core)
+                elif self._must_join_step:
+                    self._run_dummy_step(core)
         finally:
             heartbeat.close()
             core.close()
@@ -131,7 +131,9 @@ class CoreLoop:
 
         Returns False if the process should exit.
         """
-        while not (core.has_work or self._is_called) or self._commands.poll(self._pause_ms(core)):
+        while not (core.has_work or self._must_join_step) or self._commands.poll(
+            self._pause_ms(core)
+        ):
             if not core.has_work:
                 heartbeat.rest()
             command = self._decoder.decode(self._commands.recv())
@@ -150,27 +152,27 @@ class CoreLoop:
 
     def _pause_ms(self, core: EngineCore) -> int:
         """Returns the milliseconds for which the next step may wait for a command."""
-        pause_s = 0.0 if self._is_called else core.pause_s()
+        pause_s = 0.0 if self._must_join_step else core.pause_s()
         return math.ceil(1000 * min(pause_s or 0.0, HEARTBEAT_INTERVAL_S))
 
     @property
-    def _is_called(self) -> bool:
+    def _must_join_step(self) -> bool:
         """Whether another engine has begun a step in which this one must take part."""
         return self._sharer is not None and self._sharer.is_behind
 
-    def _take_part(self, core: EngineCore) -> None:
+    def _run_dummy_step(self, core: EngineCore) -> None:
         """Computes a dummy step if the core has no work of its own."""
         outputs = core.step()
         if outputs.outputs or outputs.block_events:
             self.send(Stepped(outputs))
 
     def _note_loss(self, error: OctavoError) -> None:
-        self._tell_self(ExecutorLost(ChildFailed.of(error)))
+        self._wake_loop(ExecutorLost(ChildFailed.of(error)))
 
     def _note_call(self) -> None:
-        self._tell_self(CalledToStep())
+        self._wake_loop(CalledToStep())
 
-    def _tell_self(self, message: ExecutorLost | CalledToStep) -> None:
+    def _wake_loop(self, message: ExecutorLost | CalledToStep) -> None:
         """Wakes the loop if it blocks for commands; called by another thread."""
         with self._commands.context.socket(zmq.PUSH) as own:
             own.connect(OWN_COMMANDS)

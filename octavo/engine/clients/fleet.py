@@ -195,7 +195,7 @@ class FleetClient:
     def close(self) -> None:
         self._closing = True
         for client in self._clients:
-            client.replace_no_more()  # where one ends, others may not go on without it
+            client.stop_replacing()  # where one ends, others may not go on without it
         for client in self._clients:
             client.close()
         self._outputs.put(None)
@@ -219,9 +219,11 @@ class FleetClient:
         parent = self._owners.get(request.fork_of or "")
         if parent is not None and not self._clients[parent].trouble:
             return parent
-        return self._router.choose(job, self._well() or range(len(self._clients)), time.monotonic())
+        return self._router.choose(
+            job, self._get_running() or range(len(self._clients)), time.monotonic()
+        )
 
-    def _well(self) -> list[int]:
+    def _get_running(self) -> list[int]:
         """Returns the cores that are running."""
         return [index for index, client in enumerate(self._clients) if not client.trouble]
 
@@ -251,16 +253,16 @@ class FleetClient:
                 self._outputs.put(EngineDead(error.message))
                 return
             if step is not None:
-                self._outputs.put(self._taken(index, step))
+                self._outputs.put(self._process_outputs(index, step))
             if client.trouble:
-                self._move_on(index)
+                self._move_requests(index)
 
-    def _taken(self, index: int, step: CoreOutputs) -> CoreOutputs:
+    def _process_outputs(self, index: int, step: CoreOutputs) -> CoreOutputs:
         """Updates the routing state from a core's outputs; returns them with the fleet's totals."""
         now = time.monotonic()
         with self._lock:
             for output in step.outputs:
-                self._router.yielded(output.request_id, len(output.token_ids), now)
+                self._router.record_tokens(output.request_id, len(output.token_ids), now)
                 if output.finish_reason is not None:
                     self._owners.pop(output.request_id, None)
                     self._router.ended(output.request_id)
@@ -270,12 +272,12 @@ class FleetClient:
             stats = total_stats(self._stats)
             return msgspec.structs.replace(step, stats=stats, view=view, engine=index)
 
-    def _move_on(self, index: int) -> None:
+    def _move_requests(self, index: int) -> None:
         """Moves the requests of a core that is being replaced to other cores."""
         with self._lock:
             self._router.targets[index].cached.clear()
-            well = self._well()  # one that ends now keeps its requests for its successor
-            requests = self._clients[index].hand_over() if well else []
+            well = self._get_running()  # one that ends now keeps its requests for its successor
+            requests = self._clients[index].release_unfinished() if well else []
             for request in requests:
                 self._router.ended(request.request_id)
                 job = self._job(request)

@@ -26,7 +26,7 @@ class UnfinishedRequest:
     """Bound of mirostat after `token_ids`."""
     aborted: bool = False
 
-    def take(self, output: EngineOutput) -> None:
+    def add_output(self, output: EngineOutput) -> None:
         """Records the outputs of a step."""
         self.token_ids += output.token_ids
         if output.mirostat_mu is not None:

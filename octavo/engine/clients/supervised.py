@@ -160,7 +160,7 @@ class SupervisedClient:
     def query(self, query: Query) -> QueryAnswer:
         return self._core.query(query)
 
-    def hand_over(self) -> list[EngineRequest]:
+    def release_unfinished(self) -> list[EngineRequest]:
         """Removes and returns the unfinished requests that another client may compute.
 
         There are such requests only while the core is being replaced: those that are not suspects,
@@ -179,14 +179,14 @@ class SupervisedClient:
                 self._suspects.ended(name)
             return [self._ledger.give_up(name) for name in names]
 
-    def replace_no_more(self) -> None:
+    def stop_replacing(self) -> None:
         """Stops replacing cores that end."""
         with self._lock:
             self._closing = True
         self._wake.set()
 
     def close(self) -> None:
-        self.replace_no_more()
+        self.stop_replacing()
         self._core.close()
 
     # -- a core that works -------------------------------------------------------------------------
@@ -227,12 +227,12 @@ class SupervisedClient:
         for output in step.outputs:
             request = self._ledger.unfinished.get(output.request_id)
             if request is not None:
-                request.take(output)
+                request.add_output(output)
                 if output.finish_reason is not None:
                     self._note_end(request, output)
         self._stats = step.stats if self._before is None else step.stats.after(self._before)
         if self._trying:
-            self._go_on()
+            self._send_next()
         return msgspec.structs.replace(step, stats=self._stats)
 
     def _note_end(self, request: UnfinishedRequest, output: EngineOutput) -> None:
@@ -254,7 +254,7 @@ class SupervisedClient:
             del self._ledger.unfinished[output.request_id]
             self._suspects.ended(output.request_id)
 
-    def _go_on(self) -> None:
+    def _send_next(self) -> None:
         """Sends the next suspect to the core; if there is none, all unfinished requests."""
         with self._lock:
             unfinished = self._ledger.unfinished
@@ -355,7 +355,7 @@ class SupervisedClient:
         if failure is not None:
             return self._recover(failure, [])
         if left_s <= 0:
-            self._go_on()
+            self._send_next()
         else:
             self._wake.wait(min(left_s, timeout_s))
             self._wake.clear()

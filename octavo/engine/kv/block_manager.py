@@ -22,7 +22,7 @@ from octavo.engine.kv.swapping import HostBlocks, SwapIn, SwappedTable
 from octavo.engine.protocol.block_events import BlockEventLog
 from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
 from octavo.engine.protocol.kv_cache_spec import UNBOUNDED, Extent
-from octavo.engine.protocol.kv_messages import BlockMove, BlockName
+from octavo.engine.protocol.kv_messages import BlockHashWithGroupId, BlockMove
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.requests import Pin
 from octavo.engine.protocol.stats import EngineStats
@@ -330,7 +330,7 @@ class BlockManager(BlockTables):
         for group, pool in enumerate(self.pools):
             for key in keys:
                 if pool.cache.find(key) is not None and not self.connector.knows(
-                    BlockName(group, key.digest)
+                    BlockHashWithGroupId(group, key.digest)
                 ):
                     self.connector.offer(group, key)
         names = self._finder.read_after(keys)

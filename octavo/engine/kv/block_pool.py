@@ -140,7 +140,7 @@ class BlockPool:
             num_named=len(self.cache.key_of),
         )
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Allocates a free block and removes it from the prefix cache."""
         block_id, _ = self.free.popitem(last=False)
         if block_id in self.cache.key_of:
@@ -213,9 +213,9 @@ class BlockPool:
                 self.hold(block_id)
         table = []
         for block_id in kept:
-            table.append(self.take() if block_id is None else block_id)
+            table.append(self.allocate() if block_id is None else block_id)
         for _ in range(num_blocks - len(kept)):
-            table.append(self.take())
+            table.append(self.allocate())
         return table
 
     def release_unread(

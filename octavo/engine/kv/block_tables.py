@@ -207,7 +207,9 @@ class BlockTables:
         for entries, count in zip(leaves.entries, counts, strict=True):
             for group in self._growing:
                 pool, table = self.pools[group], tables[group]
-                entries += [(group, index, pool.take()) for index in range(first, first + count)]
+                entries += [
+                    (group, index, pool.allocate()) for index in range(first, first + count)
+                ]
                 if start % size and table[first] != HOLE:
                     leaves.moves.append(BlockMove(group, table[first], entries[-count][2]))
         self._leaves[request_id] = leaves
@@ -259,7 +261,7 @@ class BlockTables:
         for pool, table, count in zip(self.pools, tables, counts, strict=True):
             block_ids: list[int] = []
             for _ in range(count):
-                block_ids.append(pool.take())
+                block_ids.append(pool.allocate())
             table += block_ids
             added.append(block_ids)
         return added
@@ -306,7 +308,7 @@ class BlockTables:
 
     def _replace(self, group: int, table: list[int], index: int, grant: BlockAllocation) -> None:
         pool, source = self.pools[group], table[index]
-        target = table[index] = pool.take()
+        target = table[index] = pool.allocate()
         if source != HOLE:
             pool.release(source)
             grant.moves.append(BlockMove(group, source, target))

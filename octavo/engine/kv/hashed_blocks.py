@@ -15,7 +15,7 @@ from octavo.engine.kv.block_pool import HOLE, BlockPool
 from octavo.engine.kv.block_tables import Kept
 from octavo.engine.kv.kv_connector import KVConnector
 from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
-from octavo.engine.protocol.kv_messages import BlockKey, BlockName, StreamedBlock
+from octavo.engine.protocol.kv_messages import BlockHashWithGroupId, BlockKey, StreamedBlock
 
 ABSENT = -2
 """Entry for a block that is neither in the prefix cache nor stored."""
@@ -76,7 +76,7 @@ class HashedBlocks:
         for group, pool in enumerate(self._pools):
             pool.cache.remove_keys(chain.registered())
             if self._connector is not None:
-                self._connector.forget(group, chain.registered())
+                self._connector.discard(group, chain.registered())
 
     # -- computed steps ----------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class HashedBlocks:
         if self._connector is not None:
             keys = self.keys(request_id, token_ids, hashing)
             self._connector.complete(
-                BlockName(group, key.digest) for group, key in self._by_group(keys)
+                BlockHashWithGroupId(group, key.digest) for group, key in self._by_group(keys)
             )
 
     def _by_group(self, keys: Sequence[BlockKey]) -> list[tuple[int, BlockKey]]:
@@ -261,12 +261,12 @@ class PrefixFinder:
         kept = self._longest(self._found(keys, is_stored, left_out))
         return Hit(kept, len(kept[0]), len(kept[0]) * self._block_size)
 
-    def read_after(self, keys: Sequence[BlockKey]) -> list[BlockName]:
+    def read_after(self, keys: Sequence[BlockKey]) -> list[BlockHashWithGroupId]:
         """Lists the blocks that the token after these blocks reads."""
         names = []
         for group, first in enumerate(self._firsts(len(keys))):
             if self._pools[group].spec.is_hashed:
-                names += [BlockName(group, key.digest) for key in keys[first:]]
+                names += [BlockHashWithGroupId(group, key.digest) for key in keys[first:]]
         return names
 
     def _partial_block(self, parent: bytes, wanted: tuple[int, ...]) -> tuple[list[int], int]:

@@ -19,9 +19,9 @@ import msgspec
 from octavo.api.errors import InvalidRequest
 from octavo.engine.kv.tier_slots import Slot, TierSlots
 from octavo.engine.protocol.kv_messages import (
+    BlockHashWithGroupId,
     BlockKey,
     BlockMove,
-    BlockName,
     BlockPin,
     BlockQuery,
     ConnectorPlan,
@@ -81,10 +81,10 @@ class Tiers(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class StepUnderWay:
+class ConnectorStep:
     """Saves and plan of a step whose result is outstanding."""
 
-    saving: dict[BlockName, Slot] = field(default_factory=dict)
+    saving: dict[BlockHashWithGroupId, Slot] = field(default_factory=dict)
     """Blocks that its moves copy into slots."""
     plan: ConnectorPlan = field(default_factory=ConnectorPlan)
 
@@ -101,15 +101,15 @@ class KVConnector:
         self._block_bytes = tiers.block_bytes
         self._saved_bytes_per_step = tiers.saved_bytes_per_step
         self.slots = [TierSlots(tiers.num_slots) for _ in tiers.block_bytes]
-        self._behind: set[BlockName] = set()
+        self._behind: set[BlockHashWithGroupId] = set()
         """Blocks in files."""
-        self._unsaved: dict[BlockName, BlockKey] = {}
+        self._unsaved: dict[BlockHashWithGroupId, BlockKey] = {}
         """Blocks of the device that wait to be saved, in the order in which they were hashed."""
-        self.fetching: dict[BlockName, Slot] = {}
+        self.fetching: dict[BlockHashWithGroupId, Slot] = {}
         """Blocks being read from files into their slots."""
-        self.keeping: dict[BlockName, Slot] = {}
+        self.keeping: dict[BlockHashWithGroupId, Slot] = {}
         """Blocks being written from their slots to files."""
-        self.pins: dict[BlockName, float] = {}
+        self.pins: dict[BlockHashWithGroupId, float] = {}
         """Times until which blocks are pinned, wherever they are, in seconds since 1970."""
         self.held: dict[str, list[tuple[int, Slot]]] = {}
         """(group, slot) by request, of those that wait, or have waited and not yet started."""
@@ -120,17 +120,17 @@ class KVConnector:
         self._ratings: OrderedDict[bytes, float] = OrderedDict()
         """Rating of blocks by name, the last rated at the end."""
         self._choice = tiers.choice
-        self._completed: list[BlockName] = []
+        self._completed: list[BlockHashWithGroupId] = []
         """Blocks of prompts for other engines that have ended, until those of them that the device
         has are saved.
         """
         self._plan = ConnectorPlan()
         """Plan that goes with the next step."""
-        self.under_way: deque[StepUnderWay] = deque()
+        self.under_way: deque[ConnectorStep] = deque()
         """Steps whose results have not come, the oldest first."""
         self._load_budget = LOADED_BYTES_PER_STEP
         if tiers.first is not None:
-            self.take(tiers.first)
+            self.process_report(tiers.first)
 
     @property
     def has_work(self) -> bool:
@@ -150,7 +150,7 @@ class KVConnector:
         """Returns whether the block can be fetched: it is in a slot or being fetched, in a readable
         file, computed by the engine at `source`, or possibly in a remote store.
         """
-        name = BlockName(group, key.digest)
+        name = BlockHashWithGroupId(group, key.digest)
         if self.slots[group].find(key) is not None:
             return True
         return (
@@ -186,7 +186,7 @@ class KVConnector:
         slot = self.slots[group].claim(key) if self.can_fetch(group, key, source) else None
         if slot is not None:
             slot.rating = self._ratings.get(key.digest, 0.0)
-            is_own = BlockName(group, key.digest) in self._behind
+            is_own = BlockHashWithGroupId(group, key.digest) in self._behind
             block = SlotBlock(group, slot.index, key, "" if is_own else source)
             self._plan.fetch.append(block)
             self.fetching[block.name] = slot
@@ -204,7 +204,7 @@ class KVConnector:
         """Releases the blocks held for a request that has started or ended."""
         for group, slot in self.held.pop(request_id, ()):
             self.slots[group].release(slot)
-            name = BlockName(group, slot.key.digest)
+            name = BlockHashWithGroupId(group, slot.key.digest)
             if slot.num_holds == 1 and self.fetching.get(name) is slot:
                 self._plan.cancel.append(name)  # only the fetch itself still holds it
 
@@ -230,7 +230,7 @@ class KVConnector:
         self._plan.queries.append(query)
         return [key for key, _ in near]
 
-    def take_answer(self, request_id: str) -> list[float] | None:
+    def pop_ratings(self, request_id: str) -> list[float] | None:
         """Returns the requested ratings once; None until they have arrived."""
         ratings = self._answers.get(request_id)
         if ratings is not None:
@@ -286,7 +286,9 @@ class KVConnector:
         """Marks blocks as used, on the device or in slots, so that their files are kept longer."""
         if self.keeps:
             self._plan.touch += [
-                name for key in keys if (name := BlockName(group, key.digest)) in self._behind
+                name
+                for key in keys
+                if (name := BlockHashWithGroupId(group, key.digest)) in self._behind
             ]
 
     # -- blocks are hashed -------------------------------------------------------------------------
@@ -294,21 +296,21 @@ class KVConnector:
     def offer(self, group: int, key: BlockKey) -> None:
         """Queues a block to be saved, just after it was filled on the device."""
         if self.stats.num_slots and len(self._unsaved) < MAX_UNSAVED:
-            self._unsaved[BlockName(group, key.digest)] = key
+            self._unsaved[BlockHashWithGroupId(group, key.digest)] = key
 
     def stream(self, block: StreamedBlock) -> None:
         """Streams the layers of a block that the next step fills while that step computes."""
         self._plan.stream.append(block)
 
-    def complete(self, names: Iterable[BlockName]) -> None:
+    def complete(self, names: Iterable[BlockHashWithGroupId]) -> None:
         """Records the blocks of a finished prompt that was computed for another engine."""
         if self.keeps:
             self._completed += names
 
-    def forget(self, group: int, keys: Iterable[BlockKey]) -> None:
+    def discard(self, group: int, keys: Iterable[BlockKey]) -> None:
         """Removes blocks from slots and files."""
         for key in keys:
-            name = BlockName(group, key.digest)
+            name = BlockHashWithGroupId(group, key.digest)
             self._unsaved.pop(name, None)
             slot = self.slots[group].find(key)
             if slot is not None:
@@ -327,11 +329,11 @@ class KVConnector:
         self.pins.clear()
         self._plan = ConnectorPlan(fetch=self._plan.fetch, forget_all=self.keeps)
 
-    def knows(self, name: BlockName) -> bool:
+    def knows(self, name: BlockHashWithGroupId) -> bool:
         """Returns whether the block is in a file, or will be."""
         return name in self._behind or name in self.keeping or name in self._unsaved
 
-    def pin(self, names: Sequence[BlockName], *, until: float, now: float) -> None:
+    def pin(self, names: Sequence[BlockHashWithGroupId], *, until: float, now: float) -> None:
         """Pins blocks until a time, in seconds since 1970; raises InvalidRequest if that exceeds
         the limit on pinned blocks.
         """
@@ -342,7 +344,9 @@ class KVConnector:
         self.pins = {name: end for name, end in pins.items() if end > now}
         self._plan.pin += [BlockPin(name, until) for name in names]
 
-    def _check_pins(self, names: Sequence[BlockName], others: Sequence[BlockName]) -> None:
+    def _check_pins(
+        self, names: Sequence[BlockHashWithGroupId], others: Sequence[BlockHashWithGroupId]
+    ) -> None:
         num_bytes = sum(self._block_bytes[name.group] for name in names)
         pinned_bytes = sum(self._block_bytes[name.group] for name in others)
         pinned_bytes += self.stats.stored.foreign_pinned_bytes
@@ -361,7 +365,7 @@ class KVConnector:
         `find` returns the device block with a given hash.
         """
         self._load_budget = LOADED_BYTES_PER_STEP
-        self.under_way.append(StepUnderWay())
+        self.under_way.append(ConnectorStep())
         moves: list[BlockMove] = []
         num_bytes = 0
         while self._unsaved and num_bytes < self._saved_bytes_per_step:
@@ -382,12 +386,12 @@ class KVConnector:
             del self._unsaved[name]
         return moves
 
-    def _begin_save(self, name: BlockName, slot: Slot) -> None:
+    def _begin_save(self, name: BlockHashWithGroupId, slot: Slot) -> None:
         self.under_way[-1].saving[name] = slot
         if self.keeps:
             self._begin_keep(name, slot)
 
-    def _begin_keep(self, name: BlockName, slot: Slot) -> None:
+    def _begin_keep(self, name: BlockHashWithGroupId, slot: Slot) -> None:
         self.slots[name.group].hold(slot)
         self.keeping[name] = slot
         self._plan.keep.append(SlotBlock(name.group, slot.index, slot.key))
@@ -420,7 +424,7 @@ class KVConnector:
             slot.ready = True
             self.slots[name.group].release(slot)
         if report is not None:
-            self.take(report)
+            self.process_report(report)
 
     def step_failed(self) -> None:
         """Undoes the oldest step in flight: its plan was not begun, and it is unknown which of its
@@ -441,13 +445,13 @@ class KVConnector:
         self._plan.cancel += step.plan.cancel
         self._plan.forget_all = step.plan.forget_all
 
-    def take(self, report: ConnectorReport) -> None:
+    def process_report(self, report: ConnectorReport) -> None:
         """Processes the outcomes of plans since the last report."""
         self._behind.update(report.found)
         self.pins.update(report.pinned)
         self._behind.difference_update(chain(report.gone, report.not_fetched))
         for name in report.overdue:
-            self.fetching[name].is_late = True
+            self.fetching[name].is_overdue = True
         for name in report.fetched:
             self._end(self.fetching, name, ready=True)
         for name in report.not_fetched:
@@ -462,7 +466,13 @@ class KVConnector:
             self._end_query(answer.request_id, answer.ratings, self._choice.group)
         self._count(report)
 
-    def _end(self, on_its_way: dict[BlockName, Slot], name: BlockName, *, ready: bool) -> None:
+    def _end(
+        self,
+        on_its_way: dict[BlockHashWithGroupId, Slot],
+        name: BlockHashWithGroupId,
+        *,
+        ready: bool,
+    ) -> None:
         slot = on_its_way.pop(name)
         slot.ready = ready
         if not ready:

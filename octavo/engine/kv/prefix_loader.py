@@ -122,7 +122,7 @@ class PrefixLoader:
             pool = self._pools[group]
             if not self._connector.may_load([(group, index)]):
                 break
-            moves.append(self._load_block(group, keys[index], pool.take()))
+            moves.append(self._load_block(group, keys[index], pool.allocate()))
             # Free at once, but named: the request finds it when it starts.
             pool.release(moves[-1].target)
         return Prefetch(is_waiting=bool(moves), moves=moves)

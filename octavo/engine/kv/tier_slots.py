@@ -21,7 +21,7 @@ CONSIDERED = 32
 class Slot:
     """A block in a slot."""
 
-    __slots__ = ("dropped", "index", "is_late", "key", "num_holds", "rating", "ready")
+    __slots__ = ("dropped", "index", "is_overdue", "key", "num_holds", "rating", "ready")
 
     def __init__(self, index: int, key: BlockKey) -> None:
         self.index = index
@@ -31,7 +31,7 @@ class Slot:
         """Whether its bytes are there."""
         self.dropped = False
         """Whether it is not found any more."""
-        self.is_late = False
+        self.is_overdue = False
         """Whether its bytes have taken so long that no request waits for them."""
         self.rating = 0.0
         """Rating of the block; 0 if it was never rated."""
@@ -39,7 +39,7 @@ class Slot:
     @property
     def is_awaited(self) -> bool:
         """Whether a request waits for its bytes."""
-        return not (self.ready or self.dropped or self.is_late)
+        return not (self.ready or self.dropped or self.is_overdue)
 
 
 class TierSlots:

@@ -125,7 +125,7 @@ def _request_view(
         request.status.value,
         waits_for=_reason_to_wait(scheduler, request),
         waited_s=_waited_s(request, now),
-        waits=scheduler.times.so_far(request.watch).waits if with_waits else {},
+        waits=scheduler.times.get_timings(request.watch).waits if with_waits else {},
         num_prompt_tokens=request.num_prompt_tokens,
         num_output_tokens=request.num_output_tokens,
         num_computed_tokens=max(row.num_computed_tokens for row in request.rows),

@@ -60,7 +60,7 @@ class BlockEventLog:
     def cleared(self) -> None:
         self._events = [BlocksCleared()]
 
-    def take(self) -> list[BlockEvent]:
+    def pop_events(self) -> list[BlockEvent]:
         """Removes and returns the events in order."""
         events, self._events = self._events, []
         return events

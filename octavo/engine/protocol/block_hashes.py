@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from octavo.engine.protocol.block_events import BlockEvent, BlocksRemoved, BlocksStored
-from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.protocol.cached_hashes import CachedHashes
 from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 from octavo.engine.protocol.kv_messages import BlockKey
 from octavo.engine.protocol.step import MediaItem
@@ -37,7 +37,7 @@ class BlockHashing:
     input_digest: bytes = b""
     """Digest of the encoder's input, which a decoder's tokens attend to; empty without one."""
     media: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
-    """Digests of the media in each block, by the block's index (`media_of_blocks`)."""
+    """Digests of the media in each block, by the block's index (`get_block_media`)."""
     num_hashed_tokens: int = UNBOUNDED
     """Number of first tokens whose blocks are hashed; K and V of later tokens are not shared."""
 
@@ -77,7 +77,7 @@ class BlockHashing:
         return made
 
 
-def media_of_blocks(media: Iterable[MediaItem], block_size: int) -> dict[int, tuple[bytes, ...]]:
+def get_block_media(media: Iterable[MediaItem], block_size: int) -> dict[int, tuple[bytes, ...]]:
     """Returns the digests of the media whose tokens are in a block, by the block's index, each with
     the offset of its first token in the block: equal tokens may be different parts of an image.
     """
@@ -139,7 +139,7 @@ class BlockChain:
             yield index, self.keys[index]
 
 
-def note_events(cached: CachedNames, events: Iterable[BlockEvent]) -> None:
+def note_events(cached: CachedHashes, events: Iterable[BlockEvent]) -> None:
     """Applies the block events of an engine's prefix cache."""
     for event in events:
         if isinstance(event, BlocksStored):

@@ -79,7 +79,7 @@ class DraftTree:
         """Tokens on the longest path."""
         return len(self.parents) if self.is_chain else 1 + max(self.depths)
 
-    def path_of(self, token: int) -> int:
+    def get_path_index(self, token: int) -> int:
         """Returns the index of the first path that contains a token; 0 for ROOT."""
         if token == ROOT:
             return 0

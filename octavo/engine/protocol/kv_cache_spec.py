@@ -365,6 +365,6 @@ AnyKVCacheSpec = (
 """Any of the kinds, as messages and recordings spell them."""
 
 
-def spec_of_window(window: int | None) -> AnyKVCacheSpec:
+def get_window_spec(window: int | None) -> AnyKVCacheSpec:
     """Returns the spec of a group whose queries see `window` keys; None: all before them."""
     return GROWING if window is None else SlidingWindowSpec(window)

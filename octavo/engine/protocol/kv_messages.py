@@ -39,7 +39,7 @@ class BlockKey(NamedTuple):
     """Digests of the media whose tokens lie in the block."""
 
 
-class BlockName(NamedTuple):
+class BlockHashWithGroupId(NamedTuple):
     """Digest of one block of one cache group, wherever it is stored."""
 
     group: int
@@ -49,7 +49,7 @@ class BlockName(NamedTuple):
 class BlockPin(NamedTuple):
     """A block to keep until a time, in seconds since 1970."""
 
-    name: BlockName
+    name: BlockHashWithGroupId
     until: float
 
 
@@ -63,8 +63,8 @@ class SlotBlock(msgspec.Struct):
     """Address of the engine that it is fetched from; "" where it lies behind the own slots."""
 
     @property
-    def name(self) -> BlockName:
-        return BlockName(self.group, self.key.digest)
+    def name(self) -> BlockHashWithGroupId:
+        return BlockHashWithGroupId(self.group, self.key.digest)
 
 
 class StreamedBlock(msgspec.Struct):
@@ -78,8 +78,8 @@ class StreamedBlock(msgspec.Struct):
     key: BlockKey
 
     @property
-    def name(self) -> BlockName:
-        return BlockName(self.group, self.key.digest)
+    def name(self) -> BlockHashWithGroupId:
+        return BlockHashWithGroupId(self.group, self.key.digest)
 
 
 class BlockQuery(msgspec.Struct):
@@ -123,17 +123,17 @@ class ConnectorPlan(msgspec.Struct):
     """Blocks to be written behind their slots; a slot stays as it is until the report names its
     block.
     """
-    touch: list[BlockName] = []
+    touch: list[BlockHashWithGroupId] = []
     """Blocks found and used, wherever they were; they are evicted last."""
     pin: list[BlockPin] = []
     """Pins to be set; one for a block that is not stored yet holds from then on. A time that is
     past ends an earlier pin.
     """
-    forget: list[BlockName] = []
+    forget: list[BlockHashWithGroupId] = []
     """Blocks to be removed now."""
-    cancel: list[BlockName] = []
+    cancel: list[BlockHashWithGroupId] = []
     """Fetches that no request waits for any more."""
-    complete: list[BlockName] = []
+    complete: list[BlockHashWithGroupId] = []
     """Blocks of prompts that were computed to be sent: those that are not kept by now never will
     be.
     """
@@ -146,16 +146,16 @@ class ConnectorPlan(msgspec.Struct):
 class ConnectorReport(msgspec.Struct):
     """Outcome of a connector's work since the last report."""
 
-    fetched: list[BlockName] = []
-    not_fetched: list[BlockName] = []
+    fetched: list[BlockHashWithGroupId] = []
+    not_fetched: list[BlockHashWithGroupId] = []
     """Blocks that were gone or damaged; their tokens are computed instead."""
-    overdue: list[BlockName] = msgspec.field(default_factory=list, name="late")
+    overdue: list[BlockHashWithGroupId] = msgspec.field(default_factory=list, name="late")
     """Blocks that take too long and are no longer waited for; they may still arrive."""
-    kept: list[BlockName] = []
-    not_kept: list[BlockName] = []
-    found: list[BlockName] = []
+    kept: list[BlockHashWithGroupId] = []
+    not_kept: list[BlockHashWithGroupId] = []
+    found: list[BlockHashWithGroupId] = []
     """Blocks stored behind the slots that were unknown until now."""
-    gone: list[BlockName] = []
+    gone: list[BlockHashWithGroupId] = []
     """Blocks that are stored there no longer."""
     pinned: list[BlockPin] = []
     """Pins set by other engines, or before this one started."""

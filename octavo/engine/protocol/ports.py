@@ -82,7 +82,7 @@ class Losable(Protocol):
 
 
 @runtime_checkable
-class StepSharer(Protocol):
+class SharedStepExecutor(Protocol):
     """Executor whose steps are computed together with other engines. `worker/joined_executor.py`
     implements it.
     """

@@ -45,7 +45,7 @@ class RecordedFrames:
 
     def __iter__(self) -> Iterator[FeedEvent]:
         for event in self._events:
-            self._replay.take(event)
+            self._replay.apply(event)
             if self._replay.found.differences:
                 raise ConfigError(
                     f"this version schedules different steps: {self._replay.found.differences[0]}",

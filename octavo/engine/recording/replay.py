@@ -82,7 +82,7 @@ class Replay:
         differs, since all later ones would differ too.
         """
         for event in events:
-            self.take(event)
+            self.apply(event)
             if self._other_plan or len(self.found.differences) >= max_differences:
                 return self.found
         for planned in self._in_flight:
@@ -90,7 +90,7 @@ class Replay:
         self.found.unfinished_step = self._in_flight[0].plan.step if self._in_flight else None
         return self.found
 
-    def take(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Makes an event's call to the scheduler; adds differences to `found`."""
         if not self._is_repeat(event):
             self._end_decode()

@@ -116,7 +116,7 @@ class BeamSearch:
         """Raises an error: earlier pruning depended on the old maximum length."""
         raise AssertionError("the frontend does not change the length of a beam search")
 
-    def num_plain_draws(self, num_tokens: int) -> int:
+    def num_multi_step_tokens(self, num_tokens: int) -> int:
         """Returns 1: the beams are chosen again after each step."""
         return 1
 
@@ -129,7 +129,7 @@ class BeamSearch:
 
     # -- a step of the search ----------------------------------------------------------------------
 
-    def take(
+    def process_result(
         self, request: SequenceState, row: SequenceState, result: RowResult
     ) -> RequestProgress | None:
         """Processes one row's result. After the last row the next beams branch off, or the search
@@ -280,7 +280,7 @@ class BeamSearch:
         self._num_names += 1
         return f"{self._request_id}/{self._num_names}"
 
-    def start_over(self, trunk: list[int]) -> list[int]:
+    def restart(self, trunk: list[int]) -> list[int]:
         """Reduces the beams to their common tokens, which are returned and computed first; `trunk`
         if there are no beams.
         """

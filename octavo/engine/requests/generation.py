@@ -159,19 +159,19 @@ class ResultConsumer(Protocol):
         """Changes the maximum number of tokens of a row, prompt included."""
         ...
 
-    def num_plain_draws(self, num_tokens: int) -> int:
+    def num_multi_step_tokens(self, num_tokens: int) -> int:
         """Returns how many tokens a row of `num_tokens` may sample before the scheduler or the
         worker has something to do for it.
         """
         ...
 
-    def take(
+    def process_result(
         self, request: SequenceState, row: SequenceState, result: RowResult
     ) -> RequestProgress | None:
         """Processes the result of one row; returns None until all rows have results."""
         ...
 
-    def start_over(self, token_ids: list[int]) -> list[int]:
+    def restart(self, token_ids: list[int]) -> list[int]:
         """Prepares to recompute a request with the tokens `token_ids`; returns the tokens to
         compute first.
         """
@@ -237,7 +237,7 @@ class PlainGeneration:
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
         self._rules = replace(self._rules, max_num_tokens=max_num_tokens)
 
-    def num_plain_draws(self, num_tokens: int) -> int:
+    def num_multi_step_tokens(self, num_tokens: int) -> int:
         """Returns the tokens up to its maximum length, or up to min_tokens, where the worker is
         told that end tokens are allowed.
         """
@@ -247,7 +247,7 @@ class PlainGeneration:
         num_left = self._rules.max_num_tokens - num_tokens
         return min(num_left, num_banned) if num_banned > 0 else num_left
 
-    def take(
+    def process_result(
         self, request: SequenceState, row: SequenceState, result: RowResult
     ) -> RequestProgress:
         """Adds the sampled tokens to the row, up to the one that ends the request."""
@@ -272,7 +272,7 @@ class PlainGeneration:
             finish=finish,
         )
 
-    def start_over(self, token_ids: list[int]) -> list[int]:
+    def restart(self, token_ids: list[int]) -> list[int]:
         return token_ids
 
 

@@ -170,9 +170,9 @@ class Request(SequenceState):
         return self.consumer.num_seqs
 
     @property
-    def num_plain_draws(self) -> int:
+    def num_multi_step_tokens(self) -> int:
         """Number of tokens that it may sample before the scheduler has to decide something."""
-        plain = self.consumer.num_plain_draws(self.num_tokens)
+        plain = self.consumer.num_multi_step_tokens(self.num_tokens)
         return min(plain, self.num_exact_tokens + 1 - self.num_tokens)
 
     @property
@@ -230,7 +230,7 @@ class Request(SequenceState):
             return len(self.token_ids)
         return self.params.first_prompt_logprob - 1
 
-    def take_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
+    def add_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
         """Adds logprobs of the prompt's tokens from `position` on, except those before the first
         requested one.
         """
@@ -273,13 +273,13 @@ class Request(SequenceState):
         self.status = RequestStatus.SWAPPED
         self.num_swaps += 1
 
-    def start_over(self) -> None:
+    def restart(self) -> None:
         """Returns the request to waiting, with nothing computed."""
         self._place(max(row.num_tokens for row in self.rows))
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.is_encoded = self.source.encoder_input is None
-        self.token_ids = self.consumer.start_over(self.token_ids)
+        self.token_ids = self.consumer.restart(self.token_ids)
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()
 
@@ -311,15 +311,15 @@ class Pooling:
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
         """No-op: no tokens follow the prompt."""
 
-    def num_plain_draws(self, num_tokens: int) -> int:
+    def num_multi_step_tokens(self, num_tokens: int) -> int:
         return 1
 
-    def take(
+    def process_result(
         self, request: SequenceState, row: SequenceState, result: RowResult
     ) -> RequestProgress:
         """Returns the pooled row and ends the request."""
         assert result.pooled is not None, "a row without a fault has what it wants"
         return RequestProgress(0, pooled=result.pooled, is_first=True, finish=Finish("stop"))
 
-    def start_over(self, token_ids: list[int]) -> list[int]:
+    def restart(self, token_ids: list[int]) -> list[int]:
         return token_ids

@@ -159,11 +159,11 @@ class Timekeeper:
         watch.spans.append(self._running_span(watch))
         watch.since = None
 
-    def yielded(self, watch: Stopwatch) -> None:
+    def record_first_token(self, watch: Stopwatch) -> None:
         """Sets the time of a request's first token."""
         watch.first_token = self._end
 
-    def so_far(self, watch: Stopwatch) -> Timings:
+    def get_timings(self, watch: Stopwatch) -> Timings:
         """Returns the times of a request as if it ended with the last step; counts that the request
         itself has are 0.
         """

@@ -56,7 +56,7 @@ class Router:
         self._placed[name] = PlacedJob(target, num_uncached, job.num_tokens)
         return num_cached
 
-    def yielded(self, name: str, num_tokens: int, now: float) -> None:
+    def record_tokens(self, name: str, num_tokens: int, now: float) -> None:
         """Records output tokens of a request; the first ones mean that its prompt has been
         computed.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.protocol.cached_hashes import CachedHashes
 
 KEPT_SHARE = 0.9
 """Share of what was measured before that counts beside the newest measurement."""
@@ -16,7 +16,7 @@ class Target:
 
     label: str
     """Name that stays the same when others come and go."""
-    cached: CachedNames = field(default_factory=CachedNames)
+    cached: CachedHashes = field(default_factory=CachedHashes)
     """Names of the blocks that it holds, as far as is known."""
     pool: str = ""
     """Name of the store that it shares its blocks in with others; "" where it has none."""

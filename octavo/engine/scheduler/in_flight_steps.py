@@ -63,7 +63,7 @@ class InFlightSteps:
         step, self.decoding = self.decoding, None
         return [] if step is None else step.owners
 
-    def take(self, num_steps: int) -> PlannedStep:
+    def pop(self, num_steps: int) -> PlannedStep:
         """Returns the step whose result has arrived: the next one of a multi-step plan, or the
         oldest in flight, which is removed; its plan has up to `num_steps` decode steps.
         """

@@ -12,7 +12,7 @@ import msgspec
 
 from octavo.engine.kv.block_manager import BlockManager, SwappedRow
 from octavo.engine.kv.prefix_loader import Prefetch
-from octavo.engine.protocol.block_hashes import BlockHashing, media_of_blocks
+from octavo.engine.protocol.block_hashes import BlockHashing, get_block_media
 from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.engine.protocol.step import TableEnd
@@ -103,7 +103,7 @@ class KVAllocator:
             source=_kv_source(request),
         )
 
-    def forget_source(self, request: Request) -> None:
+    def reset_kv_source(self, request: Request) -> None:
         """Makes a waiting request compute its prompt here instead of in another engine."""
         if request.source.kv_source and request.status is RequestStatus.WAITING:
             request.source = msgspec.structs.replace(request.source, kv_source="")
@@ -260,7 +260,7 @@ class KVAllocator:
             source.cache_salt,
             b"" if source.adapter is None else source.adapter.digest,
             b"" if source.encoder_input is None else source.encoder_input.digest,
-            media_of_blocks(source.media, self._blocks.block_size) if source.media else {},
+            get_block_media(source.media, self._blocks.block_size) if source.media else {},
             num_hashed_tokens=UNBOUNDED if self._caches_generated else request.num_prompt_tokens,
             first_position=request.first_position,
         )

@@ -27,7 +27,7 @@ class MicroBatch:
     def has_room_for(self, request: Request) -> bool:
         return self.room > 0 or not _generates(request)
 
-    def take(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Counts a request of the step."""
         # A prompt whose last tokens were just scheduled decodes from the next step on.
         if _generates(request):

@@ -44,10 +44,10 @@ class Preemption:
         self._preempt(victim, step)
         return victim is not request
 
-    def start_over(self, request: Request) -> None:
+    def restart(self, request: Request) -> None:
         """Frees a request's blocks and rows and moves it to the front of the waiting queue."""
         self.kv_allocator.free(request)
-        self.queues.start_over(request)
+        self.queues.restart(request)
 
     def _preempt(self, request: Request, step: StepBuilder) -> None:
         request.num_preemptions += 1
@@ -56,7 +56,7 @@ class Preemption:
         step.drop_rows(request)
         moves = self.kv_allocator.swap_out(request) if self._should_swap(request, step) else None
         if moves is None:
-            self.start_over(request)
+            self.restart(request)
         else:
             self.queues.swap_out(request)
             step.moves += moves

@@ -300,7 +300,7 @@ class RequestQueues:
         request.swap_out()
         self.swapped.insert(0, request)
 
-    def start_over(self, request: Request) -> None:
+    def restart(self, request: Request) -> None:
         """Moves a running or swapped request to the front of the waiting queue, with nothing
         computed.
         """
@@ -308,7 +308,7 @@ class RequestQueues:
             self.swapped.remove(request)
         else:
             self._stop_running(request)
-        request.start_over()
+        request.restart()
         if self.fair is not None:
             self.fair.stopped(request)
         self.add(request, first=True)

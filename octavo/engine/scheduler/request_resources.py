@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.api.structured_outputs import GrammarSpec
-from octavo.engine.adapters import NO_SLOT, AdapterPlaces
-from octavo.engine.media import MediaPlaces
+from octavo.engine.adapters import NO_SLOT, AdapterSlotAllocator
+from octavo.engine.media import EncoderCacheManager
 from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.protocol.step import StepPlan, StepResult
 
@@ -24,8 +24,8 @@ class RequestResources:
         self.is_used = False
         """Whether any request has needed one."""
         self.grammars = GrammarGate()
-        self._adapters = AdapterPlaces(num_adapter_slots)
-        self._media = MediaPlaces(media_cache_tokens)
+        self._adapters = AdapterSlotAllocator(num_adapter_slots)
+        self._media = EncoderCacheManager(media_cache_tokens)
 
     def request(self, source: EngineRequest) -> None:
         """Begins to provide what a new request needs."""
@@ -65,12 +65,12 @@ class RequestResources:
         to a plan.
         """
         if self.grammars.to_compile:
-            plan.compiles = self.grammars.take_wanted()
+            plan.compiles = self.grammars.pop_wanted()
         if self._adapters.num_slots:
-            plan.adapters = self._adapters.take_loads()
+            plan.adapters = self._adapters.pop_loads()
         if self._media.kept:
-            plan.encodes = self._media.take_encodes()
-            plan.dropped_media = self._media.take_dropped()
+            plan.encodes = self._media.pop_encodes()
+            plan.dropped_media = self._media.pop_dropped()
 
     def update(self, result: StepResult) -> dict[bytes, str]:
         """Processes a plan's result; returns the reasons why adapters could not be loaded, by
@@ -79,7 +79,7 @@ class RequestResources:
         if result.compiled:
             self.grammars.compiled(result.compiled)
         if result.not_encoded:
-            self._media.forget(result.not_encoded)
+            self._media.discard(result.not_encoded)
         return self._adapters.loaded(result.adapters) if result.adapters else {}
 
     def plan_failed(self, plan: StepPlan) -> None:
@@ -87,7 +87,7 @@ class RequestResources:
         # Grammars whose compilation did not begin are compiled with their rows.
         self.grammars.compiled(spec.digest for spec in plan.compiles)
         self._adapters.load_again(plan.adapters)
-        self._media.forget(pixels.digest for pixels in plan.encodes)
+        self._media.discard(pixels.digest for pixels in plan.encodes)
 
 
 class GrammarGate:
@@ -121,7 +121,7 @@ class GrammarGate:
         """Whether the worker still has a grammar to compile."""
         return bool(self._asked)
 
-    def take_wanted(self) -> list[GrammarSpec]:
+    def pop_wanted(self) -> list[GrammarSpec]:
         """Removes and returns the grammars whose compilation the next plan begins."""
         wanted, self.to_compile = self.to_compile, []
         return wanted

@@ -118,7 +118,7 @@ class Scheduler:
                 num_rows = len(step.rows)
                 self._schedule_request(request, step)
                 if len(step.rows) > num_rows:
-                    micro_batch.take(request)
+                    micro_batch.add(request)
         # Blocks freed by a preemption are for the requests that continue.
         if not (step.preempted or step.is_short):
             if queues.swapped:
@@ -213,7 +213,7 @@ class Scheduler:
         final outputs of requests that ended between steps.
         """
         outputs, self._outputs = self._outputs, []
-        step = self.in_flight.take(plan.num_steps)
+        step = self.in_flight.pop(plan.num_steps)
         self._count(step, result)
         if step.is_first:
             outputs += self._take_reports(result)
@@ -255,9 +255,9 @@ class Scheduler:
         if result.failure is not None:
             return self._finish(request, Finish("error", error=result.failure))
         if result.prompt_logprobs:
-            request.take_prompt_logprobs(scheduled.start + 1, result.prompt_logprobs)
+            request.add_prompt_logprobs(scheduled.start + 1, result.prompt_logprobs)
         progress = (
-            request.consumer.take(request, row, result)
+            request.consumer.process_result(request, row, result)
             if scheduled.result_kind != ResultKind.NONE
             else None
         )
@@ -283,7 +283,7 @@ class Scheduler:
         nothing to send yet.
         """
         if request.watch.first_token is None:
-            self.times.yielded(request.watch)
+            self.times.record_first_token(request.watch)
             if not request.source.output_token_ids:
                 self._stats.prompt_tokens += request.num_prompt_tokens
         self._stats.generation_tokens += progress.num_tokens
@@ -299,12 +299,12 @@ class Scheduler:
             if request.num_exact_tokens < UNBOUNDED and request.has_outgrown:
                 # Its tokens get other positions: all are computed again, and none is in flight.
                 self.times.preempted(request.watch)
-                self._preemption.start_over(request)
+                self._preemption.restart(request)
             if not progress.token_ids:
                 return None
             output = EngineOutput(request.request_id, progress.token_ids, progress.logprobs)
             if request.ends_by_text:  # the frontend may end it, and then needs its timings
-                output.timings = request.timings(self.times.so_far(request.watch))
+                output.timings = request.timings(self.times.get_timings(request.watch))
         output.mirostat_mu = request.mirostat_mu
         if progress.is_first:
             request.describe_start(output)
@@ -373,7 +373,7 @@ class Scheduler:
         self.resources.plan_failed(plan)
         for request in self.in_flight.steps[0].swapped_out:
             if request.status is RequestStatus.SWAPPED:
-                self._preemption.start_over(request)
+                self._preemption.restart(request)
 
     # -- requests come and go ----------------------------------------------------------------------
 
@@ -423,7 +423,7 @@ class Scheduler:
             return
         self.queues.set_priority(request, change.priority)
         if change.computes_here:
-            self.kv_allocator.forget_source(request)
+            self.kv_allocator.reset_kv_source(request)
         most = self.admission.limits.max_num_tokens(request.num_prompt_tokens)
         request.change(change.params, max_num_tokens=most)
         if request.num_tokens >= request.max_num_tokens:
@@ -455,7 +455,7 @@ class Scheduler:
         return self._final_output(request, finish)
 
     def _final_output(self, request: Request, finish: Finish) -> EngineOutput:
-        return request.final_output(finish, self.times.so_far(request.watch))
+        return request.final_output(finish, self.times.get_timings(request.watch))
 
     def _free(self, request: Request) -> None:
         self.kv_allocator.free(request)

@@ -110,7 +110,7 @@ class StepBuilder:
         row.num_tokens_in_flight += end - start
         self.budget -= end - start + num_encoded
         if self.time is not None:
-            self.time.take(row.request_id, start, end - start)
+            self.time.add(row.request_id, start, end - start)
         self.has_prompt = self.has_prompt or start < request.num_prompt_tokens
         self.moves += grant.moves
         num_known = len(row.token_ids)
@@ -228,7 +228,7 @@ class MultiStepPolicy:
         num_steps = min(self._max_num_steps, int(MAX_CALL_S / step_s))
         hashes = self._blocks.hashes
         for (request, _), row in zip(builder.owners, rows, strict=True):
-            num_steps = min(num_steps, request.num_plain_draws)
+            num_steps = min(num_steps, request.num_multi_step_tokens)
             if hashes.has_checkpoints:
                 end = hashes.step_end(row.request_id, row.start, row.start + num_steps)
                 num_steps = end - row.start

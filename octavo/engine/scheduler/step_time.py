@@ -56,7 +56,7 @@ class StepTime:
             or (self._predicted_s(0, 0, num_moves + num_more) or 0.0) <= self.target_s
         )
 
-    def take(self, row_id: str, start: int, num_tokens: int) -> None:
+    def add(self, row_id: str, start: int, num_tokens: int) -> None:
         """Adds a row's tokens to the step."""
         if row_id not in self.generating:
             self.num_tokens += num_tokens

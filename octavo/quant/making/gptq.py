@@ -91,7 +91,7 @@ class GptqInputs:
         found[:, self.order] += in_order @ self._factor.T @ self._factor
         return found
 
-    def by_neighbours(self, weight: Floats32, fit: FitGrid) -> RoundedMatrix:
+    def round_by_groups(self, weight: Floats32, fit: FitGrid) -> RoundedMatrix:
         """Rounds a matrix with groups of neighbouring inputs, to grids fitted beforehand."""
         grid = fit(weight, self.importance)
         steps, lows = (np.ascontiguousarray(each.T) for each in grid.lines())

@@ -70,7 +70,7 @@ async def forget(
     request_id: str, request: Request, service: Annotated[Service, Depends(get_service)]
 ) -> dict[str, str]:
     """Removes a job; aborts it if it is running."""
-    service.jobs.forget(request_id, get_owner(request))
+    service.jobs.discard(request_id, get_owner(request))
     return {"request_id": request_id, "state": "forgotten"}
 
 

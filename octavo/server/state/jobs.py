@@ -84,7 +84,7 @@ class Jobs:
             )
         return job
 
-    def forget(self, request_id: str, owner: str) -> None:
+    def discard(self, request_id: str, owner: str) -> None:
         """Removes an owner's job; aborts it if it is running."""
         job = self.find(request_id, owner)
         if job.task is not None:

@@ -12,7 +12,7 @@ from prometheus_client.utils import floatToGoString
 
 from octavo.api.outputs import RequestMetrics, RequestOutput
 from octavo.api.pooling_params import RequestParams
-from octavo.frontend.output_processor import LostRequest
+from octavo.frontend.output_processor import AbortedRequest
 
 REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
@@ -105,7 +105,7 @@ class ModelMetrics:
         if output.metrics is not None and output.error is None:
             self._measure(len(output.prompt_token_ids), output.metrics, params)
 
-    def observe_abort(self, lost: LostRequest, params: RequestParams) -> None:
+    def observe_abort(self, lost: AbortedRequest, params: RequestParams) -> None:
         """Adds a request whose client disconnected."""
         self.endings["abort"] += 1
         self._measure(lost.num_prompt_tokens, lost.metrics, params)

@@ -23,7 +23,12 @@ from pathlib import Path
 
 from octavo.api.errors import ConfigError
 from octavo.config.paths import expand_path
-from octavo.engine.protocol.kv_messages import BlockName, BlockPin, SlotBlock, StoredBytes
+from octavo.engine.protocol.kv_messages import (
+    BlockHashWithGroupId,
+    BlockPin,
+    SlotBlock,
+    StoredBytes,
+)
 from octavo.worker.kv_connectors.block_file import (
     DamagedFile,
     make_header,
@@ -59,8 +64,8 @@ class StoredFile:
 class DirectoryChanges:
     """Changes of this fingerprint's blocks since the last listing."""
 
-    found: list[BlockName] = field(default_factory=list)
-    gone: list[BlockName] = field(default_factory=list)
+    found: list[BlockHashWithGroupId] = field(default_factory=list)
+    gone: list[BlockHashWithGroupId] = field(default_factory=list)
     pinned: list[BlockPin] = field(default_factory=list)
     """All pins of this fingerprint's blocks."""
 
@@ -88,7 +93,7 @@ class BlockDirectory:
         self._files: dict[Path, StoredFile] = {}
         self._num_bytes = 0
         self._pinned_bytes = self._foreign_pinned_bytes = 0
-        self._pins: dict[BlockName, float] = {}
+        self._pins: dict[BlockHashWithGroupId, float] = {}
         """Pins of blocks that are not stored yet."""
         self._num_damaged = 0
         self._num_write_errors = 0
@@ -124,7 +129,7 @@ class BlockDirectory:
 
     # -- one block ---------------------------------------------------------------------------------
 
-    def write(self, block: SlotBlock, data: memoryview) -> list[BlockName]:
+    def write(self, block: SlotBlock, data: memoryview) -> list[BlockHashWithGroupId]:
         """Writes a block's file; returns the evicted blocks. Raises OSError or DirectoryFull,
         without leaving a partial file, if it cannot be stored.
 
@@ -168,7 +173,7 @@ class BlockDirectory:
             return False
         return True
 
-    def touch(self, name: BlockName) -> None:
+    def touch(self, name: BlockHashWithGroupId) -> None:
         """Marks a block as used now."""
         path, now = self.get_path(name), self._clock()
         entry = self._files.get(path)
@@ -185,7 +190,7 @@ class BlockDirectory:
                 self._pins[name] = until
         self._count_pinned()
 
-    def remove(self, name: BlockName) -> None:
+    def remove(self, name: BlockHashWithGroupId) -> None:
         """Removes a block's file and its pin."""
         path = self.get_path(name)
         self._pins.pop(name, None)
@@ -201,7 +206,7 @@ class BlockDirectory:
         self._pins.clear()
         self._count_pinned()
 
-    def get_path(self, name: BlockName) -> Path:
+    def get_path(self, name: BlockHashWithGroupId) -> Path:
         digest = name.digest.hex()
         return self._folder / digest[:2] / f"{digest}-{name.group}{SUFFIX}"
 
@@ -232,7 +237,7 @@ class BlockDirectory:
         now = self._clock()
         return [(path, entry) for path, entry in self._files.items() if entry.used_at > now]
 
-    def _names(self) -> set[BlockName]:
+    def _names(self) -> set[BlockHashWithGroupId]:
         return {name for path in self._files if (name := self._parse_name(path)) is not None}
 
     def _drop(self, path: Path) -> None:
@@ -246,7 +251,7 @@ class BlockDirectory:
                 logger.warning("removing %s, left incomplete by an engine that exited", entry.path)
                 _unlink(Path(entry.path))
 
-    def _make_room(self, num_bytes: int) -> list[BlockName]:
+    def _make_room(self, num_bytes: int) -> list[BlockHashWithGroupId]:
         """Evicts files until `num_bytes` more fit with some reserve; raises DirectoryFull if they
         cannot. Returns the evicted blocks.
         """
@@ -279,13 +284,13 @@ class BlockDirectory:
     def _new_temporary(self) -> Path:
         return self._temporary / f"{os.getpid()}-{id(self):x}-{next(self._counter)}"
 
-    def _parse_name(self, path: Path) -> BlockName | None:
+    def _parse_name(self, path: Path) -> BlockHashWithGroupId | None:
         """Parses a file name; returns None for files of other fingerprints and other kinds."""
         if path.parent.parent != self._folder:
             return None
         digest, _, group = path.stem.partition("-")
         try:
-            return BlockName(int(group), bytes.fromhex(digest))
+            return BlockHashWithGroupId(int(group), bytes.fromhex(digest))
         except ValueError:
             return None
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from octavo.engine.protocol.kv_messages import (
     BlockAnswer,
-    BlockName,
+    BlockHashWithGroupId,
     BlockQuery,
     ConnectorPlan,
     ConnectorReport,
@@ -85,7 +85,7 @@ class TierWorker:
         self._report = ConnectorReport()
         self._changed = threading.Condition()
         """Guards the report; notified when something is added."""
-        self._fetching: dict[BlockName, float] = {}
+        self._fetching: dict[BlockHashWithGroupId, float] = {}
         """Start of each fetch that is not overdue, on the monotonic clock."""
         self._rating: dict[str, float] = {}
         """Start of each query by request, likewise."""
@@ -196,7 +196,7 @@ class TierWorker:
                 report.gone += gone or []
                 (report.not_kept if gone is None else report.kept).append(block.name)
 
-    def _write(self, block: SlotBlock) -> list[BlockName] | None:
+    def _write(self, block: SlotBlock) -> list[BlockHashWithGroupId] | None:
         """Writes a block's file; returns the evicted blocks, None if it could not be written."""
         assert self._directory is not None
         if time.monotonic() < self._paused_until:

@@ -49,7 +49,7 @@ class AdapterStore:
             future = self._pool.submit(self._load, load.ref, kept)
             self._pending[load.slot] = (load.ref, future)
 
-    def take_loaded(self, *, wait_s: float) -> list[AdapterLoaded]:
+    def pop_loaded(self, *, wait_s: float) -> list[AdapterLoaded]:
         """Puts adapters that have been read into their slots and returns them; waits at most
         `wait_s` seconds for the first.
         """

@@ -230,7 +230,7 @@ class Quantizer:
         if self.recipe.method == "gptq":
             if self.recipe.desc_act:
                 return statistics.gptq.by_activity(weight, self.recipe.grid(plan.bits))
-            return statistics.gptq.by_neighbours(weight, self.destination.fit(plan))
+            return statistics.gptq.round_by_groups(weight, self.destination.fit(plan))
         return nearest(weight, statistics.importance, self.destination.fit(plan))
 
     def _nearest(self, plan: MatrixPlan, importance: Floats32 | None) -> RoundedMatrix:

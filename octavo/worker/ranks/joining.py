@@ -165,10 +165,10 @@ def _make_connection(peer: socket.socket) -> Connection:
 def _within(connection: Connection, seconds: float) -> Iterator[None]:
     """Closes a connection if the exchange takes longer in all."""
     with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-        is_late = threading.Event()
+        is_overdue = threading.Event()
 
         def end() -> None:
-            is_late.set()
+            is_overdue.set()
             with contextlib.suppress(OSError):  # the other side may have ended it
                 peer.shutdown(socket.SHUT_RDWR)
 
@@ -179,5 +179,5 @@ def _within(connection: Connection, seconds: float) -> Iterator[None]:
         finally:
             timer.cancel()
             timer.join()
-        if is_late.is_set():
+        if is_overdue.is_set():
             raise TimeoutError(f"it took longer than {seconds:g} s")

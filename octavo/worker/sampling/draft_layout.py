@@ -138,7 +138,7 @@ def accept_drafts(
         accepted = _accept(request.draft_ids, tree, token_ids[first:entry], failed[first:entry])
         kept += [first + 1 + token for token in accepted]
         if request.leaf_blocks:
-            paths[index] = tree.path_of(accepted[-1] if accepted else ROOT)
+            paths[index] = tree.get_path_index(accepted[-1] if accepted else ROOT)
     return AcceptedSamples(kept, paths)
 
 

@@ -73,7 +73,7 @@ class CompiledGrammars:
                 self._pending[spec.digest] = self._pool.submit(self._compile, spec)
                 self.unreported.append(spec.digest)
 
-    def take_compiled(self, *, wait_s: float) -> list[bytes]:
+    def pop_compiled(self, *, wait_s: float) -> list[bytes]:
         """Returns the digests of grammars whose compilation has ended since the last call; waits at
         most `wait_s` seconds for the first. A fault is raised when a row needs the grammar.
         """
@@ -167,9 +167,9 @@ class GrammarMatchers:
             assert self._compiled is not None, "the frontend rejects grammars here"
             self._compiled.begin(specs)
 
-    def take_compiled(self, *, wait_s: float) -> list[bytes]:
+    def pop_compiled(self, *, wait_s: float) -> list[bytes]:
         """Returns the digests of the grammars whose compilation has ended since the last call."""
-        return [] if self._compiled is None else self._compiled.take_compiled(wait_s=wait_s)
+        return [] if self._compiled is None else self._compiled.pop_compiled(wait_s=wait_s)
 
     def close(self) -> None:
         if self._compiled is not None:

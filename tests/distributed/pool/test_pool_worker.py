@@ -13,8 +13,8 @@ from octavo.distributed.pool import pool_worker
 from octavo.distributed.pool.mooncake_pool import MooncakePool, check_pool
 from octavo.distributed.pool.pool_worker import MAX_BATCH, PoolWorker
 from octavo.engine.protocol.kv_messages import (
+    BlockHashWithGroupId,
     BlockKey,
-    BlockName,
     BlockPin,
     ConnectorPlan,
     ConnectorReport,
@@ -35,8 +35,8 @@ def key_of(number: int, num_extras: int = 0) -> BlockKey:
     return BlockKey(number.to_bytes(16, "big"), bytes(16), (number,) * 16, extras)
 
 
-def name_of(number: int, group: int = 0) -> BlockName:
-    return BlockName(group, key_of(number).digest)
+def name_of(number: int, group: int = 0) -> BlockHashWithGroupId:
+    return BlockHashWithGroupId(group, key_of(number).digest)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import zmq.asyncio
 from octavo.distributed.router.kv_feed import KvFeed, resolve_endpoint
 from octavo.engine.protocol.block_events import BlocksCleared, BlocksRemoved, BlocksStored
 from octavo.engine.protocol.block_hashes import BlockHashing
-from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.protocol.cached_hashes import CachedHashes
 from octavo.engine.protocol.kv_events import parse_events_config
 from octavo.frontend.kv_event_publisher import KVEventPublisher
 from octavo.utils.secure_sockets import lock_client, lock_server
@@ -41,7 +41,7 @@ class Feed:
         ends = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint")}
         text = json.dumps({"enable_kv_cache_events": True} | ends | fields)
         self.config = parse_events_config(text)
-        self.cached = CachedNames()
+        self.cached = CachedHashes()
         self.publisher = self.publish()
 
     def publish(self):
@@ -226,7 +226,7 @@ def test_a_batch_that_cannot_be_read_ends_no_feed(payload):
 def test_an_address_that_is_none_is_told(endpoint, caplog):
     async def main():
         with zmq.asyncio.Context() as context:
-            await KvFeed(CachedNames(), context, None).run(endpoint, None, "")
+            await KvFeed(CachedHashes(), context, None).run(endpoint, None, "")
 
     asyncio.run(main())
     assert f"KV events at {endpoint} cannot be followed" in caplog.text

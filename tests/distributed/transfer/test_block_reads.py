@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from octavo.distributed.transfer import block_fetcher, block_reader, send_buffer
-from octavo.distributed.transfer.address import TransferEnds
+from octavo.distributed.transfer.address import TransferAddresses
 from octavo.distributed.transfer.block_sender import BlockArena
 from octavo.distributed.transfer.block_transport import (
     PIECE_BYTES,
@@ -25,8 +25,8 @@ from octavo.distributed.transfer.block_transport import (
 from octavo.distributed.transfer.socket_mover import SocketMover
 from octavo.distributed.transfer.transfer_worker import TransferWorker
 from octavo.engine.protocol.kv_messages import (
+    BlockHashWithGroupId,
     BlockKey,
-    BlockName,
     ConnectorPlan,
     ConnectorReport,
     SlotBlock,
@@ -88,7 +88,7 @@ def nixl() -> BlockTransport:
 def worker_of(
     mover: BlockTransport, listen: str | None, max_bytes: int = 16 << 20
 ) -> TransferWorker:
-    ends = TransferEnds(bytes(32), listen, None, 5.0, max_bytes)
+    ends = TransferAddresses(bytes(32), listen, None, 5.0, max_bytes)
     return TransferWorker([HostShape(4, NUM_BYTES)], ends, mover)
 
 
@@ -96,8 +96,8 @@ def key_of(number: int) -> BlockKey:
     return BlockKey(number.to_bytes(16, "big"), bytes(16), (number,))
 
 
-def name_of(number: int) -> BlockName:
-    return BlockName(0, key_of(number).digest)
+def name_of(number: int) -> BlockHashWithGroupId:
+    return BlockHashWithGroupId(0, key_of(number).digest)
 
 
 def keep(worker: TransferWorker, number: int, slot: int = 0) -> None:

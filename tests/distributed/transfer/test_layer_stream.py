@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.distributed.transfer.address import TransferEnds
+from octavo.distributed.transfer.address import TransferAddresses
 from octavo.distributed.transfer.block_sender import BlockSender
 from octavo.distributed.transfer.messages import PART_BYTES
 from octavo.distributed.transfer.transfer_worker import TransferWorker
 from octavo.engine.protocol.kv_messages import (
+    BlockHashWithGroupId,
     BlockKey,
-    BlockName,
     ConnectorPlan,
     ConnectorReport,
     SlotBlock,
@@ -67,8 +67,8 @@ def key_of(number: int) -> BlockKey:
     return BlockKey(number.to_bytes(16, "big"), bytes(16), (number,))
 
 
-def name_of(number: int, group: int = 0) -> BlockName:
-    return BlockName(group, key_of(number).digest)
+def name_of(number: int, group: int = 0) -> BlockHashWithGroupId:
+    return BlockHashWithGroupId(group, key_of(number).digest)
 
 
 BOTH = [(group, at) for group in range(2) for at in range(NUM_BLOCKS)]
@@ -87,8 +87,8 @@ class Two:
         self.step = StepOfATest()
 
     @staticmethod
-    def ends(listen: str | None) -> TransferEnds:
-        return TransferEnds(bytes(32), listen, None, 10.0, 64 << 20)
+    def ends(listen: str | None) -> TransferAddresses:
+        return TransferAddresses(bytes(32), listen, None, 10.0, 64 << 20)
 
     def ask(self) -> None:
         blocks = [SlotBlock(group, at, key_of(at), self.source) for group, at in BOTH]

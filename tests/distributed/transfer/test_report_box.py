@@ -9,8 +9,8 @@ import pytest
 
 from octavo.distributed.transfer.report_box import ReportBox, SentReports
 from octavo.engine.protocol.kv_messages import (
+    BlockHashWithGroupId,
     BlockKey,
-    BlockName,
     ConnectorPlan,
     ConnectorReport,
     SlotBlock,
@@ -84,4 +84,4 @@ def test_other_ranks_tell_the_first_at_once() -> None:
     reports.begin(ConnectorPlan(fetch=[BLOCK]))
     reports.add(FETCHED)
     assert told == [FETCHED] and reports.take(wait_s=5.0) is None
-    assert isinstance(told[0].fetched[0], BlockName)
+    assert isinstance(told[0].fetched[0], BlockHashWithGroupId)

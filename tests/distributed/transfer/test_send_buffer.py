@@ -2,7 +2,7 @@
 
 from octavo.distributed.transfer.messages import WantedBlock
 from octavo.distributed.transfer.send_buffer import LEASE_S, MAX_WAITING, Ask, SendBuffer
-from octavo.engine.protocol.kv_messages import BlockKey, BlockName
+from octavo.engine.protocol.kv_messages import BlockHashWithGroupId, BlockKey
 
 
 def key_of(number: int) -> BlockKey:
@@ -13,11 +13,13 @@ def wanted(number: int) -> WantedBlock:
     return WantedBlock(0, key_of(number))
 
 
-def name_of(number: int) -> BlockName:
+def name_of(number: int) -> BlockHashWithGroupId:
     return wanted(number).name
 
 
-def put(send_buffer: SendBuffer, number: int, now: float = 0.0) -> tuple[bool, list[BlockName]]:
+def put(
+    send_buffer: SendBuffer, number: int, now: float = 0.0
+) -> tuple[bool, list[BlockHashWithGroupId]]:
     return send_buffer.put(name_of(number), key_of(number), bytes(10), now)
 
 

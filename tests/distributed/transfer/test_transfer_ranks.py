@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from octavo.distributed.transfer import block_fetcher
-from octavo.distributed.transfer.address import TransferEnds, join_endpoints
+from octavo.distributed.transfer.address import TransferAddresses, join_endpoints
 from octavo.distributed.transfer.kv_head_partition import GroupHeads, KVHeadPartition
 from octavo.distributed.transfer.messages import PART_BYTES
 from octavo.distributed.transfer.report_box import ReportBox, SentReports
@@ -20,8 +20,8 @@ from octavo.distributed.transfer.send_buffer import SendBuffer
 from octavo.distributed.transfer.socket_mover import SocketMover
 from octavo.distributed.transfer.transfer_worker import TransferWorker
 from octavo.engine.protocol.kv_messages import (
+    BlockHashWithGroupId,
     BlockKey,
-    BlockName,
     ConnectorPlan,
     ConnectorReport,
     SlotBlock,
@@ -73,7 +73,7 @@ class RankedEngine:
             for group, (first, last) in zip(self.groups, spans, strict=True)
         ]
         listen = self.endpoints[rank] if sends else None
-        ends = TransferEnds(bytes(32), listen, None, 10.0, 64 << 20)
+        ends = TransferAddresses(bytes(32), listen, None, 10.0, 64 << 20)
         mover = SocketMover("127.0.0.1" if sends else None) if reads else None
         reports = self.reports
         if rank:
@@ -138,8 +138,8 @@ def engines(request: pytest.FixtureRequest) -> Any:
     return make
 
 
-def names(number: int) -> set[BlockName]:
-    return {BlockName(group, key_of(number).digest) for group in range(2)}
+def names(number: int) -> set[BlockHashWithGroupId]:
+    return {BlockHashWithGroupId(group, key_of(number).digest) for group in range(2)}
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["read", "in messages"])
@@ -193,7 +193,7 @@ def test_layers_leave_in_pieces_too(engines, sizes: tuple[int, int]) -> None:
     for step, worker in zip(steps, sender.workers, strict=True):
         step.written = (5, 5)
         worker.end_stream()
-    assert receiver.reported(1).fetched == [BlockName(0, key_of(7).digest)]
+    assert receiver.reported(1).fetched == [BlockHashWithGroupId(0, key_of(7).digest)]
     receiver.check(7)
 
 
@@ -216,7 +216,7 @@ def test_a_rank_that_ends_leaves_no_block_under_way(
             worker.slot(group, 0)[:] = sender.part(rank, group, 7)
         worker.begin(ConnectorPlan(keep=[SlotBlock(g, 0, key_of(7)) for g in range(len(GROUPS))]))
     report = receiver.reported(2)
-    assert BlockName(0, key_of(7).digest) in report.not_fetched
+    assert BlockHashWithGroupId(0, key_of(7).digest) in report.not_fetched
     again = engines(GROUPS, sizes[0], sends=True, reads=reads)
     again.keep(7)
     receiver.fetch(again, 7)
@@ -232,7 +232,7 @@ def test_a_piece_whose_block_has_gone_is_told(engines, monkeypatch: pytest.Monke
     sender.reported(2)
     monkeypatch.setattr(SendBuffer, "peek", lambda one, name: None)
     receiver.fetch(sender, 7)
-    assert set(receiver.reported(2).not_fetched) == {BlockName(0, key_of(7).digest)}
+    assert set(receiver.reported(2).not_fetched) == {BlockHashWithGroupId(0, key_of(7).digest)}
 
 
 def test_a_peer_that_has_other_heads_refuses_by_name(engines, caplog) -> None:
@@ -251,5 +251,5 @@ def test_ranks_that_cannot_share_the_heads_are_not_asked(engines, caplog) -> Non
     receiver = engines([GroupHeads(2, (HeadRows(1, 8),))], 1, sends=False)
     other = engines(GROUPS, 3, sends=True)
     receiver.fetch(other, 7)
-    assert receiver.reported(1).not_fetched == [BlockName(0, key_of(7).digest)]
+    assert receiver.reported(1).not_fetched == [BlockHashWithGroupId(0, key_of(7).digest)]
     assert "the model has 2 KV heads" in caplog.text

@@ -13,7 +13,7 @@ import zmq
 
 from octavo.api.errors import ConfigError
 from octavo.distributed.transfer import block_fetcher
-from octavo.distributed.transfer.address import TransferEnds
+from octavo.distributed.transfer.address import TransferAddresses
 from octavo.distributed.transfer.messages import (
     BlockPart,
     DropBlocks,
@@ -26,8 +26,8 @@ from octavo.distributed.transfer.messages import (
 )
 from octavo.distributed.transfer.transfer_worker import TransferWorker
 from octavo.engine.protocol.kv_messages import (
+    BlockHashWithGroupId,
     BlockKey,
-    BlockName,
     ConnectorPlan,
     ConnectorReport,
     SlotBlock,
@@ -42,14 +42,14 @@ NUM_BYTES = 3 << 20
 FINGERPRINT = bytes(32)
 
 
-def ends(listen: str | None, **changes: object) -> TransferEnds:
+def ends(listen: str | None, **changes: object) -> TransferAddresses:
     usual = {
         "fingerprint": FINGERPRINT,
         "secret": None,
         "timeout_s": 5.0,
         "max_bytes": 64 << 20,
     }
-    return TransferEnds(listen=listen, **{**usual, **changes})
+    return TransferAddresses(listen=listen, **{**usual, **changes})
 
 
 def key_of(number: int) -> BlockKey:
@@ -67,7 +67,7 @@ def sender() -> Iterator[tuple[TransferWorker, str]]:
     worker = TransferWorker([HostShape(4, NUM_BYTES)], ends(endpoint))
     worker.slot(0, 0)[:] = np.random.default_rng(3).integers(0, 256, NUM_BYTES, np.uint8)
     worker.begin(ConnectorPlan(keep=[SlotBlock(0, 0, key_of(7))]))
-    assert reported(worker).kept == [BlockName(0, key_of(7).digest)]
+    assert reported(worker).kept == [BlockHashWithGroupId(0, key_of(7).digest)]
     yield worker, endpoint
     worker.close()
 
@@ -104,7 +104,7 @@ def test_a_port_that_is_taken_leaves_no_context(sender, monkeypatch):
 
 def test_a_block_comes_whole(sender, fetcher):
     fetch(fetcher, sender[1], 7)
-    assert reported(fetcher).fetched == [BlockName(0, key_of(7).digest)]
+    assert reported(fetcher).fetched == [BlockHashWithGroupId(0, key_of(7).digest)]
     assert (fetcher.slot(0, 1) == sender[0].slot(0, 0)).all()
 
 
@@ -115,7 +115,7 @@ def test_a_block_that_is_computed_later_comes_then(sender, fetcher):
     assert fetcher.report(wait_s=0.0) is None
     worker.slot(0, 1)[:] = 5
     worker.begin(ConnectorPlan(keep=[SlotBlock(0, 1, key_of(8))]))
-    assert reported(fetcher).fetched == [BlockName(0, key_of(8).digest)]
+    assert reported(fetcher).fetched == [BlockHashWithGroupId(0, key_of(8).digest)]
     assert (fetcher.slot(0, 1) == 5).all()
 
 
@@ -123,8 +123,8 @@ def test_a_block_that_will_not_come_is_told(sender, fetcher):
     worker, endpoint = sender
     fetch(fetcher, endpoint, 9)
     time.sleep(0.1)
-    worker.begin(ConnectorPlan(complete=[BlockName(0, key_of(9).digest)]))
-    assert reported(fetcher).not_fetched == [BlockName(0, key_of(9).digest)]
+    worker.begin(ConnectorPlan(complete=[BlockHashWithGroupId(0, key_of(9).digest)]))
+    assert reported(fetcher).not_fetched == [BlockHashWithGroupId(0, key_of(9).digest)]
 
 
 def test_blocks_come_whole_over_a_long_way(sender, fetcher):
@@ -133,7 +133,7 @@ def test_blocks_come_whole_over_a_long_way(sender, fetcher):
     with contextlib.closing(SlowRelay(int(endpoint.rpartition(":")[2]), 0.04)) as relay:
         fetch(fetcher, f"tcp://127.0.0.1:{relay.port}", 7)
         report = reported(fetcher)
-        assert report.fetched == [BlockName(0, key_of(7).digest)]
+        assert report.fetched == [BlockHashWithGroupId(0, key_of(7).digest)]
         assert (fetcher.slot(0, 1) == worker.slot(0, 0)).all()
         assert report.stored is not None
         assert NUM_BYTES // 2 < report.stored.link_bytes < NUM_BYTES and report.stored.link_s > 0
@@ -146,14 +146,14 @@ def test_a_way_that_falls_silent_is_given_up(sender, fetcher, monkeypatch):
     with contextlib.closing(SlowRelay(int(endpoint.rpartition(":")[2]), 0.0)) as relay:
         source = f"tcp://127.0.0.1:{relay.port}"
         fetch(fetcher, source, 7)
-        assert reported(fetcher).fetched == [BlockName(0, key_of(7).digest)]
+        assert reported(fetcher).fetched == [BlockHashWithGroupId(0, key_of(7).digest)]
         relay.fall_silent()
         fetch(fetcher, source, 8, slot=2)
-        assert reported(fetcher).not_fetched == [BlockName(0, key_of(8).digest)]
+        assert reported(fetcher).not_fetched == [BlockHashWithGroupId(0, key_of(8).digest)]
 
 
 def test_a_fetch_that_is_cancelled_ends_at_once(sender, fetcher):
-    name = BlockName(0, key_of(9).digest)
+    name = BlockHashWithGroupId(0, key_of(9).digest)
     fetch(fetcher, sender[1], 9)
     fetcher.begin(ConnectorPlan(cancel=[name]))
     assert reported(fetcher).not_fetched == [name]
@@ -168,9 +168,9 @@ def test_an_engine_that_is_not_there_is_given_up(fetcher):
 
 def test_an_address_that_is_none_ends_its_blocks_and_no_others(sender, fetcher):
     fetch(fetcher, "tcp://nowhere", 6)
-    assert reported(fetcher).not_fetched == [BlockName(0, key_of(6).digest)]
+    assert reported(fetcher).not_fetched == [BlockHashWithGroupId(0, key_of(6).digest)]
     fetch(fetcher, sender[1], 7)
-    assert reported(fetcher).fetched == [BlockName(0, key_of(7).digest)]
+    assert reported(fetcher).fetched == [BlockHashWithGroupId(0, key_of(7).digest)]
 
 
 def test_another_fingerprint_is_refused_by_name(sender):
@@ -191,7 +191,7 @@ def test_malformed_requests_are_answered_and_disturb_no_other(sender, fetcher):
             assert socket.poll(2000)
             assert msgspec.msgpack.decode(socket.recv(), type=NotYours).reason
         socket.send_multipart([b"a", b"b", b"c"])
-        socket.send(msgspec.msgpack.encode(DropBlocks([BlockName(5, b"unknown")])))
+        socket.send(msgspec.msgpack.encode(DropBlocks([BlockHashWithGroupId(5, b"unknown")])))
         odd = WantBlocks(FINGERPRINT, [WantedBlock(-3, key_of(1))], float("nan"), -1, [(0, 1)])
         socket.send(msgspec.msgpack.encode(odd))
     fetch(fetcher, sender[1], 7)
@@ -219,9 +219,9 @@ def test_a_damaged_part_makes_it_a_miss(fetcher, part):
         data = part.pop("data", bytes(100))
         checksum = get_checksum(bytes(100))
         usual = {"num_bytes": NUM_BYTES, "offset": 0, "checksum": checksum, "epoch": 1}
-        head = BlockPart(name=BlockName(0, key_of(7).digest), **{**usual, **part})
+        head = BlockPart(name=BlockHashWithGroupId(0, key_of(7).digest), **{**usual, **part})
         router.send_multipart([peer, msgspec.msgpack.encode(head), data])
-        assert reported(fetcher).not_fetched == [BlockName(0, key_of(7).digest)]
+        assert reported(fetcher).not_fetched == [BlockHashWithGroupId(0, key_of(7).digest)]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_damaged_part_makes_it_a_miss(fetcher, part):
 )
 def test_a_damaged_layer_makes_its_blocks_a_miss(fetcher, part):
     """One without names harms nothing: the blocks end by the clock."""
-    names = [BlockName(0, key_of(number).digest) for number in (7, 8)]
+    names = [BlockHashWithGroupId(0, key_of(number).digest) for number in (7, 8)]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
         port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -264,13 +264,13 @@ def test_a_reply_that_is_no_message_makes_it_a_miss(fetcher, data):
         peer, _ = router.recv_multipart()
         began = time.monotonic()
         router.send_multipart([peer, data])
-        assert reported(fetcher).not_fetched == [BlockName(0, key_of(7).digest)]
+        assert reported(fetcher).not_fetched == [BlockHashWithGroupId(0, key_of(7).digest)]
         assert time.monotonic() - began < 2, "not by the clock"
 
 
 def test_a_slot_is_never_written_after_its_end_was_reported(fetcher):
     """A late part of a block, and one of a block that was never asked for."""
-    name = BlockName(0, key_of(7).digest)
+    name = BlockHashWithGroupId(0, key_of(7).digest)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
         port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -288,7 +288,7 @@ def test_a_slot_is_never_written_after_its_end_was_reported(fetcher):
 
 
 def part_of(number: int, data: bytes, *, epoch: int, offset: int = 0) -> BlockPart:
-    name = BlockName(0, key_of(number).digest)
+    name = BlockHashWithGroupId(0, key_of(number).digest)
     return BlockPart(name, NUM_BYTES, offset, get_checksum(data), epoch)
 
 
@@ -296,7 +296,7 @@ def test_what_answers_an_older_ask_lands_nowhere_and_ends_nothing(fetcher):
     """A block is asked for, given up and asked for again: late parts of the first answer are not
     written, and its refusal is not taken for the second one's.
     """
-    name = BlockName(0, key_of(7).digest)
+    name = BlockHashWithGroupId(0, key_of(7).digest)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
         port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -335,7 +335,9 @@ def test_a_peer_that_signs_and_never_sends_holds_no_slot_for_good():
         while report is None and time.monotonic() - began < 10:
             router.send_multipart([peer, sign])
             report = fetcher.report(wait_s=0.2)
-        assert report is not None and report.not_fetched == [BlockName(0, key_of(7).digest)]
+        assert report is not None and report.not_fetched == [
+            BlockHashWithGroupId(0, key_of(7).digest)
+        ]
         assert time.monotonic() - began > 0.5
     fetcher.close()
 
@@ -343,7 +345,7 @@ def test_a_peer_that_signs_and_never_sends_holds_no_slot_for_good():
 def test_a_peer_that_comes_back_at_its_address_owes_nothing_of_before(sender, fetcher):
     """It was asked for a block before it ended: the new one knows nothing of that."""
     worker, endpoint = sender
-    name = BlockName(0, key_of(9).digest)
+    name = BlockHashWithGroupId(0, key_of(9).digest)
     fetch(fetcher, endpoint, 9)
     time.sleep(0.2)
     worker.close()

@@ -151,7 +151,7 @@ def test_the_largest_batch_since_any_step():
         keeper.runs(watches[-1])
         keeper.planned(size, "")
         keeper.computed(0.0)
-    assert [keeper.so_far(watch).max_batch_size for watch in watches] == [
+    assert [keeper.get_timings(watch).max_batch_size for watch in watches] == [
         max(sizes[i:]) for i in range(len(sizes))
     ]
 

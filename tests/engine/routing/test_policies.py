@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.route import TRACE, read_trace, shared_hit_share, simulate
 from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
-from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.protocol.cached_hashes import CachedHashes
 from octavo.engine.routing.job import RoutingJob
 from octavo.engine.routing.policies import ROUTING_POLICIES
 from octavo.engine.routing.router import Router
@@ -49,7 +49,7 @@ def test_a_prefix_is_copied_to_a_less_busy_engine_where_they_share_a_store():
             target.pool = pool
         job = job_of(*map(str, range(10)))
         router.sent("before", job, 0, 0.0)
-        router.yielded("before", 1, 0.0)
+        router.record_tokens("before", 1, 0.0)
         router.ended("before")
         router.sent("queue", RoutingJob(queue), 0, 0.0)
         return router.choose(job, range(2), 0.0)
@@ -72,7 +72,7 @@ def test_books_are_empty_once_all_requests_have_ended(policy):
         router.sent(str(number), job, index, now)
         unfinished.append(str(number))
         for name in draw.sample(unfinished, draw.randrange(min(3, len(unfinished)))):
-            router.yielded(name, draw.randrange(3), now)
+            router.record_tokens(name, draw.randrange(3), now)
         if draw.random() < 0.7:
             name = unfinished.pop(draw.randrange(len(unfinished)))
             router.ended(name)
@@ -103,7 +103,7 @@ def test_least_tokens_counts_what_is_unfinished():
     router.sent("long", RoutingJob(100), 0, 0.0)
     router.sent("short", RoutingJob(10), 1, 0.0)
     assert router.choose(RoutingJob(1), range(2), 0.0) == 1
-    router.yielded("short", 200, 1.0)
+    router.record_tokens("short", 200, 1.0)
     assert router.choose(RoutingJob(1), range(2), 1.0) == 0
     router.ended("short")
     assert router.choose(RoutingJob(1), range(2), 1.0) == 1
@@ -143,15 +143,15 @@ def test_the_rate_is_that_of_the_queue():
     router = router_of("kv", 1)
     router.sent("a", RoutingJob(1000), 0, 0.0)
     router.sent("b", RoutingJob(500), 0, 0.0)
-    router.yielded("a", 1, 10.0)
-    router.yielded("b", 1, 15.0)
+    router.record_tokens("a", 1, 10.0)
+    router.record_tokens("b", 1, 15.0)
     assert router.targets[0].rate == pytest.approx(100)
     router.sent("c", RoutingJob(1000), 0, 20.0)
     assert router.targets[0].backlog(23.0) == pytest.approx(700)
 
 
 def test_names_out_of_use_are_forgotten():
-    names = CachedNames(8)
+    names = CachedHashes(8)
     names.add([b"a", b"b", b"c"])
     for number in range(20):
         names.add([b"a", bytes([number])])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from octavo.engine.media import MediaPlaces
-from octavo.engine.protocol.block_hashes import BlockHashing, media_of_blocks
+from octavo.engine.media import EncoderCacheManager
+from octavo.engine.protocol.block_hashes import BlockHashing, get_block_media
 from octavo.engine.protocol.step import MediaItem, MediaPixels
 from tests.support.engine_fakes import (
     BLOCK,
@@ -75,7 +75,7 @@ def test_the_part_of_an_image_that_a_block_holds_is_in_its_name():
     tokens = tuple([PLACEHOLDER] * BLOCK)
     names = set()
     for first in (4, 8, 12):
-        media = media_of_blocks([item("a", 0, first), item("b", first, BLOCK - first)], BLOCK)
+        media = get_block_media([item("a", 0, first), item("b", first, BLOCK - first)], BLOCK)
         names.add(BlockHashing(media=media).block(b"", tokens, 0).digest)
     assert len(names) == 3
 
@@ -109,7 +109,7 @@ def test_an_image_whose_tokens_see_one_another_is_computed_in_one_step():
 
 
 def test_an_image_is_encoded_again_where_its_rows_were_dropped():
-    places = MediaPlaces(capacity_tokens=10)
+    places = EncoderCacheManager(capacity_tokens=10)
     requests = {name: request_with(name, [0] * 20, item(name, 2, 8)) for name in ("a", "b")}
     for name, encodes, dropped in (
         ("a", [b"a"], []),
@@ -118,25 +118,25 @@ def test_an_image_is_encoded_again_where_its_rows_were_dropped():
         ("a", [b"a"], [b"b"]),
     ):
         places.use(requests[name], 0, 5)
-        assert [pixels.digest for pixels in places.take_encodes()] == encodes
-        assert places.take_dropped() == dropped
+        assert [pixels.digest for pixels in places.pop_encodes()] == encodes
+        assert places.pop_dropped() == dropped
     places.use(requests["b"], 10, 20)  # behind the image
-    assert places.take_encodes() == []
+    assert places.pop_encodes() == []
 
 
 def test_what_a_step_reads_is_kept_whatever_room_there_is():
-    places = MediaPlaces(capacity_tokens=1)
+    places = EncoderCacheManager(capacity_tokens=1)
     for name in ("a", "b"):
         places.use(request_with(name, [0] * 20, item(name, 2, 8)), 0, 20)
-    assert places.take_dropped() == []
+    assert places.pop_dropped() == []
     assert places.digests == [b"a", b"b"]
 
 
 def test_an_image_that_could_not_be_encoded_is_tried_again():
-    places = MediaPlaces(capacity_tokens=100)
+    places = EncoderCacheManager(capacity_tokens=100)
     request = request_with("a", [0] * 20, item("a", 2, 8))
     places.use(request, 0, 20)
-    assert len(places.take_encodes()) == 1
-    places.forget([b"a"])
+    assert len(places.pop_encodes()) == 1
+    places.discard([b"a"])
     places.use(request, 0, 20)
-    assert len(places.take_encodes()) == 1
+    assert len(places.pop_encodes()) == 1

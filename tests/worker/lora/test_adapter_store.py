@@ -59,11 +59,11 @@ def test_rows_wait_for_an_adapter_that_is_on_its_way(reading):
     store = store_of(reading, slots)
     store.begin([load(0, "a"), load(1, "b")])
     store.await_slots([-1, 5])
-    assert not slots.held and not store.take_loaded(wait_s=0)
+    assert not slots.held and not store.pop_loaded(wait_s=0)
     threading.Timer(0.05, reading.set).start()
     store.await_slots([1])
     assert 1 in slots.held
-    assert [each.digest for each in store.take_loaded(wait_s=5)] == [b"a"]
+    assert [each.digest for each in store.pop_loaded(wait_s=5)] == [b"a"]
     store.await_slots([0, 1])
     store.close()
 

@@ -87,11 +87,11 @@ def test_compiling_takes_no_time_of_the_caller():
     grammars.may.clear()
     kept = CompiledGrammars(grammars)
     kept.begin([spec(), spec("b")])
-    assert kept.take_compiled(wait_s=0.001) == []
+    assert kept.pop_compiled(wait_s=0.001) == []
     grammars.may.set()
     done = set()
     while len(done) < 2:
-        done |= set(kept.take_compiled(wait_s=10))
+        done |= set(kept.pop_compiled(wait_s=10))
     assert done == {spec().digest, spec("b").digest}
     kept.matcher(spec())
     assert sorted(grammars.compiled) == ["a", "b"]
@@ -101,7 +101,7 @@ def test_compiling_takes_no_time_of_the_caller():
 def test_a_grammar_that_does_not_compile_is_reported_and_fails_its_row():
     rows = GrammarMatchers(FakeGrammars(), vocab_size=32)
     rows.begin([spec("bad")])
-    assert rows.take_compiled(wait_s=10) == [spec("bad").digest]
+    assert rows.pop_compiled(wait_s=10) == [spec("bad").digest]
     with pytest.raises(ValueError, match="it is bad"):
         rows.add(3, new_row([9], 1, spec("bad")))
     rows.close()

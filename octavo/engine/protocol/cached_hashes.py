@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-class CachedNames:
+class CachedHashes:
     """Set of block hashes, bounded by evicting hashes that have not been used for long.
 
     The hashes are in two generations. When the younger one has half of the allowed number, it
