@@ -254,6 +254,7 @@ def test_the_reference_is_up_to_date(monkeypatch):
     assert header == generate.sampling_fields(), "run `python docs/generate.py`"
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", get_cards())
 def test_the_page_of_a_family_is_up_to_date(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")

@@ -26,6 +26,7 @@ NOT_RUN = {
     ("docs/guides/add-a-family.md", "from octavo"): "has no answer; tests/arch runs it",
     ("docs/guides/agents.md", "octavo serve"): "another model",
     ("docs/guides/agents.md", "ANTHROPIC_"): "Claude Code",
+    ("docs/guides/agents.md", "OPENAI_API_BASE_URL"): "Open WebUI",
     ("docs/guides/clients.md", "octavo serve qwen3-8b"): "another model",
     ("docs/guides/clients.md", "ANTHROPIC_"): "Claude Code",
     ("docs/guides/cluster.md", ""): "Ray on several machines",
