@@ -47,11 +47,11 @@ class ConfigHooks:
         return False
 
     def transfer_option(self, config: EngineConfig) -> str:
-        """Returns the option that has KV blocks sent to other engines; "" if none does."""
+        """Returns the option that enables KV transfer to other engines; "" if it is not set."""
         return ""
 
     def store_option(self, config: EngineConfig) -> str:
-        """Returns the option that names a store of KV blocks shared by engines; "" if none does."""
+        """Returns the option that sets a KV block store shared by engines; "" if it is not set."""
         return ""
 
     def describe(self, config: EngineConfig) -> Sequence[str]:
@@ -80,10 +80,10 @@ def skips_blocks(config: EngineConfig) -> bool:
 
 
 def transfer_option(config: EngineConfig) -> str:
-    """Returns the option that has KV blocks sent to other engines; "" if none does."""
+    """Returns the option that enables KV transfer to other engines; "" if it is not set."""
     return "".join(hooks.transfer_option(config) for hooks in config_hooks())
 
 
 def store_option(config: EngineConfig) -> str:
-    """Returns the option that names a store of KV blocks shared by engines; "" if none does."""
+    """Returns the option that sets a KV block store shared by engines; "" if it is not set."""
     return "".join(hooks.store_option(config) for hooks in config_hooks())

@@ -205,7 +205,7 @@ def load_model(
         own, drafting = join_groups(own, draft.program())
         draft_formats = get_loaded_formats(draft.config, draft.checkpoint, drafting)
     elif head is not None:
-        own, drafting = head.beside(own)
+        own, drafting = head.add_to(own)
         formats, draft_formats = head.target_formats(formats, own), head.formats(drafting)
     backend.check(own, formats)
     footprint = backend.footprint(own, formats)

@@ -23,13 +23,13 @@ from octavo.distributed.cluster.router_admin import RouterAdmin
 from octavo.utils.progress import Report
 
 STOP_S = 40.0
-"""Seconds in which an instance that is told to stop must have finished its requests."""
+"""Time that a stopping instance has to finish its requests, in seconds."""
 LEAVE_S = 60.0
-"""Seconds after which an instance that drains is stopped all the same."""
+"""Maximum time that an instance drains before it is stopped, in seconds."""
 ROUTER = "router"
 
 MakeAdmin: TypeAlias = Callable[[str], RouterAdmin]
-"""Makes what talks to the router at a URL."""
+"""Creates a client of the router at a URL."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ClusterKeys:
     api_key: str | None = None
     """Key that clients send to the router."""
     secret: str | None = None
-    """Secret that the instances and the router share."""
+    """Shared secret of the instances and the router."""
 
 
 @dataclass(slots=True)
@@ -52,15 +52,15 @@ class ClusterMember:
     spec: InstanceSpec
     handle: Any
     reservation: SharedReservation
-    """Reservation that it has with others that were started together."""
+    """Reservation shared with the instances that were started together with it."""
     serves_clients: bool
-    """Whether clients' requests go to it."""
+    """Whether it receives requests of clients."""
     state: InstanceState | None = None
     number: int | None = None
-    """Number that the router gave it; None before it has joined."""
+    """Its number in the router; None before it was added."""
     joined_url: str = ""
     leaving_until: float | None = None
-    """When it is stopped at the latest; None while it belongs to the plan."""
+    """Latest time at which it is stopped; None while it is part of the plan."""
 
     @property
     def is_ready(self) -> bool:
@@ -77,13 +77,13 @@ class Cluster:
     keys: ClusterKeys
     report: Report
     members: dict[str, ClusterMember] = field(default_factory=dict)
-    """Members by name, those that leave among them."""
+    """Members of the plan, by name."""
     router: ClusterMember | None = None
     _router_part: RouterPart | None = None
-    """Part of the plan with which the router was started."""
+    """The plan's router section with which the router was started."""
     _leaving: list[ClusterMember] = field(default_factory=list)
     _failed: dict[str, str] = field(default_factory=dict)
-    """Groups that could not be started, and why, so that it is said once."""
+    """Errors of groups that could not be started, so that each is reported once."""
 
     def check(self) -> None:
         """Raises ConfigError if the plan requires more than the machines have."""

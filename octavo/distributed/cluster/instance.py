@@ -21,14 +21,14 @@ from octavo.utils.child_process import end_process, start_bound
 
 MAIN = "octavo.cli.common.bound:main"
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
-"""Ports that instances have, below those that systems give out by themselves."""
+"""Ports of instances, below the ephemeral ports of common systems."""
 PORTS_EACH = 4
 """Ports of an instance: of its HTTP server, its prompts, its blocks and its ranks. One of whose
 blocks more ranks send their part has more."""
 RANK_SECRET = "OCTAVO_RANK_SECRET"
-"""Environment variable in which `octavo rank` looks for the secret."""
+"""Environment variable from which `octavo rank` reads the secret."""
 ANSWER_S = 2.0
-"""Seconds in which a server must say how it is."""
+"""Timeout of a health check, in seconds."""
 
 
 class InstanceSpec(msgspec.Struct, frozen=True):
@@ -36,18 +36,18 @@ class InstanceSpec(msgspec.Struct, frozen=True):
 
     name: str
     host: str
-    """Address to listen on; "" stands for the machine's own."""
+    """Address to listen on; "" is the machine's own."""
     words: list[str]
-    """Command and arguments of `octavo`, but for the address."""
+    """Command and arguments of `octavo`, without the address."""
     port: int = 0
     """Port of its HTTP server; 0: a free one."""
     health: str = "/health"
-    """Path that answers 200 once it takes requests; "": it answers no one, and is ready as soon as
-    it runs."""
+    """Path that returns 200 when it accepts requests; "": it has no HTTP server, and is ready as
+    soon as it runs."""
     config: dict[str, str | int | float | bool | list[str]] = {}
-    """Contents of its configuration file, where `serve` has one."""
+    """Contents of its configuration file, for `serve`."""
     environment: dict[str, str] = {}
-    """Keys and secrets, which no command line shows."""
+    """Keys and secrets, which must not be on the command line."""
     transfers: bool = False
     """Whether its engine exchanges blocks with others."""
     peers: list[str] = []
@@ -55,9 +55,9 @@ class InstanceSpec(msgspec.Struct, frozen=True):
     num_ranks: int = 1
     """Ranks of its engine; each but the first has its own process (`make_rank_spec`)."""
     rank_secret: str | None = None
-    """Secret that the ranks share."""
+    """Shared secret of the ranks."""
     num_block_ports: int = 1
-    """Ports by which its blocks leave, above that of its prompts: one for each of its ranks."""
+    """Number of ports for sending blocks, one for each rank, after the port for prompts."""
 
 
 class InstanceState(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class InstanceState(msgspec.Struct, frozen=True):
     kv_address: str
     is_ready: bool
     rank_address: str = ""
-    """Address at which the other ranks join its first one."""
+    """Address of the first rank, for the others to join."""
 
 
 def make_rank_spec(spec: InstanceSpec, rank: int, address: str) -> InstanceSpec:

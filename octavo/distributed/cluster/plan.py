@@ -34,7 +34,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_AMOUNT = 1 << 20
 MAX_MEMORY_BYTES = 1 << 60
 MAX_INSTANCES = 256
-"""Most instances of one plan, which is as many servers as a router takes."""
+"""Maximum number of instances of a plan, equal to the router's maximum number of servers."""
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 OWN_OPTIONS = frozenset(
     (
@@ -45,7 +45,7 @@ OWN_OPTIONS = frozenset(
 """Options of an instance that follow from the plan."""
 OWN_ROUTER_OPTIONS = frozenset(("host", "port", "api_key", "server_api_key"))
 KNOWN_RESOURCES = {"CPU": "cpus", "object_store_memory": "nothing: no token goes through Ray"}
-"""Names of resources that Ray has for itself, and what asks for them in a plan."""
+"""Resource names that Ray reserves, and the plan's fields to use instead."""
 Options = dict[str, str | int | float | bool | list[str]]
 
 
@@ -57,16 +57,16 @@ class InstanceGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     role: Literal["both", "prefill", "decode"] = "both"
     count: int = 1
     peers: str | None = None
-    """Name of the group that computes prompts for this one."""
+    """Name of the group that computes prompts for this group."""
     cpus: float = 1
-    """Processors of each instance."""
+    """CPUs of each instance."""
     resources: dict[str, float] = {}
-    """Further needs of each, by the names that Ray's machines were started with."""
+    """Additional resources of each instance, by the names with which Ray was started."""
     spread: bool = False
-    """Whether each is on a machine of its own."""
+    """Whether each instance has a separate machine."""
     ranks_apart: bool = False
-    """Whether each rank is placed by itself, with its own `cpus` and `resources`; with `spread` on
-    a machine of its own."""
+    """Whether each rank is placed separately, with its own `cpus` and `resources`; with `spread`
+    on separate machines."""
     options: Options = {}
     """Options of `octavo serve`, by the names of its flags."""
 

@@ -23,15 +23,15 @@ from octavo.distributed.cluster.placing import ClusterMachine
 
 INSTALL = "pip install 'octavo[ray]'"
 PLACE_S = 5.0
-"""Seconds in which Ray must find places for instances that some machine could hold."""
+"""Timeout of a reservation, in seconds."""
 ANSWER_S = 5.0
-"""Seconds in which an actor must say how it is; one that does not is away."""
+"""Timeout of an actor's state, in seconds; after it the actor counts as unavailable."""
 RETRY_S = 0.5
-"""Seconds until a rank whose first one is away asks for it again."""
+"""Interval at which a rank retries to reach the first rank, in seconds."""
 
 
 OBJECT_BYTES = 100 << 20
-"""Memory of Ray's object store where it is started here: nothing but states go through it."""
+"""Size of Ray's object store if it is started here; only instance states pass through it."""
 
 
 @dataclass(frozen=True, slots=True)

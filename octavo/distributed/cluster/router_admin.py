@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 
 TIMEOUT_S = 10.0
-"""Seconds in which the router must answer."""
+"""Timeout of a request, in seconds."""
 
 
 class RouterAdmin:

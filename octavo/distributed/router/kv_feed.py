@@ -29,9 +29,9 @@ from octavo.engine.protocol.kv_events import (
 from octavo.utils.secure_sockets import lock_client
 
 REPLAY_TIMEOUT_S = 5.0
-"""Time that an engine has to give missed batches again, in seconds."""
+"""Timeout of a replay, in seconds."""
 WATCH_INTERVAL_S = 0.5
-"""Period at which a server is asked whether it publishes now, in seconds."""
+"""Interval at which a server's capabilities are checked, in seconds."""
 ANY_HOSTS = ("0.0.0.0", "*", "[::]", "::")
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class KvFeed:
         self._context = context
         self._secret = secret
         self._held: set[bytes] = set()
-        """Names that this engine is known to hold: what a cleared cache takes away."""
+        """Block hashes of this engine, removed when its cache is cleared."""
         self._next: int | None = None
         """Number of the next batch; None before the first."""
         self._epoch = b""

@@ -22,11 +22,11 @@ from octavo.engine.routing.target import Target
 
 NOT_CHECKED = "no check has succeeded yet"
 STABLE_S = 60.0
-"""Time after which a server that has come back is checked as often as before its failures."""
+"""Time after which a recovered server is checked at the normal interval again."""
 
 
 Standing = Literal["in", "draining", "gone"]
-"""Whether a server belongs to the router: it does; it finishes what it has; or it has left."""
+"""State of a server: active, draining, or removed."""
 
 
 class KvEventsCard(msgspec.Struct):
@@ -70,22 +70,22 @@ class Member:
     client: UpstreamClient
     target: Target
     trouble: str = NOT_CHECKED
-    """Reason why it gets no requests; "" while it is well."""
+    """Reason why it receives no requests; "" while it is healthy."""
     standing: Standing = "in"
     models: frozenset[str] = frozenset()
-    """Names that it answers to; empty where it does not say."""
+    """Names of its models; empty if it does not list them."""
     adapters: frozenset[str] = frozenset()
-    """Names among `models` that are adapters'."""
+    """Names in `models` that are adapters."""
     cards: Mapping[str, msgspec.Raw] = field(default_factory=dict)
-    """Card of each of `models`, as the server shows it."""
+    """Raw card of each of `models`."""
     capabilities: CapabilityCard = field(default_factory=CapabilityCard)
     num_running: int = 0
-    """Requests that it is answering."""
+    """Number of its running requests."""
     num_failures: int = 0
-    """Failures of checks and of requests since it was last well for long."""
+    """Failed checks and requests since it was last healthy for STABLE_S."""
     well_since_s: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its breaker opens, so that it is checked soon."""
+    """Set when its breaker opens, so that it is checked at once."""
 
     @property
     def url(self) -> str:

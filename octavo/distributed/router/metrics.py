@@ -39,7 +39,7 @@ COUNTERS = {
     "predicted_cached_tokens": "Prompt tokens expected to be cached on the chosen server.",
     "found_cached_tokens": "Cached prompt tokens reported by the servers.",
 }
-"""Series and their texts; each ends in `_total`."""
+"""Series and their help texts; each name ends in `_total`."""
 LABELS = {
     "requests": ("server", "status"),
     "retries": ("server", "reason"),

@@ -20,7 +20,7 @@ class ServerMonitor:
         self._settings = settings
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._tasks: dict[int, list[asyncio.Task[None]]] = {}
-        """Tasks by their server's identity."""
+        """Tasks by server (`id(member)`)."""
 
     async def begin(self, member: Member) -> None:
         """Checks a server once, then starts its background tasks."""

@@ -15,9 +15,9 @@ from octavo.engine.routing.policies import ROUTING_POLICIES, RoutingPolicyName, 
 from octavo.engine.routing.router import Router
 
 MAX_KEPT = 100_000
-"""Stored responses whose server is remembered."""
+"""Maximum number of stored responses with a known server."""
 MAX_ID_CHARACTERS = 256
-"""Longest id of a stored response that servers are asked for."""
+"""Maximum length of a stored response's id."""
 
 
 class PlacedRequest:
@@ -31,7 +31,7 @@ class PlacedRequest:
         self._router = placer.router
         self._name = name
         self.num_cached = self._router.sent(name, job, index, time.monotonic())
-        """Tokens of its prompt that are expected to be cached there."""
+        """Number of prompt tokens that are expected to be cached there."""
         member.num_running += 1
 
     def record_tokens(self, num_tokens: int) -> None:
@@ -52,7 +52,7 @@ class Placer:
         self.router = Router(ROUTING_POLICIES[policy](), [member.target for member in members])
         self._numbers = itertools.count()
         self._kept: OrderedDict[str, int] = OrderedDict()
-        """Index of the server that has a stored response, by the response's id."""
+        """Index of the server that has a stored response, by response id."""
 
     @property
     def needs_hashes(self) -> bool:

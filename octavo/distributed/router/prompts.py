@@ -25,15 +25,15 @@ from octavo.engine.routing.job import RoutingJob
 
 MAX_TOKEN_IDS = 1 << 31
 HASHED_BYTES = 256
-"""Bytes of text that bear one name."""
+"""Bytes of text per hash."""
 BYTES_PER_TOKEN = 4
-"""Bytes of text that are counted as a token."""
+"""Assumed bytes of text per token."""
 SESSION_BYTES = 1024
-"""Bytes at the beginning of a prompt that tell sessions of one user apart."""
+"""Bytes at the beginning of a prompt that identify a session."""
 DEFAULT_BLOCK_SIZE = 16
-"""Tokens in a block where no server tells."""
+"""Block size if no server reports it."""
 TOKENIZE_TIMEOUT_S = 2.0
-"""Time that a server has to tokenize a prompt, in seconds; then it goes by its text."""
+"""Timeout of tokenizing a prompt, in seconds; after it the text is hashed instead."""
 LEADING_FIELDS = ("tools", "functions", "system", "instructions")
 """Fields that chat templates write before the messages."""
 PROMPT_FIELDS = ("messages", "prompt", "input", "content", "message")
@@ -45,12 +45,12 @@ CHAT_FIELDS = (
     "documents",
     "reasoning_effort",
 )
-"""Fields of a chat on which its tokens depend, and which POST /tokenize takes."""
+"""Chat fields that affect the tokens and that POST /tokenize accepts."""
 OTHER_CHAT_FIELDS = ("tools", "functions", "chat_template", "add_special_tokens", "echo")
-"""Fields with which POST /tokenize would not give a chat's tokens."""
+"""Chat fields that affect the tokens and that POST /tokenize does not accept."""
 
 MODELS = "/v1/models/"
-"""Beginning of the path of a model's card."""
+"""Path prefix of model cards."""
 
 Fields = Mapping[str, msgspec.Raw]
 
@@ -62,7 +62,7 @@ class ParsedRequest:
     job: RoutingJob
     model: str | None = None
     response_id: str | None = None
-    """Stored response that it goes on from, which one server has."""
+    """Stored response that it continues, which only one server has."""
 
 
 class PromptReader:

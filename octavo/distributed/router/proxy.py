@@ -101,14 +101,14 @@ def get_server_choice(method: str, path: str) -> ServerChoice | None:
 
 
 SERVER_HEADER = b"x-octavo-server"
-"""Header of an answer whose value is the number of the server that gave it."""
+"""Response header with the number of the server."""
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer"
     b" transfer-encoding upgrade host content-length expect date server".split()
 )
-"""Headers that are about one connection, or that both ends write themselves."""
+"""Headers of a single connection, which are not forwarded."""
 RETRIED_STATUSES = frozenset({429, 503})
-"""Statuses with which a server says that another one may do better."""
+"""Statuses after which another server is tried."""
 CACHED_TOKENS = re.compile(rb'"cached_tokens": ?(\d+)')
 NO_JOB = RoutingJob(0)
 SERVER_GONE = Unavailable(
@@ -124,7 +124,7 @@ class ForwardedRequest:
     upstream: UpstreamRequest
     parsed: ParsedRequest
     sender: bytes
-    """Value of the header with the client's key; b"" without one."""
+    """The client's API key header; b"" without one."""
 
 
 class RouterProxy:

@@ -19,9 +19,9 @@ from octavo.engine.routing.router import Router
 from octavo.server.settings import ServerSettings
 
 MAX_SERVERS = 256
-"""Most numbers that are given out."""
+"""Maximum number of servers, removed ones included."""
 WAIT_S = 0.05
-"""Period at which a server that leaves is looked at, in seconds."""
+"""Interval at which a draining server is checked, in seconds."""
 
 
 class Roster:
@@ -35,7 +35,7 @@ class Roster:
         self._monitor = monitor
         self._settings = settings
         self._leaving: dict[int, asyncio.Task[None]] = {}
-        """Tasks that wait for a server's last request, by its number."""
+        """Tasks that wait for the end of a draining server's requests, by its number."""
 
     @property
     def server_settings(self) -> ServerSettings:

@@ -20,16 +20,16 @@ import httptools
 from octavo.config.server_url import parse_server_url
 
 MAX_AHEAD_BYTES = 256 << 10
-"""Bytes of an answer that are held before its connection stops reading."""
+"""Bytes of a response that are buffered before its connection stops reading."""
 MAX_IDLE_S = 2.0
-"""Age of an idle connection that is used again; uvicorn closes them after 5 s."""
+"""Maximum age of a reused idle connection; uvicorn closes them after 5 s."""
 MAX_IDLE_CONNECTIONS = 256
 MAX_HEAD_BYTES = 64 << 10
-"""Most bytes of an answer's headers."""
+"""Maximum size of a response's headers."""
 MAX_OWN_BYTES = 64 << 20
-"""Most bytes of an answer that is read whole, for the router's own use."""
+"""Maximum size of a response that the router itself reads."""
 STATUSES = range(200, 600)
-"""Statuses with which an answer ends."""
+"""Statuses of a final response."""
 
 HeaderList = list[tuple[bytes, bytes]]
 
@@ -52,7 +52,7 @@ class UpstreamRequest:
 
     method: str
     target: str
-    """Path with its query."""
+    """Path and query."""
     headers: Sequence[tuple[bytes, bytes]] = ()
     body: bytes = b""
 
@@ -84,9 +84,9 @@ class UpstreamConnection(asyncio.Protocol):
         self._parser: Any = None
         self._head_bytes = 0
         self._is_interim = False
-        """Whether the message that is read is none yet, as 100 Continue."""
+        """Whether the current message is an interim response, such as 100 Continue."""
         self.idle_since_s = 0.0
-        """Moment at which its last exchange ended, on the monotonic clock."""
+        """End of its last request, on the monotonic clock."""
         self.is_open = False
 
     def start(self, data: bytes) -> UpstreamResponse:
@@ -180,13 +180,13 @@ class UpstreamResponse:
 
     def __init__(self, connection: UpstreamConnection, loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
-        """HTTP status; 0 before the head has come."""
+        """HTTP status; 0 before the head has arrived."""
         self.headers: HeaderList = []
-        """Headers in their order, names in lower case."""
+        """Headers in order, names in lower case."""
         self.is_complete = False
-        """Whether all of it has come."""
+        """Whether it has arrived completely."""
         self.is_cancelled = False
-        """Whether this side has ended the exchange."""
+        """Whether the request was aborted here."""
         self.connection = connection
         self._loop = loop
         self._parts: deque[bytes] = deque()
@@ -279,7 +279,7 @@ class UpstreamClient:
         address = parse_server_url(url, hint=HINT)
         self.url = str(address)
         self.host = address.host
-        """Name or address of its machine."""
+        """Host name or address."""
         self._port = address.port
         self._tls = ssl.create_default_context() if address.is_tls else None
         self._authority = address.authority.encode()

@@ -218,7 +218,7 @@ class BlockManager(BlockTables):
         chain = self.hashes.chain(request_id, hashing)
         chain.num_registered = placed.num_blocks
         chain.num_hashed_tokens = hashing.num_hashed_tokens
-        chain.last_mark = (len(token_ids) - 1) // self.block_size * self.block_size
+        chain.last_checkpoint = (len(token_ids) - 1) // self.block_size * self.block_size
         moves: list[BlockMove] = []
         if self._loader is not None:
             moves = self._load(request_id, placed, chain)

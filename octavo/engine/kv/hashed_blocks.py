@@ -86,7 +86,7 @@ class HashedBlocks:
         """
         if not self.has_checkpoints:
             return end
-        interval, mark = self._checkpoint_tokens, self.chains[request_id].last_mark
+        interval, mark = self._checkpoint_tokens, self.chains[request_id].last_checkpoint
         end = min(end, (start // interval + 1) * interval)
         return min(end, mark) if mark > start else end
 
@@ -103,7 +103,7 @@ class HashedBlocks:
             zip(self._pools, self._tables[request_id], strict=True)
         ):
             if pool.spec.is_rewritten:
-                is_kept = num_tokens <= limit and self._is_mark(chain, num_tokens)
+                is_kept = num_tokens <= limit and self._is_checkpoint(chain, num_tokens)
                 entries = [(table[0], named[-1][1])] if is_kept else []
             else:
                 entries = [(table[index], key) for index, key in named if pool.spec.is_hashed]
@@ -113,10 +113,10 @@ class HashedBlocks:
                     if self._connector is not None:
                         self._connector.offer(group, key)
 
-    def _is_mark(self, chain: BlockChain, num_tokens: int) -> bool:
+    def _is_checkpoint(self, chain: BlockChain, num_tokens: int) -> bool:
         """Returns whether the state after `num_tokens` tokens (whole blocks) is cached."""
         interval = self._checkpoint_tokens
-        return interval > 0 and (num_tokens == chain.last_mark or num_tokens % interval == 0)
+        return interval > 0 and (num_tokens == chain.last_checkpoint or num_tokens % interval == 0)
 
     # -- blocks for other engines ------------------------------------------------------------------
 

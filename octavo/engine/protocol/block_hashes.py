@@ -92,7 +92,7 @@ def get_block_media(media: Iterable[MediaItem], block_size: int) -> dict[int, tu
 class BlockChain:
     """Keys of one request's full blocks, as far as they have been computed."""
 
-    __slots__ = ("hashing", "keys", "last_mark", "num_hashed_tokens", "num_registered")
+    __slots__ = ("hashing", "keys", "last_checkpoint", "num_hashed_tokens", "num_registered")
 
     def __init__(self, hashing: BlockHashing) -> None:
         self.hashing = hashing
@@ -102,7 +102,7 @@ class BlockChain:
         skips blocks before them."""
         self.num_registered = 0
         """Number of first blocks that are in the prefix cache, or duplicate one there."""
-        self.last_mark = 0
+        self.last_checkpoint = 0
         """End of the last full block of the tokens known at the start, without the last token; the
         state there is kept.
         """
@@ -112,7 +112,7 @@ class BlockChain:
         child = BlockChain(self.hashing)
         child.keys = self.keys[:num_blocks]
         child.num_registered = min(num_blocks, self.num_registered)
-        child.last_mark = self.last_mark
+        child.last_checkpoint = self.last_checkpoint
         child.num_hashed_tokens = self.num_hashed_tokens
         return child
 

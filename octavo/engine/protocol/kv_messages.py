@@ -140,7 +140,7 @@ class ConnectorPlan(msgspec.Struct):
     stream: list[StreamedBlock] = []
     """Blocks that the plan's own step fills; they are saved and kept later, like all others."""
     queries: list[BlockQuery] = msgspec.field(default_factory=list, name="probes")
-    """Questions about stored blocks, answered in a later step's report."""
+    """Queries about stored blocks, answered in a later step's report."""
 
 
 class ConnectorReport(msgspec.Struct):

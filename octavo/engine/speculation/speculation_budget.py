@@ -25,11 +25,11 @@ class SpeculationBudget:
         self._num_steps = FIRST_STEPS
 
     @staticmethod
-    def get_charge(num_draws: int, num_drafted: int, times_plain: float) -> float:
+    def get_charge(num_draws: int, num_drafted: int, relative_time: float) -> float:
         """Returns the time of `num_drafted` draft tokens, in plain steps, for a step of `num_draws`
-        rows that takes `times_plain` times as long as one without drafts.
+        rows that takes `relative_time` times as long as one without drafts.
         """
-        return max(times_plain - 1, LEAST_CHARGE * num_drafted / num_draws)
+        return max(relative_time - 1, LEAST_CHARGE * num_drafted / num_draws)
 
     def affords(self, charge: float) -> bool:
         return charge <= self._num_steps

@@ -178,5 +178,5 @@ def _checked(name: str, schema: Mapping[str, Any], given_as: str) -> Mapping[str
 
 
 def _trigger(tools: ToolFormat | ChannelFormat, begin: str) -> str:
-    """Returns the prefix of a call that no other text has."""
+    """Returns the text that identifies the beginning of a call."""
     return next((mark for mark in tools.triggers if begin.startswith(mark)), begin)

@@ -46,7 +46,7 @@ class OpenedHead:
     offsets: NDArray[np.int64] | None = None
     """Added to the head's token ids to get the model's."""
 
-    def beside(self, target: Program) -> tuple[Program, Program]:
+    def add_to(self, target: Program) -> tuple[Program, Program]:
         """Returns the target's Program with feature outputs, and the head's, over the cache groups
         of both.
         """

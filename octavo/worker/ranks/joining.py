@@ -59,7 +59,7 @@ class JoiningRanks:
             ) from error
 
     def start(self, setup: RankSetup, inherited: tuple[int, ...]) -> StartedRank:
-        """Waits for a rank. An `other_ranks.StartRank`; nothing is inherited."""
+        """Waits until a rank has connected, and starts it. Implements `other_ranks.StartRank`."""
         give_up_at = time.monotonic() + JOIN_S
         logger.warning(
             "waiting for rank %d of %d at %s (octavo rank)", setup.rank, setup.num_ranks, self._name
