@@ -114,7 +114,7 @@ class Timings:
         """
         texts = [
             f"waited {_seconds(seconds)}: {reason}"
-            for reason, seconds in _longest_first(self.waits)
+            for reason, seconds in sorted(self.waits.items(), key=lambda wait: -wait[1])
             if seconds >= SHORT_S
         ]
         if self.num_preemptions:
@@ -157,10 +157,6 @@ class Timings:
             max_batch_size=max(part.max_batch_size for part in parts),
             waits=waits,
         )
-
-
-def _longest_first(waits: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(waits.items(), key=lambda wait: -wait[1])
 
 
 def _seconds(seconds: float) -> str:

@@ -117,7 +117,6 @@ def sensitive_weights(program: Program) -> set[Weight]:
 
 
 def value_weights(program: Program) -> set[Weight]:
-    """Returns the weights of value projections."""
     values = {op.v.name for op in program.ops if isinstance(op, KvWrite) and op.v is not None}
     values |= {op.x.name for op in program.ops if isinstance(op, Clip) and op.out.name in values}
     return {

@@ -128,7 +128,7 @@ def _read_prompt(argument: str, *, raw: bool) -> str:
 
     text = argument
     if argument == "-":
-        text = _without_last_newline(sys.stdin.read())
+        text = sys.stdin.read().removesuffix("\n").removesuffix("\r")
     elif given := _read_piped():
         text = given + argument if raw else f"{given.rstrip()}\n\n{argument}"
     if not (text if raw else text.strip()):
@@ -137,11 +137,6 @@ def _read_prompt(argument: str, *, raw: bool) -> str:
         )
     check_unicode(text)
     return text
-
-
-def _without_last_newline(text: str) -> str:
-    """Removes the final newline, which is not part of a prompt."""
-    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _read_piped() -> str:

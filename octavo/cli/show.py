@@ -79,7 +79,6 @@ def _lines(name: str, report: ModelReport) -> Iterator[str]:
 
 
 def _to_json(report: ModelReport) -> dict[str, Any]:
-    """Returns a report as JSON types."""
     sampling = report.sampling
     return {
         "path": str(report.path),

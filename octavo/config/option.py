@@ -98,10 +98,6 @@ class OptionField:
         return str(self.entry.metadata["details"])
 
     @property
-    def is_secret(self) -> bool:
-        return bool(self.entry.metadata["secret"])
-
-    @property
     def group(self) -> str:
         return str(self.entry.metadata["group"])
 

@@ -342,7 +342,6 @@ class EngineCore:
             self._early += self._update(self._in_flight.popleft())
 
     def _view(self, watch: EngineWatch) -> EngineView | None:
-        """Returns a view if one is due."""
         began = self._clock()
         view = watch.view(began, is_last=not self.has_work)
         if view is not None:

@@ -26,7 +26,6 @@ class PromptWithImages(NamedTuple):
 
 
 def get_images(prompt: object) -> list[Any]:
-    """Returns the images in a prompt's dict."""
     if not isinstance(prompt, Mapping) or prompt.get(KEY) is None:
         return []
     given = prompt[KEY]

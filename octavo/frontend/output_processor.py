@@ -370,7 +370,6 @@ class OutputProcessor:
         now: float,
         effects: StepEffects,
     ) -> None:
-        """Adds one output to its sample."""
         if output.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = output.finish_reason, output.stop_reason
             state.error = state.error or output.error

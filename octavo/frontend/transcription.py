@@ -214,7 +214,6 @@ class Transcriptions:
         options: SpeechOptions,
         origin: RequestContext = DEFAULT_CONTEXT,
     ) -> ParentRequest:
-        """Returns the request that transcribes a window."""
         tokens = self.tokens
         prompt = [*self._before(window, options), tokens.start]
         if tokens.languages:

@@ -100,7 +100,6 @@ def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str])
 
 
 def _get_output_matrix(target: Program) -> Weight:
-    """Returns a model's output matrix."""
     logits = target.outputs["logits"]
     made: dict[Value, Op] = {out: op for op in target.ops for out in op.outputs}
     op = made[logits]

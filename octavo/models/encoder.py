@@ -30,9 +30,7 @@ class PositionScorer(Protocol):
     """
 
     @property
-    def buckets(self) -> PositionBuckets:
-        """Buckets of the position tables."""
-        ...
+    def buckets(self) -> PositionBuckets: ...
 
     @property
     def num_kinds(self) -> int:

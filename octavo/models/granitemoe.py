@@ -30,7 +30,6 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def routed_experts(config: HfConfig, shape: DecoderShape) -> Sublayer:
-    """Returns the routed experts of each layer."""
     num_experts, top_k = config.count("num_local_experts"), config.count("num_experts_per_tok")
     width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
     stacked = (num_experts, width, shape.hidden_size)

@@ -70,7 +70,6 @@ class SelectiveScan(Op):
 
     @property
     def num_heads(self) -> int:
-        """Number of heads."""
         return self.dt.width
 
     @property

@@ -33,7 +33,6 @@ class BackgroundJobs:
         self.batches = BatchRunner(service, store, inner)
 
     async def resume(self) -> None:
-        """Resumes unfinished work."""
         await self.responses.resume()
         await self.batches.resume()
 

@@ -72,7 +72,11 @@ def sampling(name: str, **rules: Any) -> Any:
         rules |= {low: option.span[0], "maximum": option.span[1]}
     if str in get_args(option.type):
         rules["blanks"] = True
-    return field(_in_json(option.takes), option.help, rules=rules)
+    return field(
+        option.takes.replace("None", "null").replace("True or False", "true or false"),
+        option.help,
+        rules=rules,
+    )
 
 
 def add_sampling_fields(kind: type[BodyT]) -> type[BodyT]:
@@ -89,11 +93,6 @@ def add_sampling_fields(kind: type[BodyT]) -> type[BodyT]:
 def _body_type(option: Option) -> Any:
     """Returns the type of a body's field; None means that it is not given."""
     return (Whole if option.type is int else option.type) | None
-
-
-def _in_json(takes: str) -> str:
-    """Rewrites Python's constants as JSON's."""
-    return takes.replace("None", "null").replace("True or False", "true or false")
 
 
 def accepted(takes: str, **bounds: Any) -> Any:

@@ -28,8 +28,6 @@ class InternalResponse:
 
 
 class InternalRequests:
-    """Calls routes internally."""
-
     def __init__(
         self, service: Service, routers: Iterable[APIRouter], *, background_jobs: object
     ) -> None:

@@ -145,7 +145,7 @@ class ModelLoader:
         slot = task.slot
 
         def report(text: str) -> None:
-            self._report_line(slot, text)
+            self._report(f"[{slot.name}] {text}" if len(self._models) > 1 else text)
             slot.report(text)
 
         llm = AsyncLLM.from_options(report=report, when_started=slot.set_cancel, **task.options)
@@ -263,10 +263,6 @@ class ModelLoader:
         # A front's parts refer to each other, and collections are rare in a process that serves.
         await asyncio.to_thread(gc.collect)
         self._report(f"{slot.name} was unloaded" + (f": {reason}" if reason else ""))
-
-    def _report_line(self, slot: EngineSlot, text: str) -> None:
-        """Reports a message about a load, prefixed with the model's name if there are several."""
-        self._report(f"[{slot.name}] {text}" if len(self._models) > 1 else text)
 
 
 def _download(task: LoadTask) -> None:

@@ -38,7 +38,6 @@ class PooledAnswer(Generic[OutputT]):
 
     @property
     def num_tokens(self) -> int:
-        """Number of input tokens."""
         return sum(len(row.prompt_token_ids) for row in self.rows)
 
 

@@ -138,7 +138,10 @@ class Residency:
             self._raise_no_room(slot, reason)
         slot.reset()
         kind = type(error) if isinstance(error, DownloadFailed) else ServerError
-        raise kind(f"the model `{slot.name}` failed to load: {reason}", hint=_get_hint(error))
+        raise kind(
+            f"the model `{slot.name}` failed to load: {reason}",
+            hint=error.hint if isinstance(error, OctavoError) else None,
+        )
 
     # -- unloading ---------------------------------------------------------------------------------
 
@@ -205,10 +208,6 @@ class Residency:
             del self._unloads[slot]
         if not self._models.is_stopping:
             slot.reset()
-
-
-def _get_hint(error: Exception) -> str | None:
-    return error.hint if isinstance(error, OctavoError) else None
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

@@ -82,8 +82,6 @@ class ChoiceDelta:
 
 @dataclass(slots=True)
 class _ChoiceState:
-    """State of one choice."""
-
     index: int
     reader: PartReader
     num_chars: int = 0

@@ -292,7 +292,6 @@ def _request_to_try(slot: EngineSlot) -> tuple[str, dict[str, Any]]:
 
 
 def _url(settings: ServerSettings, port: int) -> str:
-    """Returns the local URL of the server."""
     scheme = "http" if settings.ssl_certfile is None else "https"
     if settings.uds is not None:
         return f"{scheme}://localhost"

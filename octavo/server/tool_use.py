@@ -60,8 +60,6 @@ OPENAI_NAMES = ToolNames()
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools and the tool choice."""
-
     functions: Sequence[OfferedFunction]
     choice: Choice = "auto"
     is_parallel: bool = True

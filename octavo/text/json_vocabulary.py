@@ -63,7 +63,6 @@ def _unknown(path: Path, why: str) -> UnsupportedModel:
 
 
 def _candidates(described: Mapping[str, Any]) -> Iterator[Vocabulary]:
-    """Yields candidate vocabularies."""
     model = described["model"]
     if model.get("type", "BPE") != "BPE":
         raise ValueError(f"a model of type {model.get('type')!r}, supported: 'BPE'")

@@ -26,8 +26,6 @@ PATIENCE_S = 3 * MAX_SECONDS
 
 
 class RenderingJob(msgspec.Struct):
-    """One rendering."""
-
     source: str
     special_tokens: Mapping[str, str]
     messages: Sequence[Any]

@@ -106,7 +106,7 @@ class TextTokenizer:
         starts_with_bos = (
             bool(ids)
             and ids[0] == self._bos_id
-            and not (allow_special_text and self._spells_bos(text))
+            and not (allow_special_text and text.startswith(self._special_tokens["bos_token"]))
         )
         if self._adds_bos and not starts_with_bos:
             return [self._bos_id, *ids]
@@ -336,9 +336,6 @@ class TextTokenizer:
         """Adds a space before the text's first word, after leading special tokens."""
         start = self._special_text.leading(text) if after_special else 0
         return f"{text[:start]} {text[start:]}" if len(text) > start else text
-
-    def _spells_bos(self, text: str) -> bool:
-        return text.startswith(self._special_tokens["bos_token"])
 
     def _get_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)

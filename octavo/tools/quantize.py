@@ -46,8 +46,6 @@ GROUPS = (128, 64, 32, 16)
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """Calibration texts."""
-
     text: Path
     num_texts: int
     length: int
@@ -58,8 +56,6 @@ class CalibrationText:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Result of a quantization."""
-
     output: Path
     num_matrices: int
     left: tuple[str, ...]

@@ -79,4 +79,4 @@ OnProgress: TypeAlias = Callable[[FileProgress], None]
 
 
 def ignore_progress(progress: FileProgress) -> None:
-    """Ignores the progress."""
+    pass

@@ -439,7 +439,9 @@ def _open_log(
 
 def _without_secrets(config: EngineConfig) -> EngineConfig:
     """Returns the config without secrets, for a recording."""
-    secrets = {name: None for name, spec in option_fields().items() if spec.is_secret}
+    secrets = {
+        name: None for name, spec in option_fields().items() if spec.entry.metadata["secret"]
+    }
     events = {"kv_events_config": logged_only(config.cache.kv_events_config)}
     return EngineConfig.from_options(**config.to_options() | secrets | events)
 

@@ -61,15 +61,14 @@ def needs_whole_text(program: Program) -> bool:
     all tokens.
     """
     return any(
-        (isinstance(op, Attention) and op.mask == "full" and not _is_cross(program, op))
+        (
+            isinstance(op, Attention)
+            and op.mask == "full"
+            and program.group(op.group).kind != "cross"
+        )
         or (isinstance(op, PoolRows) and op.mode != "last")
         for op in program.ops
     )
-
-
-def _is_cross(program: Program, op: Attention) -> bool:
-    """Returns whether attention reads an encoder's output instead of the text."""
-    return program.group(op.group).kind == "cross"
 
 
 def get_max_tokens(config: Mapping[str, Any], program: Program, context_tokens: int) -> int:

@@ -47,8 +47,6 @@ UNKNOWN_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """Sizes of a cache group's blocks."""
-
     block_bytes: int
     """Bytes of a block in memory, even if a part is in a file."""
     spec: AnyKVCacheSpec = GROWING
@@ -221,7 +219,7 @@ def plan_kv(
         num_blocks = _most_within(given, groups, caps, keeps_checkpoints=keeps)
     wanted = num_blocks
     if wanted_bytes is None:
-        one_each = _blocks_for(demand.max_model_len) * demand.max_num_seqs
+        one_each = blocks_for(demand.max_model_len, BLOCK_SIZE) * demand.max_num_seqs
         wanted = min(num_blocks, max(least, one_each))
     if wanted < least:
         raise _too_little(
@@ -311,7 +309,3 @@ def block_counts(
         else min(num_blocks, cap)
         for group, cap in zip(groups, caps, strict=True)
     ]
-
-
-def _blocks_for(num_tokens: int) -> int:
-    return blocks_for(num_tokens, BLOCK_SIZE)

@@ -120,7 +120,7 @@ class SimulatedExecutor:
         return self.costs.compute_s(num_tokens) + self.costs.context_token_s * num_context
 
     def close(self) -> None:
-        """No-op."""
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class SimulatedPipeline:
         return 0
 
     def close(self) -> None:
-        """No-op."""
+        pass
 
 
 def _result(row: ScheduledRequest) -> RowResult:

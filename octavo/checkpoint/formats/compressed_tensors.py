@@ -154,7 +154,15 @@ class CompressedTensors(ByModule):
         levels = _read(module, tensors, scheme)
         codes = _codes(module, tensors, scheme.bits, levels.shape[1])
         if _has_whole_rows(scheme, levels):
-            return _whole_rows(codes, levels)
+            return PackedWeight(
+                levels.shape,
+                MAX_BITS,
+                "int",
+                (codes ^ np.uint8(1 << MAX_BITS - 1)).view(np.int8),
+                levels.shape[1],
+                Levels(levels.scales),
+                activation="per_token",
+            )
         if levels.permutation is not None:
             codes = codes[:, levels.permutation]
         return grouped_weight(
@@ -294,18 +302,6 @@ def _codes(module: str, tensors: Tensors, bits: int, inputs: int) -> NDArray[np.
 def _has_whole_rows(scheme: IntScheme, levels: IntLevels) -> bool:
     """Returns whether the matrix has signed bytes and one scale per output."""
     return scheme.bits == MAX_BITS and scheme.is_symmetric and levels.scales.shape[1] == 1
-
-
-def _whole_rows(codes: NDArray[np.uint8], levels: IntLevels) -> PackedWeight:
-    return PackedWeight(
-        levels.shape,
-        MAX_BITS,
-        "int",
-        (codes ^ np.uint8(1 << MAX_BITS - 1)).view(np.int8),
-        levels.shape[1],
-        Levels(levels.scales),
-        activation="per_token",
-    )
 
 
 # -- the config ------------------------------------------------------------------------------------

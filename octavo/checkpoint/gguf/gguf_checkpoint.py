@@ -238,7 +238,6 @@ class GgufCheckpoint:
         return found if default is None else found | {"default": default}
 
     def _vocabulary(self) -> Vocabulary:
-        """Returns the vocabulary in the header."""
         return Vocabulary(
             model=self._get("tokenizer.ggml.model", str, ""),
             pre=self._get("tokenizer.ggml.pre", str, ""),

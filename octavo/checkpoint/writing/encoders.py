@@ -246,7 +246,6 @@ def _own_order(matrix: RoundedMatrix) -> NDArray[np.uint8]:
 
 
 def _groups(matrix: RoundedMatrix) -> NDArray[np.int32]:
-    """Returns the group of each input."""
     inputs = matrix.codes.shape[1]
     groups = (np.arange(inputs) // matrix.grid.group).astype(np.int32)
     if matrix.permutation is None:

@@ -52,7 +52,9 @@ class ServeConfig:
 
         A text that names an entry of the file selects that entry.
         """
-        entries = [self._entry(text) for text in texts] or [*self.models] or [_default_entry()]
+        entries = (
+            [self._entry(text) for text in texts] or [*self.models] or [{"model": DEFAULT_MODEL}]
+        )
         if len(entries) > 1 and "served_model_name" in {**self.options, **given}:
             raise ConfigError(
                 "served_model_name: allowed with one model only",
@@ -155,7 +157,3 @@ def _engine_fields() -> dict[str, OptionField]:
 def _parse_entry(text: str) -> dict[str, Any]:
     name, model = name_and_model(text)
     return {"model": model} | ({} if name is None else {"served_model_name": name})
-
-
-def _default_entry() -> dict[str, Any]:
-    return {"model": DEFAULT_MODEL}

@@ -125,7 +125,6 @@ class KVHeadPartition:
         return first <= heads[0] < heads[1] <= last
 
     def is_whole(self, group: int, heads: Span) -> bool:
-        """Returns whether these are all heads of this rank."""
         return heads == self.span(group)
 
     def cut(self, group: int, block: NDArray[np.uint8], heads: Span) -> NDArray[np.uint8]:

@@ -210,7 +210,6 @@ class TransferChannel:
         self.fetcher.close()
 
     def carry_out(self, plan: ConnectorPlan) -> None:
-        """Starts the transfers of a plan."""
         self.sender.send_layers()  # of the previous step, whose blocks may be buffered now
         if plan.forget_all:
             self.sender.send_buffer.clear()

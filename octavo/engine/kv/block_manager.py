@@ -261,7 +261,6 @@ class BlockManager(BlockTables):
     # -- a request leaves, for good or for a while -------------------------------------------------
 
     def free(self, request_id: str) -> None:
-        """Releases all blocks of a request, if it has any."""
         self.hashes.chains.pop(request_id, None)
         if self._loader is not None and self.connector is not None:
             self._loader.cancel(request_id)

@@ -107,7 +107,6 @@ class PrefixCache:
             del self._after[key.parent]
 
     def remove_keys(self, keys: Iterable[BlockKey]) -> None:
-        """Removes the blocks with these keys."""
         for key in keys:
             block_id = self.find(key)
             if block_id is not None:

@@ -192,10 +192,6 @@ class KVConnector:
             self.fetching[block.name] = slot
         return slot
 
-    def has_fetched(self, request_id: str) -> bool:
-        """Returns whether a request has fetched blocks that are still held."""
-        return request_id in self.held
-
     def is_waiting(self, request_id: str) -> bool:
         """Returns whether some of a request's fetched blocks have not arrived yet."""
         return any(slot.is_awaited for _, slot in self.held.get(request_id, ()))

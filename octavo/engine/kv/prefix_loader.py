@@ -76,7 +76,7 @@ class PrefixLoader:
         ):
             return FETCHING
         left_out = self.left_out(request_id)
-        if not connector.has_fetched(request_id):
+        if request_id not in connector.held:
             is_stored = partial(connector.can_fetch, source=source)
             stored = self._finder.find_whole(keys, is_stored, left_out).stored()
             wanted = [(group, keys[index]) for group, index in stored]

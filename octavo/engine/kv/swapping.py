@@ -161,7 +161,6 @@ class HostBlocks:
         ]
 
     def drop(self, request_id: str) -> None:
-        """Releases a request's host blocks, if it has any."""
         for free, counts, table in zip(
             self.free, self.ref_counts, self.tables.pop(request_id, []), strict=False
         ):

@@ -122,7 +122,7 @@ class Replay:
         self._in_flight.append(then)
         if plan != then.plan:
             self._other_plan = True
-            self.found.differences.append(_difference(then.plan, plan))
+            self.found.differences.append(f"step {then.plan.step}: {_fields(then.plan, plan)}")
 
     def _is_repeat(self, event: Event) -> bool:
         """Returns whether an event is the result of a further decode step of the last plan."""
@@ -225,10 +225,6 @@ def make_scheduler(header: RecordingHeader, stop_texts: MakeStopTexts | None = N
 
 def _damaged(what: str) -> ConfigError:
     return ConfigError(f"the recording is damaged: {what}")
-
-
-def _difference(then: StepPlan, now: StepPlan) -> str:
-    return f"step {then.step}: {_fields(then, now)}"
 
 
 def _fields(then: msgspec.Struct, now: msgspec.Struct) -> str:

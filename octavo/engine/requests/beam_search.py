@@ -143,7 +143,7 @@ class BeamSearch:
         if self.is_done:
             progress.is_first = True
             progress.finish = self._finish()
-            progress.beams = self._best() or None
+            progress.beams = self._found[: self._params.n] or None
         return progress
 
     def _advance(self, rows: Sequence[SequenceState]) -> list[Branch]:
@@ -170,12 +170,7 @@ class BeamSearch:
         self.beams = [beam for beam, _ in children]
         return [Branch(beam, parent_id) for beam, parent_id in children]
 
-    def _best(self) -> list[BeamOutput]:
-        """Returns the requested number of finished sequences, the best first."""
-        return self._found[: self._params.n]
-
     def _finish(self) -> Finish:
-        """Returns the finish reason of the search."""
         if not self._found:
             return Finish("error", error="the beam search found no token that could follow")
         return Finish(self._found[0].finish_reason)

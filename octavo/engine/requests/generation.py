@@ -64,7 +64,6 @@ class SequenceState:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens."""
         return len(self.token_ids)
 
     @property

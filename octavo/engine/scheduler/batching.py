@@ -42,9 +42,7 @@ class Batching(Protocol):
     """A rule by which waiting requests start."""
 
     @property
-    def max_num_seqs(self) -> int:
-        """Maximum number of rows in a batch."""
-        ...
+    def max_num_seqs(self) -> int: ...
 
     def room(self, state: BatchingState) -> int:
         """Returns how many rows may start."""

@@ -27,8 +27,6 @@ them at once; the work of connectors waits for the next plan.
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Limits of one step."""
-
     max_num_batched_tokens: int
     max_num_seqs: int
     max_chunk: int | None

@@ -57,8 +57,6 @@ drafts tokens that a grammar forces.
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """Options of speculation."""
-
     method: SpecMethod
     max_tokens: int
     """Maximum draft tokens of a row, on each path."""

@@ -22,8 +22,6 @@ PART_BYTES = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class StateBlocks:
-    """Lane blocks of one group's heads."""
-
     num_heads: int
     head_width: int
     state_size: int
@@ -44,7 +42,6 @@ class StateBlocks:
 
     @property
     def part_floats(self) -> int:
-        """Floats in a part's state."""
         return self._blocks_a_part * LANES * self.state_size
 
     @property

@@ -223,7 +223,6 @@ class NativeWeights:
             self._packer.run()
 
     def pack(self) -> None:
-        """Packs all waiting weights."""
         self._packer.run()
 
     def floats(self, weight: Weight) -> NDArray[np.float32]:

@@ -50,8 +50,6 @@ MASKS = ("causal", "window", "chunk", "full")
 
 @dataclass(slots=True)
 class ReferenceRunnable(Runnable):
-    """A Program and its weights."""
-
     backend_name: ClassVar[str] = "reference"
     program: Program
     weights: dict[Weight, Floats]

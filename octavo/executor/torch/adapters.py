@@ -114,8 +114,6 @@ class TorchAdapters:
 
 @dataclass(frozen=True, slots=True)
 class StepAdapters:
-    """Adapters of one step's rows."""
-
     by_slot: Mapping[int, OpUpdates]
     slots: tuple[int, ...]
     """Slots used in the step."""
@@ -155,7 +153,6 @@ class StepAdapters:
 
 
 def _get_column_ranges(op: Op) -> list[tuple[Site, int, int]]:
-    """Returns the sites of an op with their column ranges."""
     if isinstance(op, ops.Embedding):
         return [((op.site, op.table), 0, op.table.shape[1])] if op.site else []
     if not isinstance(op, ops.Linear) or not op.sites:

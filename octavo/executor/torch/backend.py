@@ -57,8 +57,6 @@ LEAST_BF16_CAPABILITY = (8, 0)
 
 
 class TorchBackend(Backend):
-    """The torch backend on one device."""
-
     name = "torch"
 
     def __init__(
@@ -143,7 +141,7 @@ class TorchBackend(Backend):
             kernels=self._kernels,
             batch_invariant=options.batch_invariant,
             rows_alone=options.batch_invariant and not whole_steps,
-            num_threads=self._num_threads,
+            num_threads=self.options.num_threads if self.device.type == "cpu" else None,
             staging_bytes=staging_bytes(options, len(optimized.groups)),
             max_rows=options.max_rows,
             ranks=self.ranks,
@@ -248,10 +246,6 @@ class TorchBackend(Backend):
 
     def close(self) -> None:
         """Does nothing: memory is freed with the tensors."""
-
-    @property
-    def _num_threads(self) -> int | None:
-        return self.options.num_threads if self.device.type == "cpu" else None
 
     @property
     def packed_dtype(self) -> torch.dtype:

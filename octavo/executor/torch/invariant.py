@@ -38,8 +38,6 @@ def kernels_suffice(
 
 @dataclass(frozen=True, slots=True)
 class RowStep:
-    """A step of one row."""
-
     batch: StepBatch
     sample: int
     """Index among the step's sampled rows; -1 if it is not sampled."""

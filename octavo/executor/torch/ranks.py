@@ -85,7 +85,14 @@ class TorchRanks:
         self._store = (
             rendezvous.store
             if isinstance(rendezvous, Rendezvous)
-            else _joined_store(host, rendezvous, num_ranks)
+            else dist.TCPStore(
+                host,
+                rendezvous,
+                num_ranks,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=RENDEZVOUS_S),
+            )
         )
         self._group = _nccl(self) if device == "cuda" else _gloo(self)
         self.all_reduce(torch.zeros(1, device=self.device))
@@ -162,17 +169,6 @@ def own_address(host: str) -> str:
         probe.connect((host, 1))
         found: str = probe.getsockname()[0]
     return found
-
-
-def _joined_store(host: str, port: int, num_ranks: int) -> Any:
-    return dist.TCPStore(
-        host,
-        port,
-        num_ranks,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=RENDEZVOUS_S),
-    )
 
 
 def _gloo(ranks: TorchRanks) -> Any:

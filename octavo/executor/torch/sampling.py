@@ -118,7 +118,6 @@ def make_sampling_arrays(batch: SamplingBatch, stages: SamplingStages) -> dict[s
 
 
 def _rows(starts: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Returns the row of each entry."""
     return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
 
 

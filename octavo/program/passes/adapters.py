@@ -36,7 +36,6 @@ def with_sites(program: Program, whole: Program | None = None) -> Program:
 
 
 def iter_sites(program: Program) -> Iterator[Site]:
-    """Yields every site of a Program."""
     for op in program.ops:
         if isinstance(op, Linear):
             yield from zip(op.sites, op.weights_, strict=bool(op.sites))

@@ -33,7 +33,6 @@ def _make_draft_group(group: CacheGroup) -> CacheGroup:
 
 
 def _renamed(op: Op) -> Op:
-    """Renames the group of an op, if it has one."""
     group = getattr(op, "group", None)
     if group is None:
         return op

@@ -188,6 +188,5 @@ def _without_version(path: str) -> list[str]:
 
 
 def _methods(scope: Scope, routes: list[Route]) -> list[str]:
-    """Returns the methods of all routes with this path."""
     taking = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
     return sorted({method for route in taking for method in route.methods or ()})

@@ -61,7 +61,6 @@ def listen_on_path(path: str) -> socket.socket:
 
 
 def remove_socket(path: str) -> None:
-    """Removes a unix socket."""
     with suppress(OSError):
         Path(path).unlink()
 

@@ -66,7 +66,13 @@ class Tracer:
             f"{finished.scope['method']} {route}".strip(),
             self._propagator.extract(headers),
             trace.SpanKind.SERVER,
-            _attributes(finished, route),
+            {
+                "http.request.method": finished.scope["method"],
+                "http.route": route,
+                "http.response.status_code": finished.status,
+                "octavo.request_id": finished.record.request_id,
+                "octavo.key": finished.record.owner,
+            },
             start_time=int((epoch_s + finished.started_s) * NS),
         )
         if finished.status >= 500:
@@ -86,16 +92,6 @@ class Tracer:
     def close(self) -> None:
         """Flushes pending spans."""
         self._provider.shutdown()
-
-
-def _attributes(finished: FinishedRequest, route: str) -> dict[str, Any]:
-    return {
-        "http.request.method": finished.scope["method"],
-        "http.route": route,
-        "http.response.status_code": finished.status,
-        "octavo.request_id": finished.record.request_id,
-        "octavo.key": finished.record.owner,
-    }
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:

@@ -82,7 +82,7 @@ async def show(
     return {
         "modelfile": f"FROM {slot.name}\n",
         "parameters": _parameters(slot),
-        "template": _template(slot),
+        "template": "" if slot.outline is None else slot.outline.chat_template,
         "details": _details(slot),
         "model_info": {"general.basename": slot.name, **_model_info(slot)},
         "capabilities": _capabilities(slot),
@@ -166,10 +166,6 @@ def _parameters(slot: EngineSlot) -> str:
         for name, value in values.items()
         if value not in (None, getattr(usual, NAMES[name])) and not isinstance(value, list)
     )
-
-
-def _template(slot: EngineSlot) -> str:
-    return "" if slot.outline is None else slot.outline.chat_template
 
 
 def _capabilities(slot: EngineSlot) -> list[str]:

@@ -206,7 +206,6 @@ class ChatFormatter(OpenAIFormatter):
 
 
 def _conversation(body: ChatBody, model: ServedModel, settings: ServerSettings) -> Conversation:
-    """Builds the conversation from the body."""
     rendering = make_rendering(body, model, settings, add_special_tokens=body.add_special_tokens)
     truncation = parse_truncation(body, model.llm, _max_tokens(body))
     messages = plain_messages(

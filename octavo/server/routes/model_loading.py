@@ -136,7 +136,6 @@ def _make_spec(service: Service, body: LoadBody) -> ModelSpec:
 
 
 def _check_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns checked engine options."""
     for name in options:
         if name in OF_THE_MACHINE:
             raise InvalidRequest(

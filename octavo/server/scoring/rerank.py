@@ -6,7 +6,7 @@ Sources: the three API references.
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
@@ -76,7 +76,11 @@ async def cohere_rerank(
     made = {
         "id": name,
         "results": _results(answer.outputs, body, repeats=body.return_documents is True),
-        "meta": _meta(answer.num_tokens),
+        "meta": {
+            "api_version": {"version": "2"},
+            "billed_units": {"search_units": 1},
+            "tokens": {"input_tokens": answer.num_tokens, "output_tokens": 0},
+        },
     }
     return Response(msgspec.json.encode(made), media_type="application/json")
 
@@ -104,11 +108,3 @@ def _results(
         RankedEntry(index, scores[index], RankedText(texts[index]) if repeats else msgspec.UNSET)
         for index in order[: body.top_n or None]
     ]
-
-
-def _meta(num_tokens: int) -> dict[str, Any]:
-    return {
-        "api_version": {"version": "2"},
-        "billed_units": {"search_units": 1},
-        "tokens": {"input_tokens": num_tokens, "output_tokens": 0},
-    }

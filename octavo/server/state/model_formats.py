@@ -33,7 +33,6 @@ class ModelFormats:
 
     @staticmethod
     def of(llm: AsyncLLM) -> ModelFormats:
-        """Returns the formats of a loaded model."""
         options = llm.config.model
         tokenizer = None if options.skip_tokenizer_init else llm.get_tokenizer()
         template = None if tokenizer is None else tokenizer.chat_template

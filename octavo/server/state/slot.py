@@ -62,7 +62,6 @@ class EngineSlot:
 
     @staticmethod
     def of(llm: AsyncLLM) -> EngineSlot:
-        """Returns the slot of a loaded engine."""
         return EngineSlot(ModelSpec.of(llm.config.to_options()), llm)
 
     @property

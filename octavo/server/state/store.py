@@ -340,7 +340,6 @@ def incoming_folder(folder: Path) -> Path:
 
 
 def get_file_path(folder: Path, file_id: str) -> Path:
-    """Returns the path of a stored file."""
     return files_folder(folder) / file_id
 
 

@@ -72,7 +72,6 @@ class ArgumentTypes:
 
 @lru_cache(maxsize=1024)
 def parse_argument_types(schema: str) -> ArgumentTypes:
-    """Returns the argument types of a schema given as JSON."""
     return ArgumentTypes(json.loads(schema))
 
 

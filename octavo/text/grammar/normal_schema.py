@@ -84,7 +84,6 @@ class ObjectShape:
     most: int | None = None
 
     def get_schema(self, name: str) -> Schema:
-        """Returns the schema of a property."""
         if name in self.properties:
             return self.properties[name]
         found = [schema for pattern, schema in self.patterns if matches(pattern, name)]

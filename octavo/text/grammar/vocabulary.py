@@ -15,8 +15,6 @@ MOST_EXTENSIONS = 16
 
 
 class VocabularyTexts:
-    """Token texts of one vocabulary."""
-
     def __init__(self, tokens: Sequence[bytes], special_token_ids: Collection[int]) -> None:
         self._ids: dict[bytes, list[int]] = {}
         special = frozenset(special_token_ids)

@@ -67,13 +67,11 @@ class OpenedHead:
         )
 
     def formats(self, program: Program) -> FormatOf:
-        """Returns the formats of the head's weights."""
         ours, theirs = self._formats(self.own, program), self._formats(self.target, program)
         shared = self.head.shared
         return lambda weight: theirs(weight) if weight in shared else ours(weight)
 
     def reader(self, program: Program) -> Reader:
-        """Returns a reader of the head's weights."""
         own, target = self._reader(self.own, program), self._reader(self.target, program)
         return JoinedReader(own, target, self.head.shared)
 

@@ -140,7 +140,12 @@ class BlockDirectory:
         header = make_header(self._fingerprint, block.group, block.key, len(data))
         gone = self._make_room(len(header) + len(data))
         try:
-            num_bytes = write_block_file(path, self._new_temporary(), header, data)
+            num_bytes = write_block_file(
+                path,
+                self._temporary / f"{os.getpid()}-{id(self):x}-{next(self._counter)}",
+                header,
+                data,
+            )
         except OSError:
             self._num_write_errors += 1
             raise
@@ -280,9 +285,6 @@ class BlockDirectory:
             return False
         self._files[path].used_at = when
         return True
-
-    def _new_temporary(self) -> Path:
-        return self._temporary / f"{os.getpid()}-{id(self):x}-{next(self._counter)}"
 
     def _parse_name(self, path: Path) -> BlockHashWithGroupId | None:
         """Parses a file name; returns None for files of other fingerprints and other kinds."""

@@ -56,7 +56,9 @@ class CalibrationRun:
         kv = ReferenceKvCache([make_kv_layout(group) for group in self._program.groups], counts)
         self._step = ReferenceStep(self._program, {}, batch, kv.groups, multiply=multiply)
         self._unread = Counter(value.name for op in self._program.ops for value in op.inputs)
-        self._last_read = _last_reads(self._program)
+        self._last_read = {
+            value.name: index for index, op in enumerate(self._program.ops) for value in op.inputs
+        }
         self.index = 0
 
     @property
@@ -208,10 +210,6 @@ def _in_place(op: Any, places: Mapping[tuple[str, int], int]) -> Op:
     key = _get_layer(op)
     placed: Op = op if key is None else replace(op, layer=places[key])
     return placed
-
-
-def _last_reads(program: Program) -> dict[str, int]:
-    return {value.name: index for index, op in enumerate(program.ops) for value in op.inputs}
 
 
 def _rows_in_order(op: Embedding, table: NDArray) -> Floats:

@@ -71,7 +71,7 @@ class AppendTokens(msgspec.Struct, tag=True):
 
 
 class CloseRank(msgspec.Struct, tag=True):
-    """End."""
+    pass
 
 
 ToRank = RankSetup | Measure | Allocate | Execute | AppendTokens | CloseRank

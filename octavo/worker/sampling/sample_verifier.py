@@ -281,7 +281,6 @@ class SampleVerifier:
         kept: SampledLogits,
         resample: ResampleBuilder,
     ) -> None:
-        """Resamples an entry from its processed logits."""
         logits = kept.logits(entry)
         if np.isnan(logits).any():
             return  # the sample has failed already

@@ -67,10 +67,12 @@ class StagePipes:
         last, _ = self._get_ends(0)
         assert last is not None
         self.close(keep=last)
-        return StageLink(self._num_stages - 1, self._num_stages, self._receiver(last), None)
-
-    def _receiver(self, last: Connection) -> HiddenReceiver:
-        return HiddenReceiver(last, get_stage_name(self._num_stages - 2, self._num_stages))
+        return StageLink(
+            self._num_stages - 1,
+            self._num_stages,
+            HiddenReceiver(last, get_stage_name(self._num_stages - 2, self._num_stages)),
+            None,
+        )
 
     def close(self, keep: Connection | None = None) -> None:
         for end in (end for pipe in self._pipes for end in pipe):

@@ -49,7 +49,13 @@ class OutputItem:
                     "status": status,
                 }
             case _:
-                return message_item(self.id, self.part(), status)
+                return {
+                    "id": self.id,
+                    "type": "message",
+                    "role": "assistant",
+                    "status": status,
+                    "content": [self.part()],
+                }
 
     def part(self) -> dict[str, Any]:
         """Returns the content of a message or of reasoning."""
@@ -116,16 +122,6 @@ def parse_output(response_id: str, parser: OutputParser, pieces: Iterable[Piece]
         made.add_piece(reader.read(text), logprobs)
     made.add_piece(reader.read("", finished=True), [])
     return made
-
-
-def message_item(item_id: str, part: dict[str, Any], status: str) -> dict[str, Any]:
-    return {
-        "id": item_id,
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": [part],
-    }
 
 
 def call_item(item_id: str, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:

@@ -134,7 +134,6 @@ async def make_request(
 async def count_input_tokens(
     asked: ResponseRequest, model: ServedModel, store: Store | None
 ) -> int:
-    """Returns the number of prompt tokens of a response."""
     talk, _ = await _make_conversation(asked, model, store)
     return len((await talk.prompt(model))["prompt_token_ids"])
 
