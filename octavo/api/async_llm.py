@@ -149,11 +149,11 @@ class AsyncLLM:
         """Compiles the grammar of a request with structured output before `submit`, in a thread
         unless it is cached. Raises InvalidRequest if the grammar is not supported.
         """
-        if not isinstance(params, SamplingParams) or self._frontend.has_grammar(params):
+        if not isinstance(params, SamplingParams) or self._frontend.inputs.has_grammar(params):
             return
         self._streams.check_alive()
         self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
-        await asyncio.to_thread(self._frontend.check_grammar, params)
+        await asyncio.to_thread(self._frontend.inputs.check_grammar, params)
 
     def adapter(self, request: LoRARequest) -> AdapterRef:
         """Reads and checks the adapter files of a request, for `submit`. Blocking, thread-safe;
@@ -305,12 +305,12 @@ class AsyncLLM:
         vocabulary has no FIM tokens.
         """
         if not is_long(prefix) and not is_long(suffix):
-            return self._frontend.infill_prompt(prefix, suffix)
+            return self._frontend.inputs.prompts.infill_prompt(prefix, suffix)
         return await asyncio.to_thread(self._frontend.infill_prompt, prefix, suffix)
 
     def render_chat(self, messages: Messages, rendering: Rendering = DEFAULT_RENDERING) -> str:
         """Renders a conversation with the model's chat template, as text."""
-        return self._frontend.render_chat(messages, rendering)
+        return self._frontend.inputs.prompts.render_chat(messages, rendering)
 
     async def abort(self, request_id: str) -> None:
         """Aborts a request; its stream gets a final output with finish_reason "abort"."""

@@ -80,9 +80,9 @@ class PoolingParams(msgspec.Struct, kw_only=True, tag="pooling", metaclass=Check
     bad_words: ClassVar[list[str] | None] = None
 
     def __post_init__(self) -> None:
-        _check_number("dimensions", self.dimensions, 1)
+        _check_number("dimensions", self.dimensions)
         if self.truncate_prompt_tokens != MODEL_LIMIT:
-            _check_number("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, " or -1")
+            _check_number("truncate_prompt_tokens", self.truncate_prompt_tokens, " or -1")
         if self.normalize is not None and not isinstance(self.normalize, bool):
             raise _make_error("normalize", self.normalize, "True or False")
         if self.activation not in (None, *get_args(PoolingActivation)):
@@ -92,12 +92,12 @@ class PoolingParams(msgspec.Struct, kw_only=True, tag="pooling", metaclass=Check
 RequestParams: TypeAlias = SamplingParams | PoolingParams
 
 
-def _check_number(name: str, value: object, low: int, others: str = "") -> None:
+def _check_number(name: str, value: object, others: str = "") -> None:
     if value is None:
         return
     number = whole_number(value)
-    if number is None or not low <= number < 1 << 31:
-        raise _make_error(name, value, f"an integer from {low} to {(1 << 31) - 1}{others}")
+    if number is None or not 1 <= number < 1 << 31:
+        raise _make_error(name, value, f"an integer from 1 to {(1 << 31) - 1}{others}")
 
 
 def _make_error(name: str, value: Any, allowed: str) -> InvalidRequest:

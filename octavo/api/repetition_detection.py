@@ -34,11 +34,6 @@ class RepetitionDetection(msgspec.Struct, kw_only=True, frozen=True, metaclass=C
         if self.max_pattern_size:
             _check("min_count", self.min_count, 2, MAX_COUNT)
 
-    @property
-    def num_checked_tokens(self) -> int:
-        """Number of last tokens that the check reads."""
-        return self.max_pattern_size * max(2, self.min_count)
-
     def matches(self, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         """Returns whether the output tokens end with a repeated pattern."""
         num_tokens, last = len(token_ids), token_ids[-1]

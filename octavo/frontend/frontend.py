@@ -35,7 +35,7 @@ from octavo.frontend.input_processor import (
     RequestContext,
 )
 from octavo.frontend.live_requests import LiveRequest, live_request, views_by_id
-from octavo.frontend.output_processor import KEPT_S, AbortedRequest, OutputProcessor, RequestState
+from octavo.frontend.output_processor import KEPT_S, OutputProcessor, RequestState
 from octavo.frontend.pins import COMPUTE, check_pin, make_pin
 from octavo.frontend.pooling import PoolingInputs, PoolingJobs
 from octavo.frontend.prompt_inputs import Truncation
@@ -165,16 +165,6 @@ class Frontend:
             )
         return self.inputs.process(request_id, prompt, params, origin, adapter=adapter)
 
-    def has_grammar(self, params: SamplingParams) -> bool:
-        """Returns whether a request needs no grammar, or its grammar is already compiled."""
-        return self.inputs.has_grammar(params)
-
-    def check_grammar(self, params: SamplingParams) -> None:
-        """Compiles a request's grammar; raises InvalidRequest if it is not supported.
-        Thread-safe.
-        """
-        self.inputs.check_grammar(params)
-
     def adapter(self, request: LoRARequest) -> AdapterRef:
         """Reads and checks the adapter of a request; raises InvalidRequest if it is invalid.
         Thread-safe.
@@ -254,22 +244,6 @@ class Frontend:
             self.client.abort(effects.abort_ids)
         return effects.changed
 
-    def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
-        """Returns the whole output of a request so far, or with `only_new` the part since the last
-        call; the final output is returned once.
-        """
-        return self.outputs.output(request_id, only_new=only_new)
-
-    def is_finished(self, request_id: str) -> bool:
-        """Returns whether the request's next output is its final one."""
-        return self.outputs.is_finished(request_id)
-
-    def lost(self, request_id: str) -> AbortedRequest | None:
-        """Returns the measurements of a request that is about to be aborted; None if it is
-        unknown.
-        """
-        return self.outputs.lost(request_id)
-
     def abort(self, request_id: str) -> None:
         """Aborts a request; its final output has the finish_reason "abort"."""
         unfinished = self.outputs.unfinished_ids(request_id)
@@ -347,16 +321,6 @@ class Frontend:
         """Renders a conversation through the model's chat template, as a prompt of token ids."""
         self.check_generates()
         return self.inputs.prompts.chat_prompt(messages, rendering, truncation)
-
-    def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
-        """Returns the infilling prompt for the text between a prefix and a suffix; raises
-        InvalidRequest if the model's vocabulary has no tokens for it.
-        """
-        return self.inputs.prompts.infill_prompt(prefix, suffix)
-
-    def render_chat(self, messages: Messages, rendering: Rendering = DEFAULT_RENDERING) -> str:
-        """Renders a conversation through the model's chat template, as text."""
-        return self.inputs.prompts.render_chat(messages, rendering)
 
     # -- the engine as a whole ---------------------------------------------------------------------
 

@@ -55,13 +55,13 @@ class RequestStream:
         if self._error is not None:
             self._finished = True
             raise self._error
-        output = self._frontend.output(self.request_id, only_new=self._deltas)
+        output = self._frontend.outputs.output(self.request_id, only_new=self._deltas)
         self._finished = output.finished
         return output
 
     async def final(self) -> RequestOutput:
         """Waits for the final output; earlier ones are not even created."""
-        while not (self._error or self._frontend.is_finished(self.request_id)):
+        while not (self._error or self._frontend.outputs.is_finished(self.request_id)):
             await self._wait()
         self._changed = True
         return await anext(self)
@@ -78,7 +78,7 @@ class RequestStream:
         if self._finished:
             return False
         self._finished = True
-        self.lost = self._frontend.lost(self.request_id)
+        self.lost = self._frontend.outputs.lost(self.request_id)
         self._drop(self.request_id)
         return True
 

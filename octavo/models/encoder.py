@@ -195,9 +195,9 @@ def _qkv(
     return q, k, v
 
 
-def bert_mlp(config: HfConfig, *, name: str = "hidden_act") -> Mlp:
+def bert_mlp(config: HfConfig) -> Mlp:
     """Returns BERT's MLP, output(f(intermediate(x)))."""
-    width, activation = config.size("intermediate_size"), config.activation(name, "gelu")
+    width, activation = config.size("intermediate_size"), config.activation("hidden_act", "gelu")
 
     def mlp(b: Builder, x: Value, layer: str) -> Value:
         inner = b.act(b.linear(x, f"{layer}.intermediate.dense", width, bias=True), activation)

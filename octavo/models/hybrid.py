@@ -57,20 +57,18 @@ def _indices(chosen: Sequence[bool]) -> list[int]:
     return [sum(chosen[:layer]) for layer in range(len(chosen))]
 
 
-def layers_by_type(
-    config: HfConfig, num_layers: int, name: str = "layer_types"
-) -> LayerPlan | None:
+def layers_by_type(config: HfConfig, num_layers: int) -> LayerPlan | None:
     """Reads which layers have attention from a list of types (transformers 4 or 5 names), or None
     without a list.
     """
-    types = config.values.get(name)
+    types = config.values.get("layer_types")
     if types is None:
         return None
     attends, recurs = ("full_attention", "attention"), ("linear_attention", "mamba")
     known = {*attends, *recurs}
     if not isinstance(types, list) or len(types) != num_layers or not known.issuperset(types):
         raise UnsupportedModel(
-            f"config.json: {name} is {types!r}, expected a list of {num_layers} of"
+            f"config.json: layer_types is {types!r}, expected a list of {num_layers} of"
             f" {', '.join(attends + recurs)}"
         )
     return LayerPlan([kind in attends for kind in types], [kind in recurs for kind in types])

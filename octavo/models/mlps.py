@@ -31,14 +31,13 @@ def stacked_gated_mlp(
     activation: Activation,
     *,
     names: tuple[str, str] = ("gate_up_proj", "down_proj"),
-    bias: bool = False,
 ) -> Value:
     """Appends a gated MLP with gate and up projection in one module, gate first."""
     gate, up = (
-        linear_part(b, x, f"{name}.{names[0]}", Rows(width, 2 * width, start), bias=bias)
+        linear_part(b, x, f"{name}.{names[0]}", Rows(width, 2 * width, start))
         for start in (0, width)
     )
-    return b.linear(b.act_mul(gate, up, activation), f"{name}.{names[1]}", x.width, bias=bias)
+    return b.linear(b.act_mul(gate, up, activation), f"{name}.{names[1]}", x.width)
 
 
 def gated_mlp(

@@ -19,19 +19,14 @@ Projection = Callable[[Builder, Value, str], tuple[Value, Value, Value]]
 """Appends the projections of q, k and v; takes the attention's module name."""
 
 
-def separate_qkv(
-    shape: DecoderShape,
-    *,
-    bias: bool = False,
-    names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
-) -> Projection:
+def separate_qkv(shape: DecoderShape, *, bias: bool) -> Projection:
     """Returns a projection with separate modules for q, k and v."""
     widths = shape.qkv_widths
 
     def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
         q, k, v = (
             b.linear(x, f"{module}.{name}", width, bias=bias)
-            for name, width in zip(names, widths, strict=True)
+            for name, width in zip(("q_proj", "k_proj", "v_proj"), widths, strict=True)
         )
         return q, k, v
 

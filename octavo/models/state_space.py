@@ -201,15 +201,15 @@ class Mamba2:
         return norm(b.act_mul(gate, x, "silu"))
 
 
-def step_limits(config: HfConfig, name: str = "time_step_limit") -> tuple[float, float]:
+def step_limits(config: HfConfig) -> tuple[float, float]:
     """Reads the bounds of the step size; unbounded if missing."""
-    given = config.values.get(name)
+    given = config.values.get("time_step_limit")
     if given is None:
         return 0.0, float("inf")
     numbers = [_number(entry) for entry in given] if isinstance(given, list | tuple) else []
     if len(numbers) != 2 or None in numbers:
         raise UnsupportedModel(
-            f"config.json: {name} is {given!r}, expected a list of a minimum and a maximum"
+            f"config.json: time_step_limit is {given!r}, expected a list of a minimum and a maximum"
         )
     low, high = numbers
     assert low is not None and high is not None

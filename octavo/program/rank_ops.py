@@ -76,7 +76,3 @@ class Collect(Op):
     def firsts(self) -> tuple[int, ...]:
         """First expert of each rank."""
         return tuple(accumulate(self.num_experts, initial=0))[:-1]
-
-
-HOST_OPS: tuple[type[Op], ...] = (AllReduce, AllGather, Collect)
-"""Ops that end a segment, because the host acts between segments."""

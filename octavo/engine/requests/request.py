@@ -197,11 +197,6 @@ class Request(SequenceState):
         return 0 if self.source.encoder_input is None else self.source.encoder_input.num_tokens
 
     @property
-    def num_unencoded(self) -> int:
-        """Rows that its encoder computes before its own next tokens."""
-        return 0 if self.is_encoded else self.num_input_tokens
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 

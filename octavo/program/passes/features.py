@@ -49,13 +49,6 @@ def with_features(program: Program, features: Features, group: str) -> Program:
     return found
 
 
-def feature_width(program: Program, features: Features) -> int:
-    """Returns the width of a feature row."""
-    if features.layers:
-        return features.weights[0].shape[0]
-    return _gather(program).x.width
-
-
 def _select_layers(program: Program, features: Features) -> tuple[Sequence[Op], Value]:
     inputs = layer_inputs(program)
     missing = [layer for layer in features.layers if layer not in inputs]

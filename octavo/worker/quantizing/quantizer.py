@@ -125,7 +125,7 @@ class Quantizer:
         with Bar("matrices", len(self.plan.matrices)) as bar:
             for name, plan in self.plan.matrices.items():
                 if name not in written:
-                    self.destination.write_matrix(plan, self._nearest(plan, None))
+                    self.destination.write_matrix(plan, self._nearest(plan))
                     self.journal.wrote([name])
                     self.journal.note()
                 bar.advance()
@@ -216,7 +216,7 @@ class Quantizer:
             statistics = RowStatistics(rows[experts == expert], self.recipe.damp_percent)
             if statistics.is_empty:
                 self.journal.listed.append(plan.module)
-                rounded = self._nearest(plan, None)
+                rounded = self._nearest(plan)
             else:
                 rounded = self._rounded(plan, self._weight(plan), statistics)
             made.append(rounded.values())
@@ -233,8 +233,8 @@ class Quantizer:
             return statistics.gptq.round_by_groups(weight, self.destination.fit(plan))
         return nearest(weight, statistics.importance, self.destination.fit(plan))
 
-    def _nearest(self, plan: MatrixPlan, importance: Floats32 | None) -> RoundedMatrix:
-        return nearest(self._weight(plan), importance, self.destination.fit(plan))
+    def _nearest(self, plan: MatrixPlan) -> RoundedMatrix:
+        return nearest(self._weight(plan), None, self.destination.fit(plan))
 
     def _weight(self, plan: MatrixPlan) -> Floats32:
         """Returns a matrix in fp32; WeightMismatch if it has a NaN or a value without a scale in
