@@ -306,7 +306,7 @@ class AsyncLLM:
         """
         if not is_long(prefix) and not is_long(suffix):
             return self._frontend.inputs.prompts.infill_prompt(prefix, suffix)
-        return await asyncio.to_thread(self._frontend.infill_prompt, prefix, suffix)
+        return await asyncio.to_thread(self._frontend.inputs.prompts.infill_prompt, prefix, suffix)
 
     def render_chat(self, messages: Messages, rendering: Rendering = DEFAULT_RENDERING) -> str:
         """Renders a conversation with the model's chat template, as text."""
