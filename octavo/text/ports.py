@@ -80,8 +80,8 @@ class Matcher(Protocol):
         ...
 
     def mask(self) -> bytes:
-        """Returns a bit per token, lowest first: whether it may come next. End tokens may if the
-        text is complete.
+        """Returns a bit per token, lowest first: whether it may come next. Includes end tokens if
+        the text is complete.
         """
         ...
 

@@ -103,7 +103,7 @@ class Worker:
         return self._finish(plan, outcome, began)
 
     def decode(self, plan: StepPlan) -> Generator[StepResult]:
-        """Carries out a plan of several decode steps, one each time the iterator is advanced.
+        """Executes a plan of several decode steps, one each time the iterator is advanced.
 
         If its rows are not decoded together, or the first step raises, computes one step.
         """

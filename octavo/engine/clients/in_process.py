@@ -101,7 +101,7 @@ class InProcessClient:
 
 
 def apply_command(core: EngineCore, command: Command) -> None:
-    """Carries out a command that has no reply."""
+    """Executes a command that has no reply."""
     if isinstance(command, AddRequests):
         for request in command.requests:
             core.add(request)

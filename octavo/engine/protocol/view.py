@@ -59,7 +59,7 @@ class BlockMap(msgspec.Struct):
 
 
 class StepMark(NamedTuple):
-    """One step that was carried out."""
+    """An executed step."""
 
     step: int
     ms: float

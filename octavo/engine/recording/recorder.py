@@ -105,7 +105,7 @@ class StepComputed(msgspec.Struct, tag=True):
 
     result: StepResult
     failed: bool = False
-    """Whether the step failed as a whole, carried out no one knows how far."""
+    """Whether the step failed as a whole, possibly after partial execution."""
 
 
 Event = (

@@ -1,4 +1,4 @@
-"""The process of a rank other than the first: loads its part of the model, then carries out every
+"""The process of a rank other than the first: loads its part of the model, then executes every
 plan that the first rank sends.
 
 Started by `other_ranks.py` with a pipe to the first rank, or by `octavo rank` on another machine.
