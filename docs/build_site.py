@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "build" / "site-pages"
-FOLDERS = ("docs", "benchmarks", "deploy")
+FOLDERS = ("docs", "benchmarks", "deploy", "examples")
 LINK = re.compile(r"\]\(([^)#\s]+)")
 
 

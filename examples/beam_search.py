@@ -1,22 +1,25 @@
-"""The most likely continuations of a prompt, by beam search, beside the most likely of ten
-samples."""
+r"""Beam search: the most likely continuations of a prompt, next to the greedy one.
+
+    $ python beam_search.py
+      -9.36 ' to start with the basics and gradually expand your skill set as you become ...
+     -10.47 ' to start with the basics and gradually expand your skill set. This can be done'
+     -10.48 ' to start with the basics and gradually expand your skill set as you become ...
+     -10.52 ' to start with the basics and gradually expand your skill set. Start with ...
+     -14.54 " to start with the basics.\n\nFirst, you'll need to prepare a" (greedy)
+
+Optional argument: the model.
+"""
 
 import sys
 
 from octavo import LLM, BeamSearchParams, SamplingParams
 
-PROMPT = "The colours of the rainbow are"
+PROMPT = "The best way to learn to cook is"
 
 with LLM(model=sys.argv[1] if len(sys.argv) > 1 else "smollm2") as llm:
-    (found,) = llm.beam_search(
-        [PROMPT], BeamSearchParams(beam_width=4, max_tokens=16, length_penalty=0.5)
-    )
+    (found,) = llm.beam_search([PROMPT], BeamSearchParams(beam_width=4, max_tokens=16))
+    params = SamplingParams(temperature=0, repetition_penalty=1, max_tokens=16, logprobs=0)
+    (greedy,) = llm.generate([PROMPT], params)
     for beam in found.outputs:
-        print(f"{beam.cumulative_logprob:8.3f} {beam.text!r}")
-    (drawn,) = llm.generate(
-        [PROMPT], SamplingParams(n=1, best_of=10, temperature=0.8, seed=1, max_tokens=16)
-    )
-    print(
-        f"{drawn.outputs[0].cumulative_logprob:8.3f} {drawn.outputs[0].text!r} (the best of ten"
-        " samples)"
-    )
+        print(f"{beam.cumulative_logprob:7.2f} {beam.text!r}")
+    print(f"{greedy.outputs[0].cumulative_logprob:7.2f} {greedy.outputs[0].text!r} (greedy)")

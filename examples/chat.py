@@ -1,4 +1,10 @@
-"""A conversation, its answer streamed word by word, offline."""
+"""Stream a chat response word by word, in Python without a server.
+
+    $ python chat.py
+    The capital of France is Paris.
+
+Optional argument: the model.
+"""
 
 import sys
 
@@ -10,11 +16,10 @@ messages = [
 ]
 
 with LLM(model=sys.argv[1] if len(sys.argv) > 1 else "smollm2") as llm:
-    shown = 0
-    for output in llm.stream(
-        llm.chat_prompt(messages), SamplingParams(temperature=0, max_tokens=40)
-    ):
-        text = output.outputs[0].text
-        print(text[shown:], end="", flush=True)
-        shown = len(text)
+    prompt = llm.chat_prompt(messages)
+    num_shown = 0
+    for output in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=40)):
+        text = output.outputs[0].text  # the text so far
+        print(text[num_shown:], end="", flush=True)
+        num_shown = len(text)
     print()

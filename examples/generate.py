@@ -1,4 +1,12 @@
-"""Several prompts at once, offline."""
+"""Complete several prompts in one batch.
+
+    $ python generate.py
+    The capital of France is Paris.
+    Water boils at 100°C, which is a perfect Celsius.
+    The opposite of cold is warm.
+
+Optional argument: the model.
+"""
 
 import sys
 
@@ -7,5 +15,6 @@ from octavo import LLM, SamplingParams
 prompts = ["The capital of France is", "Water boils at", "The opposite of cold is"]
 
 with LLM(model=sys.argv[1] if len(sys.argv) > 1 else "smollm2") as llm:
-    for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12)):
-        print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
+    params = SamplingParams(temperature=0, max_tokens=20, stop="\n")
+    for output in llm.generate(prompts, params):
+        print(output.prompt + output.outputs[0].text)

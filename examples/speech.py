@@ -1,13 +1,18 @@
-"""Transcribes a WAV file, given as an argument, with its timestamps. Needs the extra `audio`."""
+"""Transcribe an audio file (WAV, FLAC, OGG, MP3) with timestamps.
+
+    $ pip install 'octavo[audio]'
+    $ python speech.py speech.wav
+
+Optional second argument: the model.
+"""
 
 import sys
 
 from octavo import LLM
 
 if len(sys.argv) < 2:
-    print("usage: python examples/speech.py FILE.wav")
-else:
-    with LLM(model="whisper-tiny.en") as llm:
-        (heard,) = llm.transcribe(sys.argv[1], timestamps=True)
-        for segment in heard.segments:
-            print(f"{segment.start:6.2f} s {segment.text}")
+    sys.exit("usage: python speech.py FILE [MODEL]")
+with LLM(model=sys.argv[2] if len(sys.argv) > 2 else "whisper-tiny.en") as llm:
+    (transcript,) = llm.transcribe(sys.argv[1], timestamps=True)
+    for segment in transcript.segments:
+        print(f"{segment.start_s:6.2f} s {segment.text}")

@@ -23,6 +23,7 @@ MAX_TREE_WIDTH = 8
 def check(config: EngineConfig) -> None:
     """Raises ConfigError if a value is out of range or options conflict."""
     _check_tenants(config.scheduler)
+    _check_priority_function(config.scheduler)
     _check_prefill(config.scheduler)
     _check_prefix_cache(config.cache)
     _check_observe(config.observe)
@@ -53,6 +54,20 @@ def _check_tenants(options: SchedulerOptions) -> None:
         raise ConfigError(
             f"scheduling_policy: {got}, but tenant_weight and max_num_seqs_per_tenant require fair",
             hint="set scheduling_policy to fair",
+        )
+
+
+def _check_priority_function(options: SchedulerOptions) -> None:
+    name = options.priority_function
+    if name is None:
+        return
+    module, _, function = name.partition(":")
+    if not (module and function):
+        raise ConfigError(f"priority_function: got {name!r}, expected MODULE:FUNCTION")
+    if options.scheduling_policy != "priority":
+        raise ConfigError(
+            f"priority_function: not allowed with scheduling_policy {options.scheduling_policy!r}",
+            hint="set scheduling_policy to priority",
         )
 
 

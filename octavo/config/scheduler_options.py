@@ -67,6 +67,14 @@ class SchedulerOptions:
         details="fcfs: by arrival; priority: by the request's priority, lower first; fair: the"
         " tenant with the least service relative to its weight.",
     )
+    priority_function: str | None = option(
+        None,
+        "Scheduling",
+        "Compute priorities by this function",
+        details="A Python function, as MODULE:FUNCTION. It is called with each new request under"
+        " the policy priority and returns a whole number; lower values start first.",
+        metavar="FUNCTION",
+    )
     tenant_weight: tuple[str, ...] = option(
         (),
         "Scheduling",

@@ -23,12 +23,13 @@ from octavo.api.sampling_options import MAX_BIAS, whole_number
 from octavo.api.sampling_params import SamplingParams
 from octavo.api.structured_outputs import GrammarSpec
 from octavo.engine.protocol.prompt_limits import AllocStatus, PromptLimits
-from octavo.engine.protocol.requests import BACKGROUND_PRIORITY, EngineRequest
+from octavo.engine.protocol.requests import BACKGROUND_PRIORITY, MAX_PRIORITY, EngineRequest
 from octavo.engine.protocol.step import AdapterRef, EncoderInput
 from octavo.frontend.arguments import Prompt, as_list
 from octavo.frontend.encoder_inputs import EncoderInputs
 from octavo.frontend.images import ImageInputs, PromptWithImages, get_images
 from octavo.frontend.params_resolver import ParamsResolver, need_tokenizer
+from octavo.frontend.priority_function import PriorityFunction
 from octavo.frontend.prompt_inputs import PromptInputs, check_can_start, to_int_ids
 from octavo.text.grammar.lazy import LazyGrammars
 from octavo.text.ports import ImageReader, Tokenizer
@@ -117,6 +118,7 @@ class InputProcessor:
         eos_token_ids: Iterable[int],
         seed: int,
         scheduling_policy: str = "fcfs",
+        priority_function: PriorityFunction | None = None,
         grammars: LazyGrammars | None = None,
         images: ImageReader | None = None,
         encoder: EncoderInputs | None = None,
@@ -138,6 +140,7 @@ class InputProcessor:
         ]
         self._seed = seed
         self._scheduling_policy = scheduling_policy
+        self._priority_function = priority_function
         self._grammars = grammars
         self._seed_numbers = itertools.count(1)
         self._core_ids = itertools.count()
@@ -202,6 +205,7 @@ class InputProcessor:
             pixels=[] if read.images is None else read.images.pixels,
             encoder_input=read.encoder_input,
         )
+        self.set_priority(first)
         return ParentRequest(
             request_id=request_id,
             prompt=read.text,
@@ -209,7 +213,7 @@ class InputProcessor:
             params=params,
             samples=_samples(first),
             arrival_time=arrival_time,
-            origin=origin,
+            origin=replace(origin, priority=first.priority),
         )
 
     def _read_text(self, prompt: Prompt) -> TokenizedInput:
@@ -317,7 +321,7 @@ class InputProcessor:
     def checked_origin(self, origin: RequestContext) -> RequestContext:
         priority = whole_number(origin.priority)
         is_background = priority == BACKGROUND_PRIORITY
-        if priority is None or (abs(priority) >= 1 << 31 and not is_background):
+        if priority is None or (abs(priority) > MAX_PRIORITY and not is_background):
             raise InvalidRequest(
                 f"priority: got {shown(origin.priority)}, expected an integer of 32 bits",
                 param="priority",
@@ -336,6 +340,13 @@ class InputProcessor:
         if origin.tenant:
             check_unicode(origin.tenant, "tenant")
         return replace(origin, priority=priority)
+
+    def set_priority(self, request: EngineRequest) -> None:
+        """Sets the priority by `priority_function`, if there is one and the request is not a
+        background request.
+        """
+        if self._priority_function is not None and request.priority != BACKGROUND_PRIORITY:
+            request.priority = self._priority_function(request)
 
     def _draw_seed(self) -> int:
         """Returns a seed derived from the engine's seed and the number of seeds derived before."""

@@ -111,6 +111,7 @@ class PoolingInputs:
             program=self.pools.program,
             second_start=read.second_start,
         )
+        self.inputs.set_priority(request)
         return ParentRequest(
             request_id=request_id,
             prompt=read.text,
@@ -118,7 +119,7 @@ class PoolingInputs:
             params=params,
             samples=[request],
             arrival_time=arrival_time,
-            origin=origin,
+            origin=replace(origin, priority=request.priority),
         )
 
     def _resolved(self, params: PoolingParams) -> PoolingParams:

@@ -39,6 +39,7 @@ from octavo.frontend.frontend import Frontend
 from octavo.frontend.input_processor import InputProcessor, ModelLimits
 from octavo.frontend.output_processor import OutputProcessor
 from octavo.frontend.pooling import PoolingInputs
+from octavo.frontend.priority_function import PriorityFunction
 from octavo.program.ops import original_context
 from octavo.text.grammar.lazy import LazyGrammars
 from octavo.text.ports import Tokenizer
@@ -207,6 +208,9 @@ def _build_frontend(
         eos_token_ids=end_token_ids(model.info, tokenizer),
         seed=model.config.model.seed,
         scheduling_policy=options.scheduling_policy,
+        priority_function=None
+        if options.priority_function is None
+        else PriorityFunction(options.priority_function),
         grammars=grammars,
         images=make_image_reader(model.config, model.checkpoint, tokenizer),
         encoder=encoder_inputs(model),

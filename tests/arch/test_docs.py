@@ -29,7 +29,8 @@ from tests.support.tiny_tokenizer import tiny_model_with_text
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
-PAGES += [ROOT / "benchmarks" / "README.md", *(ROOT / "benchmarks" / "results").glob("*.md")]
+PAGES += [ROOT / "examples" / "README.md", ROOT / "benchmarks" / "README.md"]
+PAGES += [*(ROOT / "benchmarks" / "results").glob("*.md")]
 PAGES += sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent != REFERENCE)
 SOURCES = [
     path
@@ -300,6 +301,16 @@ def test_the_path_of_a_request_is_as_long_as_is_said(page):
 
 
 # -- the site --------------------------------------------------------------------------------------
+
+
+def test_every_example_is_listed_and_linked_from_a_guide():
+    programs = {path.name for path in (ROOT / "examples").glob("*.py")}
+    linked = {
+        page: set(re.findall(r"\]\((?:\S*examples/)?(\w+\.py)\)", page.read_text()))
+        for page in PAGES
+    }
+    assert linked.pop(ROOT / "examples" / "README.md") == programs
+    assert set().union(*linked.values()) == programs
 
 
 def test_the_site_lists_every_page():

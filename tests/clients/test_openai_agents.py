@@ -4,7 +4,9 @@ them, with fields that no request has.
 
 import asyncio
 import json
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,11 @@ from agents import (
 from openai import AsyncOpenAI
 
 from tests.clients.conftest import MODEL, QUESTION
+from tests.support.live_server import LiveServer
 
 MORE = "And what is the capital of Italy? Answer in one word."
 NODE = Path(__file__).parent / "node"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agents_sdk.py"
 
 set_tracing_disabled(disabled=True)
 
@@ -76,3 +80,16 @@ def test_the_python_sdk_calls_a_tool(model):
     agent = Agent(name="Counter", model=model, model_settings=settings, tools=[population])
     result = asyncio.run(Runner.run(agent, "How many people live in Paris?"))
     assert asked and isinstance(result.final_output, str)
+
+
+def test_the_example_calls_a_tool():
+    server = LiveServer(MODEL, "--max-model-len=2048", "--generation-config=auto")
+    command = [sys.executable, str(EXAMPLE), f"{server.url}/v1"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    finally:
+        assert server.stop() == 0
+    assert done.returncode == 0, done.stderr
+    call, answer = done.stdout.splitlines()
+    assert call.startswith("get_population {") and "Paris" in call
+    assert re.search(r"2[.,]1", answer), answer

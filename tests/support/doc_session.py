@@ -4,11 +4,13 @@ the `octavo` command of this environment and servers in the background.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +21,8 @@ from tests.support.live_server import START_S, STATE_HOME, until
 LIMIT_S = 300
 DEFAULT_SERVER = "octavo serve smollm2"
 """What a reader has started before a page's first request, unless the page starts a server."""
+CONSOLE = re.compile(r"^    \$ (.+)\n((?:    (?!\$ ).+\n)*)", re.MULTILINE)
+"""A command of a docstring, and what it prints."""
 PORT = re.compile(r"(?<=127\.0\.0\.1:)80\d\d|(?<=--port )80\d\d")
 PLACEHOLDERS = {
     r"\bMODEL\b": "smollm2",
@@ -27,6 +31,7 @@ PLACEHOLDERS = {
     r"(?<=--calibration )(TEXT|OTHER)\b": "text.txt",
     r"\bFILE\b": "calibration.npz",
     r"\bDIR\b": "directory",
+    r"cross-encoder/[\w-]+": "minilm",
 }
 """Words of the examples for which readers write their own."""
 TYPED = {"octavo chat": "What is the capital of France?\n/bye\n"}
@@ -44,6 +49,10 @@ class Example(NamedTuple):
     text: str
     printed: str = ""
     """What the page says that it prints."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of a Python program."""
+    server: str = DEFAULT_SERVER
+    """Command of the server that its requests go to."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}: {self.text.partition(chr(10))[0]}"
@@ -69,7 +78,7 @@ def examples_in(page: Path) -> list[Example]:
     """Returns the examples of a page, or of a Python file."""
     name, lines = str(page.relative_to(ROOT)), page.read_text().splitlines()
     if page.suffix == ".py":
-        return [Example(name, 1, "", "python", page.read_text())]
+        return [_program(name, page.read_text())]
     found = []
     for block in blocks(page):
         headings = [line for line in lines[: block.line] if line.startswith("#")]
@@ -79,6 +88,15 @@ def examples_in(page: Path) -> list[Example]:
         printed = block.text.splitlines()[-1] if block.language == "console" else ""
         found += [Example(*at, "shell", line, printed) for line in shell_lines(block)]
     return found
+
+
+def _program(page: str, text: str) -> Example:
+    """Returns a Python file, whose docstring may have a server's command and an output."""
+    printed = dict(CONSOLE.findall(ast.get_docstring(ast.parse(text), clean=False) or ""))
+    output = "".join(printed[command] for command in printed if command.startswith("python "))
+    servers = [command for command in printed if command.startswith("octavo serve")]
+    server = servers[0] if servers else DEFAULT_SERVER
+    return Example(page, 1, "", "python", text, textwrap.dedent(output), server=server)
 
 
 class DocSession:
@@ -109,13 +127,13 @@ class DocSession:
             return self._serve(text, example.words)
         if "127.0.0.1:8000" in example.text and self._section != example.section:
             self._section = example.section
-            if self._command != DEFAULT_SERVER:
-                self._serve(DEFAULT_SERVER, DEFAULT_SERVER.split())
+            if self._command != example.server:
+                self._serve(self._filled(example.server), example.server.split())
         if example.language == "python":
             name = Path(example.page).stem if example.page.endswith(".py") else "example"
             script = self.folder / f"{name}.py"
             script.write_text(text)
-            return self._run([sys.executable, str(script)])
+            return self._run([sys.executable, str(script), *example.arguments])
         return self._run(["bash", "-c", text], TYPED.get(example.text, ""))
 
     def close(self) -> None:

@@ -279,9 +279,14 @@ VLLM_ROWS = (
     refuse(
         VLLM,
         "value",
-        "--tool-parser-plugin --reasoning-parser-plugin --middleware --scheduler-cls"
-        " --logits-processor-pattern",
+        "--tool-parser-plugin --reasoning-parser-plugin --middleware --logits-processor-pattern",
         "plugins are not loaded; see --tool-call-parser, --reasoning-parser, --logits-processors",
+    ),
+    refuse(
+        VLLM,
+        "value",
+        "--scheduler-cls",
+        "plugins are not loaded; see --scheduling-policy, --priority-function",
     ),
     refuse(VLLM, "value", "--tool-server", "clients run tools; the server only returns calls"),
     refuse(

@@ -15,7 +15,10 @@ from octavo.engine.protocol.view import EngineView
 ON_ITS_WAY = "on its way to the engine"
 
 
-BACKGROUND_PRIORITY = 1 << 31
+MAX_PRIORITY = (1 << 31) - 1
+"""Maximum absolute value of a priority that users give."""
+
+BACKGROUND_PRIORITY = MAX_PRIORITY + 1
 """Priority of background work under every policy; above all that users may give."""
 
 

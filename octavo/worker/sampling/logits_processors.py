@@ -7,7 +7,6 @@ fails only the row. Knows neither rows nor backends.
 
 from __future__ import annotations
 
-import importlib
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.api.errors import ConfigError, shown
 from octavo.config.processors import ProcessorEntry
+from octavo.utils.import_function import import_function
 
 Logits = NDArray[np.float32]
 Processor = Callable[[NDArray[np.int32], Logits], Any]
@@ -33,25 +32,12 @@ class ProcessorFault(Exception):
 
 def load_processors(entries: Sequence[ProcessorEntry]) -> dict[str, Processor]:
     """Imports the functions; ConfigError if one does not exist or cannot be called."""
-    return {entry.name: _load(entry) for entry in entries}
-
-
-def _load(entry: ProcessorEntry) -> Processor:
-    where = f"{entry.module}:{entry.attribute}"
-    try:
-        found: Any = importlib.import_module(entry.module)
-        for part in entry.attribute.split("."):
-            found = getattr(found, part)
-        if entry.numbers is not None:
-            found = found(*entry.numbers)
-    except Exception as error:
-        raise ConfigError(
-            f"logits_processors: {where} cannot be imported: {type(error).__name__}: {error}",
-            hint="install its module, or put its folder into PYTHONPATH",
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"logits_processors: {where} is {shown(found)}, expected a function")
-    return found  # type: ignore[no-any-return]
+    return {
+        entry.name: import_function(
+            "logits_processors", entry.module, entry.attribute, entry.numbers
+        )
+        for entry in entries
+    }
 
 
 @dataclass(slots=True)

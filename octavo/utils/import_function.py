@@ -1,0 +1,32 @@
+"""Imports functions that options name, such as logits processors."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from octavo.api.errors import ConfigError, shown
+
+
+def import_function(
+    option: str, module: str, attribute: str, arguments: Sequence[int] | None = None
+) -> Callable[..., Any]:
+    """Imports a function; with `arguments`, calls it to make one. Raises ConfigError if there is
+    none.
+    """
+    where = f"{module}:{attribute}"
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+        if arguments is not None:
+            found = found(*arguments)
+    except Exception as error:
+        raise ConfigError(
+            f"{option}: {where} cannot be imported: {type(error).__name__}: {error}",
+            hint="install its module, or put its folder into PYTHONPATH",
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{option}: {where} is {shown(found)}, expected a function")
+    return found  # type: ignore[no-any-return]
