@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from octavo.api.errors import UnsupportedModel
 from octavo.models.config_keys import refuse_unread
+from octavo.models.derived import program_path, read_programs
 from octavo.models.hf_config import HfConfig
 from octavo.models.pooling import pooled_head, score_tokens
 from octavo.models.vision import ImageLayout
@@ -110,9 +111,9 @@ FAMILIES: dict[str, ModelFamily] = {
 
 
 def check_family(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModel for an unknown model_type."""
+    """Raises UnsupportedModel for a model_type without a module or a stored Program."""
     model_type = HfConfig(config).model_type
-    if model_type not in FAMILIES:
+    if model_type not in FAMILIES and not program_path(config).is_file():
         raise UnsupportedModel(
             f"model type {model_type!r} is not supported", hint="known are " + ", ".join(FAMILIES)
         )
@@ -140,6 +141,8 @@ def build_programs(config: Mapping[str, Any], *, every_key: bool = False) -> dic
     """
     check_family(config)
     hf = HfConfig(config)
+    if hf.model_type not in FAMILIES:
+        return read_programs(config)
     programs: dict[str, Program] = _module(hf.model_type).build(hf)
     pools = any("pooled" in program.outputs for program in programs.values())
     if score_tokens(hf) and "decoder" not in programs:

@@ -148,6 +148,8 @@ def derive_from(
 
     `names` are the checkpoint's tensors; None if only its header is known.
     """
+    for hooks in model_hooks():
+        hooks.add_family(header.config)
     check_family(header.config)
     info = model_info(header.config, header.generation_config)
     context_tokens = info.max_context_tokens

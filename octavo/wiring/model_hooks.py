@@ -4,6 +4,7 @@ and its backend's options.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
@@ -26,6 +27,9 @@ class SideProgram(NamedTuple):
 
 class ModelHooks:
     """Model hooks of one extension. The defaults add nothing."""
+
+    def add_family(self, config: Mapping[str, Any]) -> None:
+        """Makes the Programs of a config.json whose model type has no module, if it can."""
 
     def open_checkpoint(self, config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint:
         """Adds the tensors that the extension's passes need."""

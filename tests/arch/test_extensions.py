@@ -20,6 +20,9 @@ WITHOUT = [*((name,) for name in EXTENSIONS), tuple(EXTENSIONS)]
 PLAIN = ("config", "engine", "frontend", "server", "wiring", "worker")
 """Packages that may not name what extensions do."""
 WORDS = {
+    "derive": re.compile(
+        r"transformers_version|octavo derive\b|make_fx|fake_tensor", re.IGNORECASE
+    ),
     "distributed": re.compile(
         r"mooncake(?! \(Qin)|nixl|\bray\b|kv_transfer(?!_params)|kv_pool|prefill_peer(?!s)|"
         r"octavo (?:route|cluster)\b",
@@ -32,6 +35,7 @@ WORDS = {
     ),
 }
 ALLOWED: dict[str, dict[str, int]] = {
+    "derive": {},
     "distributed": {
         "server/routes/capabilities.py": 1,  # a key of GET /v1/capabilities
         "server/state/metrics.py": 1,  # a counter of ConnectorStats
@@ -44,8 +48,12 @@ ALLOWED: dict[str, dict[str, int]] = {
 }
 """Occurrences of these words that remain, by file."""
 OPTION = {"distributed": "kv_transfer", "sparsity": "ffn_sparsity"}
-"""One option of each extension."""
-COMMANDS = {"distributed": ("cluster", "route"), "sparsity": ("calibrate", "simulate")}
+"""One option of each extension that has options."""
+COMMANDS = {
+    "derive": ("derive",),
+    "distributed": ("cluster", "route"),
+    "sparsity": ("calibrate", "simulate"),
+}
 
 
 def run_without(extensions: tuple[str, ...], folder: Path, code: str, *arguments: str) -> str:
@@ -84,7 +92,7 @@ def plain(missing, tmp_path_factory):
 
 
 def test_extensions_are_installed():
-    assert EXTENSIONS == ["distributed", "sparsity"] and len(get_extensions()) == 2
+    assert EXTENSIONS == ["derive", "distributed", "sparsity"] and len(get_extensions()) == 3
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
@@ -168,7 +176,7 @@ def test_engines_in_processes_generate_the_same_without_extensions(missing, plai
 
 
 def test_options_of_a_missing_extension_are_refused_by_name(missing, plain):
-    options = [OPTION[name] for name in missing]
+    options = [OPTION[name] for name in missing if name in OPTION]
     assert run_without(missing, plain, REFUSE, *options).splitlines() == [
         f"unknown option {option!r}" for option in options
     ]
@@ -176,9 +184,9 @@ def test_options_of_a_missing_extension_are_refused_by_name(missing, plain):
 
 def test_commands_run_without_extensions(missing, plain):
     helped = run_without(missing, plain, COMMAND, "serve", "--help-all")
-    flags = {name: f"--{OPTION[name].replace('_', '-')}" for name in EXTENSIONS}
+    flags = {name: f"--{option.replace('_', '-')}" for name, option in OPTION.items()}
     assert "--max-num-seqs" in helped
-    assert [name for name in EXTENSIONS if flags[name] not in helped] == list(missing)
+    assert {name for name, flag in flags.items() if flag not in helped} == {*missing} & {*flags}
     planned = run_without(missing, plain, COMMAND, "plan", str(tiny_model("llama").path))
     assert "try: octavo serve" in planned
     assert "default" in run_without(missing, plain, COMMAND, "doctor")

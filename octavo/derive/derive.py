@@ -1,0 +1,78 @@
+"""Derives the Program of a config, checks it, and stores it for the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from octavo.derive.capture import capture, reject
+from octavo.derive.lower import ProgramLowering
+from octavo.derive.verify import layer_kinds, num_layers_with_each_kind, shrink, verify
+from octavo.models.derived import program_path
+from octavo.program.program import Program
+from octavo.program.serialize import to_json
+from octavo.worker.machine import Machine
+
+VERSION = 1
+"""Version of the deriver; a stored Program names it."""
+
+
+def lower(config: Mapping[str, Any]) -> Program:
+    """Returns the Program of a config, unchecked."""
+    return ProgramLowering(capture(config), config).program()
+
+
+def derive(config: Mapping[str, Any], report: Callable[[str], None]) -> Program:
+    """Returns the checked Program of a config.
+
+    Raises UnsupportedModel if the model does something that Programs cannot express, or if the
+    Program does not give transformers' logits.
+    """
+    model_type = str(config["model_type"])
+    report(f"deriving {model_type} from transformers {transformers.__version__}")
+    program = lower(config)
+    num_layers = num_layers_with_each_kind(program)
+    small = shrink(config, num_layers)
+    report(f"checking {num_layers} of {config['num_hidden_layers']} layers at full width")
+    smaller = lower(small)
+    if layer_kinds(smaller) != layer_kinds(program)[:num_layers]:
+        raise reject(model_type, "its layers depend on how many there are")
+    _check_memory(smaller, model_type)
+    verify(smaller, small)
+    return program
+
+
+def store(program: Program, config: Mapping[str, Any]) -> Path:
+    """Stores the Program of a config where the engine finds it; returns the file."""
+    path = program_path(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = to_json({program.name: program}) | {
+        "model_type": config["model_type"],
+        "transformers": transformers.__version__,
+        "deriver": VERSION,
+    }
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(data))
+    part.replace(path)
+    return path
+
+
+def _check_memory(program: Program, model_type: str) -> None:
+    """Rejects a model whose check, with three copies in float64, does not fit into memory."""
+    count = 0
+    for weight in program.weights:
+        size = 1
+        for length in weight.shape:
+            size *= length
+        count += size
+    needed, available = 3 * 8 * count, Machine().available_bytes()
+    if available is not None and needed > available:
+        raise reject(
+            model_type,
+            f"its check needs {needed / 2**30:.0f} GiB of memory, available are"
+            f" {available / 2**30:.0f} GiB",
+        )

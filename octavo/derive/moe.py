@@ -1,0 +1,125 @@
+"""Lowers experts: the router by its rule, then the matmuls of the chosen experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch.fx import Node
+
+from octavo.derive.capture import ExpertModule
+from octavo.derive.emitter import LoweringState
+from octavo.derive.probe import MAX_REGION
+from octavo.derive.routers import Rule, find_rule
+from octavo.derive.rows import RowMap
+from octavo.program.expert_ops import Combine, GroupedLinear, Route
+from octavo.program.ops import Act, ActMul
+from octavo.program.program import Value
+
+
+class ExpertDeriver:
+    """Lowers the experts ops of one graph."""
+
+    def __init__(self, state: LoweringState) -> None:
+        self._state = state
+        self._graph = state.graph
+        self._emitter = state.emitter
+        self._counts = [each for each in state.config.values() if type(each) is int]
+
+    def lower(self, node: Node) -> None:
+        x, ids, weights, index = cast(Any, node.args)
+        experts = self._state.captured.experts[index]
+        rows = self._state.rows.get(x)
+        if not isinstance(rows, RowMap) or experts.activation is None:
+            raise self._state.rejected(node, f"experts of {experts.module}")
+        source, rule, bias = self._router(ids, weights)
+        hidden, logits = (
+            self._emitter.value_of(rows),
+            self._emitter.value_of(self._state.rows[source]),
+        )
+        top_k = self._graph.shape(ids)[-1]
+        outs = (
+            self._emitter.value("expert_rows", hidden.width, "expert_rows"),
+            Value(self._emitter.fresh("expert_ids"), "tokens", top_k, "int"),
+            self._emitter.value("expert_weights", top_k),
+        )
+        self._emitter.append(
+            Route(
+                x=hidden,
+                logits=logits,
+                outs=outs,
+                num_experts=logits.width,
+                top_k=top_k,
+                score=rule.score,
+                bias=self._state.weights.whole(bias) if bias else None,
+                num_groups=rule.num_groups,
+                top_groups=rule.top_groups,
+                group_rank=rule.group_rank,
+                normalize=rule.normalize,
+                scale=rule.scale,
+            )
+        )
+        out = self._emit_experts(experts, outs, logits.width)
+        self._state.anchor(node, out)
+
+    def _router(self, ids: Node, weights: Any) -> tuple[Node, Rule, str | None]:
+        """Returns the logits of a router, its rule, and the bias of its choice."""
+        frontier = {ids, weights}
+        for _ in range(MAX_REGION):
+            if len(frontier) == 1:
+                (source,) = frontier
+                if (
+                    self._emitter.can_read(self._state.rows.get(source))
+                    and source in self._state.anchors
+                ):
+                    break
+            latest = self._state.latest(frontier)
+            if latest is None:
+                raise self._state.rejected(ids, "a router of several inputs")
+            frontier = frontier - {latest} | self._state.inputs(latest)
+        names = {name for each in (ids, weights) for name in self._graph.cone(each, [source])[1]}
+        if len(names) > 1:
+            raise self._state.rejected(ids, f"a router with {', '.join(sorted(names))}")
+        (bias,) = names or (None,)
+
+        def router(logits: Any, values: Any) -> tuple[Any, Any]:
+            given = {source: logits.reshape(self._graph.shape(source))}
+            parameters = {bias: values} if bias else {}
+            results = [self._graph.run(each, given, parameters) for each in (ids, weights)]
+            first, second = (each.reshape(len(logits), -1) for each in results)
+            return first, second
+
+        num_experts = self._graph.shape(source)[-1]
+        rule = find_rule(
+            router, self._state.num_tokens, num_experts, has_bias=bool(bias), counts=self._counts
+        )
+        if rule is None:
+            raise self._state.rejected(ids, "a router with another rule")
+        return source, rule, bias
+
+    def _emit_experts(self, experts: ExpertModule, routed: tuple[Value, ...], count: int) -> Value:
+        rows, ids, weights = routed
+        assert experts.activation is not None
+
+        def product(x: Value, name: str, columns: Sequence[int]) -> Value:
+            weight, bias = self._state.weights.expert_rows(experts, name, columns, x.width, count)
+            out = self._emitter.value("grouped", len(columns), "expert_rows")
+            self._emitter.append(GroupedLinear(x, ids, out, weight, bias))
+            return out
+
+        width = self._state.weights.expert_width(experts)
+        hidden = self._emitter.value("expert_rows", width, "expert_rows")
+        if experts.has_gate:
+            first, second = range(width), range(width, 2 * width)
+            if not experts.is_concatenated:
+                first, second = range(0, 2 * width, 2), range(1, 2 * width, 2)
+            gate = product(rows, "gate_up_proj", first)
+            up = product(rows, "gate_up_proj", second)
+            self._emitter.append(ActMul(gate, up, hidden, experts.activation))
+        else:
+            inner = product(rows, "up_proj", range(width))
+            self._emitter.append(Act(inner, hidden, experts.activation))
+        down = product(hidden, "down_proj", range(rows.width))
+        out = self._emitter.value(experts.module, rows.width)
+        self._emitter.append(Combine(down, weights, out))
+        return out

@@ -1,0 +1,91 @@
+"""Finds where a checkpoint stores each parameter of a transformers model.
+
+transformers renames, stacks and concatenates tensors when it loads a checkpoint. The inverse of
+this conversion, run over arrays of row numbers, shows which rows of which tensors a parameter
+consists of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+PARAMETER = 1 << 40
+"""Weight of a parameter's index in the number of a row."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of a parameter in one tensor of the checkpoint."""
+
+    tensor: str
+    rows: tuple[int, ...]
+    """Rows of the tensor."""
+    total: int
+    """Number of rows of the tensor."""
+
+
+class StoredTensors:
+    """The tensors of a checkpoint that hold a model's parameters."""
+
+    def __init__(self, model: Any) -> None:
+        shapes = {name: tuple(each.shape) for name, each in model.state_dict().items()}
+        self._index = {name: index for index, name in enumerate(shapes)}
+        numbers = {name: self._numbered(name, shape, model) for name, shape in shapes.items()}
+        self._tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, numbers)
+        self._places: dict[int, tuple[str, int]] = {}
+        for name, tensor in self._tensors.items():
+            if tensor.dim() < 3:
+                for row, number in enumerate(tensor.reshape(-1).tolist()):
+                    self._places[number] = (name, row)
+
+    def _numbered(self, name: str, shape: tuple[int, ...], model: Any) -> torch.Tensor:
+        """Numbers the rows of a parameter: its first axis, or the last but one of stacked ones."""
+        start = self._index[name] * PARAMETER
+        if len(shape) == 1:
+            return start + torch.arange(shape[0])
+        if len(shape) == 2:
+            return start + torch.arange(shape[0])[:, None]
+        owner = model.get_submodule(name.rpartition(".")[0])
+        columns = shape[-1] if getattr(owner, "is_transposed", False) else shape[-2]
+        numbers = start + torch.arange(shape[0] * columns)
+        if getattr(owner, "is_transposed", False):
+            return numbers.reshape(shape[0], 1, columns)
+        return numbers.reshape(shape[0], columns, *(1 for _ in shape[2:]))
+
+    def find(self, parameter: str, rows: Sequence[int]) -> list[Piece]:
+        """Returns the tensors that hold some rows of a matrix or vector, in order."""
+        start = self._index[parameter] * PARAMETER
+        pieces: list[tuple[str, list[int]]] = []
+        for row in rows:
+            name, place = self._places[start + row]
+            if not pieces or pieces[-1][0] != name:
+                pieces.append((name, []))
+            pieces[-1][1].append(place)
+        return [Piece(name, tuple(places), self._tensors[name].numel()) for name, places in pieces]
+
+    def find_experts(
+        self, parameter: str, num_experts: int, rows: Sequence[int], count: int
+    ) -> list[Piece] | None:
+        """Returns the tensor of each expert that holds some of its `count` rows, or the one tensor
+        of all; None if they are spread.
+        """
+        start = self._index[parameter] * PARAMETER
+        first = self._places.get(start + rows[0])
+        if first is None:
+            stacked = self._tensors.get(parameter)
+            whole = start + torch.arange(num_experts * count)
+            if stacked is None or not torch.equal(stacked.reshape(-1), whole):
+                return None
+            return [Piece(parameter, tuple(rows), count)]
+        pieces = []
+        for expert in range(num_experts):
+            found = self.find(parameter, [expert * count + row for row in rows])
+            if len(found) != 1:
+                return None
+            pieces += found
+        return pieces

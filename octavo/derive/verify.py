@@ -1,0 +1,148 @@
+"""Checks a derived Program against transformers: the same logits from the same weights.
+
+The check runs on a smaller model of the same config: few layers, but each kind of them, with a
+short window and a small vocabulary, and random weights in float64. The engine computes it whole and
+in chunks; both must give what transformers' eager attention gives.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.weights import WeightReader
+from octavo.derive.capture import double_precision, make_config, reject
+from octavo.derive.paged_run import run_in_chunks
+from octavo.program.ops import Attention
+from octavo.program.program import Op, Program
+
+NUM_TOKENS = 48
+"""Longer than the window and the chunk of attention below."""
+
+WINDOW = 20
+"""Window and chunk of the smaller model."""
+
+MAX_VOCABULARY = 512
+
+TOLERANCE = 1e-9
+"""Largest difference of logits, relative to the largest, in float64."""
+
+WINDOW_KEYS = ("sliding_window", "attention_chunk_size", "sliding_window_size", "local_attention")
+
+
+def shrink(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Returns the config with fewer layers and tokens; widths stay."""
+    small = dict(config)
+    small["vocab_size"] = min(int(config["vocab_size"]), MAX_VOCABULARY)
+    total = int(config["num_hidden_layers"])
+    small["num_hidden_layers"] = num_layers
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == total:
+            small[key] = value[:num_layers]
+        if key in WINDOW_KEYS and isinstance(value, int):
+            small[key] = min(value, WINDOW)
+        if key.endswith("token_id") and isinstance(value, int):
+            small[key] = min(value, 2)
+    return small
+
+
+def layer_kinds(program: Program) -> list[tuple[Any, ...]]:
+    """Returns what each layer is: its ops without the layer's number, in order."""
+    layers: dict[int, list[Any]] = {}
+    for op in program.ops:
+        for weight in op.weights:
+            found = re.search(r"\.(\d+)\.", weight.name)
+            if found:
+                layers.setdefault(int(found[1]), []).append(_kind(op))
+                break
+    return [tuple(layers[index]) for index in sorted(layers)]
+
+
+def _kind(op: Op) -> tuple[Any, ...]:
+    weights = tuple(re.sub(r"\.\d+\.", ".N.", each.name) for each in op.weights)
+    widths = tuple(each.width for each in (*op.inputs, *op.outputs))
+    return op.kind, weights, widths
+
+
+def num_layers_with_each_kind(program: Program) -> int:
+    """Returns how many of the first layers include one of each kind."""
+    kinds = layer_kinds(program)
+    masks = [op.mask for op in program.ops if isinstance(op, Attention)]
+    needed = {
+        next(i for i, each in enumerate(kinds) if each == kind) for kind in dict.fromkeys(kinds)
+    } | {masks.index(mask) for mask in dict.fromkeys(masks)}
+    return max(needed, default=0) + 1
+
+
+def compare(program: Program, config: Mapping[str, Any]) -> float:
+    """Returns the largest difference between a Program's logits and transformers', relative to the
+    largest logit; the Program must be that of the config.
+    """
+    with tempfile.TemporaryDirectory(prefix="octavo-derive-") as folder:
+        path = Path(folder)
+        model = _random_model(config)
+        model.save_pretrained(path)
+        tokens = (
+            np.random.default_rng(0).integers(3, int(config["vocab_size"]), NUM_TOKENS).tolist()
+        )
+        with double_precision():
+            expected = _in_float64(model)(torch.tensor([tokens]), use_cache=False)
+        logits = expected.logits[0].numpy()
+        checkpoint = open_checkpoint(path)
+        _check_every_tensor(program, checkpoint.names(), str(config["model_type"]))
+        load = WeightReader(checkpoint).load
+        return max(
+            float(np.abs(got - logits).max() / np.abs(logits).max())
+            for got in (run_in_chunks(program, load, tokens, chunk) for chunk in (NUM_TOKENS, 7))
+        )
+
+
+def verify(program: Program, config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModel unless a Program of the config computes what transformers does."""
+    difference = compare(program, config)
+    if not difference <= TOLERANCE:
+        raise reject(
+            str(config["model_type"]),
+            f"the Program's logits differ from transformers' by {difference:.1e}",
+        )
+
+
+def _check_every_tensor(program: Program, names: Any, model_type: str) -> None:
+    read = {name for weight in program.weights for name in weight.tensor_names}
+    unread = sorted(set(names) - read)
+    if unread:
+        raise reject(model_type, f"its Program does not read {', '.join(unread[:3])}")
+
+
+def _random_model(config: Mapping[str, Any]) -> Any:
+    hf_config = make_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(
+        hf_config, attn_implementation="eager", experts_implementation="eager"
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                spread = 0.2 if tensor.dim() < 2 else 2.0 / tensor.shape[-1] ** 0.5
+                center = 1.0 if name.endswith("norm.weight") else 0.0
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * spread + center)
+    return model.eval()
+
+
+def _in_float64(model: Any) -> Any:
+    twin = (
+        type(model)
+        ._from_config(model.config, attn_implementation="eager", experts_implementation="eager")
+        .double()
+        .eval()
+    )
+    twin.load_state_dict(model.state_dict())
+    return twin

@@ -1,0 +1,93 @@
+"""Programs as JSON: ops, Values and weights by class and field name.
+
+Fields that have their default are left out, and every object is stored once. Reading makes only
+classes of this package, so a damaged or hostile file gives an error or a Program that fails its
+checks, never code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from octavo.api.errors import UnsupportedModel
+from octavo.program import expert_ops, family_ops, mixers, ops, program
+from octavo.program.program import Program
+
+FORMAT = 1
+"""Version of the format; readers refuse others."""
+
+CLASSES: dict[str, type[Any]] = {
+    name: each
+    for module in (program, ops, expert_ops, mixers, family_ops)
+    for name, each in vars(module).items()
+    if isinstance(each, type) and is_dataclass(each) and each.__module__ == module.__name__
+}
+"""Classes that a file may name."""
+
+
+def to_json(programs: Mapping[str, Program]) -> dict[str, Any]:
+    """Returns a model's Programs as an object for `json.dumps`."""
+    pool: list[Any] = []
+    places: dict[Any, int] = {}
+
+    def encode(item: Any) -> Any:
+        if isinstance(item, tuple | list):
+            return [encode(each) for each in item]
+        if isinstance(item, Mapping):
+            return {"of": {key: encode(each) for key, each in item.items()}}
+        if not is_dataclass(item):
+            return item
+        key = None if isinstance(item, Program) else (type(item).__name__, item)
+        if key is None or key not in places:
+            given = {
+                each.name: encode(getattr(item, each.name))
+                for each in fields(item)
+                if each.default is MISSING or getattr(item, each.name) != each.default
+            }
+            pool.append([type(item).__name__, given])
+            if key is None:
+                return {"at": len(pool) - 1}
+            places[key] = len(pool) - 1
+        return {"at": places[key]}
+
+    roots = {name: encode(each) for name, each in programs.items()}
+    return {"format": FORMAT, "pool": pool, "programs": roots}
+
+
+def from_json(data: Any, source: str) -> dict[str, Program]:
+    """Returns the Programs of an object that `to_json` made.
+
+    Raises UnsupportedModel if it is none; `source` names it in the error.
+    """
+    try:
+        return _decode(data)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise UnsupportedModel(
+            f"{source}: not a Program of format {FORMAT} ({error})",
+            hint="delete it, and run `octavo derive` again",
+        ) from error
+
+
+def _decode(data: Any) -> dict[str, Program]:
+    if data["format"] != FORMAT:
+        raise ValueError(f"format {data['format']}")
+    made: list[Any] = []
+
+    def decode(item: Any) -> Any:
+        if isinstance(item, list):
+            return tuple(map(decode, item))
+        if isinstance(item, dict) and "at" in item:
+            return made[item["at"]]
+        if isinstance(item, dict):
+            return {key: decode(each) for key, each in item["of"].items()}
+        return item
+
+    for name, given in data["pool"]:
+        made.append(CLASSES[name](**{key: decode(each) for key, each in given.items()}))
+    programs: dict[str, Program] = {}
+    for name, root in data["programs"].items():
+        programs[name] = decode(root)
+        programs[name].check()
+    return programs
