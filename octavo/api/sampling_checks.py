@@ -129,8 +129,7 @@ def _check_structure(params: Params) -> None:
     check("structured_outputs", form, ok, "None, or StructuredOutputs")
     if params.ignore_eos:
         raise InvalidRequest(
-            "ignore_eos: got True with structured_outputs, whose end tells that the answer is"
-            " complete",
+            "ignore_eos: not supported with structured_outputs, which stop at the end token",
             param="ignore_eos",
             hint="remove ignore_eos; max_tokens limits the length",
         )
@@ -146,7 +145,7 @@ def _parse_processors(params: Params, given: object) -> list[str] | None:
             raise InvalidRequest(
                 f"{name}: got {shown(names)} with {other}, expected one of them",
                 param=name,
-                hint=f"remove {other}; logprobs gives those of the model's own logits",
+                hint=f"remove {other}; logprobs are computed from the model's own logits",
             )
     return names or None
 

@@ -107,7 +107,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
             "logits",
             takes="an object with exactly one of json, json_object, regex, choice, grammar and"
             " structural_tag",
-            help="format of the output (structured output)",
+            help="constraint on the output (structured outputs)",
         ),
     ] = None
     dry_multiplier: Annotated[

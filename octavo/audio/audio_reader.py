@@ -105,7 +105,7 @@ def decode_sound(data: bytes, rate: int, *, max_seconds: float) -> NDArray[np.fl
         import soxr
     except (ImportError, OSError) as error:  # OSError: no libsndfile on this platform
         raise _bad(
-            "got a sound, and soundfile and soxr, which decode sounds, are not installed here",
+            "decoding audio requires soundfile and soxr, which are not installed",
             hint="install them on the engine's machine: pip install 'octavo[audio]'",
         ) from error
     if not data:
@@ -134,9 +134,7 @@ def _check_header(file: SoundFile, data: bytes, max_seconds: float) -> None:
         (size,) = struct.unpack_from("<I", data, 4)
         # Writers to a pipe do not know the length, and give the largest.
         if len(data) < 8 + size < 0xFFFFFF00:
-            raise _bad(
-                f"it is truncated: its header declares {8 + size} bytes, there are {len(data)}"
-            )
+            raise _bad(f"it is truncated: its header declares {8 + size} bytes, got {len(data)}")
     _check_length(file.frames, file.samplerate, max_seconds)
 
 

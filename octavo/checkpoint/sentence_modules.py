@@ -86,7 +86,7 @@ def _default_prompt(settings: Mapping[str, Any], path: Path) -> str:
     found = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
     if not isinstance(found, str):
         raise WeightMismatch(
-            f"{path}: default_prompt_name is {shown(name)}, prompts has no text of that name"
+            f"{path}: default_prompt_name is {shown(name)}, which is not in prompts"
         )
     return found
 

@@ -362,7 +362,7 @@ def _stack_levels(levels: list[Levels | None]) -> Levels | None:
 def _transposed(packed: StoredWeight, name: str) -> PackedWeight:
     """Returns `[..., in, out]` floats as `[..., out, in]`, a view."""
     if not packed.is_float:
-        raise UnsupportedModel(f"{name}: a quantised matrix kept as [in, out] is not supported")
+        raise UnsupportedModel(f"{name}: a quantized matrix stored as [in, out] is not supported")
     return PackedWeight.plain(packed.packed().codes.swapaxes(-1, -2))
 
 

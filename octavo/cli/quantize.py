@@ -172,7 +172,7 @@ def make_recipe(
 def _print(made: Quantized) -> None:
     share = made.num_bytes / made.source_bytes
     print(
-        f"{made.output}: {made.num_matrices} matrices quantised, {format_bytes(made.num_bytes)},"
+        f"{made.output}: {made.num_matrices} matrices quantized, {format_bytes(made.num_bytes)},"
         f" {share:.0%} of the source's {format_bytes(made.source_bytes)}"
     )
     for what, names in (

@@ -50,7 +50,7 @@ class BackendChoice:
         1,
         "Distributed",
         "Use N tensor-parallel ranks",
-        details="native, torch. On CUDA each rank uses its own device.",
+        details="Supported by native and torch. On CUDA each rank uses its own device.",
         common=True,
         low=1,
         short="-tp",
@@ -59,7 +59,7 @@ class BackendChoice:
         1,
         "Distributed",
         "Use N pipeline stages",
-        details="native, reference. Up to N steps are in flight.",
+        details="Supported by native and reference. Up to N steps are in flight.",
         low=1,
         short="-pp",
     )
@@ -67,7 +67,8 @@ class BackendChoice:
         1,
         "Distributed",
         "Use N expert-parallel ranks",
-        details="native, torch. Each rank has whole experts; other weights are replicated.",
+        details="Supported by native and torch. Each rank has whole experts; other weights are"
+        " replicated.",
         low=1,
         short="-ep",
     )
@@ -139,7 +140,7 @@ class FleetOptions:
         False,
         "Distributed",
         "Distribute experts over data-parallel engines",
-        details="native, with data_parallel_size. Each engine owns a part of the experts and"
+        details="Native only, with data_parallel_size. Each engine owns a part of the experts and"
         " computes them for all engines, so all engines step together.",
     )
     routing_policy: Literal["kv", "least_tokens", "round_robin", "sticky"] = option(
@@ -164,7 +165,7 @@ class OffloadOptions:
         None,
         "Memory and KV cache",
         "Keep this much of the weights in memory",
-        details="e.g. 512MiB. native: the rest is streamed from weights_dir at each step.",
+        details="e.g. 512MiB. Native only: the rest is streamed from weights_dir at each step.",
         derived="all",
         unit="bytes",
         low=1,

@@ -50,7 +50,7 @@ class CacheOptions:
         True,
         "Memory and KV cache",
         "Read shared KV blocks once per step",
-        details="native, and torch with triton.",
+        details="Supported by native, and by torch with triton.",
     )
     swap_space: int = option(
         1 << 30,

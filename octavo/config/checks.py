@@ -190,7 +190,7 @@ def _check_trees(config: EngineConfig) -> None:
     against = {
         "without spec_method": not config.scheduler.uses_speculation,
         f"beside {backend.rank_option[0]}": backend.num_stage_ranks > 1,
-        "beside kv_layout virtual": config.cache.kv_layout == "virtual",
+        "with kv_layout virtual": config.cache.kv_layout == "virtual",
         "without a kv_cache": not config.cache.kv_cache,
     }
     for where, is_so in against.items():

@@ -66,7 +66,7 @@ def configure_encoder_decoder(config: EngineConfig, max_input_len: int) -> Engin
     if config.scheduler.max_num_batched_tokens <= max_encoder_len:
         raise ConfigError(
             f"max_num_batched_tokens: got {config.scheduler.max_num_batched_tokens}, but an input"
-            f" of {max_encoder_len} rows is encoded in one step, with a token behind it",
+            f" of {max_encoder_len} tokens is encoded in one step, followed by a decoder token",
             hint=f"raise it to {max_encoder_len + 1}, or lower max_encoder_len",
         )
     return replace(
@@ -81,7 +81,7 @@ def check_states(config: EngineConfig) -> None:
     backend, method = config.backend, config.scheduler.spec_method
     if config.scheduler.uses_speculation and backend.backend == "torch" and backend.batch_invariant:
         raise ConfigError(
-            f"spec_method: got {method} with batch_invariant on torch, where the rows of a guess"
-            " are steps of their own and a recurrent state cannot return behind them",
+            f"spec_method: got {method} with batch_invariant on torch, which cannot roll back the"
+            f" recurrent state of rejected draft tokens",
             hint="leave spec_method or batch_invariant out",
         )

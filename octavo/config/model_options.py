@@ -123,7 +123,7 @@ class ModelOptions:
         details="""For example '{"temperature": 0.6, "max_new_tokens": 512}'.""",
         metavar="JSON",
     )
-    seed: int = option(0, "Sampling", "Seed requests that set no seed")
+    seed: int = option(0, "Sampling", "Set the default seed of requests")
     max_logprobs: int = option(20, "Sampling", "Allow at most N logprobs per token", low=0)
 
 
@@ -191,8 +191,8 @@ class SamplerOptions:
         (),
         "Sampling",
         "Register a logits processor for requests",
-        details="A Python function, given as NAME=MODULE:FUNCTION or MODULE:FACTORY(NUMBERS);"
-        " native and reference.",
+        details="A Python function, given as NAME=MODULE:FUNCTION or MODULE:FACTORY(NUMBERS)."
+        " Supported by native and reference.",
         metavar="NAME=FUNCTION",
     )
     logits_processor_timeout: float = option(

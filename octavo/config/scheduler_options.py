@@ -179,7 +179,7 @@ class SchedulerOptions:
         "auto",
         "Scheduling",
         "Schedule the next step during the current one",
-        details="torch only. auto: on for CUDA unless another option prevents it.",
+        details="Torch only. auto: on for CUDA unless another option prevents it.",
     )
 
     @property

@@ -134,7 +134,7 @@ def _check_prefix_caching(config: EngineConfig, name: str) -> None:
 def _check_stages(config: EngineConfig, name: str, given: str) -> None:
     if config.backend.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"pipeline_parallel_size: got {config.backend.pipeline_parallel_size}, which is not"
-            f" allowed beside {name} {given}",
+            f"pipeline_parallel_size: got {config.backend.pipeline_parallel_size}, not supported"
+            f" with {name} {given}",
             hint=f"remove {name}, or set pipeline_parallel_size to 1",
         )

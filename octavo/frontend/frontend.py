@@ -202,8 +202,7 @@ class Frontend:
         """
         if self.transcriptions is None:
             raise InvalidRequest(
-                f"model: {self.config.model.served_model_name} reads text and does not accept"
-                f" audio",
+                f"model: {self.config.model.served_model_name} accepts text, not audio",
                 hint="use a speech model, such as whisper-tiny.en",
                 param="model",
             )

@@ -118,7 +118,7 @@ class PromptInputs:
             )
         if token_ids is not None and text is not None and not isinstance(text, str):
             raise InvalidRequest(
-                f"prompt: got {shown(text)} beside prompt_token_ids, expected their text",
+                f"prompt: got {shown(text)} with prompt_token_ids, expected the same text",
                 param="prompt",
             )
         salt = prompt.get("cache_salt") or ""

@@ -42,7 +42,7 @@ def read_audio_bytes(sound: Sound) -> bytes:
         return sound
     if not isinstance(sound, str | Path):
         raise InvalidRequest(
-            f"sounds: got {shown(sound)}, expected the bytes or the path of a sound file"
+            f"sounds: got {shown(sound)}, expected the bytes or the path of an audio file"
         )
     try:
         return Path(sound).expanduser().read_bytes()

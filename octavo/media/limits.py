@@ -33,7 +33,7 @@ def image_error(what: str, hint: str) -> InvalidRequest:
 
 def check_bytes(num_bytes: int, limits: ImageLimits) -> None:
     if num_bytes == 0:
-        raise image_error("got no bytes", "send the whole file")
+        raise image_error("got no bytes", "upload the complete file")
     if num_bytes > limits.max_bytes:
         raise image_error(
             f"got a file of {num_bytes:,} bytes or more, expected at most {limits.max_bytes:,}",

@@ -125,7 +125,7 @@ def decoded(data: bytes, limits: ImageLimits) -> Image:
     except (OSError, ValueError, SyntaxError, EOFError, KeyError, IndexError, TypeError,
             ArithmeticError, AttributeError, RuntimeError) as error:  # fmt: skip
         raise image_error(
-            f"the file is damaged or ends too early: {error}", "send the whole file again"
+            f"the file is damaged or ends too early: {error}", "upload the complete file again"
         ) from None
 
 

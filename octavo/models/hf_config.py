@@ -212,9 +212,7 @@ class HfConfig:
             ]
         if not isinstance(types, list) or len(types) != num_layers:
             got = f"{len(types)} layers" if isinstance(types, list) else types
-            raise self._wrong(
-                "layer_types", got, f"a list of {num_layers}, as num_hidden_layers says"
-            )
+            raise self._wrong("layer_types", got, f"a list of {num_layers}, from num_hidden_layers")
         for name in types:
             if name not in ("full_attention", "sliding_attention"):
                 raise self._wrong("layer_types", name, "full_attention or sliding_attention")

@@ -90,7 +90,7 @@ def check_fp8(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) -> 
     if block is None:
         raise WeightMismatch(
             f"{name}: scales of shape {scales.shape} for a matrix {codes.shape}, and config.json"
-            " names no weight_block_size"
+            f" has no weight_block_size"
         )
     wanted = (-(-outputs // block[0]), -(-inputs // block[1]))
     if scales.shape != wanted:

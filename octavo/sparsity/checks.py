@@ -76,13 +76,13 @@ def _check_importance(config: EngineConfig) -> None:
         "without prefix_cache_dir": cache.prefix_cache_dir is None,
         "with the backend torch": backend.backend == "torch",
         f"beside {backend.rank_option[0]}": backend.num_stage_ranks > 1,
-        "beside engines that share experts": config.fleet.num_expert_engines > 1,
+        "with expert-parallel engines": config.fleet.num_expert_engines > 1,
         f"beside {transfer_option(config)}": transfer_option(config) != "",
-        "beside spec_method": config.scheduler.uses_speculation,
-        "beside weights_memory_bytes": config.offload.weights_memory_bytes is not None,
-        "beside sparsity_predictor": sparsity.sparsity_predictor is not None,
-        "beside kv_selection": sparsity.kv_selection is not None,
-        "beside enable_lora": config.lora.enable_lora,
+        "with spec_method": config.scheduler.uses_speculation,
+        "with weights_memory_bytes": config.offload.weights_memory_bytes is not None,
+        "with sparsity_predictor": sparsity.sparsity_predictor is not None,
+        "with kv_selection": sparsity.kv_selection is not None,
+        "with enable_lora": config.lora.enable_lora,
         f"with kv_cache_dtype {cache.kv_cache_dtype}": cache.kv_cache_dtype in ("int8", "fp8"),
     }
     for where, is_so in against.items():
@@ -124,15 +124,15 @@ def _check_spill(config: EngineConfig) -> None:
         "with kv_layout virtual": cache.kv_layout == "virtual",
         "without a kv_cache": not cache.kv_cache,
         f"beside {transfer_option(config)}": transfer_option(config) != "",
-        "beside engines that share experts": config.fleet.num_expert_engines > 1,
-        f"beside spec_method {config.scheduler.spec_method}": (
+        "with expert-parallel engines": config.fleet.num_expert_engines > 1,
+        f"with spec_method {config.scheduler.spec_method}": (
             config.scheduler.spec_method in PROGRAM_METHODS
         ),
     }
     for where, is_so in against.items():
         if is_so:
             raise ConfigError(
-                f"kv_spill_dir: got {options.kv_spill_dir} {where}, which is not allowed",
+                f"kv_spill_dir: got {options.kv_spill_dir} {where}, which is not supported",
                 hint="remove kv_spill_dir",
             )
 

@@ -59,7 +59,7 @@ def _describe_sparsity(options: SparsityOptions) -> str:
     zeros, unread = [], []
     if options.activation_sparsity:
         zeros.append(
-            f"{options.activation_sparsity:.0%} of the inputs of products"
+            f"{options.activation_sparsity:.0%} of the matmul inputs"
             f" ({options.activation_sparsity_plan})"
         )
     if options.gate_sparsity:
@@ -70,12 +70,10 @@ def _describe_sparsity(options: SparsityOptions) -> str:
         unread.append(f"{options.key_sparsity:.0%} of the blocks of keys ({options.kv_selection})")
     said = [
         f"{' and '.join(parts)} {what}"
-        for parts, what in ((zeros, "count as zeros"), (unread, "are not read"))
+        for parts, what in ((zeros, "are treated as zero"), (unread, "are not read"))
         if parts
     ]
-    return (
-        f"approximate: in generated tokens, {', '.join(said)}; K and V of them are not found again"
-    )
+    return f"approximate: in generated tokens, {', '.join(said)}; their KV blocks are not cached"
 
 
 def _describe_weighing(options: PrefixWeighingOptions) -> str:
@@ -83,6 +81,7 @@ def _describe_weighing(options: PrefixWeighingOptions) -> str:
     if not options.loads_in_part:
         return ""
     return (
-        f"approximate: prompts go without up to {options.prefix_sparsity:.0%} of the blocks of a"
-        " prefix that lies in files; K and V computed so are not found again"
+        f"approximate: prompts skip up to {options.prefix_sparsity:.0%} of the stored prefix"
+        f" blocks;"
+        " their KV blocks are not cached"
     )

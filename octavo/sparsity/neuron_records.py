@@ -78,7 +78,7 @@ def plan_neurons(layers: Sequence[NeuronLayer], options: NeuronCacheOptions) -> 
     if cache_bytes < least:
         raise ConfigError(
             f"neuron_cache_bytes: got {format_bytes(cache_bytes)}, expected at least"
-            f" {format_bytes(least)}: two layers of neurons and the buffers of reads",
+            f" {format_bytes(least)}: two layers of neurons and the read buffers",
             hint=f"set neuron_cache_bytes to {least} or more",
         )
     share = min(1.0, (cache_bytes - fixed) / sum(layer.all_records_bytes for layer in layers))
@@ -99,7 +99,7 @@ def _pinned(
     name = layer.op.down.name
     if len(hot.get(name, ())) != layer.num_neurons:
         raise ConfigError(
-            f"hot_neurons: the file says nothing of the {layer.num_neurons} inputs of {name}",
+            f"hot_neurons: the file has no data for the {layer.num_neurons} inputs of {name}",
             hint="calibrate this model",
         )
     return tuple(hot[name][:count])

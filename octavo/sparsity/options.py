@@ -17,7 +17,7 @@ class KvSpillOptions:
         None,
         "Experimental",
         "Spill K and V to a file in this directory (InfiniGen)",
-        details="native, with kv_selection: layers that select keys store K and V in this"
+        details="Native only, with kv_selection: layers that select keys store K and V in this"
         " directory, and kv_cache_memory_bytes caches the most recently read. Results do not"
         " change.",
     )
@@ -166,7 +166,8 @@ class SparsityOptions:
         None,
         "Experimental",
         "Read only the most attended blocks of keys (InfiniGen)",
-        details="native, reference: for generated tokens, in all layers except the first two; the"
+        details="Supported by native and reference, for generated tokens in all layers except the"
+        " first two; the"
         " previous layer selects the blocks. Changes results.",
     )
     kv_budget: float = option(0.3, "Experimental", "Read this fraction of the key blocks", low=0)

@@ -25,14 +25,13 @@ def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program)
     )
     if "pooled" in program.outputs:
         raise ConfigError(
-            f"{name}: {config.model.model} pools its texts and generates nothing;"
-            " a prompt is always computed whole",
+            f"{name}: {config.model.model} is a pooling model, which computes the whole prompt",
             hint=f"leave {name} and ffn_sparsity out",
         )
     if any(group.kind == "cross" for group in program.groups):
         raise ConfigError(
-            f"{name}: {config.model.model} has an encoder before its decoder;"
-            " thresholds are for decoders alone",
+            f"{name}: {config.model.model} is an encoder-decoder; sparsity requires a decoder-only"
+            f" model",
             hint=f"leave {name} and ffn_sparsity out",
         )
     if options.calibration is None:
@@ -62,7 +61,7 @@ def hot_neurons(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, list[
     found = read_calibration(path, weights_name(checkpoint), name="hot_neurons")
     if not found.neurons:
         raise ConfigError(
-            f"hot_neurons: {path}: it says nothing of neurons",
+            f"hot_neurons: {path}: it has no neuron data",
             hint="create one: octavo calibrate MODEL --text FILE --out FILE",
         )
     return {layer.weight: layer.hottest(len(layer.counts)) for layer in found.neurons}

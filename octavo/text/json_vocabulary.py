@@ -51,7 +51,7 @@ def json_vocabulary(path: Path) -> Vocabulary:
             return vocabulary
     raise _unknown(
         path,
-        f"none of the {len(candidates)} ways to cut texts that a GGUF header names gives its ids",
+        f"none of the {len(candidates)} known pre-tokenizers reproduces its token ids",
     )
 
 

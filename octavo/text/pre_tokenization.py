@@ -269,7 +269,7 @@ def find_pre_tokenization(name: str, origin: Path, *, strict: bool = False) -> P
     message = (
         f"{origin}: unknown pre-tokenizer {name!r} (tokenizer.ggml.pre)"
         if name
-        else f"{origin}: the header names no pre-tokenizer (tokenizer.ggml.pre)"
+        else f"{origin}: the header has no pre-tokenizer (tokenizer.ggml.pre)"
     )
     if strict:
         from difflib import get_close_matches  # takes 5 ms to import
@@ -280,12 +280,11 @@ def find_pre_tokenization(name: str, origin: Path, *, strict: bool = False) -> P
                 f", the closest is {close!r}"
                 for close in get_close_matches(name, PRE_TOKENIZATIONS, 1)
             ),
-            hint="leave out --strict-files to split texts by 'default', or name a tokenizer by"
-            " --tokenizer",
+            hint="remove --strict-files to use 'default', or set a tokenizer with --tokenizer",
         )
     logger.warning(
-        "%s: texts are split by 'default'; THE QUALITY OF THE OUTPUT MAY BE DEGRADED. Convert the"
-        " model again with a current llama.cpp, or name its tokenizer by --tokenizer.",
+        "%s: using the 'default' pre-tokenizer; THE OUTPUT QUALITY MAY BE DEGRADED. Convert the"
+        " model again with a current llama.cpp, or set its tokenizer with --tokenizer.",
         message,
     )
     return PRE_TOKENIZATIONS["default"]

@@ -94,6 +94,6 @@ def _spelling(tokenizer: Tokenizer) -> tuple[Spelling, bool]:
         )
         return "sentencepiece", strips
     raise UnsupportedModel(
-        f"tokenizer decoder {decoder['type']}: supported are ByteLevel, Metaspace and"
+        f"tokenizer decoder {decoder['type']}: supported: ByteLevel, Metaspace and"
         " SentencePiece's byte fallback"
     )

@@ -50,7 +50,7 @@ def load_tokenizer(
         tokenizer = tokenizers.Tokenizer.from_file(str(source.json))
     except Exception as error:  # the package raises nothing narrower
         raise WeightMismatch(
-            f"{source.json}: not a tokenizer that can be read: {error}",
+            f"{source.json}: not a readable tokenizer: {error}",
             hint="download the file again",
         ) from error
     return TextTokenizer(tokenizer, source, templates, adds_bos=source.add_bos_token)
@@ -122,7 +122,7 @@ class TextTokenizer:
         if template == "":
             raise InvalidRequest(
                 "prompt: the model has no template for a query and a document",
-                hint="give one with --chat-template that reads the roles 'query' and 'document'",
+                hint="set one with --chat-template that supports the roles 'query' and 'document'",
                 param="prompt",
             )
         if template is not None:
@@ -190,7 +190,7 @@ class TextTokenizer:
         """Returns a fill-in-the-middle prompt; special token text is plain text."""
         if self._infill is None:
             raise InvalidRequest(
-                "suffix: the model's vocabulary has no tokens for filling in the middle",
+                "suffix: the model's vocabulary has no fill-in-the-middle tokens",
                 hint="remove suffix, or use a model made for infilling, such as Qwen2.5-Coder",
                 param="suffix",
             )

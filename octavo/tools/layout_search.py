@@ -94,7 +94,7 @@ def read_engine(path: Path) -> SimulatedEngine:
     if not num_tokens:
         raise ConfigError(
             f"{path}: an engine without a KV cache, which generates nothing",
-            hint="record one that answers chats or completions",
+            hint="use a recording of chats or completions",
         )
     return SimulatedEngine(
         header.scheduler,
@@ -184,11 +184,11 @@ def _check(path: Path, header: RecordingHeader) -> None:
     stages = header.options.get("pipeline_parallel_size", 1)
     if stages != 1:
         raise ConfigError(
-            f"{path}: an engine with pipeline_parallel_size {stages}, whose steps overlap",
+            f"{path}: recordings with pipeline_parallel_size {stages} are not supported",
             hint="record one with a single stage",
         )
     if header.tiers is not None:
         raise ConfigError(
-            f"{path}: an engine with a prefix cache off the device, whose blocks are not simulated",
+            f"{path}: recordings with lower prefix cache tiers are not supported",
             hint="record one without prefix_cache_dir, kv_offloading_size and kv_pool",
         )

@@ -212,7 +212,7 @@ def _with_group(recipe: Recipe, program: Program, checkpoint: Checkpoint, report
         f"group: {recipe.group} does not divide the {widths[missed]} inputs of {missed}",
         hint=f"--group {' or '.join(map(str, fitting))} divides all matrices"
         if fitting
-        else "use --group -1, whole rows",
+        else "use --group -1 (whole rows)",
     )
 
 
@@ -225,7 +225,8 @@ def calibration_ids(checkpoint: Checkpoint, calibration: CalibrationText) -> NDA
     )
     if source is None:
         raise ConfigError(
-            f"tokenizer: {checkpoint.path} holds none", hint="name a model that does: --tokenizer"
+            f"tokenizer: {checkpoint.path} has no tokenizer",
+            hint="set another one with --tokenizer",
         )
     length = calibration.length
     info = model_info(checkpoint.config, checkpoint.generation_config)
@@ -244,13 +245,13 @@ def calibration_ids(checkpoint: Checkpoint, calibration: CalibrationText) -> NDA
     if num_texts < 1:
         raise ConfigError(
             f"calibration: {calibration.text} has {len(ids)} tokens, expected at least {length}",
-            hint="take a longer text, or a smaller --calibration-length",
+            hint="use a longer text, or a smaller --calibration-length",
         )
     if max(ids) >= info.vocab_size:
         raise ConfigError(
             f"tokenizer: the text has the id {max(ids)}, {checkpoint.path} has {info.vocab_size}"
             " tokens",
-            hint="name a model with the same vocabulary: --tokenizer",
+            hint="set a tokenizer with the same vocabulary: --tokenizer",
         )
     starts = np.linspace(0, len(ids) - length, num_texts).astype(int)
     return np.stack([np.array(ids[start : start + length], np.int32) for start in starts])

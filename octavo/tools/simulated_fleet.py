@@ -151,7 +151,7 @@ class SimulatedFleet:
     ) -> None:
         if not engine.costs.points:
             raise ConfigError(
-                "costs: the recording holds no measured step",
+                "costs: the recording has no measured steps",
                 hint="record requests that are like those to come: octavo serve --record FILE",
             )
         self._engine = engine

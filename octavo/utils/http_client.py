@@ -72,8 +72,8 @@ class HttpClient:
             yield
         except httpx2.HTTPError as error:
             raise Unavailable(
-                f"url: no server answers at {self.url}: {_get_reason(error)}",
-                hint="start one with `octavo serve`, or name another with --url",
+                f"url: no server responds at {self.url}: {_get_reason(error)}",
+                hint="start one with `octavo serve`, or set another --url",
             ) from error
 
 
@@ -82,7 +82,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
-        raise WorkerFailed(f"the answer is no JSON: {error}") from error
+        raise WorkerFailed(f"the response is not JSON: {error}") from error
 
 
 def describe_refusal(response: Response) -> str:

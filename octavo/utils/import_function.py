@@ -25,7 +25,7 @@ def import_function(
     except Exception as error:
         raise ConfigError(
             f"{option}: {where} cannot be imported: {type(error).__name__}: {error}",
-            hint="install its module, or put its folder into PYTHONPATH",
+            hint="install its module, or add its directory to PYTHONPATH",
         ) from error
     if not callable(found):
         raise ConfigError(f"{option}: {where} is {shown(found)}, expected a function")

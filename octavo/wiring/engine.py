@@ -456,8 +456,7 @@ def build_executor(header: RecordingHeader, *, model: str | None, report: Report
     """
     if header.tiers is not None:
         raise ConfigError(
-            "the recording is of an engine with a prefix cache off the device, whose blocks are not"
-            " in it: its plans cannot be carried out",
+            "recordings with lower prefix cache tiers cannot be replayed",
             hint="replay it without --execute",
         )
     config = _recorded_config(header, model, kv_cache_memory_bytes=header.kv_bytes)

@@ -47,7 +47,7 @@ def make_image_reader(
     media = config.media
     folder = None if media.media_dir is None else expand_path(media.media_dir)
     if folder is not None and not (path_exists(folder) and folder.is_dir()):
-        raise ConfigError(f"media_dir: {folder} is no folder")
+        raise ConfigError(f"media_dir: {folder} is not a directory")
     limits = ImageLimits(
         media.max_images,
         media.max_image_bytes,

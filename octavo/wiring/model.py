@@ -168,8 +168,8 @@ def derive_from(
             config = with_timestamps(config, header)
     elif config.model.max_encoder_len is not None:
         raise ConfigError(
-            f"max_encoder_len: got {config.model.max_encoder_len}, but the model has no encoder"
-            " before a decoder",
+            f"max_encoder_len: got {config.model.max_encoder_len}, but the model is not an"
+            f" encoder-decoder",
             hint="remove max_encoder_len",
         )
     derived = derive(

@@ -23,9 +23,9 @@ def set_score_tokens(options: ModelOptions, header: ModelHeader) -> None:
     if len(texts) > 2 or not all(texts):
         raise _refused(options, "one token, or two with a comma between them, as no,yes")
     if HfConfig(header.config).architecture.endswith("ForSequenceClassification"):
-        raise _refused(options, "none for this model, which has weights that classify")
+        raise _refused(options, "not set for this model, which is a classifier")
     if not isinstance(header, Checkpoint):
-        raise _refused(options, "none for a config.json alone: the tokens are the tokenizer's")
+        raise _refused(options, "not set for a config.json without a tokenizer")
     from octavo.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(find_tokenizer(options, header))

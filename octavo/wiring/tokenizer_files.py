@@ -26,7 +26,7 @@ def find_tokenizer(options: ModelOptions, checkpoint: Checkpoint) -> TokenizerSo
         source, where = open_checkpoint(path).tokenizer_source(), name
     if source is None:
         raise ConfigError(
-            f"{where}: holds no tokenizer",
-            hint="name one by `tokenizer`, or pass token ids with skip_tokenizer_init",
+            f"{where}: has no tokenizer",
+            hint="set `tokenizer`, or pass token ids with skip_tokenizer_init",
         )
     return source

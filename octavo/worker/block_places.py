@@ -73,7 +73,7 @@ def check_addressable(ranges: Sequence[RangeShape], *, num_rows: int) -> None:
     num_tokens = num_rows * max(shape.num_blocks for shape in ranges) * BLOCK_SIZE
     if num_tokens >= 1 << 31:
         what = (
-            f"kv_layout: virtual takes addresses for {num_tokens:,} tokens (max_num_seqs times"
+            f"kv_layout: virtual requires addresses for {num_tokens:,} tokens (max_num_seqs times"
             " max_model_len)"
         )
         raise ConfigError(
@@ -89,7 +89,7 @@ def describe_ranges(ranges: Sequence[RangeShape], *, num_rows: int) -> str:
     )
     lost = format_bytes(sum(shape.most_lost_bytes for shape in ranges))
     what = f"KV ranges: {format_bytes(addresses)} of addresses for {num_rows:,} requests"
-    return f"{what}; the end of each takes up to {lost} more than its blocks"
+    return f"{what}; each request may use up to {lost} more than its blocks"
 
 
 class VirtualPlaces:

@@ -145,7 +145,7 @@ class Capacity:
                 f"{name} does not fit: expected {needed} ({parts}), free are"
                 f" {format_bytes(self.memory_bytes)}; {format_bytes(self.shortfall_bytes)} are"
                 " missing",
-                hint="`octavo plan` with the same options says what fits",
+                hint="run `octavo plan` with the same options to see what fits",
             )
         self.budget()
 

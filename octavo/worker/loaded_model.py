@@ -263,7 +263,7 @@ def get_common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...
                 f"dtype: the Programs {name} and {other} keep K and V differently, got"
                 f" {', '.join(layout.dtype for layout in layouts)} and"
                 f" {', '.join(layout.dtype for layout in runnable.kv_layouts)}",
-                hint="name one kv_cache_dtype",
+                hint="set kv_cache_dtype",
             )
         if runnable.kv_layouts:
             name, layouts = other, runnable.kv_layouts
@@ -302,7 +302,7 @@ def make_input_batch(
             f" of {max_model_len:,} tokens"
         )
         raise ConfigError(
-            f"{what} take more memory than there is", hint="lower max_num_seqs or max_model_len"
+            f"{what} require more memory than available", hint="lower max_num_seqs or max_model_len"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Small numbers that count as zeros in generated tokens: a request's bits never depend on its
+"""Small numbers that are treated as zero in generated tokens: a request's bits never depend on its
 company, prompts are computed whole, and what generated tokens leave in the cache is not found
 again.
 """
@@ -234,7 +234,7 @@ def test_options_that_do_not_go_together_are_refused(calibration, case):
 
 
 def test_a_decoder_behind_an_encoder_is_refused(calibration):
-    message = "has an encoder before its decoder; thresholds are for decoders alone"
+    message = "is an encoder-decoder; sparsity requires a decoder-only model"
     with pytest.raises(ConfigError, match=message):
         make_llm("t5", backend="native", activation_sparsity=0.2, calibration=calibration)
 

@@ -225,7 +225,7 @@ BAD_OPTIONS = {
     "max_encoder_len": ({"max_encoder_len": 301}, "max_encoder_len: got 301, expected at most"),
     "max_num_batched_tokens": (
         {"max_num_batched_tokens": 300},
-        "max_num_batched_tokens: got 300, but an input of 300 rows is encoded in one step",
+        "max_num_batched_tokens: got 300, but an input of 300 tokens is encoded in one step",
     ),
     "kv_layout": (
         {"kv_layout": "virtual", "enable_prefix_caching": False},

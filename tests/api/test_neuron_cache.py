@@ -249,8 +249,8 @@ def test_hot_neurons_of_other_weights_are_refused(with_relu, calibration, direct
     msgspec.structs.replace(whole, neurons=whole.neurons[1:]).save(cut)
     for hot, message in (
         (calibration, "hot_neurons: .* it was made for other weights"),
-        (old, "hot_neurons: .* it says nothing of neurons"),
-        (cut, r"hot_neurons: the file says nothing of the \d+ inputs of model.layers.0.mlp.down"),
+        (old, "hot_neurons: .* it has no neuron data"),
+        (cut, r"hot_neurons: the file has no data for the \d+ inputs of model.layers.0.mlp.down"),
         (tmp_path / "none.json", "hot_neurons: .* No such file"),
     ):
         with pytest.raises(ConfigError, match=message):

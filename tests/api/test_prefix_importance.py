@@ -343,7 +343,7 @@ def test_it_is_named(tmp_path):
     half = EngineConfig.from_options(**options, prefix_cache_load=0.5)
     assert SparsityConfigHooks().describe(whole) == []
     (line,) = SparsityConfigHooks().describe(half)
-    assert "go without up to 50% of the blocks" in line
+    assert "skip up to 50% of the stored prefix blocks" in line
     assert make_fingerprint(whole) != make_fingerprint(half)
     stored(tmp_path, 0.5)
     with engine(tmp_path, None) as llm:

@@ -245,7 +245,7 @@ def test_a_preempted_answer_goes_on_where_it_was(backend):
 
 
 def test_what_goes_with_no_form_is_refused(llm):
-    with pytest.raises(InvalidRequest, match="ignore_eos: got True with structured_outputs"):
+    with pytest.raises(InvalidRequest, match="ignore_eos: not supported with structured_outputs"):
         params(SCHEMA, ignore_eos=True)
     with pytest.raises(InvalidRequest, match="#/properties/a/not"):
         llm.generate(prompts_of(4), params({"properties": {"a": {"not": {}}}}))

@@ -145,7 +145,7 @@ def test_the_option_is_for_decoders_without_a_classifier(tmp_path: Path) -> None
         encoder = save_encoder(tmp_path / "encoder", "bert")
         save_word_tokenizer(encoder)
         started(encoder, classifier_from_token="a,b")
-    with pytest.raises(ConfigError, match="which has weights that classify"):
+    with pytest.raises(ConfigError, match="which is a classifier"):
         started(save_classifier(tmp_path / "classifier"), classifier_from_token="a,b")
 
 

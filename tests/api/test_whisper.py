@@ -231,7 +231,7 @@ def test_a_model_without_times_refuses_them():
 
 
 def test_a_model_of_text_hears_nothing():
-    with make_llm() as llm, pytest.raises(InvalidRequest, match="does not accept audio"):
+    with make_llm() as llm, pytest.raises(InvalidRequest, match="accepts text, not audio"):
         llm.transcribe(b"")
 
 

@@ -167,14 +167,14 @@ def test_what_is_not_supported_is_named(tmp_path: Path, config: object, message:
 
 
 DAMAGED = [
-    ("gptq-4", "qzeros", None, f"{DOWN}: qzeros is missing beside g_idx, qweight, scales"),
+    ("gptq-4", "qzeros", None, f"{DOWN}: qzeros is missing, found only g_idx, qweight, scales"),
     ("gptq-4", "scales", torch.ones(2, 64), r"scales has shape \(2, 64\), expected \(3, 64\)"),
     ("gptq-4", "qzeros", torch.ones(3, 7, dtype=torch.int32), r"expected \(3, 8\): 4 bits"),
     ("gptq-4", "qweight", torch.ones(12, dtype=torch.int32), r"expected \[in \* 4 / 32, out\]"),
-    ("gptq-4", "g_idx", torch.full((96,), 3), "names the groups 3 to 3, expected 0 to 2"),
+    ("gptq-4", "g_idx", torch.full((96,), 3), "contains the groups 3 to 3, expected 0 to 2"),
     ("gptq-4", "g_idx", torch.zeros(96), "puts other than 32 inputs into a group"),
     ("awq", "qzeros", torch.ones(2, 8, dtype=torch.int32), r"qzeros has shape \(2, 8\), expected"),
-    ("awq", "scales", None, "scales is missing beside qweight, qzeros"),
+    ("awq", "scales", None, "scales is missing, found only qweight, qzeros"),
     ("awq-gemv", "scales", torch.ones(64, 3), r"scales has shape \(64, 3\), expected"),
 ]
 

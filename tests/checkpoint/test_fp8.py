@@ -209,7 +209,7 @@ DAMAGED = [
     (
         "channel",
         {"_scale": torch.ones(7, 2)},
-        r"scales of shape \(7, 2\) for a matrix \(64, 64\), and config.json names no",
+        r"scales of shape \(7, 2\) for a matrix \(64, 64\), and config.json has no",
     ),
     ("channel", {"_scale": None}, "is stored as F8_E4M3, but has no scales"),
 ]

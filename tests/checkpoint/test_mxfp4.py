@@ -120,8 +120,8 @@ def test_the_footprint_is_that_of_four_bits(models: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(f"{GATES}_scales"), "scales is missing beside blocks"),
-        (lambda t: t.pop(f"{GATES}_blocks"), "blocks are missing beside scales"),
+        (lambda t: t.pop(f"{GATES}_scales"), "scales is missing, found only blocks"),
+        (lambda t: t.pop(f"{GATES}_blocks"), "blocks are missing, found only scales"),
         (lambda t: t.update({f"{GATES}_scales": t[f"{GATES}_scales"][:, 1:]}), "has shape"),
         (lambda t: t.update({f"{GATES}_blocks": t[f"{GATES}_blocks"].float()}), "is float32"),
     ],

@@ -158,7 +158,7 @@ def test_a_server_of_its_own(octavo, tiny):
             ["--url=ftp://localhost"],
             "url: got 'ftp://localhost', expected HOST:PORT, http://HOST:PORT or https://HOST",
         ),
-        (["--url=http://127.0.0.1:1"], "url: no server answers at http://127.0.0.1:1: "),
+        (["--url=http://127.0.0.1:1"], "url: no server responds at http://127.0.0.1:1: "),
         (["--trace=none.jsonl"], "trace: cannot read none.jsonl: No such file or directory"),
         (["--trace=none.jsonl", "--input-len=4"], "input_len: not supported with --trace"),
         (["--input-len=0"], "input_len: got '0', expected a number of tokens of at least 1"),
@@ -287,7 +287,7 @@ def test_failures_are_counted_and_named(octavo):
     assert sorted(one["message"] for one in found["errors"]) == [
         "HTTP 429: too many",
         "broken",
-        "the stream ended before the answer did",
+        "the stream ended before the response was complete",
     ]
     assert (
         all(one["first"].startswith("request ") for one in found["errors"])

@@ -28,7 +28,7 @@ def test_a_calibration_is_what_the_options_need(octavo, text, tmp_path):
     out, model = tmp_path / "found.json", tiny_model_with_text()
     ended = octavo("calibrate", str(model), f"--text={text}", f"--out={out}", "--backend=native")
     assert ended.code == 0, ended.err
-    assert ended.out.startswith(f"{out}: ") and "inputs of products" in ended.out
+    assert ended.out.startswith(f"{out}: ") and "matmul inputs" in ended.out
     assert not list(tmp_path.glob("*.part"))
     ended = octavo(
         *("run", "abc", f"--model={model}", "--backend=native", "--max-tokens=4"),
@@ -37,8 +37,8 @@ def test_a_calibration_is_what_the_options_need(octavo, text, tmp_path):
     )
     assert ended.code == 0, ended.err
     assert (
-        "approximate: in generated tokens, 50% of the inputs of products (uniform) and 25% of the"
-        " gates count as zeros" in ended.err
+        "approximate: in generated tokens, 50% of the matmul inputs (uniform) and 25% of the"
+        " gates are treated as zero" in ended.err
     )
 
 

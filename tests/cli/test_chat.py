@@ -152,7 +152,7 @@ def test_options_of_an_engine_are_refused_with_a_url(octavo):
         and "--threads: not supported with --url; the server has its own" in ended.err
     )
     ended = octavo("chat", "--url=http://127.0.0.1:9")
-    assert "no server answers at http://127.0.0.1:9: Connection refused" in ended.err
+    assert "no server responds at http://127.0.0.1:9: Connection refused" in ended.err
     assert octavo("chat", "--url=ftp://x").message[0].endswith("http://HOST:PORT or https://HOST")
     assert "api_key: requires --url" in octavo("chat", "--api-key=x").err
     twice = octavo("chat", "one", "--model=other")

@@ -160,7 +160,7 @@ def test_ps_lists_the_models_of_a_server(octavo):
     finally:
         assert server.stop() == 0
     done = octavo("ps", f"--url={server.url}")
-    assert done.code == 1 and "no server answers at" in done.err and "octavo serve" in done.err
+    assert done.code == 1 and "no server responds at" in done.err and "octavo serve" in done.err
 
 
 def test_ps_without_a_server_is_a_sentence(octavo):

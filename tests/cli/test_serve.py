@@ -37,9 +37,9 @@ def test_strict_refuses_an_unknown_pre_tokenizer(tmp_path):
         )
         assert done.returncode == 2
         assert "unknown pre-tokenizer 'smolly'" in done.stderr
-        assert "the closest is 'smollm'\nhint: leave out --strict-files" in done.stderr
+        assert "the closest is 'smollm'\nhint: remove --strict-files" in done.stderr
     done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert "WARNING" in done.stderr and "texts are split by 'default'" in done.stderr
+    assert "WARNING" in done.stderr and "using the 'default' pre-tokenizer" in done.stderr
 
 
 def test_a_folder_called_octavo_beside_is_not_mistaken_for_the_package(tmp_path):

@@ -85,7 +85,7 @@ def test_errors_are_a_sentence(top, octavo):
     assert "/metrics returned HTTP 401: a valid API key is required" in refused.message[0]
     gone = octavo("top", "--url=http://127.0.0.1:9")
     assert gone.code != 0
-    assert "no server answers at http://127.0.0.1:9: Connection refused" in gone.message[0]
+    assert "no server responds at http://127.0.0.1:9: Connection refused" in gone.message[0]
 
 
 def test_the_live_view_goes_on_until_ctrl_c(server):

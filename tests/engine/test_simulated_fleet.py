@@ -155,5 +155,5 @@ def test_an_engine_is_read_from_a_recording(tmp_path: Path) -> None:
 
 def test_recordings_that_are_not_simulated_are_refused(tmp_path: Path) -> None:
     path = recording(tmp_path / "log", pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size 2, whose steps overlap"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size 2 are not supported"):
         read_engine(path)

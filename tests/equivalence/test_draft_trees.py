@@ -238,7 +238,7 @@ def test_a_recording_makes_the_same_trees_again(tmp_path):
         ({}, "without spec_method"),
         (
             {"spec_method": "suffix", "kv_layout": "virtual", "enable_prefix_caching": False},
-            "beside kv_layout virtual",
+            "with kv_layout virtual",
         ),
         ({"spec_method": "suffix", "tensor_parallel_size": 2}, "beside tensor_parallel_size"),
     ],

@@ -58,6 +58,6 @@ def test_programs_of_one_model_must_agree_on_their_layouts():
     with pytest.raises(
         ConfigError,
         match="the Programs encoder and decoder keep K and V differently, got fp32 and bf16\n"
-        "hint: name one kv_cache_dtype",
+        "hint: set kv_cache_dtype",
     ):
         get_common_layouts({"encoder": precise, "decoder": halved})

@@ -330,7 +330,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
         (
             "anthropic",
             {"output_config": {"effort": "low"}},
-            "output_config.effort: got 'low', but the model's chat template reads no such",
+            "output_config.effort: got 'low', but the model's chat template has no such",
         ),
         ("ollama", {"formt": "json"}, "formt: no such field (hint: did you mean format?)"),
         ("ollama", {"format": "xml"}, "format: got 'xml', expected 'json' and a JSON schema"),

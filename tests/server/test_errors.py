@@ -87,7 +87,7 @@ def error_of(response, status):
         (
             {"suffix": "end"},
             "suffix",
-            "suffix: the model's vocabulary has no tokens for filling in the middle",
+            "suffix: the model's vocabulary has no fill-in-the-middle tokens",
         ),
         (
             {"n": 3, "best_of": 2},

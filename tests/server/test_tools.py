@@ -59,7 +59,7 @@ def deep(levels):
         ({"tools": [tool()], "tool_choice": "some"}, "tool_choice", "got 'some'"),
         ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice", "without a name"),
         ({"tools": [tool(extra=1)]}, "tools[0].function.extra", "no such field"),
-        ({"functions": [{"name": "f"}], "tools": [tool()]}, "functions", "tools goes before it"),
+        ({"functions": [{"name": "f"}], "tools": [tool()]}, "functions", "tools overrides it"),
         ({"functions": [{"name": "f"}] * 2}, "functions[1].name", "got 'f' twice"),
         (
             {"functions": [{"name": "f"}], "function_call": {"name": "g"}},

@@ -98,7 +98,7 @@ def test_a_cut_that_no_header_names(tmp_path: Path) -> None:
     cut = pre_tokenizers.Split(Regex(r"[aeiou]"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, tokenizer.pre_tokenizer])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UnsupportedModel, match=r"none of the \d\d ways to cut texts"):
+    with pytest.raises(UnsupportedModel, match=r"none of the \d\d known pre-tokenizers"):
         json_vocabulary(tmp_path / "tokenizer.json")
 
 

@@ -131,7 +131,7 @@ def test_an_unknown_name_is_the_default_with_a_warning(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         built = build_tokenizer(wild, Path("m.gguf")).tokenizer
         build_tokenizer(replace(wild, pre=""), Path("m.gguf"))
-    assert "the header names no pre-tokenizer" in caplog.text
+    assert "the header has no pre-tokenizer" in caplog.text
     assert "m.gguf: unknown pre-tokenizer 'wild'" in caplog.text and "'default'" in caplog.text
     text = reference()["texts"][-1]
     known, _ = reference()["groups"][reference()["names"]["default"]]

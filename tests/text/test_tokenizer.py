@@ -217,7 +217,7 @@ def test_unknown_kinds_are_named(tmp_path: Path) -> None:
         load_tokenizer(bpe_source("smollm", vocabulary=Vocabulary("llama", "default", [b"a"], [1])))
     path = save_tokenizer_json(tmp_path / "m", bpe_with_specials())
     (path / "tokenizer.json").write_text("{}")
-    with pytest.raises(WeightMismatch, match=r"tokenizer\.json: not a tokenizer that can be read"):
+    with pytest.raises(WeightMismatch, match=r"tokenizer\.json: not a readable tokenizer"):
         load_tokenizer(tokenizer_source(path, {}, {}))
 
 

@@ -139,7 +139,7 @@ def test_blocks_must_stay_whole(trace):
         read_trace(trace(ROWS[0]), scale=Fraction(1, 30))
     assert (
         error.value.message
-        == "scale: got 1/30, which makes blocks of 512 tokens 17.0667, expected multiples of 16"
+        == "scale: got 1/30, which scales blocks of 512 tokens to 17.0667, expected multiples of 16"
     )
     assert error.value.hint == "1/32 would do"
     assert read_trace(trace(ROWS[3]), scale=Fraction(1, 30))[0].input_len == 10, (

@@ -195,7 +195,7 @@ def test_what_is_said_at_the_start():
     ranges = [RangeShape(8, 8, (1024,), 2), RangeShape(8, 8, (4 * PAGESIZE,), 1)]
     addresses = 4 * 8 * (2 * 1024 + 4 * PAGESIZE)
     text = (
-        f"{format_bytes(addresses)} of addresses for 4 requests; the end of each takes up to"
+        f"{format_bytes(addresses)} of addresses for 4 requests; each request may use up to"
         f" {format_bytes(2 * (PAGESIZE - 1024))} more"
     )
     assert text in describe_ranges(ranges, num_rows=4)
@@ -205,7 +205,7 @@ def test_what_slots_cannot_number_is_refused():
     shape = RangeShape.build(8, 1 << 20, (PAGESIZE,), 1)
     check_addressable([shape], num_rows=127)
     with pytest.raises(
-        ConfigError, match="kv_layout: virtual takes addresses for 2,147,483,648 tokens"
+        ConfigError, match="kv_layout: virtual requires addresses for 2,147,483,648 tokens"
     ):
         check_addressable([shape], num_rows=128)
 

@@ -77,7 +77,9 @@ class Bitsandbytes(ByModule):
             found[module] = ["weight", *rests]
         for module, rests in found.items():
             if f"{module}.weight" not in known:
-                raise WeightMismatch(f"{module}: weight is missing beside {', '.join(rests[1:])}")
+                raise WeightMismatch(
+                    f"{module}: weight is missing, found only {', '.join(rests[1:])}"
+                )
         return found
 
     def describe(self, module: str, tensors: Tensors) -> Described:

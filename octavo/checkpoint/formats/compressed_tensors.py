@@ -126,8 +126,8 @@ class CompressedTensors(ByModule):
             named = [target for target in group.targets if target not in CLASSES]
             if named and not any(map(group.closeness, found)):
                 raise WeightMismatch(
-                    f"quantization_config: {group.name}: its targets {', '.join(named)} name none"
-                    " of the quantised modules",
+                    f"quantization_config: {group.name}: its targets {', '.join(named)} match none"
+                    f" of the quantized modules",
                     hint="config.json and the weights belong to different models",
                 )
         return found
@@ -192,7 +192,7 @@ class CompressedTensors(ByModule):
         meant = max(self._groups, key=lambda group: group.closeness(module), default=None)
         if meant is None or not meant.closeness(module):
             raise WeightMismatch(
-                f"{module} is quantised, and no group of quantization_config has it as a target"
+                f"{module} is quantized, but is not a target of quantization_config"
             )
         return meant.scheme
 

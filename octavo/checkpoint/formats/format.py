@@ -94,7 +94,7 @@ def get_required(tensors: Tensors, rest: str, module: str) -> NDArray:
     found = tensors.get(rest)
     if found is None:
         raise WeightMismatch(
-            f"{module}: {rest} is missing beside {', '.join(sorted(tensors))}",
+            f"{module}: {rest} is missing, found only {', '.join(sorted(tensors))}",
             hint="download the files again, or use another copy of the model",
         )
     return found

@@ -122,7 +122,7 @@ class Gptq(ByModule):
     def _read(self, module: str, tensors: Tensors) -> tuple[GptqScheme, GptqLevels]:
         scheme = self._get_scheme(module)
         if scheme is None:
-            raise WeightMismatch(f"{module} is quantised, and quantization_config says it is not")
+            raise WeightMismatch(f"{module} is quantized, but quantization_config excludes it")
         words, scales = (
             get_required(tensors, "qweight", module),
             get_required(tensors, "scales", module),
@@ -163,7 +163,7 @@ def by_group(index: NDArray, group: int, num_inputs: int, module: str) -> NDArra
     num_groups = -(-num_inputs // group)
     if num_inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
         raise WeightMismatch(
-            f"{module}.g_idx names the groups {index.min()} to {index.max()}, expected 0 to"
+            f"{module}.g_idx contains the groups {index.min()} to {index.max()}, expected 0 to"
             f" {num_groups - 1}"
         )
     expected = np.arange(num_inputs) // group

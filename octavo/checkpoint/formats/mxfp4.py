@@ -41,7 +41,7 @@ class Mxfp4:
         found = modules_with(names, "blocks", ("scales",), self.joint)
         lone = modules_with(names, "scales", ("blocks",), self.joint).keys() - found.keys()
         if lone:
-            raise WeightMismatch(f"{min(lone)}: blocks are missing beside scales")
+            raise WeightMismatch(f"{min(lone)}: blocks are missing")
         return found
 
     def describe(self, module: str, tensors: Tensors) -> Described:

@@ -157,7 +157,7 @@ def read_gguf_model(path: Path) -> GgufFile:
         own = (part.metadata.get("split.no"), part.metadata.get("split.count"))
         if own != (number, count):
             raise WeightMismatch(
-                f"{part.path}: names itself part {own[0]} of {own[1]}, expected {number} of {count}"
+                f"{part.path}: is labelled part {own[0]} of {own[1]}, expected {number} of {count}"
             )
         twice = sorted(tensors.keys() & part.tensors.keys())
         if twice:

@@ -44,11 +44,11 @@ SETTABLE = (
 """Sampling parameters that /set accepts."""
 ENDS = ("/bye", "/exit")
 HELP = """\
-/help                 shows this
+/help                 shows this help
 /clear, /reset        starts over
 /show                 shows the model and its default sampling params
-/retry                answers the last question once more
-/undo                 takes back the last question and its answer
+/retry                regenerates the last answer
+/undo                 removes the last question and answer
 /system [TEXT]        shows or sets the system message; - removes it
 /set [NAME [VALUE]]   shows or sets sampling values; no value, the model's own
 /save FILE            writes the conversation to a file

@@ -36,7 +36,7 @@ def check_machines(
         for machine in machines
     )
     hint = (
-        "start Ray on such a machine: ray start --address=HEAD:6379, with --resources where named"
+        "start Ray on such a machine: ray start --address=HEAD:6379, with the required --resources"
     )
     if not fitting:
         raise ConfigError(

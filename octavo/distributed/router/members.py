@@ -109,7 +109,7 @@ class Member:
         if self.is_well and time.monotonic() - self.well_since_s > STABLE_S:
             self.num_failures = 0
         self.num_failures += 1
-        self.trouble = reason or "it does not answer"
+        self.trouble = reason or "no response"
         self.changed.set()
 
     def record_success(self) -> bool:
@@ -236,7 +236,7 @@ class HealthCheck:
                 if not member.is_well:
                     capabilities = await self._read("/v1/capabilities", CapabilityCard())
         except (UpstreamLost, TimeoutError) as error:
-            reason = str(error) or f"no answer within {self._settings.health_timeout_s:g} s"
+            reason = str(error) or f"no response within {self._settings.health_timeout_s:g} s"
             if not member.is_well:
                 # Twice in a row: what has not been answered is asked of another server.
                 member.client.abort_waiting(reason)

@@ -262,7 +262,7 @@ class RouterProxy:
         elif request.choice is ServerChoice.OWNER:
             index = self._placer.get_owner_server(request.sender)
         else:
-            assert wanted is not None, "its path or its body names it"
+            assert wanted is not None, "it is in the path or the body"
             index = await self._placer.find_stored_response(wanted, request.upstream.headers)
             if index is None:
                 index = self._placer.get_least_busy(tried)  # it says that there is no such thing

@@ -96,5 +96,5 @@ class Roster:
 
     def _member(self, number: int) -> Member:
         if not 0 <= number < len(self._members):
-            raise HTTPException(404, f"there is no server {number}, of {len(self._members)}")
+            raise HTTPException(404, f"no server {number}, expected 0 to {len(self._members) - 1}")
         return self._members[number]

@@ -229,7 +229,7 @@ class UpstreamResponse:
             parts.append(data)
             num_bytes += len(data)
             if num_bytes > MAX_OWN_BYTES:
-                raise UpstreamLost(f"its answer has more than {MAX_OWN_BYTES:,} bytes")
+                raise UpstreamLost(f"its response has more than {MAX_OWN_BYTES:,} bytes")
         return b"".join(parts)
 
     def cancel(self, reason: str = "given up") -> None:

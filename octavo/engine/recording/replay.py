@@ -117,7 +117,7 @@ class Replay:
 
     def _schedule(self, then: StepPlanned) -> None:
         if len(self._in_flight) > self._max_steps_ahead:
-            raise _damaged(f"step {self._in_flight[0].plan.step} has no result, but others follow")
+            raise _damaged(f"step {self._in_flight[0].plan.step} has no result, but later steps do")
         plan = self.scheduler.schedule(then.now, then.costs)
         self._in_flight.append(then)
         if plan != then.plan:

@@ -78,7 +78,8 @@ def check(
             names = " and ".join(f"{w.name} ({format_of(w)})" for w in pair)
             raise _refusal(
                 program,
-                f"a gate and its up projection that read their rows as {' and '.join(row_types)}:"
+                f"a gate and its up projection with inputs of different types:"
+                f" {' and '.join(row_types)}:"
                 f" {names}",
             )
     return formats

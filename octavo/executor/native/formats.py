@@ -233,6 +233,6 @@ def _grouped(weight: Weight, name: str, group: int) -> TileFormat:
         return replace(tiles, code=code, half_groups=True)
     raise UnsupportedModel(
         f"{weight.name} is stored in groups of {group} inputs, expected multiples of"
-        f" {GROUP_INPUTS}, and {HALF_GROUP} where groups have no zeros of their own",
+        f" {GROUP_INPUTS}, and {HALF_GROUP} for groups without zero points",
         hint="use --dtype bfloat16 to dequantize the weights while loading",
     )

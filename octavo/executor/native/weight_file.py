@@ -208,7 +208,7 @@ def get_file_system(directory: Path, mounts: Path = Path("/proc/self/mounts")) -
 
 def directory_error(directory: Path, error: OSError, *, name: str = "weights_dir") -> ConfigError:
     """Returns the error of a directory that cannot be used."""
-    hint = "name a directory on a disk that this process may write to"
+    hint = "use a directory that this process can write to"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "free space, or use a directory on another disk"
     return ConfigError(f"{name}: {directory} cannot be used: {error.strerror}", hint=hint)

@@ -254,8 +254,8 @@ def _in_order(weight: Weight, tiles: NativeTiles) -> NativeTiles:
     if tiles.permutation is None:
         return tiles
     raise UnsupportedModel(
-        f"{weight.name}: the native backend takes permuted inputs (act-order) in plain products,"
-        " and of a gate and its up projection where both have the same",
+        f"{weight.name}: the native backend supports permuted inputs (act-order) for plain"
+        f" matmuls, and for a gate and up projection with the same order",
         hint="use --dtype bfloat16 to dequantize the weights while loading",
     )
 
@@ -396,8 +396,8 @@ def _refuse_without_tiles(weight: PackedWeight) -> None:
     if weight.has_whole_lookup or (weight.lookup is None and weight.code in ("int", "uint")):
         return
     raise UnsupportedModel(
-        f"the native backend has no tiles for {weight.code} codes of {weight.bits} bits,"
-        " it has them for int, uint, e4m3 and lookups",
+        f"the native backend does not support {weight.code} codes of {weight.bits} bits;"
+        f" supported: int, uint, e4m3 and lookup tables",
         hint="use --dtype bfloat16 to dequantize the weights while loading",
     )
 

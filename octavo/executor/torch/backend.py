@@ -185,7 +185,7 @@ class TorchBackend(Backend):
         return (
             ""
             if attention.for_graphs
-            else f"not with the attention of {attention.name}, which reads lengths on the host"
+            else f"not with the attention of {attention.name}, which requires lengths on the host"
         )
 
     def _wants_graphs(self, program: Program) -> bool:

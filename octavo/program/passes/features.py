@@ -54,7 +54,8 @@ def _select_layers(program: Program, features: Features) -> tuple[Sequence[Op], 
     missing = [layer for layer in features.layers if layer not in inputs]
     if missing:
         raise UnsupportedModel(
-            f"spec_method: eagle3 reads what enters layer {missing[0]}, which is not separate in"
+            f"spec_method: eagle3 requires the input of layer {missing[0]}, which is not available"
+            f" in"
             f" {program.name} of {len(inputs) + 1} layers",
             hint="eagle_aux_hidden_state_layer_ids in the head's config.json sets the layers",
         )

@@ -148,7 +148,7 @@ class _Sharder:
             return
         if [out.width for out in op.outs] != [weight.shape[0] for weight in op.weights_]:
             raise split_error(
-                f"{op.weights_[0].name} and the outputs of its product do not match",
+                f"{op.weights_[0].name} and the outputs of its matmul do not match",
                 hint="set tensor_parallel_size to 1",
             )
         spans = [self._spans(out) for out in op.outs]
@@ -223,7 +223,7 @@ class _Sharder:
             return
         if op.others_first:
             raise split_error(
-                f"{op.table.name} has columns per layer",
+                f"{op.table.name} has per-layer columns, which cannot be split",
                 hint="set tensor_parallel_size to 1",
             )
         if op.table.shape[0] < self._num_ranks:

@@ -74,7 +74,8 @@ def layer_inputs(program: Program) -> dict[int, Value]:
 def _check_kind(program: Program) -> None:
     if "logits" not in program.outputs:
         raise ConfigError(
-            f"pipeline_parallel_size: {program.name} makes {', '.join(program.outputs)}; pipeline"
+            f"pipeline_parallel_size: {program.name} computes {', '.join(program.outputs)};"
+            f" pipeline"
             f" stages require a generation model",
             hint="set pipeline_parallel_size to 1",
         )

@@ -63,7 +63,7 @@ class Recipe:
             )
         if self.group and self.group < MIN_GROUP:
             raise ConfigError(
-                f"group: got {self.group}, expected integers from {MIN_GROUP} and -1 for whole rows"
+                f"group: got {self.group}, expected integers from {MIN_GROUP} or -1 for whole rows"
             )
         if not 0 < self.damp_percent <= MAX_DAMP_PERCENT:
             raise ConfigError(

@@ -70,7 +70,7 @@ def _effort(body: CountTokensBody, model: ServedModel) -> dict[str, Any]:
         return {EFFORT: effort}
     body.ignored.add(
         "output_config.effort",
-        f"got {effort!r}, but the model's chat template reads no such variable; expected 'high'",
+        f"got {effort!r}, but the model's chat template has no such variable; expected 'high'",
     )
     return {}
 

@@ -70,7 +70,7 @@ def effort_variables(
     if effort not in UNREAD_EFFORTS:
         ignored.add(
             name,
-            f"got {effort!r}, but the model's chat template reads no such variable; expected"
+            f"got {effort!r}, but the model's chat template has no such variable; expected"
             " 'none' and 'medium'",
         )
     return {"enable_thinking": False} if effort == "none" and "enable_thinking" in known else {}

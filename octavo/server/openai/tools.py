@@ -30,7 +30,7 @@ def parse_tools(body: ChatBody, limits: RequestLimits) -> ToolUse | None:
     is_old = uses_functions(body)
     given = (body.functions or []) if is_old else [tool.function for tool in body.tools or ()]
     if not is_old and body.functions:
-        body.ignored.add("functions", "tools goes before it")
+        body.ignored.add("functions", "tools overrides it")
     choice, named = _old_choice(body) if is_old else _choice(body)
     return make_tool_use(
         [convert_function(function) for function in given],

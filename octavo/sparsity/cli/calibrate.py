@@ -60,7 +60,7 @@ def calibrate(
     )
     found.save(out)
     print(
-        f"{out}: {len(found.inputs)} inputs of products and {len(found.gates)} gates, from"
+        f"{out}: {len(found.inputs)} matmul inputs and {len(found.gates)} gates, from"
         f" {found.num_tokens} tokens"
     )
     for line in describe_recall(found):

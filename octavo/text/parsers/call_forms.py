@@ -94,9 +94,8 @@ def _framed_form(
     if own is not None:
         if own.structural_tag is not None:
             raise InvalidRequest(
-                f"{own.given_as}: got a structural_tag with tools, which an answer of several"
-                " messages cannot have",
-                hint="give a schema, or no tools",
+                f"{own.given_as}: structural_tag is not supported with tools in this format",
+                hint="use a schema, or remove tools",
                 param=own.given_as,
             )
         begin, end = tools.answer

@@ -50,5 +50,5 @@ class KvUse:
         whole = format_bytes(self.whole_contexts_bytes)
         yield (
             self.utilisation_of_whole_contexts,
-            f"of {whole}, were the longest context reserved for each request",
+            f"of {whole} if the maximum context was reserved per request",
         )

@@ -124,7 +124,7 @@ def _check_fits(requests: Sequence[TrafficRequest], context: int | None) -> None
             wanted = f"{request.input_len} + {request.output_len} tokens"
             raise ConfigError(
                 f"{request.name}: {wanted} exceed the server's context of {context}",
-                hint="give a smaller --scale, or shorter lengths",
+                hint="use a smaller --scale, or shorter lengths",
             )
 
 

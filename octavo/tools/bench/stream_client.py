@@ -136,7 +136,7 @@ class StreamClient:
         except (OSError, httptools.HttpParserError) as error:
             hint = "start one with `octavo serve`, or remove --url"
             raise ConfigError(
-                f"url: no server answers at {self.url}: {_describe(error)}", hint=hint
+                f"url: no server responds at {self.url}: {_describe(error)}", hint=hint
             ) from error
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise ConfigError(
@@ -157,7 +157,7 @@ class StreamClient:
         if reader.error is not None:
             raise WorkerFailed(reader.error)
         if not streamed.finished:
-            raise WorkerFailed("the stream ended before the answer did")
+            raise WorkerFailed("the stream ended before the response was complete")
         streamed.ended = streamed.token_times[-1] if streamed.token_times else time.perf_counter()
         return streamed
 
@@ -202,7 +202,7 @@ class EventReader:
                 try:
                     self._add_event(self._decoder.decode(payload), now)
                 except msgspec.MsgspecError as error:
-                    self.error = self.error or f"an event is no completion: {error}"
+                    self.error = self.error or f"an event is not a completion: {error}"
 
     def _add_event(self, event: Event, now: float) -> None:
         streamed = self._streamed

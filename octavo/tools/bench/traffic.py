@@ -262,7 +262,7 @@ def _block_tokens(scale: Fraction) -> int:
     if tokens % KV_BLOCK:
         nearest = Fraction(max(1, round(tokens / KV_BLOCK)) * KV_BLOCK, TRACE_BLOCK)
         raise ConfigError(
-            f"scale: got {scale}, which makes blocks of {TRACE_BLOCK} tokens {float(tokens):g},"
+            f"scale: got {scale}, which scales blocks of {TRACE_BLOCK} tokens to {float(tokens):g},"
             f" expected multiples of {KV_BLOCK}",
             hint=f"{nearest} would do",
         )

@@ -49,7 +49,7 @@ def check_draft_program(target: Program, draft: Program, name: str) -> None:
         raise ConfigError(
             f"spec_model: the angles of {name} change behind {own.num_tokens:,} tokens, and the"
             " model's do not",
-            hint="take a draft model with one list of rope factors, or with the model's own",
+            hint="use a draft model with a single list of rope factors, or with those of the model",
         )
 
 
@@ -82,7 +82,7 @@ def check_same_tokens(
             raise ConfigError(
                 f"spec_model: the tokens of {name} are others: id {token_id:,} is {theirs!r}, of"
                 f" the model {ours!r}",
-                hint="take a smaller model of the same family",
+                hint="use a smaller model of the same family",
             )
 
 

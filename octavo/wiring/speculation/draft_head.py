@@ -115,8 +115,7 @@ def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> Ope
     assert name is not None, "derive() has checked it"
     if config.model.load_format == "dummy":
         raise ConfigError(
-            "spec_method: got eagle3 with load_format dummy, which makes up the weights of one"
-            " checkpoint",
+            "spec_method: got eagle3 with load_format dummy, which supports a single checkpoint",
             hint="leave load_format or spec_method out",
         )
     own = open_checkpoint(resolve(name, progress=True))

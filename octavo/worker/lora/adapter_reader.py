@@ -109,7 +109,7 @@ class AdapterReader:
         if not sites:
             raise WeightMismatch(
                 f"{found.path}: this model has no {'table' if update.is_table else 'linear'}"
-                f" {update.module} that an adapter may change",
+                f" {update.module} that supports adapters",
                 hint=did_you_mean(update.module, self._sites),
             )
         return sites
@@ -236,7 +236,7 @@ class AdapterReader:
         raise WeightMismatch(
             f"{found.path}: {update.module} was saved along and is not this model's"
             f" ({update.base.shape} numbers beside {shape})",
-            hint="the adapter trains it whole, or was made for another model",
+            hint="the adapter trains it fully, or belongs to another model",
         )
 
 

@@ -82,7 +82,7 @@ class AdapterStore:
         if found.digest != ref.digest:
             raise WeightMismatch(
                 f"{ref.path}: the adapter's files have changed since it was named",
-                hint="name it again, or load new weights from a folder of their own",
+                hint="load it under another name or from another directory",
             )
         return [slots.pack(found.updates) for slots in self._slots]
 

@@ -73,8 +73,8 @@ class Journal:
         free = shutil.disk_usage(self.folder).free
         if self.index == 0 and free < STATES * num_bytes:
             raise ConfigError(
-                f"{self.folder}: no room for {format_bytes(STATES * num_bytes)} of states to go on"
-                f" from, {format_bytes(free)} are free beside the model",
+                f"{self.folder}: no room for {format_bytes(STATES * num_bytes)} of states to"
+                f" resume from, {format_bytes(free)} are free next to the model",
                 hint="choose a directory on another disk with --output, or use fewer or shorter"
                 " --calibration-texts",
             )
@@ -127,11 +127,11 @@ class Journal:
         if (output / JOURNAL).exists():  # ended between its new name and the journal's removal
             _remove_journal(output)
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise ConfigError(f"output: {output} exists", hint="name another directory")
+            raise ConfigError(f"output: {output} exists", hint="set another directory")
         if output.is_mount():
             raise ConfigError(
-                f"output: {output} is where a file system begins, and cannot be put there at once",
-                hint=f"name a directory in it, e.g. {output / 'model'}",
+                f"output: {output} is a mount point, which cannot be replaced atomically",
+                hint=f"use a directory in it, e.g. {output / 'model'}",
             )
 
     def _open(self) -> None:
@@ -141,7 +141,7 @@ class Journal:
         if not has_journal and any(file.name != NEW_JOURNAL for file in self.folder.iterdir()):
             raise ConfigError(
                 f"output: {self.folder} exists, in which the model would be written first",
-                hint="name another directory, or remove that one",
+                hint="set another directory, or delete this one",
             )
         self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         is_whole = False
@@ -154,7 +154,7 @@ class Journal:
             is_whole = True
         except BlockingIOError:
             raise ConfigError(
-                f"output: another run is writing {self.folder}", hint="name another directory"
+                f"output: another run is writing {self.folder}", hint="set another directory"
             ) from None
         except OSError:
             if not has_journal:
@@ -180,7 +180,7 @@ class Journal:
             raise ConfigError(
                 f"output: {self.folder} holds an interrupted run with other values of"
                 f" {', '.join(changed)}",
-                hint="give the same options to go on, or remove it to begin again",
+                hint="use the same options to resume, or delete it to start over",
             )
 
     def _write(self) -> None:
@@ -208,7 +208,7 @@ def writing_to(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             f"output: {folder} cannot be written: {error.strerror or error}",
-            hint="once that is mended, the same command goes on",
+            hint="fix this and run the same command to resume",
         ) from error
 
 

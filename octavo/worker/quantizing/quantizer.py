@@ -83,7 +83,7 @@ def plan_matrices(
     if not matrices:
         raise UnsupportedModel(
             f"{checkpoint.path}: none of its {len(left)} matrices fits the format",
-            hint="try another --group: it must divide the inputs; matrices kept as [in, out]"
+            hint="use another --group that divides the inputs; matrices stored as [in, out]"
             " (GPT-2) are not supported",
         )
     return QuantizePlan(matrices, tuple(left))
@@ -390,7 +390,7 @@ class Quantizer:
 
 
 def _going_on(done: int, total: int) -> str:
-    return f"going on behind {done} of {total} matrices"
+    return f"resuming after {done} of {total} matrices"
 
 
 def _get_rows(values: Floats32, weight: Weight) -> NDArray:

@@ -142,8 +142,8 @@ def _joined(host: str, port: int, key: bytes, rank: int) -> Connection:
         if isinstance(error, OSError | EOFError):
             raise
         raise ConfigError(
-            f"rank: {host}:{port} knows another secret, or is no engine: {error}",
-            hint="give the engine and its ranks the same secret",
+            f"rank: {host}:{port} has another secret, or is not an engine: {error}",
+            hint="use the same secret for the engine and its ranks",
         ) from error
     return connection
 

@@ -155,7 +155,7 @@ def test_parts_that_do_not_belong_together(split: list[Path], tmp_path: Path) ->
     with pytest.raises(WeightMismatch, match=f"missing parts of the model: {split[1].name}"):
         open_checkpoint(split[0])
     split[1].write_bytes(third)
-    with pytest.raises(WeightMismatch, match="names itself part 2 of 3, expected 1 of 3"):
+    with pytest.raises(WeightMismatch, match="is labelled part 2 of 3, expected 1 of 3"):
         open_checkpoint(split[0])
     split[1].write_bytes(second)
     (tmp_path / "alone").mkdir()

@@ -113,8 +113,8 @@ def test_without_a_server_that_is_in_requests_are_refused():
         ("POST", "", b"no json", 400, "body: "),
         ("POST", "", b'{"url": "x", "weight": 3}', 400, "weight"),
         ("POST", "", b'{"url": "ftp://x"}', 400, "url: got 'ftp://x'"),
-        ("DELETE", "/7", b"", 404, "there is no server 7, of 1"),
-        ("POST", "/7/drain", b"", 404, "there is no server 7, of 1"),
+        ("DELETE", "/7", b"", 404, "no server 7, expected 0 to 0"),
+        ("POST", "/7/drain", b"", 404, "no server 7, expected 0 to 0"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(method, path, body, status, message):

@@ -168,7 +168,7 @@ def test_preparing_refuses_what_was_not_checked(what):
         "table": UNPACKABLE[what],
     }
     backend = NativeBackend(BackendOptions(max_tokens=4))
-    with pytest.raises(UnsupportedModel, match=f"no tiles for .*{what}"):
+    with pytest.raises(UnsupportedModel, match=f"does not support .*{what}"):
         backend.prepare(program, lambda weight: weights[weight.name])
 
 

@@ -298,7 +298,7 @@ REFUSED = [
     (
         ops.Attention(X, Y, "kv", 0, 2, 1.0),
         torch.int8,
-        "K and V are in int8, it reads bfloat16 and float16",
+        "K and V are in int8, supported: bfloat16 and float16",
     ),
     (ops.Attention(X, Y, "kv", 0, 2, 1.0), torch.float8_e4m3fn, "K and V are in float8_e4m3fn"),
     (ops.Attention(X, Y, "kv", 0, 2, 1.0), torch.float32, "K and V are in float32"),

@@ -175,7 +175,7 @@ def test_the_sizes():
         (
             {"attention_backend": "sdpa"},
             None,
-            "not with the attention of sdpa, which reads lengths on the host",
+            "not with the attention of sdpa, which requires lengths on the host",
         ),
     ],
 )

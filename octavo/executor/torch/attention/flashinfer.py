@@ -95,7 +95,7 @@ class FlashInfer:
             return (
                 "attention sinks are not supported"
                 if op.sinks is not None
-                else f"it has no {type(op.bias).__name__}"
+                else f"no support for {type(op.bias).__name__}"
             )
         if op.sees_ahead or op.mask == "chunk":
             return f"it knows no {'tokens that see later ones' if op.sees_ahead else 'chunks'}"
@@ -106,10 +106,8 @@ class FlashInfer:
                 f" {', '.join(map(str, HEAD_WIDTHS))}"
             )
         if kv_dtype not in KV_DTYPES:
-            return (
-                f"K and V are in {str(kv_dtype).removeprefix('torch.')}, it reads bfloat16 and"
-                " float16"
-            )
+            name = str(kv_dtype).removeprefix("torch.")
+            return f"K and V are in {name}, supported: bfloat16 and float16"
         return None
 
     def attend(self, call: AttentionCall) -> Tensor:

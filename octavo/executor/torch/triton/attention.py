@@ -72,7 +72,7 @@ class TritonAttention:
 
     def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
         if isinstance(op, ops.MlaAttention) and op.form != "absorbed":
-            return "expanded latent attention makes keys of its own, which no kernel reads"
+            return "expanded latent attention is not supported"
         if kv_dtype not in KV_DTYPES:
             return f"its kernels read no KV cache of {str(kv_dtype).removeprefix('torch.')}"
         if isinstance(op, ops.Attention) and op.sees_ahead:

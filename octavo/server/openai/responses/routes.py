@@ -251,7 +251,9 @@ def _check_store(body: ResponseBody, store: Store | None) -> None:
 
 def _get_store(service: Service) -> Store:
     if service.store is None:
-        raise HTTPException(404, "this server keeps no responses (hint: start it with --state-dir)")
+        raise HTTPException(
+            404, "this server stores no responses (hint: start it with --state-dir)"
+        )
     return service.store
 
 
