@@ -187,10 +187,10 @@ def allowed(spec: OptionField) -> str:
     if spec.number is None:
         return "text"
     low, unit = spec.entry.metadata["low"], spec.entry.metadata["unit"]
-    kind = "bytes" if unit == "bytes" else "number" if spec.number is float else "whole number"
+    kind = "bytes" if unit == "bytes" else "number" if spec.number is float else "integer"
     if unit == "seconds":
-        kind = "seconds, or a time such as `5m`,"
-    return kind + ("" if low is None else f" from {low} up")
+        kind = "seconds, or a time such as `5m`"
+    return kind + ("" if low is None else f", at least {low}")
 
 
 def default_of(spec: OptionField) -> str:

@@ -50,7 +50,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         int | None,
         Option(
             "sample",
-            takes="an integer from n up",
+            takes="an integer of at least n",
             help="number of samples, of which the n most likely are returned; default n",
         ),
     ] = None
@@ -380,7 +380,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Integer(
             "output",
             (-1, INT32_MAX),
-            takes="None, -1 (the whole vocabulary), or an integer from 0 up",
+            takes="None, -1 (the whole vocabulary), or an integer of at least 0",
             help="number of most likely alternatives returned for each output token",
         ),
     ] = None
@@ -400,7 +400,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Integer(
             "output",
             (-1, INT32_MAX),
-            takes="None, -1 (the whole vocabulary), or an integer from 0 up",
+            takes="None, -1 (the whole vocabulary), or an integer of at least 0",
             help="number of most likely alternatives returned for each prompt token",
         ),
     ] = None

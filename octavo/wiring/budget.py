@@ -94,10 +94,10 @@ def _make_error(capacities: Mapping[str, Capacity], memory_bytes: int) -> Insuff
             least = format_bytes(capacity.fixed_bytes + capacity.least_kv_bytes)
             yield f"{name} {least} with weights {format_bytes(capacity.weight_bytes)}"
 
-    what = "do not fit together" if len(capacities) > 1 else "does not fit"
+    what = "do not fit in memory together" if len(capacities) > 1 else "does not fit"
     return InsufficientMemory(
         f"{', '.join(capacities)} {what}: expected at least {'; '.join(parts())}; free are"
-        f" {format_bytes(memory_bytes)}, of which KV caches may take {SAFE_SHARE:.0%} of what"
-        " weights leave",
-        hint="serve fewer models, lower max_model_len, or give each kv_cache_memory_bytes",
+        f" {format_bytes(memory_bytes)}; KV caches can use {SAFE_SHARE:.0%} of the memory left by"
+        " weights",
+        hint="serve fewer models, lower max_model_len, or set kv_cache_memory_bytes for each",
     )

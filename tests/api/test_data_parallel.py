@@ -73,7 +73,7 @@ def test_threads_and_memory_are_shared_out():
     assert derived(data_parallel_size=4, threads=3).backend.threads == 3
     options = small_options() | {"backend": BACKEND, "data_parallel_size": 2}
     options["kv_cache_memory_bytes"] = "100TiB"
-    with pytest.raises(ConfigError, match="engine 0, engine 1 do not fit together"):
+    with pytest.raises(ConfigError, match="engine 0, engine 1 do not fit in memory together"):
         start_processes(open_model(EngineConfig.from_options(**options)), lambda text: None)
 
 

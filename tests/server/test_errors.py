@@ -57,7 +57,7 @@ def error_of(response, status):
             "max_tokens: got 0, requires echo and no stream",
         ),
         ({"logprobs": 21}, "logprobs", "logprobs: got 21, expected at most 20"),
-        ({"logprobs": -1}, "logprobs", "logprobs: got -1, expected an integer from 0 up"),
+        ({"logprobs": -1}, "logprobs", "logprobs: got -1, expected an integer of at least 0"),
         ({"seed": 2**70}, "seed", "seed: got 1180591620717411303424, expected a"),
         (
             {"stop": [""]},

@@ -337,7 +337,7 @@ def test_a_start_at_which_all_fail_ends_the_server(tmp_path):
 def test_models_that_do_not_fit_together_are_refused_in_a_sentence():
     server = LiveServer(f"one={LLAMA}", f"two={GEMMA}", "--memory-budget=300MiB", wait=False)
     assert server.process.wait(30) == 2
-    wanted = "octavo: one, two do not fit together: expected at least one "
+    wanted = "octavo: one, two do not fit in memory together: expected at least one "
     assert until(lambda: any(line.startswith(wanted) for line in server.lines), seconds=2)
     assert not any(line.startswith("loading ") for line in server.lines)
 

@@ -205,7 +205,7 @@ def _get_int8_shape(module: str, tensors: Tensors) -> tuple[int, int]:
     order = tensors.get("weight_format")
     if order is not None and (order.size != 1 or int(order.reshape(-1)[0]) != 0):
         raise WeightMismatch(
-            f"{module}.weight_format is {shown(order.tolist())}, expected 0: rows side by side"
+            f"{module}.weight_format is {shown(order.tolist())}, expected 0 (row-major)"
         )
     check_shape(tensors["SCB"], (len(codes),), "SCB", module, "one for each output")
     check_type(tensors["SCB"], FLOATS, "SCB", module)

@@ -156,7 +156,7 @@ def _period(header: Header, name: str, chosen: Sequence[bool]) -> Config:
     period = places[1] - offset if len(places) > 1 else len(chosen) + 1
     if [layer % period == offset for layer in range(len(chosen))] != list(chosen):
         raise UnsupportedModel(
-            f"{header.file.path}: {name}s are {places}, supported: layers at even distances"
+            f"{header.file.path}: {name}s are {places}, expected evenly spaced layers"
         )
     return {f"{name}_period": period, f"{name}_offset": offset}
 

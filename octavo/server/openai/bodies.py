@@ -220,12 +220,12 @@ class CompletionBody(PromptBody):
         default=False,
     )
     logprobs: Whole | None = field(
-        "an integer from 0 up",
+        "an integer of at least 0",
         "return logprobs of the output tokens",
         ge=0,
     )
     best_of: Whole | None = field(
-        "an integer from n up",
+        "an integer of at least n",
         "number of samples, of which the n most likely are returned; with stream equal to n",
         rules={"minimum": 1},
     )
@@ -302,7 +302,7 @@ class ChatBody(ConversationBody, PromptBody):
     )
     logprobs: bool | None = field(FLAG, "return logprobs of the output tokens")
     top_logprobs: Whole | None = field(
-        "an integer from 0 up",
+        "an integer of at least 0",
         "number of most likely alternatives returned for each token",
         rules={"needs": {"logprobs": [True]}, "neutral": 0},
         ge=0,
@@ -332,7 +332,7 @@ class ChatBody(ConversationBody, PromptBody):
     )
     include_reasoning: bool | None = field(FLAG, "return the reasoning; null: true")
     thinking_token_budget: Whole | None = field(
-        "an integer from 0 up, or -1 for no limit",
+        "an integer of at least 0, or -1 for no limit",
         "maximum number of reasoning tokens; reasoning is then closed",
         rules={"minimum": -1},
         ge=-1,

@@ -64,7 +64,7 @@ class ForkBody(SamplingBody):
         str | list[TokenId] | None, Field(description="a string or token ids to append")
     ] = None
     logprobs: Whole | None = field(
-        "an integer from 0 up",
+        "an integer of at least 0",
         "return logprobs of the output tokens",
         ge=0,
     )

@@ -87,7 +87,7 @@ class RerankFields(Body):
         "an integer; 0 and null: all", "maximum number of results", ge=0, rules={"minimum": 0}
     )
     max_tokens_per_doc: Whole | None = field(
-        "an integer from 1 up; cross-encoders only",
+        "an integer of at least 1; cross-encoders only",
         "truncate each document to this many tokens",
         ge=1,
         rules={"minimum": 1},
