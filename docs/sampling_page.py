@@ -16,12 +16,12 @@ from octavo.executor import sampling as draw
 from octavo.worker.sampling import dry
 
 STAGES: dict[Stage, str] = {
-    "logits": "Logits are changed",
-    "filter": "Tokens are filtered",
-    "sample": "A token is sampled",
-    "stop": "Generation ends",
-    "beam_search": "Beam search replaces sampling",
-    "output": "What is returned",
+    "logits": "Logits",
+    "filter": "Filters",
+    "sample": "Sampling",
+    "stop": "Stop conditions",
+    "beam_search": "Beam search",
+    "output": "Output",
 }
 """Titles of the stages, in the order in which they take effect."""
 
@@ -30,11 +30,11 @@ def sampling() -> str:
     """Returns the page; every declared field of SamplingParams is in one of its tables."""
     parts = [
         "# Sampling",
-        "The fields of `SamplingParams`, in the order in which they take effect; most are fields of"
-        " requests over HTTP too ([HTTP](http.md)). A field with an empty default is not set, and"
-        " does nothing then unless its row says so. A value outside its range is refused by name,"
-        ' and so are fields that are "not with" each other. Everything else goes together, under'
-        " speculation too.",
+        "The fields of `SamplingParams`, in the order in which they take effect. Most are also"
+        " fields"
+        " of HTTP requests ([HTTP](http.md)). A field without a default is not set. Values outside"
+        ' of their range and combinations listed under "not with" are rejected. All other'
+        " combinations are supported, also with speculative decoding.",
     ]
     head = ("field", "default", "allowed", "what it does", "not with")
     for stage, title in STAGES.items():
@@ -44,43 +44,43 @@ def sampling() -> str:
     others = _listed([name for name in OPTIONS.filters if name not in OPTIONS.cutoffs])
     parts += [
         "## With structured outputs",
-        "Sampling under `structured_outputs` chooses among the tokens that the grammar allows,"
-        " whatever else is set. Without a filter, a token is sampled and then verified; with"
-        f" {cutoffs} too, if a few other legal tokens prove that the filter would have kept it."
-        f" With {others}, and without that proof, the mask of the grammar is built first"
-        " ([optimistic sampling](../concepts/optimistic-sampling.md)). Both ways give the same"
-        " tokens. `ignore_eos` and `structured_outputs` exclude each other.",
-        "## What is added to logits",
-        "The bias of step 3 below is the sum of what these give:",
+        "With `structured_outputs`, only tokens that the grammar allows are sampled. Without"
+        " filters, a token is sampled and then verified against the grammar. This also applies to"
+        f" {cutoffs}, if a few other legal tokens prove that the filter would have kept the token."
+        f" With {others}, or without that proof, the grammar mask is computed first"
+        " ([optimistic sampling](../concepts/optimistic-sampling.md)). Both give the same tokens."
+        " `ignore_eos` cannot be combined with `structured_outputs`.",
+        "## Logit bias",
+        "The bias of step 3 below is the sum of these values:",
         table(("field", "token", "added to its logit"), ADDED),
         "## DRY",
-        "As `octavo/worker/sampling/dry.py` says it.",
+        "From `octavo/worker/sampling/dry.py`:",
         _text(dry.__doc__),
         "## Formulas and sources",
-        "As `octavo/executor/sampling.py` says them; every backend follows this text. A row is one"
-        " draw; z are its V logits, one for each token of the vocabulary, and p the probabilities"
-        " that softmax makes of z / T, with the temperature T. (z down, id up) is the order by"
-        " falling logit, equal ones by rising token id.",
+        "From `octavo/executor/sampling.py`; all backends implement these formulas. A row is one"
+        " sample; z are its V logits, one per token of the vocabulary, and p is softmax(z / T) with"
+        " the temperature T. (z down, id up) is the order by descending logit, then ascending token"
+        " id.",
         _text(draw.__doc__),
-        "## Filters",
-        "As `octavo/executor/filters.py` says them.",
+        "## Formulas of the filters",
+        "From `octavo/executor/filters.py`:",
         _text(filters.__doc__),
     ]
     return "\n\n".join(parts)
 
 
 ADDED = [
-    ("`logit_bias`", "each that it names", "the number given, where -100 is no ban but near one"),
+    ("`logit_bias`", "the listed tokens", "the given number; -100 almost excludes a token"),
     (
         "`bad_words`",
-        "the last of a word's tokens, of those that spell it alone and of those that spell it"
-        " behind a space, where the answer ends with the ones before it",
+        "the last token of a word, with or without a space before it, if the output ends with the"
+        " previous tokens of the word",
         "-inf",
     ),
-    ("`min_tokens`", "those that end an answer, as long as it is shorter", "-inf"),
-    ("`dry_multiplier`", "those that would go on with a repetition", "minus the penalty below"),
+    ("`min_tokens`", "end tokens, until the minimum length", "-inf"),
+    ("`dry_multiplier`", "tokens that would continue a repetition", "minus the penalty below"),
 ]
-"""Parts of a draw's bias: field, tokens, number."""
+"""Parts of the logit bias: field, tokens, number."""
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -136,7 +136,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         Integer(
             "logits",
             (1, INT32_MAX),
-            help="length in tokens up to which repetitions are not penalized",
+            help="minimum length in tokens of a penalized repetition",
             host_only=True,
             is_extension=True,
         ),
@@ -156,7 +156,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         list[str] | None,
         Option(
             "logits",
-            takes=f"a list of at most {MAX_BREAKERS} texts of {MAX_BREAKER} characters; default a"
+            takes=f"a list of at most {MAX_BREAKERS} strings of {MAX_BREAKER} characters; default a"
             " newline, a colon, a double quote and an asterisk",
             help="strings that end a repetition",
             is_extension=True,

@@ -75,7 +75,7 @@ class BackendChoice:
     rank_address: str | None = option(
         None,
         "Distributed",
-        "Bind to this address for ranks on other machines",
+        "Listen on this address for other ranks",
         details="torch: HOST:PORT on this machine; start `octavo rank` on the other machines. By"
         " default all ranks run on this machine.",
         metavar="HOST:PORT",

@@ -47,7 +47,7 @@ class TransferOptions:
     kv_transfer_address: str = option(
         "127.0.0.1:8998",
         "KV transfer",
-        "Bind to this address for other engines",
+        "Listen on this address for other engines",
         details="Blocks are sent from the ports above it, one per rank.",
         metavar="HOST:PORT",
     )

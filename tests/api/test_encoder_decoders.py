@@ -245,5 +245,7 @@ def test_options_that_such_a_model_cannot_have_are_refused(name):
 
 
 def test_an_encoders_option_is_refused_for_a_decoder():
-    with pytest.raises(ConfigError, match="max_encoder_len: got 10, but the model has no encoder"):
+    with pytest.raises(
+        ConfigError, match="max_encoder_len: got 10, but the model is not an encoder-decoder"
+    ):
         make_llm(max_encoder_len=10)

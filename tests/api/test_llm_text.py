@@ -162,7 +162,7 @@ def test_a_model_without_a_tokenizer_says_what_to_do():
     with pytest.raises(
         ConfigError,
         match=(
-            r"holds no tokenizer\nhint: set `tokenizer`, or pass token ids with"
+            r"has no tokenizer\nhint: set `tokenizer`, or pass token ids with"
             r" skip_tokenizer_init"
         ),
     ):

@@ -187,7 +187,7 @@ def test_a_full_disk_is_told_from_other_failures(
 def test_no_pip_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel_download.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(wheel_download.shutil, "which", lambda name: None)
-    with pytest.raises(DownloadFailed, match=r"there is none here\nhint: .* -m ensurepip"):
+    with pytest.raises(DownloadFailed, match=r"which is not installed\nhint: .* -m ensurepip"):
         resolve("smollm2")
 
 

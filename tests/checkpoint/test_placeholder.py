@@ -21,7 +21,7 @@ PAGE = b"\n<!DOCTYPE html>\n<html><head><title>Log in</title></head></html>"
     ("content", "message"),
     [
         (POINTER, "a Git LFS pointer, .*\nhint: run `git lfs pull`"),
-        (PAGE, "a web page, not a model"),
+        (PAGE, "an HTML page, not a model"),
     ],
     ids=["pointer", "page"],
 )

@@ -271,7 +271,7 @@ def test_the_suggested_command_is_complete(octavo, config, tmp_path):
 
 def test_for_people(octavo, config):
     out = octavo("plan", config, "--memory=80GiB", *GIVEN).out
-    assert "llama, 8,030 million parameters, context 131,072" in out
+    assert "llama, 8,030 M parameters, context 131,072" in out
     assert "weights           15.0 GiB  16.0 bits a parameter, mostly bf16" in out
     assert f"try: octavo serve {config} --kv-cache-memory-bytes=" in out
 
@@ -399,7 +399,7 @@ def test_states_are_planned_for_each_request_and_checkpoint(octavo):
     assert one < found["state_bytes"] < 4 * one
     assert found["checkpoint_tokens"] == 256
     text = octavo("plan", path, "--memory=8GiB", *GIVEN).out
-    assert "each request" in text and "each 256 tokens and at a prompt's end" in text
+    assert "per request" in text and "every 256 tokens and at the end of a prompt" in text
     off = octavo("plan", path, "--memory=8GiB", *GIVEN, "--no-enable-prefix-caching")
     assert off.code == 0 and "checkpoint" not in off.out
 

@@ -38,7 +38,7 @@ def test_a_model_is_made_and_runs(octavo, model, text, tmp_path, made):
     options = (f"--method={made}", f"--format={made}", "--group=32", f"--calibration={text}")
     ended = octavo("quantize", model, "-o", output, *options, *TEXTS)
     assert ended.code == 0, ended.err
-    assert "matrices quantised" in ended.out and "1 stay as they are: lm_head" in ended.out
+    assert "matrices quantized" in ended.out and "1 stay as they are: lm_head" in ended.out
     assert f"{made}: 21 matrices, 128 calibration tokens" in ended.err
     with LLM(str(output), report=lambda line: None, max_model_len=64, threads=1) as llm:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -73,7 +73,7 @@ def test_quantization_at_load_that_makes_weights_larger_is_a_warning(octavo, mod
 @pytest.mark.model
 def test_the_default_model_needs_no_option_and_keeps_its_sampling_values(octavo, tmp_path):
     ended = octavo("quantize", "smollm2", "-o", tmp_path / "made")
-    assert ended.code == 0 and "210 matrices quantised" in ended.out, ended.err
+    assert ended.code == 0 and "210 matrices quantized" in ended.out, ended.err
     assert (
         "round-to-nearest (rtn); for higher accuracy use gptq with --calibration TEXT" in ended.err
     )

@@ -115,6 +115,6 @@ def test_no_recording(octavo, tmp_path):
     ended = octavo("replay", tmp_path / "log")
     assert (
         ended.code == 2
-        and "no recording" in ended.err
+        and "not a recording" in ended.err
         and "hint: `octavo serve --record FILE`" in ended.err
     )

@@ -198,7 +198,10 @@ def test_a_model_that_is_no_head_is_refused():
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
         ({"draft_vocab_size": 190}, "lm_head.weight has shape"),
         ({"surprise": 3}, "surprise = 3 is not known"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "enters layer 9"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}},
+            "requires the input of layer 9",
+        ),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}}, "distinct numbers"),
     ],
 )

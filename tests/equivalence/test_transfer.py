@@ -414,7 +414,7 @@ def test_a_secret_must_be_known(secret):
         ),
         (
             {"kv_transfer": "zmq", "kv_transfer_address": "0.0.0.0:8998"},
-            "no kv_transfer_secret",
+            "without kv_transfer_secret",
         ),
         (
             {"kv_transfer": "zmq", "enable_prefix_caching": False},

@@ -145,7 +145,7 @@ def change(folder, array):
         ({"lora_path": "."}, "expected folders under --lora-dir"),
         ({"lora_path": "v1\0"}, "expected folders under --lora-dir"),
         ({"lora_path": "link"}, "expected folders under --lora-dir"),
-        ({"lora_path": "nowhere"}, "no adapter"),
+        ({"lora_path": "nowhere"}, "not an adapter"),
         ({"lora_path": "truncated"}, "not a valid safetensors file"),
         ({"lora_path": "rank0"}, "r is 0, expected"),
         ({"lora_path": "nan"}, "contains NaN or infinite values"),
@@ -286,4 +286,4 @@ def test_a_bad_adapter_of_the_command_line_ends_the_start():
     model = str(tiny_model_with_text())
     server = LiveServer(model, "--enable-lora", "--lora-modules=a=/nowhere", wait=False)
     assert server.process.wait(60) == 2
-    assert "no adapter" in "\n".join(server.lines)
+    assert "not an adapter" in "\n".join(server.lines)

@@ -66,7 +66,7 @@ def test_openais_client_gets_the_text_of_transcribe(
 
 BAD: dict[str, tuple[bytes | None, dict[str, str], str]] = {
     "empty": (b"", {}, "got an empty file"),
-    "truncated": (SOUND[:-1000], {}, "it is cut off"),
+    "truncated": (SOUND[:-1000], {}, "it is truncated"),
     "no sound": (b"hello" * 100, {}, "it cannot be read: Format not recognised"),
     "no file": (None, {}, "expected a WAV, FLAC, OGG or MP3 file"),
     "format": (SOUND, {"response_format": "xml"}, "response_format: got 'xml'"),
@@ -150,7 +150,7 @@ def test_a_sounds_windows_are_one_running_request_of_their_key(guarded: LiveServ
             first = pool.submit(post, guarded, "one")
             assert until(lambda: load_of(guarded) > 0, 5)
             second = post(guarded, "one")
-            assert second.status_code == 429 and "are running, expected 1" in second.text
+            assert second.status_code == 429 and "are running, expected at most 1" in second.text
         assert first.result().status_code == 200
     assert post(guarded, "one").status_code == 200
 

@@ -306,7 +306,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ("anthropic", {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role: "),
         ("anthropic", {"tools": TOOL * 2}, "tools[1].name: got 'f' twice"),
         ("anthropic", {"tools": [{"type": "bash_20250124", "name": "b"}]}, "tools[0].type: "),
-        ("anthropic", {"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
+        ("anthropic", {"tool_choice": {"type": "any"}}, "tool_choice: requires tools"),
         (
             "anthropic",
             {"tools": TOOL, "tool_choice": {"type": "tool", "name": "g"}},
@@ -343,7 +343,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ("ollama", {"messages": [{"role": "user", "content": "", "images": ["x"]}]}, "image: got"),
         ("cohere", {"seeds": 3}, "seeds: no such field (hint: did you mean seed?)"),
         ("cohere", {"p": 1.5}, "p: got 1.5, expected"),
-        ("cohere", {"tool_choice": "REQUIRED"}, "tool_choice: needs tools"),
+        ("cohere", {"tool_choice": "REQUIRED"}, "tool_choice: requires tools"),
         ("cohere", {"documents": ["a"]}, "documents: not supported by this server"),
         ("cohere", {"safety_mode": "STRICT"}, "safety_mode: got 'STRICT', expected \"OFF\""),
         ("cohere", {"stop_sequences": list("abcdef")}, "stop_sequences: got "),

@@ -183,7 +183,7 @@ def test_an_unknown_model(client, http):
 @pytest.mark.parametrize(
     ("method", "path", "said"),
     [
-        ("GET", "/v1/nothing", "such route (hint: see GET /openapi.json)"),
+        ("GET", "/v1/nothing", "route not found (hint: see GET /openapi.json)"),
         ("GET", "/docs", "'/docs': route not found"),
         ("POST", "/chat/completions", "did you mean POST /v1/chat/completions?"),
         ("POST", "/v1/v1/completions", "did you mean POST /v1/completions?"),

@@ -93,8 +93,8 @@ def test_other_dialects_send_images_too(http):
         ("data:image/png;base64,AAAA", "the bytes are not a supported image"),
         ("data:image/png;base64,%%%", "its base64 cannot be read"),
         (f"data:image/png;base64,{encoded(0)[:200]}", "damaged or ends too early"),
-        (f"data:image/png;base64,{encoded(0, 300, 200)}", "expected 10,000 in all"),
-        ("http://127.0.0.1/cat.png", "fetches nothing"),
+        (f"data:image/png;base64,{encoded(0, 300, 200)}", "expected at most 10,000 in all"),
+        ("http://127.0.0.1/cat.png", "fetching URLs is disabled"),
         ("file:///../secret.png", "there is no file"),
     ],
     ids=lambda value: str(value)[:30],
@@ -108,7 +108,7 @@ def test_what_is_no_image_is_the_clients_fault(http, url, said):
 
 def test_more_images_than_allowed_are_refused(http):
     response = chat(http, *[part(data_url(0))] * 3)
-    assert response.status_code == 400 and "expected 2 a prompt" in response.text
+    assert response.status_code == 400 and "expected at most 2 per prompt" in response.text
 
 
 def test_an_image_part_without_a_url_is_refused_by_its_path(http):

@@ -178,7 +178,7 @@ def test_a_model_of_the_caches_is_described_before_any_request_names_it(http, ho
 @pytest.mark.parametrize(
     ("model", "status", "said"),
     [
-        ("maker/none", 404, "Hugging Face has no such repository"),
+        ("maker/none", 404, "no such repository on Hugging Face"),
         ("maker/one:Q4_K_M", 404, "has no quantization Q4_K_M"),
         ("maker/gated", 403, "accept its terms"),
         ("maker/damaged", 502, "expected"),
@@ -269,7 +269,7 @@ def test_what_cannot_be_deleted(http):
     assert delete(http, "nobody").status_code == 404
     assert delete(http, "").status_code == 400
     refused = delete(http, "tiny")
-    assert refused.status_code == 400 and "in no cache" in refused.json()["error"]
+    assert refused.status_code == 400 and "not in a cache" in refused.json()["error"]
     assert ask(http, "tiny").status_code == 200
 
 

@@ -50,7 +50,7 @@ def deep(levels):
         ),
         ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "at most 128"),
         ({"tools": [tool(description="a" * (1 << 20))]}, "tools", "bytes of definitions"),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": "required"}, "tool_choice", "requires tools"),
         (
             {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "look"}}},
             "tool_choice",

@@ -53,5 +53,5 @@ def test_texts_bring_no_special_token(text):
 def test_a_vocabulary_without_the_tokens_is_refused():
     ours = tokenizer("<|fim_prefix|>", "<|fim_suffix|>")
     assert ours.infill_format is None
-    with pytest.raises(InvalidRequest, match="suffix: the model's vocabulary has no tokens"):
+    with pytest.raises(InvalidRequest, match="suffix: the model's vocabulary has no fill-in"):
         ours.infill("a", "b")

@@ -76,7 +76,7 @@ def test_a_shortfall_is_named():
 
 def test_what_the_kv_budget_refuses_is_refused_before_loading():
     """The KV cache takes half of what is free by default."""
-    with pytest.raises(ConfigError, match="too little memory: 50% of what is free"):
+    with pytest.raises(ConfigError, match="not enough memory: 50% of the free memory"):
         capacity(memory=135).check("it")
     capacity(memory=140).check("it")
 

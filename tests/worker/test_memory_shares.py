@@ -86,7 +86,8 @@ def test_the_refusal_is_one_sentence_with_each_models_need():
     with pytest.raises(ConfigError) as caught:
         share_memory({"a": capacity(100), "b": capacity(200)}, 300 * MIB)
     assert caught.value.message.startswith(
-        "a, b do not fit in memory together: expected at least a 346.0 MiB with weights 100.0 MiB; b 446.0"
+        "a, b do not fit in memory together: expected at least a 346.0 MiB with weights 100.0 MiB;"
+        " b 446.0"
         " MiB with weights 200.0 MiB; free are 300.0 MiB"
     )
     with pytest.raises(ConfigError, match="a does not fit: expected"):

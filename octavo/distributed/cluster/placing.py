@@ -59,7 +59,7 @@ def check_total(needs: Sequence[Mapping[str, float]], machines: Sequence[Cluster
         there = sum(machine.resources.get(name, 0.0) for machine in machines)
         if wanted > there * (1 + 1e-9):
             raise ConfigError(
-                f"plan: its instances and the router want {wanted:g} {name} together, and Ray's"
+                f"plan: the instances and the router require {wanted:g} {name} in total, Ray's"
                 f" machines have {there:g}",
                 hint="use fewer instances, or add machines: ray start --address=HEAD:6379",
             )

@@ -57,7 +57,9 @@ class ShownRecording:
             self.problem = f"The recording cannot be shown further. {error.message}"
         except Exception:
             logger.exception("a recording could not be read completely")
-            self.problem = "The recording cannot be shown further: its lines do not fit in memory together."
+            self.problem = (
+                "The recording cannot be shown further: its lines do not fit in memory together."
+            )
         self.is_complete = True
 
     def chunk(self, number: int) -> bytes:

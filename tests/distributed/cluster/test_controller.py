@@ -257,7 +257,7 @@ def test_secrets_go_by_the_environment_and_files_and_several_machines_are_reache
         ({"cpus": 9}, "a: no Ray machine has the required 9 CPU; there are 10"),
         ({"resources": {"big": 1}}, "no Ray machine has the required 1 CPU, 1 big"),
         ({"count": 3, "spread": True}, "a: 3 instances or ranks require separate machines"),
-        ({"cpus": 4, "count": 2}, "the router want 9 CPU together, and Ray's machines have 8"),
+        ({"cpus": 4, "count": 2}, "the router require 9 CPU in total, Ray's machines have 8"),
     ],
 )
 def test_machines_that_ray_does_not_have_are_refused(

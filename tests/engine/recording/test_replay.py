@@ -206,7 +206,7 @@ def test_a_log_of_an_engine_that_died(tmp_path):
 @pytest.mark.parametrize("text", ["", "hello\n", '{"type": "PrefixCacheReset"}\n'])
 def test_no_log(tmp_path, text):
     (tmp_path / "log").write_text(text)
-    with pytest.raises(ConfigError, match="no recording"):
+    with pytest.raises(ConfigError, match="not a recording"):
         read_log(tmp_path / "log")
     with pytest.raises(ConfigError, match="No such file"):
         read_log(tmp_path / "none")

@@ -284,7 +284,7 @@ REFUSED = [
         torch.bfloat16,
         "attention sinks are not supported",
     ),
-    (ops.Attention(X, Y, "kv", 0, 2, 1.0, bias=ALIBI), torch.bfloat16, "it has no AlibiBias"),
+    (ops.Attention(X, Y, "kv", 0, 2, 1.0, bias=ALIBI), torch.bfloat16, "no support for AlibiBias"),
     (
         ops.Attention(X, Y, "kv", 0, 4, 1.0),
         torch.bfloat16,

@@ -251,7 +251,7 @@ def test_a_file_left_half_written_is_removed_once_no_engine_can_be_writing_it(
     assert torn.exists(), "another engine may be at it"
     clock.now += 120
     directory.look()
-    assert not torn.exists() and "half written" in caplog.text
+    assert not torn.exists() and "left incomplete" in caplog.text
 
 
 def test_removing_all_leaves_other_models_alone(directory, tmp_path, clock):

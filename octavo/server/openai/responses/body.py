@@ -174,9 +174,9 @@ class ResponseBody(FilterBody):
     model: Annotated[str | None, Field(description="the name of a model")] = None
     input: Annotated[str | list[InputItem], Field(description="a string or a list of messages")]
     instructions: Annotated[str | None, Field(description="a string")] = None
-    max_output_tokens: Annotated[Whole | None, Field(ge=1, description="an integer of at least 1")] = (
-        None
-    )
+    max_output_tokens: Annotated[
+        Whole | None, Field(ge=1, description="an integer of at least 1")
+    ] = None
     temperature: float | None = sampling("temperature")
     top_p: float | None = sampling("top_p")
     top_k: Whole | None = sampling("top_k")
@@ -230,7 +230,9 @@ class ResponseBody(FilterBody):
         rules={"types": ("function", "allowed_tools")},
     )
     parallel_tool_calls: OptionalFlag = None
-    max_tool_calls: Annotated[Whole | None, Field(ge=1, description="an integer of at least 1")] = None
+    max_tool_calls: Annotated[Whole | None, Field(ge=1, description="an integer of at least 1")] = (
+        None
+    )
     include: list[str] | None = field(
         f"a list of {', '.join(INCLUDED)}", "additional contents of the response"
     )
