@@ -47,7 +47,7 @@ class TransferOptions:
     kv_transfer_address: str = option(
         "127.0.0.1:8998",
         "KV transfer",
-        "Listen on this address for other engines",
+        "Serve KV blocks on this address",
         details="Blocks are sent from the ports above it, one per rank.",
         metavar="HOST:PORT",
     )
