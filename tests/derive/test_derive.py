@@ -137,7 +137,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("case", range(len(CHANGES)))
 def test_the_check_notices_a_changed_attribute(case):
     family, kind, change = CHANGES[case]
