@@ -89,7 +89,7 @@ def reject(model_type: str, what: str, *, hint: str | None = None) -> Unsupporte
 def _define_ops() -> None:
     library = torch.library.Library(NAME, "DEF")
     library.define(
-        "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int mask, int layer,"
+        "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int mask,"
         " float softcap) -> Tensor"
     )
     library.define("experts(Tensor x, Tensor ids, Tensor weights, int index) -> Tensor")
@@ -119,7 +119,7 @@ class CallRecorder:
 
     def attend(  # noqa: PLR0917  # the arguments of an attention function
         self,
-        module: Any,
+        _module: Any,
         query: Any,
         key: Any,
         value: Any,
@@ -145,18 +145,9 @@ class CallRecorder:
         if (mask, sliding_window) not in self.masks:
             self.masks.append((mask, sliding_window))
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        layer = getattr(module, "layer_idx", None)
-        out = torch.ops.octavo_derive.attention(
-            query,
-            key,
-            value,
-            s_aux,
-            scale,
-            self.masks.index((mask, sliding_window)),
-            -1 if layer is None else layer,
-            softcap or 0.0,
-        )
-        return out, None
+        index = self.masks.index((mask, sliding_window))
+        inputs = (query, key, value, s_aux)
+        return torch.ops.octavo_derive.attention(*inputs, scale, index, softcap or 0.0), None
 
     def tag(
         self,
@@ -304,17 +295,17 @@ def capture(config: Mapping[str, Any], num_tokens: int = NUM_TOKENS) -> Captured
             raise reject(hf_config.model_type, f"tracing raised {kind}: {reason}") from error
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return Captured(
-        graph,
-        shapes,
-        {
+        graph=graph,
+        shapes=shapes,
+        buffers={
             name: each
             for name, each in model.named_buffers()
             if name not in shapes and not each.is_meta
         },
-        StoredTensors(model),
-        {node.name: name for node, name in zip(nodes, tensors, strict=False)},
-        recorder.identified_masks(),
-        recorder.identified_experts(),
+        stored=StoredTensors(model),
+        placeholders={node.name: name for node, name in zip(nodes, tensors, strict=False)},
+        masks=recorder.identified_masks(),
+        experts=recorder.identified_experts(),
     )
 
 

@@ -165,7 +165,8 @@ class LoweringState:
 
     def rejected(self, node: Any, what: str = "") -> UnsupportedModel:
         """Returns the error of a node, which names the first operation that was not lowered."""
-        stack, seen, missing = [node], set(), [node]
+        stack, missing = [node], [node]
+        seen: set[Node] = set()
         while stack:
             each = stack.pop()
             if each in seen or each in self.rows or each not in self.graph.dynamic:

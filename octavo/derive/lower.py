@@ -53,7 +53,7 @@ class ProgramLowering:
             raise self._state.rejected(self._graph.output)
         ops, out = sample_rows(self._emitter.ops, self._emitter.value_of(logits))
         groups = tuple(
-            CacheGroup(name, kind, count, heads, k_width, v_width, window)
+            CacheGroup(name, kind, count, heads, k_width, v_width, window=window)
             for (kind, heads, k_width, v_width, window), (name, count) in self._groups.items()
         )
         program = Program(
@@ -161,7 +161,7 @@ class ProgramLowering:
         self._state.anchor(node, out)
 
     def _attention(self, node: Node) -> None:
-        q, k, v, sinks, scale, mask_index, _layer, softcap = cast(Any, node.args)
+        q, k, v, sinks, scale, mask_index, softcap = cast(Any, node.args)
         for each in (q, k, v):
             if not isinstance(self._rows.get(each), RowMap):
                 raise self._state.rejected(each)

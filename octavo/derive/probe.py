@@ -192,7 +192,9 @@ class Prober:
         if norm.centered:
             bias = self._state.weights.whole(norm.bias) if norm.bias else None
             self._emit(
-                node, rows, lambda out: LayerNorm(x, out, weight, bias, norm.eps, offset, group)
+                node,
+                rows,
+                lambda out: LayerNorm(x, out, weight, bias, norm.eps, offset, group_width=group),
             )
         else:
             self._emit(node, rows, lambda out: RmsNorm(x, out, weight, norm.eps, offset, group))
@@ -206,12 +208,12 @@ class Prober:
             lambda out: Rope(
                 x,
                 out,
-                x.width // width,
-                width,
-                rotation.width,
-                rotation.start,
-                table,
-                rotation.style,
+                num_heads=x.width // width,
+                head_width=width,
+                rotary_dim=rotation.width,
+                rotary_start=rotation.start,
+                table=table,
+                style=rotation.style,
             ),
         )
 
