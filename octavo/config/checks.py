@@ -189,7 +189,7 @@ def _check_trees(config: EngineConfig) -> None:
         raise ConfigError(f"spec_tree_width: got {width}, expected at most {MAX_TREE_WIDTH}")
     against = {
         "without spec_method": not config.scheduler.uses_speculation,
-        f"beside {backend.rank_option[0]}": backend.num_stage_ranks > 1,
+        f"with {backend.rank_option[0]}": backend.num_stage_ranks > 1,
         "with kv_layout virtual": config.cache.kv_layout == "virtual",
         "without a kv_cache": not config.cache.kv_cache,
     }

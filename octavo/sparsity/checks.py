@@ -75,9 +75,9 @@ def _check_importance(config: EngineConfig) -> None:
     against = {
         "without prefix_cache_dir": cache.prefix_cache_dir is None,
         "with the backend torch": backend.backend == "torch",
-        f"beside {backend.rank_option[0]}": backend.num_stage_ranks > 1,
+        f"with {backend.rank_option[0]}": backend.num_stage_ranks > 1,
         "with expert-parallel engines": config.fleet.num_expert_engines > 1,
-        f"beside {transfer_option(config)}": transfer_option(config) != "",
+        f"with {transfer_option(config)}": transfer_option(config) != "",
         "with spec_method": config.scheduler.uses_speculation,
         "with weights_memory_bytes": config.offload.weights_memory_bytes is not None,
         "with sparsity_predictor": sparsity.sparsity_predictor is not None,
@@ -123,7 +123,7 @@ def _check_spill(config: EngineConfig) -> None:
         f"with the backend {config.backend.backend}": config.backend.backend != "native",
         "with kv_layout virtual": cache.kv_layout == "virtual",
         "without a kv_cache": not cache.kv_cache,
-        f"beside {transfer_option(config)}": transfer_option(config) != "",
+        f"with {transfer_option(config)}": transfer_option(config) != "",
         "with expert-parallel engines": config.fleet.num_expert_engines > 1,
         f"with spec_method {config.scheduler.spec_method}": (
             config.scheduler.spec_method in PROGRAM_METHODS

@@ -85,7 +85,10 @@ def test_samples_of_a_prompt_with_an_image_share_it():
     [
         ({"prompt": "no place", "multi_modal_data": {"image": [0]}}, "got int"),
         ({"prompt": "no place", "multi_modal_data": {"video": [0]}}, "multi_modal_data: got"),
-        ({"prompt": "no place", "multi_modal_data": {"image": picture(0)}}, "places for 0 images"),
+        (
+            {"prompt": "no place", "multi_modal_data": {"image": picture(0)}},
+            "placeholders for 0 images",
+        ),
     ],
 )
 def test_images_that_have_no_place_are_refused(prompt, said):

@@ -67,7 +67,9 @@ def engine(directory: Path | None, memory: int = 64 << 20, **options: Any) -> LL
 
 def least_bytes(directory: Path, **options: Any) -> int:
     """Returns the least memory with which the file is of use, as the refusal says."""
-    with pytest.raises(ConfigError, match="what is always in memory, one layer") as caught:
+    with pytest.raises(
+        ConfigError, match="what is always in memory, one layer"
+    ) as caught:
         engine(directory, 1, **options)
     found = re.search(r"set kv_cache_memory_bytes to (\d+) or more", str(caught.value))
     assert found is not None
@@ -217,15 +219,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_cache_memory_bytes": None},
         "kv_spill_dir: requires kv_cache_memory_bytes",
     ),
-    "reference": ({"backend": "reference"}, "with the backend reference, which is not allowed"),
+    "reference": ({"backend": "reference"}, "with the backend reference, which is not supported"),
     "virtual": (
         {"kv_layout": "virtual", "enable_prefix_caching": False},
-        "with kv_layout virtual, which is not allowed",
+        "with kv_layout virtual, which is not supported",
     ),
-    "no cache": ({"kv_cache": False}, "without a kv_cache, which is not allowed"),
+    "no cache": ({"kv_cache": False}, "without a kv_cache, which is not supported"),
     "draft": (
         {"spec_method": "draft_model", "spec_model": "smollm2"},
-        "beside spec_method draft_model, which is not allowed",
+        "with spec_method draft_model, which is not supported",
     ),
     "a small file": ({"kv_spill_bytes": 4096}, "kv_spill_bytes: got 4.0 KiB, expected"),
 }

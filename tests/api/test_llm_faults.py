@@ -206,6 +206,6 @@ def test_bans_that_leave_no_token_fail_the_request(backend: str) -> None:
         failed, *outputs = llm.generate([PROMPTS[0], *PROMPTS], [banned, *PARAMS])
         assert failed.error.startswith(
             "no token can be sampled after 5 tokens: the grammar, logits_processors,"
-            " allowed_token_ids, logit_bias, bad_words and min_tokens leave none"
+            " allowed_token_ids, logit_bias, bad_words and min_tokens exclude every token"
         )
         assert [fingerprint(output) for output in outputs] == expected

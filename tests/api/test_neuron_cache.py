@@ -123,7 +123,7 @@ def test_neurons_give_the_resident_engines_bits(family, directory):
     with resident(family) as llm:
         expected = results(llm)
     least = least_cache(family, directory)
-    with pytest.raises(ConfigError, match="what is always in memory") as caught:
+    with pytest.raises(ConfigError, match="weights that always stay in memory") as caught:
         by_neurons(family, directory, least, least + 1)
     memory = least_bytes("weights_memory_bytes", caught)
     ways: list[dict[str, Any]] = [

@@ -371,17 +371,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too much": ({"prefix_cache_load": 1.5}, "got 1.5, expected 0.05 to 1"),
     "no files": ({"prefix_cache_dir": None}, "got importance without prefix_cache_dir"),
     "torch": ({"backend": "torch"}, "got importance with the backend torch"),
-    "ranks": ({"tensor_parallel_size": 2}, "got importance beside tensor_parallel_size"),
-    "speculation": ({"spec_method": "ngram"}, "got importance beside spec_method"),
-    "chosen keys": ({"kv_selection": "speculated"}, "got importance beside kv_selection"),
-    "adapters": ({"enable_lora": True}, "got importance beside enable_lora"),
+    "ranks": ({"tensor_parallel_size": 2}, "got importance with tensor_parallel_size"),
+    "speculation": ({"spec_method": "ngram"}, "got importance with spec_method"),
+    "chosen keys": ({"kv_selection": "speculated"}, "got importance with kv_selection"),
+    "adapters": ({"enable_lora": True}, "got importance with enable_lora"),
     "streamed weights": (
         {"weights_memory_bytes": 1 << 30, "weights_dir": "."},
-        "got importance beside weights_memory_bytes",
+        "got importance with weights_memory_bytes",
     ),
     "predicted neurons": (
         {"sparsity_predictor": "none.json", "quantization": "int8"},
-        "got importance beside sparsity_predictor",
+        "got importance with sparsity_predictor",
     ),
     "codes": ({"kv_cache_dtype": "int8"}, "got importance with kv_cache_dtype int8"),
 }

@@ -234,5 +234,5 @@ def test_a_mistaken_field_is_named(kind, fields, message):
 
 
 def test_fields_have_names():
-    with pytest.raises(InvalidRequest, match=r"SamplingParams: got 0\.5 without a name"):
+    with pytest.raises(InvalidRequest, match=r"SamplingParams: got 0\.5 as a positional argument"):
         SamplingParams(0.5)

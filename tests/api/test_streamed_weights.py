@@ -61,7 +61,9 @@ def streamed(directory: Path, memory: int, family: str = "llama", **options: Any
 
 def least_bytes(directory: Path, family: str = "llama", **options: Any) -> int:
     """Returns the least memory with which a family runs, as its refusal says."""
-    with pytest.raises(ConfigError, match=r"two layers .*what is always in memory") as caught:
+    with pytest.raises(
+        ConfigError, match=r"two layers .*weights that always stay in memory"
+    ) as caught:
         streamed(directory, 1, family, **options)
     found = re.search(r"set weights_memory_bytes to (\d+) or more", str(caught.value))
     assert found is not None

@@ -161,8 +161,8 @@ def test_an_int8_head_changes_no_bit(heads):
     ("options", "message"),
     [
         ({"spec_method": "eagle3"}, "spec_model: got None"),
-        ({"spec_method": "mtp", "spec_model": "x"}, "belong together"),
-        ({"spec_method": "mtp", "kv_cache": False}, "beside kv_cache"),
+        ({"spec_method": "mtp", "spec_model": "x"}, "require spec_model"),
+        ({"spec_method": "mtp", "kv_cache": False}, "with kv_cache"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, message):
@@ -197,7 +197,7 @@ def test_a_model_that_is_no_head_is_refused():
         ({"hidden_size": 32}, "head is for a model of 320 ids and rows of 32"),
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
         ({"draft_vocab_size": 190}, "lm_head.weight has shape"),
-        ({"surprise": 3}, "surprise = 3 is not known"),
+        ({"surprise": 3}, "surprise = 3 is unknown"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}},
             "requires the input of layer 9",

@@ -187,8 +187,8 @@ def test_a_model_with_other_tokens_is_refused(tmp_path):
     ("options", "message"),
     [
         ({"spec_method": "draft_model"}, "spec_model: got None"),
-        ({"spec_model": "x", "spec_method": "ngram"}, "belong together"),
-        ({"spec_model": "x", "spec_method": "draft_model", "kv_cache": False}, "beside kv_cache"),
+        ({"spec_model": "x", "spec_method": "ngram"}, "require spec_model"),
+        ({"spec_model": "x", "spec_method": "draft_model", "kv_cache": False}, "with kv_cache"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, message):

@@ -240,7 +240,7 @@ def test_a_recording_makes_the_same_trees_again(tmp_path):
             {"spec_method": "suffix", "kv_layout": "virtual", "enable_prefix_caching": False},
             "with kv_layout virtual",
         ),
-        ({"spec_method": "suffix", "tensor_parallel_size": 2}, "beside tensor_parallel_size"),
+        ({"spec_method": "suffix", "tensor_parallel_size": 2}, "with tensor_parallel_size"),
     ],
 )
 def test_trees_are_refused_where_guesses_cannot_branch(options, where):

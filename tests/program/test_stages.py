@@ -80,7 +80,7 @@ def test_what_does_not_generate_is_refused() -> None:
     program = program_of("llama")
     pooling = replace(program, outputs={"pooled": program.outputs["logits"]})
     with pytest.raises(
-        ConfigError, match="makes pooled; pipeline stages require a generation model"
+        ConfigError, match="computes pooled; pipeline stages require a generation model"
     ):
         stages(pooling, 2)
 
