@@ -32,7 +32,7 @@ def top(
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print once and exit")] = False,
 ) -> None:
-    """Show live statistics of a server: queues, KV cache, throughput, requests."""
+    """Show live statistics of a server: queues, KV cache, throughput."""
     from octavo.cli.top_reading import ServerReader
     from octavo.utils.http_client import HttpClient
 

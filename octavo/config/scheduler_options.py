@@ -123,8 +123,8 @@ class SchedulerOptions:
         None,
         "Scheduling",
         "Run up to N decode steps per scheduler step",
-        details="In one native call, if no request is waiting. The default is 8 for native on one"
-        " rank, else 1.",
+        details="One native call each, but the arrays are gathered once; only if no request is"
+        " waiting. The default is 8 for native on one rank, else 1.",
         derived="8 or 1",
         low=1,
     )

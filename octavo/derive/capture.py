@@ -82,7 +82,11 @@ class Captured:
 
 
 def reject(model_type: str, what: str, *, hint: str | None = None) -> UnsupportedModel:
-    return UnsupportedModel(f"{model_type} cannot be derived: {what}", hint=hint)
+    return UnsupportedModel(
+        f"model type {model_type!r} is not supported, and cannot be derived from transformers:"
+        f" {what}",
+        hint=hint or "`octavo models` lists the supported types",
+    )
 
 
 @cache

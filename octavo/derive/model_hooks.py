@@ -24,6 +24,10 @@ class DeriveHooks(ModelHooks):
         if model_type in FAMILIES or program_path(config).is_file():
             return
         check_packages(model_type)
+        from transformers import CONFIG_MAPPING
+
+        if model_type not in CONFIG_MAPPING:
+            return
         from octavo.derive.derive import derive, store
 
         store(derive(config, logger.info), config)

@@ -67,9 +67,7 @@ def engine(directory: Path | None, memory: int = 64 << 20, **options: Any) -> LL
 
 def least_bytes(directory: Path, **options: Any) -> int:
     """Returns the least memory with which the file is of use, as the refusal says."""
-    with pytest.raises(
-        ConfigError, match="what is always in memory, one layer"
-    ) as caught:
+    with pytest.raises(ConfigError, match="what is always in memory, one layer") as caught:
         engine(directory, 1, **options)
     found = re.search(r"set kv_cache_memory_bytes to (\d+) or more", str(caught.value))
     assert found is not None

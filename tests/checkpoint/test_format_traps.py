@@ -244,8 +244,8 @@ def test_compressed_tensors_with_orders(ordered: bool, symmetric: bool) -> None:
 @pytest.mark.parametrize(
     ("rest", "value", "message"),
     [
-        ("weight", 8, "m.weight goes from 0 to 8, expected 4 bits: -8 to 7"),
-        ("weight_zero_point", -9, "m.weight_zero_point goes from -9 to 0, expected 4 bits"),
+        ("weight", 8, "m.weight has values from 0 to 8, expected 4 bits: -8 to 7"),
+        ("weight_zero_point", -9, "m.weight_zero_point has values from -9 to 0, expected 4 bits"),
     ],
 )
 def test_integers_out_of_their_range_are_refused(rest: str, value: int, message: str) -> None:
@@ -387,7 +387,7 @@ def test_experts_with_orders_of_their_own_are_refused_by_name(tmp_path: Path) ->
     path, twin = experts(tmp_path, order=True)
     program = build_programs(open_checkpoint(path).config)["decoder"]
     name = next(weight for weight in program.weights if "experts" in weight.name)
-    with pytest.raises(SetupError, match=r"\(act-order\) are not supported\nhint: --dtype bf"):
+    with pytest.raises(SetupError, match=r"\(act-order\) are not supported\nhint: use --dtype bf"):
         WeightReader(open_checkpoint(path)).load(name)
     found = WeightReader(open_checkpoint(path), dtype="float32").load(name).dequantize()
     wanted = WeightReader(open_checkpoint(twin), dtype="float32").load(name).dequantize()

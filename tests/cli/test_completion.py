@@ -45,7 +45,7 @@ def completing(line: str) -> str:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("octavo r", ["run", "rank", "rm", "replay", "route"]),
+        ("octavo r", ["run", "rank", "route", "rm", "replay"]),
         ("octavo run --max-to", ["--max-tokens"]),
         ("octavo chat --backend na", ["native"]),
         ("octavo bench s", ["serve", "startup"]),

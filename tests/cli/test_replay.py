@@ -116,5 +116,5 @@ def test_no_recording(octavo, tmp_path):
     assert (
         ended.code == 2
         and "not a recording" in ended.err
-        and "hint: `octavo serve --record FILE`" in ended.err
+        and "hint: create one with `octavo serve --record FILE`" in ended.err
     )

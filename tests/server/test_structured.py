@@ -105,9 +105,9 @@ REFUSED = [
     ({"structured_outputs": {"regx": "a"}}, "structured_outputs", "exactly one of json"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
     ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
-    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "expected one form"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "not supported with"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "with structured_outputs"),
-    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "with guided_json"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "requires guided_json"),
 ]
 
 

@@ -28,7 +28,7 @@ def deep(levels):
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"tools": [{"type": "function"}]}, "tools[0].function", "needed"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "field required"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         (
             {"tools": [tool(" ")]},
@@ -42,7 +42,11 @@ def deep(levels):
             "tools[0].function.parameters.type",
             "not enforced by the grammar",
         ),
-        ({"tools": [tool(parameters=deep(70))]}, "tools[0].function.parameters", "no grammar"),
+        (
+            {"tools": [tool(parameters=deep(70))]},
+            "tools[0].function.parameters",
+            "not enforced by the grammar",
+        ),
         (
             {"tools": [tool(parameters=deep(70), strict=True)]},
             "tools[0].function.parameters",

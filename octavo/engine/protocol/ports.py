@@ -1,5 +1,6 @@
 """Protocols of what executes the core's steps and stores its blocks, so that the core need not
-import it. Protocols for prompts are in `prompt_ports.py`, those for files in `checkpoint_ports.py`.
+import it. Protocols for prompts are in `octavo/text/ports.py`, those for files in
+`octavo/checkpoint/ports.py`.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def test_an_address_that_is_none_is_told(endpoint, caplog):
             await KvFeed(CachedHashes(), context, None).run(endpoint, None, "")
 
     asyncio.run(main())
-    assert f"KV events at {endpoint} cannot be followed" in caplog.text
+    assert f"cannot subscribe to KV events at {endpoint}" in caplog.text
 
 
 @pytest.mark.parametrize(

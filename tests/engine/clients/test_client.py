@@ -198,7 +198,7 @@ def test_a_crash_while_starting_names_the_exception(capfd):
 
 def test_an_end_while_starting_is_seen_at_once():
     began = time.monotonic()
-    with pytest.raises(EngineDead, match=r"the engine process has ended \(exit code 3\)"):
+    with pytest.raises(EngineDead, match=r"the engine process has exited \(exit code 3\)"):
         start("end")
     assert time.monotonic() - began < 20
 

@@ -142,7 +142,9 @@ def test_a_process_that_cannot_be_made_is_tried_again(start, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", start_process)
     os.kill(client.pid, signal.SIGKILL)
     collect_good(client, PROMPTS, [], tokens)
-    assert client.said[1].startswith("no process can be started: out of processes: another engine")
+    assert client.said[1].startswith(
+        "no process can be started: out of processes: restarting the engine"
+    )
 
 
 def test_a_client_is_closed_while_there_is_no_core(start):

@@ -41,7 +41,7 @@ def test_a_build_of_other_sources_is_refused(monkeypatch, tmp_path):
     with (tmp_path / "csrc/kernels/cutoffs.inl").open("a") as file:
         file.write("// one more line\n")
     extension.source_digest.cache_clear()
-    with pytest.raises(BackendUnavailable, match="built from other sources") as caught:
+    with pytest.raises(BackendUnavailable, match=r"built from .*different") as caught:
         native_module()
     assert "make .venv-dev/.stamp" in caught.value.hint
     extension.source_digest.cache_clear()

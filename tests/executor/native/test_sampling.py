@@ -365,5 +365,5 @@ def test_an_extension_of_other_sources_is_refused(monkeypatch):
     require_native()
     other = dict(native_module().SAMPLING_RECORD) | {"itemsize": 128}
     monkeypatch.setattr(native_module(), "SAMPLING_RECORD", other)
-    with pytest.raises(BackendUnavailable, match="built from other sources"):
+    with pytest.raises(BackendUnavailable, match=r"built from .*different"):
         native_module()
