@@ -26,6 +26,7 @@ from octavo.derive.regions import (
     find_norm,
     find_rotation,
     rotate,
+    with_other_row,
 )
 from octavo.derive.rows import RowMap
 from octavo.program.ops import (
@@ -55,14 +56,19 @@ class Prober:
         self._graph = state.graph
         self._emitter = state.emitter
         self._rows = state.rows
+        self._mixing: set[Node] = set()
+        """Nodes that mix tokens, or depend on one that does: no larger region is an op."""
 
     def probe(self, node: Node) -> None:
         """Lowers a node if the region between it and one or two earlier nodes is an op."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return
         frontier = self._state.inputs(node)
+        if self._mixing & frontier or self._state.num_tokens not in self._graph.shape(node):
+            self._mixing.add(node)
+            return
         for _ in range(MAX_REGION):
-            if not frontier:
+            if not frontier or node in self._mixing:
                 return
             rows = [self._rows.get(each) for each in frontier]
             if len(frontier) <= 2 and all(map(self._emitter.can_read, rows)):
@@ -92,8 +98,12 @@ class Prober:
 
         x = draw(shape, 8)
         values = draw_parameters(shapes)
+        near = region(x, values)
+        if self._mixes(near, region(with_other_row(x, rows.axis), values), rows.axis):
+            self._mixing.add(node)
+            return False
         far = self._graph.run(node, {source: x}, values, is_far=True)
-        if not are_equal(far, region(x, values)):
+        if not are_equal(far, near):
             rotation = None if names else find_rotation(region, shape, rows.axis)
             if rotation is None or not are_equal(
                 far, rotate(rotation, x, rows.axis, first=FAR_POSITION)
@@ -109,6 +119,11 @@ class Prober:
         if norm is not None:
             self._emit_norm(node, rows, norm)
         return norm is not None
+
+    def _mixes(self, before: Any, after: Any, axis: int) -> bool:
+        """Whether rows changed, other than the first, which had another input."""
+        count = self._state.num_tokens - 1
+        return not torch.equal(before.narrow(axis, 1, count), after.narrow(axis, 1, count))
 
     def _binary(self, node: Node, first: Node, second: Node) -> bool:
         a, b = self._rows[first], self._rows[second]

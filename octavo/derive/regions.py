@@ -47,6 +47,13 @@ def draw(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
 
 
+def with_other_row(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """Returns x with other values in the first row of an axis."""
+    changed = x.clone()
+    changed.select(axis, 0).add_(1.0)
+    return changed
+
+
 def draw_parameters(shapes: Mapping[str, tuple[int, ...]], seed: int = 1) -> dict[str, Any]:
     return {
         name: draw(shape, seed + index) + 0.5 for index, (name, shape) in enumerate(shapes.items())

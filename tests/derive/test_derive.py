@@ -166,7 +166,7 @@ def test_a_bidirectional_model_is_rejected_as_a_decoder():
         "num_attention_heads": 4,
         "is_decoder": False,
     }
-    with pytest.raises(UnsupportedModel, match="bert-generation.*cannot be derived"):
+    with pytest.raises(UnsupportedModel, match=r"bert-generation.*cannot be derived"):
         derive(make_config(config).to_dict(), lambda _line: None)
 
 
