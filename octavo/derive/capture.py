@@ -348,7 +348,7 @@ def build_model(config: Mapping[str, Any]) -> tuple[Any, Any]:
     try:
         with double_precision(), EmptyOnMeta():
             model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float64)
-    except (ValueError, KeyError) as error:
+    except Exception as error:
         reason = f"transformers cannot build it with another attention ({error})"
         raise reject(hf_config.model_type, reason) from error
     for module in model.modules():

@@ -143,6 +143,10 @@ class LoweringState:
     """Row maps of the lowered nodes; a list of them for an operation with several results."""
     anchors: set[Node] = field(default_factory=set)
     """Nodes at which regions end: matmuls, embeddings, attention and experts."""
+    dead: set[Node] = field(default_factory=set)
+    """Nodes that no region with an op contains: they mix tokens, are matmuls of something that was
+    not lowered, or depend on such a node.
+    """
 
     def set_result(self, node: Node, value: Value, axis: int) -> None:
         """Makes a Value the result of a node."""

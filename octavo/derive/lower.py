@@ -90,6 +90,8 @@ class ProgramLowering:
         }
         if name in named:
             named[name](node)
+            if node not in self._rows:
+                self._state.dead.add(node)
         else:
             self._prober.probe(node)
 

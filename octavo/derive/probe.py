@@ -56,19 +56,17 @@ class Prober:
         self._graph = state.graph
         self._emitter = state.emitter
         self._rows = state.rows
-        self._mixing: set[Node] = set()
-        """Nodes that mix tokens, or depend on one that does: no larger region is an op."""
 
     def probe(self, node: Node) -> None:
         """Lowers a node if the region between it and one or two earlier nodes is an op."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return
         frontier = self._state.inputs(node)
-        if self._mixing & frontier or self._state.num_tokens not in self._graph.shape(node):
-            self._mixing.add(node)
+        if self._state.dead & frontier or self._state.num_tokens not in self._graph.shape(node):
+            self._state.dead.add(node)
             return
         for _ in range(MAX_REGION):
-            if not frontier or node in self._mixing:
+            if not frontier or node in self._state.dead:
                 return
             rows = [self._rows.get(each) for each in frontier]
             if len(frontier) <= 2 and all(map(self._emitter.can_read, rows)):
@@ -100,7 +98,7 @@ class Prober:
         values = draw_parameters(shapes)
         near = region(x, values)
         if self._mixes(near, region(with_other_row(x, rows.axis), values), rows.axis):
-            self._mixing.add(node)
+            self._state.dead.add(node)
             return False
         far = self._graph.run(node, {source: x}, values, is_far=True)
         if not are_equal(far, near):
