@@ -25,8 +25,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from octavo.api.errors import UnsupportedModel
-from octavo.derive.curves import identify_curve
+from octavo.derive.regions import find_activation
 from octavo.derive.stored import StoredTensors
+from octavo.models.hf_config import MAX_COUNT, MAX_SIZE
 from octavo.program.ops import Activation
 
 NAME = "octavo_derive"
@@ -182,7 +183,7 @@ class CallRecorder:
         return [
             ExpertModule(
                 self.names[module],
-                _identify_activation(module.act_fn),
+                find_activation(module.act_fn),
                 module.is_transposed,
                 module.is_concatenated,
                 module.has_gate,
@@ -199,12 +200,6 @@ class CallRecorder:
         if module not in self.experts:
             self.experts.append(module)
         return torch.ops.octavo_derive.experts(x, ids, weights, self.experts.index(module))
-
-
-def _identify_activation(function: Any) -> Activation | None:
-    """Returns the op of an activation function, found by its values."""
-    curve = identify_curve(function)
-    return curve.activation if curve else None
 
 
 def identify_mask(function: Callable[..., Any]) -> AttentionMask | None:
@@ -364,6 +359,7 @@ def make_config(config: Mapping[str, Any]) -> Any:
     model_type = str(config.get("model_type"))
     if model_type not in transformers.CONFIG_MAPPING:
         raise reject(model_type, f"transformers {transformers.__version__} does not know it")
+    _check_sizes(model_type, config)
     return transformers.CONFIG_MAPPING[model_type].from_dict(_decode_floats(dict(config)))
 
 
@@ -379,6 +375,30 @@ def double_precision() -> Iterator[None]:
         torch.no_grad(),
     ):
         yield
+
+
+def _check_sizes(model_type: str, config: Mapping[str, Any]) -> None:
+    """Rejects sizes that no model has, before a module is made for each."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_sizes(model_type, value)
+        if not isinstance(value, int):
+            continue
+        if any(part in key for part in ("layer", "expert")) and value > MAX_COUNT:
+            raise reject(model_type, f"{key}: got {value}, expected at most {MAX_COUNT:,}")
+        if any(part in key for part in ("size", "dim", "heads", "rank")) and value > MAX_SIZE:
+            raise reject(model_type, f"{key}: got {value}, expected at most {MAX_SIZE:,}")
+
+
+def get_size(config: Mapping[str, Any], name: str) -> int:
+    """Returns a size by transformers' usual name, whatever the model's own is.
+
+    Raises UnsupportedModel if it has none, such as a model of images.
+    """
+    value = getattr(make_config(config), name, None)
+    if not isinstance(value, int):
+        raise reject(str(config["model_type"]), f"its config has no {name}: not a decoder of text")
+    return value
 
 
 def _decode_floats(item: Any) -> Any:

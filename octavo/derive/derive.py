@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from octavo.derive.capture import capture, reject
+from octavo.api.errors import UnsupportedModel
+from octavo.derive.capture import capture, get_size, reject
 from octavo.derive.lower import ProgramLowering
 from octavo.derive.verify import layer_kinds, num_layers_with_each_kind, shrink, verify
 from octavo.models.derived import program_path
@@ -32,12 +34,22 @@ def derive(config: Mapping[str, Any], report: Callable[[str], None]) -> Program:
     Raises UnsupportedModel if the model does something that Programs cannot express, or if the
     Program does not give transformers' logits.
     """
-    model_type = str(config["model_type"])
+    model_type = str(config.get("model_type"))
     report(f"deriving {model_type} from transformers {transformers.__version__}")
+    try:
+        return _derive(config, model_type, report)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # a model whose code or sizes nothing here foresaw
+        raise reject(model_type, f"{type(error).__name__}: {error}") from error
+
+
+def _derive(config: Mapping[str, Any], model_type: str, report: Callable[[str], None]) -> Program:
     program = lower(config)
     num_layers = num_layers_with_each_kind(program)
     small = shrink(config, num_layers)
-    report(f"checking {num_layers} of {config['num_hidden_layers']} layers at full width")
+    total = get_size(config, "num_hidden_layers")
+    report(f"checking {num_layers} of {total} layers at full width")
     smaller = lower(small)
     if layer_kinds(smaller) != layer_kinds(program)[:num_layers]:
         raise reject(model_type, "its layers depend on how many there are")
@@ -55,7 +67,7 @@ def store(program: Program, config: Mapping[str, Any]) -> Path:
         "transformers": transformers.__version__,
         "deriver": VERSION,
     }
-    part = path.with_suffix(".part")
+    part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(data))
     part.replace(path)
     return path

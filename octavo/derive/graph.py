@@ -7,6 +7,7 @@ only, else a function of parameters.
 from __future__ import annotations
 
 import operator
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ MOVES = frozenset(
     f"aten.{name}"
     for name in (
         *("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "slice", "select"),
-        *("squeeze", "unsqueeze", "expand", "clone", "contiguous", "cat", "split", "chunk"),
+        *("squeeze", "unsqueeze", "expand", "contiguous", "cat", "split", "chunk"),
         *("split_with_sizes", "flatten", "unflatten", "repeat", "repeat_interleave", "movedim"),
         *("narrow", "unbind", "stack", "expand_as", "swapaxes"),
     )
@@ -121,7 +122,7 @@ class TracedGraph:
                 if missing:
                     stack += missing
                 else:
-                    values[each] = call(each, _Both(values, static))
+                    values[each] = call(each, ChainMap(values, static))
             return values[wanted] if wanted in values else static[wanted]
 
         return value(node)
@@ -148,21 +149,13 @@ class TracedGraph:
         return nodes, sorted(set(parameters))
 
 
-class _Both:
-    def __init__(self, first: Mapping[Node, Any], second: Mapping[Node, Any]) -> None:
-        self._first, self._second = first, second
-
-    def __getitem__(self, node: Node) -> Any:
-        return self._first[node] if node in self._first else self._second[node]
-
-
 def _widen(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dtype in SMALL_FLOATS:
         return value.double()
     return value
 
 
-def call(node: Node, values: Any) -> Any:
+def call(node: Node, values: Mapping[Node, Any]) -> Any:
     """Evaluates one node with every float as float64."""
 
     def argument(item: Any) -> Any:

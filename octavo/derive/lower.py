@@ -13,13 +13,14 @@ from typing import Any, cast
 from torch.fx import Node
 
 from octavo.derive.capture import AttentionMask, Captured
-from octavo.derive.emitter import Emitter, GraphMatmul, LoweringState, remove_unread, sample_rows
+from octavo.derive.emitter import Emitter, GraphMatmul, remove_unread, sample_rows
 from octavo.derive.graph import FAR_POSITION, MOVES, SAME, TracedGraph, call, name_of
 from octavo.derive.moe import ExpertDeriver
 from octavo.derive.probe import Prober
 from octavo.derive.rows import RowMap, rows_of
+from octavo.derive.state import LoweringState
 from octavo.derive.weights import Matrix, Weights
-from octavo.program.ops import Attention, Embedding, KvWrite, MaskKind
+from octavo.program.ops import Attention, Embedding, MaskKind
 from octavo.program.program import CacheGroup, GroupKind, Program, Value
 
 
@@ -62,7 +63,7 @@ class ProgramLowering:
             {"logits": out},
             tuple(remove_unread(ops, out)),
             groups,
-            int(self._state.config["vocab_size"]),
+            logits.shape[-1],
         )
         program.check()
         return program
@@ -143,7 +144,7 @@ class ProgramLowering:
             return
         weight = self._weights.whole(table)
         name = weight.name.removesuffix(".weight")
-        out = self._emitter.value(name, weight.shape[1])
+        out = self._emitter.value(name, "tokens", weight.shape[1])
         if ids in self._graph.values:
             places = self._graph.values[ids].reshape(-1)
             offset = int(places[0])
@@ -171,7 +172,7 @@ class ProgramLowering:
         widths = self._graph.shape(k)[3], self._graph.shape(v)[3]
         mask = self._state.captured.masks[mask_index]
         group, layer = self._cache_layer((k, v), mask, num_kv_heads, widths)
-        out = self._emitter.value("attention", num_heads * widths[1])
+        out = self._emitter.value("attention", "tokens", num_heads * widths[1])
         self._emitter.append(
             Attention(
                 q=self._emitter.value_of(self._rows[q]),
@@ -199,11 +200,13 @@ class ProgramLowering:
         size = mask.size if mask.kind in ("window", "chunk") else None
         kind: GroupKind = "full" if size is None else "window"
         key = (kind, heads, *widths, size)
-        name, layer = self._groups.get(key, (self._emitter.fresh(kind), 0))
+        number = 1 + sum(other[0] == kind for other in self._groups)
+        new = kind if number == 1 else f"{kind}{number}"
+        name, layer = self._groups.get(key, (new, 0))
         self._groups[key] = (name, layer + 1)
         self._layers[kv] = (name, layer)
         keys, values = (self._emitter.value_of(self._rows[each]) for each in kv)
-        self._emitter.append(KvWrite((keys,), values, name, layer))
+        self._emitter.kv_write(name, layer, (keys,), values)
         return name, layer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +14,6 @@ from octavo.wiring.model_hooks import ModelHooks
 
 NEEDED = ("torch", "transformers")
 """Packages of the [derive] extra."""
-
-logger = logging.getLogger(__name__)
 
 
 class DeriveHooks(ModelHooks):
@@ -30,7 +28,7 @@ class DeriveHooks(ModelHooks):
             return
         from octavo.derive.derive import derive, store
 
-        store(derive(config, logger.info), config)
+        store(derive(config, lambda line: print(line, file=sys.stderr)), config)
 
 
 def check_packages(model_type: str) -> None:
@@ -38,7 +36,8 @@ def check_packages(model_type: str) -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedModel(
-            f"model type {model_type!r} has no module in Octavo, and to derive it from transformers"
-            f" {' and '.join(missing)} must be installed",
-            hint="pip install 'octavo[derive]'; `octavo models` lists the supported types",
+            f"model type {model_type!r} is not supported; deriving it from transformers requires"
+            f" {' and '.join(missing)}",
+            hint="`octavo models` lists the supported types; for other types of transformers, pip"
+            " install 'octavo[derive]'",
         )

@@ -8,12 +8,11 @@ from typing import Any, cast
 from torch.fx import Node
 
 from octavo.derive.capture import ExpertModule
-from octavo.derive.emitter import LoweringState
 from octavo.derive.probe import MAX_REGION
-from octavo.derive.routers import Rule, find_rule
+from octavo.derive.routers import find_route
 from octavo.derive.rows import RowMap
-from octavo.program.expert_ops import Combine, GroupedLinear, Route
-from octavo.program.ops import Act, ActMul
+from octavo.derive.state import LoweringState
+from octavo.program.expert_ops import Route
 from octavo.program.program import Value
 
 
@@ -32,38 +31,26 @@ class ExpertDeriver:
         rows = self._state.rows.get(x)
         if not isinstance(rows, RowMap) or experts.activation is None:
             raise self._state.rejected(node, f"experts of {experts.module}")
-        source, rule, bias = self._router(ids, weights)
-        hidden, logits = (
-            self._emitter.value_of(rows),
-            self._emitter.value_of(self._state.rows[source]),
-        )
-        top_k = self._graph.shape(ids)[-1]
-        outs = (
-            self._emitter.value("expert_rows", hidden.width, "expert_rows"),
-            Value(self._emitter.fresh("expert_ids"), "tokens", top_k, "int"),
-            self._emitter.value("expert_weights", top_k),
-        )
-        self._emitter.append(
-            Route(
-                x=hidden,
-                logits=logits,
-                outs=outs,
-                num_experts=logits.width,
-                top_k=top_k,
-                score=rule.score,
-                bias=self._state.weights.whole(bias) if bias else None,
-                num_groups=rule.num_groups,
-                top_groups=rule.top_groups,
-                group_rank=rule.group_rank,
-                normalize=rule.normalize,
-                scale=rule.scale,
-            )
+        source, route = self._router(ids, weights)
+        hidden = self._emitter.value_of(rows)
+        logits = self._emitter.value_of(self._state.rows[source])
+        outs = self._emitter.route(
+            hidden,
+            logits,
+            route.top_k,
+            score=route.score,
+            bias=None if route.bias is None else self._state.weights.whole(route.bias.name),
+            num_groups=route.num_groups,
+            top_groups=route.top_groups,
+            group_rank=route.group_rank,
+            normalize=route.normalize,
+            scale=route.scale,
         )
         out = self._emit_experts(experts, outs, logits.width)
         self._state.anchor(node, out)
 
-    def _router(self, ids: Node, weights: Any) -> tuple[Node, Rule, str | None]:
-        """Returns the logits of a router, its rule, and the bias of its choice."""
+    def _router(self, ids: Node, weights: Any) -> tuple[Node, Route]:
+        """Returns the logits of a router, and its rule."""
         frontier = {ids, weights}
         for _ in range(MAX_REGION):
             if len(frontier) == 1:
@@ -90,12 +77,12 @@ class ExpertDeriver:
             return first, second
 
         num_experts = self._graph.shape(source)[-1]
-        rule = find_rule(
-            router, self._state.num_tokens, num_experts, has_bias=bool(bias), counts=self._counts
+        route = find_route(
+            router, self._state.num_tokens, num_experts, bias=bias, counts=self._counts
         )
-        if rule is None:
+        if route is None:
             raise self._state.rejected(ids, "a router with another rule")
-        return source, rule, bias
+        return source, route
 
     def _emit_experts(self, experts: ExpertModule, routed: tuple[Value, ...], count: int) -> Value:
         rows, ids, weights = routed
@@ -103,23 +90,16 @@ class ExpertDeriver:
 
         def product(x: Value, name: str, columns: Sequence[int]) -> Value:
             weight, bias = self._state.weights.expert_rows(experts, name, columns, x.width, count)
-            out = self._emitter.value("grouped", len(columns), "expert_rows")
-            self._emitter.append(GroupedLinear(x, ids, out, weight, bias))
-            return out
+            return self._emitter.grouped_linear(x, ids, weight, bias)
 
         width = self._state.weights.expert_width(experts)
-        hidden = self._emitter.value("expert_rows", width, "expert_rows")
         if experts.has_gate:
             first, second = range(width), range(width, 2 * width)
             if not experts.is_concatenated:
                 first, second = range(0, 2 * width, 2), range(1, 2 * width, 2)
             gate = product(rows, "gate_up_proj", first)
             up = product(rows, "gate_up_proj", second)
-            self._emitter.append(ActMul(gate, up, hidden, experts.activation))
+            hidden = self._emitter.act_mul(gate, up, experts.activation)
         else:
-            inner = product(rows, "up_proj", range(width))
-            self._emitter.append(Act(inner, hidden, experts.activation))
-        down = product(hidden, "down_proj", range(rows.width))
-        out = self._emitter.value(experts.module, rows.width)
-        self._emitter.append(Combine(down, weights, out))
-        return out
+            hidden = self._emitter.act(product(rows, "up_proj", range(width)), experts.activation)
+        return self._emitter.combine(product(hidden, "down_proj", range(rows.width)), weights)

@@ -1,48 +1,31 @@
 """Lowers the regions between matmuls and attention: norms, activations, gates, rotations.
 
-A node is lowered if the region between it and one or two earlier lowered nodes is something that
-Programs have. Regions grow until that is so, or until they reach a matmul, an embedding or
-attention.
+A node is lowered if the region between it and one or two earlier lowered nodes is an op. Regions
+grow until that is so, or until they reach a matmul, an embedding or attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from octavo.derive.curves import Curve, are_equal
-from octavo.derive.emitter import LoweringState
+from octavo.derive.formulas import FAR_TOLERANCE, are_equal, evaluate
 from octavo.derive.graph import FAR_POSITION, literals
 from octavo.derive.regions import (
-    NormRegion,
-    Rotation,
     draw,
     draw_parameters,
-    find_curve,
-    find_gate,
+    find_combination,
+    find_elementwise,
     find_norm,
-    find_rotation,
-    rotate,
-    with_other_row,
+    find_rope,
 )
 from octavo.derive.rows import RowMap
-from octavo.program.ops import (
-    Act,
-    ActMul,
-    Add,
-    Clip,
-    LayerNorm,
-    Mul,
-    RmsNorm,
-    Rope,
-    RopeTable,
-    Scale,
-    SoftCap,
-)
-from octavo.program.program import Op, Value, Weight
+from octavo.derive.state import LoweringState
+from octavo.program.ops import Act, ActMul, LayerNorm, Mul, RmsNorm, Scale, SoftCap
+from octavo.program.program import Op, Value
 
 MAX_REGION = 60
 """Nodes of the largest region that is probed."""
@@ -55,7 +38,6 @@ class Prober:
         self._state = state
         self._graph = state.graph
         self._emitter = state.emitter
-        self._rows = state.rows
 
     def probe(self, node: Node) -> None:
         """Lowers a node if the region between it and one or two earlier nodes is an op."""
@@ -68,14 +50,13 @@ class Prober:
         for _ in range(MAX_REGION):
             if not frontier or node in self._state.dead:
                 return
-            rows = [self._rows.get(each) for each in frontier]
+            rows = [self._state.rows.get(each) for each in frontier]
             if len(frontier) <= 2 and all(map(self._emitter.can_read, rows)):
                 inputs = sorted(frontier, key=self._graph.order.__getitem__)
-                found = (
-                    self._unary(node, inputs[0])
-                    if len(inputs) == 1
-                    else self._binary(node, inputs[0], inputs[1])
-                )
+                if len(inputs) == 1:
+                    found = self._unary(node, inputs[0])
+                else:
+                    found = self._binary(node, inputs[0], inputs[1])
                 if found:
                     return
             latest = self._state.latest(frontier)
@@ -84,153 +65,96 @@ class Prober:
             frontier = frontier - {latest} | self._state.inputs(latest)
 
     def _unary(self, node: Node, source: Node) -> bool:
-        rows: RowMap = self._rows[source]
-        shape = rows.shape
-        if self._graph.shape(node) != shape:
+        rows: RowMap = self._state.rows[source]
+        if self._graph.shape(node) != rows.shape:
             return False
         nodes, names = self._graph.cone(node, [source])
         shapes = {name: self._state.captured.shapes[name] for name in names}
+        x, num_tokens = self._emitter.value_of(rows), self._state.num_tokens
+        out = Value("out", "tokens", x.width)
 
-        def region(x: Any, parameters: Any) -> Any:
-            return self._graph.run(node, {source: x}, parameters)
+        def region(values: Any, parameters: Any, *, is_far: bool = False) -> Any:
+            given = {source: rows.tensor(values)}
+            return rows.flat(self._graph.run(node, given, parameters, is_far=is_far))
 
-        x = draw(shape, 8)
-        values = draw_parameters(shapes)
-        near = region(x, values)
-        if self._mixes(near, region(with_other_row(x, rows.axis), values), rows.axis):
+        values, parameters = draw((num_tokens, x.width), 8), draw_parameters(shapes)
+        near, far = region(values, parameters), region(values, parameters, is_far=True)
+        other = torch.cat((values[:1] + 1.0, values[1:]))
+        if not torch.equal(near[1:], region(other, parameters)[1:]):
             self._state.dead.add(node)
             return False
-        far = self._graph.run(node, {source: x}, values, is_far=True)
-        if not are_equal(far, near):
-            rotation = None if names else find_rotation(region, shape, rows.axis)
-            if rotation is None or not are_equal(
-                far, rotate(rotation, x, rows.axis, first=FAR_POSITION)
-            ):
-                return False
-            self._emit_rotation(node, rows, rotation)
-            return True
-        curve = None if names else find_curve(region, shape)
-        if curve is not None:
-            self._emit_curve(node, rows, curve)
-            return True
-        norm = find_norm(region, shape, shapes, [*literals(nodes)])
-        if norm is not None:
-            self._emit_norm(node, rows, norm)
-        return norm is not None
-
-    def _mixes(self, before: Any, after: Any, axis: int) -> bool:
-        """Whether rows changed, other than the first, which had another input."""
-        count = self._state.num_tokens - 1
-        return not torch.equal(before.narrow(axis, 1, count), after.narrow(axis, 1, count))
+        op: Op | None = None
+        if not are_equal(near, far):
+            if not names:
+                op = find_rope(region, x, out, rows.shape[-1], num_tokens)
+            if op is not None:
+                (rotated,) = evaluate(op, {x: values}, first_position=FAR_POSITION)
+                op = op if are_equal(rotated, far, FAR_TOLERANCE) else None
+        else:
+            if not names:
+                op = find_elementwise(region, x, out, num_tokens)
+            op = op or find_norm(region, x, out, rows.shape[-1], shapes, [*literals(nodes)])
+        if op is not None:
+            self._emit(node, rows, op)
+        return op is not None
 
     def _binary(self, node: Node, first: Node, second: Node) -> bool:
-        a, b = self._rows[first], self._rows[second]
+        a, b = self._state.rows[first], self._state.rows[second]
         if a.columns.numel() < b.columns.numel():
             a, b, first, second = b, a, second, first
+        x, y = self._emitter.value_of(a), self._emitter.value_of(b)
         if self._graph.shape(node) != a.shape or self._graph.cone(node, [first, second])[1]:
             return False
-
-        def region(x: Any, y: Any, *, is_far: bool = False) -> Any:
-            return self._graph.run(node, {first: x, second: y}, {}, is_far=is_far)
-
-        x, y = draw(a.shape, 9), draw(b.shape, 10)
-        near = region(x, y)
-        if not are_equal(near, region(x, y, is_far=True)):
+        if b.shape not in (a.shape, (*a.shape[:-1], 1)):
             return False
-        one, other = self._emitter.value_of(a), self._emitter.value_of(b)
-        if a.shape == b.shape and torch.equal(near, x + y):
-            self._emit(node, a, lambda out: Add(one, other, out))
-            return True
-        if other.width not in (1, one.width):
+
+        def region(one: Any, other: Any, *, is_far: bool = False) -> Any:
+            given = {first: a.tensor(one), second: b.tensor(other)}
+            return a.flat(self._graph.run(node, given, {}, is_far=is_far))
+
+        num_tokens = self._state.num_tokens
+        one, other = draw((num_tokens, x.width), 9), draw((num_tokens, y.width), 10)
+        if not are_equal(region(one, other), region(one, other, is_far=True)):
             return False
-        return self._gate(node, region, (a, b))
+        op = find_combination(region, x, y, Value("out", "tokens", x.width), num_tokens)
+        if op is not None:
+            self._emit(node, a, op)
+        return op is not None
 
-    def _gate(self, node: Node, region: Callable[..., Any], rows: tuple[RowMap, RowMap]) -> bool:
-        found = find_gate(region, rows[0].shape, rows[1].shape)
-        if found is None:
-            return False
-        curve, swapped = found
-        gate, up = map(self._emitter.value_of, rows[::-1] if swapped else rows)
-        if curve is None:
-            self._emit(node, rows[0], lambda out: self._multiply(gate, up, out))
-        elif curve.activation is not None:
-            activation = curve.activation
-            self._emit(node, rows[0], lambda out: ActMul(gate, up, out, activation))
-        return curve is None or curve.activation is not None
-
-    def _multiply(self, a: Value, b: Value, out: Value) -> Op:
-        """Returns a product, gated if one factor is an activation."""
-        for gate, up in ((a, b), (b, a)):
-            maker = self._emitter.makers.get(gate)
-            if isinstance(maker, Act) and up.width == gate.width:
-                return ActMul(maker.x, up, out, maker.activation)
-        return Mul(a, b, out)
-
-    def _emit_curve(self, node: Node, rows: RowMap, curve: Curve) -> None:
-        x = self._emitter.value_of(rows)
-        if curve.factor == 1.0:
-            self._rows[node] = rows
-        elif curve.activation is not None:
-            activation = curve.activation
-            self._emit(node, rows, lambda out: Act(x, out, activation))
-        elif curve.factor is not None:
-            self._emit(node, rows, self._scaled(x, curve.factor))
-        elif curve.cap is not None:
-            cap = curve.cap
-            self._emit(node, rows, lambda out: SoftCap(x, out, cap))
-        else:
-            assert curve.limit is not None
-            limit = curve.limit
-            self._emit(node, rows, lambda out: Clip(x, out, limit))
-
-    def _scaled(self, x: Value, factor: float) -> Callable[[Value], Op]:
-        """Returns a Scale, or the soft cap of which it is the last part."""
-        makers = self._emitter.makers
-        tanh = makers.get(x)
-        if isinstance(tanh, Act) and tanh.activation == "tanh":
-            inner = makers.get(tanh.x)
-            if isinstance(inner, Scale) and abs(inner.factor * factor - 1) < 1e-12:
-                return lambda out: SoftCap(inner.x, out, factor)
-        return lambda out: Scale(x, out, factor)
-
-    def _emit_norm(self, node: Node, rows: RowMap, norm: NormRegion) -> None:
-        x, width = self._emitter.value_of(rows), rows.shape[-1]
-        weight = (
-            self._state.weights.whole(norm.weight)
-            if norm.weight
-            else Weight("norm", (width,), fill=norm.offset)
-        )
-        offset = norm.offset if norm.weight else 0.0
-        group = width if x.width != width else 0
-        if norm.centered:
-            bias = self._state.weights.whole(norm.bias) if norm.bias else None
-            self._emit(
-                node,
-                rows,
-                lambda out: LayerNorm(x, out, weight, bias, norm.eps, offset, group_width=group),
-            )
-        else:
-            self._emit(node, rows, lambda out: RmsNorm(x, out, weight, norm.eps, offset, group))
-
-    def _emit_rotation(self, node: Node, rows: RowMap, rotation: Rotation) -> None:
-        x, width = self._emitter.value_of(rows), rows.shape[-1]
-        table = RopeTable(rotation.inv_freq, rotation.mscale)
-        self._emit(
-            node,
-            rows,
-            lambda out: Rope(
-                x,
-                out,
-                num_heads=x.width // width,
-                head_width=width,
-                rotary_dim=rotation.width,
-                rotary_start=rotation.start,
-                table=table,
-                style=rotation.style,
-            ),
-        )
-
-    def _emit(self, node: Node, like: RowMap, make: Callable[[Value], Op]) -> None:
-        out = self._emitter.value(node.name, like.columns.numel())
-        self._emitter.append(make(out))
+    def _emit(self, node: Node, like: RowMap, op: Op) -> None:
+        """Appends the op of a node, whose output is a placeholder."""
+        if isinstance(op, Scale) and op.factor == 1.0:
+            self._state.rows[node] = like
+            return
+        (placeholder,) = op.outputs
+        out = self._emitter.value(node.name, "tokens", placeholder.width)
+        op = self._merge(self._with_weights(op).on({placeholder: out}))
+        self._emitter.append(op)
         self._state.set_result(node, out, like.axis)
+
+    def _with_weights(self, op: Op) -> Op:
+        """Returns a norm with the checkpoint's tensors for its parameters."""
+        if not isinstance(op, RmsNorm | LayerNorm) or op.weight.fill is not None:
+            return op
+        whole = self._state.weights.whole
+        if isinstance(op, LayerNorm) and op.bias is not None:
+            op = replace(op, bias=whole(op.bias.name))
+        return replace(op, weight=whole(op.weight.name))
+
+    def _merge(self, op: Op) -> Op:
+        """Merges an op with those that make its inputs: an activation into its gate, and the three
+        parts of a soft cap.
+        """
+        makers = self._emitter.makers
+        if isinstance(op, Mul) and op.a.width == op.b.width:
+            for gate, up in ((op.a, op.b), (op.b, op.a)):
+                maker = makers.get(gate)
+                if isinstance(maker, Act):
+                    return ActMul(maker.x, up, op.out, maker.activation)
+        if isinstance(op, Scale):
+            tanh = makers.get(op.x)
+            inner = makers.get(tanh.x) if isinstance(tanh, Act) else None
+            is_cap = isinstance(tanh, Act) and tanh.activation == "tanh"
+            if is_cap and isinstance(inner, Scale) and abs(inner.factor * op.factor - 1) < 1e-12:
+                return SoftCap(inner.x, op.out, op.factor)
+        return op

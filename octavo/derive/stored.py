@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -37,11 +38,16 @@ class StoredTensors:
         self._index = {name: index for index, name in enumerate(shapes)}
         numbers = {name: self._numbered(name, shape, model) for name, shape in shapes.items()}
         self._tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, numbers)
-        self._places: dict[int, tuple[str, int]] = {}
-        for name, tensor in self._tensors.items():
-            if tensor.dim() < 3:
-                for row, number in enumerate(tensor.reshape(-1).tolist()):
-                    self._places[number] = (name, row)
+        runs = sorted(
+            (first, name, row)
+            for name, tensor in self._tensors.items()
+            if tensor.dim() < 3
+            for first, row in _runs(tensor.reshape(-1))
+        )
+        self._firsts = np.array([first for first, _, _ in runs], np.int64)
+        """Number of the first row of each run of consecutive numbers, in order."""
+        self._runs = [(name, row) for _, name, row in runs]
+        """Tensor and row at which each run starts."""
 
     def _numbered(self, name: str, shape: tuple[int, ...], model: Any) -> torch.Tensor:
         """Numbers the rows of a parameter: its first axis, or the last but one of stacked ones."""
@@ -59,13 +65,14 @@ class StoredTensors:
 
     def find(self, parameter: str, rows: Sequence[int]) -> list[Piece]:
         """Returns the tensors that hold some rows of a matrix or vector, in order."""
-        start = self._index[parameter] * PARAMETER
+        numbers = self._index[parameter] * PARAMETER + np.asarray(rows, np.int64)
+        runs = np.searchsorted(self._firsts, numbers, "right") - 1
         pieces: list[tuple[str, list[int]]] = []
-        for row in rows:
-            name, place = self._places[start + row]
+        for run, offset in zip(runs.tolist(), (numbers - self._firsts[runs]).tolist(), strict=True):
+            name, row = self._runs[run]
             if not pieces or pieces[-1][0] != name:
                 pieces.append((name, []))
-            pieces[-1][1].append(place)
+            pieces[-1][1].append(row + offset)
         return [Piece(name, tuple(places), self._tensors[name].numel()) for name, places in pieces]
 
     def find_experts(
@@ -75,11 +82,10 @@ class StoredTensors:
         of all; None if they are spread.
         """
         start = self._index[parameter] * PARAMETER
-        first = self._places.get(start + rows[0])
-        if first is None:
-            stacked = self._tensors.get(parameter)
+        stacked = self._tensors.get(parameter)
+        if stacked is not None and stacked.dim() > 2:
             whole = start + torch.arange(num_experts * count)
-            if stacked is None or not torch.equal(stacked.reshape(-1), whole):
+            if not torch.equal(stacked.reshape(-1), whole):
                 return None
             return [Piece(parameter, tuple(rows), count)]
         pieces = []
@@ -89,3 +95,10 @@ class StoredTensors:
                 return None
             pieces += found
         return pieces
+
+
+def _runs(numbers: torch.Tensor) -> list[tuple[int, int]]:
+    """Returns number and index at which each run of consecutive numbers starts."""
+    array = numbers.numpy()
+    starts = np.flatnonzero(np.diff(array, prepend=array[:1] - 2) != 1)
+    return [(int(array[start]), int(start)) for start in starts]

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
-from octavo.derive.capture import double_precision, make_config, reject
-from octavo.derive.paged_run import run_in_chunks
+from octavo.derive.capture import double_precision, get_size, make_config, reject
+from octavo.executor.base import LoadWeight
+from octavo.executor.kv import BLOCK_SIZE
+from octavo.executor.reference.backend import ReferenceBackend
 from octavo.program.ops import Attention
 from octavo.program.program import Op, Program
+from octavo.worker.calibration import whole_text
 
 NUM_TOKENS = 48
 """Longer than the window and the chunk of attention below."""
@@ -40,10 +44,11 @@ WINDOW_KEYS = ("sliding_window", "attention_chunk_size", "sliding_window_size", 
 
 def shrink(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Returns the config with fewer layers and tokens; widths stay."""
-    small = dict(config)
-    small["vocab_size"] = min(int(config["vocab_size"]), MAX_VOCABULARY)
-    total = int(config["num_hidden_layers"])
-    small["num_hidden_layers"] = num_layers
+    small, names = dict(config), make_config(config).attribute_map
+    vocabulary, layers = (names.get(key, key) for key in ("vocab_size", "num_hidden_layers"))
+    total = get_size(config, "num_hidden_layers")
+    small[vocabulary] = min(get_size(config, "vocab_size"), MAX_VOCABULARY)
+    small[layers] = num_layers
     for key, value in config.items():
         if isinstance(value, list) and len(value) == total:
             small[key] = value[:num_layers]
@@ -86,13 +91,13 @@ def compare(program: Program, config: Mapping[str, Any]) -> float:
     """Returns the largest difference between a Program's logits and transformers', relative to the
     largest logit; the Program must be that of the config.
     """
+    transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="octavo-derive-") as folder:
         path = Path(folder)
         model = _random_model(config)
         model.save_pretrained(path)
-        tokens = (
-            np.random.default_rng(0).integers(3, int(config["vocab_size"]), NUM_TOKENS).tolist()
-        )
+        size = get_size(config, "vocab_size")
+        tokens = np.random.default_rng(0).integers(3, size, NUM_TOKENS).tolist()
         with double_precision():
             expected = _in_float64(model)(torch.tensor([tokens]), use_cache=False)
         logits = expected.logits[0].numpy()
@@ -138,11 +143,33 @@ def _random_model(config: Mapping[str, Any]) -> Any:
 
 
 def _in_float64(model: Any) -> Any:
-    twin = (
-        type(model)
-        ._from_config(model.config, attn_implementation="eager", experts_implementation="eager")
-        .double()
-        .eval()
-    )
-    twin.load_state_dict(model.state_dict())
+    """Returns the same model in float64. Run it inside `double_precision()`, because transformers
+    casts to float32 in places.
+    """
+    with double_precision():
+        twin = (
+            type(model)
+            ._from_config(model.config, attn_implementation="eager", experts_implementation="eager")
+            .double()
+            .eval()
+        )
+        twin.load_state_dict(model.state_dict())
     return twin
+
+
+def run_in_chunks(
+    program: Program, load: LoadWeight, tokens: Sequence[int], chunk: int
+) -> NDArray[Any]:
+    """Returns the logits `[T, V]` of every token from the reference backend, `chunk` tokens a step
+    with a paged KV cache.
+    """
+    backend = ReferenceBackend()
+    runnable = backend.prepare(program, load)
+    num_blocks = -(-len(tokens) // BLOCK_SIZE)
+    kv = backend.allocate(runnable.kv_layouts, [num_blocks] * len(program.groups))
+    ids = np.array(tokens, np.int32)
+    steps = [
+        whole_text(ids[: start + chunk], len(program.groups), num_axes=1, start=start)
+        for start in range(0, len(tokens), chunk)
+    ]
+    return np.concatenate([runnable.run(step, kv).arrays["logits"] for step in steps])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def program_path(config: Mapping[str, Any]) -> Path:
     """Returns where the Programs of a config are stored."""
     kept = {key: value for key, value in config.items() if key not in IRRELEVANT}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:24]
-    name = str(config.get("model_type")).replace("/", "-")
+    name = re.sub(r"[^a-z0-9_-]", "-", str(config.get("model_type")).lower())[:40]
     return cache_dir() / "programs" / f"{name}-{digest}.json"
 
 

@@ -120,21 +120,28 @@ def _forget(op: Op, step: ReferenceStep, unread: Counter[str]) -> None:
 
 
 def whole_text(
-    token_ids: NDArray[np.int32], num_groups: int, *, num_axes: int, first_position: int = 0
+    token_ids: NDArray[np.int32],
+    num_groups: int,
+    *,
+    num_axes: int,
+    first_position: int = 0,
+    start: int = 0,
 ) -> StepBatch:
-    """Returns one request's whole prompt as one step, every row sampled; all is in segment 0."""
+    """Returns one request's prompt from token `start` as one step, every row sampled; all is in
+    segment 0.
+    """
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
-    rows = np.arange(num_tokens, dtype=np.int32)
+    rows = np.arange(start, num_tokens, dtype=np.int32)
     return StepBatch(
-        token_ids=token_ids,
+        token_ids=token_ids[start:],
         places=rows,
         positions=np.stack([rows + first_position, *[np.zeros_like(rows)] * (num_axes - 1)]),
-        query_starts=np.array([0, num_tokens], np.int32),
+        query_starts=np.array([0, len(rows)], np.int32),
         context_lens=np.full((num_groups, 1), num_tokens, np.int32),
         slots=np.tile(rows, (num_groups, 1)),
         block_tables=np.tile(np.arange(num_blocks, dtype=np.int32), (num_groups, 1, 1)),
-        sample_rows=rows,
+        sample_rows=rows - start,
     )
 
 

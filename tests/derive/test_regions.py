@@ -1,40 +1,76 @@
 """Regions, routers and masks are identified by their values."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch.nn import functional
 from transformers import masking_utils
 
 from octavo.derive.capture import AttentionMask, identify_mask
-from octavo.derive.curves import FUNCTIONS, Curve, identify_curve
-from octavo.derive.regions import NormRegion, find_gate, find_norm, find_rotation
-from octavo.derive.routers import Rule, choose, find_rule
+from octavo.derive.formulas import evaluate
+from octavo.derive.regions import (
+    find_activation,
+    find_combination,
+    find_elementwise,
+    find_norm,
+    find_rope,
+)
+from octavo.derive.routers import find_route
 from octavo.derive.rows import Columns, rows_of
 from octavo.derive.weights import find_pattern
-from octavo.program.program import Value
+from octavo.program.expert_ops import Route
+from octavo.program.ops import (
+    Act,
+    Activation,
+    ActMul,
+    Add,
+    Clip,
+    LayerNorm,
+    Mul,
+    RmsNorm,
+    Scale,
+    SoftCap,
+)
+from octavo.program.program import Value, Weight
 
-SHAPE = (1, 7, 12)
+X, Y = (Value(name, "tokens", 12) for name in "xy")
+OUT = Value("out", "tokens", 12)
+COLUMN = Value("y", "tokens", 1)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+def elementwise(function):
+    return find_elementwise(lambda rows, _: function(rows), X, OUT, 7)
+
+
+@pytest.mark.parametrize("name", get_args(Activation))
 def test_activations_are_told_apart(name):
-    assert identify_curve(FUNCTIONS[name]) == Curve(activation=name)
+    x = Value("x", "tokens", 12)
+    region = lambda rows, _: evaluate(Act(x, OUT, name), {x: rows})[0]
+    assert find_elementwise(region, X, OUT, 7) == Act(X, OUT, name)
+
+
+def test_activations_of_pytorch_are_found():
+    assert find_activation(functional.silu) == "silu"
+    assert find_activation(functional.gelu) == "gelu"
+    assert find_activation(lambda x: functional.gelu(x, approximate="tanh")) == "gelu_tanh"
+    assert find_activation(functional.elu) is None
 
 
 @pytest.mark.parametrize(
-    "function, curve",
+    "function, op",
     [
-        (lambda x: x * 0.37, Curve(factor=0.37)),
-        (lambda x: 30 * torch.tanh(x / 30), Curve(cap=30.0)),
-        (lambda x: x.clamp(-5, 5), Curve(limit=5.0)),
+        (lambda x: x * 0.37, Scale(X, OUT, 0.37)),
+        (lambda x: 30 * torch.tanh(x / 30), SoftCap(X, OUT, 30.0)),
+        (lambda x: x.clamp(-5, 5), Clip(X, OUT, 5.0)),
         (lambda x: x * torch.sigmoid(1.702 * x), None),
         (lambda x: x.square(), None),
         (lambda x: x.clamp(-5, 6), None),
         (functional.elu, None),
     ],
 )
-def test_other_functions_of_one_number(function, curve):
-    assert identify_curve(function) == curve
+def test_other_functions_of_one_number(function, op):
+    assert elementwise(function) == op
 
 
 @pytest.mark.parametrize("centered", [False, True])
@@ -43,69 +79,78 @@ def test_a_norm_is_found_with_its_eps(centered, offset):
     def region(x, parameters):
         if centered:
             x = x - x.mean(-1, keepdim=True)
-        return (
-            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-6) * (parameters["w"] + offset)
-        )
+        scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-6)
+        return scaled * (parameters["w"] + offset)
 
-    found = find_norm(region, SHAPE, {"w": (12,)}, [1e-5, 3e-6])
-    assert found == NormRegion(3e-6, centered, "w", offset, None)
-    assert find_norm(region, SHAPE, {"w": (12,)}, [1e-5]) is None
+    weight = Weight("w", (12,))
+    expected = (
+        LayerNorm(X, OUT, weight, None, 3e-6, offset)
+        if centered
+        else RmsNorm(X, OUT, weight, 3e-6, offset)
+    )
+    assert find_norm(region, X, OUT, 12, {"w": (12,)}, [1e-5, 3e-6]) == expected
+    assert find_norm(region, X, OUT, 12, {"w": (12,)}, [1e-5]) is None
+    assert find_norm(region, X, OUT, 6, {"w": (12,)}, [3e-6]) is None
 
 
 def test_a_gate_is_found_whichever_argument_it_is():
-    assert find_gate(lambda a, b: functional.silu(b) * a, SHAPE, SHAPE) == (
-        Curve(activation="silu"),
-        True,
+    assert find_combination(lambda a, b: functional.silu(b) * a, X, Y, OUT, 7) == ActMul(
+        Y, X, OUT, "silu"
     )
-    assert find_gate(lambda a, b: a * b, SHAPE, (1, 7, 1)) == (None, False)
-    assert find_gate(lambda a, b: a * b + a, SHAPE, SHAPE) is None
+    assert find_combination(lambda a, b: a + b, X, Y, OUT, 7) == Add(X, Y, OUT)
+    assert find_combination(lambda a, b: a * b, X, COLUMN, OUT, 7) == Mul(X, COLUMN, OUT)
+    assert find_combination(lambda a, b: a * b + a, X, Y, OUT, 7) is None
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 def test_a_rotation_is_found(style):
-    places = torch.arange(7, dtype=torch.float64)[:, None]
+    places = torch.arange(7, dtype=torch.float64)[:, None, None]
     angles = places * torch.tensor([0.9, 0.03])
+    x = Value("x", "tokens", 24)
 
-    def region(x, _parameters):
-        kept, turned = x[..., 4:], x[..., :4]
-        pairs = turned.unflatten(-1, (2, 2))
-        a, b = pairs.unbind(-2 if style == "half" else -1)
+    def region(rows, _parameters):
+        heads = rows.reshape(7, 2, 12)
+        kept, turned = heads[..., 4:], heads[..., :4]
+        a, b = turned.unflatten(-1, (2, 2)).unbind(-2 if style == "half" else -1)
         cos, sin = angles.cos() * 1.5, angles.sin() * 1.5
         new = torch.stack((a * cos - b * sin, b * cos + a * sin), -2 if style == "half" else -1)
-        return torch.cat((new.flatten(-2), kept), -1)
+        return torch.cat((new.flatten(-2), kept), -1).reshape(7, 24)
 
-    found = find_rotation(region, (1, 2, 7, 12), 2)
-    assert (found.start, found.width, found.style) == (0, 4, style)
-    assert found.inv_freq == pytest.approx((0.9, 0.03)) and found.mscale == pytest.approx(1.5)
+    found = find_rope(region, x, Value("out", "tokens", 24), 12, 7)
+    assert (found.num_heads, found.rotary_start, found.rotary_dim, found.style) == (2, 0, 4, style)
+    assert found.table.inv_freq == pytest.approx((0.9, 0.03))
+    assert found.table.mscale == pytest.approx(1.5)
 
 
 RULES = [
-    Rule("softmax", False),
-    Rule("softmax_top_k", False),
-    Rule("sigmoid", True, scale=2.5),
-    Rule("sigmoid", True, 4, 2, "two_best", 1.5),
-    Rule("softmax", False, 4, 2, "best", 16.0),
+    {"score": "softmax"},
+    {"score": "softmax_top_k"},
+    {"score": "sigmoid", "normalize": True, "scale": 2.5},
+    {"score": "sigmoid", "normalize": True, "num_groups": 4, "top_groups": 2, "scale": 1.5},
+    {"score": "softmax", "num_groups": 4, "top_groups": 2, "group_rank": "best", "scale": 16.0},
 ]
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_a_router_is_found(rule, has_bias):
-    if has_bias and rule.score == "softmax_top_k":
-        return
+@pytest.mark.parametrize("bias", [None, "bias"])
+def test_a_router_is_found(rule, bias):
+    outs = (Value("r", "expert_rows", 1), Value("i", "tokens", 3, "int"), Value("w", "tokens", 3))
+    x, logits = Value("x", "tokens", 1), Value("logits", "tokens", 16)
+    weight = None if bias is None else Weight(bias, (16,))
+    route = Route(x, logits, outs, num_experts=16, top_k=3, bias=weight, **rule)
 
-    def router(logits, bias):
-        ids, weights = choose(rule, logits, bias if has_bias else None, 3)
-        return ids, weights * rule.scale
+    def choose(op, rows, values):
+        inputs = {op.x: torch.zeros(len(rows), 1).double(), op.logits: rows}
+        _, ids, weights = evaluate(op, inputs, {op.bias: values} if bias else {})
+        return ids.long(), weights
 
-    found = find_rule(router, 7, 16, has_bias=has_bias, counts=[2, 3, 4, 16])
-    logits = torch.randn(7, 16, dtype=torch.float64)
-    bias = torch.rand(16, dtype=torch.float64) if has_bias else None
-    for ours, theirs in zip(
-        choose(found, logits, bias, 3), choose(rule, logits, bias, 3), strict=True
-    ):
+    found = find_route(
+        lambda rows, values: choose(route, rows, values), 7, 16, bias=bias, counts=[2, 3, 4, 16]
+    )
+    rows, values = torch.randn(7, 16).double(), torch.rand(16).double()
+    for ours, theirs in zip(choose(found, rows, values), choose(route, rows, values), strict=True):
         assert torch.allclose(ours.double(), theirs.double())
-    assert found.scale == pytest.approx(rule.scale)
+    assert found.scale == pytest.approx(route.scale)
 
 
 def test_a_router_with_another_rule_is_not_found():
@@ -113,7 +158,7 @@ def test_a_router_with_another_rule_is_not_found():
         weights, ids = (logits.softmax(-1) ** 2).topk(2)
         return ids, weights
 
-    assert find_rule(router, 7, 8, has_bias=False, counts=[]) is None
+    assert find_route(router, 7, 8, bias=None, counts=[]) is None
 
 
 NO_PADDING = torch.zeros(1, dtype=torch.long)
