@@ -61,7 +61,7 @@ def quantize(
         typer.Option("--desc-act", help="Order inputs by activation size (gptq act-order)"),
     ] = False,
     damp_percent: Annotated[
-        float, typer.Option(help="Dampen the Hessian by N percent of its mean (gptq)")
+        float, typer.Option(help="Dampen the Hessian by N percent of its mean diagonal (gptq)")
     ] = 5.0,
     gptaq: Annotated[
         bool,

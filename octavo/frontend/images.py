@@ -68,7 +68,7 @@ def _part(part: Any, images: list[Any], where: str) -> Any:
         source = source.get("url")
     if source is None:
         raise InvalidRequest(
-            f"{where}: got an image without its {kind}, expected a data URL",
+            f"{where}: got an image part without an image, expected a data URL",
             hint="write it as {'type': 'image_url', 'image_url': {'url':"
             " 'data:image/png;base64,...'}}",
             param=where,

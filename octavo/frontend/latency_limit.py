@@ -141,7 +141,7 @@ class LatencyLimit:
             # What the step in flight has computed since is not known before it ends.
             prefill_s -= min(now - self._moved_s, prefill_s / 2)
         own_s = self._prefill_s(num_prompt_tokens * self._miss_share, 0, keys)
-        return PredictedLatency(max(prefill_s, self._place_s(rows) + own_s), tpot_s)
+        return PredictedLatency(max(prefill_s, self._queue_s(rows) + own_s), tpot_s)
 
     def _yielded(self, sent: SentRequest, num_tokens: int, now: float) -> None:
         if not sent.num_tokens:
@@ -184,9 +184,9 @@ class LatencyLimit:
         seconds = num_whole * self._step_s(chunk + num_rows, num_keys)
         return seconds + (self._step_s(rest + num_rows, num_keys) if rest else 0.0)
 
-    def _place_s(self, rows: int) -> float:
-        """Returns the seconds until one of `rows` waiting requests can run: during the time of one
-        output, as many requests finish as may run at once.
+    def _queue_s(self, rows: int) -> float:
+        """Returns the expected seconds until the last of `rows` unfinished requests can run. In the
+        mean duration of a request, as many finish as may run at once.
         """
         most = self._max_rows
         if self._stats.num_waiting and self._stats.kv_usage > FULL_CACHE:

@@ -93,7 +93,7 @@ class KnownModels:
         return "" if path is None else await self._files.digest(path)
 
     async def _path(self, slot: EngineSlot) -> Path | None:
-        """Returns the local path of a model's files."""
+        """Returns the local path of a model's files; None if they are not on this machine."""
         model = slot.spec.model
         path = expand_path(model)
         if short_name(model) is None and path_exists(path):

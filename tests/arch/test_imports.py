@@ -59,6 +59,8 @@ BELOW = {
 }
 MAX_LOOSE_FILES = 30
 """Modules that may lie directly in one package; `models` has one for each family."""
+MAX_LINES = 500
+"""Lines of one module."""
 OPTIONAL = {"torch", "triton", "ray", "nixl", "mooncake", "transformers", "gguf"}
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -175,6 +177,11 @@ def test_the_frontend_loads_no_scheduler():
         " 'octavo.engine.requests', 'octavo.engine.core', 'octavo.engine.kv'))])"
     )
     assert python(code) == "[]"
+
+
+def test_no_module_is_too_long():
+    long = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in FILES}
+    assert not {name: count for name, count in long.items() if count > MAX_LINES}
 
 
 def test_the_engine_and_the_frontend_know_no_arrays():

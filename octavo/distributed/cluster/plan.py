@@ -211,8 +211,8 @@ def _check_group(plan: ClusterPlan, group: InstanceGroup) -> None:
     transfers = group.role != "both" or "kv_transfer" in flag_names(group.options)
     if group.ranks_apart and transfers:
         raise ConfigError(
-            f"plan: {where}: ranks_apart: not supported with KV transfer, got the role"
-            f" {group.role}",
+            f"plan: {where}: ranks_apart: not supported with KV transfer, got"
+            f" {'the option kv-transfer' if group.role == 'both' else f'the role {group.role}'}",
             hint="remove ranks_apart: KV transfer requires all ranks on one machine",
         )
     if (group.role == "decode") != (group.peers is not None):

@@ -252,7 +252,9 @@ class KVConnector:
             self._ratings.popitem(last=False)
 
     def _end_query(self, request_id: str, ratings: list[float], group: int) -> None:
-        """Processes a reply, which is empty if some of its blocks have not arrived."""
+        """Releases the blocks of a query and stores its ratings; none if a block has not arrived or
+        was dropped.
+        """
         asked = self._asked.pop(request_id, [])
         has_all = all(slot.ready and not slot.dropped for slot in asked)
         for slot in asked:

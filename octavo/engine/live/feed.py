@@ -73,7 +73,7 @@ class FeedReader:
         return event
 
     def offer(self, view: EngineView) -> None:
-        """Sets the newest view."""
+        """Replaces the current view, adds its steps and wakes the reader."""
         self._view = view
         self._steps += view.steps
         self._changed.set()

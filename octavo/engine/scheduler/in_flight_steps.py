@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from octavo.engine.protocol.stats import EngineStats
+from octavo.engine.protocol.step import StepResult
 from octavo.engine.requests.generation import SequenceState
 from octavo.engine.requests.request import Request
+from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.scheduler.step_builder import StepBuilder
 
 REQUEST_ID = attrgetter("request_id")
@@ -37,6 +40,23 @@ class PlannedStep:
     is_short: bool
     is_first: bool = True
     """Whether the next result is that of the plan's first step."""
+
+    def count(self, result: StepResult, stats: EngineStats, times: Timekeeper) -> None:
+        """Counts the step's time, and in equal shares the weights that it read from files."""
+        stats.busy_s += result.busy_s
+        if self.is_first:
+            times.computed(result.busy_s)
+        else:
+            times.repeated(result.busy_s, len(self.owners))
+            stats.num_steps += 1
+        if result.counters is not None:
+            stats.counters = result.counters
+        if result.weights is not None:
+            requests = {request for request, _ in self.owners}
+            share = result.weights.share_since(stats.weights, max(1, len(requests)))
+            stats.weights = result.weights
+            for request in requests:
+                request.weights += share
 
 
 class InFlightSteps:

@@ -32,7 +32,7 @@ from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.scheduler.admission_control import AdmissionControl
 from octavo.engine.scheduler.batching import Batching
-from octavo.engine.scheduler.in_flight_steps import InFlightSteps, PlannedStep
+from octavo.engine.scheduler.in_flight_steps import InFlightSteps
 from octavo.engine.scheduler.kv_allocator import KVAllocator
 from octavo.engine.scheduler.micro_batch import MicroBatch
 from octavo.engine.scheduler.preemption import Mode, Preemption
@@ -214,7 +214,7 @@ class Scheduler:
         """
         outputs, self._outputs = self._outputs, []
         step = self.in_flight.pop(plan.num_steps)
-        self._count(step, result)
+        step.count(result, self._stats, self.times)
         if step.is_first:
             outputs += self._take_reports(result)
         for (request, row), scheduled, row_result in zip(
@@ -320,24 +320,6 @@ class Scheduler:
                 in_flight=row.num_tokens_in_flight > 0,
             )
         self.kv_allocator.free_unused(row)
-
-    def _count(self, step: PlannedStep, result: StepResult) -> None:
-        """Counts a step's time, and in equal shares the weights that it read from files."""
-        stats = self._stats
-        stats.busy_s += result.busy_s
-        if step.is_first:
-            self.times.computed(result.busy_s)
-        else:
-            self.times.repeated(result.busy_s, len(step.owners))
-            stats.num_steps += 1
-        if result.counters is not None:
-            stats.counters = result.counters
-        if result.weights is not None:
-            requests = {request for request, _ in step.owners}
-            share = result.weights.share_since(stats.weights, max(1, len(requests)))
-            stats.weights = result.weights
-            for request in requests:
-                request.weights += share
 
     def _take_reports(self, result: StepResult) -> list[EngineOutput]:
         """Processes the reports of a plan's first result; returns the outputs of waiting requests

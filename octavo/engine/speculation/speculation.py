@@ -223,7 +223,8 @@ class Speculation:
     def _collect_drafts(self, builder: StepBuilder) -> list[RowDraft]:
         """Returns the drafts of the rows' proposers, within the rows' limits.
 
-        Proposers process about as many tokens as the step computes, those of a prompt with it.
+        Proposers index at most about as many tokens as the step computes, so a prompt is indexed
+        along with its prefill.
         """
         found = []
         num_left = max(MIN_FOLLOWED, sum(row.num_tokens for row in builder.rows))

@@ -281,7 +281,7 @@ class GrammarMatchers:
         mask[token_id // 32] = np.uint32(1 << token_id % 32)
         return mask
 
-    def mask_or_none(self, row: int, *, num_drafts: int = 0) -> Bits:
+    def mask_or_empty(self, row: int, *, num_drafts: int = 0) -> Bits:
         """Returns the tokens allowed next in a row; none on a fault, which `fault` returns."""
         try:
             mask = self.mask(row, num_drafts=num_drafts)

@@ -327,7 +327,7 @@ class SampleVerifier:
         return self._grammars.try_accept(sample.row, token_id)
 
     def _make_mask(self, sample: SampleToVerify) -> Bits:
-        legal = self._grammars.mask_or_none(sample.row, num_drafts=sample.num_drafts)
+        legal = self._grammars.mask_or_empty(sample.row, num_drafts=sample.num_drafts)
         return legal if sample.allowed is None else legal & sample.allowed
 
 

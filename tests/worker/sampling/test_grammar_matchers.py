@@ -130,7 +130,7 @@ def test_a_token_that_is_not_legal_is_a_fault_of_the_next_draw():
     rows.add(3, new_row([9], 1, spec()))
     rows.accept_token(3, 1)
     assert rows.fault(3) == "1 is not 5" and not rows.allows(3, 5)
-    assert rows.mask_or_none(3).tolist() == [0]
+    assert rows.mask_or_empty(3).tolist() == [0]
     rows.free(3)
     assert rows.fault(3) == "" and rows.mask(3) is None
 
