@@ -322,7 +322,7 @@ def test_a_program_that_it_cannot_run_is_refused_when_it_is_prepared():
 def test_without_cuda_or_the_package_the_error_says_what_to_do(monkeypatch):
     with pytest.raises(
         BackendUnavailable,
-        match=r"flashinfer requires a CUDA device, got cpu\nhint: use --attention-backend sdpa",
+        match=r"flashinfer requires a CUDA device, got cpu\nhint: --attention-backend sdpa",
     ):
         TorchBackend(BackendOptions(attention_backend="flashinfer"))
     monkeypatch.setattr(
