@@ -172,7 +172,7 @@ void bind_plan(nb::module_& m) {
     bind_op<ExpertsSpec>(m, builder, "ExpertsSpec");
     bind_op<CollectSpec>(m, builder, "CollectSpec");
     bind_op<NeuronsSpec>(m, builder, "NeuronsSpec");
-    bind_op<PrefetchNeuronsSpec>(m, builder, "ForeseeSpec");
+    bind_op<PrefetchNeuronsSpec>(m, builder, "PrefetchNeuronsSpec");
     bind_op<CollectiveSpec>(m, builder, "CollectiveSpec");
     bind_op<SampleSpec>(m, builder, "SampleSpec");
 }

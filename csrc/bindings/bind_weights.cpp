@@ -158,8 +158,8 @@ void bind_weights(nb::module_& m) {
         .def_prop_ro("bytes_read", &NeuronCache::bytes_read, "Bytes read since the start.")
         .def_prop_ro("num_found", &NeuronCache::num_found, "Requested records that were in memory.")
         .def_prop_ro("num_read", &NeuronCache::num_read, "Requested records that were read.")
-        .def_prop_ro("num_foreseen", &NeuronCache::num_prefetched, "Prefetched records.")
-        .def_prop_ro("num_foreseen_used", &NeuronCache::num_prefetched_used,
+        .def_prop_ro("num_prefetched", &NeuronCache::num_prefetched, "Prefetched records.")
+        .def_prop_ro("num_prefetched_used", &NeuronCache::num_prefetched_used,
                      "Prefetched records that were requested.")
         .def_prop_ro("wait_seconds", &NeuronCache::wait_seconds, "Time that ops have waited for records.");
 }

@@ -16,7 +16,6 @@ NB_MODULE(_native, m) {
     m.attr("SOURCE_DIGEST") = source_digest();
     m.attr("SAMPLE_CHUNK") = kSampleChunk;
     m.attr("MOST_CANDIDATES") = kMaxCandidates;
-    m.attr("MOST_WITNESSES") = kMaxProofTokens;
     m.attr("SAMPLING_RECORD") = sampling_record();
     bind_device(m);
     bind_packing(m);

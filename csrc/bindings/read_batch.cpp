@@ -50,9 +50,9 @@ void read_results(SampleArgs& a, const nb::object& result, size_t num_samples) {
     a.out_top_logprobs = out_numbers<float>(result, "top_logprobs");
     a.out_surprises = out_numbers<float>(result, "surprises");
     if (a.skips_cutoffs) {
-        const auto proof = get_array<Out<int32_t, nb::ndim<2>>>(result, "witnesses");
+        const auto proof = get_array<Out<int32_t, nb::ndim<2>>>(result, "proof_tokens");
         if (proof.shape(0) < num_samples || proof.shape(1) != kMaxProofTokens)
-            throw std::invalid_argument("witnesses: not 16 of each row");
+            throw std::invalid_argument("proof_tokens: not 16 of each row");
         a.out_cutoff_proofs = proof.data();
     }
     if (result.attr("top_ids").is_none()) return;
@@ -174,12 +174,12 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
     if (b.has_sampling) {
         b.sampling = read_sampling(sampling, b.num_samples);
         b.keeps_logits = nb::cast<bool>(sampling.attr("keeps_logits"));
-        if (!sampling.attr("late").is_none())
+        if (!sampling.attr("deferred").is_none())
             b.deferred = reinterpret_cast<const uint8_t*>(
-                numbers<bool>(sampling, "late", static_cast<size_t>(b.num_samples)));
-        if (!sampling.attr("uncut").is_none())
+                numbers<bool>(sampling, "deferred", static_cast<size_t>(b.num_samples)));
+        if (!sampling.attr("without_cutoffs").is_none())
             b.sampling.skips_cutoffs = reinterpret_cast<const uint8_t*>(
-                numbers<bool>(sampling, "uncut", static_cast<size_t>(b.num_samples)));
+                numbers<bool>(sampling, "without_cutoffs", static_cast<size_t>(b.num_samples)));
         read_results(b.sampling, output.attr("samples"), static_cast<size_t>(b.num_samples) * num_steps);
     } else {
         const nb::dict arrays(output.attr("arrays"));

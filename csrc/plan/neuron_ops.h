@@ -63,7 +63,7 @@ struct SelectNeuronsOp : Op {
 struct PrefetchNeuronsOp : Op {
     PrefetchNeuronsSpec spec;
     explicit PrefetchNeuronsOp(PrefetchNeuronsSpec s) : spec(std::move(s)) {}
-    std::string name() const override { return "neurons foreseen"; }
+    std::string name() const override { return "prefetch neurons"; }
     int num_items(const View& view) const override {
         const uint8_t* rows = view.sparse_rows(false);
         const int count = view.batch.num_tokens;

@@ -91,7 +91,7 @@ struct PrefetchKeysOp : Op {
     int selection;  // index
     PrefetchKeysOp(const AttentionSpec& spec, int keys)
         : group(spec.group), layer(spec.ahead_layer), selection(keys) {}
-    std::string name() const override { return "keys foreseen"; }
+    std::string name() const override { return "prefetch keys"; }
     int num_items(const View& view) const override {
         const KvSpill* spill = view.kv.spill(group);
         return view.runner.selected(selection).num_rows() && spill && spill->spills(layer) ? 1 : 0;

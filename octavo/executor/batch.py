@@ -117,12 +117,12 @@ class SamplingBatch:
     """`[A, ceil(V / 32)]`: bit i % 32 of word i // 32 is 1 if token i is allowed."""
     keeps_logits: bool = False
     """Whether rows may be resampled after verification."""
-    late: NDArray[np.bool_] | None = None
+    deferred: NDArray[np.bool_] | None = None
     """Rows that are sampled only when the verifier resamples them, `[S]`; None: no row."""
-    uncut: NDArray[np.bool_] | None = None
+    without_cutoffs: NDArray[np.bool_] | None = None
     """Rows sampled without min_p, top_k and top_p, `[S]`; None: no row. These rows are not greedy
-    and have no other filter. `SampleResult.witnesses` shows whether the cut-offs keep their tokens.
-    When a row is resampled, its cut-offs apply.
+    and have no other filter. `SampleResult.proof_tokens` shows whether the cut-offs keep their
+    tokens. When a row is resampled, its cut-offs apply.
     """
     bias_after: NDArray[np.int32] | None = None
     """Last sampled token after which an entry of the bias is added, -1: any. Set if only the device
@@ -149,13 +149,15 @@ class SamplingBatch:
             bias_values=self.bias_values[bias[0] : bias[-1]],
             bias_after=None if self.bias_after is None else self.bias_after[bias[0] : bias[-1]],
             allowed_masks=self.allowed_masks,
-            late=None if self.late is None else self.late[first:end],
-            uncut=None if self.uncut is None else self.uncut[first:end],
+            deferred=None if self.deferred is None else self.deferred[first:end],
+            without_cutoffs=None
+            if self.without_cutoffs is None
+            else self.without_cutoffs[first:end],
             counts_last=None if self.counts_last is None else self.counts_last[first:end],
         )
 
 
-ROW_ARRAYS = ("logprobs", "ranks", "top_ids", "top_logprobs", "surprises", "witnesses")
+ROW_ARRAYS = ("logprobs", "ranks", "top_ids", "top_logprobs", "surprises", "proof_tokens")
 """Optional arrays of a SampleResult."""
 
 
@@ -183,7 +185,7 @@ class SampleResult:
     """Surprise of each sampled token among those left by the filters, in bits, `[S]`; only rows
     with mirostat have one. None: no row has mirostat.
     """
-    witnesses: NDArray[np.int32] | None = None
+    proof_tokens: NDArray[np.int32] | None = None
     """Cut-off proofs, `[S, MAX_PROOF_TOKENS]`: the sampled token, then tokens that prove, if all
     of them are allowed, that the cut-offs keep it whatever else is masked; -1 after the last. The
     first is -1 without a proof. None: every row was sampled with its cut-offs.

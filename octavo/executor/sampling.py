@@ -65,18 +65,18 @@ def sample(
     if num_rows and batch.records["mirostat_mode"].any():
         result.surprises = np.zeros(num_rows, np.float32)
     processed = logits if processed is None else processed
-    records, uncut = batch.records, batch.uncut
-    if uncut is not None:
-        result.witnesses = found = np.full((num_rows, MAX_PROOF_TOKENS), -1, np.int32)
-        batch = disable_cutoffs(batch, uncut)
+    records, without_cutoffs = batch.records, batch.without_cutoffs
+    if without_cutoffs is not None:
+        result.proof_tokens = found = np.full((num_rows, MAX_PROOF_TOKENS), -1, np.int32)
+        batch = disable_cutoffs(batch, without_cutoffs)
     for s in range(num_rows):
-        if batch.late is not None and batch.late[s]:
+        if batch.deferred is not None and batch.deferred[s]:
             continue
         raw = processed[s].astype(np.float64)
         token = None if np.isnan(raw).any() else _choose(raw, s, batch, result)
         result.failed[s] = token is None
         result.token_ids[s] = 0 if token is None else token
-        if token is not None and uncut is not None and uncut[s]:
+        if token is not None and without_cutoffs is not None and without_cutoffs[s]:
             proof = find_cutoff_proof(changed_logits(raw, s, batch), records[s], token)
             found[s, : len(proof)] = proof
     if num_rows and (records["num_logprobs"].max() >= 0 or records["target_id"].max() >= 0):
@@ -96,7 +96,7 @@ def masked(batch: SamplingBatch, resample: Resample) -> SamplingBatch:
         len(resample.samples)
     )
     masks = np.concatenate([batch.allowed_masks, resample.masks])
-    return replace(batch, records=records, allowed_masks=masks, late=None, uncut=None)
+    return replace(batch, records=records, allowed_masks=masks, deferred=None, without_cutoffs=None)
 
 
 def replaced(logits: NDArray[np.float32], resample: Resample) -> NDArray[np.float32]:
@@ -185,8 +185,8 @@ def _add_logprobs(result: SampleResult, logits: NDArray[np.float32], batch: Samp
         result.top_logprobs[s] = logprobs[order[:count]]
 
 
-def disable_cutoffs(batch: SamplingBatch, uncut: NDArray[np.bool_]) -> SamplingBatch:
-    """Returns a batch whose rows `uncut [S]` have no cut-offs.
+def disable_cutoffs(batch: SamplingBatch, without_cutoffs: NDArray[np.bool_]) -> SamplingBatch:
+    """Returns a batch whose rows `without_cutoffs [S]` have no cut-offs.
 
     Cut-off proofs: whether the cut-offs of a row (min_p, top_k, top_p) keep a token that was
     sampled without them, whatever a mask removes.
@@ -202,7 +202,7 @@ def disable_cutoffs(batch: SamplingBatch, uncut: NDArray[np.bool_]) -> SamplingB
     """
     records = batch.records.copy()
     for name, neutral in (("min_p", 0.0), ("top_k", 0), ("top_p", 1.0)):
-        records[name][uncut] = neutral
+        records[name][without_cutoffs] = neutral
     return replace(batch, records=records)
 
 

@@ -178,8 +178,8 @@ class OpenedNeurons:
             wait_s=cache.wait_seconds,
             neurons_found=cache.num_found,
             neurons_read=cache.num_read,
-            neurons_foreseen=cache.num_foreseen,
-            neurons_foreseen_used=cache.num_foreseen_used,
+            neurons_foreseen=cache.num_prefetched,
+            neurons_foreseen_used=cache.num_prefetched_used,
         )
 
     def lowering(self, context: LoweringContext) -> NeuronLowering:
@@ -217,7 +217,7 @@ class NeuronLowering:
 
     def lower_PrefetchNeurons(self, op: PrefetchNeurons) -> None:
         self._add(
-            self._native.ForeseeSpec(
+            self._native.PrefetchNeuronsSpec(
                 cache=self._neurons.cache,
                 layer=self._neurons.of_gate[op.gate],
                 scores=self._span(op.scores),

@@ -189,19 +189,19 @@ def check_cutoff_proofs(sample: Sample, *, rows: int = 200, vocab: int = 120) ->
         "min_p": np.where(g.random(rows) < 0.5, 0, g.uniform(0, 0.3, rows)),
     }
     batch = batch_for(rows, vocab, **fields)
-    batch.keeps_logits, batch.uncut = True, g.random(rows) < 0.9
+    batch.keeps_logits, batch.without_cutoffs = True, g.random(rows) < 0.9
     found = sample(logits, batch)
     plain = sample(logits, batch_for(rows, vocab, **fields)).token_ids
     masked = batch_for(rows, vocab, masks=masks, allowed_mask=np.arange(rows), **fields)
     wanted = sample(logits, masked).token_ids
-    assert found.witnesses is not None
-    assert (found.witnesses[~batch.uncut] == -1).all()
-    assert (found.token_ids[~batch.uncut] == plain[~batch.uncut]).all()
+    assert found.proof_tokens is not None
+    assert (found.proof_tokens[~batch.without_cutoffs] == -1).all()
+    assert (found.token_ids[~batch.without_cutoffs] == plain[~batch.without_cutoffs]).all()
     shown = num_held = 0
-    for row in np.flatnonzero(found.witnesses[:, 0] >= 0):
-        ids = found.witnesses[row][found.witnesses[row] >= 0]
+    for row in np.flatnonzero(found.proof_tokens[:, 0] >= 0):
+        ids = found.proof_tokens[row][found.proof_tokens[row] >= 0]
         assert ids[0] == found.token_ids[row] == plain[row]
-        assert (found.witnesses[row][len(ids) :] == -1).all()
+        assert (found.proof_tokens[row][len(ids) :] == -1).all()
         shown += 1
         if masks[row][ids].all():
             assert wanted[row] == ids[0]

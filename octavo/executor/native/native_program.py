@@ -223,6 +223,6 @@ def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> Sampl
         result.top_logprobs = np.zeros((count, most), np.float32)
     if sampling.records["mirostat_mode"].any():
         result.surprises = np.zeros(count, np.float32)
-    if sampling.uncut is not None:
-        result.witnesses = np.full((count, MAX_PROOF_TOKENS), -1, np.int32)
+    if sampling.without_cutoffs is not None:
+        result.proof_tokens = np.full((count, MAX_PROOF_TOKENS), -1, np.int32)
     return result

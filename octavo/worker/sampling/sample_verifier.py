@@ -183,7 +183,7 @@ class SampleVerifier:
         self, samples: SampleResult, kept: SampledLogits, resample: ResampleBuilder
     ) -> None:
         token_ids, failed = samples.token_ids.tolist(), samples.failed.tolist()
-        proofs = [] if samples.witnesses is None else samples.witnesses.tolist()
+        proofs = [] if samples.proof_tokens is None else samples.proof_tokens.tolist()
         rejected, to_mask = [], []
         for entry, sample in self._to_verify.items():
             if sample.is_search:

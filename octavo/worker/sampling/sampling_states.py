@@ -265,8 +265,8 @@ class SamplingStates:
             self._add_logits_states(batch, rows.tolist(), token_ids, ends.tolist(), verifier)
         if verifier is not None:
             batch.keeps_logits = True
-            batch.late = verifier.get_deferred(len(rows))
-            batch.uncut = verifier.get_without_cutoffs(len(rows))
+            batch.deferred = verifier.get_deferred(len(rows))
+            batch.without_cutoffs = verifier.get_without_cutoffs(len(rows))
         return batch
 
     def follows_tokens(self, rows: NDArray[np.intp]) -> bool:
@@ -457,10 +457,10 @@ def append_targets(batch: SamplingBatch, targets: NDArray[np.void]) -> None:
     """Appends records `[num]` of SAMPLING_RECORD that have neither bias nor history."""
     num = len(targets)
     batch.records = np.concatenate([batch.records, targets])
-    if batch.late is not None:
-        batch.late = np.pad(batch.late, (0, num))
-    if batch.uncut is not None:
-        batch.uncut = np.pad(batch.uncut, (0, num))
+    if batch.deferred is not None:
+        batch.deferred = np.pad(batch.deferred, (0, num))
+    if batch.without_cutoffs is not None:
+        batch.without_cutoffs = np.pad(batch.without_cutoffs, (0, num))
     if batch.counts_last is not None:
         batch.counts_last = np.pad(batch.counts_last, (0, num))
     batch.history_starts = np.pad(batch.history_starts, (0, num), "edge")

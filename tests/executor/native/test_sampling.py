@@ -152,7 +152,7 @@ def test_late_rows_are_drawn_under_their_masks_alone(level, temperature):
     late = np.arange(rows) % 2 == 0
     masks = packed_masks(g.random((rows, vocab)) < 0.2)
     batch = batch_for(rows, vocab, temperature=temperature, top_p=0.8, num_logprobs=2)
-    batch.keeps_logits, batch.late = True, late
+    batch.keeps_logits, batch.deferred = True, late
     plain = batch_for(rows, vocab, temperature=temperature, top_p=0.8, num_logprobs=2)
     plain.records["allowed_mask"] = np.where(late, np.arange(rows), -1)
     plain.allowed_masks = masks
@@ -199,11 +199,11 @@ def test_the_references_witnesses_are_found(level):
         min_p=np.where(g.random(rows) < 0.5, 0, 0.05),
         position=np.arange(rows),
     )
-    batch.keeps_logits, batch.uncut = True, np.ones(rows, np.bool_)
+    batch.keeps_logits, batch.without_cutoffs = True, np.ones(rows, np.bool_)
     found = sample_native(logits, batch, level)
     wanted = sampling.sample(logits, batch)
     np.testing.assert_array_equal(found.token_ids, wanted.token_ids)
-    unlike = (found.witnesses != wanted.witnesses).any(axis=1)
+    unlike = (found.proof_tokens != wanted.proof_tokens).any(axis=1)
     assert unlike.sum() <= 1
 
 
