@@ -1,7 +1,7 @@
 """The interface of a backend: `Backend` prepares a Program once, `Runnable` runs it over batches.
 
-The arrays of a step are in `batch.py`, KV memory in `kv.py`. Knows Programs and packed weights, and
-nothing of requests, files or models.
+The arrays of a step are in `batch.py`, KV memory in `kv.py`. Backends work on Programs and packed
+weights; they are independent of requests, files and models.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class WeightsOffDevice:
     directory: Path
     schedule: Literal["pinned", "layers"] = "pinned"
     fingerprint: str = ""
-    """Fingerprint of the weights and of everything that decides how they are packed; files with
-    another one are never read."""
+    """Fingerprint of the weights and of everything that determines their packing; a file with a
+    different fingerprint is never read.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,36 +49,39 @@ class BackendOptions:
     """Engine options that a backend depends on."""
 
     dtype: str = "auto"
-    """Type in which plain weights are computed: auto, float32 or bfloat16; packed weights have
-    their own."""
+    """Compute type of plain weights: auto, float32 or bfloat16. Packed weights have their own."""
     kv_cache_dtype: str = "auto"
-    """Type of stored K and V: auto (as matmuls compute), fp32, bf16, int8 or fp8 (codes with a
-    scale per token and head)."""
+    """Type of stored K and V: auto (the compute type of matmuls), fp32, bf16, int8 or fp8 (codes
+    with a scale per token and head).
+    """
     shared_prefix_attention: bool = True
-    """Whether requests with a common prefix of block tables read its blocks together, if the
-    backend can; results are bitwise the same."""
+    """Whether requests whose block tables have a common prefix read its blocks together, if the
+    backend supports it. Results are bitwise equal either way.
+    """
     num_threads: int | None = None
     max_tokens: int = 2048
     """Number of rows in the largest step."""
     max_requests: int = 128
     max_context: int = 8192
     gpu_memory_utilization: float = 0.92
-    """Share of a device's own memory that may be used in all, from 0 to 1."""
+    """Fraction of a device's own memory that may be used in total, from 0 to 1."""
     attention_backend: str = "auto"
     torch_kernels: str = "auto"
     enforce_eager: bool = False
     """Whether decode steps are never captured as CUDA graphs."""
     offload: WeightsOffDevice | None = None
-    """How weights are streamed that are not all in memory; None: all are."""
+    """How weights are streamed if they are not all in memory; None: all weights are in memory."""
     hooks: tuple[Any, ...] = ()
-    """Hooks of extensions; each backend knows the class of its own hooks."""
+    """Hooks of extensions; each backend uses the hooks of its own class."""
     batch_invariant: bool = False
-    """Whether a row's bits never depend on its batch, on backends that lose speed by it."""
+    """Whether a row's bits never depend on its batch. Only matters for backends where this costs
+    speed.
+    """
 
     @property
     def max_rows(self) -> int:
-        """Number of permanent rows. A finished request keeps its row while an in-flight step
-        computes it, beside the request that replaced it.
+        """Number of permanent rows. More than `max_requests`: a finished request keeps its row
+        while an in-flight step still computes it, although another request has already replaced it.
         """
         return 2 * self.max_requests
 
@@ -91,7 +95,7 @@ class Footprint:
     kv_layouts: tuple[KvLayout, ...]
     """Layout of each cache group."""
     code: str
-    """Code that most of the weights are packed in, for `Backend.measure`."""
+    """Code in which most weights are packed, for `Backend.measure`."""
     memory_bytes: int | None = None
     """Bytes of weights in memory if the others are streamed; None: all are in memory."""
     streamed_bytes: int = 0
@@ -105,7 +109,7 @@ class Footprint:
     row_attention: Hashable = None
     """Kind of attention that reads K and V for one row, for `Backend.measure`."""
     num_stages: int = 0
-    """Stages of a step besides its matmuls: attention, norms and the like."""
+    """Number of stages of a step other than matmuls, such as attention and norms."""
 
     @property
     def resident_bytes(self) -> int:
@@ -115,8 +119,8 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Highest rates of a machine: bytes per second read from memory, operations per second in
-    matmuls of many rows.
+    """Highest rates of a machine: memory bandwidth in bytes per second, and operations per second
+    of matmuls of many rows.
     """
 
     bandwidth: float
@@ -126,7 +130,7 @@ class Ceilings:
     rate is unknown."""
     row_rates: Mapping[Hashable, float] = field(default_factory=dict)
     """Bytes per second at which matmuls of one row read weights, by `Footprint.row_products`;
-    missing ones are read at `bandwidth`."""
+    weights without an entry are read at `bandwidth`."""
     kv_rate: float | None = None
     """Bytes per second at which attention of single rows reads K and V; None: `bandwidth`."""
     stage_seconds: float = 0
@@ -149,14 +153,14 @@ class ObservedInputs:
     num_rows: int
     """Largest number of rows of a step."""
     inputs: dict[Weight, NDArray[np.float32]] = field(default_factory=dict)
-    """Rows that each weight is multiplied with, `[num_rows, in]`; a step writes its first ones."""
+    """Rows that each weight is multiplied with, `[num_rows, in]`; a step fills the first ones."""
 
 
 class Computing(Protocol):
     """A launched step."""
 
     def result(self) -> StepOutput:
-        """Waits for the step's output; raises what computing it raised."""
+        """Waits for the step's output; raises any exception raised while computing it."""
         ...
 
 
@@ -169,18 +173,22 @@ class PackedAdapter:
 
 
 class AdapterSlots(Protocol):
-    """Adapters of a prepared Program's rows (`StepBatch.adapter_rows`), by slot."""
+    """Adapters of a prepared Program, by slot. `StepBatch.adapter_rows` names the slot of each
+    row.
+    """
 
     def pack(self, updates: Updates) -> PackedAdapter:
-        """Packs an adapter as the backend reads it; may be called in any thread."""
+        """Converts an adapter to the backend's layout. Thread-safe."""
         ...
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:
-        """Puts an adapter into a slot and replaces the one there; no step is being computed."""
+        """Puts an adapter into a slot, replacing its previous adapter. Must not be called while a
+        step is being computed.
+        """
         ...
 
     def drop(self, slot: int) -> None:
-        """Frees a slot; no step is being computed."""
+        """Frees a slot. Must not be called while a step is being computed."""
         ...
 
     @property
@@ -197,8 +205,8 @@ def make_unsupported_error(
 
 
 class Runnable(ABC):
-    """A prepared Program. An operation that only some backends implement has a default that raises
-    BackendUnavailable; engine options that need it are rejected before it is called.
+    """A prepared Program. Operations that only some backends implement raise BackendUnavailable by
+    default; engine options that need them are rejected earlier.
     """
 
     backend_name: ClassVar[str]
@@ -208,9 +216,11 @@ class Runnable(ABC):
 
     @abstractmethod
     def run(self, batch: StepBatch, kv: KvCache, verify: Verify | None = None) -> StepOutput:
-        """Computes one step and resamples rows as `verify` requests, which needs `max_verified`.
+        """Computes one step and resamples the rows that `verify` returns; `verify` requires
+        `max_verified` > 0.
 
-        A failure in one row's numbers fails that row (`SampleResult.failed`); it is not raised.
+        A numerical failure in a row (such as NaN) fails only that row (`SampleResult.failed`); it
+        is not raised.
         """
 
     @property
@@ -223,7 +233,7 @@ class Runnable(ABC):
     def weight_bytes(self) -> int: ...
 
     def start_profile(self) -> None:
-        """Starts timing each kind of op; BackendUnavailable if the backend cannot."""
+        """Starts timing each kind of op; raises BackendUnavailable if the backend cannot."""
         raise make_unsupported_error(
             self.backend_name,
             "does not support profiling ops",
@@ -240,18 +250,17 @@ class Runnable(ABC):
 
     @property
     def max_forced_requests(self) -> int:
-        """Largest number of requests of a step whose forced tokens are appended. With more, a
-        forced token costs as much in the same step as the step that it saves.
+        """Largest number of requests of a step whose forced tokens are appended. With more
+        requests, appending a forced token costs as much as the step that it saves.
         """
         return 1 << 30
 
     def decode(
         self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, verify: Verify | None
     ) -> Iterator[DecodedStep]:
-        """Computes a decode step each time the iterator is advanced, bitwise as `run` does.
-
-        The step in which a request ends or fails is the last. A fault in the first step is raised;
-        a fault in a later one ends the iterator before it.
+        """Computes one decode step each time the iterator is advanced, bitwise equal to `run`.
+        Stops after the step in which a request ends or fails. An error in the first step is raised;
+        an error in a later step ends the iterator before that step.
         """
         raise make_unsupported_error(self.backend_name, "computes one decode step per call")
 
@@ -264,12 +273,12 @@ class Runnable(ABC):
         )
 
     def join(self, kv: KvCache) -> None:
-        """Computes a step without rows, whose experts compute those of other engines."""
+        """Computes a step without rows: its experts compute rows of other engines."""
         raise make_unsupported_error(self.backend_name, "does not share experts among engines")
 
     @property
     def adapters(self) -> AdapterSlots:
-        """Slots of the adapters that may update the Program's sites."""
+        """Slots of the adapters that may be applied to this Program."""
         raise make_unsupported_error(self.backend_name, "does not support adapters")
 
     @property
@@ -286,8 +295,8 @@ class Runnable(ABC):
 
     @property
     def kv_written(self) -> tuple[int, int]:
-        """Number of the newest step, and how many of `kv_writes` it has done. Another thread may
-        read it, and then the bytes.
+        """Number of the latest step, and how many of `kv_writes` it has completed. Another thread
+        may read this and then the written bytes.
         """
         raise make_unsupported_error(self.backend_name, "does not report KV writes during a step")
 
@@ -298,7 +307,8 @@ class Backend(ABC):
     name: ClassVar[str]
     options: BackendOptions
     numerics: str
-    """What the last bits of results depend on besides the options: an instruction set, a library.
+    """Describes what the low-order bits of results depend on besides the options, such as the
+    instruction set or a library.
     """
     observes_inputs: ClassVar[bool] = False
     """Whether `prepare_observed` works."""
@@ -309,50 +319,53 @@ class Backend(ABC):
 
     @property
     def has_own_device(self) -> bool:
-        """Whether steps are computed on a device of its own while Python continues."""
+        """Whether steps are computed on a separate device while Python continues."""
         return False
 
     @abstractmethod
     def check(self, program: Program, format_of: FormatOf) -> None:
         """Rejects what `prepare` cannot run, before any weight is read.
 
-        BackendUnavailable names the op, the cache group or the pair of weights, UnsupportedModel
-        the format.
+        Raises BackendUnavailable naming the op, cache group or pair of weights, or UnsupportedModel
+        naming the weight format.
         """
 
     @abstractmethod
     def prepare(self, program: Program, load: LoadWeight) -> Runnable:
-        """Packs the weights (each loaded once through `load`) and plans buffers; BackendUnavailable
-        names an op that the backend cannot run.
+        """Packs the weights (each loaded once through `load`) and plans buffers. Raises
+        BackendUnavailable naming an op that the backend cannot run.
         """
 
     @abstractmethod
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        """Predicts what `prepare` takes, from the weights' formats alone; does not check whether
-        the Program can run.
+        """Predicts the memory that `prepare` allocates, from the weights' formats only. Does not
+        check whether the Program can run.
         """
 
     @abstractmethod
     def measure(self, num_bytes: int, footprint: Footprint) -> Ceilings:
-        """Measures this machine in about a second: reading `num_bytes` from memory, matmuls of many
-        rows with weights of the footprint's code, and of one row with each of its layouts.
+        """Measures this machine in about a second: reads of `num_bytes` from memory, matmuls of
+        many rows with weights in the footprint's code, and matmuls of one row in each of its
+        layouts.
         """
 
     @abstractmethod
     def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> KvCache:
-        """Allocates blocks 0 .. num_blocks[g] - 1 of each group g, zeroed lazily; ConfigError if
-        memory does not suffice.
+        """Allocates blocks 0 .. num_blocks[g] - 1 of each group g, zeroed lazily. Raises
+        ConfigError if there is not enough memory.
         """
 
     def allocate_on_demand(
         self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]
     ) -> OnDemandKvCache:
-        """Reserves addresses for blocks, without memory; ConfigError if there are too few."""
+        """Reserves addresses for blocks, without memory. Raises ConfigError if there are too few
+        addresses.
+        """
         raise make_unsupported_error(self.name, "has no virtual KV layout")
 
     def memory(self) -> DeviceMemory | None:
-        """Reads the device's memory as it is now, with the largest step of each prepared Program
-        reserved; None if weights lie in the machine's memory.
+        """Reads the device's current memory, of which the largest step of each prepared Program is
+        reserved. Returns None if weights are in host memory.
         """
         return None
 
@@ -365,14 +378,14 @@ class Backend(ABC):
     def prepare_with_part(
         self, program: Program, part: Program, load: LoadWeight, *, part_tokens: int
     ) -> tuple[Runnable, Runnable]:
-        """Prepares a Program and a part of it, which has steps of at most `part_tokens` tokens and
-        reads the same weights in memory.
+        """Prepares a Program and a part of it, whose steps have at most `part_tokens` tokens. Both
+        share the weights in memory.
         """
         raise make_unsupported_error(self.name, "does not prepare parts of Programs")
 
     def get_block_rows(self, layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
-        """Returns the keys and values of `blocks [B, block_bytes]`, as `KvCache.read_block` gave
-        them; floats only.
+        """Returns the keys and values of `blocks [B, block_bytes]`, as returned by
+        `KvCache.read_block`; only for blocks stored as floats.
         """
         raise make_unsupported_error(self.name, "does not read KV blocks as floats")
 

@@ -1,6 +1,6 @@
 """Arrays of one step: inputs and outputs of a prepared Program.
 
-Every array has its shape next to it. Knows no requests, files or models.
+Every array has its shape next to it. Independent of requests, files and models.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ SAMPLING_RECORD = np.dtype(
     ],
     align=True,
 )
-"""Parameters of one sampled row: state of the step and the options of SamplingParams that kernels
-read. `SamplingRecord` in csrc/kernels/sampling.h has the same fields, which
-`csrc/kernels/sampling_fields.h` is generated from; the native backend checks their offsets when it
-loads.
+"""Parameters of one sampled row: the step's state and the options of SamplingParams that kernels
+read. `SamplingRecord` in csrc/kernels/sampling.h has the same fields, from the generated
+`csrc/kernels/sampling_fields.h`; the native backend checks their offsets when it loads.
 
-`position` is that of the sampled token. `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 keep all
-tokens. `target_id` >= 0 requests that token's logprob instead of a sample (prompt logprobs).
+`position` is the sampled token's position. `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 keep
+all tokens. `target_id` >= 0 requests that token's logprob instead of a sample (prompt logprobs).
 `num_logprobs` -1 requests none, otherwise the token's own and that many top alternatives.
 `allowed_mask` is a row of `SamplingBatch.allowed_masks`; -1 allows every token.
 """
 
 MAX_CANDIDATES = 8
-"""Number of ordered candidates of a row to verify."""
+"""Maximum number of candidate tokens of a row, best first, that a verifier may read."""
 MAX_PROOF_TOKENS = 16
-"""Largest number of tokens of a cut-off proof, the sampled one included."""
+"""Maximum number of tokens of a cut-off proof, including the sampled one."""
 
 _NEUTRAL = dict.fromkeys(SAMPLING_RECORD.names or (), 0) | {
     **{name: option.default for name, option in OPTIONS.record.items()},
@@ -95,9 +94,8 @@ def unpacked_mask(mask: Bits, vocab_size: int) -> NDArray[np.bool_]:
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """How to sample from each of a step's `S` sampled rows; all arrays are C-contiguous.
-
-    Data of varying length is concatenated: row s has the entries starts[s] to starts[s + 1] - 1.
+    """Sampling options of a step's `S` sampled rows; all arrays are C-contiguous. Data of varying
+    length is concatenated: row s has the entries starts[s] to starts[s + 1] - 1.
     """
 
     records: NDArray[np.void]
@@ -107,7 +105,7 @@ class SamplingBatch:
     history_ids: NDArray[np.int32]
     """Distinct tokens of the request so far."""
     history_counts: NDArray[np.int32]
-    """How often each was generated; 0 for tokens only in the prompt."""
+    """How often each of `history_ids` was generated; 0 for tokens that occur only in the prompt."""
     bias_starts: NDArray[np.int32]
     """[S+1]"""
     bias_ids: NDArray[np.int32]
@@ -121,16 +119,21 @@ class SamplingBatch:
     """Rows that are sampled only when the verifier resamples them, `[S]`; None: no row."""
     without_cutoffs: NDArray[np.bool_] | None = None
     """Rows sampled without min_p, top_k and top_p, `[S]`; None: no row. These rows are not greedy
+<<<<<<< HEAD
     and have no other filter. `SampleResult.proof_tokens` shows whether the cut-offs keep their
     tokens. When a row is resampled, its cut-offs apply.
+=======
+    and have no other filter. `SampleResult.proof_tokens` proves whether their cut-offs would keep the
+    sampled token. If a row is resampled, its cut-offs apply.
+>>>>>>> e3bab7d5 (server, executor: plainer docstrings and names)
     """
     bias_after: NDArray[np.int32] | None = None
-    """Last sampled token after which an entry of the bias is added, -1: any. Set if only the device
-    knows that token (`StepBatch.last_tokens`); None: all entries are added.
+    """For each bias entry, the last sampled token that the entry requires; -1: any. Set if only the
+    device knows that token (`StepBatch.last_tokens`); None: all entries are added.
     """
     counts_last: NDArray[np.bool_] | None = None
-    """Rows whose histories lack the last sampled token, which only the device knows
-    (`StepBatch.last_tokens`) and adds to the counts, `[S]`; None: no row.
+    """Rows whose history lacks the last sampled token because only the device knows it
+    (`StepBatch.last_tokens`); the device adds it to the counts. `[S]`; None: no row.
     """
 
     def __len__(self) -> int:
@@ -176,19 +179,19 @@ class SampleResult:
     logprobs: NDArray[np.float32] | None = None
     """Logprob of each token, `[S]`."""
     ranks: NDArray[np.int32] | None = None
-    """Rank of each token among all, from 1, `[S]`."""
+    """Rank of each token among all tokens, starting at 1, `[S]`."""
     top_ids: NDArray[np.int32] | None = None
-    """Top alternatives, best first, `[S, k]`; k is the largest number that a row requests."""
+    """Top alternatives, best first, `[S, k]`; k is the maximum over the rows' requests."""
     top_logprobs: NDArray[np.float32] | None = None
     """Logprobs of `top_ids`, `[S, k]`."""
     surprises: NDArray[np.float32] | None = None
-    """Surprise of each sampled token among those left by the filters, in bits, `[S]`; only rows
-    with mirostat have one. None: no row has mirostat.
+    """Surprise of each sampled token among the tokens left by the filters, in bits, `[S]`; set only
+    for rows with mirostat. None: no row has mirostat.
     """
     proof_tokens: NDArray[np.int32] | None = None
-    """Cut-off proofs, `[S, MAX_PROOF_TOKENS]`: the sampled token, then tokens that prove, if all
-    of them are allowed, that the cut-offs keep it whatever else is masked; -1 after the last. The
-    first is -1 without a proof. None: every row was sampled with its cut-offs.
+    """Cut-off proofs, `[S, MAX_PROOF_TOKENS]`: the sampled token, then further tokens. If all of
+    these are allowed, the cut-offs keep the sampled token, whatever else is masked. -1 after the
+    last; the first is -1 if there is no proof. None: every row was sampled with its cut-offs.
     """
 
     def part(self, first: int, end: int) -> SampleResult:
@@ -201,7 +204,7 @@ class SampleResult:
         return part
 
     def take(self, other: SampleResult, rows: NDArray[np.int32]) -> None:
-        """Copies some rows from another result of the same step."""
+        """Copies `rows` from another result of the same step."""
         for name in ("token_ids", "failed", *ROW_ARRAYS):
             array, others = getattr(self, name), getattr(other, name)
             if array is not None and others is not None:
@@ -210,8 +213,8 @@ class SampleResult:
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
-    """Where a device that stores the last token of each permanent row reads and writes a step's
-    tokens.
+    """Indices for devices that store the last token of each permanent row: which token ids a step
+    reads from there, and which samples it stores there.
     """
 
     sources: NDArray[np.int32]
@@ -222,7 +225,7 @@ class LastTokens:
 
 @dataclass(frozen=True, slots=True)
 class KvCopies:
-    """Further slots to which rows of a step write their K and V."""
+    """Additional slots to which rows of a step write their K and V."""
 
     starts: NDArray[np.int32]
     """First entry of each row in `slots`, `[T+1]`."""
@@ -242,24 +245,26 @@ class StepBatch:
     token_ids: NDArray[np.int32]
     """Ids of the tokens, `[T]`."""
     places: NDArray[np.int32]
-    """Index of each row among the keys of its request, `[T]`, which masks and biases use."""
+    """Index of each row's key among its request's keys, `[T]`; used by masks and biases."""
     positions: NDArray[np.int32]
-    """Positions that rope and learned embeddings read, `[P, T]`. P is 1, except for families with
-    several position axes."""
+    """Positions for RoPE and learned embeddings, `[P, T]`. P is 1, except for families with several
+    position axes.
+    """
     query_starts: NDArray[np.int32]
     """First row of each request, `[R+1]`: request r has the rows query_starts[r] to
     query_starts[r+1] - 1."""
     context_lens: NDArray[np.int32]
-    """Number of keys of each request after this step's are written, `[G, R]`."""
+    """Number of keys of each request after this step's keys are written, `[G, R]`."""
     slots: NDArray[np.int32]
     """Slot in the KV memory that each row writes, block id * 16 + offset, `[G, T]`; -1: none."""
     block_tables: NDArray[np.int32]
     """Blocks of each request in the order of its keys, `[G, R, B]`, padded with -1."""
     sample_rows: NDArray[np.int32]
-    """Rows whose logits are wanted, `[S]`; a row may occur more than once. S is 0 in a step that
-    only prefills."""
+    """Rows whose logits are needed, `[S]`; a row may occur more than once. S is 0 if no row is
+    sampled, as in steps that only prefill.
+    """
     sampling: SamplingBatch | None = None
-    """How to sample; None: the outputs are returned as arrays, and nothing is sampled."""
+    """Sampling options; None: nothing is sampled, and the outputs are returned as arrays."""
     hidden: NDArray[np.float32] | None = None
     """Rows `[T, W]` for a Program whose input is "hidden"."""
     given: NDArray[np.floating] | None = None
@@ -267,17 +272,21 @@ class StepBatch:
     given_rows: NDArray[np.int32] | None = None
     """Row of `given` that replaces each row, `[T]`, -1: none; set if `given` is."""
     limits: NDArray[np.int32] | None = None
-    """One past the last key that each row sees under a causal or window mask, `[T]`; None: its
-    place + 1."""
+    """One past the last key that each row sees under a causal or window mask, `[T]`; None: the
+    row's index in `places` + 1.
+    """
     adapter_rows: NDArray[np.int32] | None = None
     """Adapter slot of each row, `[T]`, -1: none; None: no row has one."""
     sparse_from: NDArray[np.int32] | None = None
-    """First sparse place of each request, the length of its prompt, `[R]`. Only Programs with
-    thresholds read it; None: all rows are dense."""
+    """Key index at which each request's sparse rows begin: its prompt length, `[R]`. Only read by
+    Programs with thresholds; None: all rows are dense.
+    """
     last_tokens: LastTokens | None = None
-    """Sources and targets of tokens that only the device knows; None: every id is known here."""
+    """Sources and targets of tokens that only the device knows; None: the host knows every token
+    id.
+    """
     copies: KvCopies | None = None
-    """Further slots that rows write their K and V to; None: no row does."""
+    """Additional slots to which rows write their K and V; None: there are none."""
 
 
 def empty_batch(num_groups: int, num_axes: int, hidden_width: int | None) -> StepBatch:
@@ -306,20 +315,24 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Resample:
-    """Rows of a step to resample, because their token is not allowed or depends on an earlier
-    row's.
+    """Rows of a step to resample, because their token is not allowed or depends on an earlier row's
+    token.
     """
 
     samples: NDArray[np.int32]
     """Indices of the rows among the sampled ones, `[N]`."""
     masks: Bits
-    """Allowed tokens of each of them, `[N, ceil(V / 32)]`."""
+    """Allowed tokens of each row, as bits, `[N, ceil(V / 32)]`."""
     logits: NDArray[np.float32] | None = None
-    """Logits to sample some of them from, `[M, V]`. Logprobs are of the rows' own logits."""
+    """Replacement logits for some of the rows, `[M, V]`. Logprobs still come from the rows' own
+    logits.
+    """
     places: NDArray[np.int32] | None = None
-    """Index of each of the rows in `logits`, `[N]`, -1: its own logits."""
+    """Index of each row in `logits`, `[N]`; -1: the row's own logits."""
     mirostat_mus: NDArray[np.float32] | None = None
-    """Their mirostat bounds, `[N]`; NaN, or None for all of them: those of the step."""
+    """Mirostat bounds of the rows, `[N]`. NaN: the step's bound; None: the step's bounds for all
+    rows.
+    """
     is_last: bool = True
     """Whether the new samples are final; otherwise they are verified again."""
 
@@ -332,8 +345,8 @@ class SampledLogits(Protocol):
         ...
 
     def candidates(self, samples: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Returns the tokens of rows without filters in the order of their scores, the sampled one
-        first, `[N, MAX_CANDIDATES]`; -1 after the last.
+        """Returns the best tokens of rows without filters by score, the sampled token first, `[N,
+        MAX_CANDIDATES]`; -1 after the last.
         """
         ...
 
@@ -345,7 +358,7 @@ Verify = Callable[[SampleResult, SampledLogits], Resample | None]
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
     """Several decode steps of one batch: each request has one row, and its sampled token is the
-    input of its next step. Block tables are long enough for the last step.
+    input of its next step. Block tables must already be long enough for the last step.
     """
 
     num_steps: int
@@ -353,10 +366,11 @@ class DecodeSteps:
     end_starts: NDArray[np.int32]
     """First entry of each request in `end_ids`, `[R+1]`."""
     end_ids: NDArray[np.int32]
-    """Tokens that end a request, those of all requests end to end."""
+    """Tokens that end each request, concatenated over all requests."""
     follows_tokens: bool = False
-    """Whether the caller updates biases and mirostat bounds in the batch's sampling between steps,
-    since they depend on the sampled tokens."""
+    """Whether the caller updates biases and mirostat bounds between steps because they depend on
+    the sampled tokens.
+    """
 
 
 class DecodedStep(NamedTuple):

@@ -1,5 +1,4 @@
-"""Finds PyTorch, its build and its device, before anything of `executor/torch` is imported.
-
+"""Detects PyTorch, its build and its device, before any module of `executor/torch` is imported.
 PyTorch is imported inside the functions, and only if needed.
 """
 
@@ -19,8 +18,9 @@ Device = Literal["cpu", "cuda"]
 LEAST_TORCH = (2, 9)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 NVIDIA_SIGNS = (NVIDIA_DRIVER, Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Files that exist with an NVIDIA driver: the kernel module's, which some containers hide; its
-device; that of WSL."""
+"""Files that exist if there is an NVIDIA driver: the kernel module's version (which some containers
+hide), its device, and WSL's device.
+"""
 INSTALL = "pip install 'octavo[torch]'"
 INSTALL_FLASHINFER = "pip install flashinfer-python"
 REINSTALL = "pip install --force-reinstall torch"
@@ -44,7 +44,7 @@ def default_backend() -> Literal["torch", "native"]:
 
 
 def require_torch() -> Any:
-    """Imports PyTorch; BackendUnavailable names the build and the command that installs it."""
+    """Imports PyTorch; raises BackendUnavailable with the command that installs it."""
     try:
         torch = import_torch()
     except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
@@ -60,7 +60,7 @@ def require_torch() -> Any:
 
 
 def require_flashinfer() -> Any:
-    """Imports FlashInfer; BackendUnavailable names the command that installs it."""
+    """Imports FlashInfer; raises BackendUnavailable with the command that installs it."""
     try:
         return import_module("flashinfer")
     except ImportError as error:
@@ -70,8 +70,8 @@ def require_flashinfer() -> Any:
 
 
 def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
-    """Returns the wanted device, by default cuda if there is one, else cpu; BackendUnavailable if
-    there are too few.
+    """Returns the requested device; by default cuda if available, else cpu. Raises
+    BackendUnavailable if there are fewer than `num_devices`.
     """
     cuda = require_torch().cuda
     if wanted == "cuda" and not cuda.is_available():
@@ -127,7 +127,7 @@ def no_device_hint() -> str | None:
     if not has_nvidia_driver():
         return None
     build = cuda_build()
-    if build is None:  # pip leaves an installed build alone unless it is forced
+    if build is None:  # pip keeps an installed build unless forced to replace it
         return f"{REINSTALL} (the build with CUDA, which is PyPI's on Linux)"
     return (
         f"the driver may be too old for CUDA {build}: a newer one, or {REINSTALL} --index-url"
@@ -142,7 +142,7 @@ def parse_version(text: str) -> tuple[int, int]:
 
 
 def import_torch() -> Any:
-    """Imports PyTorch, of any version; ImportError or OSError if it cannot be loaded."""
+    """Imports PyTorch, of any version; raises ImportError or OSError if it cannot be loaded."""
     import torch
 
     return torch

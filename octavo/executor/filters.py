@@ -1,7 +1,7 @@
 """The reference of the filters, in NumPy and float64: which tokens of a row may be sampled.
 
-A row at temperature 0 has no filters. Each filter sees the tokens left by the ones before it as a
-distribution; the order of tokens is always (z down, id up).
+A row at temperature 0 has no filters. Each filter works on the tokens that the previous filters
+kept. Tokens are always ordered by (z descending, id ascending).
 
 1. top_n_sigma n > 0: kept are the z >= max z - n * sigma, with sigma the standard deviation of the
    finite z.
@@ -23,13 +23,13 @@ distribution; the order of tokens is always (z down, id up).
    k = (epsilon * 2^mu / (1 - V^-epsilon))^(1 / s). The token's surprise, among the tokens left,
    is returned with it; the host, which owns mu, computes mu -= eta * (surprise - tau).
 
-A deviation or an entropy is that of the whole distribution, so filters of kind "distribution" come
-first (1 to 3), then cutoffs (4 to 6), then those of kind "after_cutoff". Temperature before min_p,
-top_k and top_p is the order of vLLM and transformers. XTC removes choices among tokens that are
-good enough, so it follows the filters that decide which are, as in llama.cpp. Mirostat controls the
-surprise of the sample, so nothing may filter after it. llama.cpp applies top_k before typical_p,
-min_p after top_p and temperature last, and no other filter with mirostat; here all combine. DRY is
-a bias on logits, before the penalties.
+Deviation and entropy refer to the complete distribution, so the "distribution" filters (1 to 3)
+come first, then the cutoffs (4 to 6), then the "after_cutoff" filters (7 and 8). As in vLLM and
+transformers, temperature precedes min_p, top_k and top_p. XTC removes some of the tokens that are
+good enough, so as in llama.cpp it follows the filters that determine them. Mirostat controls the
+surprise of the sample, so no filter may follow it. llama.cpp applies top_k before typical_p, min_p
+after top_p, temperature last, and no other filter together with mirostat; here all filters can be
+combined. DRY is a bias on logits, before the penalties.
 
 Sources. min_p: Nguyen et al. 2024; top_p: Holtzman et al. 2020; typical_p: Meister et al. 2022;
 top_n_sigma: Tang et al. 2024; mirostat: Basu et al. 2021 (the surprise of the truncated
@@ -124,13 +124,13 @@ def above_cutoffs(z: Floats, weights: Floats, record: Record) -> Ids:
 
 
 def order_tokens(z: Floats) -> Ids:
-    """Returns the indices of `z` in the order (z down, index up)."""
+    """Returns the indices of `z`, ordered by (z descending, index ascending)."""
     return np.argsort(-z, kind="stable")
 
 
 def without_top_choices(d: Floats, kept: Ids, threshold: float) -> Ids:
-    """Returns `kept`, in the order (d down, id up), without the tokens of at least `threshold`
-    probability, except for the last of them.
+    """Returns `kept`, which is ordered by (d descending, id ascending), without the tokens of at
+    least `threshold` probability; the last of these stays.
     """
     weights = np.exp(d[kept])
     num_viable = int((weights / weights.sum() >= threshold).sum())
@@ -138,7 +138,9 @@ def without_top_choices(d: Floats, kept: Ids, threshold: float) -> Ids:
 
 
 def mirostat(d: Floats, kept: Ids, mode: int, mu: float) -> Ids:
-    """Returns the prefix of `kept`, in the order (d down, id up), that mirostat keeps."""
+    """Returns the prefix of `kept` that mirostat keeps; `kept` is ordered by (d descending, id
+    ascending).
+    """
     weights = np.exp(d[kept])
     p = weights / weights.sum()
     if mode == 2:
@@ -147,7 +149,9 @@ def mirostat(d: Floats, kept: Ids, mode: int, mu: float) -> Ids:
 
 
 def zipf_count(log_p: Floats, mu: float, vocab_size: int) -> int:
-    """Returns how many tokens give a surprise of `mu` bits, given `log_p` of the best ones."""
+    """Returns how many of the most likely tokens give a surprise of `mu` bits, estimated from
+    `log_p` of the best ones.
+    """
     if len(log_p) < 2:
         return 1
     places = np.arange(1, len(log_p))
@@ -156,7 +160,7 @@ def zipf_count(log_p: Floats, mu: float, vocab_size: int) -> int:
     epsilon = exponent - 1
     if exponent <= 0:
         return vocab_size
-    # The limit at epsilon 0, where both sides of the quotient vanish, is 1 / ln V.
+    # At epsilon 0 numerator and denominator vanish; the limit is 1 / ln V.
     log_quotient = (
         np.log(epsilon / -np.expm1(-epsilon * np.log(vocab_size)))
         if abs(epsilon) > 1e-9
@@ -174,6 +178,6 @@ def _entropy(d: Floats) -> float:
 
 
 def surprise(distances: Floats, token: int) -> float:
-    """Returns the surprise of a token in bits, among those that are kept."""
+    """Returns the surprise of a token in bits, among the kept tokens."""
     d = distances - distances.max()
     return float((np.log(np.exp(d).sum()) - d[token]) / np.log(2.0))

@@ -1,6 +1,6 @@
-"""The KV memory of a backend: the layout of a block, and copies, reads and writes of whole blocks.
-
-Only kernels look inside a block. The block size and the split size of attention are constants here.
+"""The KV memory of a backend: the layout of a block, and copies, reads and writes of complete
+blocks. Only kernels access the contents of a block. The block size and the split size of attention
+are constants here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from octavo.program.program import CacheGroup
 
 BLOCK_SIZE = 16
-"""Number of tokens in a KV block, everywhere: native kernels keep one block's keys in one vector.
+"""Number of tokens in a KV block, fixed because native kernels keep one block's keys in one vector.
 """
 
 SPLIT_KEYS = 256
@@ -25,12 +25,15 @@ PAGE_BYTES = 4096
 """Alignment of blocks in files and in their memory, in bytes."""
 
 STATES_A_BLOCK = 2
-"""States in a request's one block in a group of kind `state`: one that a step reads, and one that
-it writes."""
+"""Number of states in a request's single block of a `state` group: a step reads one and writes the
+other.
+"""
 
 
 class HeadRows(NamedTuple):
-    """A run of a block's bytes: rows with the same number of bytes per KV head, head by head."""
+    """A contiguous range of a block's bytes: rows with equally many bytes per KV head, head by
+    head.
+    """
 
     num_rows: int
     """Rows in all layers."""
@@ -40,19 +43,21 @@ class HeadRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How a prepared Program stores one cache group. Programs that share a group must have the same
-    layout.
+    """Storage of one cache group in a prepared Program. Programs that share a group must have the
+    same layout.
     """
 
     group: CacheGroup
     dtype: str
     """Name of the stored type: fp32, bf16, int8 ..."""
     pieces: tuple[int, ...]
-    """Bytes of each contiguous piece of a block in one layer; the same piece of the next block
-    follows it."""
+    """Bytes of each contiguous piece of a block in one layer. In memory, each piece is followed by
+    the same piece of the next block.
+    """
     head_rows: tuple[HeadRows, ...] = field(repr=False)
-    """How `read_block`'s bytes divide into the group's KV heads; a group that every rank keeps
-    whole has one."""
+    """How the bytes of `read_block` are divided among the group's KV heads; a group that every rank
+    stores completely has one head.
+    """
     in_file: tuple[int, ...] = ()
     """Layers whose blocks may be in a file instead of memory."""
 
@@ -80,7 +85,7 @@ class KvLayout:
 
 
 class KvCache(Protocol):
-    """KV memory of one backend, made by `allocate`; opaque except for whole blocks."""
+    """KV memory of one backend, created by `allocate`. Only complete blocks can be accessed."""
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Copies one block of a group in every layer."""
@@ -91,7 +96,7 @@ class KvCache(Protocol):
         ...
 
     def write_block(self, group: int, block_id: int, data: NDArray[np.uint8]) -> None:
-        """Writes bytes of `read_block` to any block of the same group."""
+        """Writes bytes that `read_block` returned to any block of the same group."""
         ...
 
 
@@ -99,19 +104,21 @@ class LayeredKvCache(Protocol):
     """The KvCache of a Runnable that reports `kv_writes`: layers can be read during a step."""
 
     def read_layer(self, group: int, layer: int, block_id: int, into: NDArray[np.uint8]) -> None:
-        """Reads one layer of a block into `[KvLayout.layer_bytes]`: the part of `read_block`'s
-        bytes from `layer * layer_bytes` on.
+        """Reads one layer of a block into `[KvLayout.layer_bytes]`: the part of the `read_block`
+        bytes that starts at `layer * layer_bytes`.
         """
         ...
 
 
 class BlockMover(Protocol):
-    """Copies blocks in batches, perhaps while steps compute, with the same effect as single copies
-    in the order of the calls.
+    """Copies blocks in batches, possibly while steps are computed, with the same effect as single
+    copies in call order.
     """
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (source, target) pairs on the device; no target is another pair's source."""
+        """Copies (source, target) pairs on the device. A target must not be another pair's
+        source.
+        """
         ...
 
     def read(self, group: int, block_ids: Sequence[int], into: Sequence[NDArray[np.uint8]]) -> None:
@@ -131,8 +138,8 @@ class BlockMover(Protocol):
         ...
 
     def settle(self) -> float:
-        """Waits until the host has everything that was read; returns the seconds spent copying
-        since the last call, 0 if not measured.
+        """Waits until all reads have arrived on the host; returns the seconds spent copying since
+        the last call, 0 if not measured.
         """
         ...
 
@@ -155,13 +162,13 @@ class BatchedKvCache(Protocol):
 
 
 class OnDemandKvCache(KvCache, Protocol):
-    """A KvCache whose blocks use memory from their first write until they are released, in whole
-    pages.
+    """A KvCache whose blocks use memory only from their first write until they are released, in
+    units of pages.
     """
 
     def give_back(self, group: int, first_block: int, num_blocks: int) -> None:
-        """Releases the memory of adjacent blocks, including their contents. Pages that are partly
-        outside of them are kept.
+        """Releases the memory of adjacent blocks, including their contents. Pages that also contain
+        other blocks are kept.
         """
         ...
 

@@ -1,6 +1,6 @@
 """The random numbers of sampling: Philox4x32-10 as a function of seed, position and token.
 
-Source: Salmon et al. 2011. How they are used: `sampling.py`.
+Source: Salmon et al. 2011. `sampling.py` explains their use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 Record = Mapping[str, Any] | np.void
 """A SAMPLING_RECORD, or its fields by name."""
 Words = NDArray[np.uint64]
-"""Numbers of 32 bits in 64, so that two of them can be multiplied."""
+"""32-bit numbers stored in 64 bits, so that products do not overflow."""
 
 MASK32 = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
@@ -24,9 +24,9 @@ PHILOX_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 PHILOX_ROUNDS = 10
 
 SAMPLE_PURPOSE = 0
-"""Last word of the counter of the noise that chooses a token."""
+"""Last counter word (purpose) for the noise that chooses a token."""
 XTC_PURPOSE = 1
-"""Last word of the counter of the number that decides whether XTC applies."""
+"""Last counter word (purpose) for the random number that decides whether XTC applies."""
 
 
 def coin(record: Record) -> float:
@@ -53,7 +53,9 @@ def noise_words_for(record: Record, token_ids: NDArray[np.integer]) -> Words:
 
 
 def philox(key: tuple, counter: tuple) -> tuple[Words, Words, Words, Words]:
-    """Returns the four words of Philox4x32-10 at `counter`, four words that may be arrays."""
+    """Returns the four output words of Philox4x32-10. `counter` has four words, each a number or an
+    array.
+    """
     k0, k1 = (np.asarray(word, np.uint64) for word in key)
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, np.uint64) for word in counter))
     for _ in range(PHILOX_ROUNDS):

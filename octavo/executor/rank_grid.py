@@ -1,7 +1,7 @@
 """Tensor-parallel and expert-parallel groups of the ranks of one model.
 
 Rank r has the tensor index r % num_tensor and the expert index r // num_tensor. All ranks take part
-in a collective, since all compute the same ops; each reads the parts of its own group.
+in every collective, since all compute the same ops, but each reads only its own group's parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The collectives among the ranks of one engine, independent of the transport.
+"""Interface of the collectives among the ranks of one engine, independent of the transport.
 
 Every rank calls the same collectives in the same order. Sums are in fp32 and added in rank order,
 so every transport gives the same bits.
@@ -40,18 +40,18 @@ class Ranks(Protocol[Array]):
         ...
 
     def all_reduce(self, x: Array) -> Array:
-        """Returns the sum of the x of its `grid.tensor_ranks`, added in rank order in fp32."""
+        """Returns the sum of x over the rank's `grid.tensor_ranks`, added in rank order in fp32."""
         ...
 
     def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
-        """Concatenates the columns of its `grid.tensor_ranks`: `x [T, widths[i]]` of each to `[T,
-        sum of widths]`.
+        """Concatenates columns over the rank's `grid.tensor_ranks`: rank i contributes `x [T,
+        widths[i]]`, the result is `[T, sum of widths]`.
         """
         ...
 
     def collect(self, x: Array, owners: Array) -> Array:
-        """Returns each row of `x [R, W]` from the rank among its `grid.expert_ranks` that
-        `owners [R]` names.
+        """Returns each row of `x [R, W]` from its owner: `owners [R]` are indices into the rank's
+        `grid.expert_ranks`.
         """
         ...
 
@@ -68,7 +68,7 @@ class RankRendezvous(Protocol):
     """How ranks find each other, made by the first one before it starts the others."""
 
     def get_address(self, rank: int) -> list[int]:
-        """Returns the address by which a rank joins: a port, or file descriptors."""
+        """Returns the address that a rank uses to join: a port, or file descriptors."""
         ...
 
     def get_inherited(self, rank: int) -> tuple[int, ...]:

@@ -2,9 +2,9 @@
 
 The other backends follow this definition for a row of float32 logits z[0..V):
 
-1. A row with a NaN logit fails. Logprobs, if wanted, are of these raw logits:
-   z - (max + ln sum exp(z - max)). A token's rank is its index in the order (logit down, id up),
-   from 1, and the top list is the beginning of that order.
+1. A row with a NaN logit fails. Logprobs, if requested, are computed from these raw logits: z -
+  (max + ln sum exp(z - max)). A token's rank is its 1-based index in the order (logit descending,
+  id ascending); the top list is the start of that order.
 2. A row with `target_id` >= 0 scores a known token: nothing is sampled, and the target is the row's
    token. Otherwise the request's logits_processors are applied to z one after another.
 3. z += bias of the token (-inf bans it); z = -inf for tokens that allowed_token_ids or the grammar
@@ -14,17 +14,17 @@ The other backends follow this definition for a row of float32 logits z[0..V):
    fails.
 4. At temperature 0 the token is the one with the largest z, the lowest id among equals.
 5. Otherwise tokens are filtered: `octavo/executor/filters.py`.
-6. The token is the kept one with the largest score d + g, the lowest id among equals. The noise
-   g = -ln(-ln u), with u = (k + 1/2) / 2^32, makes this a sample from the softmax over the kept
-   tokens (Gumbel-max). k is word `token % 4` of Philox4x32-10 with the key (low, high 32 bits of
-   the seed) and the counter (position, sample_index, token // 4, purpose). Above u = 1/2, -ln u is
-   -log1p(-(1 - u)), since a narrower type would round u to 1.
+6. The token is the kept one with the largest score d + g, the lowest id among equals. With the
+  noise g = -ln(-ln u), u = (k + 1/2) / 2^32, this samples from the softmax over the kept tokens
+  (Gumbel-max). k is word `token % 4` of Philox4x32-10 with the key (low, high 32 bits of the seed)
+  and the counter (position, sample_index, token // 4, purpose). For u > 1/2, -ln u is computed as
+  -log1p(-(1 - u)), since a narrower type would round u to 1.
 
-Noise belongs to a token and not to its index among the kept ones, so the best score among the
-tokens that a mask allows is the masked sample. g lies between -3.13 and 22.88: a token whose d is
-further below the best score cannot win.
+Noise depends on the token, not on its index among the kept tokens, so the allowed token with the
+best score is the masked sample. g is between -3.13 and 22.88, so a token whose d is further below
+the best score cannot win.
 
-A failed row ends only its own request, with an error; its token is 0.
+A failed row ends only its own request with an error; its token is 0.
 
 Sources. Philox: Salmon et al. 2011; Gumbel-max: Maddison et al. 2014; DRY: P. E. Weidmann 2024.
 """
@@ -85,8 +85,8 @@ def sample(
 
 
 def masked(batch: SamplingBatch, resample: Resample) -> SamplingBatch:
-    """Returns a batch in which the rows to resample have their masks and bounds; the others sample
-    the same token again.
+    """Returns a batch in which the rows to resample have the masks and bounds of `resample`; the
+    other rows sample the same token again.
     """
     records = batch.records.copy()
     if resample.mirostat_mus is not None:
@@ -188,17 +188,17 @@ def _add_logprobs(result: SampleResult, logits: NDArray[np.float32], batch: Samp
 def disable_cutoffs(batch: SamplingBatch, without_cutoffs: NDArray[np.bool_]) -> SamplingBatch:
     """Returns a batch whose rows `without_cutoffs [S]` have no cut-offs.
 
-    Cut-off proofs: whether the cut-offs of a row (min_p, top_k, top_p) keep a token that was
-    sampled without them, whatever a mask removes.
+    A cut-off proof shows that a row's cut-offs (min_p, top_k, top_p) keep a token that was sampled
+    without them, regardless of the tokens that a mask removes.
 
     The sample without cut-offs has the largest score of all tokens; if it is allowed and the
-    cut-offs keep it among the allowed ones, it is the masked sample. A mask only improves a
-    token's rank, so min_p and top_k keep it if they keep it unmasked. For top_p let X be the
-    weight before the token unmasked, and R the weight of the token and of those after it that
-    are known to be allowed. Whatever part x of X is allowed, all allowed tokens weigh at least
-    x + R, and the token is kept if x < top_p (x + R): for every x up to X if X (1 - top_p) <
-    top_p R. The first few tokens after it make the proof. Bounds are widened by more than
-    rounding could move them.
+    cut-offs keep it among the allowed ones, it is the masked sample. A mask only improves a token's
+    rank, so min_p and top_k keep it if they keep it unmasked. For top_p, let X be the unmasked
+    weight of all tokens ordered before the token, and R the weight of the token and of later tokens
+    known to be allowed. If a part x of X is allowed, all allowed tokens together weigh at least x +
+    R, and the token is kept if x < top_p (x + R). This holds for every x up to X if X (1 - top_p) <
+    top_p R. The proof consists of the first few tokens after the token. Bounds include a margin
+    larger than any rounding error.
     """
     records = batch.records.copy()
     for name, neutral in (("min_p", 0.0), ("top_k", 0), ("top_p", 1.0)):
@@ -209,8 +209,8 @@ def disable_cutoffs(batch: SamplingBatch, without_cutoffs: NDArray[np.bool_]) ->
 def find_cutoff_proof(
     z: NDArray[np.float64], record: Mapping[str, Any] | np.void, token: int
 ) -> list[int]:
-    """Returns `token`, then tokens of the changed logits `z [V]` that prove, if all are allowed,
-    that the cut-offs keep it; [] if MAX_PROOF_TOKENS do not suffice.
+    """Returns `token` and further tokens of the changed logits `z [V]`. If all of them are allowed,
+    the cut-offs keep `token`. Returns [] if more than MAX_PROOF_TOKENS would be needed.
     """
     weights = np.exp((z - z.max()) / float(record["temperature"]))
     least = float(record["min_p"]) * SURE

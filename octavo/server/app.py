@@ -105,11 +105,11 @@ def create_app(
 ) -> FastAPI:
     """Builds the application around a loaded engine, or around slots to be loaded.
 
-    Without a store, responses, files and batches are not kept.
+    Without a store, responses, files and batches are not stored.
     """
     settings = settings or ServerSettings()
     directory = ModelDirectory.of(engine)
-    # FastAPI's own pages run scripts of another host, which could read the key of our page.
+    # FastAPI's own pages run scripts from another host, which could read our page's API key.
     pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}
     app = FastAPI(title="Octavo", version=__version__, lifespan=lifespan, **pages)
     keys = KeyRing(settings)

@@ -1,7 +1,7 @@
 """Background work on stored objects: background responses and batches.
 
-It starts with the server, resumes unfinished work of an earlier server, and stops before the
-engine.
+Starts with the server, resumes the work that an earlier server process left unfinished, and stops
+before the engine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Limits how many batch requests run at once on each model: many on an idle engine, few beside
 other requests.
 
-Batch requests have the lowest priority in the engine. This gate limits the KV blocks and batch
-slots that running ones hold: new ones start slowly after other requests have run, and while another
+Batch requests have the lowest priority in the engine. This gate limits how many KV blocks and batch
+slots they occupy: after other requests have run, batch requests start slowly, and while another
 request waits, the youngest batch request is aborted and requeued.
 """
 
@@ -19,7 +19,7 @@ from octavo.api.errors import OctavoError
 from octavo.server.state.service import Service
 
 SHARE_BESIDE_OTHERS = 8
-"""Beside other requests, batches get 1/N of their slots."""
+"""While other requests run, batches get 1/N of their usual slots."""
 
 ResultT = TypeVar("ResultT")
 
@@ -35,7 +35,9 @@ class GatePace:
     look_every_s: float = 0.05
     """Interval of checks of an engine, in seconds."""
     double_every_s: float = 1.0
-    """Time in which the number of allowed requests doubles on an engine without other requests."""
+    """Interval after which the number of allowed requests doubles, on an engine without other
+    requests.
+    """
 
 
 class BatchGate:
@@ -45,14 +47,14 @@ class BatchGate:
         self._service = service
         self._pace = pace or GatePace()
         self._lanes: dict[str, _Lane] = {}
-        """By public model name."""
+        """Lanes by public model name."""
 
     async def run(self, work: Coroutine[Any, Any, ResultT], model: str | None) -> ResultT:
         """Runs a batch request when it is admitted; raises PutBack if it was preempted."""
         try:
             name = self._service.models.find(model).name
         except OctavoError:
-            return await work  # what is wrong is the line's answer
+            return await work  # the request itself fails with the error
         lane = self._lanes.setdefault(name, _Lane(self._service, name, self._pace))
         lane.num_inside += 1
         try:
@@ -104,20 +106,20 @@ class _Lane:
     def _may_start(self) -> bool:
         llm = self._llm()
         if llm is None:
-            return True  # what is wrong is the line's answer
-        most = self._service.settings.max_running_batch_lines
-        if most is None:
-            most = max(1, llm.config.scheduler.max_num_seqs // 2)
+            return True  # the request itself fails with the error
+        max_running = self._service.settings.max_running_batch_lines
+        if max_running is None:
+            max_running = max(1, llm.config.scheduler.max_num_seqs // 2)
         if self._count_others(llm):
-            self._allowed = max(1, most // SHARE_BESIDE_OTHERS)
+            self._allowed = max(1, max_running // SHARE_BESIDE_OTHERS)
             return llm.stats().num_waiting == 0 and len(self._running) < self._allowed
         now = time.monotonic()
         if now - self._doubled_at > self._pace.double_every_s:
-            self._allowed, self._doubled_at = min(most, 2 * self._allowed), now
+            self._allowed, self._doubled_at = min(max_running, 2 * self._allowed), now
         return len(self._running) < self._allowed
 
     def _count_others(self, llm: AsyncLLM) -> int:
-        """Returns the number of the engine's other requests."""
+        """Returns the number of the engine's requests that are not batch requests."""
         return llm.num_unfinished - len(self._running)
 
     def _watch(self) -> None:
@@ -125,7 +127,9 @@ class _Lane:
             self._watcher = asyncio.create_task(self._preempt())
 
     async def _preempt(self) -> None:
-        """Aborts the youngest request while another request waits; ends with the last one."""
+        """Aborts the youngest batch request while another request waits. Returns when no batch
+        request runs.
+        """
         while self._running:
             await asyncio.sleep(self._pace.look_every_s)
             llm = self._llm()

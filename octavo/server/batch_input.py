@@ -1,4 +1,4 @@
-"""Reads and validates a batch's input file, which has one request a line.
+"""Reads and validates a batch's input file, which contains one request per line.
 
 Source: OpenAI's batch API.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 MAX_ERRORS = 100
-"""Maximum number of reported errors of a file."""
+"""Maximum number of errors reported for a file."""
 MAX_ID = 512
 """Maximum length of a custom_id in characters."""
 LINES_AT_ONCE = 64
@@ -101,22 +101,22 @@ class InputLimits:
 
 
 def check_input(path: Path, limits: InputLimits) -> CheckedInput:
-    """Validates a whole file; a batch with any error does not run."""
-    found = CheckedInput()
+    """Validates a complete file; a batch with any error does not run."""
+    checked = CheckedInput()
     if not path.is_file():
-        found.errors.append(LineError("missing_file", "the file no longer exists"))
-        return found
+        checked.errors.append(LineError("missing_file", "the file no longer exists"))
+        return checked
     seen: set[str] = set()
     for number, raw in _number_lines(path, limits.max_line_bytes):
         try:
-            found.take(raw, number, limits, seen)
+            checked.take(raw, number, limits, seen)
         except BadLine as bad:
-            found.errors.append(bad.error)
-            if bad.error.line is None or len(found.errors) >= MAX_ERRORS:
-                return found
-    if not found.num_lines:
-        found.errors.append(LineError("empty_file", "the file contains no requests"))
-    return found
+            checked.errors.append(bad.error)
+            if bad.error.line is None or len(checked.errors) >= MAX_ERRORS:
+                return checked
+    if not checked.num_lines:
+        checked.errors.append(LineError("empty_file", "the file contains no requests"))
+    return checked
 
 
 async def read_lines(path: Path, max_line_bytes: int) -> AsyncIterator[BatchLine]:
@@ -145,7 +145,7 @@ def _number_lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]
 
 
 def _check_line(raw: bytes, number: int, limits: InputLimits) -> tuple[str, str | None]:
-    """Returns (custom_id, model) of a line; raises BadLine."""
+    """Returns (custom_id, model) of a line; model may be None. Raises BadLine."""
     if len(raw) > limits.max_line_bytes:
         raise BadLine(
             "line_too_long", f"longer than the {limits.max_line_bytes} bytes allowed", number
@@ -167,7 +167,9 @@ def _check_line(raw: bytes, number: int, limits: InputLimits) -> tuple[str, str 
 
 
 def _get_model(body: Any, number: int) -> str | None:
-    """Returns the model in a request body; raises BadLine for an invalid body."""
+    """Returns the model in a request body, None if the body names none; raises BadLine for an
+    invalid body.
+    """
     if not isinstance(body, dict):
         raise BadLine("invalid_body", "body: not a JSON object", number, "body")
     for name in OWN_FIELDS:

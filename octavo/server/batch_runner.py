@@ -45,7 +45,7 @@ PAUSES_S = (1.0, 300.0)
 """Minimum and maximum delay before a batch continues after its store failed, in seconds."""
 RESULTS_AT_ONCE = 64
 NOT_YET = (429, 499, 503)
-"""Statuses that are independent of the request, so that it is retried."""
+"""HTTP statuses that do not depend on the request itself: the request is retried."""
 
 
 @dataclass(slots=True)
@@ -62,8 +62,8 @@ class BatchRun:
     @property
     def batch(self) -> dict[str, Any]:
         """The batch object of the API."""
-        found: dict[str, Any] = self.record.body["batch"]
-        return {**found, "request_counts": dict(self.counts)}
+        batch: dict[str, Any] = self.record.body["batch"]
+        return {**batch, "request_counts": dict(self.counts)}
 
     def count(self, *, failed: bool) -> None:
         self.counts["failed" if failed else "completed"] += 1
@@ -94,17 +94,17 @@ class BatchRunner:
 
     async def start(self, record: Record) -> BatchRun:
         """Stores and starts a new batch; raises Overloaded if too many are unfinished."""
-        most = self._service.settings.max_jobs
-        if len(self._runs) >= most:
+        max_jobs = self._service.settings.max_jobs
+        if len(self._runs) >= max_jobs:
             raise Overloaded(
-                f"{len(self._runs)} batches are unfinished, expected at most {most}",
+                f"{len(self._runs)} batches are unfinished, expected at most {max_jobs}",
                 hint="try again later, or raise max_jobs",
             )
         await self._store.add(record)
         return self._begin(record)
 
     def find(self, batch_id: str) -> BatchRun | None:
-        """Returns an unfinished batch; the caller has checked its owner."""
+        """Returns an unfinished batch, or None; the caller has checked its owner."""
         return self._runs.get(batch_id)
 
     async def cancel(self, run: BatchRun) -> None:
@@ -225,7 +225,7 @@ class BatchRunner:
             return InternalResponse(500, b'{"error": {"message": "Internal server error"}}')
 
     def _is_outcome(self, answer: InternalResponse, model: str | None, tries: int) -> bool:
-        """Returns whether a response is final, rather than caused by an unavailable engine."""
+        """Returns whether a response is final. It is not if an unavailable engine caused it."""
         if answer.status < 500:
             return answer.status not in NOT_YET
         try:
@@ -234,7 +234,7 @@ class BatchRunner:
             return False
         return answer.status not in NOT_YET and tries >= TRIES
 
-    # -- its end -----------------------------------------------------------------------------------
+    # -- end of a batch -----------------------------------------------------------------------------------
 
     async def _fail(self, run: BatchRun, errors: list[LineError]) -> None:
         """Fails a batch with an invalid input file."""
@@ -273,7 +273,7 @@ class BatchRunner:
         run.record = ended
 
     async def _write(
-        self, run: BatchRun, kind: str, wanted: Callable[[LineResult], bool]
+        self, run: BatchRun, kind: str, is_included: Callable[[LineResult], bool]
     ) -> Record | None:
         """Writes a file of results in line order; returns None if there are none."""
         file_id = f"file-{secrets.token_hex(12)}"
@@ -283,7 +283,7 @@ class BatchRunner:
                 run.record.id, after=last, limit=RESULTS_AT_ONCE
             ):
                 last = results[-1].line
-                lines = [result.body for result in results if wanted(result)]
+                lines = [result.body for result in results if is_included(result)]
                 if lines:
                     await writer.write(b"".join(lines))
             if not writer.num_bytes:

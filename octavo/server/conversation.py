@@ -30,12 +30,12 @@ class Conversation:
     """The messages of a chat request, and how the chat template renders them."""
 
     messages: list[dict[str, Any]]
-    """Messages with at least `role` and plain-text `content`."""
+    """Messages, each with at least a `role` and plain-text `content`."""
     cache_salt: str | None = None
     rendering: Rendering = DEFAULT_RENDERING
     truncation: Truncation | None = None
     tools: ToolUse | None = None
-    """Tools that the model may call; None without any."""
+    """Tools that the model may call; None if there are none."""
     thinking_budget: int | None = None
     """Maximum number of reasoning tokens; None: no limit."""
 
@@ -98,8 +98,8 @@ def add_tool_prompt(
 ) -> list[dict[str, Any]]:
     """Appends the tools to the system message, or inserts one.
 
-    The tools are described in the system message, in Hermes's format, which the model is asked
-    to use.
+    The system message describes the tools in the Hermes format and asks the model to use that
+    format.
     """
     lines = "\n".join(json.dumps(definition, ensure_ascii=False) for definition in definitions)
     text = INTRODUCTION.format(lines)

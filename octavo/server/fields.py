@@ -1,6 +1,6 @@
 """Declarations of request fields: type, allowed values, meaning and interactions, in one place.
 
-`field` declares a field of a body. pydantic checks type and range, `check_interactions` the
+`field` declares a field of a body. pydantic checks types and ranges, `check_interactions` checks
 combinations. The reference and GET /v1/capabilities are generated from the same declarations.
 Ranges of sampling fields are the defaults of SamplingParams.
 """
@@ -38,8 +38,8 @@ def field(
 ) -> Any:
     """Declares a field; `bounds` are pydantic's (ge, le, max_length ...).
 
-    `takes` describes the allowed values and is used in error messages, unless `by_path`: then
-    errors name the invalid part of the value. `rules` may contain:
+    `takes` describes the allowed values for error messages. With `by_path`, errors name the invalid
+    part of the value instead. `rules` may contain:
 
     - `needs`: {field: allowed values, [] for any}, fields without which this one is rejected
     - `excludes`: {field: reason}
@@ -101,7 +101,7 @@ def accepted(takes: str, **bounds: Any) -> Any:
 
 
 def stop_texts(takes: str, **bounds: Any) -> Any:
-    """Declares `stop` with other limits."""
+    """Declares a field of stop strings whose limits differ from SamplingParams'."""
     return field(takes, OPTIONS["stop"].help, rules={"blanks": True}, **bounds)
 
 
@@ -116,7 +116,9 @@ def user_name() -> Any:
 
 
 def is_set(value: Any) -> bool:
-    """Returns whether a field has a value; many clients send false, "" and [] for none."""
+    """Returns whether a field has a value. Many clients send false, "" or [] instead of omitting a
+    field.
+    """
     return not (value is None or value is False or value in ("", []))
 
 
@@ -129,8 +131,8 @@ def check_interactions(body: BaseModel, ignored: IgnoredFields) -> None:
         if not is_set(value) or value == rules.get("neutral"):
             continue
         for other, values in rules.get("needs", {}).items():
-            got = getattr(body, other)
-            if got is None or (values and got not in values):
+            other_value = getattr(body, other)
+            if other_value is None or (values and other_value not in values):
                 needed = f"{other} {_format_values(values)}" if values else other
                 if not rules.get("idle"):
                     raise InvalidRequest(f"{name}: requires {needed}", param=name)
@@ -169,7 +171,7 @@ def _row(name: str, entry: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[
         kind = parts.get(kind.get("$ref", "").rpartition("/")[2], kind)
         types += [kind["type"]] if "type" in kind else []
         choices += kind.get("enum", [kind["const"]] if "const" in kind else [])
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "name": name,
         "type": types[0] if len(types) == 1 else types,
         "takes": entry.get("takes") or entry.get("description") or "",
@@ -177,12 +179,12 @@ def _row(name: str, entry: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[
         "default": entry.get("default"),
     }
     if choices:
-        found["choices"] = choices
+        description["choices"] = choices
     words = {"min": "minimum", "max": "maximum", "above": "exclusiveMinimum"}
     bounds = entry if len(kinds) != 1 else {**kinds[0], **entry}
-    found |= {ours: bounds[theirs] for ours, theirs in words.items() if theirs in bounds}
-    kept = (*INTERACTIONS, "inert")
-    return found | {word: entry[word] for word in kept if word in entry}
+    description |= {ours: bounds[theirs] for ours, theirs in words.items() if theirs in bounds}
+    copied_rules = (*INTERACTIONS, "inert")
+    return description | {word: entry[word] for word in copied_rules if word in entry}
 
 
 @functools.cache

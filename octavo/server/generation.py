@@ -29,7 +29,7 @@ Prompt = str | list[int]
 PLAIN_MESSAGE = {"role", "content"}
 """Fields of a message that contains only text."""
 MARKS_CHARACTERS = 200
-"""Number of characters that take as long to tokenize as the template takes for a message."""
+"""Number of characters whose tokenization takes as long as rendering one message."""
 
 
 class Generation:
@@ -48,8 +48,8 @@ class Generation:
         deltas: bool = False,
         is_part: bool = False,
     ) -> None:
-        """Submits all prompts; with `deltas`, `outputs` yields only what is new. With `is_part`,
-        the request is already counted as running.
+        """Submits all prompts. With `deltas`, `outputs` yields only new output. With `is_part`, the
+        request is already counted as running.
         """
         self._params = params
         self._metrics = model.metrics
@@ -115,7 +115,7 @@ class Generation:
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yields (prompt index, output) on each change; closing it aborts the rest. With `deltas`
-        an output holds only what is new.
+        an output contains only new tokens and text.
         """
         try:
             if len(self._streams) == 1:
@@ -218,13 +218,13 @@ def _is_quick(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> bo
     if rendering.template is not None or rendering.variables or has_images(messages):
         return False
     if any(message.keys() != PLAIN_MESSAGE for message in messages):
-        return False  # calls and their results, which may be as long as any text
+        return False  # tool calls and results, which may be long
     length = sum(MARKS_CHARACTERS + len(message["content"] or "") for message in messages)
     return length <= LONG_TEXT_CHARACTERS
 
 
 def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-    """Returns the prompts of a completions body, which holds one or several."""
+    """Returns the prompts of a completions body, which may contain one or several."""
     if isinstance(value, str):
         return [value]
     if not value:
@@ -241,7 +241,7 @@ async def _merge(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yields the outputs of several streams as they arrive.
 
-    The next output of a stream is awaited only after the last one was consumed.
+    A stream's next output is awaited only after its previous one was consumed.
     """
     pending = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
     try:

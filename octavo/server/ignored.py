@@ -1,7 +1,7 @@
-"""Ignored request fields: collected per request, returned in a response header, logged once each.
+"""Ignored request fields: collected per request, returned in a response header, each logged once.
 
-With `--strict` the first one is rejected with a 400. The code that parses a part of a request adds
-its ignored fields by path.
+With `--strict` the first one is rejected with a 400. Each parser of a part of a request adds the
+fields that it ignores, by path.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def base64_source(data: str, media_type: str = "image/png") -> str:
 
 
 def join_parts(parts: Sequence[dict[str, Any]]) -> Content:
-    """Returns the parts unchanged if there is an image among them, else their joined texts."""
+    """Returns the parts unchanged if any is an image, else their joined texts."""
     if any(part["type"] == "image" for part in parts):
         return list(parts)
     return "\n".join(part["text"] for part in parts)
@@ -40,29 +40,29 @@ def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(isinstance(message.get("content"), list) for message in messages)
 
 
-def url_source(given: object, where: str) -> str:
+def url_source(image: object, where: str) -> str:
     """Returns the source of an OpenAI image part."""
-    if isinstance(given, Mapping):
-        given = given.get("url")
-    if not isinstance(given, str):
+    if isinstance(image, Mapping):
+        image = image.get("url")
+    if not isinstance(image, str):
         raise InvalidRequest(
-            f"{where}: got {shown(given)}, expected an object with a url",
+            f"{where}: got {shown(image)}, expected an object with a url",
             hint="write it as {'url': 'data:image/png;base64,...'}",
             param=where,
         )
-    return given
+    return image
 
 
-def block_source(given: object, where: str) -> str:
+def block_source(source_block: object, where: str) -> str:
     """Returns the source of an Anthropic image block."""
-    source = given if isinstance(given, Mapping) else {}
+    source = source_block if isinstance(source_block, Mapping) else {}
     kind = source.get("type")
     if kind == "base64" and isinstance(source.get("data"), str):
         return base64_source(source["data"], str(source.get("media_type") or "image/png"))
     if kind == "url" and isinstance(source.get("url"), str):
         return str(source["url"])
     raise InvalidRequest(
-        f"{where}: got {shown(given)}, expected {{'type': 'base64', 'media_type', 'data'}} and"
+        f"{where}: got {shown(source_block)}, expected {{'type': 'base64', 'media_type', 'data'}} and"
         " {'type': 'url', 'url'}",
         param=where,
     )

@@ -1,6 +1,6 @@
 """Internal requests: calls of the server's own routes, without a socket or a key.
 
-Responses are those that a client would get. Internal requests have background priority.
+Responses equal those that a client would get. Internal requests have background priority.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Connection:
 
     async def receive(self) -> Message:
         if self._body is None:
-            await asyncio.Future()  # a client that stays until it is answered
+            await asyncio.Future()  # this client never disconnects
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
 

@@ -45,7 +45,7 @@ DRAIN_S = 30.0
 
 
 class KnownModels:
-    """Slots of models added over HTTP, and the caches with their files."""
+    """Manages the slots of models that were added over HTTP, and their files in the caches."""
 
     def __init__(
         self,
@@ -98,20 +98,22 @@ class KnownModels:
         path = expand_path(model)
         if short_name(model) is None and path_exists(path):
             return path
-        found = find_cached(model, await self.local())
-        return None if found is None else found.path
+        cached = find_cached(model, await self.local())
+        return None if cached is None else cached.path
 
     async def find_local(self, name: str) -> EngineSlot | None:
-        """Registers a cached model by its name, if the settings allow it."""
+        """Registers a cached model by its name. Returns None if there is none or the settings do
+        not allow it.
+        """
         if self._settings.load_on_demand != "local" or not NAME.fullmatch(name):
             return None
-        found = match_local_model(name, await self.local())
-        if found is None:
+        cached = match_local_model(name, await self.local())
+        if cached is None:
             return None
-        return self._models.get(found.name) or self.add(found.name, found.path)
+        return self._models.get(cached.name) or self.add(cached.name, cached.path)
 
     def add(self, name: str, path: Path) -> EngineSlot:
-        """Registers a model that its first request loads; returns its slot.
+        """Registers a model, which its first request loads; returns its slot.
 
         A model that was added over HTTP keeps its slot and gets the new files at its next load.
         """
@@ -180,7 +182,9 @@ class KnownModels:
             name = slot.name
             await self._remove_name(slot, cached)
         await self._forget(name)
-        if not any(find_cached(each.spec.model, [cached]) for each in self._models):
+        if not any(
+            find_cached(remaining_slot.spec.model, [cached]) for remaining_slot in self._models
+        ):
             await asyncio.to_thread(remove_local_model, cached)
         self._local.invalidate()
 
@@ -191,7 +195,9 @@ class KnownModels:
             return None
 
     async def _remove_name(self, slot: EngineSlot, cached: CachedModel) -> None:
-        """Removes a name from a model, which takes the name of its first alias or is unloaded."""
+        """Removes a name from a model. The model gets its first alias as its name; without an alias
+        it is unloaded.
+        """
         copies = [name for name, target in self._pulled.aliases.items() if target == slot.name]
         if not copies:
             if slot.state in ("loading", "draining"):
@@ -208,7 +214,7 @@ class KnownModels:
             self._pulled.aliases[other] = first
 
     async def _find_cached(self, model: str) -> CachedModel | None:
-        """Returns the cached model with this name or path."""
+        """Returns the cached model with this name or path, or None if there is none."""
         self._local.invalidate()
         return find_cached(model, await self.local())
 

@@ -1,7 +1,7 @@
 """Loads models into their slots and unloads them, in threads.
 
-Models are downloaded concurrently and loaded one after the other, so that each is planned for the
-memory that is left. Divides the memory among engines.
+Models are downloaded concurrently but loaded one after the other, so that each is planned with the
+memory that remains. Divides the memory among engines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class LoadTask:
     options: dict[str, Any] = field(default_factory=dict)
 
     reports_memory: bool = True
-    """Whether `when_failed` is called if the model does not fit; False if others may be evicted."""
+    """Whether `when_failed` is called if the model does not fit. False if other models may still be
+    evicted.
+    """
 
     @property
     def is_wanted(self) -> bool:
@@ -83,7 +85,7 @@ class ModelLoader:
         self._when_ready = when_ready
         self._when_failed = when_failed
         self._turn = threading.Lock()
-        """Held while models are planned and loaded."""
+        """Lock that is held while models are planned and loaded."""
         self._unloading: set[asyncio.Task[None]] = set()
 
     # -- loading -----------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ class ModelLoader:
     def start(
         self, slots: Sequence[EngineSlot], when_done: Callable[[], None] = lambda: None
     ) -> None:
-        """Loads the models of these slots in a thread, sharing the free memory.
+        """Loads the models of these slots in a thread and divides the free memory among them.
 
         `when_done` is called in the event loop when all are ready or have failed.
         """
@@ -181,10 +183,8 @@ class ModelLoader:
     # -- memory ------------------------------------------------------------------------------------
 
     def _plan_tasks(self, tasks: list[LoadTask]) -> list[LoadTask]:
-        """Returns the tasks that fit, with their shares of the memory.
-
-        A single model without a budget gets no share here: it determines the free memory when it
-        loads.
+        """Returns the tasks that fit, each with its part of the memory. A single model without a
+        budget is not assigned a part here: it determines the free memory when it loads.
         """
         others = any(slot.loaded is not None for slot in self._models)
         if len(tasks) == 1 and not others and self._memory_budget is None:
@@ -230,8 +230,8 @@ class ModelLoader:
         free = UNKNOWN_BYTES if available is None else max(0, available - unwritten)
         if self._memory_budget is None:
             return free
-        taken = sum(slot.memory_bytes for slot in self._models if slot.loaded is not None)
-        return min(free, max(0, self._memory_budget - taken))
+        used_bytes = sum(slot.memory_bytes for slot in self._models if slot.loaded is not None)
+        return min(free, max(0, self._memory_budget - used_bytes))
 
     # -- unloading ---------------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class ModelLoader:
         """Shuts down the engine of a slot and frees its memory."""
         await asyncio.to_thread(slot.close)
         slot.drop_engine()
-        # A front's parts refer to each other, and collections are rare in a process that serves.
+        # The frontend's objects form reference cycles, and garbage collection is rare in a server.
         await asyncio.to_thread(gc.collect)
         self._report(f"{slot.name} was unloaded" + (f": {reason}" if reason else ""))
 
@@ -271,13 +271,13 @@ def _download(task: LoadTask) -> None:
 
 
 def _get_engine_names(model: str, num_engines: int) -> list[str]:
-    """Returns the keys of a model's engines in the division of memory."""
+    """Returns the names under which a model's engines appear in the division of memory."""
     return [model, *(f"{model} (engine {index})" for index in range(1, num_engines))]
 
 
 def _plan(task: LoadTask, memory_bytes: int, capacities: dict[str, Capacity]) -> None:
-    """Adds the engine's memory to `capacities`, except for torch, which knows it only when
-    running.
+    """Adds the engine's memory to `capacities`. Does nothing for the torch backend, which knows its
+    memory only after loading.
     """
     config = EngineConfig.from_options(**task.options)
     if (config.backend.backend or default_backend()) != "torch":

@@ -1,5 +1,5 @@
-"""Text notes that replace parts of a conversation that models here do not support: documents, and
-server-side tool calls of other vendors.
+"""Text notes that replace unsupported parts of a conversation: documents, and server-side tool
+calls of other vendors.
 
 Clients copy such parts from earlier conversations; without notes a later turn would fail or lose
 context.

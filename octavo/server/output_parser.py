@@ -50,15 +50,15 @@ class OutputParser:
     """Message format; None if all text is content."""
     marks: AnswerMarks | None = None
     rules: CallRules | None = None
-    """Tools that the output may call; None without any."""
+    """Tools that the output may call; None if there are none."""
     before: ReasoningSpan = NO_REASONING
     """Reasoning that precedes the constrained content."""
     id_length: int = 0
     """Length of tool call ids, if the template checks it; 0: any."""
     given: str = ""
-    """Text of a continued message, without a final incomplete character."""
+    """Text of the message that the output continues, without a trailing incomplete character."""
     given_token_ids: tuple[int, ...] = ()
-    """Tokens of that text."""
+    """Token ids of `given`."""
 
     def apply_to(self, params: SamplingParams) -> SamplingParams:
         """Adds the markers for the detokenizer, and the structured output that tool calls and
@@ -70,7 +70,9 @@ class OutputParser:
         return msgspec.structs.replace(params, answer_marks=self.marks, structured_outputs=form)
 
     def _form(self, own: StructuredOutputs | None) -> StructuredOutputs | None:
-        """Returns the structured output of the whole message; `own` applies to its content."""
+        """Returns the structured output of the complete message; `own` applies to its content. None
+        if nothing is constrained.
+        """
         assert self.form is not None, "an answer with marks is read"
         if self.rules is not None and self.form.tools is not None:
             return build_response_form(own, self.form.tools, self.rules, self.before)
@@ -95,18 +97,18 @@ class OutputParser:
         }
 
     @staticmethod
-    def load(found: Mapping[str, Any] | None) -> OutputParser:
-        if found is None:
+    def load(dumped: Mapping[str, Any] | None) -> OutputParser:
+        if dumped is None:
             return PLAIN
-        tools, reasoning = found["tools"], found["reasoning"]
+        tools, reasoning = dumped["tools"], dumped["reasoning"]
         return OutputParser(
             MessageForm(
                 None if tools is None else named_tool_format(tools),
                 None if reasoning is None else named_reasoning_format(reasoning),
-                found["functions"],
-                found["begins_in_reasoning"],
-                found["may_reason"],
-                found["names"],
+                dumped["functions"],
+                dumped["begins_in_reasoning"],
+                dumped["may_reason"],
+                dumped["names"],
             )
         )
 
@@ -117,16 +119,16 @@ class OutputParser:
             return self
         hidden = tokenizer.special_token_ids - set(marks.shown_token_ids)
         new = (token_id for token_id in token_ids if token_id not in hidden)
-        told = (*self.given_token_ids, *new)
-        given = decode_whole_characters(tokenizer, told, skip_special_tokens=False)
+        token_ids_so_far = (*self.given_token_ids, *new)
+        text = decode_whole_characters(tokenizer, token_ids_so_far, skip_special_tokens=False)
         opening = marks.reasoning_opening
-        may_reason = bool(opening) and marks.reasoning_closing not in given
+        may_reason = bool(opening) and marks.reasoning_closing not in text
         marks = msgspec.structs.replace(
             marks,
             reasoning_opening=opening if may_reason else "",
-            begins_in_reasoning=may_reason and (marks.begins_in_reasoning or opening in given),
+            begins_in_reasoning=may_reason and (marks.begins_in_reasoning or opening in text),
         )
-        return replace(self, given=given, given_token_ids=told, marks=marks)
+        return replace(self, given=text, given_token_ids=token_ids_so_far, marks=marks)
 
     def reader(self) -> PartReader:
         """Returns a reader that parses one sample incrementally."""

@@ -81,10 +81,10 @@ def make_params(
 
     `names` maps the API's field names to SamplingParams'; `others` override them.
     """
-    given = {
+    values = {
         ours: value
         for theirs, ours in names.items()
         if (value := getattr(asked, theirs)) is not None
     }
     with use_api_names(names):
-        return params_over(defaults, {**given, **others})
+        return params_over(defaults, {**values, **others})

@@ -36,7 +36,7 @@ class Pull:
         """Latest progress of each file, in order of appearance."""
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        """Set at the next change, and then replaced."""
+        """Event that is set at the next change and then replaced by a new one."""
         self._cancelled = threading.Event()
         self._ended: asyncio.Future[Path] = self._loop.create_future()
         threading.Thread(target=self._run, name="octavo-pull", daemon=True).start()
@@ -47,13 +47,17 @@ class Pull:
 
     async def follow(self) -> AsyncGenerator[list[FileProgress], None]:
         """Yields changed files until the download is complete; raises its error."""
-        told: dict[str, FileProgress] = {}
+        yielded: dict[str, FileProgress] = {}
         self.num_followers += 1
         try:
-            while not self._ended.done() or told != self.files:
+            while not self._ended.done() or yielded != self.files:
                 changed = self._changed
-                new = [each for file, each in self.files.items() if told.get(file) != each]
-                told = dict(self.files)
+                new = [
+                    progress
+                    for file, progress in self.files.items()
+                    if yielded.get(file) != progress
+                ]
+                yielded = dict(self.files)
                 if new:
                     yield new
                     await asyncio.sleep(REPORT_INTERVAL_S)
@@ -95,7 +99,7 @@ class Pull:
                 self._ended.set_result(news)
             case _:
                 self._ended.set_exception(news)
-                self._ended.exception()  # marks it as retrieved, as there may be no follower
+                self._ended.exception()  # marks it as retrieved; there may be no follower
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -17,7 +17,7 @@ from octavo.server.state.shown_recording import ShownRecording
 from octavo.utils.version import __version__
 
 QUERY = b"recording"
-"""Query string by which the page knows that it shows a recording."""
+"""Query string that tells the page to show a recording."""
 
 
 class AddQuery:

@@ -50,7 +50,9 @@ class Residency:
         self._loads: dict[EngineSlot, asyncio.Task[None]] = {}
         self._unloads: dict[EngineSlot, asyncio.Task[None]] = {}
         self._room = asyncio.Lock()
-        """Held during eviction, so that two concurrent loads do not evict more than necessary."""
+        """Lock that is held during eviction, so that concurrent loads do not evict more than
+        necessary.
+        """
         for slot in models:
             slot.uses.keep(settings.idle_unload)
 
@@ -63,18 +65,17 @@ class Residency:
         try:
             return self._models.find(name)
         except ModelNotFound:
-            found = None if name is None else await self._known.find_local(name)
-            if found is None:
+            local_slot = None if name is None else await self._known.find_local(name)
+            if local_slot is None:
                 raise
-            return found
+            return local_slot
 
     # -- loading -----------------------------------------------------------------------------------
 
     async def load(self, slot: EngineSlot) -> float:
-        """Loads a model if it is unloaded; returns the seconds that it took.
-
-        Requests share a load, and a failed load is retried by the next request. Raises Unavailable
-        if there is no room, DownloadFailed, or ServerError if the model cannot be loaded.
+        """Loads a model if it is unloaded; returns the seconds that this took. Concurrent requests
+        wait for the same load. A failed load is retried by the next request. Raises Unavailable if
+        there is no room, DownloadFailed, or ServerError if the model cannot be loaded.
         """
         if slot.state == "ready":
             return 0.0
@@ -166,7 +167,7 @@ class Residency:
                 if left_s is not None and left_s <= 0 and self._is_idle(slot):
                     self._unload(slot, slot.uses.unload_reason)
 
-    async def _make_room(self, wanted: EngineSlot) -> bool:
+    async def _make_room(self, slot_to_load: EngineSlot) -> bool:
         """Unloads the model that was idle for longest, waiting for one if all are in use.
 
         Returns False if none can be unloaded, or none becomes idle within ROOM_WAIT_S.
@@ -174,11 +175,13 @@ class Residency:
         end = time.monotonic() + ROOM_WAIT_S
         async with self._room:
             while True:
-                others = [slot for slot in self._models if slot is not wanted]
+                others = [slot for slot in self._models if slot is not slot_to_load]
                 idle = [slot for slot in others if self._is_idle(slot)]
                 if idle:
                     oldest = min(idle, key=lambda slot: slot.uses.used_at)
-                    await asyncio.shield(self._unload(oldest, f"to make room for {wanted.name}"))
+                    await asyncio.shield(
+                        self._unload(oldest, f"to make room for {slot_to_load.name}")
+                    )
                     return True
                 if not any(map(self.may_unload, others)) or time.monotonic() > end:
                     return False
@@ -211,6 +214,6 @@ class Residency:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Retrieves a load's error, which was raised to the waiting requests."""
+    """Marks a load's error as retrieved; it was raised to the waiting requests."""
     if not task.cancelled():
         task.exception()

@@ -61,7 +61,7 @@ class ChoiceDelta:
     start: int
     """Number of the choice's characters before `text`."""
     parts: list[Part]
-    """New parts of the message; some may stem from earlier text."""
+    """New parts of the message; some may come from text of earlier deltas."""
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
@@ -74,7 +74,7 @@ class ChoiceDelta:
 
     @property
     def message(self) -> MessageText:
-        """The joined parts: the whole message if the response is not streamed."""
+        """The joined parts: the complete message if the response is not streamed."""
         message = MessageText()
         message.add(self.parts)
         return message

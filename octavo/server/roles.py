@@ -16,8 +16,8 @@ from octavo.text.ports import RoleRules
 
 SYSTEM_ROLES = ("system", "developer")
 UNREAD_IMAGE = "[an image, which this model cannot read]"
-"""Replaces an image in a tool result for text-only models; an error would break every later turn of
-an agent.
+"""Text that replaces an image in a tool result for text-only models. An error would break every
+later turn of an agent.
 """
 GAP = "\n\n"
 """Separator of merged messages."""
@@ -44,7 +44,7 @@ def fit_roles(messages: Sequence[Message], rules: RoleRules) -> list[Message]:
     if not rules.assistant_first:
         fitted = _begin_with_user(fitted)
     if not (rules.calls_have_content and rules.arguments_are_objects):
-        fitted = [made for message in fitted for made in _in_call_form(message, rules)]
+        fitted = [converted for message in fitted for converted in _in_call_form(message, rules)]
     return fitted
 
 
@@ -57,11 +57,11 @@ def move_tool_images(messages: Sequence[Message], *, reads_images: bool = True) 
     for message in messages:
         if message["role"] == "tool" and isinstance(message["content"], list):
             texts = [part["text"] for part in message["content"] if part["type"] == "text"]
-            found = [part for part in message["content"] if part["type"] != "text"]
+            image_parts = [part for part in message["content"] if part["type"] != "text"]
             if not reads_images:
-                texts += [UNREAD_IMAGE] * len(found)
-                found = []
-            images += found
+                texts += [UNREAD_IMAGE] * len(image_parts)
+                image_parts = []
+            images += image_parts
             message = {**message, "content": "\n".join(texts)}
         elif message["role"] != "tool" and images:
             moved.append({"role": "user", "content": images})
@@ -99,14 +99,14 @@ def _fold_system(system: Message, rest: Sequence[Message]) -> list[Message]:
 
 def _with_lost_results_as_users(messages: Sequence[Message]) -> list[Message]:
     """Converts tool results without a preceding call to user messages."""
-    made: list[Message] = []
+    converted: list[Message] = []
     for message in messages:
-        before = made[-1] if made else {}
+        before = converted[-1] if converted else {}
         is_lost = before.get("role") != "tool" and not before.get("tool_calls")
         if message["role"] == "tool" and is_lost:
             message = {"role": "user", "content": message["content"]}
-        made.append(message)
-    return made
+        converted.append(message)
+    return converted
 
 
 def _merge_repeats(messages: Sequence[Message]) -> list[Message]:
@@ -146,13 +146,17 @@ def _in_call_form(message: Message, rules: RoleRules) -> list[Message]:
     """
     if not message.get("tool_calls"):
         return [message]
-    made = dict(message)
+    converted = dict(message)
     if not rules.arguments_are_objects:
-        made["tool_calls"] = [_with_text_arguments(call) for call in made["tool_calls"]]
+        converted["tool_calls"] = [_with_text_arguments(call) for call in converted["tool_calls"]]
     if rules.calls_have_content:
-        return [made]
-    before = [{"role": made["role"], "content": made["content"]}] if made["content"] else []
-    return [*before, {**made, "content": None}]
+        return [converted]
+    before = (
+        [{"role": converted["role"], "content": converted["content"]}]
+        if converted["content"]
+        else []
+    )
+    return [*before, {**converted, "content": None}]
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +181,7 @@ def _merge(first: Message, second: Message) -> Message:
 
 
 def _join(first: Content, second: Content) -> Content:
-    """Joins two contents: texts with a gap, or lists of parts."""
+    """Joins two contents: texts with a separator, or lists of parts."""
     if isinstance(first, str) and isinstance(second, str):
         return GAP.join(text for text in (first, second) if text)
     return [*_parts(first), *_parts(second)]

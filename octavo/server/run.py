@@ -195,7 +195,7 @@ class Start:
 
     def __init__(self, models: ModelDirectory, settings: ServerSettings, port: int) -> None:
         self.failure: Exception | None = None
-        """Error to exit with: that of the first model, if all failed."""
+        """Error to exit with: the first model's error, if all models failed."""
         self._models = models
         self._settings = settings
         self._port = port

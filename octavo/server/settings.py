@@ -274,21 +274,21 @@ class ServerSettings:
         if self.state_dir is not None:
             return Path(self.state_dir).expanduser() if self.state_dir else None
         if not self.port:
-            return None  # the next server would have another port, and not find it
+            return None  # the next server would have another port and would not find the folder
         return state_home() / f"port-{self.port}"
 
     def model_aliases(self) -> dict[str, str]:
         """Parses the aliases; raises ConfigError for an invalid one."""
-        found: dict[str, str] = {}
+        aliases: dict[str, str] = {}
         for text in self.model_alias:
             alias, _, name = text.partition("=")
-            if not alias or not name or alias in found:
+            if not alias or not name or alias in aliases:
                 raise ConfigError(
                     f"model_alias: got {text!r}, expected ALIAS=NAME, with distinct ALIASes",
                     hint="e.g. --model-alias 'claude-*=smollm2'",
                 )
-            found[alias] = name
-        return found
+            aliases[alias] = name
+        return aliases
 
     @property
     def is_open_to_all(self) -> bool:

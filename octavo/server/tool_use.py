@@ -86,7 +86,7 @@ class ToolUse:
     def _enforced(self, function: OfferedFunction) -> Mapping[str, Any]:
         where = f"{self.names.tools}[{self.functions.index(function)}].{self.names.parameters}"
         try:
-            found = enforceable(function.parameters, is_strict=function.is_strict)
+            unenforced = enforceable(function.parameters, is_strict=function.is_strict)
         except SchemaError as error:
             raise InvalidRequest(
                 f"{where}: {error}",
@@ -95,8 +95,8 @@ class ToolUse:
             ) from None
         shown = f"{self.names.tools}[{quote_label(function.name)}]"
         shown += f".{self.names.parameters.rpartition('.')[2]}"
-        self.ignored.add_keywords(found.dropped, where, shown)
-        return found.schema
+        self.ignored.add_keywords(unenforced.dropped, where, shown)
+        return unenforced.schema
 
     def aliases(self, tools: ToolFormat | ChannelFormat) -> dict[str, str]:
         """Returns aliases of functions whose names the format cannot represent."""
@@ -123,8 +123,8 @@ def make_tool_use(
     """Builds the checked tools of a request; None if it may not call any.
 
     `named` restricts the callable functions. Raises InvalidRequest for a choice without functions,
-    conflicting names, or an exceeded limit. If some tools are ignored as unknown, a choice that
-    needs them is ignored too.
+    conflicting names, or an exceeded limit. If unknown tools were ignored, a tool choice that
+    requires them is ignored too.
     """
     known = [function.name for function in functions]
     if ignored.drops_entries(names.tools) and not _is_satisfied(choice, named, known):
@@ -153,7 +153,7 @@ def _without_copies(
     functions: Sequence[OfferedFunction], names: ToolNames, ignored: IgnoredFields
 ) -> list[OfferedFunction]:
     """Removes exact duplicates, which are reported as ignored."""
-    kept: list[OfferedFunction] = []
+    unique: list[OfferedFunction] = []
     by_name: dict[str, OfferedFunction] = {}
     for index, function in enumerate(functions):
         first = by_name.setdefault(function.name, function)
@@ -162,12 +162,12 @@ def _without_copies(
             path = f"{names.tools}[{index}].{names.name}"
             ignored.add(path, _describe_duplicate(function.name), shown_as=shown_as)
         else:
-            kept.append(function)
-    return kept
+            unique.append(function)
+    return unique
 
 
 def _is_satisfied(choice: Choice | None, named: Sequence[str] | None, known: Sequence[str]) -> bool:
-    """Returns whether the functions that a choice needs exist."""
+    """Returns whether the functions that a tool choice requires exist."""
     if named is not None:
         return not set(named).isdisjoint(known)
     return choice != "required" or bool(known)
@@ -212,22 +212,22 @@ def _describe_duplicate(name: str) -> str:
     return f"got {shown(name)} twice, tool names must be unique"
 
 
-def parse_arguments(given: object) -> dict[str, Any]:
+def parse_arguments(arguments: object) -> dict[str, Any]:
     """Parses the arguments of a tool call in the history to an object, for the chat template.
 
     Truncated JSON (from a response at its token limit) is parsed as far as possible; other values
     that are not objects become {"arguments": value}.
     """
-    found = given
-    for _ in range(2):  # some clients encode the text once more
-        if isinstance(found, str):
+    parsed = arguments
+    for _ in range(2):  # some clients encode the JSON text twice
+        if isinstance(parsed, str):
             try:
-                found = from_json(found or "{}", allow_partial="trailing-strings")
+                parsed = from_json(parsed or "{}", allow_partial="trailing-strings")
             except ValueError:
                 break
-    if found is None:
+    if parsed is None:
         return {}
-    return found if isinstance(found, dict) else {"arguments": given}
+    return parsed if isinstance(parsed, dict) else {"arguments": arguments}
 
 
 def rename_functions(
@@ -238,16 +238,16 @@ def rename_functions(
 
 
 def _rename(message: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
-    made = dict(message)
-    if made["role"] == "tool" and made.get("name") in aliases:
-        made["name"] = aliases[made["name"]]
-    if made.get("tool_calls"):
-        made["tool_calls"] = [
+    renamed = dict(message)
+    if renamed["role"] == "tool" and renamed.get("name") in aliases:
+        renamed["name"] = aliases[renamed["name"]]
+    if renamed.get("tool_calls"):
+        renamed["tool_calls"] = [
             {**call, "function": {**call["function"], "name": aliases.get(name, name)}}
-            for call in made["tool_calls"]
+            for call in renamed["tool_calls"]
             for name in [call["function"]["name"]]
         ]
-    return made
+    return renamed
 
 
 def check_role(role: str, needed: str, where: str) -> None:

@@ -58,7 +58,7 @@ def make_kv_layout(group: CacheGroup, dtype: str) -> KvLayout:
     if group.kind in ("conv", "state"):
         dtype = "fp32"
     elif group.kind == "full" and not group.v_width and dtype == "int8":
-        dtype = "bf16"  # what keys are chosen by
+        dtype = "bf16"  # block summaries, by which keys are selected
     heads, *_ = shape = _get_group_shape(group, dtype)
     layer_bytes = native_module().kv_layer_bytes(*shape)
     pieces = (layer_bytes // heads,) * heads
@@ -67,7 +67,7 @@ def make_kv_layout(group: CacheGroup, dtype: str) -> KvLayout:
 
 
 def _get_group_shape(group: CacheGroup, dtype: str) -> tuple[int, int, int, str]:
-    """Returns (heads, key width, value width, storage type) of a group.
+    """Returns (number of heads, key width, value width, storage type) of a group.
 
     Convolution rows are stored as values without keys; a "head" of recurrent states is one part of
     them.

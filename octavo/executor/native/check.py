@@ -21,11 +21,13 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
 """Supported activations, in the order of their numbers (csrc/kernels/epilogue.inl)."""
 
 MAX_LANES = 16
-"""Most query heads per kv head, which one attention kernel call processes together
-(csrc/kernels/attention.h)."""
+"""Maximum number of query heads per KV head; one attention kernel call processes them together
+(csrc/kernels/attention.h).
+"""
 
 MAX_KEY_WIDTH = 1024
-"""Widest key whose dot product with an int8 cache fits 31 bits (csrc/kernels/attention_lanes.inl).
+"""Maximum key width for which a dot product with an int8 cache fits 31 bits
+(csrc/kernels/attention_lanes.inl).
 """
 
 MASKS = ("causal", "window", "chunk", "full")
@@ -39,7 +41,7 @@ OUTPUTS = {
     "rows": ("samples", "requests"),
     "hidden": ("tokens",),
 }
-"""Axes of each output; a Program has exactly one of them."""
+"""Axis of each supported output; a Program must have exactly one output."""
 
 OF_EXPERTS = (
     expert_ops.Route,
@@ -50,7 +52,7 @@ OF_EXPERTS = (
 )
 
 IN_BLOCKS = (ops.Linear, ops.HeadLinear, family_ops.PositionScores)
-"""Matmuls that are stages of their own within a range of row blocks."""
+"""Matmuls that form a separate stage within a range of row blocks."""
 
 ON_TOKENS = (
     *(ops.Embedding, ops.ScatterRows, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear),

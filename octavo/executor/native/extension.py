@@ -1,7 +1,7 @@
 """Lazy import of the compiled extension, so that octavo imports without it.
 
-In a source tree, an extension built from other sources is rejected: its functions and structs may
-differ from what this package expects.
+In a source tree, an extension built from different sources is rejected: its functions and structs
+may not match this package.
 """
 
 from __future__ import annotations

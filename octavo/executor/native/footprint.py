@@ -1,4 +1,4 @@
-"""Memory footprint of a Program on the native backend, from its weight formats alone.
+"""Memory footprint of a Program on the native backend, computed from its weight formats only.
 
 Reads no weight and starts no thread. Tile sizes come from the extension; step memory is an upper
 bound of the executor's buffers (csrc/runtime/step_runner.cpp).
@@ -95,8 +95,8 @@ def _step_bytes(optimized: Program, max_tokens: int) -> int:
 
 
 def _expert_rows(program: Program, max_tokens: int) -> int:
-    """Returns the most expert rows of a step, over all engines that share the experts; each
-    expert's rows start at a multiple of 16.
+    """Returns the maximum number of expert rows of a step, over all engines that share the experts.
+    Each expert's rows start at a multiple of 16.
     """
     routes = [op for op in program.ops if isinstance(op, Route)]
     engines = max((op.num_engines for op in program.ops if isinstance(op, Dispatch)), default=1)

@@ -27,7 +27,7 @@ WIDENED = ("u3", "u4", "u5", "u6")
 """Codes that `TileFormat.widened` changes; 3-bit codes become 4-bit ones."""
 
 RowTypeOf = Callable[[str], str]
-"""Maps a weight code to the activation type of its matmuls, at one instruction-set level."""
+"""Maps a weight code to the activation type of its matmuls, for one instruction-set level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,9 @@ class TileFormat:
     code: str
     """u4, u8, u2, u3, u5, u6, l4, i8, bf16, fp16, fp32, f4 or e4m3."""
     scale_type: str = "fp32"
-    """Type of group scales and mins: fp16 for one level of fp16; small for bytes with a factor per
-    256 inputs."""
+    """Type of group scales and mins: fp16 for fp16 scales without super-scales; small for bytes
+    with a factor per 256 inputs.
+    """
     low: str = "none"
     """Second value per group: none, min or zero."""
     half_groups: bool = False
@@ -67,8 +68,8 @@ class TileFormat:
 
     @property
     def for_tile_unit(self) -> TileFormat:
-        """The format for a level with a tile unit (AMX): 2 and 3-bit codes in 4 bits, 5 and 6-bit
-        codes in 8, and small scales as fp32.
+        """The format for an instruction-set level with a tile unit (AMX): 2 and 3-bit codes in 4
+        bits, 5 and 6-bit codes in 8, and small scales as fp32.
         """
         code = {"u2": "l4", "u3": "l4", "u5": "u8", "u6": "u8"}.get(self.code, self.code)
         if self.scale_type != "small":
@@ -130,7 +131,7 @@ FLOAT_CODES = {"L4_F32": "f4", "F8_E4M3": "e4m3"}
 GROUP_INPUTS = 32
 HALF_GROUP = 16
 MOST_SPAN = 4
-"""Most groups that share a scale of float codes (csrc/kernels/weights.h)."""
+"""Maximum number of groups that share a scale of float codes (csrc/kernels/weights.h)."""
 
 
 TILE = 16
@@ -172,7 +173,9 @@ def tile_formats(
 
 
 def has_tile_unit(row_type_of: RowTypeOf) -> bool:
-    """Whether the level has a tile unit, whose matmuls read 4 and 8-bit codes with float scales."""
+    """Whether the instruction-set level has a tile unit (AMX), whose matmuls read 4 and 8-bit codes
+    with float scales.
+    """
     return row_type_of("u4") == "two_terms"
 
 
@@ -181,9 +184,10 @@ def is_float(tiles: TileFormat) -> bool:
 
 
 def needs_widening(row_types: Iterable[str]) -> bool:
-    """Whether a gate and its up projection need widening to read activations in one type.
+    """Whether a gate and its up projection must be widened to 8 bits to read activations of one
+    type.
 
-    With 4-bit codes activations may have two int8 terms, with 8-bit codes one.
+    With 4-bit codes, activations may have two int8 terms; with 8-bit codes, one.
     """
     return set(row_types) == {"two_terms", "int8"}
 

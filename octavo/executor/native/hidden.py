@@ -1,7 +1,7 @@
 """Ops that pass hidden states between pipeline stages: they copy rows between the arena and a
 step's arrays.
 
-A Program lists hidden states as inputs and outputs; these ops exist only during lowering.
+A Program lists hidden states only as inputs and outputs; these ops exist only during lowering.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lowering: turns a fused Program into a native plan, adding each op to the builder as a spec.
 
-Decides which op quantizes a matmul's activations and which weights share a matmul. Contains
-matmuls, attention, recurrences and collectives; row-wise ops are in lower_rows.py, experts in
-lower_experts.py. check.py has rejected anything unsupported.
+Also decides which op quantizes a matmul's activations and which weights are computed in one matmul.
+Contains matmuls, attention, recurrences and collectives; row-wise ops are in lower_rows.py, experts
+in lower_experts.py. check.py has rejected anything unsupported.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Lowering:
         parts = () if records is None else (records.lowering(context),)
         self._parts = (self, RowLowering(context), ExpertLowering(context), *parts)
         self._converted: set[Value] = set()
-        """Values that their producer writes in the form that the single reading matmul expects."""
+        """Values whose producer writes them in the form that their only reader, a matmul,
+        expects.
+        """
 
     @property
     def sites(self) -> list[Site]:
@@ -80,7 +82,7 @@ class Lowering:
         ((name, out),) = self._program.outputs.items()
         if name == "logits":
             self._add(self._native.SampleSpec(logits=self._span(out)))
-        elif name != "hidden":  # its op has handed it over
+        elif name != "hidden":  # its op has already written it
             self._add(self._native.OutputSpec(x=self._span(out)))
         return self._builder.build()
 
@@ -131,9 +133,8 @@ class Lowering:
         return list(sites)
 
     def _fuses_input(self, op: ops.Linear) -> bool:
-        """Returns whether the previous op may write x in the form that this matmul reads.
-
-        Requires that no other op reads x and that x is quantized in complete groups of 32.
+        """Returns whether the previous op may write x in the form that this matmul reads. True only
+        if no other op reads x and x is quantized in complete groups of 32.
         """
         before = self._context.before
         if (
@@ -168,8 +169,8 @@ class Lowering:
     def _parts_by_rows(
         self, op: ops.Linear, sites: list[int | None]
     ) -> list[tuple[list[Any], NDArray[np.int32] | None]]:
-        """Returns (parts, input order) groups: weight parts whose activations share type and order
-        are computed together.
+        """Groups weight parts whose activations have the same type and order, which are computed
+        together; returns (parts, input order) pairs.
         """
         out, residual = self._span(op.outs[0]), self._context.span_or_none(op.residual)
         biases = op.biases or (None,) * len(op.weights_)
@@ -336,7 +337,7 @@ class Lowering:
 
 
 def _cut(span: Span, column: int, width: int) -> Span:
-    """Returns neighbouring columns of a span."""
+    """Returns `width` columns of a span, starting at `column`."""
     axis, offset, _ = span
     return (axis, offset + column, width)
 
@@ -349,8 +350,8 @@ def get_alibi_slopes(bias: AnyBias | None) -> NDArray[np.float32] | None:
 def get_distance_bias(
     bias: AnyBias | None, floats: FloatsOf, num_heads: int
 ) -> NDArray[np.float32] | None:
-    """Returns the bias per head and distance `[H, 2 d + 1]`, up to the distance d from which it is
-    constant; None for other biases.
+    """Returns the bias per head and distance, `[H, 2 d + 1]`; it is constant beyond distance d.
+    None for other biases.
     """
     if isinstance(bias, ops.NearBias):
         is_far = abs(np.arange(-bias.reach - 1, bias.reach + 2)) > bias.reach

@@ -18,7 +18,7 @@ class ExpertLowering:
         self._routes: dict[Value, tuple[int, expert_ops.Route]] = {}
         """The builder's route and the op, by the Value that it produces."""
         self._chosen_rows: set[Value] = set()
-        """Token rows that feed the first matmul of the chosen experts."""
+        """Token rows that the first matmul of the chosen experts reads."""
 
     def lower_Route(self, op: expert_ops.Route) -> None:
         route = self._add(
@@ -70,8 +70,8 @@ class ExpertLowering:
     def _may_convert(self, op: expert_ops.GroupedLinear, row_type: str) -> bool:
         """Returns whether the previous matmul may write x in the form that this one reads.
 
-        Not if routing scales rows: the previous matmul then reads the memory that these rows would
-        use.
+        False if routing scales rows: the previous matmul then still reads the memory that these
+        rows would overwrite.
         """
         before = self._context.before
         return (

@@ -86,7 +86,7 @@ class RowLowering:
 
     def lower_KvWrite(self, op: ops.KvWrite) -> None:
         group = self._program.group(op.group)
-        v = op.k_parts[0] if group.kind == "conv" else op.v  # its rows lie where values do
+        v = op.k_parts[0] if group.kind == "conv" else op.v  # its rows have the layout of values
         self._add(
             self._native.KvWriteSpec(
                 k_parts=[self._span(part) for part in op.k_parts],

@@ -21,7 +21,9 @@ GROUP = 32
 """Inputs per activation scale (csrc/kernels/weights.h)."""
 
 WHOLE_ROWS = ("whole", "outliers")
-"""Activation types with one scale per row, which can only be quantized once the row is complete."""
+"""Activation types with one scale per row. A row can be quantized only after all of it has been
+computed.
+"""
 
 Span = tuple[str, int, int]
 """(axis, offset, width) of a Value, as the bindings expect it."""

@@ -39,7 +39,7 @@ class OpenedRecords(Protocol):
 
 
 class WeightRecords(Protocol):
-    """Weights that an extension's ops read from records, partially."""
+    """Weights that an extension's ops read from records, of which a step may read only parts."""
 
     weights: frozenset[Weight]
     """Weights stored only in records."""
@@ -83,7 +83,9 @@ class NativeHooks:
         """Raises an error if the kernels cannot run the optimized Program."""
 
     def records(self, program: Program) -> WeightRecords | None:
-        """Returns the weights of the optimized Program that are stored in records, if any."""
+        """Returns the weights of the optimized Program that are stored in records; None if there
+        are none.
+        """
         return None
 
     def layouts(self, program: Program, layouts: Sequence[KvLayout]) -> Sequence[KvLayout]:

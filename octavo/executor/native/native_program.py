@@ -42,7 +42,7 @@ from octavo.program.passes.adapters import find_table_sites
 from octavo.program.program import Program
 
 MANY_ROWS = 32
-"""Rows of the matmul whose rate is reported as the machine's: two row tiles."""
+"""Rows of the matmul that is measured as the machine's matmul rate: two row tiles."""
 
 
 class NativeProgram(Runnable):
@@ -134,7 +134,7 @@ class NativeProgram(Runnable):
 
     def run(self, batch: StepBatch, kv: KvCache, verify: Verify | None = None) -> StepOutput:
         if self._output_axis == "requests":
-            # The head has a row for each request.
+            # The LM head computes one row per request.
             batch = replace(batch, sample_rows=np.maximum(batch.query_starts[1:] - 1, 0))
         num_rows = len(batch.token_ids if self._output == "hidden" else batch.sample_rows)
         if batch.sampling is None:
@@ -151,7 +151,7 @@ class NativeProgram(Runnable):
         with fatal_as_engine_dead():
             self._runner.run(batch, output, kv, check_step)
         if samples is not None and self._ranks is not None:
-            # The first rank's draw counts, whatever the others know of grammars and histories.
+            # Only the first rank's sample counts: the others may lack grammars and histories.
             self._ranks.from_first(samples.token_ids)
             self._ranks.from_first(samples.failed)
         return output
@@ -177,7 +177,7 @@ class NativeProgram(Runnable):
                 goes_on = call.step(check_step)
             except Exception:
                 if first > 0:
-                    return  # met again when the step is computed by itself
+                    return  # raised again when this step is computed separately
                 with fatal_as_engine_dead():
                     raise
             yield DecodedStep(samples, is_last=not goes_on)

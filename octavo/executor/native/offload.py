@@ -44,8 +44,9 @@ LINE = 64
 """Alignment of each weight in its unit, in bytes."""
 
 BLOCK_BYTES = 512 << 10
-"""Read size in bytes; with several reads in flight, more gains nothing on the disks that were
-measured."""
+"""Read size in bytes. With several reads in flight, larger reads were not faster on the disks that
+were measured.
+"""
 
 DEPTH = 16
 """Reads in flight; each uses a thread."""
@@ -78,7 +79,7 @@ class OffloadedProgram:
 
     @property
     def least_memory_bytes(self) -> int:
-        """Smallest memory for weights that a plan accepts."""
+        """Smallest number of bytes of memory for weights with which a plan is possible."""
         return self.always_bytes + least_ring(self.units)
 
 
@@ -231,7 +232,7 @@ class StreamedWeights:
             places[index] = len(data)
             size = _round_up(handle.num_bytes, LINE)
             if handle.is_interleaved:
-                *_, stride, _, _ = handle.layout  # the tables of codes are last
+                *_, stride, _, _ = handle.layout  # code tables come last
                 places[index + pairs] = len(data) + stride // 2
                 data += _filled(handle.raw(2 * handle.num_bytes), 2 * size)
             else:

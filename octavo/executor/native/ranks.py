@@ -40,7 +40,7 @@ class SharedMemory:
 
 
 class SharedMemoryRanks:
-    """This process's rank in a group that shares memory. Implements `ranks.Ranks`."""
+    """This process's rank in a group of ranks that share memory. Implements `ranks.Ranks`."""
 
     def __init__(self, grid: RankGrid, file: int) -> None:
         """`file` is the descriptor of a `SharedMemory`; it may be closed afterwards."""
@@ -87,7 +87,7 @@ class EngineRanks:
     """This process's rank among the ranks of several engines that share their experts."""
 
     ranks: SharedMemoryRanks
-    """Ranks of all engines, engine by engine; expert indices run through all of them."""
+    """Ranks of all engines, engine by engine; experts are numbered across all of them."""
     num_engines: int
 
     def abort(self) -> None:

@@ -18,7 +18,7 @@ from octavo.program.program import Op, Program, Weight
 
 ROUNDS = 7
 MEASURED_BYTES = 64 << 20
-"""Bytes measured per kind of matmul: more than most last-level caches."""
+"""Bytes measured per kind of matmul: more than most last-level caches hold."""
 
 
 KV_CONTEXT = 1024

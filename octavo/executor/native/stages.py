@@ -1,7 +1,6 @@
-"""Stages of a Program on the native executor, and ranges of stages that row blocks pass through.
-
-Arena plan and footprint depend on both. PlanBuilder (csrc/plan/builder.h) computes the same:
-consecutive row-local stages form a range.
+"""Divides a Program into stages of the native executor, and stages into ranges that a block of rows
+passes through without a barrier. The arena plan and the footprint depend on both. PlanBuilder
+(csrc/plan/builder.h) computes the same: consecutive row-local stages form a range.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BEHIND_BARRIERS = (
     *(rank_ops.AllReduce, rank_ops.AllGather, rank_ops.Dispatch, rank_ops.Collect),
     *(RecordOp, ops.PrefetchNeurons),
 )
-"""Ops with a range of their own, because a row needs results of other rows or ranks."""
+"""Ops that form a separate range, because a row needs results of other rows or ranks."""
 
 
 @dataclass(frozen=True, slots=True)

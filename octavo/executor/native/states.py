@@ -1,7 +1,7 @@
 """Layout of recurrent states and scan parameters in the native kernels.
 
-Columns are grouped into blocks of 16 lanes: of one head, or of 16 heads if heads have one column.
-Neighbouring blocks form a part, which one thread computes at a time (csrc/plan/mixers.h).
+Columns are grouped into blocks of 16 lanes: 16 columns of one head, or 16 heads of one column each.
+Neighbouring blocks form a part, the unit that one thread computes at a time (csrc/plan/mixers.h).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LANES = 16
 """Columns that kernels process together (csrc/simd/simd.h)."""
 
 PART_BYTES = 16 << 10
-"""Approximate bytes of a part's state, which stays in the L1 cache while all rows pass."""
+"""Approximate bytes of a part's state: it stays in the L1 cache while all rows are processed."""
 
 
 @dataclass(frozen=True, slots=True)

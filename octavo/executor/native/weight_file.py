@@ -2,7 +2,7 @@
 
     header 4096 | units, each aligned to 4096 | index, JSON
 
-A file is written under a temporary name, flushed and renamed, so that no start reads a partial
+A file is written under a temporary name, flushed and renamed, so that no process reads a partial
 file.
 """
 
@@ -27,7 +27,7 @@ from octavo.program.passes.offload import ALIGN
 from octavo.utils.durable import sync_path
 
 MAGIC = b"octavoW5"
-"""First bytes of a file; the number changes with the tile layout."""
+"""Magic bytes of a file; the number changes with the tile layout."""
 HEADER = struct.Struct("<8s32sQQ32s")
 """Magic, key, offset and length of the index, and its SHA-256."""
 
@@ -129,7 +129,7 @@ def writing(path: Path, key: bytes) -> Iterator[WeightFileWriter | None]:
                     partial.unlink()
                     yield None
             except BaseException:
-                # Before the lock is free: behind it another start may write under this name.
+                # Before the lock is released: afterwards another process may write under this name.
                 partial.unlink(missing_ok=True)
                 raise
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Weights in the kernels' tiles: loads each weight once and packs it for its readers.
+"""Weights in the kernels' tiles: loads each weight once and packs it for the ops that read it.
 
 Owns the packed tiles and the floats of norms and biases. formats.py lists formats,
 csrc/kernels/weights.h defines tile layouts.
@@ -32,7 +32,9 @@ from octavo.quant.blocks import BlockWeight, StoredWeight
 from octavo.quant.packed import Levels, PackedWeight
 
 PACKED_AT_ONCE = 64 << 20
-"""Tile bytes that all threads pack together; their sources stay in memory until then."""
+"""Tile bytes that are packed in one batch by all threads; the source weights stay in memory until
+then.
+"""
 
 
 SMALL_SPAN = 256
@@ -72,8 +74,8 @@ class NativeWeights:
     ) -> None:
         """`dtype` is the target of plain weights; `row_type_of` defaults to the device's.
 
-        With `apart`, tiles are in separate memory, freed with them. `by_columns` lists weights to
-        store by columns if possible, because matmuls read few of them.
+        With `apart`, tiles have separate memory, which is freed together with them. `by_columns`
+        lists weights to store by columns if possible, because matmuls read few of them.
         """
         self._by_columns = frozenset(by_columns)
         self._row_type_of: RowTypeOf = row_type_of or device.row_type
@@ -108,8 +110,8 @@ class NativeWeights:
     def gate_and_up(self, gate: Weight, up: Weight) -> list[NativeTiles]:
         """Returns the tiles of a gate and its up projection, which one matmul reads together.
 
-        They are interleaved if laid out alike. 4-bit codes are widened to bytes if the other weight
-        has 8 bits and needs it.
+        They are interleaved if they have the same layout. 4-bit codes are widened to bytes if the
+        other weight has 8 bits and needs it.
         """
         if gate == up or gate in self._tiles or up in self._tiles:
             return [self.tiles(gate), self.tiles(up)]
@@ -194,7 +196,9 @@ class NativeWeights:
         return gates + ups
 
     def adopt(self, op: Linear | GroupedLinear | HeadLinear, handles: Sequence[Any]) -> None:
-        """Uses existing tiles for a matmul, in the order of `of_product`, without loading."""
+        """Assigns existing tiles to a matmul's weights, in the order of `of_product`, without
+        loading.
+        """
         tiles = [NativeTiles(handle, self._row_type_of(handle.code)) for handle in handles]
         if isinstance(op, Linear):
             self._tiles |= zip(op.weights_, tiles, strict=True)
@@ -205,7 +209,7 @@ class NativeWeights:
             self._experts[weight] = tiles[index * each : (index + 1) * each]
 
     def adopt_tiles(self, weight: Weight, handle: Any) -> None:
-        """Uses existing tiles for a weight, without loading."""
+        """Assigns existing tiles to a weight, without loading it."""
         self._tiles[weight] = NativeTiles(handle, self._row_type_of(handle.code))
 
     def reads_fp32(self, op: Linear | GroupedLinear | HeadLinear) -> bool:

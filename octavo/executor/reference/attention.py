@@ -1,9 +1,9 @@
 """Reference formulas of attention over the paged cache, in float64: masks, biases, sinks, latent
 attention.
 
-Each query row attends separately to its visible keys, in splits of 256 at absolute places with
-their own (m, l, acc), merged left to right, so its bits depend only on its place and its request's
-keys. Sources: `ops.Attention` and `ops.MlaAttention`.
+Each query row attends separately to its visible keys, in splits of 256 keys at fixed indices. Each
+split has its own (m, l, acc), and splits are merged left to right, so a row's bits depend only on
+its index and its request's keys. Sources: `ops.Attention` and `ops.MlaAttention`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Adjust = Callable[[Floats, NDArray[np.int64]], Floats]
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """One request's keys and values of a layer, `[n, K, width]`, starting at place `start`."""
+    """One request's keys and values of a layer, `[n, K, width]`, starting at key index `start`."""
 
     start: int
     k: Floats
@@ -244,7 +244,7 @@ def _requests(
     window: int | None,
     step: ReferenceStep,
 ) -> Iterator[tuple[list[Query], Keys]]:
-    """Yields each request's live rows and all keys that they see."""
+    """Yields each request's rows (without padding) and all keys that they see."""
     group = step.program.group_index(op.group)
     starts = step.batch.query_starts
     for request in range(len(starts) - 1):

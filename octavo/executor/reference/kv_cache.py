@@ -20,8 +20,9 @@ from octavo.executor.reference.step import Floats, GroupArrays, as_is
 from octavo.program.program import CacheGroup
 
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""MAP_NORESERVE, which Python's mmap lacks before 3.13; the value is the same on all supported
-processors."""
+"""MAP_NORESERVE, which Python's mmap module lacks before 3.13. The value is the same on all
+supported processors.
+"""
 KV_TYPES: dict[str, np.dtype] = {
     "fp64": np.dtype(np.float64),
     "fp32": np.dtype(np.float32),

@@ -113,7 +113,7 @@ class StateBlock:
         """Stores the state after `num_tokens` tokens beside the one that was `read`."""
         at = 1 if read and self._counts[0] == read else 0
         if not read:
-            self._counts[1] = -1  # what an earlier request has left
+            self._counts[1] = -1  # the block may contain an earlier request's states
         self._counts[at] = num_tokens
         self._states[at] = state
 

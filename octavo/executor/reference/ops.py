@@ -393,7 +393,9 @@ def collect(op: rank_ops.Collect, step: ReferenceStep) -> Made:
 
 
 def _gather_engines(step: ReferenceStep, x: NDArray, num_engines: int) -> list[NDArray]:
-    """Returns each engine's x, equal on all of its ranks; this rank's own object among them."""
+    """Returns each engine's x (equal on all ranks of an engine); this rank's own object is one of
+    them.
+    """
     parts = step.exchange(x)
     ranks = len(parts) // num_engines
     return [

@@ -33,7 +33,7 @@ def matvecs(matrix: Floats, x: Floats) -> Floats:
     """Multiplies `matrix [out, in]` by each row of `x [T, in]`: `[T, out]`."""
     if not len(x):
         return np.empty((0, len(matrix)))
-    # One product of matrices would be faster, but BLAS's bits depend on T.
+    # One matrix product would be faster, but BLAS's bits depend on T.
     return np.stack([matrix @ row for row in x])
 
 

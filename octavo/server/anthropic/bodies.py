@@ -41,7 +41,7 @@ SERVER_BLOCKS = frozenset(
 
 
 class CacheControl(BodyPart):
-    """A cache breakpoint: accepted and ignored, since every prefix is cached."""
+    """A cache breakpoint. Accepted and ignored: the prefix cache keeps every prefix."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = accepted('"5m" or "1h"')

@@ -26,18 +26,20 @@ def make_card(slot: EngineSlot) -> dict[str, Any]:
 def make_page(
     slots: Sequence[EngineSlot], *, limit: int, after_id: str | None, before_id: str | None
 ) -> dict[str, Any]:
-    """Returns a page of at most `limit` models after or before the given one."""
+    """Returns a page of at most `limit` models after `after_id` or before `before_id`."""
     first, end = 0, len(slots)
     names = [slot.name for slot in slots]
     if after_id is not None:
         first = _index(names, after_id, "after_id") + 1
     if before_id is not None:
         end = _index(names, before_id, "before_id")
-    found = list(slots[first:end])
-    shown = found[-limit:] if before_id is not None and after_id is None else found[:limit]
+    page_slots = list(slots[first:end])
+    shown = (
+        page_slots[-limit:] if before_id is not None and after_id is None else page_slots[:limit]
+    )
     return {
         "data": [make_card(slot) for slot in shown],
-        "has_more": len(shown) < len(found),
+        "has_more": len(shown) < len(page_slots),
         "first_id": shown[0].name if shown else None,
         "last_id": shown[-1].name if shown else None,
     }

@@ -59,8 +59,8 @@ def parse_conversation(body: CountTokensBody, model: ServedModel) -> Conversatio
 
 
 def _effort(body: CountTokensBody, model: ServedModel) -> dict[str, Any]:
-    """Returns the template variables for the effort. "high" is the default, so it needs no support
-    by the template.
+    """Returns the template variables for the effort. "high" is the default, so it is accepted even
+    if the template has no effort variable.
     """
     effort = None if body.output_config is None else body.output_config.effort
     known = frozenset() if model.tokenizer is None else model.tokenizer.template_variables
@@ -110,12 +110,14 @@ def _messages(body: CountTokensBody) -> list[dict[str, Any]]:
     users = [index for index, message in enumerate(body.messages) if message.role == "user"]
     for index, message in enumerate(body.messages):
         where = f"messages[{index}].content"
-        for made in _convert_message(message, where, body.ignored, is_asked=index in users[-1:]):
+        for converted in _convert_message(
+            message, where, body.ignored, is_asked=index in users[-1:]
+        ):
             last = plain[-1] if plain else None
-            if last is not None and last["role"] == made["role"] and _is_text(last, made):
-                plain[-1] = made | {"content": f"{last['content']}\n{made['content']}"}
+            if last is not None and last["role"] == converted["role"] and _is_text(last, converted):
+                plain[-1] = converted | {"content": f"{last['content']}\n{converted['content']}"}
             else:
-                plain.append(made)
+                plain.append(converted)
     return plain
 
 
@@ -140,10 +142,10 @@ def _is_text(*messages: dict[str, Any]) -> bool:
 def _convert_message(
     message: TurnMessage, where: str, ignored: IgnoredFields, *, is_asked: bool
 ) -> list[dict[str, Any]]:
-    """Converts a message to plain ones; tool results become separate messages before it.
+    """Converts a message to plain ones; tool results become separate messages in front of it.
 
-    A block that is not supported is rejected in the last user message, and replaced by a note in
-    earlier ones.
+    An unsupported block raises InvalidRequest in the last user message and is replaced by a note in
+    earlier messages.
     """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
@@ -187,8 +189,8 @@ def _convert_result(block: ContentBlock, where: str, ignored: IgnoredFields) -> 
     if isinstance(content, str):
         content = [PlainBlock(type="text", text=content)]
     parts = [
-        _convert_or_note(inner, f"{where}.content[{at}]", ignored, reads_images=True)
-        for at, inner in enumerate(content)
+        _convert_or_note(inner, f"{where}.content[{block_index}]", ignored, reads_images=True)
+        for block_index, inner in enumerate(content)
     ]
     if block.is_error:
         parts = _mark_as_error(parts)
@@ -227,24 +229,24 @@ def _convert_block(block: PlainBlock, where: str) -> dict[str, Any]:
         return text_part("\n".join(filter(None, about)))
     if block.type == "search_result":
         about = [block.title or "", str(block.source or "")]
-        found = join_text(block.content or "", f"{where}.content")
-        return text_part("\n".join(filter(None, [*about, found])))
+        text = join_text(block.content or "", f"{where}.content")
+        return text_part("\n".join(filter(None, [*about, text])))
     return text_part(block_text(block, where))
 
 
 def _document(source: object, where: str) -> str:
     """Returns the text of a document; raises InvalidRequest for a PDF, a URL or a stored file."""
-    given = source if isinstance(source, dict) else {}
-    data = given.get("data") if given.get("type") == "text" else given.get("content")
-    if str(given.get("media_type")).startswith("text/") and given.get("type") == "base64":
-        data = _decode(given.get("data"))
+    fields = source if isinstance(source, dict) else {}
+    data = fields.get("data") if fields.get("type") == "text" else fields.get("content")
+    if str(fields.get("media_type")).startswith("text/") and fields.get("type") == "base64":
+        data = _decode(fields.get("data"))
     if isinstance(data, list):
         data = "\n".join(
             str(part["text"]) for part in data if isinstance(part, dict) and "text" in part
         )
     if not isinstance(data, str):
         raise InvalidRequest(
-            f"{where}.source: got a document of type {shown(given.get('type'))}, expected 'text'"
+            f"{where}.source: got a document of type {shown(fields.get('type'))}, expected 'text'"
             " with data, and 'content'",
             hint="send the document as text",
             param=f"{where}.source",

@@ -84,8 +84,8 @@ def _format_block_delta(part: Part) -> dict[str, Any]:
             return {"type": "text_delta", "text": part.text}
 
 
-def _tool_use(call_id: str, name: str, given: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call_id, "name": name, "input": given}
+def _tool_use(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
 
 
 class MessageFormatter(ResponseFormatter):

@@ -50,10 +50,14 @@ async def create_message(
 
 def _parse_format(body: MessagesBody) -> StructuredOutputs | None:
     """Returns the structured output options; None for free text."""
-    found, name = body.output_format, "output_format"
-    if found is None and body.output_config is not None:
-        found, name = body.output_config.format, "output_config.format"
-    return None if found is None else StructuredOutputs(json=found.schema_, given_as=name)
+    output_format, name = body.output_format, "output_format"
+    if output_format is None and body.output_config is not None:
+        output_format, name = body.output_config.format, "output_config.format"
+    return (
+        None
+        if output_format is None
+        else StructuredOutputs(json=output_format.schema_, given_as=name)
+    )
 
 
 @router.post("/v1/messages/count_tokens")

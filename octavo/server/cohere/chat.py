@@ -85,17 +85,17 @@ def _conversation(body: CohereChatBody, model: ServedModel) -> Conversation:
     )
 
 
-def _form(given: CohereFormat | None) -> StructuredOutputs | None:
+def _form(response_format: CohereFormat | None) -> StructuredOutputs | None:
     """Returns the structured output options; None for free text."""
-    if given is None or given.type == "text":
+    if response_format is None or response_format.type == "text":
         return None
-    if given.json_schema is None:
+    if response_format.json_schema is None:
         return StructuredOutputs(json_object=True, given_as="response_format")
-    return StructuredOutputs(json=given.json_schema, given_as="response_format")
+    return StructuredOutputs(json=response_format.json_schema, given_as="response_format")
 
 
 def _plain(message: CohereMessage, where: str) -> dict[str, Any]:
-    """Converts a message to a plain one; a tool plan becomes its text."""
+    """Converts a message to a plain one; a tool plan becomes the message's text."""
     content: str | list[CohereBlock] | None = message.content
     content = message.tool_plan if content is None else content
     if content is None and message.role not in MAY_BE_EMPTY:

@@ -111,29 +111,29 @@ class CohereFormatter(ResponseFormatter):
         self, response: ResponseBuilder, choices: Sequence[ChoiceDelta]
     ) -> dict[str, Any]:
         (choice,) = choices
-        found = choice.message
+        text = choice.message
         message: dict[str, Any] = {"role": "assistant"}
-        blocks = [{"type": "thinking", "thinking": found.reasoning}] if found.reasoning else []
-        if found.content or not found.calls:
-            blocks.append({"type": "text", "text": found.content})
+        blocks = [{"type": "thinking", "thinking": text.reasoning}] if text.reasoning else []
+        if text.content or not text.calls:
+            blocks.append({"type": "text", "text": text.content})
         if blocks:
             message["content"] = blocks
-        if found.calls:
+        if text.calls:
             message["tool_calls"] = [
                 {
                     "id": call.call_id,
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
-                for call in found.calls
+                for call in text.calls
             ]
-        made = {
+        body = {
             "id": self.id,
             "finish_reason": format_finish_reason(choice),
             "message": message,
             "usage": format_usage(response.usage),
         }
-        return made if choice.logprobs is None else made | {"logprobs": self._logprobs(choice)}
+        return body if choice.logprobs is None else body | {"logprobs": self._logprobs(choice)}
 
     def format_deltas(
         self, response: ResponseBuilder, deltas: Sequence[ChoiceDelta]

@@ -1,7 +1,7 @@
 """API key authentication. /health, the paths below it and the page's files need no key.
 
 Plain ASGI, so that it runs before routing and adds no cost to streamed tokens. With several keys,
-each is a tenant of the fair policy and may have limits.
+each key is a tenant of the fair scheduling policy and may have limits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ METRICS_PATH = "/metrics"
 KEY_NAME = "octavo_key_name"
 """Key of the ASGI scope with the name of the API key; the key itself is never kept."""
 OPERATOR = "octavo_operator"
-"""Key of the ASGI scope that tells whether the API key is an operator's."""
+"""Key of the ASGI scope for whether the API key is an operator's."""
 
 IS_BACKGROUND = "octavo_is_background"
 """Key of the ASGI scope of internal requests, which have the lowest priority."""
@@ -89,8 +89,8 @@ def get_owner(request: Request) -> str:
 def require_operator(request: Request) -> None:
     """Raises a 403 unless the request comes from an operator.
 
-    Without an operator key, a single key is the operator's. Without any keys every client is an
-    operator, if only this machine can reach the server.
+    If no key is marked as operator, a single key is the operator's. Without any keys, every client
+    is an operator, provided that only this machine can reach the server.
     """
     settings: ServerSettings = request.app.state.service.settings
     if request.scope.get(OPERATOR):
@@ -126,7 +126,9 @@ def get_request_context(request: Request, priority: int | None, user: str | None
 
 
 def _get_secret(headers: Headers) -> str | None:
-    """Returns the API key: a bearer token, or Anthropic's x-api-key header."""
+    """Returns the API key, a bearer token or Anthropic's x-api-key header; None if the request has
+    neither.
+    """
     scheme, _, secret = headers.get("authorization", "").partition(" ")
     return secret.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 

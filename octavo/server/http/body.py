@@ -29,7 +29,7 @@ QUOTE, COMMA, BRACE = b'",{'
 CURLS_TYPE = "application/x-www-form-urlencoded"
 """Default content type of `curl -d`, used in the examples of Ollama's documentation."""
 BROWSERS_HEADERS = ("sec-fetch-site", "origin")
-"""A browser sends at least one of these headers with every request that is not a plain GET."""
+"""Headers of which a browser sends at least one with every request that is not a plain GET."""
 PLAIN_ENCODING = "identity"
 MAX_QUOTED = 80
 """Maximum length of client text quoted in an error, in characters."""
@@ -40,8 +40,8 @@ class Body(BodyPart):
     """Media type of the response with `stream`; None if the route does not stream."""
 
     is_strict: ClassVar[bool] = False
-    """Whether unknown fields are rejected even without --strict: on operator routes, which change
-    the server's state and have no third-party clients.
+    """Whether unknown fields are rejected even without --strict. Set for operator routes: they
+    change the server's state and have no third-party clients.
     """
 
     _ignored: IgnoredFields = PrivateAttr(default_factory=IgnoredFields)
@@ -52,7 +52,9 @@ class Body(BodyPart):
         return self._ignored
 
     def note_unknown_fields(self, ignored: IgnoredFields) -> None:
-        """Records the body's unknown fields; later ignored fields are added to `ignored` too."""
+        """Records the body's unknown fields in `ignored`, to which later code adds further ignored
+        fields.
+        """
         self._ignored = ignored
         note_ignored(self, ignored)
 
@@ -91,15 +93,15 @@ def get_ignored(request: Request, *, is_strict: bool = False) -> IgnoredFields:
     """Returns the collector of a request's ignored fields, the same as `body.ignored`."""
     settings: ServerSettings = request.app.state.service.settings
     ignored = IgnoredFields(is_strict=is_strict or settings.strict)
-    found: IgnoredFields = request.scope.setdefault(SCOPE_KEY, ignored)
-    return found
+    collector: IgnoredFields = request.scope.setdefault(SCOPE_KEY, ignored)
+    return collector
 
 
 def _check_content(request: Request) -> None:
     """Raises a 415 unless the body is declared as uncompressed JSON.
 
-    A missing type, or that of `curl -d`, is accepted except from a browser, in which any web page
-    could send it to a local server.
+    A missing type and the default type of `curl -d` are accepted, except from a browser: any web
+    page could send such a request to a local server.
     """
     encoding = request.headers.get("content-encoding", PLAIN_ENCODING)
     if encoding.strip().lower() != PLAIN_ENCODING:
@@ -217,16 +219,16 @@ def check_json_size(raw: bytes, max_values: int) -> None:
     other request. Long strings are cheap.
     """
     if raw.count(COMMA) <= min(max_values, MAX_OBJECTS):
-        return  # every value has a comma before it, but for the first of a list or an object
+        return  # every value follows a comma, except the first one in a list or an object
     num_values, num_objects = _counts(raw)
-    for found, allowed, what in (
+    for count, allowed, what in (
         (num_values, max_values, "values"),
         (num_objects, MAX_OBJECTS, "objects"),
     ):
-        if found > allowed:
+        if count > allowed:
             raise HTTPException(
                 413,
-                f"the body holds too many {what}: got {found}, expected at most {allowed}",
+                f"the body holds too many {what}: got {count}, expected at most {allowed}",
             )
 
 
@@ -234,7 +236,7 @@ def _counts(raw: bytes) -> tuple[int, int]:
     """Returns the numbers of values (without the first of each list or object) and objects."""
     unescaped = raw.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
     symbols = np.frombuffer(unescaped, np.uint8)
-    # The sum wraps at 256, which leaves whether it is even as it was.
+    # The sum wraps at 256, which does not change its parity.
     is_outside = np.cumsum(symbols == QUOTE, dtype=np.uint8) % 2 == 0
     return (
         int(np.count_nonzero((symbols == COMMA) & is_outside)),

@@ -1,8 +1,8 @@
 """Objects in request bodies: strict types, tolerant of unknown content.
 
-While pydantic validates, unknown fields, list entries of unknown types, invalid values of inert
-fields and blank texts are set aside; `note_ignored` then reports and removes them. Integers may be
-written as 4.0.
+During validation, unknown fields, list entries of unknown types, invalid values of inert fields and
+blank texts are set aside; `note_ignored` then reports and removes them. Integers may be written as
+4.0.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Dropped:
     def __init__(self, reason: str, kind: str = "", stand_in: Any = None) -> None:
         self.reason = reason
         self.kind = kind
-        """The unknown `type` of an object, for its path."""
+        """The unknown `type` of an object, reported in its path."""
         self.stand_in = stand_in
-        """Part that replaces it in a list; None to remove it."""
+        """Part that replaces the value in a list; None to remove the value."""
 
 
 def _end_at_first_fault(schema: Any) -> None:
@@ -84,13 +84,14 @@ class BodyPart(BaseModel):
     refused: ClassVar[frozenset[str]] = frozenset()
     """Fields of other servers that are rejected, since ignoring them would give wrong results."""
     types: ClassVar[tuple[str, ...]] = ()
-    """Known values of `type`; other entries are dropped from lists. (): any."""
+    """Known values of `type`; list entries of other types are dropped. (): all types are accepted.
+    """
     noted: ClassVar[frozenset[str]] = frozenset()
     """Values of `type` whose entries are replaced by a note (`make_note`)."""
 
     @classmethod
     def make_note(cls, value: dict[str, Any]) -> BodyPart | None:
-        """Returns the part that replaces an entry with a type in `noted`; None to drop it."""
+        """Returns the part that replaces an entry whose type is in `noted`; None drops it."""
         return None
 
     @classmethod
@@ -156,8 +157,8 @@ def _note_entries(entries: Sequence[Any], ignored: IgnoredFields, path: str) -> 
 
 def _without_dropped(entries: Sequence[Any]) -> list[Any]:
     """Returns the entries of a list, with dropped ones replaced or removed."""
-    found = (entry.stand_in if isinstance(entry, Dropped) else entry for entry in entries)
-    return [entry for entry in found if entry is not None]
+    remaining = (entry.stand_in if isinstance(entry, Dropped) else entry for entry in entries)
+    return [entry for entry in remaining if entry is not None]
 
 
 def _note_unknown(part: BodyPart, name: str, path: str, ignored: IgnoredFields) -> None:
@@ -193,7 +194,7 @@ def _holds_part(annotation: Any) -> bool:
 
 
 def _wrap(schema: Any, check: Callable[[Any, ValidatorFunctionWrapHandler], Any]) -> None:
-    """Wraps the schema of a field's value in a check, inside that of its default."""
+    """Wraps a check around the schema of a field's value, inside the default's schema."""
     assert schema["type"] == "default", "a field that may be ignored has a default"
     schema["schema"] = core_schema.no_info_wrap_validator_function(check, schema["schema"])
 
@@ -224,9 +225,9 @@ def _drop_other_types(
     kind: type[BodyPart] = BodyPart,
 ) -> Any:
     """Drops an object of a type unknown to `kind`, the class of a list's entries."""
-    given = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(given, str) or given in types:
+    type_name = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(type_name, str) or type_name in types:
         return validate(value)
-    reason = f"got {shown(given)}, expected {', '.join(types)}"
-    stand_in = kind.make_note(value) if given in kind.noted else None
-    return Dropped(reason, quote_label(given), stand_in)
+    reason = f"got {shown(type_name)}, expected {', '.join(types)}"
+    stand_in = kind.make_note(value) if type_name in kind.noted else None
+    return Dropped(reason, quote_label(type_name), stand_in)

@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
-    """Token counts of a prompt that is too long; clients shorten a conversation by them."""
+    """Token counts of a prompt that is too long; clients use them to shorten a conversation."""
 
     num_tokens: int
     max_tokens: int
@@ -71,7 +71,7 @@ def format_openai_error(fault: Fault) -> dict[str, Any]:
 
 
 def openai_overflow(message: str, overflow: Overflow) -> str:
-    """Adds the phrases by which OpenAI clients recognize a prompt that is too long."""
+    """Adds the phrases that OpenAI clients recognize as "prompt too long"."""
     known = "This model's maximum context length is"
     if not message.startswith(known):
         message = f"{known} {overflow.max_tokens} tokens here. {message}"
@@ -79,8 +79,8 @@ def openai_overflow(message: str, overflow: Overflow) -> str:
 
 
 def format_responses_error(fault: Fault) -> dict[str, Any]:
-    """Returns OpenAI's body on the Responses route, with other phrases for a prompt that is too
-    long.
+    """Returns OpenAI's body for the Responses route, which uses different phrases for a prompt that
+    is too long.
     """
     body = format_openai_error(fault)
     if fault.overflow is not None:
@@ -99,8 +99,8 @@ def format_anthropic_error(fault: Fault) -> dict[str, Any]:
     kind = ANTHROPIC_TYPES.get(fault.status, usual)
     message = fault.message
     if fault.overflow is not None:
-        num, most = fault.overflow.num_tokens, fault.overflow.max_tokens
-        message = f"prompt is too long: {num} tokens > {most} maximum"
+        num, limit = fault.overflow.num_tokens, fault.overflow.max_tokens
+        message = f"prompt is too long: {num} tokens > {limit} maximum"
     error = {"type": kind, "message": message}
     return {"type": "error", "error": error, "request_id": f"req_{secrets.token_hex(12)}"}
 
@@ -108,19 +108,19 @@ def format_anthropic_error(fault: Fault) -> dict[str, Any]:
 def format_ollama_error(fault: Fault) -> dict[str, Any]:
     if fault.overflow is None:
         return {"error": fault.message}
-    num, most = fault.overflow.num_tokens, fault.overflow.max_tokens
+    num, limit = fault.overflow.num_tokens, fault.overflow.max_tokens
     return {
         "error": "the input length exceeds the context length:"
-        f" request ({num} tokens) exceeds the available context size ({most} tokens)"
+        f" request ({num} tokens) exceeds the available context size ({limit} tokens)"
     }
 
 
 def format_cohere_error(fault: Fault) -> dict[str, Any]:
     if fault.overflow is None:
         return {"message": fault.message}
-    num, most = fault.overflow.num_tokens, fault.overflow.max_tokens
+    num, limit = fault.overflow.num_tokens, fault.overflow.max_tokens
     return {
-        "message": f"too many tokens: the prompt cannot exceed {most} tokens - received {num}."
+        "message": f"too many tokens: the prompt cannot exceed {limit} tokens - received {num}."
         " Try using a shorter prompt."
     }
 
@@ -134,10 +134,10 @@ FORMATS: tuple[tuple[str, ErrorFormat], ...] = (
     ("/v1/chat/", format_openai_error),
     ("/v1/completions", format_openai_error),
 )
-"""Rows of (path prefix, error format); all other paths have OpenAI's format."""
+"""Pairs of (path prefix, error format); all other paths use OpenAI's format."""
 
 VERSION_HEADER = "anthropic-version"
-"""Identifies Anthropic clients on paths that OpenAI has too."""
+"""Header that identifies Anthropic clients on paths that also exist in OpenAI's API."""
 
 
 def get_error_format(scope: Scope) -> ErrorFormat:

@@ -32,7 +32,7 @@ from octavo.server.http.error_formats import (
 )
 
 VERSION = "v1"
-"""Path component that is most often missing or duplicated."""
+"""Path component that clients most often omit or duplicate."""
 LIST = "see GET /openapi.json"
 TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.Unauthorized, 401, "AuthenticationError"),

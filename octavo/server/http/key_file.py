@@ -50,9 +50,9 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
 
     def api_key(self, where: str) -> ApiKey:
         if (self.key is None) == (self.sha256 is None):
-            got = "neither" if self.key is None else "both"
+            count = "neither" if self.key is None else "both"
             raise ConfigError(
-                f"api_key_file: {where}: {self.name}: got {got}, expected exactly one of key and"
+                f"api_key_file: {where}: {self.name}: got {count}, expected exactly one of key and"
                 f" sha256"
             )
         digest = bytes.fromhex(self.sha256) if self.sha256 else hash_key(self.key or "")
@@ -72,10 +72,10 @@ def read_key_file(path: str) -> list[ApiKey]:
     """Reads the keys of a file. Raises ConfigError if it is invalid, without showing a key."""
     file = read_data_file(path, name="api_key_file", max_bytes=MAX_FILE_BYTES, has_secrets=True)
     entries = file.convert(KeyList, hint="docs/guides/access.md shows a key file").keys
-    keys = [entry.api_key(file.where("keys", at)) for at, entry in enumerate(entries)]
+    keys = [entry.api_key(file.where("keys", index)) for index, entry in enumerate(entries)]
     for part in ("name", "digest"):
         values = [getattr(key, part) for key in keys]
-        twice = next((at for at, value in enumerate(values) if value in values[:at]), None)
+        twice = next((index for index, value in enumerate(values) if value in values[:index]), None)
         if twice is not None:
             raise ConfigError(
                 f"api_key_file: {file.where('keys', twice)}: another key has the same {part}"

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from octavo.server.settings import ServerSettings
 
 MAX_HEAD_BYTES = 64 << 10
-"""Maximum size of a request head, unless it arrives in one piece."""
+"""Maximum size of a request head that arrives in several pieces."""
 MAX_HEADERS = 256
 
 
@@ -107,7 +107,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
-            raise ValueError("too many headers")  # ends the parser
+            raise ValueError("too many headers")  # stops the parser
 
     def on_headers_complete(self) -> None:
         """Starts the request if it names exactly one host: RFC 9112 (3.2) forbids others."""
@@ -118,7 +118,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notifies the request in progress: uvicorn only notifies the last one that was read."""
+        """Notifies the request in progress. uvicorn itself notifies only the request that was read
+        last.
+        """
         self._stop_head_timer()
         self._stop_write_timer()
         self._stop_rest_timer()
@@ -138,7 +140,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Continues with the next request. If the response was sent before the request body was
-        read, the rest of the body has a timeout too.
+        completely read, a timeout applies to the rest of the body.
         """
         super().on_response_complete()
         if self.cycle.more_body and not self.transport.is_closing():
@@ -159,8 +161,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_write_timer()
 
     def _start_head_timer(self) -> None:
-        """Starts the timer unless it runs: the first head of a connection has one timeout
-        in total.
+        """Starts the timer unless it is already running: one timeout covers the entire first head
+        of a connection.
         """
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(
@@ -202,10 +204,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 def unchunked(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
     """Wraps an app so that `cycle` sends its response unchunked and then closes the connection.
 
-    Responses of unknown length for HTTP/1.0 clients, which do not support chunked encoding: the
-    end of the connection ends the response.
+    Used for responses of unknown length to HTTP/1.0 clients, which do not support chunked encoding:
+    closing the connection marks the end of the response.
 
-    Source: RFC 9112, sections 6.1 and 6.3. uvicorn sends chunks to all clients.
+    uvicorn itself sends chunks to all clients. Source: RFC 9112, sections 6.1 and 6.3.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -219,7 +221,8 @@ def unchunked(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
                 if is_open_ended:
                     cycle.chunked_encoding = False
             elif is_open_ended:
-                # The cycle compares each part with what a Content-Length would leave.
+                # The cycle compares each part with the bytes that a Content-Length header would
+                # still allow.
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 

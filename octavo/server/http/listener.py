@@ -71,7 +71,7 @@ def check_certificate(settings: ServerSettings) -> None:
         return
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # An empty password, so that a key that needs one fails instead of asking the terminal.
+        # With an empty password, an encrypted key fails instead of prompting on the terminal.
         context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
     except (OSError, ValueError) as error:
         raise ConfigError(

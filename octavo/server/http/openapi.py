@@ -1,5 +1,5 @@
-"""Adds to the OpenAPI description what FastAPI does not know: request bodies, stream types, and
-error formats.
+"""Adds request bodies, stream types and error formats to the OpenAPI description, which FastAPI
+cannot derive.
 
 Routes parse their bodies with `body.parse_body` and write responses themselves.
 """

@@ -34,7 +34,7 @@ class RequestLimits:
     def check(self, num_prompts: int, params: RequestParams) -> None:
         """Raises InvalidRequest for an exceeded limit, naming its flag."""
         stops, words = params.stop_strings, params.bad_words or []
-        for param, what, got, allowed, flag in (
+        for param, what, value, allowed, flag in (
             ("prompt", "prompts", num_prompts, self.max_prompts, "max-prompts"),
             ("n", "samples", params.num_samples, self.max_n, "max-n"),
             ("stop", "texts", len(stops), self.max_stop_strings, "max-stop-strings"),
@@ -53,9 +53,9 @@ class RequestLimits:
                 "max-stop-characters",
             ),
         ):
-            if got > allowed:
+            if value > allowed:
                 raise InvalidRequest(
-                    f"{param}: got {got} {what}, expected at most {allowed}",
+                    f"{param}: got {value} {what}, expected at most {allowed}",
                     hint=f"the server option --{flag} sets this limit",
                     param=param,
                 )

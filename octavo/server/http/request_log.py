@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """An HTTP request that was answered, or whose client disconnected."""
+    """An HTTP request that was answered or whose client disconnected."""
 
     scope: Scope
     record: RequestRecord
@@ -84,8 +84,10 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
-        given = Headers(scope=scope).get(ID_HEADER, "")
-        record = RequestRecord(given if FIT_FOR_LOGS.fullmatch(given) else secrets.token_hex(16))
+        client_id = Headers(scope=scope).get(ID_HEADER, "")
+        record = RequestRecord(
+            client_id if FIT_FOR_LOGS.fullmatch(client_id) else secrets.token_hex(16)
+        )
         scope[SCOPE_KEY] = record
         status = 0
 

@@ -34,7 +34,7 @@ class SameOrigin:
         allowed: Sequence[str] = (),
         local: re.Pattern[str] | None = LOCAL_ORIGIN,
     ) -> None:
-        """`allowed` are the origins of --allow-origin, `local` matches those that are always
+        """`allowed` lists the origins of --allow-origin; `local` matches origins that are always
         allowed.
         """
         self._app = app

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 PING_INTERVAL_S = 15.0
-"""Maximum silence on a stream, in seconds. Many clients and proxies time out after some minutes,
-which a long prompt may take on a slow machine.
+"""Seconds without an event after which a ping is sent. Many clients and proxies time out after some
+minutes, and the prefill of a long prompt can take that long on a slow machine.
 """
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -42,7 +42,7 @@ class EventStream(Response):
     end = DONE
     """Sent after the last event."""
     ping = b": ping\n\n"
-    """Comment that clients skip, sent during silence; empty for none."""
+    """Comment that clients skip, sent as a ping; empty: no pings."""
     media_type = "text/event-stream"
 
     def __init__(self, events: Events, headers: Mapping[str, str] = NO_HEADERS) -> None:
@@ -74,10 +74,10 @@ class EventStream(Response):
                 async for payloads in self._events:
                     await self._send_part(send, self.format_events(payloads))
         except Exception as error:
-            told: Exception = deadline.error if limit.expired() else error
-            if told is error and not isinstance(error, OctavoError):
+            reported: Exception = deadline.error if limit.expired() else error
+            if reported is error and not isinstance(error, OctavoError):
                 logger.exception("a stream failed")
-            await self._send_part(send, self.format_events(self.failure(told)))
+            await self._send_part(send, self.format_events(self.failure(reported)))
         finally:
             pings.cancel()
         await send({"type": "http.response.body", "body": self.end, "more_body": False})

@@ -51,7 +51,7 @@ class TimeLimit:
 
                 async def send_in_time(message: Message) -> None:
                     if message["type"] == "http.response.start":
-                        timeout.reschedule(None)  # a stream keeps the deadline itself
+                        timeout.reschedule(None)  # a stream enforces the deadline itself
                     await send(message)
 
                 await self._app(scope, receive, send_in_time)

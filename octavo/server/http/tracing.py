@@ -96,11 +96,11 @@ class Tracer:
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
     """Returns the span attributes of one prompt."""
-    made = output.metrics.num_generation_tokens if output.metrics is not None else 0
+    num_output_tokens = output.metrics.num_generation_tokens if output.metrics is not None else 0
     return {
         "gen_ai.response.id": output.request_id,
         "gen_ai.usage.input_tokens": len(output.prompt_token_ids),
-        "gen_ai.usage.output_tokens": made,
+        "gen_ai.usage.output_tokens": num_output_tokens,
         "octavo.cached_tokens": output.num_cached_tokens,
     }
 

@@ -80,8 +80,8 @@ class OllamaFormatter(ResponseFormatter):
         return line | self._statistics(response, choice)
 
     def format_deltas(self, response: ResponseBuilder, deltas: Sequence[ChoiceDelta]) -> list[Line]:
-        """Returns the lines of new output. Tool calls are sent whole; the last line has no text and
-        the statistics.
+        """Returns the lines of new output. Each tool call is sent in one line. The last line
+        contains the statistics and no text.
         """
         (delta,) = deltas
         text = MessageText()
@@ -101,7 +101,7 @@ class OllamaFormatter(ResponseFormatter):
         return lines
 
     def _end_call(self) -> list[Line]:
-        """Returns the line of a completed tool call, if any."""
+        """Returns the line of a completed tool call; [] if there is none."""
         call, self._call = self._call, MessageText()
         return [self._line(call)] if call.calls else []
 
@@ -119,9 +119,9 @@ class OllamaFormatter(ResponseFormatter):
             "done": done,
         }
         if delta is not None and delta.logprobs:
-            found = chat_logprobs(delta, self.params.num_shown_logprobs, self._names)
-            if found is not None:
-                line["logprobs"] = found.content
+            logprobs = chat_logprobs(delta, self.params.num_shown_logprobs, self._names)
+            if logprobs is not None:
+                line["logprobs"] = logprobs.content
         return line
 
     def _statistics(self, response: ResponseBuilder, last: ChoiceDelta) -> Line:
@@ -141,15 +141,15 @@ class OllamaFormatter(ResponseFormatter):
 class OllamaChatFormatter(OllamaFormatter):
     @staticmethod
     def format_message(message: MessageText) -> Line:
-        made: Line = {"role": "assistant", "content": message.content}
+        fields: Line = {"role": "assistant", "content": message.content}
         if message.reasoning:
-            made["thinking"] = message.reasoning
+            fields["thinking"] = message.reasoning
         if message.calls:
-            made["tool_calls"] = [
+            fields["tool_calls"] = [
                 {"function": {"name": call.name, "arguments": parse_arguments(call)}}
                 for call in message.calls
             ]
-        return {"message": made}
+        return {"message": fields}
 
 
 class OllamaGenerateFormatter(OllamaFormatter):

@@ -189,12 +189,12 @@ def _add_images(text: str, images: Sequence[str] | None) -> Content:
 
 
 def _content(message: OllamaMessage, where: str, ignored: IgnoredFields) -> Content:
-    given = message.content or ""
-    if isinstance(given, str):
-        return _add_images(given, message.images)
+    text = message.content or ""
+    if isinstance(text, str):
+        return _add_images(text, message.images)
     parts = [
         build_part(part, f"{where}[{index}]", message.role, ignored)
-        for index, part in enumerate(given)
+        for index, part in enumerate(text)
     ]
     return join_parts([*(image_part(base64_source(one)) for one in message.images or ()), *parts])
 
@@ -241,16 +241,16 @@ def _params(body: OllamaBody, model: ServedModel) -> SamplingParams:
     return make_params(options, NAMES, model.llm.get_default_chat_params(), **others)
 
 
-def _parse_format(given: str | dict[str, Any] | None) -> StructuredOutputs | None:
+def _parse_format(output_format: str | dict[str, Any] | None) -> StructuredOutputs | None:
     """Returns the structured output options; None for free text."""
-    if not given:
+    if not output_format:
         return None
-    if given == "json":
+    if output_format == "json":
         return StructuredOutputs(json_object=True, given_as="format")
-    if isinstance(given, dict):
-        return StructuredOutputs(json=given, given_as="format")
+    if isinstance(output_format, dict):
+        return StructuredOutputs(json=output_format, given_as="format")
     raise InvalidRequest(
-        f"format: got {given!r}, expected 'json' and a JSON schema", param="format"
+        f"format: got {output_format!r}, expected 'json' and a JSON schema", param="format"
     )
 
 

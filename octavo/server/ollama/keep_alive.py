@@ -19,28 +19,30 @@ KeepAlive = str | int | float | None
 
 TAKES = 'a duration such as "5m" or "1h30m", seconds, 0 to unload at once, or -1 forever'
 MAX_S = 1e9
-"""Longer times mean forever, in seconds."""
+"""Longest finite time in seconds; longer times keep the model loaded forever."""
 
 
-def parse_keep_alive(given: str | int | float) -> float | None:
-    """Returns seconds; None to keep the model loaded. Raises InvalidRequest."""
-    seconds = read_seconds(given.strip()) if isinstance(given, str) else float(given)
+def parse_keep_alive(keep_alive: str | int | float) -> float | None:
+    """Returns seconds, or None to keep the model loaded. Raises InvalidRequest for an invalid
+    value.
+    """
+    seconds = read_seconds(keep_alive.strip()) if isinstance(keep_alive, str) else float(keep_alive)
     if seconds is None or math.isnan(seconds):
         raise InvalidRequest(
-            f"keep_alive: got {shown(given)}, expected {TAKES}", param="keep_alive"
+            f"keep_alive: got {shown(keep_alive)}, expected {TAKES}", param="keep_alive"
         )
     return seconds if 0 <= seconds <= MAX_S else None
 
 
-def asks_to_unload(given: KeepAlive) -> bool:
-    return given is not None and parse_keep_alive(given) == 0
+def asks_to_unload(keep_alive: KeepAlive) -> bool:
+    return keep_alive is not None and parse_keep_alive(keep_alive) == 0
 
 
-def apply_keep_alive(request: Request, uses: ModelUses, given: KeepAlive) -> None:
+def apply_keep_alive(request: Request, uses: ModelUses, keep_alive: KeepAlive) -> None:
     """Sets the model's idle timeout; ignored unless the request is an operator's."""
-    if given is None:
+    if keep_alive is None:
         return
-    seconds = parse_keep_alive(given)
+    seconds = parse_keep_alive(keep_alive)
     if is_operator(request):
         uses.keep(seconds, by_request=True)
     else:

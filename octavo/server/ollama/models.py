@@ -43,7 +43,11 @@ async def tags(service: Annotated[Service, Depends(get_service)]) -> dict[str, A
     cached = await known.local()
     others: list[EngineSlot] = []
     if service.settings.load_on_demand == "local":
-        others = [_make_slot(each) for each in cached if not service.models.answers_to(each.name)]
+        others = [
+            _make_slot(cached_model)
+            for cached_model in cached
+            if not service.models.answers_to(cached_model.name)
+        ]
     slots = [*service.models, *others]
     await known.describe(slots)
     return {
@@ -93,18 +97,18 @@ async def show(
 async def _entry(
     service: Service, slot: EngineSlot, name: str, cached: Sequence[CachedModel] = ()
 ) -> dict[str, Any]:
-    """Describes a model under one of its names; the size of one that is not loaded comes from
+    """Describes a model under one of its names; the size of a model that is not loaded comes from
     `cached`.
     """
-    num_bytes, found = slot.facts.num_bytes, find_cached(slot.spec.model, cached)
-    if slot.loaded is None and found is not None:
-        num_bytes = num_bytes or found.num_bytes
+    num_bytes, cached_model = slot.facts.num_bytes, find_cached(slot.spec.model, cached)
+    if slot.loaded is None and cached_model is not None:
+        num_bytes = num_bytes or cached_model.num_bytes
     return {
         "name": tagged(name),
         "model": tagged(name),
-        "modified_at": _time(slot.created if found is None else found.modified_s),
+        "modified_at": _time(slot.created if cached_model is None else cached_model.modified_s),
         "size": num_bytes,
-        "digest": await service.known.digest(slot),  # the same under all names of a model
+        "digest": await service.known.digest(slot),  # the same for all names of a model
         "details": _details(slot),
         "state": slot.state,
     }
@@ -175,13 +179,13 @@ def _capabilities(slot: EngineSlot) -> list[str]:
         return []
     if known.pools is not None:
         return ["embedding"] if known.pools == "embed" else []
-    found = ["completion", "insert"] if known.infills else ["completion"]
+    names = ["completion", "insert"] if known.infills else ["completion"]
     if not known.chat_template:
-        return found
-    found.append("tools")
+        return names
+    names.append("tools")
     if "image" in known.media:
-        found.append("vision")
-    return [*found, "thinking"] if known.reasons else found
+        names.append("vision")
+    return [*names, "thinking"] if known.reasons else names
 
 
 def _time(unix_s: float) -> str:

@@ -94,7 +94,7 @@ async def _progress(service: Service, name: str) -> AsyncGenerator[list[dict[str
     download = service.pulls.start(name)
     async with aclosing(download.follow()) as changes:
         async for changed in changes:
-            yield [_line(each) for each in changed]
+            yield [_line(file_progress) for file_progress in changed]
     yield [{"status": "verifying sha256 digest"}, {"status": "writing manifest"}]
     await service.known.add_pulled(name, await download.path())
     yield [{"status": "success"}]

@@ -34,7 +34,7 @@ FIELDS = (
 FRAMES_A_SECOND = 100
 """Frames per second, the unit of `seek` in OpenAI's segments."""
 WITH_SEGMENTS = ("verbose_json", "srt", "vtt")
-"""Formats with segments, which the model timestamps if it can."""
+"""Formats with segments; their timestamps come from the model if it supports them."""
 FORM = {
     "required": True,
     "content": {
@@ -111,12 +111,12 @@ async def _transcribe(
 
     model.record.start()
     try:
-        made = await model.llm.transcribe(data, options, origin=origin, compute=compute)
+        transcription = await model.llm.transcribe(data, options, origin=origin, compute=compute)
     finally:
         model.record.stop()
-    if made.error is not None:
-        raise ServerError(made.error)
-    return made
+    if transcription.error is not None:
+        raise ServerError(transcription.error)
+    return transcription
 
 
 def _parse_format(fields: dict[str, str], ignored: IgnoredFields) -> str:
@@ -133,17 +133,19 @@ def _parse_format(fields: dict[str, str], ignored: IgnoredFields) -> str:
             "stream: got true, streaming is not supported for transcriptions",
             param="stream",
         )
-    wanted = fields.get("response_format", "json")
-    if wanted not in FORMATS:
+    response_format = fields.get("response_format", "json")
+    if response_format not in FORMATS:
         raise InvalidRequest(
-            f"response_format: got {shown(wanted)}, expected {', '.join(FORMATS)}",
+            f"response_format: got {shown(response_format)}, expected {', '.join(FORMATS)}",
             param="response_format",
         )
-    return wanted
+    return response_format
 
 
 def _timestamps(granularity: str | None, answer_format: str) -> bool | None:
-    """Returns whether segments need timestamps of the model; None: if it supports them."""
+    """Returns whether segments need the model's timestamps; None: use them if the model supports
+    them.
+    """
     if granularity not in (None, "segment"):
         raise InvalidRequest(
             f"{GRANULARITIES}: got {shown(granularity)}, expected segment",
@@ -167,19 +169,19 @@ def _temperature(text: str) -> float:
     return value
 
 
-def _format(made: Transcription, answer_format: str) -> Response:
+def _format(transcription: Transcription, answer_format: str) -> Response:
     if answer_format == "text":
-        return PlainTextResponse(made.text + "\n")
+        return PlainTextResponse(transcription.text + "\n")
     if answer_format == "srt":
-        return PlainTextResponse(made.srt(), media_type="application/x-subrip")
+        return PlainTextResponse(transcription.srt(), media_type="application/x-subrip")
     if answer_format == "vtt":
-        return PlainTextResponse(made.vtt(), media_type="text/vtt")
-    body: dict[str, Any] = {"text": made.text}
+        return PlainTextResponse(transcription.vtt(), media_type="text/vtt")
+    body: dict[str, Any] = {"text": transcription.text}
     if answer_format == "verbose_json":
         body |= {
-            "task": made.task,
-            "language": made.language,
-            "duration": made.duration_s,
+            "task": transcription.task,
+            "language": transcription.language,
+            "duration": transcription.duration_s,
             "segments": [
                 {
                     "id": segment.id,
@@ -189,7 +191,7 @@ def _format(made: Transcription, answer_format: str) -> Response:
                     "text": segment.text,
                     "tokens": segment.token_ids,
                 }
-                for segment in made.segments
+                for segment in transcription.segments
             ],
         }
     return JSONResponse(body)

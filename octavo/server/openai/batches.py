@@ -94,7 +94,7 @@ async def show_batch(
 async def cancel_batch(
     batch_id: str, request: Request, store: StoreHere, jobs: JobsHere
 ) -> dict[str, Any]:
-    """Cancels a batch, keeping finished requests; a batch that has ended cannot be cancelled."""
+    """Cancels a batch, keeping finished requests; responds 409 if the batch has ended."""
     record = await _find(store, batch_id, get_owner(request))
     run = jobs.batches.find(batch_id)
     if run is None:
@@ -120,8 +120,8 @@ async def _find(store: Store, batch_id: str, owner: str) -> Record:
 
 def _seconds(window: str) -> int:
     """Parses a completion window."""
-    found = re.fullmatch(r"(\d+)([smhd])", window)
-    seconds = int(found[1]) * SECONDS[found[2]] if found else 0
+    match = re.fullmatch(r"(\d+)([smhd])", window)
+    seconds = int(match[1]) * SECONDS[match[2]] if match else 0
     if not 0 < seconds <= MAX_WINDOW_S:
         raise InvalidRequest(
             f"completion_window: got {window!r}, expected at most 14 days",

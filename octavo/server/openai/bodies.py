@@ -25,7 +25,7 @@ from octavo.server.openai.message_bodies import (
 )
 
 TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-"""An integer that fits the engine's types; SamplingParams checks its value."""
+"""An integer that fits the engine's integer types; SamplingParams checks its value."""
 
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataText = Annotated[str, Field(max_length=512)]

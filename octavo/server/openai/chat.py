@@ -96,31 +96,31 @@ class ChatFormatter(OpenAIFormatter):
         self._uses_functions = uses_functions
         self._echoed = echoed
 
-    def add_prompt(self, made: ChatCompletion, output: RequestOutput) -> None:
+    def add_prompt(self, completion: ChatCompletion, output: RequestOutput) -> None:
         if self.returns_token_ids:
-            made.prompt_token_ids = output.prompt_token_ids
-        made.prompt_text = self.prompt_text(output)
+            completion.prompt_token_ids = output.prompt_token_ids
+        completion.prompt_text = self.prompt_text(output)
 
     def format_whole(
         self, response: ResponseBuilder, choices: Sequence[ChoiceDelta]
     ) -> ChatCompletion:
-        made = self._completion("chat.completion", format_usage(response.usage))
-        made.choices = [
+        completion = self._completion("chat.completion", format_usage(response.usage))
+        completion.choices = [
             self._choice(choice, message=self._message(choice.message)) for choice in choices
         ]
         output = choices[0].output
-        self.add_prompt(made, output)
+        self.add_prompt(completion, output)
         if self.params.prompt_logprobs is not None:
-            made.prompt_logprobs = plain_logprobs(output.prompt_logprobs)
-        made.timings = self.timings(response)
-        return made
+            completion.prompt_logprobs = plain_logprobs(output.prompt_logprobs)
+        completion.timings = self.timings(response)
+        return completion
 
     def format_chunk(
         self, choices: list[ChatChoice], usage: Usage | UnsetType | None
     ) -> ChatCompletion:
-        made = self._completion("chat.completion.chunk", usage)
-        made.choices = choices
-        return made
+        chunk = self._completion("chat.completion.chunk", usage)
+        chunk.choices = choices
+        return chunk
 
     def format_choices(self, delta: ChoiceDelta) -> list[ChatChoice]:
         """Returns the delta's choices, one for each part; the first one of a stream has only the
@@ -158,19 +158,19 @@ class ChatFormatter(OpenAIFormatter):
                 called = CalledFunction(arguments=part.text)
                 return ChatMessage(tool_calls=[ChatToolCall(called, index=part.call)])
 
-    def _message(self, found: MessageText) -> ChatMessage:
-        """Returns a whole message; its content is null if it only calls tools."""
-        content = self._echoed + found.content
-        message = ChatMessage(ROLE, content if content or not found.calls else None, None)
-        if found.reasoning:
-            message.reasoning = found.reasoning
-        if found.calls and self._uses_functions:
-            call = found.calls[0]
+    def _message(self, text: MessageText) -> ChatMessage:
+        """Returns a complete message; its content is null if it contains only tool calls."""
+        content = self._echoed + text.content
+        message = ChatMessage(ROLE, content if content or not text.calls else None, None)
+        if text.reasoning:
+            message.reasoning = text.reasoning
+        if text.calls and self._uses_functions:
+            call = text.calls[0]
             message.function_call = CalledFunction(call.name, call.arguments)
-        elif found.calls:
+        elif text.calls:
             message.tool_calls = [
                 ChatToolCall(CalledFunction(call.name, call.arguments), call.call_id, "function")
-                for call in found.calls
+                for call in text.calls
             ]
         return message
 
@@ -231,8 +231,8 @@ def _echoed(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _max_tokens(body: ChatBody) -> int | None:
     """Returns max_tokens; -1 for no limit, None for the default."""
-    given = body.max_completion_tokens
-    return body.max_tokens if given is None else given
+    max_tokens = body.max_completion_tokens
+    return body.max_tokens if max_tokens is None else max_tokens
 
 
 def _params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
@@ -245,10 +245,15 @@ def _params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
 
 
 def _get_names(body: ChatBody) -> dict[str, str]:
-    """Maps given fields of the chat API to SamplingParams fields of other names."""
-    given = {"top_logprobs": body.top_logprobs, "max_completion_tokens": body.max_completion_tokens}
+    """Maps fields of the chat API to SamplingParams fields of other names; only fields that are
+    set.
+    """
+    values = {
+        "top_logprobs": body.top_logprobs,
+        "max_completion_tokens": body.max_completion_tokens,
+    }
     ours = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
-    return {name: ours[name] for name, value in given.items() if value is not None}
+    return {name: ours[name] for name, value in values.items() if value is not None}
 
 
 def _num_logprobs(body: ChatBody) -> int | None:

@@ -82,9 +82,9 @@ class CompletionFormatter(OpenAIFormatter):
 
     def format_whole(self, response: ResponseBuilder, choices: Sequence[ChoiceDelta]) -> Completion:
         usage = format_usage(response.usage, 0 if self._only_prompt else None)
-        made = self.format_chunk([self._choice(choice) for choice in choices], usage)
-        made.timings = self.timings(response)
-        return made
+        completion = self.format_chunk([self._choice(choice) for choice in choices], usage)
+        completion.timings = self.timings(response)
+        return completion
 
     def format_chunk(
         self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
@@ -99,7 +99,7 @@ class CompletionFormatter(OpenAIFormatter):
             usage=usage,
         )
 
-    def add_prompt(self, made: Completion, output: RequestOutput) -> None:
+    def add_prompt(self, completion: Completion, output: RequestOutput) -> None:
         """Does nothing: each choice contains the fields about its own prompt."""
 
     def format_choices(self, delta: ChoiceDelta) -> list[CompletionChoice]:
@@ -161,7 +161,7 @@ class CompletionFormatter(OpenAIFormatter):
         token_ids, skips = output.prompt_token_ids, self.params.skip_special_tokens
         if self._only_prompt:
             return self.tokenizer.decode(token_ids, skip_special_tokens=skips)
-        # The answer's text begins with the character that the prompt leaves unfinished.
+        # The completion's text begins with the character that the prompt ends in the middle of.
         return decode_whole_characters(self.tokenizer, token_ids, skip_special_tokens=skips)
 
 
@@ -183,7 +183,7 @@ async def _prompt(body: CompletionBody, prompt: Prompt, llm: AsyncLLM) -> Engine
                 "suffix: got a prompt of token ids, expected a string", param="suffix"
             )
         return await llm.infill_prompt(prompt, body.suffix) | {"cache_salt": body.cache_salt}
-    made = await make_prompt(
+    engine_prompt = await make_prompt(
         llm,
         prompt,
         add_special_tokens=body.add_special_tokens,
@@ -194,11 +194,11 @@ async def _prompt(body: CompletionBody, prompt: Prompt, llm: AsyncLLM) -> Engine
         "decoder_prompt": body.decoder_prompt,
         "decoder_prompt_token_ids": body.decoder_prompt_token_ids,
     }
-    given = {name: value for name, value in named.items() if value is not None}
-    if not given:
-        return made
-    assert isinstance(made, Mapping), "make_prompt returns a text's tokens in a dict"
-    return {**made, **given}
+    named_prompts = {name: value for name, value in named.items() if value is not None}
+    if not named_prompts:
+        return engine_prompt
+    assert isinstance(engine_prompt, Mapping), "make_prompt returns a text's tokens in a dict"
+    return {**engine_prompt, **named_prompts}
 
 
 def _max_tokens(body: CompletionBody) -> int:
@@ -210,7 +210,7 @@ def _params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
     """Returns the SamplingParams. `echo` with `logprobs` requires prompt logprobs."""
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:
-        # Listed tokens' logprobs are the answer's alone; the echoed prompt has its own ones.
+        # logprob_token_ids apply to the completion only; the echoed prompt has its own logprobs.
         prompt_logprobs = 0 if body.logprob_token_ids else body.logprobs
     others = {"prompt_logprobs": prompt_logprobs, "best_of": body.best_of}
     return sampling_params(

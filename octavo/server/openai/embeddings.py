@@ -83,7 +83,7 @@ async def embed(
         job = model.llm.pooling_jobs.embedding(as_prompts(body.input), params)
     call = PoolingCall(name, job, get_request_context(request, body.priority, body.user))
     answer = await run_pooling(request, model, call)
-    made = EmbeddingList(
+    embedding_list = EmbeddingList(
         name,
         [
             EmbeddingEntry(index, _format(row, body.encoding_format))
@@ -92,14 +92,14 @@ async def embed(
         model.name,
         PoolingUsage.of(answer.num_tokens),
     )
-    return Response(msgspec.json.encode(made), media_type="application/json")
+    return Response(msgspec.json.encode(embedding_list), media_type="application/json")
 
 
-def _check_texts(given: str | Sequence[Any]) -> None:
+def _check_texts(inputs: str | Sequence[Any]) -> None:
     """Raises InvalidRequest for an empty text, as OpenAI does."""
-    texts = [given] if isinstance(given, str) else given
+    texts = [inputs] if isinstance(inputs, str) else inputs
     if "" in texts:
-        where = "input" if isinstance(given, str) else f"input[{texts.index('')}]"
+        where = "input" if isinstance(inputs, str) else f"input[{texts.index('')}]"
         raise InvalidRequest(f"{where}: got an empty text, expected some text", param="input")
 
 

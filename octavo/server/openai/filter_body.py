@@ -1,4 +1,4 @@
-"""SamplingParams fields that are in none of the APIs: filters of the whole distribution, mirostat,
+"""SamplingParams fields that are in none of the APIs: filters of the full distribution, mirostat,
 DRY and stop_regex. Names are llama.cpp's if it has them.
 """
 

@@ -40,7 +40,7 @@ from octavo.utils.version import __version__
 
 
 class OpenAIFormatter(ResponseFormatter):
-    """Formats one response, whole or as chunks."""
+    """Formats one response, complete or in chunks."""
 
     prefix: str
 
@@ -76,7 +76,7 @@ class OpenAIFormatter(ResponseFormatter):
         """Returns the choices of a delta, each for its own chunk."""
 
     @abstractmethod
-    def add_prompt(self, made: Any, output: RequestOutput) -> None:
+    def add_prompt(self, completion: Any, output: RequestOutput) -> None:
         """Adds the requested prompt fields to a body or to the first chunk."""
 
     def timings(self, response: ResponseBuilder) -> ResponseTimings | msgspec.UnsetType:
@@ -92,7 +92,7 @@ class OpenAIFormatter(ResponseFormatter):
     def format_deltas(self, response: ResponseBuilder, deltas: Sequence[ChoiceDelta]) -> list[Any]:
         choices = [choice for delta in deltas for choice in self.format_choices(delta)]
         before, usage = self._running_usages(response)
-        # The last chunk has the tokens; those before it, with a role or an earlier part, have none.
+        # Only the last chunk has tokens; the earlier ones contain a role or an earlier part.
         chunks = [self.format_chunk([choice], before) for choice in choices[:-1]]
         chunks.append(self.format_chunk([choices[-1]], usage))
         if not self._has_begun:
@@ -113,7 +113,9 @@ class OpenAIFormatter(ResponseFormatter):
     def _running_usages(
         self, response: ResponseBuilder
     ) -> tuple[Usage | msgspec.UnsetType | None, Usage | msgspec.UnsetType | None]:
-        """Returns the usage fields of chunks before a step's tokens, and of those with them."""
+        """Returns two usage values: for chunks before a step's tokens, and for chunks with the
+        tokens.
+        """
         if not self._stream_options.include_usage:
             return msgspec.UNSET, msgspec.UNSET
         if not self._stream_options.continuous_usage_stats:

@@ -59,7 +59,9 @@ class TextOffsets:
         hidden_ids: Collection[int],
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """Starts at the output's text; `prompt_token_ids` may end in a partial character."""
+        """Offsets start at the beginning of the output's text. `prompt_token_ids` may end in a
+        partial character.
+        """
         self._tokenizer = tokenizer
         self._hidden_ids = hidden_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -69,20 +71,20 @@ class TextOffsets:
 
     def add(self, token_ids: Sequence[int]) -> list[int]:
         """Returns the offsets of output tokens."""
-        found = []
+        offsets = []
         for token_id in token_ids:
-            found.append(self._position)
+            offsets.append(self._position)
             if token_id not in self._hidden_ids:
                 self._position += len(self._text_of(token_id))
-        return found
+        return offsets
 
     def add_echo(self, text: str, token_ids: Sequence[int]) -> list[int]:
         """Returns the offsets of prompt tokens in the echoed text, which may omit special tokens
         and a leading space.
         """
-        found, position = [], 0
+        offsets, position = [], 0
         for token_id in token_ids:
-            found.append(position)
+            offsets.append(position)
             piece = self._text_of(token_id)
             is_special = (
                 self._tokenizer is not None and token_id in self._tokenizer.special_token_ids
@@ -91,7 +93,7 @@ class TextOffsets:
                 piece = "" if is_special else piece[piece.startswith(" ") :]
             position = min(len(text), position + len(piece))
         self._position = len(text)
-        return found
+        return offsets
 
     def _text_of(self, token_id: int) -> str:
         """Returns the characters that a token completes."""
@@ -107,13 +109,15 @@ def completion_logprobs(
     names: TokenNames,
     offsets: list[int],
 ) -> CompletionLogprobs:
-    """Returns the logprobs of completions; a step is None for the first token of the prompt."""
-    made = CompletionLogprobs(offsets, [], [], [])
+    """Returns the logprobs of completions. A step is None for the first prompt token, which has no
+    logprob.
+    """
+    logprobs = CompletionLogprobs(offsets, [], [], [])
     for token_id, step in zip(token_ids, steps, strict=True):
         text = names.unique_text(token_id)
-        made.tokens.append(text)
-        made.token_logprobs.append(None if step is None else _finite(step[token_id].logprob))
-        made.top_logprobs.append(
+        logprobs.tokens.append(text)
+        logprobs.token_logprobs.append(None if step is None else _finite(step[token_id].logprob))
+        logprobs.top_logprobs.append(
             None
             if step is None
             else {
@@ -121,7 +125,7 @@ def completion_logprobs(
                 for other, entry in _top(step, token_id, num_top)
             }
         )
-    return made
+    return logprobs
 
 
 def chat_logprobs(
@@ -139,7 +143,7 @@ def chat_logprobs(
 
 
 def plain_logprobs(steps: Steps | None) -> list[dict[str, Any] | None] | None:
-    """Returns prompt logprobs in vLLM's format."""
+    """Returns prompt logprobs in vLLM's format; None if they are not requested."""
     if steps is None:
         return None
     return [

@@ -12,7 +12,7 @@ from octavo.server.http.body_part import BodyPart
 UNREADABLE = ("input_audio", "audio_url", "video_url", "file")
 """Types of parts that are not supported; omitting them would change the request's meaning."""
 TEXTS = ("text", "input_text", "output_text")
-"""Types of text parts: those of chat, and those of Responses, which agents mix in."""
+"""Types of text parts: chat's own, and those of the Responses API, which agents also send here."""
 
 
 class ContentPart(BodyPart):
@@ -92,11 +92,11 @@ class ToolBody(BodyPart):
 
     @model_validator(mode="before")
     @classmethod
-    def _nest_function(cls, given: Any) -> Any:
+    def _nest_function(cls, tool: Any) -> Any:
         """Accepts the flat format of the Responses and Anthropic APIs."""
-        if not isinstance(given, dict) or "function" in given or "name" not in given:
-            return given
-        rest = dict(given)
+        if not isinstance(tool, dict) or "function" in tool or "name" not in tool:
+            return tool
+        rest = dict(tool)
         if "input_schema" in rest:
             rest.setdefault("parameters", rest.pop("input_schema"))
         names = [name for name in OfferedFunctionBody.model_fields if name in rest]

@@ -42,12 +42,12 @@ async def list_models(
     if VERSION_HEADER in request.headers:
         slots = list(service.models)
         return cards.make_page(slots, limit=limit, after_id=after_id, before_id=before_id)
-    found = [
+    visible_cards = [
         card
         for slot in service.models
         for card in _make_cards(slot, service.models.get_aliases(slot))
     ]
-    return {"object": "list", "data": found}
+    return {"object": "list", "data": visible_cards}
 
 
 @router.get("/v1/models/{name:path}")
@@ -69,7 +69,7 @@ async def show_model(
 def _make_cards(slot: EngineSlot, aliases: Iterable[str]) -> list[dict[str, Any]]:
     """Returns the cards of a model, its adapters and its aliases."""
     card = make_card(slot)
-    adapters = (make_adapter_card(slot, each) for each in slot.adapters.values())
+    adapters = (make_adapter_card(slot, adapter) for adapter in slot.adapters.values())
     return [card, *adapters, *(card | {"id": alias} for alias in aliases)]
 
 

@@ -27,23 +27,23 @@ def sampling_params(
 ) -> SamplingParams:
     """Returns a body's SamplingParams; `others` override the body's fields.
 
-    max_tokens None is the default, -1 no limit. A beam search ignores recommended values.
+    `max_tokens` None means the default, -1 no limit. A beam search ignores recommended values.
     """
-    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    if given.get("logit_bias") == {}:
-        del given["logit_bias"]
+    values = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    if values.get("logit_bias") == {}:
+        del values["logit_bias"]
     if max_tokens is not None:
-        given["max_tokens"] = None if max_tokens == UNLIMITED else max_tokens
+        values["max_tokens"] = None if max_tokens == UNLIMITED else max_tokens
     search = _search(body)
     if search:
         defaults = SamplingParams(max_tokens=defaults.max_tokens)
-    given |= {"logprobs": logprobs, "structured_outputs": parse_structured_outputs(body)}
-    return params_over(defaults, {**given, **search, **others})
+    values |= {"logprobs": logprobs, "structured_outputs": parse_structured_outputs(body)}
+    return params_over(defaults, {**values, **search, **others})
 
 
 def _search(body: SamplingBody) -> dict[str, Any]:
     """Returns the fields of a beam search; {} for other requests."""
     if not body.use_beam_search:
         return {}
-    given = {name: value for name in SEARCH_FIELDS if (value := getattr(body, name)) is not None}
-    return {"beam_width": body.n or 1, **given}
+    values = {name: value for name in SEARCH_FIELDS if (value := getattr(body, name)) is not None}
+    return {"beam_width": body.n or 1, **values}

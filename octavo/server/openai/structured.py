@@ -56,16 +56,16 @@ def _form(body: SamplingBody, name: str, value: Any) -> StructuredOutputs | None
 
 
 def response_format(
-    given: Mapping[str, Any], ignored: IgnoredFields, name: str = "response_format"
+    format_fields: Mapping[str, Any], ignored: IgnoredFields, name: str = "response_format"
 ) -> StructuredOutputs | None:
     """Parses response_format; returns None for text. `name` is the field's name."""
-    kind = given.get("type")
+    kind = format_fields.get("type")
     if kind == "text":
-        _select_known(name, given, ("type",), ignored)
+        _select_known(name, format_fields, ("type",), ignored)
         return None
     if kind == "json_object":
-        _select_known(name, given, ("type", "schema"), ignored)
-        schema = given.get("schema")  # llama.cpp's form
+        _select_known(name, format_fields, ("type", "schema"), ignored)
+        schema = format_fields.get("schema")  # llama.cpp's format
         if not isinstance(schema, dict | None):
             raise InvalidRequest(
                 f"{name}.schema: got {shown(schema)}, expected an object", param=name
@@ -75,38 +75,43 @@ def response_format(
         schema = _without_unenforced(schema, f"{name}.schema", ignored)
         return StructuredOutputs(json=schema, given_as=name)
     if kind == "json_schema":
-        if given.get("json_schema") is None and "schema" in given:  # llama.cpp's form too
-            given = {"type": kind, "json_schema": {**given, "type": None}}
-        _select_known(name, given, ("type", "json_schema"), ignored)
-        schema = _schema(given.get("json_schema"), name, ignored)
+        if (
+            format_fields.get("json_schema") is None and "schema" in format_fields
+        ):  # also llama.cpp's format
+            format_fields = {"type": kind, "json_schema": {**format_fields, "type": None}}
+        _select_known(name, format_fields, ("type", "json_schema"), ignored)
+        schema = _schema(format_fields.get("json_schema"), name, ignored)
         return StructuredOutputs(json=schema, given_as=name)
     if kind == "structural_tag":
-        tag = _select_known(name, given, ("type", "structures", "triggers"), ignored)
+        tag = _select_known(name, format_fields, ("type", "structures", "triggers"), ignored)
         return StructuredOutputs(structural_tag=tag, given_as=name)
     raise InvalidRequest(f"{name}: got the type {shown(kind)}, expected {FORMATS}", param=name)
 
 
-def _schema(given: object, name: str, ignored: IgnoredFields) -> Any:
+def _schema(json_schema: object, name: str, ignored: IgnoredFields) -> Any:
     """Returns the schema of a json_schema object. Without `strict`, keywords that grammars do not
     enforce are ignored; the rest is always enforced.
     """
-    if not isinstance(given, Mapping) or not isinstance(given.get("schema"), dict | bool):
+    if not isinstance(json_schema, Mapping) or not isinstance(
+        json_schema.get("schema"), dict | bool
+    ):
         raise InvalidRequest(
-            f"{name}: got {shown(given)} as json_schema, expected an object with a name and a"
+            f"{name}: got {shown(json_schema)} as json_schema, expected an object with a name and a"
             " schema",
             param=name,
         )
-    _select_known(f"{name}.json_schema", given, SCHEMA_KEYS, ignored)
-    label = given.get("name")
+    _select_known(f"{name}.json_schema", json_schema, SCHEMA_KEYS, ignored)
+    label = json_schema.get("name")
     if label is not None and not (isinstance(label, str) and 0 < len(label) <= MAX_NAME):
         reason = f"got {shown(label)}, expected a string of at most {MAX_NAME} characters"
         ignored.add(f"{name}.json_schema.name", reason)
-    if not isinstance(given.get("strict"), bool | None):
+    if not isinstance(json_schema.get("strict"), bool | None):
         raise InvalidRequest(
-            f"{name}: got {shown(given['strict'])} as strict, expected true or false", param=name
+            f"{name}: got {shown(json_schema['strict'])} as strict, expected true or false",
+            param=name,
         )
-    schema = given["schema"]
-    if given.get("strict") or not isinstance(schema, Mapping):
+    schema = json_schema["schema"]
+    if json_schema.get("strict") or not isinstance(schema, Mapping):
         return schema
     return _without_unenforced(schema, f"{name}.json_schema.schema", ignored)
 
@@ -115,17 +120,17 @@ def _without_unenforced(
     schema: Mapping[str, Any], name: str, ignored: IgnoredFields
 ) -> dict[str, Any]:
     """Returns a schema without the keywords that grammars do not enforce, which are reported."""
-    found = without_unenforced(schema)
-    ignored.add_keywords(found.dropped, name)
-    return dict(found.schema)
+    unenforced = without_unenforced(schema)
+    ignored.add_keywords(unenforced.dropped, name)
+    return dict(unenforced.schema)
 
 
 def _select_known(
-    name: str, given: Mapping[str, Any], allowed: tuple[str, ...], ignored: IgnoredFields
+    name: str, fields: Mapping[str, Any], allowed: tuple[str, ...], ignored: IgnoredFields
 ) -> dict[str, Any]:
     """Returns the allowed fields of an object; reports the others as ignored."""
-    for key, value in given.items():
+    for key, value in fields.items():
         if key not in allowed and value is not None:
             hint = f"expected {', '.join(allowed)}"
             ignored.add(join_path(name, key), "no such field", hint=hint)
-    return {key: value for key, value in given.items() if key in allowed}
+    return {key: value for key, value in fields.items() if key in allowed}

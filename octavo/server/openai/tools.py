@@ -28,12 +28,12 @@ OLD_NAMES = ToolNames("functions", "function_call", "name", "parameters")
 def parse_tools(body: ChatBody, limits: RequestLimits) -> ToolUse | None:
     """Returns the checked tools of a body; None if the model may not call any."""
     is_old = uses_functions(body)
-    given = (body.functions or []) if is_old else [tool.function for tool in body.tools or ()]
+    functions = (body.functions or []) if is_old else [tool.function for tool in body.tools or ()]
     if not is_old and body.functions:
         body.ignored.add("functions", "tools overrides it")
     choice, named = _old_choice(body) if is_old else _choice(body)
     return make_tool_use(
-        [convert_function(function) for function in given],
+        [convert_function(function) for function in functions],
         choice,
         limits,
         named=named,
@@ -58,11 +58,11 @@ def _old_choice(body: ChatBody) -> tuple[Choice | None, list[str] | None]:
 
 def convert_function(function: OfferedFunctionBody) -> OfferedFunction:
     """Converts a function; without parameters it takes no arguments."""
-    made = OfferedFunction(
+    offered = OfferedFunction(
         function.name, description=function.description, is_strict=bool(function.strict)
     )
     parameters = function.parameters
-    return replace(made, parameters=parameters) if isinstance(parameters, dict) else made
+    return replace(offered, parameters=parameters) if isinstance(parameters, dict) else offered
 
 
 def _choice(body: ChatBody) -> tuple[Choice | None, list[str] | None]:

@@ -8,7 +8,7 @@ from octavo.server.openai.bodies import PromptBody
 
 def parse_truncation(body: PromptBody, llm: AsyncLLM, max_tokens: int | None) -> Truncation | None:
     """Returns the prompt truncation, checked against the context. -1 leaves room for `max_tokens`,
-    or for one token if it has no limit.
+    or for one token if there is no limit. Returns None if the body requests no truncation.
     """
     asked, longest = body.truncate_prompt_tokens, llm.info.max_model_len - 1
     if asked is None:

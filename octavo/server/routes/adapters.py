@@ -102,9 +102,12 @@ def _check_name(service: Service, slot: EngineSlot, body: LoadAdapterBody) -> No
         raise InvalidRequest(
             f"lora_name: a model is already named `{body.lora_name}`", param="lora_name"
         )
-    most = service.settings.max_lora_adapters
-    if known is None and sum(len(each.adapters) for each in service.models) >= most:
+    max_adapters = service.settings.max_lora_adapters
+    if (
+        known is None
+        and sum(len(model_slot.adapters) for model_slot in service.models) >= max_adapters
+    ):
         raise Overloaded(
-            f"the server has {most} adapters, the maximum",
+            f"the server has {max_adapters} adapters, the maximum",
             hint="unload one, or raise max_lora_adapters",
         )

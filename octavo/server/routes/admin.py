@@ -1,7 +1,7 @@
 """GET /health and the routes below it (the only ones without a key), /ping, /load, /version.
 
-`/health/live` is liveness: the process responds. `/health` reports that at least one model (or,
-with `?model=NAME`, this one) accepts requests, `/health/ready` that all do.
+`/health/live` is liveness: the process responds. `/health` reports whether at least one model (or
+with `?model=NAME` this model) accepts requests, `/health/ready` whether all do.
 """
 
 from __future__ import annotations

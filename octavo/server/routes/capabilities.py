@@ -91,8 +91,8 @@ def pool_name(address: str | None) -> str:
 
 
 def _fields(model: ServedModel) -> Iterator[dict[str, Any]]:
-    """Yields each field once with its paths; a field whose meaning differs between paths once for
-    each.
+    """Yields each field once with its paths. A field whose meaning differs between paths is yielded
+    once per meaning.
     """
     pools = model.llm.pools
     defaults = {} if pools else msgspec.structs.asdict(model.llm.get_default_chat_params())

@@ -51,7 +51,7 @@ async def generate(
     request_id = body.request_id or f"job-{secrets.token_hex(12)}"
     origin = get_request_context(request, body.priority, body.user)
     await llm.check_grammar(params)
-    service.jobs.make_room()  # after the last await: room found before it could be gone by now
+    service.jobs.make_room()  # after the last await: earlier room may be taken by now
     generation = Generation(model, [prompt], params, request_id, origin=origin)
     job = service.jobs.start(generation, request_id, get_owner(request), wants_timings=body.timings)
     return {"request_id": job.request_id, "state": job.state}

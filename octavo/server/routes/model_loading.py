@@ -155,20 +155,20 @@ def _check_options(options: dict[str, Any]) -> dict[str, Any]:
 def _make_room(service: Service, name: str) -> None:
     """Raises a 409 if the name is taken, Overloaded if there are too many models.
 
-    A failed or unloaded model is replaced by one of the same name.
+    A failed or unloaded model of the same name is replaced.
     """
-    taken = service.models.get(name)
-    if taken is not None and taken.state not in WITHOUT_ENGINE:
+    slot = service.models.get(name)
+    if slot is not None and slot.state not in WITHOUT_ENGINE:
         raise HTTPException(
             409,
-            f"the model `{name}` exists and is {taken.state} (hint: use another name, or unload it"
+            f"the model `{name}` exists and is {slot.state} (hint: use another name, or unload it"
             f" first)",
         )
     if service.models.with_adapter(name) is not None:
         raise HTTPException(409, f"an adapter is already named `{name}` (hint: use another name)")
     limit = service.settings.max_models
     num_models = service.models.num_in_memory
-    if (taken is None or taken.state == "unloaded") and num_models >= limit:
+    if (slot is None or slot.state == "unloaded") and num_models >= limit:
         raise Overloaded(
             f"the server has {num_models} models, expected at most {limit}",
             hint="unload one, or raise max_models",

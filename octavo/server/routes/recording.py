@@ -26,7 +26,7 @@ Recording = Annotated[ShownRecording, Depends(get_recording)]
 @router.get("/v1/engine/recording")
 async def about(recording: Recording) -> dict[str, Any]:
     """Reports how much of the recording has been read so far."""
-    is_complete = recording.is_complete  # read before the number, which grows until then
+    is_complete = recording.is_complete  # read first: the number of frames still grows
     return {
         "object": "recording",
         "file": recording.name,

@@ -77,7 +77,7 @@ class Found:
     name: str
     model: ServedModel
     members: Sequence[LiveRequest]
-    """One for each prompt, in order, except those that ended long ago."""
+    """Engine requests in the order of the prompts, without those that ended long ago."""
 
     @property
     def state(self) -> str:
@@ -93,9 +93,9 @@ async def list_requests(
 ) -> Response:
     """Lists the key's waiting and running requests (all for operators), without texts."""
     if not get_owner(request):
-        require_operator(request)  # without names of keys, all have the same owner
-    found = await _list_visible(request, service, recent=False)
-    return _json({"object": "list", "data": [_describe(one) for one in found]})
+        require_operator(request)  # without named keys, all requests have the same owner
+    groups = await _list_visible(request, service, recent=False)
+    return _json({"object": "list", "data": [_describe(one) for one in groups]})
 
 
 @router.get("/v1/requests/{request_id}")
@@ -103,8 +103,8 @@ async def show(
     request_id: str, request: Request, service: Annotated[Service, Depends(get_service)]
 ) -> Response:
     """Shows one waiting, running or recently finished request, with its prompt and text so far."""
-    found = await _find(request, service, request_id)
-    return _json(_describe(found, texts=True))
+    group = await _find(request, service, request_id)
+    return _json(_describe(group, texts=True))
 
 
 @router.delete("/v1/requests/{request_id}")
@@ -112,10 +112,10 @@ async def abort(
     request_id: str, request: Request, service: Annotated[Service, Depends(get_service)]
 ) -> dict[str, Any]:
     """Aborts a request: its stream ends with finish_reason "abort"."""
-    found = await _find(request, service, request_id)
-    for member in found.members:
-        await found.model.llm.abort(member.request_id)
-    return {"id": found.name, "object": "request", "aborted": found.state != "finished"}
+    group = await _find(request, service, request_id)
+    for member in group.members:
+        await group.model.llm.abort(member.request_id)
+    return {"id": group.name, "object": "request", "aborted": group.state != "finished"}
 
 
 @router.patch("/v1/requests/{request_id}")
@@ -126,10 +126,10 @@ async def change(
     body: Annotated[ChangeBody, Depends(parse_body(ChangeBody))],
 ) -> Response:
     """Updates max_tokens, priority or stop strings of a waiting or running request."""
-    found = await _find(request, service, request_id)
-    running = [one for one in found.members if one.state != "finished"]
-    for member in running or found.members:
-        await found.model.llm.update(
+    group = await _find(request, service, request_id)
+    running = [one for one in group.members if one.state != "finished"]
+    for member in running or group.members:
+        await group.model.llm.update(
             member.request_id, max_tokens=body.max_tokens, priority=body.priority, stop=body.stop
         )
     return _json(_describe(await _find(request, service, request_id)))
@@ -146,18 +146,18 @@ async def fork(
 
     The response has the same format as the parent's.
     """
-    found = await _find(request, service, request_id)
-    model = await service.model(found.model.name)  # which takes no new work while it drains
+    group = await _find(request, service, request_id)
+    model = await service.model(group.model.name)  # a draining engine accepts no new requests
     body.request_id = body.request_id or secrets.token_hex(12)
     is_completion = request_id.startswith(CompletionFormatter.prefix)
     prefix = CompletionFormatter.prefix if is_completion else ChatFormatter.prefix
-    parser = _parser(service.parsers.find(found.name), model, found, body)
+    parser = _parser(service.parsers.find(group.name), model, group, body)
     name = f"{prefix}-{body.request_id}"
-    made = _prepare(request, found, body, member_name(name, 0), parser)
-    formatter = _formatter(model, made, body, is_completion=is_completion)
-    service.parsers.keep_fork(found.name, name, parser)
-    generation = Generation.of_request(model, made, deltas=bool(body.stream))
-    response = ResponseBuilder(generation, made.sampling_params, parser, formatter.options)
+    forked = _prepare(request, group, body, member_name(name, 0), parser)
+    formatter = _formatter(model, forked, body, is_completion=is_completion)
+    service.parsers.keep_fork(group.name, name, parser)
+    generation = Generation.of_request(model, forked, deltas=bool(body.stream))
+    response = ResponseBuilder(generation, forked.sampling_params, parser, formatter.options)
     return await send_response(request, response, formatter, EventStream if body.stream else None)
 
 
@@ -167,14 +167,14 @@ async def fork(
 async def _list_visible(request: Request, service: Service, *, recent: bool) -> list[Found]:
     """Returns the requests visible to the key, oldest first."""
     owner, sees_all = get_owner(request), is_operator(request)
-    found = []
+    groups = []
     for model in service.ready_models():
         by_name: dict[str, list[LiveRequest]] = {}
         for one in await _list_requests(model, recent=recent):
             if sees_all or one.owner == owner:
                 by_name.setdefault(split_member(one.request_id)[0], []).append(one)
-        found += [Found(name, model, members) for name, members in by_name.items()]
-    return found
+        groups += [Found(name, model, members) for name, members in by_name.items()]
+    return groups
 
 
 async def _list_requests(model: ServedModel, *, recent: bool) -> list[LiveRequest]:
@@ -189,9 +189,9 @@ async def _list_requests(model: ServedModel, *, recent: bool) -> list[LiveReques
 
 async def _find(request: Request, service: Service, request_id: str) -> Found:
     """Returns a request by its public id; raises RequestNotFound also if the key may not see it."""
-    for found in await _list_visible(request, service, recent=True):
-        if found.name == request_id:
-            return found
+    for group in await _list_visible(request, service, recent=True):
+        if group.name == request_id:
+            return group
     raise RequestNotFound(
         f"no request {request_id!r}",
         hint="a request is visible to the API key that sent it, until a minute after it ends",
@@ -201,29 +201,29 @@ async def _find(request: Request, service: Service, request_id: str) -> Found:
 # -- forks -----------------------------------------------------------------------------------------
 
 
-def _parser(parser: OutputParser, model: ServedModel, found: Found, body: ForkBody) -> OutputParser:
+def _parser(parser: OutputParser, model: ServedModel, group: Found, body: ForkBody) -> OutputParser:
     """Returns the parser of a fork. Its response excludes the kept tokens, unless the fork starts
     inside a tool call.
     """
     if parser.form is None or model.tokenizer is None:
         return parser
-    member, index = _member(found, body.index)
-    kept = member.samples[index].token_ids[: body.keep]
+    member, index = _member(group, body.index)
+    kept_token_ids = member.samples[index].token_ids[: body.keep]
     then = body.then or []
     if isinstance(then, str):
         then = model.tokenizer.encode(then, add_special_tokens=False)
-    return parser.after(model.tokenizer, [*kept, *then])
+    return parser.after(model.tokenizer, [*kept_token_ids, *then])
 
 
 def _prepare(
-    request: Request, found: Found, body: ForkBody, name: str, parser: OutputParser
+    request: Request, group: Found, body: ForkBody, name: str, parser: OutputParser
 ) -> ParentRequest:
     """Checks a fork against its parent request."""
     if body.use_beam_search or body.beam_width is not None:
         raise InvalidRequest("use_beam_search: not supported for a fork", param="use_beam_search")
     if body.cache_salt is not None:
         raise InvalidRequest("cache_salt: a fork uses that of its request", param="cache_salt")
-    member, index = _member(found, body.index)
+    member, index = _member(group, body.index)
     changes = {
         changed: value
         for changed in (*SAMPLING_FIELDS, "max_tokens", "logprobs")
@@ -232,7 +232,7 @@ def _prepare(
     if parser.marks is not None:
         changes["answer_marks"] = parser.marks
     priority = member.priority if body.priority is None else body.priority
-    return found.model.llm.prepare_fork(
+    return group.model.llm.prepare_fork(
         member.request_id,
         Fork(
             name,
@@ -245,24 +245,24 @@ def _prepare(
     )
 
 
-def _member(found: Found, index: int) -> tuple[LiveRequest, int]:
+def _member(group: Found, index: int) -> tuple[LiveRequest, int]:
     """Returns the request and the sample of a choice."""
-    num_samples = found.members[0].params.n
+    num_samples = group.members[0].params.n
     prompt_index, sample_index = divmod(index, num_samples)
-    for member in found.members:
+    for member in group.members:
         if split_member(member.request_id)[1] == prompt_index:
             return member, sample_index
     raise InvalidRequest(
         f"index: got {index}, expected the indices of the request's choices, as"
-        f" GET /v1/requests/{found.name} lists them",
+        f" GET /v1/requests/{group.name} lists them",
         param="index",
     )
 
 
 def _formatter(
-    model: ServedModel, made: ParentRequest, body: ForkBody, *, is_completion: bool
+    model: ServedModel, forked: ParentRequest, body: ForkBody, *, is_completion: bool
 ) -> ChatFormatter | CompletionFormatter:
-    params = made.sampling_params
+    params = forked.sampling_params
     if not is_completion:
         return ChatFormatter(body, params, model)
     fields = {name: getattr(body, name) for name in SamplingBody.model_fields}
@@ -273,32 +273,32 @@ def _formatter(
 # -- what is shown ---------------------------------------------------------------------------------
 
 
-def _describe(found: Found, *, texts: bool = False) -> dict[str, Any]:
+def _describe(group: Found, *, texts: bool = False) -> dict[str, Any]:
     """Describes a request as JSON; `texts` includes prompts and outputs."""
-    first = min(found.members, key=lambda one: STATES.index(one.state))
+    first = min(group.members, key=lambda one: STATES.index(one.state))
     shown: dict[str, Any] = {
-        "id": found.name,
+        "id": group.name,
         "object": "request",
-        "model": found.model.name,
+        "model": group.model.name,
         "state": first.state,
         "waits_for": first.waits_for,
         "waited_s": round(first.waited_s, 4),
         "waits": {reason: round(seconds, 4) for reason, seconds in first.waits.items()},
         "age_s": round(time.monotonic() - first.arrival_time, 4),
-        "prompt_tokens": sum(len(one.prompt_token_ids) for one in found.members),
-        "cached_tokens": sum(one.num_cached_tokens for one in found.members),
-        "tokens": sum(len(sample.token_ids) for one in found.members for sample in one.samples),
+        "prompt_tokens": sum(len(one.prompt_token_ids) for one in group.members),
+        "cached_tokens": sum(one.num_cached_tokens for one in group.members),
+        "tokens": sum(len(sample.token_ids) for one in group.members for sample in one.samples),
         "max_tokens": first.params.max_tokens,
         "stop": first.params.stop_strings,
         "priority": first.priority,
-        "preemptions": sum(one.num_preemptions for one in found.members),
+        "preemptions": sum(one.num_preemptions for one in group.members),
         "owner": first.owner,
         "user": first.tenant,
-        "choices": [choice for one in found.members for choice in _choices(one, texts=texts)],
+        "choices": [choice for one in group.members for choice in _choices(one, texts=texts)],
     }
     if texts:
         shown["prompts"] = [
-            {"text": one.prompt, "token_ids": one.prompt_token_ids} for one in found.members
+            {"text": one.prompt, "token_ids": one.prompt_token_ids} for one in group.members
         ]
     return shown
 

@@ -27,7 +27,8 @@ from octavo.server.state.service import Service, get_service
 from octavo.text.ports import Tokenizer
 
 ANY_LENGTH = Truncation(INT32_MAX)
-"""A truncation that never applies, so that texts beyond the context are not rejected."""
+"""A truncation limit that is never reached, so that texts longer than the context are not rejected.
+"""
 
 router = APIRouter()
 
@@ -146,10 +147,10 @@ async def tokenizer_info(
 async def _token_ids(
     body: TokenizeBody, model: ServedModel, tokenizer: Tokenizer, service: Service
 ) -> list[int]:
-    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
-    if len(given) != 1:
+    fields = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(fields) != 1:
         raise InvalidRequest(
-            f"prompt: expected exactly one of prompt, content and messages, got {len(given)}",
+            f"prompt: expected exactly one of prompt, content and messages, got {len(fields)}",
             param="prompt",
         )
     asked = body.add_special if body.add_special_tokens is None else body.add_special_tokens
@@ -166,7 +167,7 @@ async def _token_ids(
     return await asyncio.to_thread(
         tokenizer.encode,
         body.prompt if body.prompt is not None else body.content or "",
-        add_special_tokens=given == ["prompt"] if asked is None else asked,
+        add_special_tokens=fields == ["prompt"] if asked is None else asked,
         allow_special_text=body.parse_special,
     )
 

@@ -67,13 +67,15 @@ class ScoreBody(ClassifierBody):
     @property
     def names(self) -> tuple[str, str]:
         """Names of the two given fields; raises InvalidRequest unless they form a pair."""
-        given = {name for pair in PAIR_FIELDS for name in pair if getattr(self, name) is not None}
+        given_fields = {
+            name for pair in PAIR_FIELDS for name in pair if getattr(self, name) is not None
+        }
         for pair in PAIR_FIELDS:
-            if given == set(pair):
+            if given_fields == set(pair):
                 return pair
         allowed = ", or ".join(" and ".join(pair) for pair in PAIR_FIELDS)
-        got = ", ".join(sorted(given)) or "none of them"
-        raise InvalidRequest(f"text_1: got {got}, expected {allowed}", param="text_1")
+        listed = ", ".join(sorted(given_fields)) or "none of them"
+        raise InvalidRequest(f"text_1: got {listed}, expected {allowed}", param="text_1")
 
 
 class RerankFields(Body):

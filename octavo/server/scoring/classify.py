@@ -57,17 +57,17 @@ async def classify(
         job = model.llm.pooling_jobs.classification(_prompts(body), body.params)
     call = PoolingCall(name, job, get_request_context(request, body.priority, body.user), WORDS)
     answer = await run_pooling(request, model, call)
-    made = ClassList(
+    class_list = ClassList(
         name,
         int(time.time()),
         model.name,
         [
-            ClassEntry(index, found.label, found.probs, found.num_classes)
-            for index, found in enumerate(output.outputs for output in answer.outputs)
+            ClassEntry(index, class_output.label, class_output.probs, class_output.num_classes)
+            for index, class_output in enumerate(output.outputs for output in answer.outputs)
         ],
         PoolingUsage.of(answer.num_tokens),
     )
-    return Response(msgspec.json.encode(made), media_type="application/json")
+    return Response(msgspec.json.encode(class_list), media_type="application/json")
 
 
 def _prompts(body: ClassifyBody) -> list[PoolingPrompt]:

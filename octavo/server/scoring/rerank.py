@@ -60,8 +60,8 @@ async def rerank(
     name = f"rerank-{secrets.token_hex(12)}"
     answer = await _score(request, model, body, name)
     results = _results(answer.outputs, body, repeats=body.return_documents is not False)
-    made = RankedList(name, model.name, PoolingUsage.of(answer.num_tokens), results)
-    return Response(msgspec.json.encode(made), media_type="application/json")
+    ranked = RankedList(name, model.name, PoolingUsage.of(answer.num_tokens), results)
+    return Response(msgspec.json.encode(ranked), media_type="application/json")
 
 
 @router.post(COHERE_PATH)
@@ -73,7 +73,7 @@ async def cohere_rerank(
 ) -> Response:
     name = secrets.token_hex(16)
     answer = await _score(request, await service.model(body.model), body, name)
-    made = {
+    response_body = {
         "id": name,
         "results": _results(answer.outputs, body, repeats=body.return_documents is True),
         "meta": {
@@ -82,7 +82,7 @@ async def cohere_rerank(
             "tokens": {"input_tokens": answer.num_tokens, "output_tokens": 0},
         },
     }
-    return Response(msgspec.json.encode(made), media_type="application/json")
+    return Response(msgspec.json.encode(response_body), media_type="application/json")
 
 
 async def _score(

@@ -57,11 +57,11 @@ async def score(
     words = {second: "prompt", "use_activation": "activation"}
     call = PoolingCall(name, job, get_request_context(request, body.priority, body.user), words)
     answer = await run_pooling(request, model, call)
-    made = ScoreList(
+    score_list = ScoreList(
         name,
         int(time.time()),
         model.name,
         [ScoreEntry(index, one.outputs.score) for index, one in enumerate(answer.outputs)],
         PoolingUsage.of(answer.num_tokens),
     )
-    return Response(msgspec.json.encode(made), media_type="application/json")
+    return Response(msgspec.json.encode(score_list), media_type="application/json")

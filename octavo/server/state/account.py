@@ -15,7 +15,9 @@ Clock = Callable[[], float]
 
 
 class Allowance:
-    """A rate limit per minute. It may go negative, since some costs are known only afterwards."""
+    """A rate limit per minute. Its level may become negative, since some costs are known only
+    afterwards.
+    """
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.per_minute = per_minute
@@ -36,14 +38,14 @@ class Allowance:
         self._level = self.level - units
 
     def wait_s(self, units: float) -> float:
-        """Returns the seconds until that many units are available."""
+        """Returns the seconds until `units` are available."""
         return max(0.0, (units - self.level) * 60 / self.per_minute)
 
     def change(self, per_minute: int) -> None:
         """Changes the limit; recent usage still counts."""
-        taken = self.per_minute - self.level
+        used = self.per_minute - self.level
         self.per_minute = per_minute
-        self._level = per_minute - taken
+        self._level = per_minute - used
 
 
 class Account:
@@ -73,10 +75,10 @@ class Account:
 
         Each successful call requires a call of `stop`.
         """
-        most = self.limits.max_running
-        if most is not None and self.num_running >= most:
+        limit = self.limits.max_running
+        if limit is not None and self.num_running >= limit:
             raise Overloaded(
-                f"{self.num_running} requests of this key are running, expected at most {most}",
+                f"{self.num_running} requests of this key are running, expected at most {limit}",
                 hint="wait for one to finish",
             )
         self.check_tokens()
@@ -88,10 +90,10 @@ class Account:
 
     def charge_prompt(self, num_tokens: int) -> None:
         """Charges a prompt's tokens; raises Overloaded if not enough are left."""
-        most = self.limits.tokens_per_minute
-        if most is not None and num_tokens > most:
+        max_tokens = self.limits.tokens_per_minute
+        if max_tokens is not None and num_tokens > max_tokens:
             raise InvalidRequest(
-                f"the prompt has {num_tokens} tokens, this key is limited to {most} a minute",
+                f"the prompt has {num_tokens} tokens, this key is limited to {max_tokens} a minute",
                 hint="shorten the prompt",
                 param="prompt",
             )

@@ -52,15 +52,15 @@ class LoraModule:
     name: str
     path: Path
     base_model_name: str | None = None
-    """Public name of its model; None: the server's first."""
+    """Public name of its model; None: the server's first model."""
 
     @staticmethod
     def parse(text: str) -> LoraModule:
         """Parses NAME=PATH, or a JSON object of name, path and base_model_name; raises
         ConfigError.
         """
-        given = _object(text) if text.lstrip().startswith("{") else _pair(text)
-        name, path, base = (given.get(key) for key in ("name", "path", "base_model_name"))
+        fields = _object(text) if text.lstrip().startswith("{") else _pair(text)
+        name, path, base = (fields.get(key) for key in ("name", "path", "base_model_name"))
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise _bad(text, f"a name has {NAME_RULE}")
         if not isinstance(path, str) or not path or not isinstance(base, str | None):
@@ -79,12 +79,12 @@ class LoraModule:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        given = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
         raise _bad(text, "it is not valid JSON") from None
-    if unknown := sorted(given.keys() - MODULE_KEYS):
+    if unknown := sorted(parsed.keys() - MODULE_KEYS):
         raise _bad(text, f"it has the unknown key {unknown[0]}")
-    return dict(given)
+    return dict(parsed)
 
 
 def _pair(text: str) -> dict[str, Any]:

@@ -63,11 +63,12 @@ class ModelDirectory:
         return self._stopping
 
     def get(self, name: str) -> EngineSlot | None:
-        """Returns the slot with a public name, if any."""
+        """Returns the slot with a public name; None if there is none."""
         return self._slots.get(name)
 
     def find(self, name: str | None = None) -> EngineSlot:
-        """Returns the slot for a request. None selects the only model; an adapter's name its model.
+        """Returns the slot for a request. None selects the only model; an adapter's name selects
+        the adapter's model.
 
         The model's reference on the command line and aliases are accepted too. Raises
         ModelNotFound, or InvalidRequest if the name is None and there are several models.
@@ -75,15 +76,15 @@ class ModelDirectory:
         if name is None:
             return self._get_only()
         name = self.resolve(name)
-        found = self._with_name(name) or self.with_adapter(name)
-        if found is None:
+        slot = self._with_name(name) or self.with_adapter(name)
+        if slot is None:
             hint = (
                 f"this server has {self._list_names()}" if self._slots else "this server has none"
             )
             raise ModelNotFound(
                 f"The model `{name[:MAX_SHOWN]}` does not exist.", hint=hint, param="model"
             )
-        return found
+        return slot
 
     def resolve(self, name: str) -> str:
         """Replaces an alias by its target; returns other names unchanged."""
@@ -103,7 +104,7 @@ class ModelDirectory:
         return self._aliases.pop(alias, None) is not None
 
     def check_aliases(self, adapters: Iterable[str]) -> None:
-        """Raises ConfigError for an alias whose target is not served, or that is a served name."""
+        """Raises ConfigError if an alias equals a served name or its target is not served."""
         adapters = list(adapters)
         for alias, target in self._aliases.items():
             if not self._is_known(target) and target not in adapters:
@@ -130,7 +131,7 @@ class ModelDirectory:
         return self._with_name(name) is not None
 
     def with_adapter(self, name: str) -> EngineSlot | None:
-        """Returns the slot of an adapter's model, if there is such an adapter."""
+        """Returns the slot of an adapter's model; None if no adapter has this name."""
         return next((slot for slot in self if name in slot.adapters), None)
 
     def add(self, slot: EngineSlot) -> None:
@@ -169,9 +170,9 @@ class ModelDirectory:
         if not self._slots:
             raise ModelNotFound("no model is loaded", hint="load one with POST /v1/models/load")
         slots = list(self)
-        if len(slots) > 1:  # models that were pulled are meant by name alone
+        if len(slots) > 1:  # pulled models are selected only by name
             slots = [slot for slot in slots if not slot.spec.is_remote] or slots
-        if len(slots) > 1:  # one that failed to load stands in no other's way
+        if len(slots) > 1:  # a model that failed to load may be replaced
             slots = [slot for slot in slots if slot.state != "failed"] or slots
         if len(slots) > 1:
             raise InvalidRequest(

@@ -50,12 +50,11 @@ class Jobs:
     def start(
         self, generation: Generation, request_id: str, owner: str, *, wants_timings: bool
     ) -> Job:
-        """Consumes a generation in a new task.
-
-        Call it right after `make_room`, without awaiting in between.
+        """Consumes a generation in a new task. Must be called right after `make_room`, without an
+        `await` in between.
         """
         job = self._jobs[owner, request_id] = Job(request_id, owner, wants_timings)
-        self._jobs.move_to_end((owner, request_id))  # the id may be that of a finished job
+        self._jobs.move_to_end((owner, request_id))  # a finished job may have had the same id
         job.task = asyncio.create_task(_follow(job, generation))
         return job
 

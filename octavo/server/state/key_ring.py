@@ -33,17 +33,19 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, secret: str) -> ApiKey | None:
-        """Returns the matching key; always compares with all."""
+        """Returns the matching key, or None. Compares with every key, so that the time reveals
+        nothing.
+        """
         digest = hash_key(secret)
-        found = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
-        return found[0] if found else None
+        matching = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
+        return matching[0] if matching else None
 
     def may_operate(self, key: ApiKey) -> bool:
-        """Returns whether a key is an operator's. A single key always is."""
+        """Returns whether a key is an operator's. A single key always is one."""
         return key.is_operator or len(self._keys) == 1
 
     def account(self, name: str) -> Account | None:
-        """Returns the usage of a key with limits; None for other keys."""
+        """Returns the account of a key with limits; None for keys without limits."""
         return self._accounts.get(name)
 
     def reload(self) -> None:

@@ -30,7 +30,7 @@ from octavo.server.state.slot import EngineSlot
 PREFIXES = ("octavo:", "vllm:")
 LABELS = ("model_name", "engine")
 ENGINE = "0"
-"""Label `engine` of a single engine, and of series for the whole model."""
+"""Value of the label `engine` for a single engine, and for series of the model as a whole."""
 
 GAUGES: dict[str, Series] = {
     "num_requests_running": (

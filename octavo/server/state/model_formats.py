@@ -37,14 +37,14 @@ class ModelFormats:
         tokenizer = None if options.skip_tokenizer_init else llm.get_tokenizer()
         template = None if tokenizer is None else tokenizer.chat_template
         tool_template = None if tokenizer is None else tokenizer.tool_chat_template
-        found = choose_formats(
+        formats = choose_formats(
             template, options.tool_call_parser, options.reasoning_parser, tool_template
         )
         return ModelFormats(
-            _tools(found),
-            found.reasoning,
-            _special_ids(tokenizer, _tools(found).marks),
-            _special_ids(tokenizer, () if found.reasoning is None else found.reasoning.marks),
+            _tools(formats),
+            formats.reasoning,
+            _special_ids(tokenizer, _tools(formats).marks),
+            _special_ids(tokenizer, () if formats.reasoning is None else formats.reasoning.marks),
             template or "",
             tool_template or "",
         )
@@ -55,10 +55,10 @@ class ModelFormats:
         return re.search(r"\btools\b", self.tool_template) is not None
 
 
-def _tools(found: AnswerFormats) -> ToolFormat | ChannelFormat:
+def _tools(formats: AnswerFormats) -> ToolFormat | ChannelFormat:
     """Returns the format of tool calls; the default if the model has none."""
-    if found.tools is not None:
-        return found.tools
+    if formats.tools is not None:
+        return formats.tools
     taught = named_tool_format(DEFAULT_TOOL_FORMAT)
     assert taught is not None, "the default is a row of the table"
     return taught

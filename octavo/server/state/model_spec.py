@@ -23,8 +23,8 @@ class ModelSpec:
     is_pinned: bool = False
     """Whether the model stays loaded until an operator unloads it."""
     is_remote: bool = False
-    """Whether it was added over HTTP: pulled, or found in this machine's caches. Requests without a
-    model name never select it.
+    """Whether the model was added over HTTP: pulled, or found in this machine's caches. Requests
+    without a model name never select it.
     """
 
     @property
@@ -45,7 +45,7 @@ class ModelSpec:
 
 def name_and_model(text: str) -> tuple[str | None, str]:
     """Splits NAME=MODEL; the name is None if the text is a model or a file."""
-    found = NAMED.fullmatch(text)
-    if found is None or path_exists(expand_path(text)):
+    match = NAMED.fullmatch(text)
+    if match is None or path_exists(expand_path(text)):
         return None, text
-    return found[1], found[2]
+    return match[1], match[2]

@@ -32,7 +32,7 @@ class ModelUses:
         self.used_at = time.monotonic()
 
     def keep(self, seconds: float | None, *, by_request: bool = False) -> None:
-        """Sets the idle timeout."""
+        """Sets the idle timeout in seconds; None: never unload."""
         self.keep_s = seconds
         self.is_kept_by_request = by_request
 

@@ -22,8 +22,8 @@ class PulledModels:
     def __init__(self, folder: Path | None = None) -> None:
         """Reads the file in `folder`; without a folder nothing is persisted."""
         self._file = None if folder is None else folder / FILE
-        kept = _read(self._file) if self._file is not None else {}
-        models, aliases = _texts(kept.get("models")), _texts(kept.get("aliases"))
+        stored = _read(self._file) if self._file is not None else {}
+        models, aliases = _texts(stored.get("models")), _texts(stored.get("aliases"))
         self.models = {name: path for name, path in models.items() if Path(path).exists()}
         self.aliases = dict(aliases)
 
@@ -39,16 +39,16 @@ class PulledModels:
 
 def _read(file: Path) -> Mapping[str, object]:
     try:
-        kept = json.loads(file.read_text())
+        stored = json.loads(file.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         logger.warning("cannot read %s, the list of pulled models: %s", file, error)
         return {}
-    return kept if isinstance(kept, dict) else {}
+    return stored if isinstance(stored, dict) else {}
 
 
-def _texts(given: object) -> dict[str, str]:
-    if not isinstance(given, dict):
+def _texts(value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
         return {}
-    return {str(name): text for name, text in given.items() if isinstance(text, str)}
+    return {str(name): text for name, text in value.items() if isinstance(text, str)}

@@ -46,9 +46,9 @@ class Service:
         """Returns the model for a new request, loading it if allowed and necessary; it stays loaded
         until the response is complete.
 
-        None selects the only model; an adapter's name its model. Responses repeat the requested
-        name, even an alias, as in vLLM, llama-server and Ollama. Raises ModelNotFound, or
-        Unavailable if the model cannot be used.
+        None selects the only model; an adapter's name selects the adapter's model. Responses repeat
+        the requested name, even an alias, as in vLLM, llama-server and Ollama. Raises
+        ModelNotFound, or Unavailable if the model cannot be used.
         """
         slot = await self.residency.find(name)
         self.record.hold(slot.uses)
@@ -63,7 +63,7 @@ class Service:
         return self._serve_named(self.models.find(name), name)
 
     def _serve_named(self, slot: EngineSlot, name: str | None) -> ServedModel:
-        """Returns a slot's model, with the adapter if the name is one's."""
+        """Returns a slot's model, with the adapter if `name` is an adapter's."""
         served = self._serve(slot, slot.llm)
         adapter = None if name is None else slot.adapters.get(self.models.resolve(name))
         return (

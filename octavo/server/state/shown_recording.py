@@ -33,7 +33,7 @@ class ShownRecording:
         self._max_frames = max_frames
         self._chunks: list[bytes] = []
         self._open: list[bytes] = []
-        """Frames of the last chunk, which is not full yet."""
+        """Frames of the last chunk, which is not complete yet."""
         self._lock = threading.Lock()
 
     def start(self) -> threading.Thread:

@@ -112,7 +112,7 @@ class EngineSlot:
 
     @property
     def trouble(self) -> str:
-        """Reason why a request would fail now; "" if it would succeed, or trigger the load."""
+        """Reason why a request would fail now; "" if it would succeed or trigger the load."""
         if self.state == "unloaded" or (self.uses.loads_on_request and self.state == "loading"):
             return ""
         try:
@@ -178,7 +178,7 @@ class EngineSlot:
         the hub's names.
         """
         own = (self.name, self.spec.model)
-        return name in own or any(same_model(name, each) for each in own)
+        return name in own or any(same_model(name, own_name) for own_name in own)
 
     def rename(self, name: str, model: str) -> None:
         options = {**self.spec.options, "model": model, "served_model_name": name}

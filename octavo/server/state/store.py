@@ -52,7 +52,7 @@ CREATE TABLE lines (
 """
 COLUMNS = "id, kind, owner, created_at, expires_at, num_bytes, body"
 SWEEP_EVERY_S = 60
-"""Interval of deleting expired records, in seconds."""
+"""Interval between deletions of expired records, in seconds."""
 KEPT_FOR_BATCHES = """
     SELECT json_extract(body, '$.batch.input_file_id') FROM records
     WHERE kind = 'batch' AND expires_at IS NULL
@@ -72,7 +72,7 @@ class Record:
     expires_at: int | None = None
     """Unix time of expiry; None while it is unfinished."""
     num_bytes: int = 0
-    """Bytes in addition to the body, such as a file's."""
+    """Bytes stored in addition to the body, such as a file's content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,8 @@ class Store:
     async def find(self, kind: Kind, record_id: str, owner: str) -> Record | None:
         """Returns an owner's record; None if there is none."""
         query = f"SELECT {COLUMNS} FROM records WHERE id = ? AND kind = ? AND owner = ?"
-        found = await self._run(lambda: self._select(query, (record_id, kind, owner)))
-        return found[0] if found else None
+        matching = await self._run(lambda: self._select(query, (record_id, kind, owner)))
+        return matching[0] if matching else None
 
     async def page(self, kind: Kind, owner: str, page: Page) -> tuple[list[Record], bool]:
         """Returns the records of a page, and whether there are more. Raises InvalidRequest if the
@@ -186,8 +186,8 @@ class Store:
             values.append(page.purpose)
         query += f" ORDER BY number {order} LIMIT ?"
         values.append(page.limit + 1)
-        found = await self._run(lambda: self._select(query, values))
-        return found[: page.limit], len(found) > page.limit
+        matching = await self._run(lambda: self._select(query, values))
+        return matching[: page.limit], len(matching) > page.limit
 
     async def unfinished(self, kind: Kind) -> list[Record]:
         """Returns all owners' unfinished records, oldest first."""
@@ -219,7 +219,7 @@ class Store:
         return {line: bool(failed) for line, failed in rows}
 
     async def line_results(self, batch_id: str, *, after: int, limit: int) -> list[LineResult]:
-        """Returns results in line order, those after line `after`."""
+        """Returns at most `limit` results after line `after`, in line order."""
         query = "SELECT line, failed, body FROM lines WHERE batch = ? AND line > ?"
         values = (batch_id, after, limit)
         rows = await self._run(

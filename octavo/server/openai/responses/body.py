@@ -256,11 +256,11 @@ class ResponseBody(FilterBody):
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """Returns the SamplingParams, with the model's defaults for missing fields."""
-        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
-        given |= {"logprobs": self._num_logprobs(), "structured_outputs": self._form()}
+        values = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        values |= {"logprobs": self._num_logprobs(), "structured_outputs": self._form()}
         if self.max_output_tokens is not None:
-            given["max_tokens"] = self.max_output_tokens
-        return params_over(defaults, given)
+            values["max_tokens"] = self.max_output_tokens
+        return params_over(defaults, values)
 
     def _num_logprobs(self) -> int | None:
         """Returns SamplingParams.logprobs."""
@@ -279,13 +279,13 @@ class ResponseBody(FilterBody):
 
     def _form(self) -> StructuredOutputs | None:
         """Returns the structured output options of `text.format`; None for free text."""
-        given = None if self.text is None else self.text.format
-        if given is None:
+        text_format = None if self.text is None else self.text.format
+        if text_format is None:
             return None
-        if given.get("type") == "json_schema":
-            schema = {name: value for name, value in given.items() if name != "type"}
-            given = {"type": "json_schema", "json_schema": schema}
-        return response_format(given, self.ignored, "text.format")
+        if text_format.get("type") == "json_schema":
+            schema = {name: value for name, value in text_format.items() if name != "type"}
+            text_format = {"type": "json_schema", "json_schema": schema}
+        return response_format(text_format, self.ignored, "text.format")
 
 
 class InputTokensBody(ResponseBody):

@@ -42,7 +42,7 @@ class EventWriter:
             self._parser, self._reader = parser, parser.reader()
 
     def opening(self) -> list[Event]:
-        """Returns the first events; a background response is queued first."""
+        """Returns the first events; for a background response they begin with its queued state."""
         running = {**self._first, "status": "in_progress"}
         if not self._first["background"]:
             return [
@@ -75,11 +75,11 @@ class EventWriter:
 
     def _format_parts(self, parts: list[Part], logprobs: list[TokenEntry]) -> list[Event]:
         events: list[Event] = []
-        for item, part, told in self._output.add_piece(parts, logprobs):
+        for item, part, token_logprobs in self._output.add_piece(parts, logprobs):
             if item is not self._open:
                 events += [*self._close_item("completed"), *self._open_item(item)]
             if part.kind is not PartKind.CALL:
-                events.append(self._format_delta(item, part.text, told))
+                events.append(self._format_delta(item, part.text, token_logprobs))
         return events
 
     def _open_item(self, item: OutputItem) -> list[Event]:
@@ -106,8 +106,8 @@ class EventWriter:
             return []
         name = f"{DELTAS[item.kind]}.done"
         if item.kind is PartKind.CALL:
-            told = {"arguments": item.text, "name": item.name}
-            events = [self._event(name, _place(item) | told)]
+            fields = {"arguments": item.text, "name": item.name}
+            events = [self._event(name, _place(item) | fields)]
         else:
             more: Event = {"logprobs": item.logprobs} if item.kind is PartKind.CONTENT else {}
             events = [

@@ -50,10 +50,10 @@ async def get_input_items(record: Record, store: Store) -> list[Item]:
     turns = [record.body["items"]]
     previous = record.body["response"]["previous_response_id"]
     async with aclosing(_previous_responses(previous, record.owner, store)) as records:
-        async for _, found in records:
-            if found is None or len(turns) > MAX_TURNS:
+        async for _, previous_record in records:
+            if previous_record is None or len(turns) > MAX_TURNS:
                 break
-            turns.append(_get_items(found))
+            turns.append(_get_items(previous_record))
     return [item for turn in reversed(turns) for item in turn]
 
 
@@ -63,17 +63,17 @@ async def resolve_references(
     """Replaces references by the items they refer to. References to other servers' items are
     ignored; raises InvalidRequest for an id of this server that the owner does not have.
     """
-    found: list[Item] = []
+    resolved: list[Item] = []
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item["type"] != REFERENCE:
-            found.append(item)
+            resolved.append(item)
         elif OUTPUT_ID.fullmatch(item["id"]) is None:
             reason = "it refers to an item of another server"
             ignored.add(where, reason, shown_as=f"input[type={REFERENCE}]")
         else:
-            found.append(await _find_reference(item["id"], f"{where}.id", owner, store))
-    return found
+            resolved.append(await _find_reference(item["id"], f"{where}.id", owner, store))
+    return resolved
 
 
 async def _find_reference(item_id: str, where: str, owner: str, store: Store | None) -> Item:

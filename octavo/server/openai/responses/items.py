@@ -24,18 +24,18 @@ REFERENCE = "item_reference"
 """Type of an input item that refers to an output item of a stored response."""
 
 
-def parse_input(given: str | Sequence[InputItem], ignored: IgnoredFields) -> list[dict[str, Any]]:
+def parse_input(items: str | Sequence[InputItem], ignored: IgnoredFields) -> list[dict[str, Any]]:
     """Converts the input to items for the store; raises InvalidRequest for invalid ones.
 
     Unsupported parts are replaced by notes, except in the last user message.
     """
-    if isinstance(given, str):
-        given = [InputItem(role="user", content=given)]
-    asked = [index for index, item in enumerate(given) if item.role == "user"][-1:]
-    for index, item in enumerate(given):
+    if isinstance(items, str):
+        items = [InputItem(role="user", content=items)]
+    asked = [index for index, item in enumerate(items) if item.role == "user"][-1:]
+    for index, item in enumerate(items):
         if index not in asked:
             _note_unread(item, f"input[{index}]", ignored)
-    return [_store_item(item, f"input[{index}]") for index, item in enumerate(given)]
+    return [_store_item(item, f"input[{index}]") for index, item in enumerate(items)]
 
 
 def _note_unread(item: InputItem, where: str, ignored: IgnoredFields) -> None:

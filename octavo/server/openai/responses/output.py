@@ -16,7 +16,7 @@ from octavo.text.parsers.parts import Part, PartKind
 TokenEntry = dict[str, Any]
 """Logprobs of one token in OpenAI's format."""
 Piece = tuple[str, list[TokenEntry]]
-"""New text of a response, and the logprobs of its tokens if they are requested."""
+"""New text of a response, and its tokens' logprobs if requested."""
 
 PREFIXES = {PartKind.REASONING: "rs", PartKind.CONTENT: "msg", PartKind.CALL: "fc"}
 
@@ -69,7 +69,7 @@ class OutputItems:
         self._hash = response_id.removeprefix("resp_")
         self.items: list[OutputItem] = []
         self._waiting: list[TokenEntry] = []
-        """Logprobs of tokens without text so far."""
+        """Logprobs of tokens that have not produced text yet."""
 
     def add_piece(
         self, parts: Sequence[Part], logprobs: Sequence[TokenEntry]
@@ -81,11 +81,12 @@ class OutputItems:
         placed = [(self.add(part), part, list[TokenEntry]()) for part in parts]
         self._waiting += logprobs
         if placed:
-            item, _, told = placed[-1]
+            item, _, part_logprobs = placed[-1]
             if item.kind is PartKind.CONTENT:
-                # What came before a new message, such as the end of the reasoning, is not its own.
-                told += self._waiting if was_message or len(self.items) == 1 else logprobs
-                item.logprobs += told
+                # Tokens before a new message, such as the end of the reasoning, do not belong to
+                # it.
+                part_logprobs += self._waiting if was_message or len(self.items) == 1 else logprobs
+                item.logprobs += part_logprobs
             self._waiting = []
         return placed
 
@@ -117,11 +118,11 @@ class OutputItems:
 def parse_output(response_id: str, parser: OutputParser, pieces: Iterable[Piece]) -> OutputItems:
     """Returns the items of a complete response."""
     reader = parser.reader()
-    made = OutputItems(response_id)
+    items = OutputItems(response_id)
     for text, logprobs in pieces:
-        made.add_piece(reader.read(text), logprobs)
-    made.add_piece(reader.read("", finished=True), [])
-    return made
+        items.add_piece(reader.read(text), logprobs)
+    items.add_piece(reader.read("", finished=True), [])
+    return items
 
 
 def call_item(item_id: str, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from octavo.text.ports import Rendering
 
 NAMES = ToolNames(name="name", parameters="parameters")
 ROOM_FOR_ANSWER_TOKENS = 256
-"""Tokens that truncation reserves for the output without max_output_tokens."""
+"""Tokens that truncation reserves for the output if max_output_tokens is not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,15 @@ class PreparedResponse:
     def piece(self, delta: ChoiceDelta) -> Piece:
         """Returns the text and logprobs of a delta."""
         names = TokenNames(self.model.tokenizer, as_ids=False)
-        found = chat_logprobs(delta, self.params.num_shown_logprobs, names)
-        return delta.text, [] if found is None else msgspec.to_builtins(found.content)
+        chat = chat_logprobs(delta, self.params.num_shown_logprobs, names)
+        return delta.text, [] if chat is None else msgspec.to_builtins(chat.content)
 
     def ended(
         self, builder: ResponseBuilder, pieces: Sequence[Piece], status: str | None = None
     ) -> dict[str, Any]:
-        """Returns the final response object; `status` overrides that of the finish reason."""
+        """Returns the final response object; `status` overrides the status that follows from the
+        finish reason.
+        """
         latest = builder.latest
         reason = None if latest is None else latest.outputs[0].finish_reason
         status = status or {"stop": "completed", "length": "incomplete"}.get(
@@ -142,8 +144,8 @@ async def _make_conversation(
     asked: ResponseRequest, model: ServedModel, store: Store | None
 ) -> tuple[Conversation, int]:
     """Returns a response's conversation and its number of leading system messages."""
-    given = asked.body.instructions
-    system = [] if given is None else [{"role": "system", "content": given}]
+    instructions = asked.body.instructions
+    system = [] if instructions is None else [{"role": "system", "content": instructions}]
     before = await get_previous_items(asked.body.previous_response_id, asked.owner, store)
     messages = system + make_messages([*before, *asked.items])
     if not messages:
@@ -171,11 +173,11 @@ async def prepare(
 
 def make_failed(first: dict[str, Any], error: OctavoError) -> dict[str, Any]:
     """Returns the final response object of a failed response."""
-    told = {"code": "server_error", "message": error.message}
+    error_fields = {"code": "server_error", "message": error.message}
     if isinstance(error, ContextTooLong):
-        found = format_responses_error(make_fault(error))["error"]
-        told = {"code": found["code"], "message": found["message"]}
-    return {**first, "status": "failed", "error": told}
+        openai_error = format_responses_error(make_fault(error))["error"]
+        error_fields = {"code": openai_error["code"], "message": openai_error["message"]}
+    return {**first, "status": "failed", "error": error_fields}
 
 
 async def stream_failure(
@@ -205,12 +207,12 @@ def _conversation(
 async def _truncated(
     talk: Conversation, asked: ResponseRequest, model: ServedModel, num_system: int
 ) -> dict[str, Any]:
-    """Returns the prompt, without as many of the oldest messages as necessary to leave room for
+    """Returns the prompt. Omits the oldest messages as far as necessary to leave room for the
     output.
     """
     info = model.llm.info
-    most = min(info.max_model_len, info.kv_capacity_tokens)
-    room = asked.body.max_output_tokens or min(ROOM_FOR_ANSWER_TOKENS, most // 4)
+    max_prompt_tokens = min(info.max_model_len, info.kv_capacity_tokens)
+    room = asked.body.max_output_tokens or min(ROOM_FOR_ANSWER_TOKENS, max_prompt_tokens // 4)
     system, messages = talk.messages[:num_system], talk.messages[num_system:]
 
     async def rendered(num_dropped: int) -> dict[str, Any]:
@@ -222,7 +224,7 @@ async def _truncated(
             prompt = await rendered(num_dropped)
         except ContextTooLong:
             return False
-        return len(prompt["prompt_token_ids"]) + room <= most
+        return len(prompt["prompt_token_ids"]) + room <= max_prompt_tokens
 
     low, high = 0, len(messages) - 1
     while low < high:
@@ -272,9 +274,9 @@ def _make_first(
     }
 
 
-def _to_json(given: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Converts a part of a body to JSON types."""
-    return given.model_dump() if isinstance(given, BaseModel) else given
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 def _format_usage(usage: TokenUsage) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Background responses: computed by tasks of the server and stored at the end.
 
-An accepted response is on disk. If the server stops before it has ended, the next server with the
-same folder recomputes it with the same seed.
+An accepted response is on disk. If the server stops before the response has ended, the next server
+with the same folder recomputes it with the same seed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ResponseRun:
     parser: OutputParser = PLAIN
     """Parser of its text, set with the prompt."""
     failure: Exception | None = None
-    """Error that stopped it in this server; the next server recomputes it."""
+    """Error that stopped the response in this server; the next server recomputes it."""
     task: asyncio.Task[None] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -73,13 +73,13 @@ class ResponseRun:
             "incomplete_details": None,
         }
         writer = EventWriter(first)
-        events, told = writer.opening(), 0
+        events, num_sent = writer.opening(), 0
         while True:
             changed = self._changed
             writer.parse_with(self.parser)
-            while told < len(self.deltas):
-                events += writer.delta(self.deltas[told])
-                told += 1
+            while num_sent < len(self.deltas):
+                events += writer.delta(self.deltas[num_sent])
+                num_sent += 1
             if self.has_ended:
                 events += writer.closing(self.response)
             new = [event for event in events if event["sequence_number"] > after]
@@ -125,15 +125,15 @@ class ResponseRuns:
 
     def check_room(self) -> None:
         """Raises Overloaded if too many responses run in the background."""
-        most = self._service.settings.max_jobs
-        if len(self._runs) >= most:
+        max_jobs = self._service.settings.max_jobs
+        if len(self._runs) >= max_jobs:
             raise Overloaded(
-                f"{len(self._runs)} responses run in the background, expected at most {most}",
+                f"{len(self._runs)} responses run in the background, expected at most {max_jobs}",
                 hint="try again later, or raise max_jobs",
             )
 
     def find(self, response_id: str) -> ResponseRun | None:
-        """Returns a running response; the caller has checked its owner."""
+        """Returns a running response, or None; the caller has checked its owner."""
         return self._runs.get(response_id)
 
     async def cancel(self, record: Record) -> dict[str, Any]:
@@ -143,8 +143,8 @@ class ResponseRuns:
             run.task.cancel()
             await asyncio.wait([run.task])
             return run.response
-        found = await self._store.find("response", record.id, record.owner)
-        response: dict[str, Any] = (found or record).body["response"]
+        latest = await self._store.find("response", record.id, record.owner)
+        response: dict[str, Any] = (latest or record).body["response"]
         if response["status"] in ENDED:
             return response
         response = {**response, "status": "cancelled"}
@@ -202,20 +202,20 @@ class ResponseRuns:
     ) -> dict[str, Any]:
         """Returns the final response object of one engine, or its state when it was cancelled."""
         builder: ResponseBuilder | None = None
-        told = sum(len(text) for text, _ in run.deltas)
+        num_stored_chars = sum(len(text) for text, _ in run.deltas)
         try:
             if prepared is None:
                 prepared = await self._retry(lambda: self._prepare(asked))
-            found = prepared
-            run.parser = found.parser
-            builder = await self._retry(lambda: _started(found))
+            current = prepared
+            run.parser = current.parser
+            builder = await self._retry(lambda: _started(current))
             num_bytes = len(asked.body.model_dump_json(exclude_none=True))
-            self._service.parsers.keep(asked.id, found.parser, num_bytes)
+            self._service.parsers.keep(asked.id, current.parser, num_bytes)
             run.response = {**run.response, "status": "in_progress"}
             async for (delta,) in builder.deltas():
                 text, logprobs = prepared.piece(delta)
-                new = text[max(0, told - delta.start) :]
-                if new or delta.start >= told:
+                new = text[max(0, num_stored_chars - delta.start) :]
+                if new or delta.start >= num_stored_chars:
                     run.deltas.append((new, logprobs))
                     run.change()
             return prepared.ended(builder, run.deltas)
@@ -232,7 +232,7 @@ class ResponseRuns:
             model = await replace(self._service, record=record).model(asked.body.model)
             return await prepare(asked, model, self._store)
         finally:
-            record.release()  # from here on the model's own work keeps it in memory
+            record.release()  # from here on the submitted request keeps the model in memory
 
     async def _retry(self, work: Callable[[], Awaitable[Any]]) -> Any:
         """Retries work until an engine is available and its queue has room."""
@@ -251,8 +251,8 @@ async def _started(prepared: PreparedResponse) -> ResponseBuilder:
 def load_run(record: Record) -> ResponseRun:
     """Returns a stored background response as a run, to replay its stream."""
     parser = OutputParser.load(record.body.get("reading"))
-    told = record.body["deltas"] or []
-    deltas = [(one, []) if isinstance(one, str) else (one[0], one[1]) for one in told]
+    stored_deltas = record.body["deltas"] or []
+    deltas = [(one, []) if isinstance(one, str) else (one[0], one[1]) for one in stored_deltas]
     return ResponseRun(record.body["response"], deltas, parser)
 
 
@@ -282,11 +282,13 @@ def _record(asked: ResponseRequest, response: dict[str, Any]) -> Record:
 def _end_record(
     record: Record, response: dict[str, Any], deltas: list[Piece] | None, store: Store
 ) -> Record:
-    """Returns the record of a response in its final state; its expiry is counted from now."""
-    kept: list[Piece | str] | None = None
+    """Returns the record of a response in its final state; its expiry is counted from the current
+    time.
+    """
+    stored_deltas: list[Piece | str] | None = None
     if deltas is not None:
-        kept = [piece if piece[1] else piece[0] for piece in deltas]
-    body = {"response": response, "items": record.body["items"], "deltas": kept}
+        stored_deltas = [piece if piece[1] else piece[0] for piece in deltas]
+    body = {"response": response, "items": record.body["items"], "deltas": stored_deltas}
     return replace(record, body=body, expires_at=store.expires_at)
 
 
