@@ -234,7 +234,7 @@ class BatchRunner:
             return False
         return answer.status not in NOT_YET and tries >= TRIES
 
-    # -- end of a batch -----------------------------------------------------------------------------------
+    # -- end of a batch ----------------------------------------------------------------------------
 
     async def _fail(self, run: BatchRun, errors: list[LineError]) -> None:
         """Fails a batch with an invalid input file."""

@@ -53,16 +53,16 @@ def url_source(image: object, where: str) -> str:
     return image
 
 
-def block_source(source_block: object, where: str) -> str:
+def block_source(block: object, where: str) -> str:
     """Returns the source of an Anthropic image block."""
-    source = source_block if isinstance(source_block, Mapping) else {}
+    source = block if isinstance(block, Mapping) else {}
     kind = source.get("type")
     if kind == "base64" and isinstance(source.get("data"), str):
         return base64_source(source["data"], str(source.get("media_type") or "image/png"))
     if kind == "url" and isinstance(source.get("url"), str):
         return str(source["url"])
     raise InvalidRequest(
-        f"{where}: got {shown(source_block)}, expected {{'type': 'base64', 'media_type', 'data'}} and"
+        f"{where}: got {shown(block)}, expected {{'type': 'base64', 'media_type', 'data'}} and"
         " {'type': 'url', 'url'}",
         param=where,
     )

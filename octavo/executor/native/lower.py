@@ -92,7 +92,7 @@ class Lowering:
         method: Callable[[Any], None] = getattr(part, name)
         return method
 
-    # -- products and attention --------------------------------------------------------------------
+    # -- matmuls and attention ---------------------------------------------------------------------
 
     def lower_Linear(self, op: ops.Linear) -> None:
         gate = op.gate or (ops.Gate(op.activation) if op.activation else None)
