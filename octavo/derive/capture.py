@@ -1,6 +1,6 @@
 """Captures the forward pass of a transformers model as a graph of ATen ops.
 
-The model is built from its config on fake tensors, so that its size does not matter; only classes
+The model is built from its config with fake tensors, so that its size does not matter. Only classes
 of the installed transformers package are used. Attention and experts become one op each, through
 transformers' own interfaces, which name scale, window, sinks and soft cap.
 """
@@ -34,26 +34,26 @@ NAME = "octavo_derive"
 """Name of the implementations that are registered with transformers."""
 
 NUM_TOKENS = 7
-"""Tokens of the captured forward pass; prime, so that no width is mistaken for it."""
+"""Number of tokens of the captured forward pass; a prime, so that it differs from all widths."""
 
 IGNORED_ARGUMENTS = frozenset(
     ("dropout", "position_ids", "use_cache", "cache_position", "is_causal")
 )
-"""Arguments of attention functions that do not change the result of one forward pass."""
+"""Arguments of attention functions that do not change the result of a single forward pass."""
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys a query at place q reads: kinds as in `program.ops.Attention`."""
+    """The keys that a query reads; the kinds are those of `program.ops.Attention`."""
 
     kind: str
     size: int = 0
-    """Keys of a window, or places of a chunk."""
+    """Number of keys of a window or chunk."""
 
 
 @dataclass(frozen=True)
 class ExpertModule:
-    """What an experts module computes, and the names of its parameters."""
+    """The function that an experts module computes, and the names of its parameters."""
 
     module: str
     activation: Activation | None
@@ -65,7 +65,7 @@ class ExpertModule:
 
 @dataclass
 class Captured:
-    """The graph of a model's forward pass, and what its placeholders are."""
+    """The graph of a model's forward pass, and the meaning of its placeholders."""
 
     graph: GraphModule
     shapes: dict[str, tuple[int, ...]]
@@ -73,13 +73,13 @@ class Captured:
     buffers: dict[str, torch.Tensor]
     """Values of buffers, which the model computes from its config."""
     stored: StoredTensors
-    """Where a checkpoint has the parameters."""
+    """Locations of the parameters in a checkpoint."""
     placeholders: dict[str, str]
     """Parameter or buffer of each placeholder; token ids are missing."""
     masks: list[AttentionMask]
-    """Masks by the index that attention ops name."""
+    """Masks, by the index that attention ops have as an argument."""
     experts: list[ExpertModule]
-    """Experts by the index that experts ops name."""
+    """Expert modules, by the index that experts ops have as an argument."""
 
 
 def reject(model_type: str, what: str, *, hint: str | None = None) -> UnsupportedModel:
@@ -104,7 +104,7 @@ def _define_ops() -> None:
 
 
 _LIBRARIES: list[Any] = []
-"""Defined ops live as long as their library."""
+"""Library of the defined ops; the ops exist only while it does."""
 
 
 def _attention_shape(q: Any, _k: Any, v: Any, *_: Any) -> Any:
@@ -112,12 +112,12 @@ def _attention_shape(q: Any, _k: Any, v: Any, *_: Any) -> Any:
 
 
 class CallRecorder:
-    """What the model passes to attention, mask and experts functions while it is captured."""
+    """Records the model's calls of attention, mask and experts functions during the capture."""
 
     def __init__(self, model_type: str) -> None:
         self.model_type = model_type
         self.masks: list[tuple[Callable[..., Any], int | None]] = []
-        """Mask functions, and the windows that attention was told."""
+        """Mask functions, and the windows passed to attention."""
         self.experts: list[Any] = []
         self.names: dict[Any, str] = {}
         """Name of each module, once the model is built."""
@@ -203,8 +203,8 @@ class CallRecorder:
 
 
 def identify_mask(function: Callable[..., Any]) -> AttentionMask | None:
-    """Returns the mask of a function of (batch, head, query place, key place), found by its values;
-    None if it is none of the kinds that attention ops have.
+    """Identifies a mask function of (batch, head, query index, key index) by its values. Returns
+    None if it is not a kind of mask that attention ops support.
     """
     zero = torch.tensor(0)
 
@@ -238,7 +238,7 @@ def identify_mask(function: Callable[..., Any]) -> AttentionMask | None:
 
 
 def _chunk_size(sees: Callable[[int, torch.Tensor], torch.Tensor], keys: torch.Tensor) -> int:
-    """Returns the number of the first queries that read key 0."""
+    """Returns how many of the first queries read key 0."""
     low, high = 0, len(keys) - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -319,8 +319,8 @@ def _check_rope(hf_config: Any) -> None:
 
 @contextlib.contextmanager
 def one_sequence() -> Iterator[None]:
-    """Tells transformers that the input is one sequence without padding, which it would find out by
-    looking at fake tensors.
+    """Tells transformers that the input is one sequence without padding; otherwise it would inspect
+    the fake tensors' values.
     """
     overlay, no_padding = masking_utils.chunked_overlay, torch.zeros(1, dtype=torch.long)
     with (
@@ -335,7 +335,7 @@ def one_sequence() -> Iterator[None]:
 def build_model(config: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns the causal language model of a config in float64 and eval mode, and its config.
 
-    Parameters have no memory, buffers have their values.
+    Parameters use no memory; buffers have their values.
     """
     hf_config = make_config(config)
     hf_config._attn_implementation = NAME
@@ -378,7 +378,7 @@ def double_precision() -> Iterator[None]:
 
 
 def _check_sizes(model_type: str, config: Mapping[str, Any]) -> None:
-    """Rejects sizes that no model has, before a module is made for each."""
+    """Rejects unrealistic sizes before the modules are created."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             _check_sizes(model_type, value)
@@ -391,9 +391,8 @@ def _check_sizes(model_type: str, config: Mapping[str, Any]) -> None:
 
 
 def get_size(config: Mapping[str, Any], name: str) -> int:
-    """Returns a size by transformers' usual name, whatever the model's own is.
-
-    Raises UnsupportedModel if it has none, such as a model of images.
+    """Returns a size by transformers' standard name, which is mapped to the model's own name.
+    Raises UnsupportedModel if the model has no such size, such as an image model.
     """
     value = getattr(make_config(config), name, None)
     if not isinstance(value, int):
@@ -402,7 +401,7 @@ def get_size(config: Mapping[str, Any], name: str) -> int:
 
 
 def _decode_floats(item: Any) -> Any:
-    """Returns a config with the numbers that JSON cannot spell, such as infinity."""
+    """Returns a config with numbers that JSON cannot represent, such as infinity, decoded."""
     if isinstance(item, dict):
         if set(item) == {"__float__"}:
             return float(item["__float__"])
@@ -411,7 +410,7 @@ def _decode_floats(item: Any) -> Any:
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """Gives tensors without values, as parameters are made, no memory."""
+    """Allocates no memory for uninitialized tensors, such as new parameters."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -20,7 +20,7 @@ from octavo.program.serialize import to_json
 from octavo.worker.machine import Machine
 
 VERSION = 1
-"""Version of the deriver; a stored Program names it."""
+"""Version of this package's derivation; stored with each Program."""
 
 
 def lower(config: Mapping[str, Any]) -> Program:
@@ -31,8 +31,8 @@ def lower(config: Mapping[str, Any]) -> Program:
 def derive(config: Mapping[str, Any], report: Callable[[str], None]) -> Program:
     """Returns the checked Program of a config.
 
-    Raises UnsupportedModel if the model does something that Programs cannot express, or if the
-    Program does not give transformers' logits.
+    Raises UnsupportedModel if the model computes something that Programs cannot express, or if the
+    Program's logits differ from transformers'.
     """
     model_type = str(config.get("model_type"))
     report(f"deriving {model_type} from transformers {transformers.__version__}")
@@ -40,7 +40,7 @@ def derive(config: Mapping[str, Any], report: Callable[[str], None]) -> Program:
         return _derive(config, model_type, report)
     except UnsupportedModel:
         raise
-    except Exception as error:  # a model whose code or sizes nothing here foresaw
+    except Exception as error:  # the model's code or sizes may fail in any way
         raise reject(model_type, f"{type(error).__name__}: {error}") from error
 
 
@@ -59,7 +59,9 @@ def _derive(config: Mapping[str, Any], model_type: str, report: Callable[[str], 
 
 
 def store(program: Program, config: Mapping[str, Any]) -> Path:
-    """Stores the Program of a config where the engine finds it; returns the file."""
+    """Stores the Program of a config in the engine's folder of derived Programs; returns the
+    file.
+    """
     path = program_path(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = to_json({program.name: program}) | {
@@ -74,7 +76,9 @@ def store(program: Program, config: Mapping[str, Any]) -> Path:
 
 
 def _check_memory(program: Program, model_type: str) -> None:
-    """Rejects a model whose check, with three copies in float64, does not fit into memory."""
+    """Rejects a model if its verification, which needs three float64 copies, does not fit into
+    memory.
+    """
     count = 0
     for weight in program.weights:
         size = 1

@@ -1,4 +1,6 @@
-"""The ops of a Program while it is derived, and the Values that tensors of the graph stand for."""
+"""The ops of a Program while it is derived, and the Values that correspond to tensors of the
+graph.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class GraphMatmul:
 
 
 class Emitter(Builder):
-    """Builds the ops, and knows which op made which Value."""
+    """Builds the ops, and records which op produced which Value."""
 
     def __init__(self, model_type: str, weights: Weights, num_tokens: int) -> None:
         super().__init__("decoder")
@@ -48,7 +50,7 @@ class Emitter(Builder):
         return self._columns.rows(value, shape, axis, self._num_tokens)
 
     def product(self, product: GraphMatmul) -> Value:
-        """Appends a matmul, some columns of which may be read on their own."""
+        """Appends a matmul. Parts of its columns may be read separately."""
         out = self._part(product, range(product.matrix.outputs))
         self._products[out] = product
         return out
@@ -62,7 +64,7 @@ class Emitter(Builder):
         return out
 
     def value_of(self, rows: RowMap) -> Value:
-        """Returns the Value whose columns are a tensor's elements in order."""
+        """Returns the Value whose columns equal a tensor's elements in order."""
         key = tuple(rows.columns.reshape(-1).tolist())
         if key in self._slices:
             return self._slices[key]
@@ -90,7 +92,7 @@ class Emitter(Builder):
 
 
 def sample_rows(ops: list[Op], logits: Value) -> tuple[list[Op], Value]:
-    """Gathers the sampled rows before the last matmul, whose logits only they need."""
+    """Gathers the sampled rows before the last matmul, so that only their logits are computed."""
     made = {out: op for op in ops for out in op.outputs}
     chain: list[Op] = []
     value = logits

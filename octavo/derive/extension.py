@@ -1,4 +1,4 @@
-"""Registers the command and the hook of this package. No code outside the package names it."""
+"""Registers the command and the hook of this package. No code outside this package refers to it."""
 
 from octavo.utils.extensions import Extension
 

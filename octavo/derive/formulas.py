@@ -1,7 +1,7 @@
 """Evaluates single ops on arrays with the formulas of the reference backend, in float64.
 
-Every backend's ops are tested against these formulas, so what is derived means the same as what is
-executed.
+Every backend's ops are tested against these formulas, so a derived op has the same meaning as an
+executed one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from octavo.program.program import Op, Program, Value, Weight
 from octavo.worker.calibration import whole_text
 
 TOLERANCE = 1e-9
-"""Largest difference of two equal formulas, relative to their values, in float64."""
+"""Maximum difference at which two formulas count as equal, relative to their values, in float64."""
 
 FAR_TOLERANCE = 1e-7
-"""The same far from the first position, where angles have fewer exact digits."""
+"""The same tolerance far from the first position, where angles have fewer exact digits."""
 
 
 def evaluate(
@@ -43,7 +43,7 @@ def evaluate(
 
 
 def are_equal(a: Any, b: Any, tolerance: float = TOLERANCE) -> bool:
-    """Whether two arrays are the same but for rounding in float64."""
+    """Returns whether two arrays are equal up to float64 rounding."""
     if a.shape != b.shape:
         return False
     if not (a.is_floating_point() and b.is_floating_point()):

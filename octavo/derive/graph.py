@@ -1,4 +1,4 @@
-"""The captured graph as three kinds of nodes, and its evaluation in float64.
+"""The captured graph, with three kinds of nodes, and its evaluation in float64.
 
 A node is dynamic if it depends on the token ids, `static` if it depends on positions and constants
 only, else a function of parameters.
@@ -31,16 +31,16 @@ SAME = frozenset(
     f"aten.{name}"
     for name in ("to", "_to_copy", "alias", "detach", "lift_fresh", "type_as", "dropout", "clone")
 )
-"""Operations that return their first argument, in another precision or place."""
+"""Operations that return their first argument in another precision or on another device."""
 
 FAR_POSITION = 200_000
-"""A position beyond any length at which a model changes what it does."""
+"""A position beyond any length at which a model changes its behaviour."""
 
 SMALL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class TracedGraph:
-    """The nodes of a captured forward pass in order, with what they depend on."""
+    """The nodes of a captured forward pass in order, with their dependencies."""
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
@@ -71,7 +71,7 @@ class TracedGraph:
         return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
     def _fold(self) -> None:
-        """Finds the dynamic nodes, and evaluates the static ones."""
+        """Marks the dynamic nodes and evaluates the static ones."""
         for node in self.captured.graph.graph.nodes:
             if node.op == "placeholder":
                 name = self.captured.placeholders.get(node.name)
@@ -102,8 +102,8 @@ class TracedGraph:
         *,
         is_far: bool = False,
     ) -> Any:
-        """Evaluates a node in float64 from the values of some earlier nodes and parameters, at the
-        first positions or far behind them.
+        """Evaluates a node in float64, given values of earlier nodes (`given`) and parameters, at
+        the first positions or, with `is_far`, at distant ones.
         """
         values: dict[Node, Any] = dict(given)
         static = self.far_values if is_far else self.values
@@ -128,7 +128,7 @@ class TracedGraph:
         return value(node)
 
     def cone(self, node: Node, frontier: Iterable[Node]) -> tuple[list[Node], list[str]]:
-        """Returns the nodes between the frontier and a node, which is one of them, and the
+        """Returns the nodes between the frontier and a node (including the node), and the
         parameters that they read.
         """
         seen: set[Node] = set(frontier)
@@ -189,7 +189,7 @@ def name_of(node: Node) -> str:
 
 
 def literals(nodes: Iterable[Node]) -> Iterator[float]:
-    """Yields the float arguments of nodes, defaults included."""
+    """Yields the float arguments of nodes, including default values."""
     for node in nodes:
         schema = getattr(node.target, "_schema", None)
         defaults = [each.default_value for each in schema.arguments] if schema else []

@@ -1,8 +1,8 @@
 """Lowers a captured forward pass to a Program.
 
-Matmuls, embeddings, attention and experts are found by name. Between them, a node is lowered when
-the region between it and earlier lowered nodes is something that Programs have, which is found by
-probing (`regions.py`). What remains at the end is rejected.
+Matmuls, embeddings, attention and experts are found by name. Other nodes are lowered if the region
+between them and earlier lowered nodes computes the same as an op, which is determined by probing
+(`regions.py`). Raises UnsupportedModel if any node remains.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class ProgramLowering:
             self._prober.probe(node)
 
     def _move(self, node: Node) -> bool:
-        """Lowers a node that moves elements to a row map; returns whether it could."""
+        """Lowers a node that only moves elements to a row map; returns whether that was
+        possible.
+        """
         inputs = [each for each in node.all_input_nodes if each in self._graph.dynamic]
         if not all(each in self._rows for each in inputs):
             return False

@@ -1,4 +1,4 @@
-"""Derives the Program of an unknown model type when a model of it is opened."""
+"""Derives the Program of an unknown model type when a model of this type is opened."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DeriveHooks(ModelHooks):
 
 
 def check_packages(model_type: str) -> None:
-    """Raises UnsupportedModel if the packages that deriving needs are not installed."""
+    """Raises UnsupportedModel if packages that are required for deriving are not installed."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedModel(

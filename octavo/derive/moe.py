@@ -1,4 +1,6 @@
-"""Lowers experts: the router by its rule, then the matmuls of the chosen experts."""
+"""Lowers experts: first the router, whose rule is identified, then the matmuls of the chosen
+experts.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ class ExpertDeriver:
         self._state.anchor(node, out)
 
     def _router(self, ids: Node, weights: Any) -> tuple[Node, Route]:
-        """Returns the logits of a router, and its rule."""
+        """Returns the node of a router's logits, and the router's rule."""
         frontier = {ids, weights}
         for _ in range(MAX_REGION):
             if len(frontier) == 1:

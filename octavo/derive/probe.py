@@ -1,7 +1,7 @@
 """Lowers the regions between matmuls and attention: norms, activations, gates, rotations.
 
-A node is lowered if the region between it and one or two earlier lowered nodes is an op. Regions
-grow until that is so, or until they reach a matmul, an embedding or attention.
+A node is lowered if the region between it and one or two earlier lowered nodes computes the same as
+an op. Regions grow until they match an op or reach a matmul, an embedding or attention.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from octavo.program.ops import Act, ActMul, LayerNorm, Mul, RmsNorm, Scale, Soft
 from octavo.program.program import Op, Value
 
 MAX_REGION = 60
-"""Nodes of the largest region that is probed."""
+"""Maximum number of nodes of a probed region."""
 
 
 class Prober:
-    """Lowers nodes by what their regions compute."""
+    """Lowers nodes by comparing their regions with ops."""
 
     def __init__(self, state: LoweringState) -> None:
         self._state = state
@@ -40,7 +40,9 @@ class Prober:
         self._emitter = state.emitter
 
     def probe(self, node: Node) -> None:
-        """Lowers a node if the region between it and one or two earlier nodes is an op."""
+        """Lowers a node if the region between it and one or two earlier nodes computes the same as
+        an op.
+        """
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return
         frontier = self._state.inputs(node)
@@ -133,7 +135,7 @@ class Prober:
         self._state.set_result(node, out, like.axis)
 
     def _with_weights(self, op: Op) -> Op:
-        """Returns a norm with the checkpoint's tensors for its parameters."""
+        """Returns a norm whose parameters are replaced by the checkpoint's tensors."""
         if not isinstance(op, RmsNorm | LayerNorm) or op.weight.fill is not None:
             return op
         whole = self._state.weights.whole
@@ -142,8 +144,8 @@ class Prober:
         return replace(op, weight=whole(op.weight.name))
 
     def _merge(self, op: Op) -> Op:
-        """Merges an op with those that make its inputs: an activation into its gate, and the three
-        parts of a soft cap.
+        """Merges an op with the ops that produce its inputs: an activation into its gate, and the
+        three parts of a soft cap.
         """
         makers = self._emitter.makers
         if isinstance(op, Mul) and op.a.width == op.b.width:

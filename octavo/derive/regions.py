@@ -1,7 +1,8 @@
-"""Identifies which op a region of the graph is, by evaluating both on the same numbers.
+"""Identifies the op that a region of the graph corresponds to, by evaluating both on the same
+numbers.
 
 A region is a function of rows `[T, W]` and parameters. Each `find_` function returns the op between
-the given Values, or None. Weights of the op are named after parameters.
+its input and output Values, or None if no op matches. The op's weights are named after parameters.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def draw_parameters(shapes: Shapes) -> dict[str, Any]:
 
 
 def draw_wide(num_tokens: int, width: int) -> Iterator[torch.Tensor]:
-    """Yields arguments of both signs from 1e-6 to 1e6, and many around zero, as rows."""
+    """Yields rows of test values: both signs from 1e-6 to 1e6, and many around zero."""
     sizes = torch.logspace(-6, 6, 241, dtype=torch.float64)
     around_zero = torch.linspace(-9, 9, 361, dtype=torch.float64)
     numbers = torch.cat((-sizes, around_zero, sizes, draw((97,), 3)))
@@ -59,14 +60,14 @@ def draw_wide(num_tokens: int, width: int) -> Iterator[torch.Tensor]:
 
 
 def find_activation(function: Callable[[Any], Any]) -> Activation | None:
-    """Returns which activation a function of each element is."""
+    """Returns the activation that an element-wise function computes; None if there is none."""
     x = Value("x", "tokens", 8)
     op = find_elementwise(lambda rows, _: function(rows), x, Value("out", "tokens", 8), 7)
     return op.activation if isinstance(op, Act) else None
 
 
 def find_elementwise(region: Region, x: Value, out: Value, num_tokens: int) -> Op | None:
-    """Finds a function of each element: a factor, an activation, a soft cap or a bound."""
+    """Finds an element-wise op: a factor, an activation, a soft cap or a clip."""
 
     def at(number: float) -> float:
         return float(region(torch.full((num_tokens, x.width), number).double(), {})[0, 0])
@@ -91,7 +92,7 @@ def find_elementwise(region: Region, x: Value, out: Value, num_tokens: int) -> O
 def find_norm(  # noqa: PLR0917  # a region, its Values, and what its norm may be made of
     region: Region, x: Value, out: Value, group: int, shapes: Shapes, numbers: Sequence[float]
 ) -> RmsNorm | LayerNorm | None:
-    """Finds a norm over groups of `group` columns; `numbers` are those among which eps is."""
+    """Finds a norm over groups of `group` columns; `numbers` contain the candidates for eps."""
     parameters = draw_parameters(shapes)
     rows = draw((7, x.width), 6)
     cases = [(rows * scale, region(rows * scale, parameters)) for scale in (1e-4, 1e-2, 1.0, 1e3)]
@@ -110,7 +111,7 @@ def find_norm(  # noqa: PLR0917  # a region, its Values, and what its norm may b
 def _norms(
     x: Value, out: Value, group: int, shapes: Shapes, numbers: Sequence[float]
 ) -> Iterator[RmsNorm | LayerNorm]:
-    """Yields the norms that a region with these parameters and numbers may be."""
+    """Yields the norms that a region with these parameters and numbers could compute."""
     if group < 2 or any(shape != (group,) for shape in shapes.values()):
         return
     names = [*shapes]
@@ -133,7 +134,7 @@ def _norms(
 
 
 def find_rope(region: Region, x: Value, out: Value, head_width: int, num_tokens: int) -> Op | None:
-    """Finds a rotary embedding of heads by position; rows have the positions from 0."""
+    """Finds a rotary embedding of heads; the rows have positions 0, 1, 2 ..."""
     if head_width > 1024 or num_tokens < 2:
         return None
     num_heads = x.width // head_width
@@ -166,7 +167,7 @@ def find_rope(region: Region, x: Value, out: Value, head_width: int, num_tokens:
 def find_combination(
     region: Callable[[Any, Any], Any], x: Value, y: Value, out: Value, num_tokens: int
 ) -> Op | None:
-    """Finds a sum, a product or a gate of two Values; `y` may have one column."""
+    """Finds a sum, a product or a gate of two Values; `y` may have a single column."""
     a, b = draw((num_tokens, x.width), 4) * 3, draw((num_tokens, y.width), 5) * 3
     result = region(a, b)
     candidates: list[Op] = [Mul(x, y, out)]

@@ -13,17 +13,18 @@ from octavo.program.expert_ops import GroupRank, Route, Score
 from octavo.program.program import Value, Weight
 
 Router = Callable[[Any, Any], tuple[Any, Any]]
-"""Ids and weights `[T, k]` for logits `[T, E]` and the bias, if there is one."""
+"""Returns ids and weights, `[T, k]`, for logits `[T, E]` and the bias, if there is one."""
 
 SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "softmax_top_k", "sigmoid_top_k")
-"""Scores that are tested; groups of experts only with the first two."""
+"""Score functions that are tested; expert groups are tested only with the first two."""
 
 
 def find_route(
     router: Router, num_tokens: int, num_experts: int, *, bias: str | None, counts: Sequence[int]
 ) -> Route | None:
-    """Returns the rule of a router, between placeholders of Values. The Route's bias is named after
-    the parameter `bias`; `counts` are the config's integers, of which numbers of groups are two.
+    """Returns a router's rule as a Route with placeholder Values; None if no rule matches. The
+    Route's bias is named after the parameter `bias`. `counts` are the config's integers, which may
+    include the numbers of groups.
     """
     generator = torch.Generator().manual_seed(0)
     cases = []
@@ -42,7 +43,7 @@ def find_route(
 def _routes(
     num_experts: int, top_k: int, bias: str | None, counts: Sequence[int]
 ) -> Iterator[Route]:
-    """Yields every rule, those without groups first."""
+    """Yields every rule; rules without groups come first."""
     plain = Route(
         x=Value("x", "tokens", 1),
         logits=Value("logits", "tokens", num_experts),
@@ -77,7 +78,9 @@ def _routes(
 
 
 def _match(route: Route, cases: Sequence[Any]) -> float | None:
-    """Returns the scale with which a rule gives each case's weights; None if it does not."""
+    """Returns the scale with which a rule reproduces the weights of all cases; None if it does
+    not.
+    """
     scale: float | None = None
     for logits, values, ids, weights in cases:
         inputs = {route.x: torch.zeros(len(logits), 1).double(), route.logits: logits}

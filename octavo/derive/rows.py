@@ -1,4 +1,4 @@
-"""Row maps: which columns of which Values the elements of a tensor are.
+"""Row maps: for each element of a tensor, the column and Value that it comes from.
 
 A tensor that only moves elements (views, transpositions, slices, concatenations) keeps an index per
 element instead of an op.
@@ -15,12 +15,12 @@ import torch
 from octavo.program.program import Value
 
 TOKEN = 1 << 40
-"""Weight of the token's index in the number of an element."""
+"""Factor of the token index in an element's number."""
 
 
 @dataclass(frozen=True)
 class RowMap:
-    """A tensor made of the columns of Values, one row per token."""
+    """A tensor whose elements are columns of Values, one row per token."""
 
     columns: torch.Tensor
     """Global column of each element; the tensor's shape without the token axis."""
@@ -42,7 +42,9 @@ class RowMap:
         return self.columns.unsqueeze(self.axis) + tokens.reshape(shape) * TOKEN
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
-        """Arranges values `[T, W]`, whose columns are in the order of this tensor's elements."""
+        """Arranges `values [T, W]`, whose columns are in the order of this tensor's elements, in
+        this tensor's shape.
+        """
         arranged = values.reshape(self.num_tokens, *self.columns.shape)
         return arranged.movedim(0, self.axis)
 
@@ -52,7 +54,7 @@ class RowMap:
 
 
 def rows_of(numbers: Any, num_tokens: int) -> RowMap | None:
-    """Returns the row map of moved element numbers; None if it is none."""
+    """Returns the row map that corresponds to moved element numbers; None if there is none."""
     if not isinstance(numbers, torch.Tensor) or numbers.dtype != torch.int64:
         return None
     tokens, columns = numbers // TOKEN, numbers % TOKEN

@@ -1,4 +1,6 @@
-"""What the parts of a lowering share: which nodes are lowered, and where regions end."""
+"""State shared by the parts of a lowering: the nodes lowered so far, and the nodes at which regions
+end.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,16 @@ class LoweringState:
     anchors: set[Node] = field(default_factory=set)
     """Nodes at which regions end: matmuls, embeddings, attention and experts."""
     dead: set[Node] = field(default_factory=set)
-    """Nodes that no region with an op contains: they mix tokens, are matmuls of something that was
-    not lowered, or depend on such a node.
+    """Nodes that cannot be part of a region: they mix tokens, are matmuls of inputs that were not
+    lowered, or depend on such a node.
     """
 
     def set_result(self, node: Node, value: Value, axis: int) -> None:
-        """Makes a Value the result of a node."""
+        """Records a Value as the result of a node."""
         self.rows[node] = self.emitter.rows(value, self.graph.shape(node), axis)
 
     def anchor(self, node: Node, value: Value) -> None:
-        """Makes a Value the result of a node at which regions end."""
+        """Records a Value as the result of a node at which regions end."""
         shape = self.graph.shape(node)
         self.set_result(node, value, shape.index(self.num_tokens, min(1, len(shape) - 2)))
         self.anchors.add(node)
@@ -50,12 +52,12 @@ class LoweringState:
         return {each for each in node.all_input_nodes if each in self.graph.dynamic}
 
     def latest(self, nodes: set[Node]) -> Node | None:
-        """Returns the last of some nodes at which no region ends."""
+        """Returns the last of `nodes` at which no region ends; None if there is none."""
         inner = nodes - self.anchors
         return max(inner, key=self.graph.order.__getitem__, default=None)
 
     def rejected(self, node: Any, what: str = "") -> UnsupportedModel:
-        """Returns the error of a node, which names the first operation that was not lowered."""
+        """Returns the error for a node, naming the first operation that was not lowered."""
         stack, missing = [node], [node]
         seen: set[Node] = set()
         while stack:

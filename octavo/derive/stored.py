@@ -1,7 +1,7 @@
 """Finds where a checkpoint stores each parameter of a transformers model.
 
-transformers renames, stacks and concatenates tensors when it loads a checkpoint. The inverse of
-this conversion, run over arrays of row numbers, shows which rows of which tensors a parameter
+transformers renames, stacks and concatenates tensors when it loads a checkpoint. Applying the
+inverse of this conversion to arrays of row numbers shows which rows of which tensors each parameter
 consists of.
 """
 
@@ -16,7 +16,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 PARAMETER = 1 << 40
-"""Weight of a parameter's index in the number of a row."""
+"""Factor of a parameter's index in the number of a row."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class StoredTensors:
     def find_experts(
         self, parameter: str, num_experts: int, rows: Sequence[int], count: int
     ) -> list[Piece] | None:
-        """Returns the tensor of each expert that holds some of its `count` rows, or the one tensor
-        of all; None if they are spread.
+        """Returns for each expert the tensor with some of its `count` rows, or the single tensor of
+        all experts; None if the rows of an expert are in several tensors.
         """
         start = self._index[parameter] * PARAMETER
         stacked = self._tensors.get(parameter)

@@ -1,8 +1,8 @@
 """Checks a derived Program against transformers: the same logits from the same weights.
 
-The check runs on a smaller model of the same config: few layers, but each kind of them, with a
-short window and a small vocabulary, and random weights in float64. The engine computes it whole and
-in chunks; both must give what transformers' eager attention gives.
+The check uses a smaller model of the same config with random float64 weights: few layers but one of
+each kind, a short window and a small vocabulary. The reference backend computes it in one step and
+in chunks; both results must equal transformers' with eager attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from octavo.program.program import Op, Program
 from octavo.worker.calibration import whole_text
 
 NUM_TOKENS = 48
-"""Longer than the window and the chunk of attention below."""
+"""Number of tokens; more than the window and the chunk of attention below."""
 
 WINDOW = 20
 """Window and chunk of the smaller model."""
@@ -37,7 +37,7 @@ WINDOW = 20
 MAX_VOCABULARY = 512
 
 TOLERANCE = 1e-9
-"""Largest difference of logits, relative to the largest, in float64."""
+"""Maximum difference of logits, relative to the largest logit, in float64."""
 
 WINDOW_KEYS = ("sliding_window", "attention_chunk_size", "sliding_window_size", "local_attention")
 
@@ -60,7 +60,7 @@ def shrink(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 def layer_kinds(program: Program) -> list[tuple[Any, ...]]:
-    """Returns what each layer is: its ops without the layer's number, in order."""
+    """Returns a key for the kind of each layer: its ops in order, without the layer's number."""
     layers: dict[int, list[Any]] = {}
     for op in program.ops:
         for weight in op.weights:
@@ -89,7 +89,7 @@ def num_layers_with_each_kind(program: Program) -> int:
 
 def compare(program: Program, config: Mapping[str, Any]) -> float:
     """Returns the largest difference between a Program's logits and transformers', relative to the
-    largest logit; the Program must be that of the config.
+    largest logit; the Program must belong to the config.
     """
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="octavo-derive-") as folder:
@@ -111,7 +111,9 @@ def compare(program: Program, config: Mapping[str, Any]) -> float:
 
 
 def verify(program: Program, config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModel unless a Program of the config computes what transformers does."""
+    """Raises UnsupportedModel unless a Program of the config gives the same results as
+    transformers.
+    """
     difference = compare(program, config)
     if not difference <= TOLERANCE:
         raise reject(
@@ -160,8 +162,8 @@ def _in_float64(model: Any) -> Any:
 def run_in_chunks(
     program: Program, load: LoadWeight, tokens: Sequence[int], chunk: int
 ) -> NDArray[Any]:
-    """Returns the logits `[T, V]` of every token from the reference backend, `chunk` tokens a step
-    with a paged KV cache.
+    """Returns the logits `[T, V]` of every token from the reference backend, computing `chunk`
+    tokens per step with a paged KV cache.
     """
     backend = ReferenceBackend()
     runnable = backend.prepare(program, load)

@@ -1,4 +1,6 @@
-"""The weights of a Program: parameters of the graph, and the tensors that hold them."""
+"""The weights of a Program: parameters of the graph, and the checkpoint tensors that contain
+them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Weights:
         self._model_type = model_type
 
     def matrix(self, node: Any, *, swapped: bool = False) -> Matrix | None:
-        """Returns the matrix of a node; `swapped`: as `[in, out]`."""
+        """Returns the matrix of a node, None if it is not a parameter; `swapped`: as `[in,
+        out]`.
+        """
         transposed = swapped
         while isinstance(node, Node):
             name = self._graph.parameter(node)
@@ -49,13 +53,13 @@ class Weights:
         return None
 
     def vector(self, node: Any) -> str | None:
-        """Returns the parameter of a node."""
+        """Returns the parameter of a node; None if it is not one."""
         while isinstance(node, Node) and node.op == "call_function" and name_of(node) in SAME:
             node = node.args[0]
         return self._graph.parameter(node) if isinstance(node, Node) else None
 
     def whole(self, name: str) -> Weight:
-        """Returns a whole parameter that the checkpoint has in one tensor."""
+        """Returns a complete parameter, which the checkpoint stores in one tensor."""
         shape = self._captured.shapes[name]
         pieces = self._captured.stored.find(name, range(shape[0]))
         if len(pieces) != 1 or pieces[0].rows != (*range(pieces[0].total),):
@@ -85,7 +89,7 @@ class Weights:
         shape = self._captured.shapes[f"{experts.module}.down_proj"]
         return shape[-2] if experts.is_transposed else shape[-1]
 
-    def expert_rows(  # a weight by its module, name and shape
+    def expert_rows(  # identifies a weight by module, name and shape
         self, experts: ExpertModule, name: str, rows: Sequence[int], inputs: int, num_experts: int
     ) -> tuple[Weight, Weight | None]:
         """Returns some rows of every expert's matrix, and of its bias."""

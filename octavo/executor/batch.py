@@ -119,13 +119,8 @@ class SamplingBatch:
     """Rows that are sampled only when the verifier resamples them, `[S]`; None: no row."""
     without_cutoffs: NDArray[np.bool_] | None = None
     """Rows sampled without min_p, top_k and top_p, `[S]`; None: no row. These rows are not greedy
-<<<<<<< HEAD
-    and have no other filter. `SampleResult.proof_tokens` shows whether the cut-offs keep their
-    tokens. When a row is resampled, its cut-offs apply.
-=======
-    and have no other filter. `SampleResult.proof_tokens` proves whether their cut-offs would keep the
-    sampled token. If a row is resampled, its cut-offs apply.
->>>>>>> e3bab7d5 (server, executor: plainer docstrings and names)
+    and have no other filter. `SampleResult.proof_tokens` proves whether their cut-offs would keep
+    the sampled token. If a row is resampled, its cut-offs apply.
     """
     bias_after: NDArray[np.int32] | None = None
     """For each bias entry, the last sampled token that the entry requires; -1: any. Set if only the
@@ -272,8 +267,8 @@ class StepBatch:
     given_rows: NDArray[np.int32] | None = None
     """Row of `given` that replaces each row, `[T]`, -1: none; set if `given` is."""
     limits: NDArray[np.int32] | None = None
-    """One past the last key that each row sees under a causal or window mask, `[T]`; None: the
-    row's index in `places` + 1.
+    """One past the last key that each row sees under a causal or window mask, `[T]`; None: its
+    entry of `places` + 1.
     """
     adapter_rows: NDArray[np.int32] | None = None
     """Adapter slot of each row, `[T]`, -1: none; None: no row has one."""

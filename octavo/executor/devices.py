@@ -69,12 +69,12 @@ def require_flashinfer() -> Any:
         ) from error
 
 
-def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
+def choose_device(requested: Device | None, *, num_devices: int = 1) -> Device:
     """Returns the requested device; by default cuda if available, else cpu. Raises
     BackendUnavailable if there are fewer than `num_devices`.
     """
     cuda = require_torch().cuda
-    if wanted == "cuda" and not cuda.is_available():
+    if requested == "cuda" and not cuda.is_available():
         build = (
             "this PyTorch is built without CUDA"
             if cuda_build() is None
@@ -84,7 +84,7 @@ def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
             f"device: got 'cuda', but {build}",
             hint="run `octavo doctor`; --device cpu works on any machine",
         )
-    chosen = wanted or ("cuda" if cuda.is_available() else "cpu")
+    chosen = requested or ("cuda" if cuda.is_available() else "cpu")
     if chosen == "cuda" and num_devices > 1 and cuda.device_count() < num_devices:
         what = (
             f"tensor_parallel_size: got {num_devices}, but there are {cuda.device_count()} CUDA"
@@ -96,12 +96,12 @@ def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
 
 def driver_version(driver: Path = NVIDIA_DRIVER) -> str | None:
     """Returns the version of NVIDIA's kernel module; None if it reports none."""
-    found = (
+    match = (
         re.search(r"Kernel Module.*?(\d+\.\d+(\.\d+)?)", driver.read_text())
         if driver.exists()
         else None
     )
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def cuda_build() -> str | None:

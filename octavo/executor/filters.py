@@ -61,18 +61,18 @@ def kept_distances(z: Floats, record: Record) -> Floats:
     if record["typical_p"] < 1:
         z = typical(z, temperature, float(record["typical_p"]))
     d = (z - z.max()) / temperature
-    kept = above_cutoffs(z, np.exp(d), record)
+    kept_ids = above_cutoffs(z, np.exp(d), record)
     throws = record["xtc_probability"] > 0
     if throws or record["mirostat_mode"] > 0:
-        kept = kept[np.lexsort((kept, -z[kept]))]
+        kept_ids = kept_ids[np.lexsort((kept_ids, -z[kept_ids]))]
     if throws and coin(record) < float(record["xtc_probability"]):
-        kept = without_top_choices(d, kept, float(record["xtc_threshold"]))
+        kept_ids = without_top_choices(d, kept_ids, float(record["xtc_threshold"]))
     if record["mirostat_mode"] > 0:
         mode, mu = int(record["mirostat_mode"]), float(record["mirostat_mu"])
-        kept = mirostat(d, kept, mode, mu)
-    found = np.full(len(z), -np.inf)
-    found[kept] = d[kept]
-    return found
+        kept_ids = mirostat(d, kept_ids, mode, mu)
+    distances = np.full(len(z), -np.inf)
+    distances[kept_ids] = d[kept_ids]
+    return distances
 
 
 def above_sigmas(z: Floats, num_sigmas: float) -> Floats:
@@ -103,18 +103,18 @@ def typical(z: Floats, temperature: float, typical_p: float) -> Floats:
     order = ids[np.argsort(distances, kind="stable")]
     sums = np.cumsum(weights[order])
     order = order[: int(np.searchsorted(sums, typical_p * sums[-1])) + 1]
-    found = np.full_like(z, -np.inf)
-    found[order] = z[order]
-    return found
+    filtered = np.full_like(z, -np.inf)
+    filtered[order] = z[order]
+    return filtered
 
 
 def above_cutoffs(z: Floats, weights: Floats, record: Record) -> Ids:
     """Returns the ids that min_p, top_k and top_p keep."""
-    kept = np.flatnonzero((weights > 0) & (weights >= float(record["min_p"])))
+    kept_ids = np.flatnonzero((weights > 0) & (weights >= float(record["min_p"])))
     top_k, top_p = int(record["top_k"]), float(record["top_p"])
     if top_k <= 0 and top_p >= 1.0:
-        return kept
-    order = kept[order_tokens(z[kept])]
+        return kept_ids
+    order = kept_ids[order_tokens(z[kept_ids])]
     if top_k > 0:
         order = order[:top_k]
     if top_p < 1.0:
@@ -128,24 +128,24 @@ def order_tokens(z: Floats) -> Ids:
     return np.argsort(-z, kind="stable")
 
 
-def without_top_choices(d: Floats, kept: Ids, threshold: float) -> Ids:
-    """Returns `kept`, which is ordered by (d descending, id ascending), without the tokens of at
-    least `threshold` probability; the last of these stays.
+def without_top_choices(d: Floats, kept_ids: Ids, threshold: float) -> Ids:
+    """Returns `kept_ids`, ordered by (d descending, id ascending), without the tokens of at least
+    `threshold` probability; the last of these stays.
     """
-    weights = np.exp(d[kept])
+    weights = np.exp(d[kept_ids])
     num_viable = int((weights / weights.sum() >= threshold).sum())
-    return kept[max(num_viable - 1, 0) :]
+    return kept_ids[max(num_viable - 1, 0) :]
 
 
-def mirostat(d: Floats, kept: Ids, mode: int, mu: float) -> Ids:
-    """Returns the prefix of `kept` that mirostat keeps; `kept` is ordered by (d descending, id
-    ascending).
+def mirostat(d: Floats, kept_ids: Ids, mode: int, mu: float) -> Ids:
+    """Returns the prefix of `kept_ids` that mirostat keeps; the ids are ordered by (d descending,
+    id ascending).
     """
-    weights = np.exp(d[kept])
+    weights = np.exp(d[kept_ids])
     p = weights / weights.sum()
     if mode == 2:
-        return kept[: max(1, int((-np.log2(p) <= mu).sum()))]
-    return kept[: zipf_count(np.log(p[:MIROSTAT_TOKENS]), mu, len(d))]
+        return kept_ids[: max(1, int((-np.log2(p) <= mu).sum()))]
+    return kept_ids[: zipf_count(np.log(p[:MIROSTAT_TOKENS]), mu, len(d))]
 
 
 def zipf_count(log_p: Floats, mu: float, vocab_size: int) -> int:

@@ -48,8 +48,8 @@ def noise_words_for(record: Record, token_ids: NDArray[np.integer]) -> Words:
     seed = np.uint64(record["seed"])
     counter = (record["position"], record["sample_index"], token_ids // 4, SAMPLE_PURPOSE)
     words = philox((seed & MASK32, seed >> HALF), counter)
-    found: Words = np.stack(words, axis=1)[np.arange(len(token_ids)), token_ids % 4]
-    return found
+    chosen_words: Words = np.stack(words, axis=1)[np.arange(len(token_ids)), token_ids % 4]
+    return chosen_words
 
 
 def philox(key: tuple, counter: tuple) -> tuple[Words, Words, Words, Words]:

@@ -67,7 +67,7 @@ def sample(
     processed = logits if processed is None else processed
     records, without_cutoffs = batch.records, batch.without_cutoffs
     if without_cutoffs is not None:
-        result.proof_tokens = found = np.full((num_rows, MAX_PROOF_TOKENS), -1, np.int32)
+        result.proof_tokens = proofs = np.full((num_rows, MAX_PROOF_TOKENS), -1, np.int32)
         batch = disable_cutoffs(batch, without_cutoffs)
     for s in range(num_rows):
         if batch.deferred is not None and batch.deferred[s]:
@@ -78,7 +78,7 @@ def sample(
         result.token_ids[s] = 0 if token is None else token
         if token is not None and without_cutoffs is not None and without_cutoffs[s]:
             proof = find_cutoff_proof(changed_logits(raw, s, batch), records[s], token)
-            found[s, : len(proof)] = proof
+            proofs[s, : len(proof)] = proof
     if num_rows and (records["num_logprobs"].max() >= 0 or records["target_id"].max() >= 0):
         _add_logprobs(result, logits, batch)
     return result
@@ -90,8 +90,8 @@ def masked(batch: SamplingBatch, resample: Resample) -> SamplingBatch:
     """
     records = batch.records.copy()
     if resample.mirostat_mus is not None:
-        given = ~np.isnan(resample.mirostat_mus)
-        records["mirostat_mu"][resample.samples[given]] = resample.mirostat_mus[given]
+        has_bound = ~np.isnan(resample.mirostat_mus)
+        records["mirostat_mu"][resample.samples[has_bound]] = resample.mirostat_mus[has_bound]
     records["allowed_mask"][resample.samples] = len(batch.allowed_masks) + np.arange(
         len(resample.samples)
     )
@@ -124,8 +124,10 @@ def candidates(z: Floats, record: Record) -> NDArray[np.intp]:
 
 def row_candidates(logits: NDArray[np.float32], batch: SamplingBatch, s: int) -> NDArray[np.int32]:
     """Returns the candidates of row s of a batch, given its `logits [V]`, padded with -1."""
-    found = candidates(changed_logits(logits.astype(np.float64), s, batch), batch.records[s])
-    return np.pad(found.astype(np.int32), (0, MAX_CANDIDATES - len(found)), constant_values=-1)
+    token_ids = candidates(changed_logits(logits.astype(np.float64), s, batch), batch.records[s])
+    return np.pad(
+        token_ids.astype(np.int32), (0, MAX_CANDIDATES - len(token_ids)), constant_values=-1
+    )
 
 
 def scores(z: Floats, record: Record) -> Floats:
@@ -213,23 +215,23 @@ def find_cutoff_proof(
     the cut-offs keep `token`. Returns [] if more than MAX_PROOF_TOKENS would be needed.
     """
     weights = np.exp((z - z.max()) / float(record["temperature"]))
-    least = float(record["min_p"]) * SURE
+    min_weight = float(record["min_p"]) * SURE
     top_k = int(record["top_k"]) or len(z)
     top_p = float(record["top_p"])
     before = z >= z[token]
     place = int(before.sum()) - 1
-    if weights[token] < least or place >= top_k:
+    if weights[token] < min_weight or place >= top_k:
         return []
-    wanted = (weights[before].sum() - weights[token]) * (1 - top_p) * SURE
+    required_weight = (weights[before].sum() - weights[token]) * (1 - top_p) * SURE
     behind = np.flatnonzero(z < z[token])
     behind = behind[np.argsort(-z[behind], kind="stable")]
-    found = [token]
+    proof = [token]
     known = float(weights[token])
     for follower in behind[: min(MAX_PROOF_TOKENS, top_k - place) - 1].tolist():
-        if wanted < top_p * known:
+        if required_weight < top_p * known:
             break
-        if weights[follower] == 0 or weights[follower] < least:
+        if weights[follower] == 0 or weights[follower] < min_weight:
             return []
-        found.append(follower)
+        proof.append(follower)
         known += float(weights[follower])
-    return found if wanted < top_p * known else []
+    return proof if required_weight < top_p * known else []

@@ -23,7 +23,7 @@ FRAME = Frame(
 )
 
 TURNED_SHARE = 0.5
-"""Share of a head's columns with RoPE, in every published model."""
+"""Fraction of a head's columns that RoPE rotates, in every published model."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:

@@ -1,5 +1,5 @@
 """Command R7B and Command A: Command R with sliding windows in three of four layers and RoPE only
-in those. Cohere 2024.
+in these layers. Cohere 2024.
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ TRAINING = _names("""
     summary_activation summary_first_dropout summary_hidden_size summary_proj_to_labels
     summary_type summary_use_proj upcast_attn use_aux_loss
 """)
-"""Training: dropout, initialization, losses, precision of single matmuls, heads of other tasks."""
+"""Training: dropout, initialization, losses, precision of individual matmuls, heads of other
+tasks.
+"""
 
 GENERATION = _names("""
     bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample
@@ -64,7 +66,7 @@ RUNTIME = _names("""
     tie_encoder_decoder tokenizer_class torchscript unk_token_id use_bfloat16 use_cache
     use_flash_attention_2 use_flash_attn use_fused_kernels use_return_dict use_sdpa
 """)
-"""Kernel and output choices of other programs, and token ids that the tokenizer defines."""
+"""Kernel and output options of other software, and token ids that the tokenizer defines."""
 
 READ_ELSEWHERE = _names("""
     compression_config dtype has_own_head is_encoder_decoder is_matryoshka matryoshka_dimensions
@@ -84,7 +86,7 @@ ROPE = _names("""
     original_max_position_embeddings partial_rotary_factor rope_theta rope_type short_factor
     short_mscale truncate type
 """)
-"""RoPE parameters; each is read for some rope type and irrelevant for others."""
+"""RoPE parameters. Each is read for some rope types and has no effect for others."""
 
 
 class RecordedKeys(dict[str, Any]):
@@ -93,7 +95,7 @@ class RecordedKeys(dict[str, Any]):
     asked: set[str]
 
     def __init__(self, values: Mapping[str, Any], asked: set[str] | None = None) -> None:
-        """`asked`: set to which accessed keys are added."""
+        """Accessed keys are added to the set `asked`."""
         super().__init__(values)
         if asked is None:
             asked = values.asked if isinstance(values, RecordedKeys) else set()
@@ -115,7 +117,7 @@ class RecordedKeys(dict[str, Any]):
 def unread(config: Mapping[str, Any], asked: Set[str]) -> Iterator[str]:
     """Yields the keys that were not accessed and might change results.
 
-    Null and false count as a disabled feature.
+    Null and false are ignored: they disable a feature.
     """
     for key, value in config.items():
         if key not in asked and key not in INERT and value is not None and value is not False:

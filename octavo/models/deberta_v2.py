@@ -1,5 +1,5 @@
-"""DeBERTa v2 and v3: BERT with disentangled attention: scores also depend on relative positions
-through projected position tables. He et al. 2021.
+"""DeBERTa v2 and v3: BERT with disentangled attention, in which scores also depend on relative
+positions through projected position tables. He et al. 2021.
 
 v2's convolution is not supported.
 """
@@ -30,7 +30,7 @@ BOTH = {"c2p", "p2c"}
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("conv_kernel_size", 0)
     config.without_effect("conv_act", "conv_groups", "legacy", "pooler_dropout")
-    config.without_effect("pooler_hidden_act", "pooler_hidden_size")  # but for a classifier
+    config.without_effect("pooler_hidden_act", "pooler_hidden_size")  # except for a classifier
     shape = EncoderShape.read(config, norm_eps=1e-7)
     config.refuse_unless("embedding_size", shape.hidden_size)
     config.refuse_unless("attention_head_size", shape.head_dim)
@@ -106,7 +106,7 @@ class DisentangledScores:
 
     @property
     def num_kinds(self) -> int:
-        """Number of products that a score sums."""
+        """Number of products that are summed for a score."""
         return 1 + len(BOTH)
 
     def __call__(self, b: Builder, q: Value, k: Value, layer: str) -> tuple[Value, Value]:

@@ -244,7 +244,7 @@ def build_decoder(
 
 
 def finish_decoder(b: Builder, x: Value, shape: DecoderShape, frame: Frame) -> dict[str, Program]:
-    """Ends a decoder with logits of sampled rows, or one row per request."""
+    """Appends the end of a decoder: logits of sampled rows, or one pooled row per request."""
     make_norm = frame.norm or rms_norm(shape.norm_eps)
     matrix = frame.embedding if shape.tied else frame.head
 

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V2-Lite: latent attention; softmax routing without correction bias, in V2 within
-expert groups. DeepSeek-AI 2024.
+"""DeepSeek-V2 and V2-Lite: latent attention; softmax routing without correction bias, limited to
+expert groups in V2. DeepSeek-AI 2024.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from octavo.program.ops import RopeTable
 from octavo.program.program import CacheGroup, Program, Value, Weight
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the latent norm: transformers uses its default here, regardless of rms_norm_eps."""
+"""Epsilon of the latent norm: transformers uses its default value, regardless of rms_norm_eps."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -142,7 +142,7 @@ class LatentAttention:
 
 
 def _q_latent_width(config: HfConfig) -> int | None:
-    """Reads the latent width of queries; null if queries are a single projection."""
+    """Reads the latent width of queries; None if queries are a single projection."""
     if config.values.get("q_lora_rank") is None:
         return config.get_if_missing("q_lora_rank", 1536)
     return config.size("q_lora_rank")
@@ -179,7 +179,7 @@ class DeepseekMlp:
         group_rank: GroupRank = "two_best",
     ) -> DeepseekMlp:
         """Reads the sizes; keyword defaults are the family's."""
-        config.without_effect("norm_topk_prob")  # without a routed layer
+        config.without_effect("norm_topk_prob")  # no layer has routed experts
         return DeepseekMlp(
             config=config,
             num_experts=config.count("n_routed_experts"),

@@ -1,9 +1,9 @@
 """Draft heads: one extra layer that predicts further tokens from a model's hidden states.
 
-A head's row at place i combines token i with the feature row of place i - 1, written by the model
-(`program/passes/features.py`) or by the head itself while drafting. The output of its layer is its
-own feature row. Sources: Li et al. 2025 (EAGLE-3); DeepSeek-AI 2024, section 2.2 (multi-token
-prediction).
+A head's row i combines token i with feature row i - 1, which the model
+(`program/passes/features.py`) or, while drafting, the head itself has written. The output of the
+head's layer is its own feature row. Sources: Li et al. 2025 (EAGLE-3); DeepSeek-AI 2024, section
+2.2 (multi-token prediction).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DraftHead:
     """A draft head for one model."""
 
     program: Program
-    """Program "draft", over the feature group and a KV group of its own."""
+    """Program "draft", with the feature group and a separate KV group."""
     features: Features
     """Hidden states that the model has to write for the head."""
     shared: frozenset[Weight] = frozenset()

@@ -34,7 +34,7 @@ class PositionScorer(Protocol):
 
     @property
     def num_kinds(self) -> int:
-        """Number of dot products that are added for a score; the score is scaled by it."""
+        """Number of dot products that are added for a score, which determines its scale."""
         ...
 
     def __call__(self, b: Builder, q: Value, k: Value, layer: str) -> tuple[Value, Value]: ...
@@ -99,7 +99,7 @@ class EncoderNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
-    """How an encoder encodes positions and segments."""
+    """Encoding of positions and segments."""
 
     offset: int | None = 0
     """Table row of position 0; None: no table."""

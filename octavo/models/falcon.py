@@ -28,7 +28,7 @@ LAYERS = "transformer.h"
 def build(config: HfConfig) -> dict[str, Program]:
     config = config.renamed(num_hidden_layers="n_layer", num_attention_heads="n_head")
     config = config.renamed(hidden_size="n_embed")
-    # Which of these count depends on the generation of the model.
+    # The model's generation determines which of these keys apply.
     config.without_effect("multi_query", "num_kv_heads", "num_ln_in_parallel_attn", "parallel_attn")
     config.without_effect("rope_parameters", "rope_scaling", "rope_theta", "rotary")
     shape, new = read_shape(config), config.flag("new_decoder_architecture", False)

@@ -37,10 +37,11 @@ class GatedDelta:
     activation: Activation
     norm_eps: float
     stacked: bool
-    """Whether one module holds q, k, v and gate, by key head (Qwen3-Next); otherwise there are two.
+    """Whether q, k, v and gate are one module, grouped by key head (Qwen3-Next); otherwise two
+    modules.
     """
     stacked_steps: bool
-    """Whether one module holds beta and dt, by key head; otherwise there are two."""
+    """Whether beta and dt are one module, grouped by key head; otherwise two modules."""
     index: Sequence[int]
     """Index of each layer within the cache groups."""
 
@@ -174,7 +175,7 @@ def gated_attention(
     """Returns attention with head norms, partial RoPE and output gates."""
     bias = config.flag("attention_bias", False)
     given = config.table("rope_parameters")
-    # A text's positions are the same on all axes that the sections would take them from.
+    # A text's positions are equal on all axes, so the sections have no effect.
     text_only = {key: given[key] for key in given if not key.startswith("mrope_")}
     text = config.with_values(rope_parameters=text_only)
     rope = rope_parameters(text, partial=0.25).table(shape.head_dim)

@@ -15,7 +15,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     shape = DecoderShape.read(config, num_kv_heads=16, head_dim=256, tied=True)
     bias = config.flag("attention_bias", False)
     activation = config.values.get("hidden_activation") or config.text("hidden_act", TANH)
-    if activation == "gelu":  # early configs mean the tanh form, as transformers reads them
+    if activation == "gelu":  # early configs mean the tanh form; transformers does the same
         activation = TANH
     return build_llama(
         config.with_values(hidden_act=activation),

@@ -35,7 +35,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 def build_gemma3(config: HfConfig, *, has_images: bool = False) -> dict[str, Program]:
     """Builds the decoder; with `has_images` it accepts image rows, which attend to one another."""
     config.refuse_unless("attn_logit_softcapping")
-    config.without_effect("hidden_act")  # hidden_activation counts
+    config.without_effect("hidden_act")  # hidden_activation takes precedence
     config.refuse_unless("use_bidirectional_attention", False)
     shape = DecoderShape.read(config, num_kv_heads=4, head_dim=256, tied=True)
     pattern = config.integer(

@@ -1,5 +1,5 @@
 """Gemma 3n's decoder: multiple residual streams (AltUp), a low-rank branch parallel to attention
-(Laurel), per-layer embeddings, sparse gates, and last layers that share earlier layers' KV.
+(Laurel), per-layer embeddings, sparse gates, and final layers that reuse earlier layers' KV.
 
 Gemma team 2025; AltUp: Baykal et al. 2023.
 """
@@ -28,10 +28,10 @@ from octavo.program.ops import Activation, Embedding, RopeTable
 from octavo.program.program import Program, Span, Value, Weight
 
 LEAST_SQUARE = 1e-5
-"""Smallest mean square of a stream that is rescaled."""
+"""Lower bound of the mean square when a stream is rescaled."""
 MOST_STREAMS = 8
 SPARSE_LAYERS, SPARSITY = 10, 0.95
-"""Default number of first layers with sparse gates, and their share of zeros."""
+"""Default number of first layers with sparse gates, and their fraction of zeros."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -88,7 +88,7 @@ class Gemma3nLayers:
     ropes: Sequence[RopeTable]
     num_streams: int
     active: int
-    """Stream that the layers compute."""
+    """Index of the stream that attention and MLP are applied to."""
     scales_active: bool
     own_width: int
     """Width of per-layer embeddings."""

@@ -1,4 +1,4 @@
-"""Reads config.json: typed access with clear errors, and basic facts of a model.
+"""Reads config.json: typed access with clear errors, and basic properties of a model.
 
 Old and new spellings are equivalent (`torch_dtype` and `dtype`, GPT-2's `n_embd`). Unsupported
 settings raise errors. Source of names and defaults: the configuration classes of transformers 5.
@@ -36,10 +36,11 @@ DEFAULT_CONTEXT_TOKENS = 512
 512)."""
 
 RECURRENT_CONTEXT_TOKENS = 1 << 17
-"""Context of models with recurrent layers only, in tokens; bounded only by the token ids that the
-engine keeps per request."""
+"""Context of models with recurrent layers only, in tokens. The only limit is the number of token
+ids that the engine keeps per request.
+"""
 
-# No model comes near these bounds; a damaged file would build Programs for hours.
+# Far beyond any model; without bounds, a damaged file could build Programs for hours.
 MAX_WHOLE = (1 << 31) - 1
 """Upper bound of any integer."""
 MAX_SIZE = 1 << 20
@@ -82,8 +83,8 @@ class HfConfig:
         return HfConfig(RecordedKeys({**self.values, **values}, self.values.asked))
 
     def get_if_missing(self, name: str, default: ValueT) -> ValueT | None:
-        """Returns the default if the key is missing, and None if it is null, which some families
-        interpret differently.
+        """Returns the value, the default if the key is missing, or None if it is null: some
+        families distinguish the two.
         """
         return None if name in self.values else default
 
@@ -183,7 +184,7 @@ class HfConfig:
 
     def refuse_unless(self, name: str, *allowed: Any) -> None:
         """Raises UnsupportedModel unless an option has one of the allowed values; a missing key is
-        fine.
+        allowed.
         """
         value = self.values.get(name)
         if value is not None and value not in allowed:
@@ -242,7 +243,7 @@ class HfConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Basic facts of a model that the engine needs."""
+    """Basic properties of a model that the engine needs."""
 
     model_type: str
     max_context_tokens: int
@@ -250,7 +251,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str
-    """Compute dtype that the model was made for: float32, bfloat16 or float16."""
+    """Compute dtype that the model is intended for: float32, bfloat16 or float16."""
     is_encoder_decoder: bool
     decoder_prompt: tuple[int, ...] = ()
     """Initial tokens of an encoder-decoder model's decoder: its start token and a forced first
@@ -264,7 +265,7 @@ class ModelInfo:
 def model_info(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
 ) -> ModelInfo:
-    """Collects a model's facts.
+    """Returns a model's basic properties.
 
     Token ids come from generation_config.json if present, as in transformers' generate; end tokens
     from both files.

@@ -45,7 +45,7 @@ class LayerPlan:
         return full + (sizes.groups(num_mixers, conv_width) if num_mixers else ())
 
     def mix(self, attention: Sublayer, mixer: Sublayer) -> Sublayer:
-        """Returns a sublayer that dispatches to attention or mixer by layer."""
+        """Returns a sublayer that uses attention or the mixer, depending on the layer."""
 
         def append(b: Builder, x: Value, layer: int) -> Value:
             return (attention if self.attends[layer] else mixer)(b, x, layer)
@@ -58,8 +58,8 @@ def _indices(chosen: Sequence[bool]) -> list[int]:
 
 
 def layers_by_type(config: HfConfig, num_layers: int) -> LayerPlan | None:
-    """Reads which layers have attention from a list of types (transformers 4 or 5 names), or None
-    without a list.
+    """Reads which layers have attention from a list of types (transformers 4 or 5 names). Returns
+    None if the config has no list.
     """
     types = config.values.get("layer_types")
     if types is None:

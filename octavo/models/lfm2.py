@@ -1,7 +1,7 @@
 """LFM2: gated short convolutions, with grouped-query attention in some layers. Liquid AI 2025.
 
-A convolution's previous rows are stored in a `conv` cache group, which works like a window of keys
-(docs/decisions/0023-convolutions-are-windows.md).
+A convolution's previous rows are stored in a `conv` cache group, which works like a sliding window
+of keys (docs/decisions/0023-convolutions-are-windows.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.program.builder import Builder
 from octavo.program.program import CacheGroup, Program, Value
 
 MAX_TAPS = 64
-"""Most taps of a convolution; published models have 3."""
+"""Maximum number of taps of a convolution; published models have 3."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -87,7 +87,7 @@ class Convolution:
 
 
 def feed_forward_width(config: HfConfig) -> int:
-    """Returns the MLP width: two thirds of the config's, times a factor, rounded up, as in
+    """Returns the MLP width: two thirds of the config's value, times a factor, rounded up, as in
     transformers.
     """
     width = config.size("block_ff_dim", config.size("intermediate_size", 12288))

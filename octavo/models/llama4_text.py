@@ -1,8 +1,8 @@
 """Llama 4's decoder: RoPE in most layers, and experts whose inputs are scaled by the sigmoid of
 their scores. Meta 2025.
 
-Layers with RoPE use chunked attention (`attention_chunk_size`); queries of the others are scaled by
-position if `attn_temperature_tuning` is set.
+Layers with RoPE use chunked attention (`attention_chunk_size`); in the other layers, queries are
+scaled by position if `attn_temperature_tuning` is set.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _growth(config: HfConfig) -> Weight | None:
     """Returns the query scaling table of layers without RoPE."""
     floor = config.integer("floor_scale", DEFAULT_CHUNK, low=1)
     slope = config.number("attn_scale", 0.1)
-    if not config.values.get("attn_temperature_tuning", True):  # a number in older configs
+    if not config.values.get("attn_temperature_tuning", True):  # older configs have a number here
         return None
     positions = config.integer("max_position_embeddings", low=1)
     return query_growth(positions, Growth(floor, slope, shift=1))

@@ -15,7 +15,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     shape = Seq2SeqShape.read(
         config.with_values(activation_function=activation, scale_embedding=scales)
     )
-    # The first row is that of the padding, whose id the positions are counted from.
+    # The first row is the padding token's; positions are counted from the padding id.
     offset = config.integer("pad_token_id", 1) + 1
     frequencies = Sinusoids(shape.width / 2 - 1, in_single=True)
     style = Seq2SeqStyle(

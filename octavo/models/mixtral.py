@@ -12,7 +12,7 @@ DEFAULT_THETA = 1e6
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    config.without_effect("router_jitter_noise")  # noise of training
+    config.without_effect("router_jitter_noise")  # noise used only in training
     experts = SoftmaxExperts(
         num_experts=config.count("num_local_experts"),
         top_k=config.count("num_experts_per_tok"),

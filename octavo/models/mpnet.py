@@ -16,7 +16,7 @@ from octavo.program.ops import T5Bias
 from octavo.program.program import Program, Weight
 
 MAX_DISTANCE = 128
-"""Distance from which all positions share a bucket; not in the config."""
+"""Distance from which on all positions share a bucket; not in the config."""
 
 FIRST_POSITION = 2
 """Table row of position 0: the padding id is always 1."""

@@ -70,7 +70,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor"),
         *("n_group", "topk_group", "norm_topk_prob", "num_hidden_layers", "rope_theta"),
     )
-    config.without_effect("sliding_window")  # its attention sees everything
+    config.without_effect("sliding_window")  # its attention has no window
 
     def mix(b: Builder, x: Value, layer: int) -> Value:
         part = parts[kinds[layer]]

@@ -1,5 +1,5 @@
-"""OLMo 3: OLMo 2 with sliding windows in three of four layers, whose RoPE is never scaled. OLMo
-team 2025.
+"""OLMo 3: OLMo 2 with sliding windows in three of four layers; the RoPE of these layers is never
+scaled. OLMo team 2025.
 """
 
 from __future__ import annotations

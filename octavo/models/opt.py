@@ -22,7 +22,7 @@ EPS = 1e-5
 LAYERS = "model.decoder.layers"
 
 POSITION_OFFSET = 2
-"""Table rows before that of position 0."""
+"""Number of table rows before the row of position 0."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:

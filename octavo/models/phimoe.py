@@ -1,9 +1,9 @@
 """Phi-3.5-MoE: LayerNorms with biases, two experts per token with SparseMixer weights. Abdin et al.
 2024; Liu et al. 2023.
 
-longrope has a scale on cos and sin with each list of factors. transformers 5 uses the short list
-for any length, unlike transformers 4 and the model's own code; here it applies up to the original
-context.
+With longrope, each list of factors has its own scale on cos and sin. transformers 5 uses the short
+list for any length, unlike transformers 4 and the model's own code; here it applies up to the
+original context.
 """
 
 from __future__ import annotations

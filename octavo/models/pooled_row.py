@@ -20,7 +20,7 @@ def pooled_row(
     logit: Callable[[Value, int], Value],
 ) -> Value:
     """Appends norm, pooling and classifier; `logit` appends the logit of a token."""
-    one = head.mode != "mean"  # a single token's row is normed alone
+    one = head.mode != "mean"  # a single token's row is normed separately
     row = norm(b.pool_rows(x, head.mode)) if one else b.pool_rows(norm(x), head.mode)
     if head.tokens:
         score, *others = (logit(row, token_id) for token_id in head.tokens)

@@ -1,7 +1,7 @@
 """Pooling settings of a checkpoint: pooling mode, labels, and the activation of a classifier's
 scores.
 
-Uses only what the checkpoint specifies (`pooling`). Sources: `PretrainedConfig` and losses of
+Uses only settings from the checkpoint (`pooling`). Sources: `PretrainedConfig` and losses of
 transformers, `CrossEncoder` of sentence-transformers.
 """
 
@@ -113,7 +113,7 @@ def pooling_mode(config: HfConfig) -> PoolingMode:
 
 
 def get_labels(config: HfConfig, num_labels: int) -> tuple[str, ...]:
-    """Returns the label names; missing ones are named as in transformers."""
+    """Returns the label names; missing names are generated as in transformers."""
     named = config.table("id2label")
     return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(num_labels))
 
@@ -134,7 +134,9 @@ def get_activation(config: HfConfig, num_labels: int) -> PoolingActivation:
 
 
 def _saved_activation(config: HfConfig) -> PoolingActivation | None:
-    """Returns the activation that sentence-transformers saved with a cross-encoder, if any."""
+    """Returns the activation that sentence-transformers saved with a cross-encoder; None if there
+    is none.
+    """
     for table, key in (
         ("pooling", "activation_fn"),
         ("sentence_transformers", "activation_fn"),

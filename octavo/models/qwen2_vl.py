@@ -78,7 +78,7 @@ def _by_axes(config: HfConfig, head_dim: int) -> RopeTable:
     named = given.get("mrope_section") or [16, 24, 24]
     plain = {name: value for name, value in given.items() if name != "mrope_section"}
     for word in ("type", "rope_type"):
-        if plain.get(word) == "mrope":  # transformers 4's word for it
+        if plain.get(word) == "mrope":  # the name in transformers 4
             plain[word] = "default"
     ropes = rope_parameters(
         config.with_values(rope_scaling={}, rope_parameters=plain), default_theta=1_000_000.0

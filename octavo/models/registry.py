@@ -27,7 +27,7 @@ class ModelFamily(NamedTuple):
     native: bool = True
     """Whether the native backend supports it; torch and reference support every family."""
     gguf_as: str | None = None
-    """GGUF architecture under which llama.cpp stores it, if it is another family's."""
+    """GGUF architecture under which llama.cpp stores the family, if it is another family's name."""
 
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -136,7 +136,7 @@ def build_programs(config: Mapping[str, Any], *, every_key: bool = False) -> dic
     """Builds the Programs of a model by name: "decoder" and, depending on the family, "encoder", or
     "vision" and "projector".
 
-    With `every_key`, a config with a value that nothing reads is rejected. Programs that store KV
+    With `every_key`, a config with a value that is never read is rejected. Programs that store KV
     declare the same cache groups in the same order.
     """
     check_family(config)

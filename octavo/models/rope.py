@@ -32,7 +32,7 @@ class RopeParameters:
         original_positions: int | None = None,
         partial: float | None = None,
     ) -> None:
-        """`partial` is the family's default share of rotary columns; None: all columns must
+        """`partial` is the family's default fraction of rotary columns; None: all columns must
         rotate.
         """
         nested = [name for name, value in given.items() if isinstance(value, dict)]
@@ -53,7 +53,7 @@ class RopeParameters:
             )
         self.theta = self.positive("rope_theta", theta)
         self.max_positions = max_positions
-        # What the config says beside the parameters wins, as in transformers.
+        # Top-level keys of the config take precedence over the parameters, as in transformers.
         self.original_positions = original_positions or self.positive(
             "original_max_position_embeddings", max_positions
         )
@@ -108,7 +108,7 @@ class RopeParameters:
     def table(self, head_dim: int) -> RopeTable:
         """Returns the table for heads of `head_dim` columns."""
         rotary_dim = int(head_dim * self.share)
-        # An odd number turns one column more, as it does in transformers.
+        # An odd number rotates one more column, as in transformers.
         if rotary_dim < 2 or rotary_dim + rotary_dim % 2 > head_dim:
             raise UnsupportedModel(
                 f"config.json: {rotary_dim} rotary dims of head size {head_dim}, expected an even"
@@ -127,7 +127,7 @@ def rope_parameters(
 ) -> RopeParameters:
     """Reads the parameters of a model with one set.
 
-    If both spellings are present, `rope_scaling` wins, as in transformers. `partial` as in
+    If both spellings are present, `rope_scaling` wins, as in transformers. `partial` is passed to
     RopeParameters.
     """
     scaling, parameters = config.table("rope_scaling"), config.table("rope_parameters")
@@ -234,7 +234,7 @@ def _yarn(p: RopeParameters, dim: int) -> RopeTable:
     width = high - low or 0.001
 
     def blended(i: int, frequency: float) -> float:
-        # An odd column that turns behind the last pair is blended as that pair, as in transformers.
+        # An odd last column is blended like the last pair, as in transformers.
         pair = min(i, dim // 2 - 1)
         ramp = min(max((pair - low) / width, 0.0), 1.0)
         return frequency / factor * ramp + frequency * (1 - ramp)
@@ -246,8 +246,8 @@ def _yarn(p: RopeParameters, dim: int) -> RopeTable:
 
 
 def _yarn_attention_factor(p: RopeParameters, factor: float) -> float:
-    """Returns the given factor, the quotient of mscale and mscale_all_dim (DeepSeek), or the
-    paper's.
+    """Returns the config's attention factor, else the quotient of mscale and mscale_all_dim
+    (DeepSeek), else the paper's value.
     """
     given = p.optional("attention_factor")
     if given is not None:

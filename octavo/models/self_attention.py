@@ -48,8 +48,8 @@ def stacked_qkv(shape: DecoderShape, name: str, *, bias: bool = False) -> Projec
 
 
 def grouped_qkv(shape: DecoderShape, name: str, *, bias: bool = False) -> Projection:
-    """Returns a projection from one module with rows grouped by kv head: its queries, key and value
-    (GPT-NeoX, BLOOM, Falcon).
+    """Returns a projection from one module with rows grouped by kv head: each head's queries, key
+    and value (GPT-NeoX, BLOOM, Falcon).
     """
     dim, lanes = shape.head_dim, shape.num_heads // shape.num_kv_heads
     step = (lanes + 2) * dim

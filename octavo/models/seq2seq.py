@@ -1,4 +1,4 @@
-"""BART-like encoder-decoders, which differ in norms and positions.
+"""BART-like encoder-decoders. Families differ only in norms and positions (`Seq2SeqStyle`).
 
 The encoder processes the complete input at once and stores each decoder layer's cross K and V in
 the group "cross". Lewis et al. 2020; Vaswani et al. 2017.
@@ -81,8 +81,8 @@ class Seq2SeqShape:
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """Cache groups of both Programs, identical so that slots and tables share one group
-        axis.
+        """Cache groups of both Programs, identical, so that both index slots and block tables
+        alike.
         """
 
         def heads(stack: Stack) -> tuple[int, int, int, int]:

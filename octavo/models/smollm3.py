@@ -26,7 +26,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def layers_with_rope(config: HfConfig, num_layers: int) -> list[bool]:
-    """Returns for each layer whether it has RoPE; `no_rope_layers` has 1 if so."""
+    """Returns for each layer whether it has RoPE; in `no_rope_layers`, 1 means with RoPE."""
     given = config.integers("no_rope_layers")
     if given and len(given) != num_layers:
         raise UnsupportedModel(

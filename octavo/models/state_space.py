@@ -146,7 +146,7 @@ class Mamba2:
     """Whether the norm precedes the gate."""
     factors: MixerFactors = MixerFactors()
     out_bias: bool | None = None
-    """Whether the output projection has a bias; None: as the input projection."""
+    """Whether the output projection has a bias; None: the same as the input projection."""
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
         sizes = self.sizes

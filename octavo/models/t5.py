@@ -37,8 +37,8 @@ class T5Shape:
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """Cache groups of both Programs, identical so that slots and tables share one group
-        axis.
+        """Cache groups of both Programs, identical, so that both index slots and block tables
+        alike.
         """
         heads = (self.num_heads, self.head_dim, self.head_dim)
         return (
@@ -71,7 +71,7 @@ def read_shape(config: HfConfig, *, scaled: bool | None = None) -> T5Shape:
             f"config.json: feed_forward_proj is {projection!r}, expected ACTIVATION or"
             " gated-ACTIVATION"
         )
-    # transformers 5 always writes tie_word_embeddings, and whether to scale under another key.
+    # transformers 5 always writes tie_word_embeddings, and has a separate key for scaling.
     scales = config.values.get("tie_word_embeddings") is not False
     num_layers = config.count("num_layers")
     return T5Shape(

@@ -23,8 +23,9 @@ TOWER = ("vision", "projector")
 """Programs of an image's rows, in execution order."""
 
 KEPT_LAYERS = 2
-"""Layers of keys that are stored: each layer's keys are read once, so two alternate; a layer never
-overwrites keys that slower threads still read."""
+"""Number of layers whose keys are stored. Each layer's keys are read only by that layer, so two
+sets alternate; with one, a layer could overwrite keys that slower threads still read.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,9 @@ class ImageLayout:
     """Tokens and texts that replace that token, including the row token once; (): only the row
     token."""
     num_frames: int = 1
-    """Repetitions of a patch's pixels in its row: video towers expect several frames."""
+    """Number of times that a patch's pixels are repeated in its row: video towers expect several
+    frames.
+    """
     window: int | None = None
     """Side of a window in cells, if some layers use windowed attention."""
     has_grid_positions: bool = False

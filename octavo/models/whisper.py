@@ -2,8 +2,8 @@
 2022.
 
 The encoder has a row per second frame. Its input row contains the frames that the convolutions
-cover: three runs of three frames, each followed by a 1 (bias) if the run's middle is a frame of the
-audio, and all zeros otherwise.
+cover: three runs of three frames. A run is followed by a 1 (for the bias) if its middle frame is
+part of the audio; otherwise the run is all zeros.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ def short_conv(
     widths: tuple[int, ...] = (),
     factors: tuple[float, ...] = (),
 ) -> tuple[Value, ...]:
-    """Adds a causal convolution of x over the request's earlier rows; returns the result cut into
-    `widths` (default: uncut).
+    """Adds a causal convolution of x over the request's earlier rows; returns the result split into
+    columns of `widths` (default: one Value).
 
-    `factors` scale the weights of each part. The cache group stores the rows; its window is the
-    number of taps.
+    `factors` scale the weights of each part. The cache group stores the earlier rows; its window is
+    the number of taps.
     """
     taps = b.group(group).window
     assert taps is not None, "a group of kind conv has a window"
@@ -48,8 +48,8 @@ def short_conv(
 
 
 def earlier_rows(b: Builder, own: Value, taps: Weight, group: str, layer: int) -> Value:
-    """Sums the request's `own` row and earlier rows of a group that another Program fills, each
-    times its tap.
+    """Sums the row `own` and the request's earlier rows, which another Program writes to the group,
+    each multiplied by its tap.
     """
     out = b.like("earlier", own)
     b.append(ShortConv(own, (out,), taps, None, group, layer))

@@ -1,7 +1,6 @@
-"""Builds a Program op by op, so that a model family reads like its formula.
-
-Owns the names of Values (after the module that computes them) and of checkpoint tensors
-(`<module>.weight`, `<module>.bias`).
+"""Builds a Program op by op, so that the code of a model family reads like its formula. Values are
+named after the module that computes them; checkpoint tensors are `<module>.weight` and
+`<module>.bias`.
 """
 
 from __future__ import annotations
@@ -160,8 +159,8 @@ class Builder:
     def head_norm(
         self, x: Value, name: str, eps: float, *, head_dim: int, is_apart: bool = False
     ) -> Value:
-        """Normalizes each head with its own weights: one tensor `[H, D]`, or with `is_apart` one
-        module per head.
+        """Normalizes each head with its own weights: one tensor `[H, D]`, or one module per head
+        with `is_apart`.
         """
         out, kernel = self.like(name, x), (head_dim,)
         heads = range(x.width // head_dim)
@@ -182,8 +181,8 @@ class Builder:
     def linear_from(
         self, x: Value, weight: Weight, bias: Weight | None = None, *, name: str
     ) -> Value:
-        """Computes a matmul with an explicit weight, e.g. one stored under another name or
-        layout.
+        """Computes a matmul with an explicit weight, e.g. one that is stored under a different name
+        or layout.
         """
         out = self.value(name, x.axis, weight.shape[0])
         self.append(Linear(x, (out,), (weight,), () if bias is None else (bias,)))
@@ -435,13 +434,13 @@ class Builder:
         return out
 
     def scatter_rows(self, base: Value) -> Value:
-        """Replaces rows by the step's given rows (e.g. image embeddings)."""
+        """Replaces rows by the step's external rows, such as image embeddings."""
         out = self.like("scattered", base)
         self.append(ScatterRows(out, base))
         return out
 
     def given_rows(self, width: int) -> Value:
-        """Reads the step's given rows, one per token."""
+        """Reads the step's external rows, one per token."""
         out = self.value("given", "tokens", width)
         self.append(ScatterRows(out))
         return out

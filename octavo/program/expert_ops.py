@@ -17,7 +17,7 @@ Score = Literal["softmax", "sigmoid", "softmax_top_k", "sigmoid_top_k", "sparsem
 
 
 GroupRank = Literal["two_best", "best"]
-"""Ranking of expert groups: by the sum of their two best scores, or by the best."""
+"""Ranking of expert groups: by the sum of their two best scores, or by their best score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +92,21 @@ def check_choice(num_experts: int, top_k: int, *, num_groups: int, top_groups: i
     """Raises UnsupportedModel unless a row can choose `top_k` of `num_experts` experts within
     `top_groups` of `num_groups` groups.
     """
-    got = f"config.json: {num_experts} experts"
+    given_count = f"config.json: {num_experts} experts"
     if top_k > num_experts:
-        raise UnsupportedModel(f"{got}, with top-{top_k} routing; expected at most {num_experts}")
+        raise UnsupportedModel(
+            f"{given_count}, with top-{top_k} routing; expected at most {num_experts}"
+        )
     if num_experts % num_groups:
-        raise UnsupportedModel(f"{got} in {num_groups} groups of different sizes")
+        raise UnsupportedModel(f"{given_count} in {num_groups} groups of different sizes")
     if top_groups > num_groups:
         raise UnsupportedModel(
-            f"{got} in {num_groups} groups, with {top_groups} groups per token; expected"
+            f"{given_count} in {num_groups} groups, with {top_groups} groups per token; expected"
             f" at most {num_groups}"
         )
     num_eligible = num_experts // num_groups * top_groups
     if top_k > num_eligible:
         raise UnsupportedModel(
-            f"{got}, with top-{top_k} routing in {top_groups} of {num_groups} groups; these"
+            f"{given_count}, with top-{top_k} routing in {top_groups} of {num_groups} groups; these"
             f" have {num_eligible}"
         )

@@ -1,4 +1,4 @@
-"""Ops that only one family uses so far, in the alphabet of `ops.py`."""
+"""Ops that only one model family uses. Shapes use the alphabet of `ops.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KeepLargest(Op):
     """Sparsifies a row by its own statistics: out = max(x - mean - deviations * std, 0), with the
     biased deviation.
 
-    For normally distributed values this keeps a fixed share (Gemma 3n).
+    For normally distributed values this keeps a fixed fraction of them (Gemma 3n).
     """
 
     x: Value

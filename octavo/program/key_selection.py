@@ -11,23 +11,22 @@ from dataclasses import dataclass
 LEAST_BLOCKS = 4
 """Smallest number of blocks that are read."""
 LAST_BLOCKS = 2
-"""Last blocks that are always read, as is the first one."""
+"""Number of last blocks that are always read. The first block is always read too."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeySelection:
-    """Selects the blocks of 16 keys with most of a sparse row's attention.
-
-    Attention is estimated from a part of the query and key columns, summed over heads. The first
-    block and the last `LAST_BLOCKS` are always read, and at least `LEAST_BLOCKS`. Attention splits
-    are counted over the selected keys.
+    """Selects the blocks of 16 keys that get the most attention from a sparse row. Attention is
+    estimated from some of the query and key columns and summed over heads. The first block and the
+    last `LAST_BLOCKS` are always read, and at least `LEAST_BLOCKS`. Attention splits are counted
+    over the selected keys.
     """
 
     group: str
-    """Cache group with the same key columns, in the same slots."""
+    """Cache group that stores these key columns, in the same slots as the keys."""
     layer: int
     budget: float
-    """Share of the blocks that are read."""
+    """Fraction of the blocks that are read."""
 
     def num_blocks(self, num_blocks: int) -> int:
         """Returns how many of a row's visible blocks are read."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from octavo.program.program import Weight
 
 Site: TypeAlias = tuple[str, Weight]
-"""Module name, and the Program's matrix or table for it (or for some of its rows)."""
+"""Module name, and the Program's matrix or table for the module (or for some of its rows)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

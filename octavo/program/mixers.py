@@ -1,7 +1,7 @@
 """Ops that mix a request's rows without attention: short convolutions and recurrences.
 
-Shapes use the alphabet of `ops.py`, plus `P` columns of a head and `N` state values per column.
-State of earlier tokens is kept in a cache group of its own.
+Shapes use the alphabet of `ops.py`, plus `P` columns of a head and `N` state values per column. The
+state of earlier tokens is kept in a separate cache group.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class ShortConv(Op):
 
     n taps, oldest first. The current row is `x [T, W]`; earlier ones are read from a cache group of
     kind `conv`, filled by a preceding KvWrite; rows before the first are zero. `weight [W, 1, n]`,
-    `bias [W]`; `outs` cut the result's columns in order. Numbers: at least fp32, in this order, so
-    results do not depend on how a request was chunked.
+    `bias [W]`; `outs` are consecutive columns of the result. Precision: at least fp32, added in
+    this order, so results do not depend on how a request was chunked.
     """
 
     x: Value
@@ -38,18 +38,18 @@ class ShortConv(Op):
 @dataclass(frozen=True, slots=True)
 class SelectiveScan(Op):
     """Recurrence of a selective state space, for each head h, its columns p and state numbers n:
-    s[p, n] = exp(-d * exp(a_log[h, n])) * s[p, n] + d * x[h, p] * b[n];
-    out[h, p] = (sum over n of c[n] * s[p, n]) + skip[h] * x[h, p];
-    d = softplus(dt[h] + dt_bias[h]), kept within `low` and `high`. With `beta` what enters the
-    state is not d * x but what it lacks, once decayed, of reading x at b (the gated delta rule):
-    s[p, n] += beta[h] * (x[h, p] - sum over m of b[m] * s[p, m]) * b[n].
+    s[p, n] = exp(-d * exp(a_log[h, n])) * s[p, n] + d * x[h, p] * b[n]; out[h, p] = (sum over n of
+    c[n] * s[p, n]) + skip[h] * x[h, p]; d = softplus(dt[h] + dt_bias[h]), kept within `low` and
+    `high`. With `beta` (the gated delta rule), the update is not d * x but the difference between x
+    and what the decayed state returns for b: s[p, n] += beta[h] * (x[h, p] - sum over m of b[m] *
+    s[p, m]) * b[n].
 
-    `x [T, H * P]`, `dt [T, H]`, `b` and `c [T, G * N]`, of which head h reads the run h * G // H;
-    `a_log [H, N]`, or `[H]` where it is the same for all n; `beta [T, H]`, `skip` and `dt_bias
-    [H]`, skip 0 where there is none. The state
-    `[H, P, N]` lies in a group of kind `state`; at a request's first place it is zeros. Numbers:
-    at least fp32, token by token, so no row's bits depend on how its request was cut. Mamba: Gu and
-    Dao 2023 (P = 1); Mamba-2: Dao and Gu 2024; Gated DeltaNet: Yang et al. 2024.
+    `x [T, H * P]`, `dt [T, H]`, `b` and `c [T, G * N]`, of which head h reads group h * G // H;
+    `a_log [H, N]`, or `[H]` if it is the same for all n; `beta [T, H]`, `skip` and `dt_bias [H]`,
+    with skip 0 if it is absent. The state `[H, P, N]` is stored in a group of kind `state` and is
+    zero at a request's first token. Precision: at least fp32, token by token, so results do not
+    depend on how a request was chunked. Mamba: Gu and Dao 2023 (P = 1); Mamba-2: Dao and Gu 2024;
+    Gated DeltaNet: Yang et al. 2024.
     """
 
     x: Value
@@ -62,7 +62,7 @@ class SelectiveScan(Op):
     group: str
     layer: int
     state_size: int
-    """N."""
+    """N, the number of state values per column."""
     dt_bias: Weight | None = None
     low: float = 0.0
     high: float = float("inf")

@@ -1,13 +1,13 @@
-"""The kinds of op a Program is made of: for each its shapes, its formula and its source. Those that
-mix rows without attention stand in `mixers.py`, those of experts in `expert_ops.py`, those between
-ranks in `rank_ops.py`, and those of a single family in `family_ops.py`.
+"""The ops that Programs consist of, each with its shapes, formula and source. Further ops:
+`mixers.py` (mixing rows without attention), `expert_ops.py` (experts), `rank_ops.py` (communication
+between ranks) and `family_ops.py` (used by a single family).
 
 Shapes use one alphabet: `T` rows, `W` width, `H` query heads, `K` kv heads, `D` head size, `E`
-experts, `k` experts a token, `V` vocabulary. Attributes are plain numbers and strings, so that
+experts, `k` experts per token, `V` vocabulary. Attributes are plain numbers and strings, so that
 passes and backends can compare and hash ops. Places, positions, slots and block tables are not
 Values: every op that needs them reads the step's batch (`executor/batch.py`). A row's place is its
-index among its request's keys, by which attention masks and biases; its positions are what rope and
-learned embeddings read, and nothing else does.
+index among its request's keys; attention masks and biases depend on it. A row's positions are only
+read by RoPE and learned embeddings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LongAngles:
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """Inverse frequencies of a RoPE, and the factor on cos and sin."""
+    """Inverse frequencies of a RoPE, and a factor on cos and sin."""
 
     inv_freq: tuple[float, ...]
     """Radians per position, `rotary_dim / 2` of them."""
@@ -85,10 +85,10 @@ class PositionBuckets:
     """Disentangled attention (DeBERTa): score += scale * (of_queries[t, h, b] + of_keys[j, h, b]),
     with b the bucket of place t - place j.
 
-    There are `num_buckets`, half for each side: distances up to a quarter of them have a bucket
-    each, larger ones share logarithmic buckets up to `max_distance`; without `max_distance` every
-    distance has its own. Texts have at most `max_places` tokens, all in one step. He et al. 2021,
-    section 3.1; logarithmic buckets as in its reference code.
+    There are `num_buckets`, half of them for each direction. Distances up to num_buckets / 4 have a
+    bucket each; larger distances share logarithmic buckets up to `max_distance`. Without
+    `max_distance` every distance has its own bucket. A text has at most `max_places` tokens, all
+    computed in one step. He et al. 2021, section 3.1; logarithmic buckets as in its reference code.
     """
 
     num_buckets: int
@@ -110,7 +110,7 @@ class Embedding(Op):
 
     With `by_position` the ids are positions on the step's axis `axis` plus `offset` (GPT-2, OPT;
     BERT's segments are its second axis). With `first_row` the table is one rank's part of the
-    vocabulary, starting at that row; ids outside of it give zeros.
+    vocabulary, starting at that row; ids outside this part give zeros.
     """
 
     out: Value
@@ -123,7 +123,7 @@ class Embedding(Op):
     first_row: int | None = None
     axis: int = 0
     site: str = ""
-    """Module that an adapter may update; empty: none. Set by the adapters pass."""
+    """Module to which an adapter may be applied; empty: none. Set by the adapters pass."""
     others_first: bool = False
     """Whether ids beyond the table read its first row (Gemma 3n's per-layer tables)."""
 
@@ -196,9 +196,9 @@ class Linear(Op):
     """Matmul with one or several matrices: [outs...] = x @ concat(weights)^T + concat(biases), then
     the activation, if any.
 
-    `x [T, in]`; `weights_` are stacked along the output axis; `outs` cut the result's columns in
-    order. Their widths sum to the weights' rows but need not match one to one, so a merged q+k+v
-    keeps its named slices.
+    `x [T, in]`; `weights_` are stacked along the output axis; `outs` are consecutive columns of the
+    result. Their widths sum to the weights' rows, but they need not correspond to the weights one
+    to one, so a merged q+k+v keeps its named slices.
     """
 
     x: Value
@@ -215,7 +215,9 @@ class Linear(Op):
     """Gate over two weights (gate, up) of the same shape: out = ActMul(x @ gate^T, x @ up^T). Set
     by the fuse pass only."""
     sites: tuple[str, ...] = ()
-    """Modules of `weights_` that an adapter may update; empty: none. Set by the adapters pass."""
+    """Modules of `weights_` to which an adapter may be applied; empty: none. Set by the adapters
+    pass.
+    """
     skips_zeros: bool = False
     """Whether x is mostly zeros, so that weights can be skipped; does not change results. Set by
     the passes `skip_zeros` and `sparsify`."""
@@ -223,7 +225,7 @@ class Linear(Op):
     """Magnitude below which sparse rows (`StepBatch.sparse_from`) treat a normed input as zero;
     adapters see the original x. Set by the pass `sparsify`."""
     scores: Value | None = None
-    """Scores of a gated matmul's outputs, as in ActMul; set by the fuse pass."""
+    """Predicted scores of a gated matmul's outputs, as in ActMul; set by the fuse pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +266,7 @@ class SoftCap(Op):
 
 @dataclass(frozen=True, slots=True)
 class Clip(Op):
-    """Bound on magnitudes: out = min(max(x, -limit), limit) (OLMo's q, k and v)."""
+    """Limits magnitudes: out = min(max(x, -limit), limit) (OLMo's q, k and v)."""
 
     x: Value
     out: Value
@@ -333,7 +335,7 @@ class Rope(Op):
 class KvWrite(Op):
     """Writes this step's K and V of one layer to the rows' slots in the group; slot -1 discards.
 
-    `k_parts` are concatenated per head (MLA: latent, then rotary part), `[T, K * width]` each; `v
+    `k_parts`, `[T, K * width]` each, are concatenated per head (MLA: latent, then rotary part); `v
     [T, K * v_width]` or None.
     """
 
@@ -350,12 +352,12 @@ class Attention(Op):
 
     `q [T, H * k_width]`, `out [T, H * v_width]`; query head h reads kv head h // (H / K). `layer`
     is the layer within the group (another layer's if layers share KV). Masks: causal: key place <=
-    query place, or below the row's limit if the step has `limits`; window: also > query place -
-    window; chunk: also in the query's chunk of `window` places (Llama 4); full: all keys of the
-    request (encoders, cross attention). `softcap` c: score = c * tanh(score / c), before the bias.
-    `sinks [H]`: a logit per head that only joins the softmax's denominator (gpt_oss). Numbers:
-    splits of 256 keys at absolute places, each with its own fp32 (m, l, acc), merged left to right
-    (Dao et al. 2022; Milakov and Gimelshein 2018).
+    query place, or key place < the row's limit if the step has `limits`; window: additionally key
+    place > query place - window; chunk: additionally in the query's chunk of `window` places (Llama
+    4); full: all keys of the request (encoders, cross attention). `softcap` c: score = c *
+    tanh(score / c), before the bias. `sinks [H]`: a logit per head that only joins the softmax's
+    denominator (gpt_oss). Precision: splits of 256 keys at fixed places, each with its own fp32 (m,
+    l, acc), merged left to right (Dao et al. 2022; Milakov and Gimelshein 2018).
     """
 
     q: Value
@@ -372,7 +374,9 @@ class Attention(Op):
     of_queries: Value | None = None
     """Products of queries with a position table, `[T, H * num_buckets]`, for PositionBuckets."""
     of_keys: Value | None = None
-    """Products of keys with another such table, `[T, H * num_buckets]`, for PositionBuckets."""
+    """Products of keys with a second position table, `[T, H * num_buckets]`, for
+    PositionBuckets.
+    """
     sees_ahead: bool = False
     """Whether rows may attend to later keys, up to the step's `limits`, as rows of an image do."""
     latent_width: int = 0

@@ -34,19 +34,21 @@ def _logarithmic(
     assert bias.max_distance is not None
     exact = half // 2
     away = np.where(np.abs(distance) < exact, exact - 1, np.abs(distance))
-    # Each step rounds to 32 bits, or a distance could fall into the next bucket.
+    # Every operation rounds to fp32 as in the reference code; otherwise a distance could fall into
+    # the next bucket.
     octaves = np.log((away / exact).astype(np.float32))
     whole = np.log(np.float32((bias.max_distance - 1) / exact))
     far = np.ceil(octaves / whole * np.float32(exact - 1)) + np.float32(exact)
     signed = far.astype(np.int64) * np.sign(distance)
-    found: NDArray[np.int64] = np.where(away <= exact, distance, signed)
-    return found
+    buckets: NDArray[np.int64] = np.where(away <= exact, distance, signed)
+    return buckets
 
 
 def position_table(op: PositionScores, floats: Callable[[Weight], NDArray[Any]]) -> Floats:
     """Returns the projected position table of each head, `[H, R, D]`."""
     rows, weight, bias = (
-        np.asarray(floats(each), np.float64) for each in (op.table, op.weight, op.bias)
+        np.asarray(floats(weight_or_bias), np.float64)
+        for weight_or_bias in (op.table, op.weight, op.bias)
     )
     if op.norm is not None:
         centered = rows - rows.mean(axis=1, keepdims=True)
@@ -54,7 +56,7 @@ def position_table(op: PositionScores, floats: Callable[[Weight], NDArray[Any]])
         rows = centered / np.sqrt(variance + op.norm.eps) * floats(op.norm.weight)
         if op.norm.bias is not None:
             rows = rows + floats(op.norm.bias)
-    made = rows @ weight.T + bias
+    table = rows @ weight.T + bias
     return np.ascontiguousarray(
-        made.reshape(len(rows), op.num_heads, -1).transpose(1, 0, 2), np.float64
+        table.reshape(len(rows), op.num_heads, -1).transpose(1, 0, 2), np.float64
     )

@@ -21,8 +21,9 @@ GroupKind = Literal["full", "window", "latent", "conv", "cross", "state"]
 
 KVCacheKind = Literal["growing", "window", "fixed", "state", "step"]
 """Lifetime of a group's blocks: `growing`: until the request ends; `window`: until no later token
-sees them; `fixed`: until the request ends, constant in number; `state`: likewise, one state of
-fixed size; `step`: until the end of the step that writes them."""
+sees them; `fixed`: until the request ends, constant in number; `state`: until the request ends, one
+state of fixed size; `step`: until the end of the step that writes the blocks.
+"""
 
 LIVES: dict[GroupKind, KVCacheKind] = {
     "full": "growing",
@@ -58,7 +59,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a weight on one rank."""
+    """The part of a weight that one rank stores."""
 
     shape: tuple[int, ...]
     """Shape of the complete weight."""
@@ -116,8 +117,8 @@ class Weight:
     the checkpoint's tensor has that many rows on its output axis (after transposing) and row r of
     this weight is its row row_start + (r // row_run) * row_step + r % row_run. `cut` is set on a
     rank's part of a weight; `shape` is then the part's. If `fill` is set, the checkpoint has no
-    tensor: all values equal that number, the last axis is those numbers, or they are computed (a
-    norm without weight, taps that select a row, sinusoids).
+    tensor: `fill` is one number for all values, the numbers of the last axis, or a rule that
+    computes them (a norm without weight, taps that select a row, sinusoids).
     """
 
     name: str
@@ -171,7 +172,9 @@ class Weight:
         inputs: Span | None = None,
         experts: Span | None = None,
     ) -> Weight:
-        """Returns the given rows, inputs and experts; itself if that is all of it."""
+        """Returns the part with these rows, inputs and experts; the weight itself if that is
+        everything.
+        """
         shape = list(self.shape)
         if inputs is not None:
             shape[-1] = inputs[1] - inputs[0]
@@ -187,8 +190,8 @@ class Weight:
 
     @property
     def stored_parts(self) -> tuple[Weight, ...]:
-        """The checkpoint tensors as weights of their stored shapes; itself if it is stored in its
-        own shape.
+        """The checkpoint tensors as weights with their stored shapes; the weight itself if it is
+        stored in its own shape.
         """
         if not self.stored_as:
             return (self,)
@@ -228,7 +231,7 @@ class CacheGroup:
     written by the encoder Program and read by the decoder. `conv`: input rows of a causal
     convolution, one head without V, at least fp32; `window` is the number of taps. `state`: a
     recurrence's heads of `k_width` columns with `v_width` values each, at least fp32; a request has
-    one block with two states, each beside its number of tokens.
+    one block with two states, each with its number of tokens.
     """
 
     name: str
@@ -302,9 +305,7 @@ class Op:
 
 @cache
 def _holders(owner: Any, kind: type[Any]) -> tuple[str, ...]:
-    """Returns the dataclass fields whose annotation mentions `kind`, Value or Weight (besides plain
-    types and the other one).
-    """
+    """Returns the dataclass fields whose annotation mentions `kind`, which is Value or Weight."""
     others = PLAIN_TYPES | {"Value", "Weight"} - {kind.__name__}
     return tuple(
         entry.name for entry in fields(owner) if set(re.findall(r"\w+", str(entry.type))) - others
@@ -312,7 +313,7 @@ def _holders(owner: Any, kind: type[Any]) -> tuple[str, ...]:
 
 
 def _flat(item: object, kind: type[Any]) -> Iterator[Any]:
-    """Yields every `kind` in an attribute, recursing into tuples and dataclasses."""
+    """Yields every instance of `kind` in an attribute, recursing into tuples and dataclasses."""
     if isinstance(item, kind):
         yield item
     elif isinstance(item, tuple):
@@ -350,7 +351,9 @@ class Program:
     def input_groups(self) -> tuple[int, ...]:
         """Indices of groups with keys of the encoder's input."""
         return tuple(
-            at for at, group in enumerate(self.groups) if group.of_input or group.kind == "cross"
+            index
+            for index, group in enumerate(self.groups)
+            if group.of_input or group.kind == "cross"
         )
 
     @property
@@ -362,20 +365,20 @@ class Program:
         """Raises ValueError if an op reads a Value before it is computed, computes one twice, or
         names an unknown axis or group.
         """
-        made: dict[str, Value] = {}
+        produced: dict[str, Value] = {}
         for value in self.inputs.values():
-            self._check_made(value, "an input", made)
-            made[value.name] = value
+            self._check_made(value, "an input", produced)
+            produced[value.name] = value
         names = {group.name for group in self.groups}
         for op in self.ops:
             for value in op.inputs:
-                if made.get(value.name) != value:
+                if produced.get(value.name) != value:
                     raise ValueError(
                         f"{self.name}: {op.kind} reads {value.name}, which no earlier op makes"
                     )
             for value in op.outputs:
-                self._check_made(value, op.kind, made)
-                made[value.name] = value
+                self._check_made(value, op.kind, produced)
+                produced[value.name] = value
             group = getattr(op, "group", None)
             if group is not None and group not in names:
                 raise ValueError(
@@ -383,11 +386,11 @@ class Program:
                     f" {sorted(names)}"
                 )
         for value in self.outputs.values():
-            if made.get(value.name) != value:
+            if produced.get(value.name) != value:
                 raise ValueError(f"{self.name}: the output {value.name} is never made")
 
-    def _check_made(self, value: Value, maker: str, made: Mapping[str, Value]) -> None:
-        if value.name in made:
+    def _check_made(self, value: Value, maker: str, produced: Mapping[str, Value]) -> None:
+        if value.name in produced:
             raise ValueError(f"{self.name}: {maker} makes {value.name} a second time")
         if value.axis not in get_args(Axis):
             raise ValueError(

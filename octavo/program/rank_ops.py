@@ -42,8 +42,8 @@ class Dispatch(Op):
     last, else -1.
 
     An expert matmul leaves rows of -1 undefined. With several engines (`num_engines`), t runs over
-    the tokens of all engines, and the `rows` of a Route [T*k, W] become those of all tokens.
-    Lepikhin et al. 2020 (GShard), section 3.2.
+    the tokens of all engines, and the `rows` of a Route, [T*k, W], become the rows of all these
+    tokens. Lepikhin et al. 2020 (GShard), section 3.2.
     """
 
     ids: Value
@@ -60,9 +60,8 @@ class Dispatch(Op):
 @dataclass(frozen=True, slots=True)
 class Collect(Op):
     """Gathers expert rows from the ranks of their experts: out[r] is row r of the rank with expert
-    `ids of r`, bit for bit, so that `Combine` sums in the order of one process.
-
-    With several engines, x covers the tokens of all and out those of this engine.
+    `ids of r`, bit for bit, so that `Combine` sums in the same order as a single process. With
+    several engines, x covers the tokens of all engines, and out only this engine's tokens.
     """
 
     x: Value

@@ -1,8 +1,8 @@
 """Programs as JSON: ops, Values and weights by class and field name.
 
-Fields that have their default are left out, and every object is stored once. Reading makes only
-classes of this package, so a damaged or hostile file gives an error or a Program that fails its
-checks, never code.
+Fields with their default value are omitted, and every object is stored once. Reading creates only
+instances of this package's classes: a damaged or malicious file yields an error or a Program that
+fails its checks, and never executes code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.program import expert_ops, family_ops, mixers, ops, program
 from octavo.program.program import Program
 
 FORMAT = 1
-"""Version of the format; readers refuse others."""
+"""Version of the format; other versions are rejected."""
 
 CLASSES: dict[str, type[Any]] = {
     name: each
@@ -28,38 +28,37 @@ CLASSES: dict[str, type[Any]] = {
 
 
 def to_json(programs: Mapping[str, Program]) -> dict[str, Any]:
-    """Returns a model's Programs as an object for `json.dumps`."""
+    """Returns a model's Programs as a value for `json.dumps`."""
     pool: list[Any] = []
     places: dict[Any, int] = {}
 
     def encode(item: Any) -> Any:
         if isinstance(item, tuple | list):
-            return [encode(each) for each in item]
+            return [encode(part) for part in item]
         if isinstance(item, Mapping):
-            return {"of": {key: encode(each) for key, each in item.items()}}
+            return {"of": {key: encode(part) for key, part in item.items()}}
         if not is_dataclass(item):
             return item
         key = None if isinstance(item, Program) else (type(item).__name__, item)
         if key is None or key not in places:
-            given = {
-                each.name: encode(getattr(item, each.name))
-                for each in fields(item)
-                if each.default is MISSING or getattr(item, each.name) != each.default
+            encoded_fields = {
+                part.name: encode(getattr(item, part.name))
+                for part in fields(item)
+                if part.default is MISSING or getattr(item, part.name) != part.default
             }
-            pool.append([type(item).__name__, given])
+            pool.append([type(item).__name__, encoded_fields])
             if key is None:
                 return {"at": len(pool) - 1}
             places[key] = len(pool) - 1
         return {"at": places[key]}
 
-    roots = {name: encode(each) for name, each in programs.items()}
+    roots = {name: encode(program) for name, program in programs.items()}
     return {"format": FORMAT, "pool": pool, "programs": roots}
 
 
 def from_json(data: Any, source: str) -> dict[str, Program]:
-    """Returns the Programs of an object that `to_json` made.
-
-    Raises UnsupportedModel if it is none; `source` names it in the error.
+    """Returns the Programs of a value from `to_json`. Raises UnsupportedModel if `data` is invalid;
+    `source` names its origin in the error.
     """
     try:
         return _decode(data)
@@ -73,19 +72,19 @@ def from_json(data: Any, source: str) -> dict[str, Program]:
 def _decode(data: Any) -> dict[str, Program]:
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']}")
-    made: list[Any] = []
+    pool: list[Any] = []
 
     def decode(item: Any) -> Any:
         if isinstance(item, list):
             return tuple(map(decode, item))
         if isinstance(item, dict) and "at" in item:
-            return made[item["at"]]
+            return pool[item["at"]]
         if isinstance(item, dict):
-            return {key: decode(each) for key, each in item["of"].items()}
+            return {key: decode(part) for key, part in item["of"].items()}
         return item
 
-    for name, given in data["pool"]:
-        made.append(CLASSES[name](**{key: decode(each) for key, each in given.items()}))
+    for name, encoded_fields in data["pool"]:
+        pool.append(CLASSES[name](**{key: decode(value) for key, value in encoded_fields.items()}))
     programs: dict[str, Program] = {}
     for name, root in data["programs"].items():
         programs[name] = decode(root)

@@ -24,7 +24,7 @@ class Work:
     read_by_all: tuple[Weight, ...]
     """Weights that every step reads."""
     read_by_some: tuple[tuple[Weight, float], ...]
-    """Expert weights, and the share of them that one token reads."""
+    """Expert weights, and the fraction of them that one token reads."""
 
     def pairs(self, first: int, end: int) -> int:
         """Counts the attention multiplications for tokens `first` to `end - 1` of one request."""
@@ -44,7 +44,7 @@ def count_work(program: Program) -> Work:
             per_axis[op.x.axis] += op.x.width * sum(weight.shape[0] for weight in op.weights_)
         elif isinstance(op, GroupedLinear):
             own, out, inputs = op.weight.shape
-            num_experts = op.weight.whole.shape[0]  # of all ranks
+            num_experts = op.weight.whole.shape[0]  # counts all ranks
             experts[op.weight] = op.ids.width / num_experts
             per_axis["tokens"] += op.ids.width * out * inputs * own // num_experts
         elif isinstance(op, Attention):

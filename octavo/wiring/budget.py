@@ -36,14 +36,14 @@ def share_memory(capacities: Mapping[str, Capacity], memory_bytes: int) -> dict[
     """
     fixed = sum(capacity.fixed_bytes for capacity in capacities.values())
     own = sum(capacity.wanted_kv_bytes or 0 for capacity in capacities.values())
-    left = memory_bytes - fixed - own
+    remaining_bytes = memory_bytes - fixed - own
     shares = {
         name: _make_share(capacity)
         for name, capacity in capacities.items()
         if capacity.wanted_kv_bytes is None
     }
-    rest = int(left * SAFE_SHARE) - sum(share.num_bytes for share in shares.values())
-    if left < 0 or (shares and rest < 0):
+    rest = int(remaining_bytes * SAFE_SHARE) - sum(share.num_bytes for share in shares.values())
+    if remaining_bytes < 0 or (shares and rest < 0):
         raise _make_error(capacities, memory_bytes)
     _fill(list(shares.values()), rest)
     return {
@@ -62,10 +62,10 @@ def describe_shares(capacities: Mapping[str, Capacity], kv_bytes: Mapping[str, i
 
 
 def _make_share(capacity: Capacity) -> KvShare:
-    most = plan_kv(
+    max_plan = plan_kv(
         capacity.groups, capacity.demand, wanted_bytes=None, available_bytes=PLENTY_BYTES, share=1.0
     )
-    return KvShare(capacity.weight_bytes, capacity.least_kv_bytes, most.num_bytes)
+    return KvShare(capacity.weight_bytes, capacity.least_kv_bytes, max_plan.num_bytes)
 
 
 def _fill(shares: list[KvShare], rest: int) -> None:
@@ -91,8 +91,8 @@ def _fill(shares: list[KvShare], rest: int) -> None:
 def _make_error(capacities: Mapping[str, Capacity], memory_bytes: int) -> InsufficientMemory:
     def parts() -> Iterator[str]:
         for name, capacity in capacities.items():
-            least = format_bytes(capacity.fixed_bytes + capacity.least_kv_bytes)
-            yield f"{name} {least} with weights {format_bytes(capacity.weight_bytes)}"
+            min_total = format_bytes(capacity.fixed_bytes + capacity.least_kv_bytes)
+            yield f"{name} {min_total} with weights {format_bytes(capacity.weight_bytes)}"
 
     what = "do not fit in memory together" if len(capacities) > 1 else "does not fit"
     return InsufficientMemory(

@@ -401,9 +401,9 @@ def _uses_async_scheduling(config: EngineConfig, backend: Backend) -> bool:
     """Decides whether to schedule a step while another one is computed. `derive` has rejected `on`
     if that is impossible.
     """
-    wanted = config.scheduler.async_scheduling
-    if wanted != "auto":
-        return wanted == "on"
+    requested = config.scheduler.async_scheduling
+    if requested != "auto":
+        return requested == "on"
     return backend.has_own_device and not get_async_scheduling_conflict(config)
 
 

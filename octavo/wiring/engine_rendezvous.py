@@ -46,7 +46,9 @@ class EngineRendezvous:
 
     def __init__(self, num_engines: int, num_stages: int) -> None:
         self._rooms = [SharedMemory() for _ in range(num_stages)]
-        self._ends: dict[int, dict[int, socket.socket]] = {at: {} for at in range(num_engines)}
+        self._ends: dict[int, dict[int, socket.socket]] = {
+            index: {} for index in range(num_engines)
+        }
         """Ends of the connections, by the engine that owns them and the peer."""
         for a, b in combinations(range(num_engines), 2):
             self._ends[a][b], self._ends[b][a] = socket.socketpair()
@@ -97,7 +99,9 @@ class EngineGenerations:
             finally:
                 rendezvous.leave(engine)
                 done = min(self._next)
-                self._rendezvous = {at: one for at, one in self._rendezvous.items() if at >= done}
+                self._rendezvous = {
+                    index: one for index, one in self._rendezvous.items() if index >= done
+                }
 
     def _get_rendezvous(self, generation: int) -> EngineRendezvous:
         if generation not in self._rendezvous:

@@ -18,8 +18,8 @@ def open_publishers(config: EngineConfig) -> list[KVEventPublisher]:
     """Opens a publisher for each engine, before anything is loaded; [] if the options
     disable them.
     """
-    wanted = parse_events_config(config.cache.kv_events_config)
-    if not wanted.publishes:
+    events_config = parse_events_config(config.cache.kv_events_config)
+    if not events_config.publishes:
         return []
     if not (config.cache.enable_prefix_caching and config.cache.kv_cache):
         raise ConfigError("kv_events_config: requires kv_cache and enable_prefix_caching")
@@ -30,7 +30,7 @@ def open_publishers(config: EngineConfig) -> list[KVEventPublisher]:
         for engine in range(config.fleet.data_parallel_size):
             publishers.append(
                 KVEventPublisher(
-                    wanted, engine=engine, root=BlockHashing().root(), block_size=BLOCK_SIZE
+                    events_config, engine=engine, root=BlockHashing().root(), block_size=BLOCK_SIZE
                 )
             )
     except BaseException:

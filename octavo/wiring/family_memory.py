@@ -36,22 +36,22 @@ def estimate_memory(checkpoint: CardCheckpoint, bits: tuple[Bits, ...]) -> Check
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(checkpoint.hf_config))
         plans = {
-            each: plan_model(
+            num_bits: plan_model(
                 EngineConfig.from_options(
                     model=folder,
-                    quantization=QUANTIZATION[each],
+                    quantization=QUANTIZATION[num_bits],
                     backend="native",
                     cpu_level="portable",
                 ),
                 memory_bytes=UNLIMITED,
             )
-            for each in bits
+            for num_bits in bits
         }
     plan = plans[bits[0]]
     tokens = min(KV_TOKENS, plan.info.max_context_tokens)
     return CheckpointMemory(
         num_parameters=plan.num_parameters,
         max_context_tokens=plan.info.max_context_tokens,
-        weight_bytes={each: plan.capacity.weight_bytes for each, plan in plans.items()},
+        weight_bytes={num_bits: plan.capacity.weight_bytes for num_bits, plan in plans.items()},
         kv_bytes=plan.capacity.request_bytes(tokens) if plan.generates else 0,
     )

@@ -39,14 +39,14 @@ def gguf_outline(checkpoint: Checkpoint, program: Program) -> GgufCheckpoint:
         path = Path(folder) / "outline.gguf"
         GgufOutline(checkpoint, vocabulary, keys).write(path)
         outline = GgufCheckpoint(path)  # its pages stay, also without a name
-    found = build_programs(outline.config).get(program.name)
-    if found is None or not _is_alike(found, program):
+    built_program = build_programs(outline.config).get(program.name)
+    if built_program is None or not _is_alike(built_program, program):
         raise UnsupportedModel(
             f"format gguf: a header of the architecture {outline.architecture} says another model"
             f" than {checkpoint.path}",
             hint=HINT,
         )
-    check_tensors(outline, [found])
+    check_tensors(outline, [built_program])
     return outline
 
 
@@ -57,29 +57,29 @@ def _vocabulary(source: TokenizerSource) -> Vocabulary | None:
 def _tokenizer_keys(source: TokenizerSource, vocabulary: Vocabulary) -> Mapping[str, KeyValue]:
     """Returns the keys of special tokens, initial tokens and the chat template."""
     ids = {token.decode(errors="replace"): i for i, token in enumerate(vocabulary.tokens)}
-    found: dict[str, KeyValue] = {
+    keys: dict[str, KeyValue] = {
         f"tokenizer.ggml.{theirs}_token_id": ids[source.special_tokens[f"{ours}_token"]]
         for ours, theirs in SPECIAL_KEYS.items()
         if source.special_tokens.get(f"{ours}_token") in ids
     }
     ends = list(source.eos_token_ids)
     if ends:
-        found.setdefault("tokenizer.ggml.eos_token_id", ends[0])
-    others = [i for i in ends if i != found.get("tokenizer.ggml.eos_token_id")]
+        keys.setdefault("tokenizer.ggml.eos_token_id", ends[0])
+    others = [i for i in ends if i != keys.get("tokenizer.ggml.eos_token_id")]
     for key, token_id in zip(("eot", "eom"), others, strict=False):
-        found[f"tokenizer.ggml.{key}_token_id"] = token_id
+        keys[f"tokenizer.ggml.{key}_token_id"] = token_id
     adds_bos = source.add_bos_token
     if adds_bos is None and source.json is not None:
         adds_bos = _puts_bos(source)
     if adds_bos is not None:
-        found["tokenizer.ggml.add_bos_token"] = adds_bos
+        keys["tokenizer.ggml.add_bos_token"] = adds_bos
     if source.chat_template is not None:
-        found["tokenizer.chat_template"] = source.chat_template
+        keys["tokenizer.chat_template"] = source.chat_template
     if source.named_templates:
-        found["tokenizer.chat_templates"] = list(source.named_templates)
+        keys["tokenizer.chat_templates"] = list(source.named_templates)
     for name, text in source.named_templates.items():
-        found[f"tokenizer.chat_template.{name}"] = text
-    return found
+        keys[f"tokenizer.chat_template.{name}"] = text
+    return keys
 
 
 def _puts_bos(source: TokenizerSource) -> bool:
@@ -91,25 +91,25 @@ def _puts_bos(source: TokenizerSource) -> bool:
     return bos is not None and tokens[:1] == [bos]
 
 
-def _is_alike(found: Any, wanted: Any) -> bool:
+def _is_alike(built: Any, expected: Any) -> bool:
     """Returns whether two Programs, or parts of them, are equal up to rounding."""
-    if isinstance(found, float) and isinstance(wanted, float):
-        return math.isclose(found, wanted, rel_tol=TOLERANCE) or found == wanted
-    if dataclasses.is_dataclass(found):
-        return type(found) is type(wanted) and all(
-            _is_alike(getattr(found, each.name), getattr(wanted, each.name))
-            for each in dataclasses.fields(found)
+    if isinstance(built, float) and isinstance(expected, float):
+        return math.isclose(built, expected, rel_tol=TOLERANCE) or built == expected
+    if dataclasses.is_dataclass(built):
+        return type(built) is type(expected) and all(
+            _is_alike(getattr(built, field.name), getattr(expected, field.name))
+            for field in dataclasses.fields(built)
         )
-    if isinstance(found, tuple | list):
+    if isinstance(built, tuple | list):
         return (
-            isinstance(wanted, tuple | list)
-            and len(found) == len(wanted)
-            and all(map(_is_alike, found, wanted))
+            isinstance(expected, tuple | list)
+            and len(built) == len(expected)
+            and all(map(_is_alike, built, expected))
         )
-    if isinstance(found, dict):
+    if isinstance(built, dict):
         return (
-            isinstance(wanted, dict)
-            and found.keys() == wanted.keys()
-            and all(_is_alike(value, wanted[key]) for key, value in found.items())
+            isinstance(expected, dict)
+            and built.keys() == expected.keys()
+            and all(_is_alike(value, expected[key]) for key, value in built.items())
         )
-    return bool(found == wanted)
+    return bool(built == expected)

@@ -115,8 +115,8 @@ def _tower_options(
     options: BackendOptions, layout: ImageLayout, rules: ImageRules
 ) -> BackendOptions:
     """Returns the options of the tower's backend, sized for the largest image."""
-    most = rules.max_pixels if rules.side is None else rules.side**2
-    num_patches = most // layout.patch_size**2
+    max_pixels = rules.max_pixels if rules.side is None else rules.side**2
+    num_patches = max_pixels // layout.patch_size**2
     return replace(
         options,
         kv_cache_dtype="auto",
@@ -159,7 +159,10 @@ def _replacements(layout: ImageLayout, tokenizer: Tokenizer | None) -> dict[str,
         return {}
     named_by = layout.token_id if layout.named_by is None else layout.named_by
     written = layout.written or (layout.token_id,)
-    texts = [each if isinstance(each, str) else tokenizer.token_text(each) for each in written]
+    texts = [
+        token_text if isinstance(token_text, str) else tokenizer.token_text(token_text)
+        for token_text in written
+    ]
     return {tokenizer.token_text(named_by): "".join(texts)}
 
 

@@ -403,8 +403,8 @@ def _check_fits(
         share = SAFE_SHARE if memory is None else 1.0
         get_capacity(config, footprint, available_bytes, share=share).check(name)
     num_ranks, num_stages = config.backend.num_stage_ranks, config.backend.pipeline_parallel_size
-    each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
-    each += f" on the last of {num_stages} stages" if num_stages > 1 else ""
+    where = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
+    where += f" on the last of {num_stages} stages" if num_stages > 1 else ""
     streamed = (
         f", {format_bytes(footprint.resident_bytes)} of them in memory,"
         f" {format_bytes(footprint.streamed_bytes)} read for each step"
@@ -422,7 +422,7 @@ def _check_fits(
     for line in filter(None, (*of_extensions, adapters, unread, larger)):
         report(line)
     report(
-        f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}{each}"
+        f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}{where}"
         f"{streamed}"
     )
 

@@ -86,13 +86,13 @@ def _overrides(text: str | None) -> dict[str, Any]:
     sampling values.
     """
     try:
-        given = json.loads(text) if text else {}
+        overrides = json.loads(text) if text else {}
     except ValueError:
-        given = None
-    if not isinstance(given, dict) or not given.keys() <= NAMES.keys():
+        overrides = None
+    if not isinstance(overrides, dict) or not overrides.keys() <= NAMES.keys():
         raise ConfigError(
             f"override_generation_config: got {text!r}, expected a JSON object of"
             f" {', '.join(NAMES)}",
             hint="""for example '{"temperature": 0.6, "top_p": 0.9}'""",
         )
-    return given
+    return overrides

@@ -30,13 +30,13 @@ def set_score_tokens(options: ModelOptions, header: ModelHeader) -> None:
 
     tokenizer = load_tokenizer(find_tokenizer(options, header))
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in reversed(texts)]
-    for text, found in zip(reversed(texts), ids, strict=True):
-        if len(found) != 1:
-            raise _refused(options, f"single tokens: {text!r} is {len(found)} of this model's")
-    tokens = [token_id for found in ids for token_id in found]
+    for text, token_ids in zip(reversed(texts), ids, strict=True):
+        if len(token_ids) != 1:
+            raise _refused(options, f"single tokens: {text!r} is {len(token_ids)} of this model's")
+    tokens = [token_id for token_ids in ids for token_id in token_ids]
     header.config["pooling"] = {"mode": "last", "score_tokens": tokens}
 
 
 def _refused(options: ModelOptions, allowed: str) -> ConfigError:
-    got = options.classifier_from_token
-    return ConfigError(f"classifier_from_token: got {got!r}, expected {allowed}")
+    given_value = options.classifier_from_token
+    return ConfigError(f"classifier_from_token: got {given_value!r}, expected {allowed}")

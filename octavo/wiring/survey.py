@@ -93,7 +93,7 @@ class ModelReport:
     @property
     def runs(self) -> bool:
         """Whether an installed backend runs it."""
-        return any(each.refusal is None for each in self.verdicts)
+        return any(verdict.refusal is None for verdict in self.verdicts)
 
 
 def short_names() -> Iterator[ShortName]:
@@ -108,11 +108,11 @@ def cached_repositories() -> Iterator[tuple[str, int]]:
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        found = scan_cache_dir().repos
+        repositories = scan_cache_dir().repos
     except CacheNotFound:
         return
     yield from sorted(
-        (repo.repo_id, repo.size_on_disk) for repo in found if repo.repo_type == "model"
+        (repo.repo_id, repo.size_on_disk) for repo in repositories if repo.repo_type == "model"
     )
 
 
@@ -125,10 +125,10 @@ def formats() -> Iterator[tuple[str, str]]:
 
 def families() -> Iterator[FamilyRow]:
     for model_type, family in FAMILIES.items():
-        found = {name for name, row in GGUF_FAMILIES.items() if row.model_type == model_type}
+        names = {name for name, row in GGUF_FAMILIES.items() if row.model_type == model_type}
         if family.gguf_as is not None:
-            found.add(family.gguf_as)
-        yield FamilyRow(model_type, family, tuple(sorted(found)))
+            names.add(family.gguf_as)
+        yield FamilyRow(model_type, family, tuple(sorted(names)))
 
 
 def make_report(name: str) -> ModelReport:

@@ -89,16 +89,16 @@ def count_slots(cache: CacheOptions, block_bytes: int, *, has_more: bool = False
     """Returns the number of host memory slots, each for a block of all groups. `has_more`: an
     extension's tier is behind them.
     """
-    wanted = cache.kv_offloading_size
+    offload_bytes = cache.kv_offloading_size
     has_more = has_more or cache.prefix_cache_dir is not None
-    if wanted is None:
-        wanted = max(_default_bytes(), block_bytes) if has_more else 0
-    if wanted < block_bytes and (wanted or has_more):
+    if offload_bytes is None:
+        offload_bytes = max(_default_bytes(), block_bytes) if has_more else 0
+    if offload_bytes < block_bytes and (offload_bytes or has_more):
         raise ConfigError(
-            f"kv_offloading_size: got {format_bytes(wanted)}, expected at least one block,"
+            f"kv_offloading_size: got {format_bytes(offload_bytes)}, expected at least one block,"
             f" {format_bytes(block_bytes)}"
         )
-    return wanted // block_bytes
+    return offload_bytes // block_bytes
 
 
 def _default_bytes() -> int:

@@ -40,13 +40,13 @@ class NativeAdapters:
             for site in dict.fromkeys(self._sites)
             if site in updates
         }
-        given = [each for some in arrays.values() for each in some if each is not None]
-        copies = iter(_side_by_side(given))
+        present = [array for some in arrays.values() for array in some if array is not None]
+        copies = iter(_side_by_side(present))
         packed = {
-            site: tuple(None if each is None else next(copies) for each in some)
+            site: tuple(None if array is None else next(copies) for array in some)
             for site, some in arrays.items()
         }
-        num_bytes = sum(each.nbytes for each in given)
+        num_bytes = sum(array.nbytes for array in present)
         return PackedAdapter(num_bytes, [packed.get(site) for site in self._sites])
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:
@@ -99,15 +99,15 @@ def _side_by_side(arrays: Sequence[NDArray]) -> list[NDArray]:
 
     A step reads adapters completely; with small pages, page table walks would dominate.
     """
-    sizes = (-(-each.nbytes // LINE_BYTES) * LINE_BYTES for each in arrays)
+    sizes = (-(-item.nbytes // LINE_BYTES) * LINE_BYTES for item in arrays)
     starts = list(accumulate(sizes, initial=0))
     memory = _in_large_pages(starts.pop())
-    found = []
+    copies = []
     for array, start in zip(arrays, starts, strict=True):
         copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
         copy[:] = array
-        found.append(copy)
-    return found
+        copies.append(copy)
+    return copies
 
 
 def _in_large_pages(num_bytes: int) -> NDArray[np.uint8]:
@@ -130,7 +130,7 @@ def _padded(array: NDArray, axis: int, size: int) -> NDArray:
     missing = -array.shape[axis] % size
     if not missing:
         return np.ascontiguousarray(array)
-    widths = [(0, missing if at == axis else 0) for at in range(array.ndim)]
+    widths = [(0, missing if dim == axis else 0) for dim in range(array.ndim)]
     return np.ascontiguousarray(np.pad(array, widths))
 
 

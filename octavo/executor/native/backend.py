@@ -102,12 +102,12 @@ class NativeBackend(Backend):
         met = ranks if engines is None else engines.ranks
         self._grid = ALONE if met is None else met.grid
         if options.kv_cache_dtype not in KV_DTYPES:
-            got = (
+            given_level = (
                 f"kv_cache_dtype: the native backend has {', '.join(KV_DTYPES)}, got"
                 f" {options.kv_cache_dtype}"
             )
             raise BackendUnavailable(
-                got, hint="use int8, which has the size of fp8 and higher accuracy"
+                given_level, hint="use int8, which has the size of fp8 and higher accuracy"
             )
         self.options = options
         native = native_module()
@@ -231,24 +231,24 @@ class NativeBackend(Backend):
         return get_first(hooks.records(optimized) for hooks in self._hooks)
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        found = native_footprint(
+        native = native_footprint(
             self._optimize(program), format_of, self._device.row_type, self.options.max_tokens
         )
-        layouts = self._kv_layouts(program, computes_fp32=found.computes_fp32)
+        layouts = self._kv_layouts(program, computes_fp32=native.computes_fp32)
         plain = Footprint(
-            found.weight_bytes,
-            found.step_bytes,
+            native.weight_bytes,
+            native.step_bytes,
             layouts,
-            found.code,
-            row_products=found.row_products,
+            native.code,
+            row_products=native.row_products,
             row_attention=row_attention(program, layouts),
-            num_stages=found.num_stages,
+            num_stages=native.num_stages,
         )
         if self.options.offload is None:
             return plain
         self._offloaded = planned = offload(
             self._optimize(program),
-            found.weight_bytes,
+            native.weight_bytes,
             self.options.offload,
             self._records(self._optimize(program)),
         )

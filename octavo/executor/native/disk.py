@@ -61,10 +61,10 @@ def measure_file(path: Path, *, seconds: float = SECONDS) -> DiskRates | None:
     """
 
     def rate(block_bytes: int, *, in_order: bool) -> float:
-        found: float = native_module().disk_rate(
+        bytes_per_s: float = native_module().disk_rate(
             str(path), block_bytes, num_threads=DEPTH, in_order=in_order, seconds=seconds
         )
-        return found
+        return bytes_per_s
 
     in_order = rate(BLOCK_BYTES, in_order=True)
     if not in_order:

@@ -100,5 +100,5 @@ def _expert_rows(program: Program, max_tokens: int) -> int:
     """
     routes = [op for op in program.ops if isinstance(op, Route)]
     engines = max((op.num_engines for op in program.ops if isinstance(op, Dispatch)), default=1)
-    most = engines * max_tokens
-    return max((most * op.top_k + 16 * op.num_experts for op in routes), default=0)
+    max_rows = engines * max_tokens
+    return max((max_rows * op.top_k + 16 * op.num_experts for op in routes), default=0)

@@ -79,7 +79,7 @@ class TileFormat:
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Returns the size of a weight `[..., out, in]` in tiles."""
         *lead, num_rows, num_inputs = shape
-        each = native_module().tile_bytes(
+        matrix_bytes = native_module().tile_bytes(
             code=self.code,
             scale_type=self.scale_type,
             low=self.low,
@@ -89,7 +89,7 @@ class TileFormat:
             num_rows=num_rows,
             num_inputs=num_inputs,
         )
-        return math.prod(lead) * int(each)
+        return math.prod(lead) * int(matrix_bytes)
 
 
 FORMATS = {
@@ -161,7 +161,7 @@ def tile_formats(
     matrices = dict.fromkeys(weight for op in program.ops for weight in get_matrices(op))
     formats = {weight: _format(weight, format_of(weight)) for weight in matrices}
     if has_tile_unit(row_type_of):
-        formats = {weight: each.for_tile_unit for weight, each in formats.items()}
+        formats = {weight: tile_format.for_tile_unit for weight, tile_format in formats.items()}
     for op in program.ops:
         if isinstance(op, HeadLinear) and op.transposed and not is_float(formats[op.weight]):
             formats[op.weight] = TileFormat("bf16")

@@ -27,9 +27,9 @@ class HiddenOut(Op):
 
 def with_hidden(program: Program) -> Program:
     """Returns the Program with an op for each hidden input and output."""
-    taken, made = program.inputs.get("hidden"), program.outputs.get("hidden")
-    first = () if taken is None else (HiddenIn(taken),)
-    last = () if made is None else (HiddenOut(made),)
+    hidden_in, hidden_out = program.inputs.get("hidden"), program.outputs.get("hidden")
+    first = () if hidden_in is None else (HiddenIn(hidden_in),)
+    last = () if hidden_out is None else (HiddenOut(hidden_out),)
     if not first and not last:
         return program
     inputs = {name: value for name, value in program.inputs.items() if name != "hidden"}

@@ -174,7 +174,7 @@ class Lowering:
         """
         out, residual = self._span(op.outs[0]), self._context.span_or_none(op.residual)
         biases = op.biases or (None,) * len(op.weights_)
-        found: dict[tuple[str, bytes], tuple[list[Any], NDArray[np.int32] | None]] = {}
+        groups: dict[tuple[str, bytes], tuple[list[Any], NDArray[np.int32] | None]] = {}
         column = 0
         for weight, tiles, bias, site in zip(
             op.weights_, self._product_tiles(op), biases, sites, strict=True
@@ -188,10 +188,10 @@ class Lowering:
                 site=site,
             )
             order = b"" if tiles.permutation is None else tiles.permutation.tobytes()
-            found.setdefault((tiles.row_type, order), ([], tiles.permutation))[0].append(part)
+            groups.setdefault((tiles.row_type, order), ([], tiles.permutation))[0].append(part)
             column += 0 if op.gate is not None else width
-        assert op.gate is None or len(found) == 1, "check() refuses a gate and up of two row types"
-        return list(found.values())
+        assert op.gate is None or len(groups) == 1, "check() refuses a gate and up of two row types"
+        return list(groups.values())
 
     def _product_tiles(self, op: ops.Linear) -> list[NativeTiles]:
         """Returns the tiles of each weight; gate and up share an activation type."""
@@ -282,7 +282,7 @@ class Lowering:
                 x=self._span(op.x),
                 out=self._span(op.out),
                 tail=self._context.span_or_none(tail),
-                weights=[each.handle for each in tiles],
+                weights=[head.handle for head in tiles],
                 chunk=self._context.get_chunk(op),
             )
         )

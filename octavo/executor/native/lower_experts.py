@@ -56,8 +56,8 @@ class ExpertLowering:
                 scaled_by=self._span(chosen.outs[2]) if scales_rows else None,
                 fuses_input=not chosen.scales_rows
                 and (of_tokens or self._may_convert(op, tiles[0].row_type)),
-                weights=[each.handle for each in tiles],
-                ups=[each.handle for each in ups],
+                weights=[expert.handle for expert in tiles],
+                ups=[expert.handle for expert in ups],
                 bias=self._context.floats_or_none(op.bias),
                 up_bias=self._context.floats_or_none(op.up_bias),
                 gate=self._context.gate_spec(

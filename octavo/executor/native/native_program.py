@@ -197,9 +197,9 @@ class NativeLogits(SampledLogits):
         return logits
 
     def candidates(self, samples: NDArray[np.int32]) -> NDArray[np.int32]:
-        found = np.empty((len(samples), MAX_CANDIDATES), np.int32)
-        self._runner.candidates(samples, found)
-        return found
+        token_ids = np.empty((len(samples), MAX_CANDIDATES), np.int32)
+        self._runner.candidates(samples, token_ids)
+        return token_ids
 
 
 @contextmanager
@@ -215,12 +215,12 @@ def fatal_as_engine_dead() -> Iterator[None]:
 
 def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> SampleResult:
     result = SampleResult(np.zeros(count, np.int32), np.zeros(count, np.bool_))
-    most = min(int(sampling.records["num_logprobs"].max(initial=-1)), vocab_size)
-    if most >= 0:
+    num_logprobs = min(int(sampling.records["num_logprobs"].max(initial=-1)), vocab_size)
+    if num_logprobs >= 0:
         result.logprobs = np.zeros(count, np.float32)
         result.ranks = np.zeros(count, np.int32)
-        result.top_ids = np.zeros((count, most), np.int32)
-        result.top_logprobs = np.zeros((count, most), np.float32)
+        result.top_ids = np.zeros((count, num_logprobs), np.int32)
+        result.top_logprobs = np.zeros((count, num_logprobs), np.float32)
     if sampling.records["mirostat_mode"].any():
         result.surprises = np.zeros(count, np.float32)
     if sampling.without_cutoffs is not None:

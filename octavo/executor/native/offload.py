@@ -191,14 +191,14 @@ class StreamedWeights:
     def arrivals(self) -> WeightArrivals:
         """Returns the counts of reads during steps."""
         stream = self.stream
-        found = WeightArrivals(
+        counts = WeightArrivals(
             stream.bytes_read, stream.num_found, stream.num_waited, stream.wait_seconds
         )
-        return found if self.records is None else found + self.records.arrivals()
+        return counts if self.records is None else counts + self.records.arrivals()
 
     def _adopt(self, op: Product, unit: StoredUnit, offset: int, into: NativeWeights) -> None:
         into.adopt(
-            op, [self.stream.tiles(offset + each.offset, each.layout) for each in unit.tiles]
+            op, [self.stream.tiles(offset + placed.offset, placed.layout) for placed in unit.tiles]
         )
 
     def _write(self, load: LoadWeight, dtype: str) -> list[StoredUnit]:

@@ -65,10 +65,10 @@ class SharedMemoryRanks:
     def collect(
         self, x: NDArray[np.float32], owners: NDArray[np.integer[Any]]
     ) -> NDArray[np.float32]:
-        found = np.empty(x.shape, np.float32)
+        collected = np.empty(x.shape, np.float32)
         places = np.ascontiguousarray(owners, np.int32)
-        self.shared.collect(np.ascontiguousarray(x, np.float32), places, found)
-        return found
+        self.shared.collect(np.ascontiguousarray(x, np.float32), places, collected)
+        return collected
 
     def from_first(self, x: NDArray[Any]) -> NDArray[Any]:
         """Broadcasts the first rank's x in place, if contiguous."""

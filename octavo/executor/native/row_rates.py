@@ -143,7 +143,7 @@ def stream_rounds(
 
     Each matmul reads `product_bytes`; 0: one matmul reads everything.
     """
-    found: list[tuple[float, float]] = device.stream_rounds(
+    rates: list[tuple[float, float]] = device.stream_rounds(
         tiles.code,
         scale_type=tiles.scale_type,
         low=tiles.low,
@@ -155,4 +155,4 @@ def stream_rounds(
         product_bytes=product_bytes,
         rounds=rounds,
     )
-    return found
+    return rates

@@ -71,7 +71,11 @@ class WeightFileWriter:
         start = self._file.tell()
         index = json.dumps(
             [
-                [unit.offset, unit.num_bytes, [[each.offset, each.layout] for each in unit.tiles]]
+                [
+                    unit.offset,
+                    unit.num_bytes,
+                    [[placed.offset, placed.layout] for placed in unit.tiles],
+                ]
                 for unit in self._units
             ]
         ).encode()
@@ -92,9 +96,9 @@ def read_index(path: Path, key: bytes) -> list[StoredUnit] | None:
             header = file.read(HEADER.size)
             if len(header) < HEADER.size:
                 return None
-            magic, found, start, length, digest = HEADER.unpack(header)
+            magic, stored_key, start, length, digest = HEADER.unpack(header)
             size = os.fstat(file.fileno()).st_size
-            if magic != MAGIC or found != key or start + length != size:
+            if magic != MAGIC or stored_key != key or start + length != size:
                 return None
             file.seek(start)
             index = file.read(length)
@@ -105,7 +109,11 @@ def read_index(path: Path, key: bytes) -> list[StoredUnit] | None:
     if hashlib.sha256(index).digest() != digest:
         return None
     return [
-        StoredUnit(offset, size, tuple(PlacedTiles(at, tuple(layout)) for at, layout in tiles))
+        StoredUnit(
+            offset,
+            size,
+            tuple(PlacedTiles(tile_offset, tuple(layout)) for tile_offset, layout in tiles),
+        )
         for offset, size, tiles in json.loads(index)
     ]
 

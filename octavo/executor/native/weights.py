@@ -90,7 +90,7 @@ class NativeWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tiles and floats."""
-        experts = (tiles for each in self._experts.values() for tiles in each)
+        experts = (tiles for expert_tiles in self._experts.values() for tiles in expert_tiles)
         return sum(tiles.num_bytes for tiles in (*self._tiles.values(), *experts)) + sum(
             array.nbytes for array in self._floats.values()
         )
@@ -204,9 +204,9 @@ class NativeWeights:
             self._tiles |= zip(op.weights_, tiles, strict=True)
             return
         weights = (op.weight,) if isinstance(op, HeadLinear) else op.matrices
-        each = len(tiles) // len(weights)
+        num_per_weight = len(tiles) // len(weights)
         for index, weight in enumerate(weights):
-            self._experts[weight] = tiles[index * each : (index + 1) * each]
+            self._experts[weight] = tiles[index * num_per_weight : (index + 1) * num_per_weight]
 
     def adopt_tiles(self, weight: Weight, handle: Any) -> None:
         """Assigns existing tiles to a weight, without loading it."""
@@ -220,7 +220,7 @@ class NativeWeights:
             tiles = [self.experts(weight)[0] for weight in op.matrices]
         else:
             tiles = self.heads(op)
-        return all(each.row_type == "fp32" for each in tiles)
+        return all(native_tiles.row_type == "fp32" for native_tiles in tiles)
 
     def _pack_many(self) -> None:
         if self._packer.num_waiting_bytes >= PACKED_AT_ONCE:
@@ -339,11 +339,11 @@ def has_small_levels(stored: StoredWeight) -> bool:
         return False
     levels = [stored.scales] + ([] if stored.mins is None else [stored.mins])
     return stored.shape[-1] % SMALL_SPAN == 0 and all(
-        each.super_scale is not None
-        and each.span * stored.group == SMALL_SPAN
-        and each.values.dtype.itemsize == 1
-        and (each.values.dtype == np.int8 or int(each.values.max(initial=0)) <= SMALL_TOP)
-        for each in levels
+        level.super_scale is not None
+        and level.span * stored.group == SMALL_SPAN
+        and level.values.dtype.itemsize == 1
+        and (level.values.dtype == np.int8 or int(level.values.max(initial=0)) <= SMALL_TOP)
+        for level in levels
     )
 
 

@@ -28,7 +28,7 @@ class ReferenceAdapters:
             site: replace(update, a=update.a.astype(np.float64), b=update.b.astype(np.float64))
             for site, update in updates.items()
         }
-        return PackedAdapter(sum(each.num_bytes for each in parts.values()), parts)
+        return PackedAdapter(sum(array.num_bytes for array in parts.values()), parts)
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:
         self.by_slot[slot] = adapter.parts
@@ -38,8 +38,8 @@ class ReferenceAdapters:
 
     @property
     def num_bytes(self) -> int:
-        found = (each for updates in self.by_slot.values() for each in updates.values())
-        return sum(each.num_bytes for each in found)
+        arrays = (low_rank for updates in self.by_slot.values() for low_rank in updates.values())
+        return sum(low_rank.num_bytes for low_rank in arrays)
 
 
 Shrink = Callable[[LowRank, int], Floats]

@@ -166,15 +166,15 @@ def attend(
             scores = adjust(scores, np.arange(a, b))
         top = np.maximum(m, scores.max(axis=1))
         p = np.exp(scores - top[:, None])
-        kept = np.exp(m - top)
-        l = l * kept + p.sum(axis=1)  # noqa: E741
+        decay = np.exp(m - top)
+        l = l * decay + p.sum(axis=1)  # noqa: E741
         weighted = p.reshape(num_kv_heads, -1, b - a) @ v.transpose(1, 0, 2)
-        acc = acc * kept[:, None] + weighted.reshape(acc.shape)
+        acc = acc * decay[:, None] + weighted.reshape(acc.shape)
         m = top
     if sinks is not None:
         top = np.maximum(m, sinks)
-        kept = np.exp(m - top)
-        l, acc = l * kept + np.exp(sinks - top), acc * kept[:, None]  # noqa: E741
+        decay = np.exp(m - top)
+        l, acc = l * decay + np.exp(sinks - top), acc * decay[:, None]  # noqa: E741
     out: Floats = acc / l[:, None]
     return out
 
@@ -281,12 +281,12 @@ def _read(
     """Gathers a range of keys through the block table."""
     places = np.arange(span.start, span.stop)
     blocks = step.batch.block_tables[group, request][places // BLOCK_SIZE]
-    at = (blocks, places % BLOCK_SIZE)
+    index = (blocks, places % BLOCK_SIZE)
     arrays = step.kv[group]
     return Keys(
         span.start,
-        arrays.k[op.layer][at].astype(np.float64),
-        arrays.v[op.layer][at].astype(np.float64),
+        arrays.k[op.layer][index].astype(np.float64),
+        arrays.v[op.layer][index].astype(np.float64),
     )
 
 

@@ -81,11 +81,11 @@ class ReferenceRunnable(Runnable):
         )
         with np.errstate(all="ignore"):
             for op in self.program.ops:
-                made = FORMULAS[type(op)](op, step)
+                computed = FORMULAS[type(op)](op, step)
                 if self.observed is not None and isinstance(op, Linear) and op.x.axis == "tokens":
                     rows = step.get(op.x).astype(np.float32)
                     self.observed.inputs.update(dict.fromkeys(op.weights_, rows))
-                for value, array in zip(op.outputs, made, strict=True):
+                for value, array in zip(op.outputs, computed, strict=True):
                     step.values[value.name] = np.ascontiguousarray(array)
                 self.progress += 1
             outputs = {

@@ -37,8 +37,8 @@ def short_conv(op: ShortConv, step: ReferenceStep) -> Made:
         for t in range(a, b):
             place, own = int(step.batch.places[t]), weight.shape[1] - 1
             for tap in range(max(0, own - place), own):
-                block, at = divmod(place - own + tap, BLOCK_SIZE)
-                out[t] += weight[:, tap] * rows[table[block], at].astype(np.float64)
+                block, offset = divmod(place - own + tap, BLOCK_SIZE)
+                out[t] += weight[:, tap] * rows[table[block], offset].astype(np.float64)
             out[t] += weight[:, own] * x[t]
     if op.bias is not None:
         out += step.weights[op.bias]
@@ -61,8 +61,8 @@ def selective_scan(op: SelectiveScan, step: ReferenceStep) -> Made:
 
     for request, first, end in _live_requests(step):
         place, block = int(step.batch.places[first]), step.batch.block_tables[group, request, 0]
-        kept = StateBlock(step.kv[group], op.layer, int(block))
-        state = kept.read(place)
+        block_states = StateBlock(step.kv[group], op.layer, int(block))
+        state = block_states.read(place)
         for t in range(first, end):
             rows = x[t].reshape(op.num_heads, -1)
             rate = rates[t][:, None]
@@ -71,10 +71,10 @@ def selective_scan(op: SelectiveScan, step: ReferenceStep) -> Made:
             entering = rate * rows
             if beta is not None:
                 entering = beta[t][:, None] * (rows - (state * place_of).sum(axis=-1))
-            state = kept.rounded(state + entering[:, :, None] * place_of)
+            state = block_states.rounded(state + entering[:, :, None] * place_of)
             mixed = (state * by_head(step.get(op.c)[t])).sum(axis=-1)
             out[t] = (mixed + skip[:, None] * rows).reshape(-1)
-        kept.write(place, place + end - first, state)
+        block_states.write(place, place + end - first, state)
     return (out,)
 
 
@@ -98,24 +98,24 @@ class StateBlock:
         """Returns the state after `num_tokens` tokens: zeros for 0, NaN if it is not stored."""
         if num_tokens == 0:
             return np.zeros(self._states.shape[1:])
-        found = np.flatnonzero(self._counts == num_tokens)
-        if not len(found):
+        matching = np.flatnonzero(self._counts == num_tokens)
+        if not len(matching):
             return np.full(self._states.shape[1:], np.nan)
-        state: Floats = self._states[found[0]].astype(np.float64)
+        state: Floats = self._states[matching[0]].astype(np.float64)
         return state
 
     def rounded(self, state: Floats) -> Floats:
         """Rounds a state as when stored, so that results do not depend on where steps end."""
-        found: Floats = state.astype(self._states.dtype).astype(np.float64)
-        return found
+        as_stored: Floats = state.astype(self._states.dtype).astype(np.float64)
+        return as_stored
 
     def write(self, read: int, num_tokens: int, state: Floats) -> None:
         """Stores the state after `num_tokens` tokens beside the one that was `read`."""
-        at = 1 if read and self._counts[0] == read else 0
+        index = 1 if read and self._counts[0] == read else 0
         if not read:
             self._counts[1] = -1  # the block may contain an earlier request's states
-        self._counts[at] = num_tokens
-        self._states[at] = state
+        self._counts[index] = num_tokens
+        self._states[index] = state
 
 
 def _live_requests(step: ReferenceStep) -> Iterator[tuple[int, int, int]]:

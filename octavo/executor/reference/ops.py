@@ -35,10 +35,10 @@ def embedding(op: ops.Embedding, step: ReferenceStep) -> Made:
     here = (rows >= 0) & (rows < op.table.shape[0])
     if op.first_row is None:
         here[:] = True
-    found = np.where(here, rows, 0)
-    y = step.weights[op.table][found] * op.scale
+    embedded = np.where(here, rows, 0)
+    y = step.weights[op.table][embedded] * op.scale
     y = step.updated(
-        y, (op.site, op.table), op.out.axis, lambda update, row: update.a[found[row]] * op.scale
+        y, (op.site, op.table), op.out.axis, lambda update, row: update.a[embedded[row]] * op.scale
     )
     return (np.where(here[:, None], y, 0.0),)
 
@@ -99,15 +99,15 @@ def linear(op: ops.Linear, step: ReferenceStep) -> Made:
 
 def _below(x: Floats, threshold: float, step: ReferenceStep) -> NDArray[np.bool_]:
     """Returns which values are below a threshold and in a sparse row."""
-    found: NDArray[np.bool_] = (np.abs(x) < threshold) & sparse_rows(len(x), step)
-    return found
+    is_below: NDArray[np.bool_] = (np.abs(x) < threshold) & sparse_rows(len(x), step)
+    return is_below
 
 
-def _predicted(op: ops.Linear | ops.ActMul, made: Floats, step: ReferenceStep) -> Floats:
+def _predicted(op: ops.Linear | ops.ActMul, outputs: Floats, step: ReferenceStep) -> Floats:
     """Zeroes an op's outputs with negative scores in sparse rows."""
     if op.scores is None:
-        return made
-    return np.where((step.get(op.scores) < 0) & sparse_rows(len(made), step), 0.0, made)
+        return outputs
+    return np.where((step.get(op.scores) < 0) & sparse_rows(len(outputs), step), 0.0, outputs)
 
 
 def _pre_norm(norm: ops.PreNorm, x: Floats, step: ReferenceStep) -> Floats:
@@ -149,13 +149,13 @@ def keep_largest(op: family_ops.KeepLargest, step: ReferenceStep) -> Made:
 
 def mix(op: family_ops.Mix, step: ReferenceStep) -> Made:
     xs, coefs = [step.get(x) for x in op.xs], step.get(op.coefs) + op.offset
-    made = []
+    mixed = []
     for i, base in enumerate(op.bases):
         total = step.get(base)
         for k, x in enumerate(xs):
             total = total + coefs[:, [i * len(xs) + k]] * x
-        made.append(total)
-    return tuple(made)
+        mixed.append(total)
+    return tuple(mixed)
 
 
 def act(op: ops.Act, step: ReferenceStep) -> Made:
@@ -163,8 +163,8 @@ def act(op: ops.Act, step: ReferenceStep) -> Made:
 
 
 def act_mul(op: ops.ActMul, step: ReferenceStep) -> Made:
-    made = gated(step.get(op.gate), step.get(op.up), op, step)
-    return (_predicted(op, made, step),)
+    output = gated(step.get(op.gate), step.get(op.up), op, step)
+    return (_predicted(op, output, step),)
 
 
 def gated(
@@ -178,10 +178,10 @@ def gated(
         if how.activation == "silu"
         else ACTIVATIONS[how.activation](gate)
     )
-    made = f * (up + how.up_offset)
+    output = f * (up + how.up_offset)
     if how.threshold and step is not None:
-        return np.where(_below(f, how.threshold, step), 0.0, made)
-    return made
+        return np.where(_below(f, how.threshold, step), 0.0, output)
+    return output
 
 
 def sigmoid(x: Floats) -> Floats:
@@ -322,14 +322,14 @@ def route(op: expert_ops.Route, step: ReferenceStep) -> Made:
 
 def _mixed(logits: Floats, ids: NDArray[np.intp], jitter: float) -> Floats:
     """Returns each chosen expert's sparsemixer weight among the remaining experts near it."""
-    left, weights = logits.copy(), np.empty(ids.shape, logits.dtype)
+    remaining, weights = logits.copy(), np.empty(ids.shape, logits.dtype)
     for j in range(ids.shape[1]):
         chosen = ids[:, j : j + 1]
         best = np.take_along_axis(logits, chosen, axis=1)
         far = best - logits > 2 * jitter * np.maximum(np.abs(logits), best)
-        gates = softmax(np.where(far, -np.inf, left))
+        gates = softmax(np.where(far, -np.inf, remaining))
         weights[:, j : j + 1] = np.take_along_axis(gates, chosen, axis=1)
-        np.put_along_axis(left, chosen, -np.inf, axis=1)
+        np.put_along_axis(remaining, chosen, -np.inf, axis=1)
     return weights
 
 
@@ -362,8 +362,8 @@ def grouped_linear(op: expert_ops.GroupedLinear, step: ReferenceStep) -> Made:
     def product(weight: Weight, bias: Weight | None) -> Floats:
         matrices = step.weights[weight]
         y = np.zeros((len(x), op.out.width))
-        for at in np.flatnonzero(experts >= 0):
-            y[at] = matrices[experts[at]] @ x[at]
+        for index in np.flatnonzero(experts >= 0):
+            y[index] = matrices[experts[index]] @ x[index]
         return y if bias is None else y + step.weights[bias][experts]
 
     y = product(op.weight, op.bias)
@@ -387,7 +387,7 @@ def collect(op: rank_ops.Collect, step: ReferenceStep) -> Made:
     parts = np.stack(step.exchange(step.get(op.x)))
     owners = np.searchsorted(op.firsts, np.concatenate(ids).reshape(-1), side="right") - 1
     rows = parts[owners, np.arange(len(owners))]
-    engine = next(at for at, one in enumerate(ids) if one is own)
+    engine = next(rank for rank, one in enumerate(ids) if one is own)
     first = sum(one.size for one in ids[:engine])
     return (rows[first : first + own.size],)
 
@@ -399,8 +399,8 @@ def _gather_engines(step: ReferenceStep, x: NDArray, num_engines: int) -> list[N
     parts = step.exchange(x)
     ranks = len(parts) // num_engines
     return [
-        next((part for part in parts[at : at + ranks] if part is x), parts[at])
-        for at in range(0, len(parts), ranks)
+        next((part for part in parts[start : start + ranks] if part is x), parts[start])
+        for start in range(0, len(parts), ranks)
     ]
 
 
@@ -428,8 +428,8 @@ def scatter_rows(op: ops.ScatterRows, step: ReferenceStep) -> Made:
         else step.get(op.base).copy()
     )
     if batch.given is not None and batch.given_rows is not None:
-        taken = batch.given_rows >= 0
-        out[taken] = batch.given[batch.given_rows[taken]]
+        is_replaced = batch.given_rows >= 0
+        out[is_replaced] = batch.given[batch.given_rows[is_replaced]]
     return (out,)
 
 

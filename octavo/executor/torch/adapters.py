@@ -85,11 +85,11 @@ class TorchAdapters:
     def pack(self, updates: Updates) -> PackedAdapter:
         parts: dict[int, tuple[TorchUpdate, ...]] = {}
         for op, places in self._places.items():
-            found = tuple(
+            site_updates = tuple(
                 _packed(updates[site], start, end) for site, start, end in places if site in updates
             )
-            if found:
-                parts[op] = found
+            if site_updates:
+                parts[op] = site_updates
         num_bytes = sum(update.num_bytes for some in parts.values() for update in some)
         return PackedAdapter(num_bytes, parts)
 
@@ -134,21 +134,21 @@ class StepAdapters:
         """
         for slot in self.slots:
             for update in self.by_slot[slot].get(id(op), ()):
-                at = (rows == slot).nonzero()[:, 0]
+                indices = (rows == slot).nonzero()[:, 0]
                 columns = slice(update.start, update.end)
-                h = x[at].float() @ update.a.float().T
+                h = x[indices].float() @ update.a.float().T
                 base_bias = None if bias is None else bias[columns].float()
-                changed = update.change(y[at, columns].float(), base_bias, h)
-                y[at, columns] = changed.to(y.dtype)
+                changed = update.change(y[indices, columns].float(), base_bias, h)
+                y[indices, columns] = changed.to(y.dtype)
         return y
 
     def table(self, op: ops.Embedding, ids: Tensor, y: Tensor, rows: Tensor) -> Tensor:
         """Applies updates to embedding rows y `[T, W]`, in fp32."""
         for slot in self.slots:
             for update in self.by_slot[slot].get(id(op), ()):
-                at = (rows == slot).nonzero()[:, 0]
-                h = update.a[ids[at]].float() * op.scale
-                y[at] = update.change(y[at], None, h)
+                indices = (rows == slot).nonzero()[:, 0]
+                h = update.a[ids[indices]].float() * op.scale
+                y[indices] = update.change(y[indices], None, h)
         return y
 
 
@@ -157,12 +157,12 @@ def _get_column_ranges(op: Op) -> list[tuple[Site, int, int]]:
         return [((op.site, op.table), 0, op.table.shape[1])] if op.site else []
     if not isinstance(op, ops.Linear) or not op.sites:
         return []
-    found, start = [], 0
+    ranges, start = [], 0
     for site, weight in zip(op.sites, op.weights_, strict=True):
         end = start + weight.shape[0]
-        found.append(((site, weight), start, end))
+        ranges.append(((site, weight), start, end))
         start = end
-    return found
+    return ranges
 
 
 def _packed(update: LowRank, start: int, end: int) -> TorchUpdate:

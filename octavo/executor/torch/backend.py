@@ -167,13 +167,13 @@ class TorchBackend(Backend):
         """Returns the numbers of requests to capture decode steps for; () if none."""
         if not self._wants_graphs(program) or self.against_graphs(program, dtype):
             return ()
-        most, expert_rows = self.options.max_requests, self._kernels.captured_rows
+        max_requests, expert_rows = self.options.max_requests, self._kernels.captured_rows
         most_experts = max(
             (op.top_k for op in program.ops if isinstance(op, expert_ops.Route)), default=0
         )
         if most_experts and expert_rows is not None:
-            most = min(most, expert_rows // most_experts)
-        return sizes_up_to(most)
+            max_requests = min(max_requests, expert_rows // most_experts)
+        return sizes_up_to(max_requests)
 
     def against_graphs(self, program: Program, dtype: torch.dtype) -> str:
         """Returns the reason why decode steps cannot be captured, or ""."""
@@ -205,9 +205,11 @@ class TorchBackend(Backend):
         return None if self._memory is None else self._memory.now()
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        found = self._footprint(optimize(program), format_of)
-        layouts = self._kv_layouts(program, found.dtype)
-        return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
+        torch_bytes = self._footprint(optimize(program), format_of)
+        layouts = self._kv_layouts(program, torch_bytes.dtype)
+        return Footprint(
+            torch_bytes.weight_bytes, torch_bytes.step_bytes, layouts, torch_bytes.code
+        )
 
     def _footprint(self, optimized: Program, format_of: FormatOf) -> TorchFootprint:
         return torch_footprint(

@@ -127,5 +127,5 @@ class BlockCopies:
         return sum(tensor.shape[0] * tensor.shape[2] for tensor in self._groups[group])
 
     def _batches(self, group: int, num_blocks: int) -> list[slice]:
-        most = max(1, STAGING_BYTES // max(1, self._block_bytes(group)))
-        return [slice(start, start + most) for start in range(0, num_blocks, most)]
+        max_blocks = max(1, STAGING_BYTES // max(1, self._block_bytes(group)))
+        return [slice(start, start + max_blocks) for start in range(0, num_blocks, max_blocks)]

@@ -47,13 +47,13 @@ def route(op: expert_ops.Route, step: Step) -> Made:
 
 def _mixed(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
     """Returns each chosen expert's sparsemixer weight among the remaining experts near it."""
-    left, weights = logits, list[Tensor]()
+    remaining, weights = logits, list[Tensor]()
     for chosen in torch.chunk(ids, ids.shape[1], dim=1):
         best = logits.gather(1, chosen)
         far = best - logits > 2 * jitter * torch.maximum(logits.abs(), best)
-        gates = torch.softmax(left.masked_fill(far, -torch.inf), dim=-1)
+        gates = torch.softmax(remaining.masked_fill(far, -torch.inf), dim=-1)
         weights.append(gates.gather(1, chosen))
-        left = left.scatter(1, chosen, -torch.inf)
+        remaining = remaining.scatter(1, chosen, -torch.inf)
     return torch.cat(weights, dim=1)
 
 

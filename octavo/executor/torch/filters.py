@@ -31,9 +31,9 @@ def apply_xtc_mirostat(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
     """Applies XTC and mirostat; returns the remaining weights."""
     order = torch.where(weights > 0, d, -torch.inf).sort(dim=1, descending=True, stable=True)
     sorted_weights = weights.gather(1, order.indices)
-    left = _without_top_choices(sorted_weights, records)
-    left = _unsurprising(order.values, left, records)
-    return torch.zeros_like(weights).scatter_(1, order.indices, left)
+    remaining = _without_top_choices(sorted_weights, records)
+    remaining = _unsurprising(order.values, remaining, records)
+    return torch.zeros_like(weights).scatter_(1, order.indices, remaining)
 
 
 def surprises(weights: Tensor, tokens: Tensor) -> Tensor:
@@ -51,8 +51,8 @@ def _above_sigmas(z: Tensor, num_sigmas: Tensor) -> Tensor:
     count = finite.sum(dim=1, keepdim=True)
     mean = torch.where(finite, z, 0.0).sum(dim=1, keepdim=True) / count
     squares = torch.where(finite, (z - mean) ** 2, 0.0).sum(dim=1, keepdim=True)
-    least = z.amax(dim=1, keepdim=True) - num_sigmas * (squares / count).sqrt()
-    return torch.where((num_sigmas <= 0) | (z >= least), z, -torch.inf)
+    lower_bound = z.amax(dim=1, keepdim=True) - num_sigmas * (squares / count).sqrt()
+    return torch.where((num_sigmas <= 0) | (z >= lower_bound), z, -torch.inf)
 
 
 def _entropy(d: Tensor, weights: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ def _typical(z: Tensor, temperature: Tensor, typical_p: Tensor) -> Tensor:
     sums = weights.gather(1, order).cumsum(dim=1)
     before = torch.cat([torch.full_like(sums[:, :1], -1.0), sums[:, :-1]], dim=1)
     sorted_kept = before < typical_p * sums[:, -1:]
-    kept = torch.zeros_like(sorted_kept).scatter_(1, order, sorted_kept) & (weights > 0)
-    return torch.where((typical_p >= 1) | kept, z, -torch.inf)
+    is_kept = torch.zeros_like(sorted_kept).scatter_(1, order, sorted_kept) & (weights > 0)
+    return torch.where((typical_p >= 1) | is_kept, z, -torch.inf)
 
 
 def _without_top_choices(weights: Tensor, records: Tensor) -> Tensor:
@@ -101,9 +101,9 @@ def _unsurprising(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
     first = (weights > 0).int().argmax(dim=1, keepdim=True)
     p = weights / weights.sum(dim=1, keepdim=True)
     bounded = (-p.log2() <= mu).logical_and(weights > 0).sum(dim=1, keepdim=True)
-    wanted = torch.where(modes == 2, bounded, _zipf_counts(d, weights, first, mu)).clamp(min=1)
+    num_tokens = torch.where(modes == 2, bounded, _zipf_counts(d, weights, first, mu)).clamp(min=1)
     places = torch.arange(weights.shape[1], device=weights.device)
-    return torch.where((modes > 0) & (places >= first + wanted), 0.0, weights)
+    return torch.where((modes > 0) & (places >= first + num_tokens), 0.0, weights)
 
 
 def _zipf_counts(d: Tensor, weights: Tensor, first: Tensor, mu: Tensor) -> Tensor:
@@ -112,9 +112,9 @@ def _zipf_counts(d: Tensor, weights: Tensor, first: Tensor, mu: Tensor) -> Tenso
     """
     vocab_size = d.shape[1]
     steps = torch.arange(min(MIROSTAT_TOKENS, vocab_size), device=d.device)
-    at = (first + steps).clamp(max=vocab_size - 1)
-    present = (weights.gather(1, at) > 0) & (first + steps < vocab_size)
-    best = torch.where(present, d.gather(1, at), 0.0)
+    indices = (first + steps).clamp(max=vocab_size - 1)
+    present = (weights.gather(1, indices) > 0) & (first + steps < vocab_size)
+    best = torch.where(present, d.gather(1, indices), 0.0)
     t = ((steps[1:] + 1) / steps[1:].double()).log()
     pairs = present[:, 1:] & present[:, :-1]
     products = torch.where(pairs, t * (best[:, :-1] - best[:, 1:]), 0.0).sum(1, True)

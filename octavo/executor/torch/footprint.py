@@ -76,18 +76,18 @@ def torch_footprint(
     optimized: Program,
     format_of: FormatOf,
     max_tokens: int,
-    wanted: torch.dtype | None,
+    requested_dtype: torch.dtype | None,
     packed_dtype: torch.dtype,
 ) -> TorchFootprint:
     """Estimates a Program's footprint.
 
-    `wanted` is the dtype from the options, if any; otherwise matmuls with packed weights use
+    `requested_dtype` is the option's dtype, if it is set; otherwise matmuls with packed weights use
     `packed_dtype`.
     """
     matrices = {weight for op in optimized.ops for weight in _matrices(op)}
     first = next((op.weights_[0] for op in optimized.ops if isinstance(op, ops.Linear)), None)
     stored = None if first is None else FLOATS.get(format_of(first))
-    dtype = wanted or (packed_dtype if stored is None else stored[1])
+    dtype = requested_dtype or (packed_dtype if stored is None else stored[1])
     biases = {
         bias
         for op in optimized.ops
@@ -164,19 +164,19 @@ def _step_bytes(optimized: Program, max_tokens: int, dtype: torch.dtype) -> int:
     """Returns an upper bound of a step's bytes: live Values, fp32 copies of an op's widest Value,
     the largest matrix unpacked, and attention scores.
     """
-    last = {value: at for at, op in enumerate(optimized.ops) for value in op.inputs}
-    alive, most, widest = 0, 0, 0
+    last = {value: index for index, op in enumerate(optimized.ops) for value in op.inputs}
+    alive, max_alive, widest = 0, 0, 0
     dies = Counter[int]()
-    for at, op in enumerate(optimized.ops):
-        made = sum(value.width for value in op.outputs if value.axis != "samples")
-        alive += made
+    for index, op in enumerate(optimized.ops):
+        output_width = sum(value.width for value in op.outputs if value.axis != "samples")
+        alive += output_width
         for value in op.outputs:
             if value.axis != "samples":
-                dies[last.get(value, at)] += value.width
-        most, widest = max(most, alive), max(widest, made)
-        alive -= dies[at]
+                dies[last.get(value, index)] += value.width
+        max_alive, widest = max(max_alive, alive), max(widest, output_width)
+        alive -= dies[index]
     largest = max(
         (math.prod(weight.shape[-2:]) for op in optimized.ops for weight in _matrices(op)),
         default=0,
     )
-    return max_tokens * (most * dtype.itemsize + 3 * widest * 4) + largest * 8
+    return max_tokens * (max_alive * dtype.itemsize + 3 * widest * 4) + largest * 8

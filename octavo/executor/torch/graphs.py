@@ -37,14 +37,14 @@ Record = Callable[[Callable[[], Tensor]], Graph]
 inputs."""
 
 
-def sizes_up_to(most: int) -> tuple[int, ...]:
-    """Returns the captured sizes for up to `most` requests, including `most` if it is not above the
-    largest size.
+def sizes_up_to(max_requests: int) -> tuple[int, ...]:
+    """Returns the captured sizes for up to `max_requests` requests. `max_requests` itself is
+    included if it does not exceed the largest size.
     """
     return (
-        (*(size for size in SIZES if size < most), most)
-        if 0 < most <= SIZES[-1]
-        else SIZES[: len(SIZES) if most else 0]
+        (*(size for size in SIZES if size < max_requests), max_requests)
+        if 0 < max_requests <= SIZES[-1]
+        else SIZES[: len(SIZES) if max_requests else 0]
     )
 
 

@@ -60,8 +60,8 @@ class Instruction:
     """Values that no later op reads."""
 
     def run(self, step: Step) -> None:
-        made = self.formula(self.op, step)
-        for value, tensor in zip(self.op.outputs, made, strict=True):
+        outputs = self.formula(self.op, step)
+        for value, tensor in zip(self.op.outputs, outputs, strict=True):
             step.values[value.name] = tensor
         for name in self.dead:
             del step.values[name]
@@ -82,12 +82,12 @@ class Instructions:
         head = _get_head_ops(program)
         in_head = set(map(id, head))
         body = [op for op in program.ops if id(op) not in in_head]
-        kept = {value.name for op in head for value in op.inputs}
-        kept |= {value.name for value in program.outputs.values()}
+        kept_names = {value.name for op in head for value in op.inputs}
+        kept_names |= {value.name for value in program.outputs.values()}
         if write_with_rope:
-            body = with_rope_writes(body, kept)
+            body = with_rope_writes(body, kept_names)
         return Instructions(
-            _freeing(body, kept), [Instruction(op, FORMULAS[type(op)], ()) for op in head]
+            _freeing(body, kept_names), [Instruction(op, FORMULAS[type(op)], ()) for op in head]
         )
 
 
@@ -103,11 +103,13 @@ def _get_head_ops(program: Program) -> list[Op]:
     return head
 
 
-def _freeing(body: Sequence[Op], kept: Collection[str]) -> list[Instruction]:
+def _freeing(body: Sequence[Op], kept_names: Collection[str]) -> list[Instruction]:
     """Returns the body's instructions, each freeing the Values used last by it."""
-    last = {value.name: at for at, op in enumerate(body) for value in op.inputs}
-    made = []
-    for at, op in enumerate(body):
-        names = {v.name for v in (*op.inputs, *op.outputs) if last.get(v.name, at) == at}
-        made.append(Instruction(op, FORMULAS[type(op)], tuple(names.difference(kept))))
-    return made
+    last = {value.name: index for index, op in enumerate(body) for value in op.inputs}
+    instructions = []
+    for index, op in enumerate(body):
+        names = {v.name for v in (*op.inputs, *op.outputs) if last.get(v.name, index) == index}
+        instructions.append(
+            Instruction(op, FORMULAS[type(op)], tuple(names.difference(kept_names)))
+        )
+    return instructions

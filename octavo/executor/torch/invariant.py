@@ -127,16 +127,16 @@ def joined(batch: StepBatch, outputs: Sequence[StepOutput]) -> StepOutput:
         whole.top_logprobs = np.zeros((count, max(widths)), np.float32)
     if any(result.surprises is not None for result in results):
         whole.surprises = np.zeros(count, np.float32)
-    for at, result in enumerate(results):
+    for index, result in enumerate(results):
         if whole.surprises is not None and result.surprises is not None:
-            whole.surprises[at] = result.surprises[0]
-        whole.token_ids[at], whole.failed[at] = result.token_ids[0], result.failed[0]
+            whole.surprises[index] = result.surprises[0]
+        whole.token_ids[index], whole.failed[index] = result.token_ids[0], result.failed[0]
         if result.logprobs is not None:
-            _take_logprobs(whole, at, result)
+            _take_logprobs(whole, index, result)
     return StepOutput(samples=whole)
 
 
-def _take_logprobs(whole: SampleResult, at: int, result: SampleResult) -> None:
+def _take_logprobs(whole: SampleResult, index: int, result: SampleResult) -> None:
     assert (
         whole.logprobs is not None
         and whole.ranks is not None
@@ -149,7 +149,7 @@ def _take_logprobs(whole: SampleResult, at: int, result: SampleResult) -> None:
         and result.top_ids is not None
         and result.top_logprobs is not None
     )
-    whole.logprobs[at], whole.ranks[at] = result.logprobs[0], result.ranks[0]
+    whole.logprobs[index], whole.ranks[index] = result.logprobs[0], result.ranks[0]
     width = result.top_ids.shape[1]
-    whole.top_ids[at, :width] = result.top_ids[0]
-    whole.top_logprobs[at, :width] = result.top_logprobs[0]
+    whole.top_ids[index, :width] = result.top_ids[0]
+    whole.top_logprobs[index, :width] = result.top_logprobs[0]

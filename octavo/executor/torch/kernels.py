@@ -79,18 +79,18 @@ class Kernels(Protocol):
         ...
 
 
-def choose_kernels(wanted: str, device: torch.device, *, fixed_tiles: bool = False) -> Kernels:
-    """Returns the kernels for `wanted`: plain, triton, or auto (Triton on CUDA if installed).
+def choose_kernels(name: str, device: torch.device, *, fixed_tiles: bool = False) -> Kernels:
+    """Returns the kernels for `name`: plain, triton, or auto (Triton on CUDA if installed).
 
     Raises BackendUnavailable if they cannot run. With `fixed_tiles` Triton's kernels are
     batch-invariant; plain PyTorch never is.
     """
     refused = refusal(device)
-    if wanted == "plain" or (wanted == "auto" and (device.type != "cuda" or refused is not None)):
+    if name == "plain" or (name == "auto" and (device.type != "cuda" or refused is not None)):
         return PlainKernels()
     if refused is not None:
         why, hint = refused
-        raise BackendUnavailable(f"torch_kernels: got {wanted!r}, but {why}", hint=hint)
+        raise BackendUnavailable(f"torch_kernels: got {name!r}, but {why}", hint=hint)
     from octavo.executor.torch.triton.kernels import TritonKernels
 
     return TritonKernels(device, fixed_tiles=fixed_tiles)

@@ -25,21 +25,21 @@ from octavo.program.program import Op
 
 
 def short_conv(op: ShortConv, step: Step) -> Made:
-    at = step.program.group_index(op.group)
+    group_index = step.program.group_index(op.group)
     x, weight = step.get(op.x).float(), step.weights.vector(op.weight)[:, 0]
     if op.factors:
         widths = torch.tensor([part.width for part in op.outs])
         factors = torch.tensor(op.factors).repeat_interleave(widths)
         weight = weight * factors[:, None].to(step.device)
     own = weight.shape[1] - 1
-    places, tables = step.inputs["places"].long(), _get_row_tables(step, at)
-    rows = step.kv[at].k.layer(op.layer).numbers[:, :, 0]
+    places, tables = step.inputs["places"].long(), _get_row_tables(step, group_index)
+    rows = step.kv[group_index].k.layer(op.layer).numbers[:, :, 0]
     out = torch.zeros_like(x)
     for tap in range(own):
         earlier = places - own + tap
-        found = earlier.clamp(min=0)
-        blocks = tables.gather(1, (found // BLOCK_SIZE)[:, None])[:, 0]
-        row = torch.where((earlier >= 0)[:, None], rows[blocks, found % BLOCK_SIZE], 0.0)
+        clamped = earlier.clamp(min=0)
+        blocks = tables.gather(1, (clamped // BLOCK_SIZE)[:, None])[:, 0]
+        row = torch.where((earlier >= 0)[:, None], rows[blocks, clamped % BLOCK_SIZE], 0.0)
         out = out + weight[:, tap] * row
     out = out + weight[:, own] * x
     if op.bias is not None:
@@ -73,14 +73,14 @@ def selective_scan(op: SelectiveScan, step: Step) -> Made:
     # A row behind the last takes what requests with fewer rows would write.
     out = torch.empty(len(x) + 1, *rows.x.shape[1:], device=x.device)
     for index in range(spans.longest):
-        at = (spans.firsts + index).clamp(max=len(x) - 1)
-        state_after, mixed = rows.advance(state, at)
+        rows_of_requests = (spans.firsts + index).clamp(max=len(x) - 1)
+        state_after, mixed = rows.advance(state, rows_of_requests)
         if index < spans.shortest:
-            state, target = state_after, at
+            state, target = state_after, rows_of_requests
         else:
             active = index < spans.counts
             state = torch.where(active[:, None, None, None], state_after, state)
-            target = torch.where(active, at, len(x))
+            target = torch.where(active, rows_of_requests, len(x))
         out[target] = mixed
     places.write(state)
     read = out[:-1]
@@ -155,17 +155,19 @@ class _ScanRows:
             None if op.beta is None else step.get(op.beta).float()[:, :, None],
         )
 
-    def advance(self, state: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    def advance(self, state: Tensor, row_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Advances the state `[R, H, P, N]` by one row per request; returns it and the output `[R,
         H, P]`.
         """
-        rates = self.rates[at]
+        rates = self.rates[row_ids]
         decay = torch.exp(-rates[..., None] * self.a)
-        kept, entering = decay * state, rates * self.x[at]
+        decayed, entering = decay * state, rates * self.x[row_ids]
         if self.beta is not None:
-            entering = self.beta[at] * (self.x[at] - (kept * self.b[at]).sum(dim=-1))
-        after = kept + entering[..., None] * self.b[at]
-        return after, (after * self.c[at]).sum(dim=-1)
+            entering = self.beta[row_ids] * (
+                self.x[row_ids] - (decayed * self.b[row_ids]).sum(dim=-1)
+            )
+        after = decayed + entering[..., None] * self.b[row_ids]
+        return after, (after * self.c[row_ids]).sum(dim=-1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,9 +200,9 @@ class StatePlaces:
         """Returns the states before the step, `[R, H, P, N]`: zeros at a request's start, NaN if
         the block holds a different state.
         """
-        found = self._found
-        state = self.states[self.blocks, (~found[:, 0]).long()]
-        known = found.any(dim=1)[:, None, None, None]
+        is_stored = self._found
+        state = self.states[self.blocks, (~is_stored[:, 0]).long()]
+        known = is_stored.any(dim=1)[:, None, None, None]
         state = torch.where(known, state, torch.nan)
         return torch.where((self.begins == 0)[:, None, None, None], 0.0, state)
 
@@ -208,10 +210,12 @@ class StatePlaces:
         """Stores the states after the step beside those that were read."""
         fresh = self.begins == 0
         target = (self._found[:, 0] & ~fresh).long()
-        kept = self.kept[self.blocks]
-        kept[:, 1] = torch.where(fresh, -1.0, kept[:, 1])  # what an earlier request has left
-        kept.scatter_(1, target[:, None], self.ends[:, None].to(kept.dtype))
-        self.kept[self.blocks] = kept
+        token_counts = self.kept[self.blocks]
+        token_counts[:, 1] = torch.where(
+            fresh, -1.0, token_counts[:, 1]
+        )  # what an earlier request has left
+        token_counts.scatter_(1, target[:, None], self.ends[:, None].to(token_counts.dtype))
+        self.kept[self.blocks] = token_counts
         self.states[self.blocks, target] = states
 
     @property

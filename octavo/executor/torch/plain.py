@@ -100,9 +100,9 @@ class PlainKernels:
         return x.sum(dim=1)
 
     def pick(self, d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool) -> Tensor:
-        kept = sampler_ops.make_keep_mask(d, weights, records) if cuts else weights > 0
+        is_kept = sampler_ops.make_keep_mask(d, weights, records) if cuts else weights > 0
         noise = sampler_ops.gumbel(sampler_ops.noise_words(records, d.shape[1]))
-        return torch.where(kept, d + noise, -torch.inf).argmax(dim=1)
+        return torch.where(is_kept, d + noise, -torch.inf).argmax(dim=1)
 
 
 ACTIVATIONS: dict[ops.Activation, Callable[[Tensor], Tensor]] = {

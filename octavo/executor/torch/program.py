@@ -116,7 +116,7 @@ class TorchProgram(Runnable):
         self.instructions = Instructions.of(
             program, write_with_rope=runtime.attention.rope_write is not None
         )
-        self._norms_ahead = norms_ahead([each.op for each in self.instructions.body])
+        self._norms_ahead = norms_ahead([instruction.op for instruction in self.instructions.body])
         self._adapters = TorchAdapters(program, runtime.device)
         self._attention_arrays = runtime.attention.get_arrays_maker(program)
         self._progress = 0
@@ -171,9 +171,13 @@ class TorchProgram(Runnable):
             if not self._runtime.rows_alone:
                 finish = self._run(batch, kv, fetch)
                 return fetch.then(finish)
-            found = [(part.sample, self._run(part.batch, kv, fetch)) for part in rows_alone(batch)]
+            row_finishes = [
+                (part.sample, self._run(part.batch, kv, fetch)) for part in rows_alone(batch)
+            ]
         sampled = [
-            finish for sample, finish in sorted(found, key=lambda entry: entry[0]) if sample >= 0
+            finish
+            for sample, finish in sorted(row_finishes, key=lambda entry: entry[0])
+            if sample >= 0
         ]
         return fetch.then(lambda: joined(batch, [finish() for finish in sampled]))
 
@@ -317,10 +321,10 @@ class TorchProgram(Runnable):
         """Returns a function that computes the Program's outputs from `values_of`, chunk by
         chunk.
         """
-        found = [values_of(chunk) for chunk in chunks or [slice(0, 0)]]
+        chunk_values = [values_of(chunk) for chunk in chunks or [slice(0, 0)]]
         outputs = self.program.outputs.items()
         arrays = {
-            name: fetch.take(torch.cat([part[value.name] for part in found]).float())
+            name: fetch.take(torch.cat([part[value.name] for part in chunk_values]).float())
             for name, value in outputs
         }
         return lambda: StepOutput(arrays={name: array.numpy() for name, array in arrays.items()})
@@ -377,9 +381,9 @@ class TorchProgram(Runnable):
 
     def _set_threads(self) -> None:
         """Sets PyTorch's thread count, which is per process: another engine may have changed it."""
-        wanted = 1 if self._runtime.batch_invariant else self._runtime.num_threads
-        if wanted is not None and torch.get_num_threads() != wanted:
-            torch.set_num_threads(wanted)
+        num_threads = 1 if self._runtime.batch_invariant else self._runtime.num_threads
+        if num_threads is not None and torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
 
 
 def source_arrays(last: LastTokens | None) -> dict[str, NDArray]:

@@ -78,8 +78,10 @@ class TorchRanks:
         self.grid = grid
         self.rank = rank = grid.rank
         self.num_ranks = num_ranks = grid.num_ranks
-        at = rank if host == HOST else 0
-        self.device = torch.device(device, at) if device == "cuda" else torch.device(device)
+        device_index = rank if host == HOST else 0
+        self.device = (
+            torch.device(device, device_index) if device == "cuda" else torch.device(device)
+        )
         self.host = own_address(host)
         """This machine's address as the others reach it."""
         self._store = (
@@ -167,8 +169,8 @@ def own_address(host: str) -> str:
     """Returns this machine's address as seen from a host; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
-        found: str = probe.getsockname()[0]
-    return found
+        address: str = probe.getsockname()[0]
+    return address
 
 
 def _gloo(ranks: TorchRanks) -> Any:

@@ -59,33 +59,33 @@ class RopeWriteCall:
     v_stored: KvTensor
 
 
-def with_rope_writes(body: Sequence[Op], kept: Collection[str]) -> list[Op]:
-    """Replaces ropes followed by a KV write with one `RopeWrite` where possible. `kept` names
+def with_rope_writes(body: Sequence[Op], kept_names: Collection[str]) -> list[Op]:
+    """Replaces ropes followed by a KV write with one `RopeWrite` where possible. `kept_names` names
     Values that are read outside of `body`.
     """
-    made = {value.name: at for at, op in enumerate(body) for value in op.outputs}
+    producers = {value.name: index for index, op in enumerate(body) for value in op.outputs}
     read: dict[str, list[int]] = {}
-    for at, op in enumerate(body):
+    for index, op in enumerate(body):
         for value in op.inputs:
-            read.setdefault(value.name, []).append(at)
-    taken: dict[int, RopeWrite | None] = {}
-    for at, op in enumerate(body):
+            read.setdefault(value.name, []).append(index)
+    replaced: dict[int, RopeWrite | None] = {}
+    for index, op in enumerate(body):
         if not isinstance(op, ops.KvWrite) or op.v is None or len(op.k_parts) != 1:
             continue
-        k_at = made.get(op.k_parts[0].name, -1)
+        k_at = producers.get(op.k_parts[0].name, -1)
         k = body[k_at]
         if (
             k_at < 0
             or not isinstance(k, ops.Rope)
-            or read[k.out.name] != [at]
-            or k.out.name in kept
+            or read[k.out.name] != [index]
+            or k.out.name in kept_names
         ):
             continue
         q_at = next(
             (
                 q
-                for q in range(at - 1, -1, -1)
-                if q != k_at and q not in taken and _alike(body[q], k)
+                for q in range(index - 1, -1, -1)
+                if q != k_at and q not in replaced and _alike(body[q], k)
             ),
             None,
         )
@@ -93,10 +93,10 @@ def with_rope_writes(body: Sequence[Op], kept: Collection[str]) -> list[Op]:
             continue
         q = body[q_at]
         assert isinstance(q, ops.Rope)
-        if min(read.get(q.out.name, [at])) < at:
+        if min(read.get(q.out.name, [index])) < index:
             continue
-        taken |= {q_at: None, k_at: None}
-        taken[at] = RopeWrite(
+        replaced |= {q_at: None, k_at: None}
+        replaced[index] = RopeWrite(
             q=q.x,
             k=k.x,
             v=op.v,
@@ -110,7 +110,7 @@ def with_rope_writes(body: Sequence[Op], kept: Collection[str]) -> list[Op]:
             table=q.table,
             style=q.style,
         )
-    ordered = [taken.get(at, op) for at, op in enumerate(body)]
+    ordered = [replaced.get(index, op) for index, op in enumerate(body)]
     return [op for op in ordered if op is not None]
 
 

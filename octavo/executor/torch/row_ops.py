@@ -41,8 +41,10 @@ def norm(op: ops.RmsNorm | ops.LayerNorm, step: Step) -> Made:
 
 def _normed(norm: NormOp, x: Value, step: Step) -> Tensor:
     """Returns the norm of `x`, unless the producer of `x` has already computed it."""
-    found = step.normed.pop(x.name, None)
-    return step.kernels.norm(step.get(x), _numbers(norm, step)) if found is None else found
+    norm_value = step.normed.pop(x.name, None)
+    return (
+        step.kernels.norm(step.get(x), _numbers(norm, step)) if norm_value is None else norm_value
+    )
 
 
 def _numbers(norm: NormOp, step: Step) -> Norm:
@@ -67,15 +69,15 @@ def _sum(a: Tensor, b: Tensor, out: Value, step: Step) -> Tensor:
 
 def norms_ahead(body: Sequence[Op]) -> dict[str, NormOp]:
     """Finds sums whose full-row norm is the first computation of the next op, by the sum's name."""
-    found: dict[str, NormOp] = {}
-    for made, reader in pairwise(body):
-        if isinstance(made, ops.Add) or (
-            isinstance(made, ops.Linear) and made.residual is not None
+    norms: dict[str, NormOp] = {}
+    for producer, reader in pairwise(body):
+        if isinstance(producer, ops.Add) or (
+            isinstance(producer, ops.Linear) and producer.residual is not None
         ):
-            norm = _first_norm(reader, made.outputs[0])
+            norm = _first_norm(reader, producer.outputs[0])
             if norm is not None:
-                found[made.outputs[0].name] = norm
-    return found
+                norms[producer.outputs[0].name] = norm
+    return norms
 
 
 def _first_norm(op: Op, x: Value) -> NormOp | None:
@@ -141,8 +143,8 @@ def mix(op: family_ops.Mix, step: Step) -> Made:
     bases = torch.stack([step.get(base).float() for base in op.bases], dim=1)
     coefs = step.get(op.coefs).float() + op.offset
     coefs = coefs.view(len(coefs), len(op.outs), len(op.xs), 1)
-    made = bases + (coefs * xs[:, None]).sum(dim=2)
-    return tuple(part.to(step.dtype).contiguous() for part in made.unbind(dim=1))
+    mixed = bases + (coefs * xs[:, None]).sum(dim=2)
+    return tuple(part.to(step.dtype).contiguous() for part in mixed.unbind(dim=1))
 
 
 def act(op: ops.Act, step: Step) -> Made:
@@ -181,13 +183,13 @@ def angles(table: ops.RopeTable, step: Step) -> tuple[Tensor, Tensor]:
     Angles are computed in fp64: at position 100,000 fp32 has two decimal digits left.
     """
     positions = step.inputs["positions"]
-    at = positions[list(table.axes)].T if table.axes else positions[0][:, None]
-    at = at.double()[:, None, :]
-    angles = at * step.weights.constant(table)
+    axis_positions = positions[list(table.axes)].T if table.axes else positions[0][:, None]
+    axis_positions = axis_positions.double()[:, None, :]
+    angles = axis_positions * step.weights.constant(table)
     cos, sin = torch.cos(angles) * table.mscale, torch.sin(angles) * table.mscale
     if table.long is not None:
-        is_long = at >= table.long.start
-        angles = (at - table.long.start) * step.weights.constant(table.long)
+        is_long = axis_positions >= table.long.start
+        angles = (axis_positions - table.long.start) * step.weights.constant(table.long)
         cos = torch.where(is_long, torch.cos(angles) * table.long.mscale, cos)
         sin = torch.where(is_long, torch.sin(angles) * table.long.mscale, sin)
     return cos.float(), sin.float()
@@ -196,21 +198,21 @@ def angles(table: ops.RopeTable, step: Step) -> tuple[Tensor, Tensor]:
 def position_scores(op: family_ops.PositionScores, step: Step) -> Made:
     table = step.weights.constant(op)
     x = step.get(op.x).view(-1, op.num_heads, table.shape[2])
-    made = torch.einsum("thd,hrd->thr", x.float(), table)
-    return (made.to(step.dtype).reshape(len(x), op.out.width),)
+    scores = torch.einsum("thd,hrd->thr", x.float(), table)
+    return (scores.to(step.dtype).reshape(len(x), op.out.width),)
 
 
 def kv_write(op: ops.KvWrite, step: Step) -> Made:
-    at = step.program.group_index(op.group)
-    tensors, slots = step.kv[at], step.inputs["slots"][at]
-    num_heads = step.program.groups[at].num_kv_heads
+    group_index = step.program.group_index(op.group)
+    tensors, slots = step.kv[group_index], step.inputs["slots"][group_index]
+    num_heads = step.program.groups[group_index].num_kv_heads
     parts = [step.get(part).view(len(slots), num_heads, -1) for part in op.k_parts]
     tensors.k.layer(op.layer).write(
         slots, parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     )
     if op.v is not None:
         tensors.v.layer(op.layer).write(slots, step.get(op.v).view(len(slots), num_heads, -1))
-    step.copy_written(at, op.layer)
+    step.copy_written(group_index, op.layer)
     return ()
 
 
@@ -227,8 +229,8 @@ def scatter_rows(op: ops.ScatterRows, step: Step) -> Made:
     if "given" not in step.inputs:
         return (out,)
     rows = step.inputs["given_rows"]
-    given = step.inputs["given"].to(step.dtype)[rows.clamp(min=0)]
-    return (torch.where((rows >= 0)[:, None], given, out),)
+    external = step.inputs["given"].to(step.dtype)[rows.clamp(min=0)]
+    return (torch.where((rows >= 0)[:, None], external, out),)
 
 
 def pool_rows(op: ops.PoolRows, step: Step) -> Made:

@@ -80,9 +80,9 @@ def gumbel(words: Tensor) -> Tensor:
     return -torch.where(u > 0.5, -torch.log1p(-rest), -torch.log(u)).log()
 
 
-def _word(records: Tensor, at: int) -> Tensor:
+def _word(records: Tensor, word_index: int) -> Tensor:
     """Returns a word of each record as a column `[S, 1] int64`."""
-    return records[:, at, None].long() & MASK32
+    return records[:, word_index, None].long() & MASK32
 
 
 def _philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...]) -> list[Tensor]:

@@ -60,15 +60,15 @@ def get_sampling_stages(batch: SamplingBatch, vocab_size: int) -> SamplingStages
     """Returns the stages that the rows of a batch need."""
     records = batch.records
     sampled = records[records["temperature"] > 0]
-    most = int(records["num_logprobs"].max(initial=-1))
-    asked = most >= 0 or bool((records["target_id"] >= 0).any())
+    num_top = int(records["num_logprobs"].max(initial=-1))
+    asked = num_top >= 0 or bool((records["target_id"] >= 0).any())
     return SamplingStages(
         draws=len(sampled) > 0,
         cuts=_any(sampled["top_k"] > 0, sampled["top_p"] < 1),
         biased=len(batch.bias_ids) > 0,
         masked=bool((records["allowed_mask"] >= 0).any()),
         penalised=len(batch.history_ids) > 0,
-        num_top=min(max(most, 0), vocab_size) if asked else -1,
+        num_top=min(max(num_top, 0), vocab_size) if asked else -1,
         narrows=_has_filter(sampled, "distribution"),
         steers=_has_filter(sampled, "after_cutoff"),
         surprises=_any(records["mirostat_mode"] > 0),
@@ -152,8 +152,8 @@ def sample(
     targets = field(records, "target_id").long()
     failed = failed | (~top.isfinite() & (targets < 0))
     tokens = torch.where(targets >= 0, targets, tokens).masked_fill(failed, 0)
-    found = None if stages.num_top < 0 else _logprobs(logits, tokens, stages.num_top, kernels)
-    return SamplerOutput(tokens, failed, found, bits)
+    logprobs = None if stages.num_top < 0 else _logprobs(logits, tokens, stages.num_top, kernels)
+    return SamplerOutput(tokens, failed, logprobs, bits)
 
 
 def _largest(logits: Tensor) -> SamplerOutput:
@@ -235,8 +235,8 @@ def _sample_tokens(
         z, temperature = filters.apply_distribution_filters(z, temperature, records)
     d = (z - z.amax(dim=1, keepdim=True)) / temperature
     weights = torch.exp(d)
-    least = field(records, "min_p").double()[:, None]
-    weights = torch.where(weights >= least, weights, 0.0)
+    min_p = field(records, "min_p").double()[:, None]
+    weights = torch.where(weights >= min_p, weights, 0.0)
     if not stages.steers:
         return kernels.pick(d, weights, records, cuts=stages.cuts), weights
     if stages.cuts:
@@ -268,12 +268,12 @@ def join_results(parts: list[SamplerOutput]) -> SampleResult:
         torch.cat([part.token_ids for part in parts]).int().cpu().numpy(),
         torch.cat([part.failed for part in parts]).cpu().numpy(),
     )
-    found = [part.logprobs for part in parts if part.logprobs is not None]
-    if found:
-        result.logprobs = torch.cat([part[0] for part in found]).cpu().numpy()
-        result.ranks = torch.cat([part[1] for part in found]).int().cpu().numpy()
-        result.top_ids = torch.cat([part[2] for part in found]).int().cpu().numpy()
-        result.top_logprobs = torch.cat([part[3] for part in found]).cpu().numpy()
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    if logprobs:
+        result.logprobs = torch.cat([part[0] for part in logprobs]).cpu().numpy()
+        result.ranks = torch.cat([part[1] for part in logprobs]).int().cpu().numpy()
+        result.top_ids = torch.cat([part[2] for part in logprobs]).int().cpu().numpy()
+        result.top_logprobs = torch.cat([part[3] for part in logprobs]).cpu().numpy()
     bits = [part.surprises for part in parts if part.surprises is not None]
     if bits:
         result.surprises = torch.cat(bits).float().cpu().numpy()

@@ -226,5 +226,5 @@ class Step:
         """Returns `make()`, computed once per step and `key`."""
         if key not in self._shared:
             self._shared[key] = make()
-        found: Shared = self._shared[key]
-        return found
+        shared: Shared = self._shared[key]
+        return shared

@@ -137,9 +137,9 @@ class CudaStreams:
 
     def staging(self, num_blocks: int, num_bytes: int, *, on_side: bool) -> Tensor:
         with torch.cuda.stream(self._side if on_side else self._computing):
-            made = torch.empty(num_blocks, num_bytes, dtype=torch.uint8, device=self.device)
-        made.record_stream(self._computing if on_side else self._side)
-        return made
+            buffer = torch.empty(num_blocks, num_bytes, dtype=torch.uint8, device=self.device)
+        buffer.record_stream(self._computing if on_side else self._side)
+        return buffer
 
     def pinned(self, num_blocks: int, num_bytes: int) -> Tensor:
         return torch.empty(num_blocks, num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -1,4 +1,5 @@
-"""Adapters pass: records the module name of each matrix, so that adapters can find their targets.
+"""Adapters pass: records the module name of each matrix, so that adapters can be matched to
+matrices.
 
 Sets `Linear.sites` and `Embedding.site` without adding ops, so fusion is unchanged; the fuse pass
 merges sites along with matrices. Runs before fuse and after shard.
@@ -49,5 +50,5 @@ def find_table_sites(program: Program) -> set[Site]:
 
 
 def _module(weight: Weight, tables: set[str]) -> str:
-    """Returns the module of a matrix or of a rank's part of it."""
+    """Returns the module name of a matrix, also if it is one rank's part."""
     return TIED_HEAD if weight.name in tables else weight.name.removesuffix(".weight")

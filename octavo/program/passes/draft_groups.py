@@ -13,11 +13,11 @@ from octavo.program.program import CacheGroup, Op, Program
 
 PREFIX = "draft."
 MOST_BEHIND = 32
-"""Most tokens by which a draft model's KV may lag behind the target: two blocks."""
+"""Maximum number of tokens by which a draft model's KV may lag behind the target: two blocks."""
 
 
 def join_groups(target: Program, draft: Program) -> tuple[Program, Program]:
-    """Returns both Programs over the groups of both, the target's first."""
+    """Returns both Programs with the cache groups of both, the target's groups first."""
     own = tuple(_make_draft_group(group) for group in draft.groups)
     groups = (*target.groups, *own)
     ops = tuple(_renamed(op) for op in draft.ops)

@@ -15,7 +15,9 @@ from octavo.program.program import Op, Program, Value
 
 
 def fold_expert_gates(program: Program) -> Program:
-    """Folds each ActMul over two expert matmuls of the same rows, and each Act over one."""
+    """Folds each ActMul of two expert matmuls over the same rows, and each Act of one, into one
+    op.
+    """
     reads = Counter(value for op in program.ops for value in op.inputs)
     makers: dict[Value, GroupedLinear] = {
         op.out: op for op in program.ops if isinstance(op, GroupedLinear) and reads[op.out] == 1
@@ -23,10 +25,12 @@ def fold_expert_gates(program: Program) -> Program:
     folded: list[Op] = []
     for op in program.ops:
         if isinstance(op, ActMul) and (one := _folded(op, makers)) is not None:
-            folded = [each for each in folded if {op.gate, op.up}.isdisjoint(each.outputs)]
+            folded = [
+                folded_op for folded_op in folded if {op.gate, op.up}.isdisjoint(folded_op.outputs)
+            ]
             folded.append(one)
         elif isinstance(op, Act) and (maker := makers.get(op.x)) is not None:
-            folded = [each for each in folded if op.x not in each.outputs]
+            folded = [folded_op for folded_op in folded if op.x not in folded_op.outputs]
             folded.append(replace(maker, out=op.out, activation=op.activation))
         else:
             folded.append(op)

@@ -1,7 +1,7 @@
 """Experts pass (expert parallelism): distributes complete experts over ranks.
 
-All other ops and rows are replicated: a rank computes the rows routed to its experts, and Collect
-gathers the other ranks' rows before Combine, which sums in the order of one process. With several
+All other ops are replicated. A rank computes the rows routed to its experts; Collect then gathers
+the other ranks' rows, so that Combine sums in the same order as a single process. With several
 engines, Dispatch sends every rank the rows of all engines. Results do not change. Runs after stages
 and before shard. Source: Lepikhin et al. 2020 (GShard), section 3.2.
 """
@@ -25,7 +25,8 @@ def share_experts(program: Program, rank: int, num_ranks: int, num_engines: int 
     """Returns the part that rank `rank` of `num_ranks` computes; the Program itself if it has no
     experts.
 
-    `num_engines` engines, each a group of neighbouring ranks, have tokens of their own.
+    The ranks may belong to several engines (`num_engines`, each a group of neighbouring ranks),
+    which process different tokens.
     """
     if num_ranks == 1 or not _routes(program):
         return program
@@ -57,11 +58,11 @@ def _routes(program: Program) -> list[expert_ops.Route]:
 
 
 def _build_ops(program: Program, rank: int, num_ranks: int, num_engines: int) -> tuple[Op, ...]:
-    made: list[Op] = []
+    ops: list[Op] = []
     chosen: dict[Value, tuple[Value, Spans]] = {}
-    """By a route's ids and weights: the local ids and the experts of each rank."""
+    """Local ids and the experts of each rank, by a route's ids and weights."""
     dispatched: dict[Value, Value] = {}
-    """Rows of all engines' tokens, by this engine's rows."""
+    """Maps this engine's rows to the rows of all engines' tokens."""
     for op in program.ops:
         if isinstance(op, expert_ops.Route):
             rows, ids, weights = op.outs
@@ -72,19 +73,19 @@ def _build_ops(program: Program, rank: int, num_ranks: int, num_engines: int) ->
                 dispatched[rows] = replace(rows, name=f"{rows.name}.dispatched")
                 outs = (dispatched[rows],)
                 dispatch = replace(dispatch, rows=rows, outs=outs, num_engines=num_engines)
-            made += [op, dispatch]
+            ops += [op, dispatch]
         elif isinstance(op, expert_ops.GroupedLinear):
             _, spans = chosen[op.ids]
-            made.append(replace(_product(op, spans[rank]), x=dispatched.get(op.x, op.x)))
+            ops.append(replace(_product(op, spans[rank]), x=dispatched.get(op.x, op.x)))
         elif isinstance(op, expert_ops.Combine):
             ids, spans = chosen[op.weights_value]
             all_rows = replace(op.x, name=f"{op.x.name}.collected")
             sizes = tuple(last - first for first, last in spans)
             collect = rank_ops.Collect(op.x, ids, all_rows, sizes, num_engines)
-            made += [collect, replace(op, x=all_rows)]
+            ops += [collect, replace(op, x=all_rows)]
         else:
-            made.append(op)
-    return tuple(made)
+            ops.append(op)
+    return tuple(ops)
 
 
 def _own(ids: Value) -> Value:

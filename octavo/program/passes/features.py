@@ -2,8 +2,8 @@
 token, to a cache group.
 
 Feature rows are cached, swapped and forked like KV. The head reads the previous token's row and
-writes its own rows while drafting; the target overwrites them later. Runs before all fusing passes.
-Source: Li et al. 2025 (EAGLE-3), DeepSeek-AI 2024 (multi-token prediction).
+writes its own rows while drafting; the target overwrites them later. Runs before all passes that
+fuse ops. Source: Li et al. 2025 (EAGLE-3), DeepSeek-AI 2024 (multi-token prediction).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FEATURES = "features"
 WINDOW = 2
 """Rows that a head reads per token: its own and the previous one."""
 PREVIOUS = (1.0, 0.0)
-"""Taps that select the previous row."""
+"""Convolution taps that select the previous row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ def feature_group(width: int) -> CacheGroup:
 def with_features(program: Program, features: Features, group: str) -> Program:
     """Returns the Program that also writes each token's feature row to a cache group."""
     ops, row = _select_layers(program, features) if features.layers else _behind_last_norm(program)
-    found = replace(program, ops=(*program.ops, *ops, KvWrite((row,), None, group, 0)))
-    found.check()
-    return found
+    extended = replace(program, ops=(*program.ops, *ops, KvWrite((row,), None, group, 0)))
+    extended.check()
+    return extended
 
 
 def _select_layers(program: Program, features: Features) -> tuple[Sequence[Op], Value]:

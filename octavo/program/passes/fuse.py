@@ -27,10 +27,10 @@ class _Uses:
     """Producers and readers of each Value, by op index."""
 
     def __init__(self, ops: list[Op], program: Program) -> None:
-        self.maker = {value: at for at, op in enumerate(ops) for value in op.outputs}
+        self.maker = {value: index for index, op in enumerate(ops) for value in op.outputs}
         self.reads = Counter(value for op in ops for value in op.inputs)
         self.reads.update(program.outputs.values())
-        self.reader = {value: at for at, op in enumerate(ops) for value in op.inputs}
+        self.reader = {value: index for index, op in enumerate(ops) for value in op.inputs}
 
     def read_once_by(self, value: Value) -> int | None:
         """Returns the index of the only op that reads the Value, or None."""
@@ -79,7 +79,7 @@ def _fold_activations(ops: list[Op], uses: _Uses) -> list[Op]:
     """Folds Act into the Linear whose only output it reads."""
     result = list(ops)
     gone: set[int] = set()
-    for at, op in enumerate(ops):
+    for index, op in enumerate(ops):
         if not isinstance(op, Act):
             continue
         source = uses.maker.get(op.x)
@@ -89,19 +89,19 @@ def _fold_activations(ops: list[Op], uses: _Uses) -> list[Op]:
             or not isinstance(linear, Linear)
             or not _is_plain(linear)
             or linear.outs != (op.x,)
-            or uses.read_once_by(op.x) != at
+            or uses.read_once_by(op.x) != index
         ):
             continue
         result[source] = replace(linear, outs=(op.out,), activation=op.activation)
-        gone.add(at)
-    return [op for at, op in enumerate(result) if at not in gone]
+        gone.add(index)
+    return [op for index, op in enumerate(result) if index not in gone]
 
 
 def _fold_gates(ops: list[Op], uses: _Uses) -> list[Op]:
     """Folds ActMul into the Linear whose two outputs it reads."""
     result = list(ops)
     gone: set[int] = set()
-    for at, op in enumerate(ops):
+    for index, op in enumerate(ops):
         if not isinstance(op, ActMul):
             continue
         source = uses.maker.get(op.gate)
@@ -111,21 +111,21 @@ def _fold_gates(ops: list[Op], uses: _Uses) -> list[Op]:
             or not isinstance(linear, Linear)
             or linear.outs != (op.gate, op.up)
             or len(linear.weights_) != 2
-            or any(uses.read_once_by(value) != at for value in linear.outs)
+            or any(uses.read_once_by(value) != index for value in linear.outs)
             or (op.scores is not None and uses.maker[op.scores] >= source)
         ):
             continue
         gate = Gate(op.activation, op.clamp, op.alpha, op.up_offset, op.threshold)
         result[source] = replace(linear, outs=(op.out,), gate=gate, scores=op.scores)
-        gone.add(at)
-    return [op for at, op in enumerate(result) if at not in gone]
+        gone.add(index)
+    return [op for index, op in enumerate(result) if index not in gone]
 
 
 def _fold_norms(ops: list[Op], uses: _Uses) -> list[Op]:
     """Folds a full-row norm into the only Linear that reads it."""
     result = list(ops)
     gone: set[int] = set()
-    for at, op in enumerate(ops):
+    for index, op in enumerate(ops):
         if not isinstance(op, RmsNorm | LayerNorm) or op.group_width not in (0, op.x.width):
             continue
         reader = uses.read_once_by(op.out)
@@ -137,8 +137,8 @@ def _fold_norms(ops: list[Op], uses: _Uses) -> list[Op]:
         else:
             norm = PreNorm(op.weight, op.eps, op.bias, op.weight_offset, centered=True)
         result[reader] = replace(linear, x=op.x, norm=norm)
-        gone.add(at)
-    return [op for at, op in enumerate(result) if at not in gone]
+        gone.add(index)
+    return [op for index, op in enumerate(result) if index not in gone]
 
 
 def _fold_residuals(ops: list[Op], uses: _Uses) -> list[Op]:
@@ -147,7 +147,7 @@ def _fold_residuals(ops: list[Op], uses: _Uses) -> list[Op]:
     """
     result = list(ops)
     gone: set[int] = set()
-    for at, op in enumerate(ops):
+    for index, op in enumerate(ops):
         if not isinstance(op, Add):
             continue
         for mine, other in ((op.a, op.b), (op.b, op.a)):
@@ -159,12 +159,12 @@ def _fold_residuals(ops: list[Op], uses: _Uses) -> list[Op]:
             if (
                 source is None
                 or not foldable
-                or uses.read_once_by(mine) != at
+                or uses.read_once_by(mine) != index
                 or uses.maker.get(other, -1) >= source
             ):
                 continue
             assert isinstance(linear, Linear)
             result[source] = replace(linear, outs=(op.out,), residual=other)
-            gone.add(at)
+            gone.add(index)
             break
-    return [op for at, op in enumerate(result) if at not in gone]
+    return [op for index, op in enumerate(result) if index not in gone]

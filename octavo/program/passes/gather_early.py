@@ -2,7 +2,7 @@
 
 A model gathers the sampled rows before its head, but the ops between the last attention and that
 gather are row-wise. Gathering right after the attention skips the last layer's output projection
-and MLP for other rows: five sixths of a layer of SmolLM2's shape. Nothing is skipped if all rows
+and MLP for all other rows: five sixths of a layer with SmolLM2's shape. Saves nothing if all rows
 are sampled. llama.cpp does the same (`inp_out_ids`).
 """
 
@@ -43,8 +43,8 @@ MIXING = (Attention, MlaAttention, ShortConv, SelectiveScan)
 
 
 def gather_early(program: Program) -> Program:
-    """Moves the single GatherRows behind the last attention if only that gather reads the rows in
-    between; otherwise returns the Program unchanged.
+    """Moves the Program's GatherRows right behind the last attention, if no other op reads the rows
+    in between; otherwise returns the Program unchanged.
     """
     gathers = [op for op in program.ops if isinstance(op, GatherRows)]
     if len(gathers) != 1:
@@ -62,27 +62,27 @@ def gathered_before(program: Program, gather: GatherRows, tail_ops: list[Op]) ->
     """Returns the Program with `tail_ops` on sampled rows only: gathers their inputs instead of
     their outputs.
     """
-    made = {value for op in tail_ops for value in op.outputs}
+    tail_values = {value for op in tail_ops for value in op.outputs}
     read = dict.fromkeys(
-        value for op in (*tail_ops, gather) for value in op.inputs if value not in made
+        value for op in (*tail_ops, gather) for value in op.inputs if value not in tail_values
     )
     sampled = {
         value: replace(value, name=f"{value.name}.sampled", axis="samples")
-        for value in (*read, *made)
+        for value in (*read, *tail_values)
     }
     sampled[gather.x] = gather.out
-    at, moved = program.ops.index(gather), set(map(id, tail_ops))
-    before = [op for op in program.ops[:at] if id(op) not in moved]
+    gather_index, moved = program.ops.index(gather), set(map(id, tail_ops))
+    before = [op for op in program.ops[:gather_index] if id(op) not in moved]
     gathers = [GatherRows(value, sampled[value]) for value in read]
     on_samples = [op.on(sampled) for op in tail_ops]
-    early = replace(program, ops=(*before, *gathers, *on_samples, *program.ops[at + 1 :]))
+    early = replace(program, ops=(*before, *gathers, *on_samples, *program.ops[gather_index + 1 :]))
     early.check()
     return early
 
 
 def find_gathered_ops(gather: GatherRows, program: Program) -> list[Op]:
-    """Returns the row-wise ops before the gather whose Values only the gather or one
-    another read.
+    """Returns the row-wise ops before the gather whose Values are read only by the gather or by
+    other such ops.
     """
     readers: dict[Value, list[Op]] = {}
     for op in program.ops:

@@ -30,21 +30,21 @@ def absorb_latents(program: Program) -> Program:
 def _absorbed(op: MlaAttention) -> tuple[Op, ...]:
     heads, key_width = op.num_heads, op.latent_width + op.rope_width
     q = Value(f"{op.out.name}.queries", op.out.axis, heads * key_width)
-    found = Value(f"{op.out.name}.latents", op.out.axis, heads * op.latent_width)
+    latents = Value(f"{op.out.name}.latents", op.out.axis, heads * op.latent_width)
     to_keys = _rows(op, 0, op.nope_width)
     to_values = _rows(op, op.nope_width, op.v_width)
     return (
         HeadLinear(op.q_nope, q, to_keys, heads, transposed=True, tail=op.q_rope),
         Attention(
             q=q,
-            out=found,
+            out=latents,
             group=op.group,
             layer=op.layer,
             num_heads=heads,
             scale=op.scale,
             latent_width=op.latent_width,
         ),
-        HeadLinear(found, op.out, to_values, heads),
+        HeadLinear(latents, op.out, to_values, heads),
     )
 
 

@@ -30,7 +30,9 @@ class Unit:
     num_bytes: int
     """Bytes in the file, a multiple of ALIGN."""
     range: int
-    """Index of the matmul's range of stages; a range is waited for as a unit."""
+    """Index of the matmul's range of stages; the executor waits for all of a range's weights at
+    once.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,8 @@ def plan_offload(
 ) -> OffloadPlan:
     """Decides which units stay resident and where each is placed.
 
-    `other_bytes` of the allowance are for weights outside the units. Raises ConfigError, with the
-    smallest allowed size, if two layers do not fit.
+    `other_bytes` of the allowed bytes are reserved for weights outside the units. Raises
+    ConfigError, with the smallest allowed size, if two layers do not fit.
     """
     total = sum(unit.num_bytes for unit in units)
     budget = allowed_bytes - other_bytes
@@ -94,17 +96,16 @@ def plan_offload(
 
 
 def _pinned_plan(units: Sequence[Unit], budget: int, first: int | None) -> OffloadPlan | None:
-    """Plans the smallest ring buffer and keeps resident what fits beside it; None if the unit
-    `first`, which has priority, does not fit.
-
-    An output layer is often so large that the ring is much smaller without it.
+    """Plans the smallest ring buffer and keeps as many units resident as fit beside it. The unit
+    `first` has priority; returns None if it does not fit. An output layer is often so large that
+    the ring buffer is much smaller without it.
     """
     streamed = [unit for index, unit in enumerate(units) if index != first]
-    left = budget - (0 if first is None else units[first].num_bytes)
-    if not streamed or left < least_ring(streamed):
+    remaining_bytes = budget - (0 if first is None else units[first].num_bytes)
+    if not streamed or remaining_bytes < least_ring(streamed):
         return None
     ring = least_ring(streamed)
-    pinned = _pinned(units, left - ring, first)
+    pinned = _pinned(units, remaining_bytes - ring, first)
     resident = _chunks([range(i, i + 1) for i in sorted(pinned)], units, start=ring)
     rest = [range(i, i + 1) for i in range(len(units)) if i not in pinned]
     return OffloadPlan(tuple(resident), _in_ring(rest, units, ring), ring)
@@ -113,7 +114,7 @@ def _pinned_plan(units: Sequence[Unit], budget: int, first: int | None) -> Offlo
 def least_ring(units: Sequence[Unit]) -> int:
     """Returns twice the bytes of the largest range, so that one is computed while the next is read.
 
-    The last range, with the output layer, is not doubled.
+    The last range, which contains the output layer, is not doubled.
     """
     sizes: defaultdict[int, int] = defaultdict(int)
     for unit in units:
@@ -163,13 +164,13 @@ def _in_ring(parts: Sequence[range], units: Sequence[Unit], ring_bytes: int) -> 
     """Places parts in the ring buffer, wrapping around before a range that does not fit, so that a
     range's parts never overlap.
     """
-    found: list[Chunk] = []
+    ring_chunks: list[Chunk] = []
     offset = 0
     for _, group in groupby(parts, key=lambda part: units[part[0]].range):
         together = list(group)
         if offset + sum(units[i].num_bytes for part in together for i in part) > ring_bytes:
             offset = 0
         chunks = list(_chunks(together, units, start=offset))
-        found += chunks
+        ring_chunks += chunks
         offset += sum(chunk.num_bytes for chunk in chunks)
-    return tuple(found)
+    return tuple(ring_chunks)

@@ -1,7 +1,7 @@
 """Plan pass: assigns each Value an offset in an arena per row axis, reusing dead buffers.
 
-The executor determines which ops run together (a stage): within a stage, rows may be at different
-ops, so no memory is reused. Offsets are in floats within a row.
+The executor determines which ops run together as a stage. Within a stage, different rows may be at
+different ops, so no memory is reused. Offsets are in floats within a row.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Buffer:
 
 
 def plan(program: Program, stages: list[int], ranges: list[int]) -> Plan:
-    """Assigns offsets to all Values of a Program; its outputs live to the end.
+    """Assigns offsets to all Values of a Program; the Program's outputs live to the end.
 
     `stages[i]` and `ranges[i]` are the stage and range of op i, not decreasing. A range is a
     sequence of stages that an executor may run on a few rows at a time. Values used only within
@@ -80,29 +80,29 @@ def plan(program: Program, stages: list[int], ranges: list[int]) -> Plan:
 
 
 class _Readers:
-    """Last reader of each Value: its op, and the stage up to which its memory must last."""
+    """Last reader of each Value, and the stage up to which the Value's memory must be kept."""
 
     def __init__(self, program: Program, stages: list[int]) -> None:
         self.op: dict[Value, int] = {}
         self.stage: dict[Value, int] = {}
         laid_out: dict[Value, Value] = {}
         scales: set[Value] = set()
-        for at, (op, stage) in enumerate(zip(program.ops, stages, strict=True)):
+        for index, (op, stage) in enumerate(zip(program.ops, stages, strict=True)):
             crosses = any(
                 _in_body(v) and not _in_body(out) for v in op.inputs for out in op.outputs
             )
             if isinstance(op, Route):
                 laid_out[op.outs[0]] = op.x
                 scales |= {op.outs[0]} if op.scales_rows else set()
-            # Rows that are laid out as they are were converted when they were chosen.
+            # Rows in their original layout were already converted by the Route.
             again = [
                 laid_out[value]
                 for value in op.inputs
                 if value in laid_out and (isinstance(op, Dispatch) or value in scales)
             ]
             for value in (*op.inputs, *again):
-                self.op[value] = at
-                # Another axis reads it again for each of its chunks, so it lives to the end.
+                self.op[value] = index
+                # An op on another axis reads it again for each chunk, so it lives to the end.
                 self.stage[value] = stages[-1] if crosses else max(stage, self.stage.get(value, 0))
         for value in program.outputs.values():
             self.op[value], self.stage[value] = len(stages), stages[-1]
@@ -112,7 +112,7 @@ def _make_buffers(program: Program, stages: list[int]) -> list[_Buffer]:
     readers = _Readers(program, stages)
     buffers: list[_Buffer] = []
     home: dict[Value, _Buffer] = {}
-    for at, (op, stage) in enumerate(zip(program.ops, stages, strict=True)):
+    for index, (op, stage) in enumerate(zip(program.ops, stages, strict=True)):
         outs = _placed(op)
         if not outs:
             continue
@@ -122,7 +122,7 @@ def _make_buffers(program: Program, stages: list[int]) -> list[_Buffer]:
             and over in home
             and over.axis == outs[0].axis
             and over.width == outs[0].width
-            and readers.op[over] == at
+            and readers.op[over] == index
         ):
             buffer = home[over]
             buffer.columns[outs[0]] = buffer.columns[over]
@@ -162,8 +162,8 @@ def _new_buffer(outs: list[Value], stage: int) -> _Buffer:
 
 
 def _overwritable(op: Op) -> Value | None:
-    """Returns the input that the op's single output may overwrite element by element once no later
-    op reads it.
+    """Returns the input that the op's single output may overwrite element by element if no later op
+    reads it; None if there is none.
     """
     if isinstance(op, (*IN_PLACE, Collect)):
         return op.x

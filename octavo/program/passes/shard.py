@@ -1,9 +1,9 @@
 """Shard pass (tensor parallelism): the part of a Program that one rank computes.
 
-Matmuls before heads and activations are split by outputs, those after them by inputs, which yields
-partial sums that AllReduce adds when an op needs complete rows. Heads and their KV, the vocabulary
-and expert widths are split; norms, routers and latents are replicated. Runs before fuse.
-Unsupported ops raise ConfigError. Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
+Matmuls before heads and activations are split by outputs. Matmuls after them are split by inputs,
+which yields partial sums; AllReduce adds these when an op needs complete rows. Heads and their KV,
+the vocabulary and expert widths are split; norms, routers and latents are replicated. Runs before
+fuse. Unsupported ops raise ConfigError. Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def shard(program: Program, rank: int, num_ranks: int, unit_of: UnitOf = split_a
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One rank's share of a Value: all of it, the columns `spans[rank]`, or a partial sum
+    """One rank's part of a Value: the complete Value, the columns `spans[rank]`, or a partial sum
     (`partial`).
     """
 
@@ -83,37 +83,45 @@ class _Sharder:
     # -- Values ------------------------------------------------------------------------------------
 
     def _make(self, value: Value, spans: Spans | None = None, *, partial: bool = False) -> Value:
-        """Records this rank's share of a Value that the next op computes, and returns its Value."""
+        """Records this rank's part of a Value that the next op computes, and returns the part's
+        Value.
+        """
         own = value if spans is None else replace(value, width=_width(spans[self._rank]))
         self._held[value] = _Held(own, spans, partial)
         return own
 
     def _whole(self, value: Value) -> Value:
         """Returns the Value with all columns, adding an AllReduce or AllGather on first use."""
-        held = self._held[value]
-        if not held.partial and held.spans is None:
-            return held.value
-        whole = replace(value, name=f"{value.name}.{'sum' if held.partial else 'all'}")
-        if held.spans is None:
-            self._ops.append(rank_ops.AllReduce(held.value, whole))
+        partition = self._held[value]
+        if not partition.partial and partition.spans is None:
+            return partition.value
+        whole = replace(value, name=f"{value.name}.{'sum' if partition.partial else 'all'}")
+        if partition.spans is None:
+            self._ops.append(rank_ops.AllReduce(partition.value, whole))
         else:
-            self._ops.append(rank_ops.AllGather(held.value, whole, tuple(map(_width, held.spans))))
+            self._ops.append(
+                rank_ops.AllGather(partition.value, whole, tuple(map(_width, partition.spans)))
+            )
         self._held[value] = _Held(whole)
         return whole
 
     def _columns(self, value: Value, spans: Spans, op: Op) -> Value:
-        """Returns this rank's columns; raises ConfigError if the op needs other ones."""
-        held = self._held[value]
-        if held.spans != spans:
+        """Returns this rank's columns; raises ConfigError if they are not the columns that the op
+        needs.
+        """
+        partition = self._held[value]
+        if partition.spans != spans:
             what = f"{op.kind} reads {value.name}, which cannot be split by heads"
             raise split_error(what, hint="set tensor_parallel_size to 1")
-        return held.value
+        return partition.value
 
     def _alike(self, values: Sequence[Value]) -> tuple[list[Value], Spans | None]:
-        """Returns the same columns of all Values with their spans, or all columns with None."""
-        held = [self._held[value] for value in values]
-        if all(one.spans == held[0].spans and not one.partial for one in held):
-            return [one.value for one in held], held[0].spans
+        """Returns all Values with the same columns, and their spans; the spans are None if the
+        Values have all columns.
+        """
+        partitions = [self._held[value] for value in values]
+        if all(one.spans == partitions[0].spans and not one.partial for one in partitions):
+            return [one.value for one in partitions], partitions[0].spans
         return list(map(self._whole, values)), None
 
     def _spans(self, out: Value) -> Spans | None:
@@ -180,17 +188,20 @@ class _Sharder:
         )
         if op.activation is not None:
             for out in op.outs:
-                made = replace(out, name=f"{out.name}.{op.activation}")
-                self._ops.append(ops.Act(self._whole(out), made, op.activation))
-                self._held[out] = _Held(made)
+                gated = replace(out, name=f"{out.name}.{op.activation}")
+                self._ops.append(ops.Act(self._whole(out), gated, op.activation))
+                self._held[out] = _Held(gated)
 
     def _shard_GroupedLinear(self, op: expert_ops.GroupedLinear) -> None:
-        held, ids = self._held[op.x], self._whole(op.ids)
-        if held.spans is not None and not is_split(self._wishes.get(op.out)):
-            weight, bias = self._inputs(op.weight, held.spans), op.bias if self._rank == 0 else None
+        partition, ids = self._held[op.x], self._whole(op.ids)
+        if partition.spans is not None and not is_split(self._wishes.get(op.out)):
+            weight, bias = (
+                self._inputs(op.weight, partition.spans),
+                op.bias if self._rank == 0 else None,
+            )
             self._ops.append(
                 expert_ops.GroupedLinear(
-                    held.value, ids, self._make(op.out, partial=True), weight, bias
+                    partition.value, ids, self._make(op.out, partial=True), weight, bias
                 )
             )
             return
@@ -328,9 +339,13 @@ class _Sharder:
         self._ops.append(replace(op, x=self._whole(op.x), out=self._make(op.out)))
 
     def _shard_linear_op(self, op: ops.Scale | ops.GatherRows | ops.PoolRows) -> None:
-        held = self._held[op.x]
+        partition = self._held[op.x]
         self._ops.append(
-            replace(op, x=held.value, out=self._make(op.out, held.spans, partial=held.partial))
+            replace(
+                op,
+                x=partition.value,
+                out=self._make(op.out, partition.spans, partial=partition.partial),
+            )
         )
 
     _shard_Scale = _shard_GatherRows = _shard_PoolRows = _shard_linear_op
@@ -390,18 +405,20 @@ class _Sharder:
         self._ops.append(replace(op, ids=ids, out=self._make(op.out), rows=rows, outs=outs))
 
     def _shard_Collect(self, op: rank_ops.Collect) -> None:
-        """Collects whichever share of the rows a rank has; ranks with the other experts have the
-        same share.
+        """Collects the part of the rows' columns that this rank has; the ranks with the other
+        experts have the same part.
         """
-        held, ids = self._held[op.x], self._whole(op.ids)
-        out = self._make(op.out, held.spans, partial=held.partial)
-        self._ops.append(replace(op, x=held.value, ids=ids, out=out))
+        partition, ids = self._held[op.x], self._whole(op.ids)
+        out = self._make(op.out, partition.spans, partial=partition.partial)
+        self._ops.append(replace(op, x=partition.value, ids=ids, out=out))
 
     def _shard_Combine(self, op: expert_ops.Combine) -> None:
-        held, weights = self._held[op.x], self._whole(op.weights_value)
+        partition, weights = self._held[op.x], self._whole(op.weights_value)
         self._ops.append(
             expert_ops.Combine(
-                held.value, weights, self._make(op.out, held.spans, partial=held.partial)
+                partition.value,
+                weights,
+                self._make(op.out, partition.spans, partial=partition.partial),
             )
         )
 

@@ -1,8 +1,8 @@
 """Determines how each Value of a Program is split over ranks, from its readers' requirements.
 
-Processes readers last to first: attention needs complete heads, a matmul accepts any columns at
-borders of its weight's groups and yields partial sums, a full-row norm needs all columns.
-`shard.py` rewrites the ops.
+Processes ops from last to first: attention needs complete heads; a matmul accepts any columns that
+respect its weight's groups, and yields partial sums; a full-row norm needs all columns. `shard.py`
+rewrites the ops.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ groups."""
 
 @dataclass(frozen=True, slots=True)
 class Even:
-    """Accepts any columns with borders at multiples of `unit`."""
+    """Accepts any columns whose boundaries are multiples of `unit`."""
 
     unit: int = 1
 
@@ -58,8 +58,8 @@ def split_error(what: str, *, hint: str) -> ConfigError:
 
 
 def shares(width: int, num_ranks: int, unit: int = 1) -> Spans:
-    """Splits columns 0 to `width` into contiguous runs of complete units, as evenly as possible,
-    longer ones first.
+    """Splits `width` columns into contiguous runs of complete units, as evenly as possible; longer
+    runs come first.
     """
     units = -(-width // unit)
     assert units >= num_ranks, "the caller asks first"
@@ -107,13 +107,13 @@ def query_spans(num_heads: int, group: CacheGroup, num_ranks: int) -> Spans:
     parts = shares(per_kv_head, copies)
     firsts = [first * per_kv_head for first, _ in kv_spans(group, num_ranks)]
     return tuple(
-        (at + parts[rank % copies][0], at + parts[rank % copies][1])
-        for rank, at in enumerate(firsts)
+        (first_head + parts[rank % copies][0], first_head + parts[rank % copies][1])
+        for rank, first_head in enumerate(firsts)
     )
 
 
 def head_spans(num_heads: int, num_ranks: int) -> Spans:
-    """Splits heads that read the same latents."""
+    """Splits query heads that all read the same latents."""
     if num_heads < num_ranks:
         raise split_error(
             f"got {num_ranks}, but the model has only {num_heads} attention heads",
@@ -129,13 +129,13 @@ def find_required_splits(
 
     Logits may be split; a Value without readers has no entry.
     """
-    found: dict[Value, RequiredSplit] = {
+    splits: dict[Value, RequiredSplit] = {
         value: Even() if name == "logits" else Whole() for name, value in program.outputs.items()
     }
     for op in reversed(program.ops):
-        for value, wish in _find_input_splits(op, program, num_ranks, found, unit_of):
-            found[value] = merge_splits(found[value], wish) if value in found else wish
-    return found
+        for value, wish in _find_input_splits(op, program, num_ranks, splits, unit_of):
+            splits[value] = merge_splits(splits[value], wish) if value in splits else wish
+    return splits
 
 
 def merge_splits(a: RequiredSplit, b: RequiredSplit) -> RequiredSplit:
@@ -150,7 +150,9 @@ def merge_splits(a: RequiredSplit, b: RequiredSplit) -> RequiredSplit:
 
 
 def is_by_heads(norm: ops.RmsNorm) -> bool:
-    """Returns whether a norm treats all column groups alike, so that they can be split."""
+    """Returns whether a norm treats all column groups alike, so that the groups can be split over
+    ranks.
+    """
     return norm.group_width not in (0, norm.x.width) and norm.weight.shape == (norm.group_width,)
 
 
@@ -159,11 +161,13 @@ def is_split(wish: RequiredSplit | None) -> bool:
 
 
 def _find_input_splits(
-    op: Op, program: Program, num_ranks: int, found: dict[Value, RequiredSplit], unit_of: UnitOf
+    op: Op, program: Program, num_ranks: int, splits: dict[Value, RequiredSplit], unit_of: UnitOf
 ) -> Iterator[tuple[Value, RequiredSplit]]:
-    """Yields an op's requirements on its inputs, given those on its outputs."""
+    """Yields an op's requirements on its inputs, given the requirements on its outputs
+    (`splits`).
+    """
     if isinstance(op, ops.Linear | expert_ops.GroupedLinear):
-        makes_columns = any(is_split(found.get(out)) for out in op.outputs)
+        makes_columns = any(is_split(splits.get(out)) for out in op.outputs)
         units = [unit_of(weight) for weight in get_matrices(op)]
         yield op.x, Whole() if makes_columns else Even(math.lcm(*units))
         if isinstance(op, expert_ops.GroupedLinear):
@@ -188,33 +192,33 @@ def _find_input_splits(
                 ),
             )
     else:
-        yield from _find_row_input_splits(op, found)
+        yield from _find_row_input_splits(op, splits)
 
 
 def _find_row_input_splits(
-    op: Op, found: dict[Value, RequiredSplit]
+    op: Op, splits: dict[Value, RequiredSplit]
 ) -> Iterator[tuple[Value, RequiredSplit]]:
     """Yields the requirements of ops that compute a column from the same column or head."""
     if isinstance(op, EACH_COLUMN):
-        yield op.x, found.get(op.out, Whole())
+        yield op.x, splits.get(op.out, Whole())
     elif isinstance(op, ops.Add):
-        yield from ((value, found.get(op.out, Whole())) for value in (op.a, op.b))
+        yield from ((value, splits.get(op.out, Whole())) for value in (op.a, op.b))
     elif isinstance(op, ops.ActMul):
-        yield from ((value, found.get(op.out, Whole())) for value in (op.gate, op.up))
+        yield from ((value, splits.get(op.out, Whole())) for value in (op.gate, op.up))
     elif isinstance(op, ops.Mul):
-        yield op.a, found.get(op.out, Whole())
-        yield op.b, found.get(op.out, Whole()) if op.b.width == op.a.width else Whole()
+        yield op.a, splits.get(op.out, Whole())
+        yield op.b, splits.get(op.out, Whole()) if op.b.width == op.a.width else Whole()
     elif isinstance(op, rank_ops.Collect):
-        yield op.x, found.get(op.out, Whole())
+        yield op.x, splits.get(op.out, Whole())
         yield op.ids, Whole()
     elif isinstance(op, expert_ops.Combine):
-        yield op.x, found.get(op.out, Whole())
+        yield op.x, splits.get(op.out, Whole())
         yield op.weights_value, Whole()
     elif isinstance(op, ops.Rope):
-        yield op.x, merge_splits(found.get(op.out, Whole()), Even(op.head_width))
+        yield op.x, merge_splits(splits.get(op.out, Whole()), Even(op.head_width))
     elif isinstance(op, ops.RmsNorm):
         wish = (
-            merge_splits(found.get(op.out, Whole()), Even(op.group_width))
+            merge_splits(splits.get(op.out, Whole()), Even(op.group_width))
             if is_by_heads(op)
             else Whole()
         )

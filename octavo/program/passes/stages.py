@@ -23,7 +23,7 @@ HINT = "use fewer stages, or set pipeline_parallel_size to 1"
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
-    """A possible cut before the op `at`, where only `value` is live."""
+    """A possible cut before the op with index `at`; only `value` is live there."""
 
     at: int
     value: Value
@@ -47,28 +47,28 @@ def stages(program: Program, num_stages: int) -> tuple[Program, ...]:
     chosen = _balanced(program, cuts, num_stages)
     ends = [*(cut.at for cut in chosen), len(program.ops)]
     values = [None, *(cut.value for cut in chosen), None]
-    made = tuple(
+    programs = tuple(
         _part(program, (start, end), (values[index], values[index + 1]))
         for index, (start, end) in enumerate(pairwise([0, *ends]))
     )
-    for index, part in enumerate(made):
+    for index, part in enumerate(programs):
         _check_groups(program, part, (index, num_stages))
-    return made
+    return programs
 
 
 def layer_inputs(program: Program) -> dict[int, Value]:
-    """Returns the input rows of each layer but the first, by layer index, if no other Value is live
-    there.
+    """Returns the input rows of each layer but the first, by layer index, provided that no other
+    Value is live there.
     """
-    mixers = [at for at, op in enumerate(program.ops) if _is_layer(op)]
+    mixers = [index for index, op in enumerate(program.ops) if _is_layer(op)]
     cuts = iter(_cuts(program))
-    found: dict[int, Value] = {}
+    inputs: dict[int, Value] = {}
     cut = next(cuts, None)
     for layer, (first, second) in enumerate(pairwise(mixers), 1):
         if cut is not None and first < cut.at <= second:
-            found[layer] = cut.value
+            inputs[layer] = cut.value
             cut = next(cuts, None)
-    return found
+    return inputs
 
 
 def _check_kind(program: Program) -> None:
@@ -98,34 +98,34 @@ def _cuts(program: Program) -> list[StageCut]:
     """Returns at most one cut between adjacent layers: the last position at which a single token
     Value is live and no later layer reads KV of an earlier one.
     """
-    mixers = [at for at, op in enumerate(program.ops) if _is_layer(op)]
+    mixers = [index for index, op in enumerate(program.ops) if _is_layer(op)]
     last_reader = _last_readers(program)
-    made: set[Value] = set()
+    produced: set[Value] = set()
     live: list[set[Value]] = []
-    for at, op in enumerate(program.ops):
-        made = {value for value in made if last_reader[value] >= at}
-        live.append(set(made))
-        made.update(value for value in op.outputs if last_reader.get(value, -1) > at)
+    for index, op in enumerate(program.ops):
+        produced = {value for value in produced if last_reader[value] >= index}
+        live.append(set(produced))
+        produced.update(value for value in op.outputs if last_reader.get(value, -1) > index)
     cuts = []
     for first, second in pairwise(mixers):
-        for at in range(second, first, -1):
-            (value, *others) = live[at] or [None]
+        for index in range(second, first, -1):
+            (value, *others) = live[index] or [None]
             if value is None or others or value.axis != "tokens" or value.dtype != "float":
                 continue
-            if _keeps_layers(program, at):
-                cuts.append(StageCut(at, value))
+            if _keeps_layers(program, index):
+                cuts.append(StageCut(index, value))
                 break
     return cuts
 
 
 def _last_readers(program: Program) -> dict[Value, int]:
-    found = {value: at for at, op in enumerate(program.ops) for value in op.inputs}
-    return found | {value: len(program.ops) for value in program.outputs.values()}
+    last_readers = {value: index for index, op in enumerate(program.ops) for value in op.inputs}
+    return last_readers | {value: len(program.ops) for value in program.outputs.values()}
 
 
-def _keeps_layers(program: Program, at: int) -> bool:
+def _keeps_layers(program: Program, index: int) -> bool:
     """Returns whether each layer's keys are read only on the side that writes them."""
-    before, behind = _layers(program.ops[:at]), _layers(program.ops[at:])
+    before, behind = _layers(program.ops[:index]), _layers(program.ops[index:])
     return before.isdisjoint(behind)
 
 
@@ -139,7 +139,9 @@ def _get_layer(op: Any) -> tuple[str, int]:
 
 
 def _balanced(program: Program, cuts: Sequence[StageCut], num_stages: int) -> list[StageCut]:
-    """Returns the cuts that minimize the largest stage's weights; the first ones among equals."""
+    """Returns the cuts that minimize the largest stage's weights; among equal choices, the first
+    cuts.
+    """
     before = [0, *accumulate(map(_num_weights, program.ops))]
     costs = [before[cut.at] for cut in cuts]
     best: dict[int, tuple[int, list[int]]] = {
@@ -148,15 +150,16 @@ def _balanced(program: Program, cuts: Sequence[StageCut], num_stages: int) -> li
     for _ in range(num_stages - 2):
         best = {
             index: min(
-                (max(most, costs[index] - costs[last]), [*chosen, index])
-                for last, (most, chosen) in best.items()
+                (max(max_cost, costs[index] - costs[last]), [*chosen, index])
+                for last, (max_cost, chosen) in best.items()
                 if last < index
             )
             for index in range(len(cuts))
             if any(last < index for last in best)
         }
     _, chosen = min(
-        (max(most, before[-1] - costs[last]), chosen) for last, (most, chosen) in best.items()
+        (max(max_cost, before[-1] - costs[last]), chosen)
+        for last, (max_cost, chosen) in best.items()
     )
     return [cuts[index] for index in chosen]
 
@@ -171,11 +174,11 @@ def _num_weights(op: Op) -> int:
 def _part(
     program: Program, span: tuple[int, int], values: tuple[Value | None, Value | None]
 ) -> Program:
-    """Returns a span of ops as a Program with one input and one output Value."""
-    taken, handed_on = values
+    """Returns a span of ops as a Program whose hidden input and output are `values`."""
+    received, handed_on = values
     inputs = dict(program.inputs)
-    if taken is not None:
-        inputs["hidden"] = taken
+    if received is not None:
+        inputs["hidden"] = received
     outputs = program.outputs if handed_on is None else {"hidden": handed_on}
     return extract_part(program, program.ops[slice(*span)], inputs, outputs)
 
@@ -186,7 +189,9 @@ def extract_part(
     inputs: Mapping[str, Value],
     outputs: Mapping[str, Value],
 ) -> Program:
-    """Returns some ops as a separate Program whose cache groups contain only their layers."""
+    """Returns the ops `some` as a separate Program, whose cache groups contain only their
+    layers.
+    """
     own = {
         group.name: sorted(layer for name, layer in _layers(some) if name == group.name)
         for group in program.groups

@@ -121,11 +121,11 @@ def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> Ope
     own = open_checkpoint(resolve(name, progress=True))
     head = eagle3_head(own.config, program, own.names())
     read = {*head.program.weights, *head.features.weights} - head.shared
-    found = check_weights(own, read)
-    left = sorted(set(own.names()) - found - set(ID_TENSORS))
-    if left:
+    known_names = check_weights(own, read)
+    unknown_names = sorted(set(own.names()) - known_names - set(ID_TENSORS))
+    if unknown_names:
         raise WeightMismatch(
-            f"{own.path}: the tensor {left[0]} is not read of an EAGLE-3 head",
+            f"{own.path}: the tensor {unknown_names[0]} is not read of an EAGLE-3 head",
             hint="the head has a part that is not supported, or config.json is another head's",
         )
     opened = OpenedHead(config, head, target, own)

@@ -115,11 +115,13 @@ class FlashInfer:
         if plan.wrapper is None:
             return torch.zeros_like(call.q)
         q = call.q if plan.rows is None else call.q[plan.rows]
-        made: Tensor = plan.wrapper.run(
+        attended: Tensor = plan.wrapper.run(
             q.to(call.k.numbers.dtype).contiguous(), (call.k.numbers, call.v.numbers)
         ).to(q.dtype)
         return (
-            made if plan.rows is None else torch.zeros_like(call.q).index_copy_(0, plan.rows, made)
+            attended
+            if plan.rows is None
+            else torch.zeros_like(call.q).index_copy_(0, plan.rows, attended)
         )
 
     def _plan(self, call: AttentionCall) -> PlannedWrapper:

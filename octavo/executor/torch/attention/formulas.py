@@ -29,8 +29,8 @@ from octavo.program.program import Op
 def attention(op: ops.Attention, step: Step) -> Made:
     if isinstance(op.bias, ops.PositionBuckets):
         return (disentangled_attention(op, op.bias, step),)
-    at = step.program.group_index(op.group)
-    group, cache = step.program.groups[at], step.kv[at]
+    group_index = step.program.group_index(op.group)
+    group, cache = step.program.groups[group_index], step.kv[group_index]
     q = step.get(op.q)
     window = op.window if op.mask in ("window", "chunk") else None
     call = AttentionCall(
@@ -38,7 +38,9 @@ def attention(op: ops.Attention, step: Step) -> Made:
         q=q.view(len(q), op.num_heads, group.k_width),
         k=cache.k.layer(op.layer),
         v=cache.v.layer(op.layer),
-        **_paging(step, at, full=op.mask == "full", window=window, chunks=op.mask == "chunk"),
+        **_paging(
+            step, group_index, full=op.mask == "full", window=window, chunks=op.mask == "chunk"
+        ),
         scale=op.scale,
         v_width=group.v_width,
         softcap=op.softcap,
@@ -54,8 +56,8 @@ def mla_attention(op: ops.MlaAttention, step: Step) -> Made:
     Absorbed: queries are projected to latent space and share one head of latents. Expanded: each
     head has its own keys and values.
     """
-    at = step.program.group_index(op.group)
-    cache = step.kv[at]
+    group_index = step.program.group_index(op.group)
+    cache = step.kv[group_index]
     heads = (
         step.weights.matrix(op.kv_b)
         .floats(step.dtype)
@@ -73,7 +75,7 @@ def mla_attention(op: ops.MlaAttention, step: Step) -> Made:
         q=torch.cat([q_nope, q_rope], dim=-1),
         k=cache.k.layer(op.layer),
         v=(cache.k if absorbed else cache.v).layer(op.layer),
-        **_paging(step, at, full=False, window=None),
+        **_paging(step, group_index, full=False, window=None),
         scale=op.scale,
         v_width=op.latent_width if absorbed else op.v_width,
         expand=_latents(op) if absorbed else _expanded(op, up_k, up_v),
@@ -85,8 +87,8 @@ def mla_attention(op: ops.MlaAttention, step: Step) -> Made:
 
 
 def rope_write(op: RopeWrite, step: Step) -> Made:
-    at = step.program.group_index(op.group)
-    group, cache = step.program.groups[at], step.kv[at]
+    group_index = step.program.group_index(op.group)
+    group, cache = step.program.groups[group_index], step.kv[group_index]
     cos, sin = step.once(op.table, lambda: angles(op.table, step))
     q, k, v = (step.get(value) for value in (op.q, op.k, op.v))
     assert step.attention.rope_write is not None
@@ -97,35 +99,35 @@ def rope_write(op: RopeWrite, step: Step) -> Made:
         v=v.view(len(v), group.num_kv_heads, group.v_width),
         cos=cos,
         sin=sin,
-        slots=step.inputs["slots"][at],
+        slots=step.inputs["slots"][group_index],
         k_stored=cache.k.layer(op.layer),
         v_stored=cache.v.layer(op.layer),
     )
     turned = step.attention.rope_write(call)
-    step.copy_written(at, op.layer)
+    step.copy_written(group_index, op.layer)
     return (turned.view(len(q), op.out.width),)
 
 
 def _paging(
-    step: Step, at: int, *, full: bool, window: int | None, chunks: bool = False
+    step: Step, group_index: int, *, full: bool, window: int | None, chunks: bool = False
 ) -> dict[str, Any]:
     """Returns the paging and mask fields of an `AttentionCall`.
 
     Layers with the same mask share one `QueryRows`.
     """
     return {
-        "block_tables": step.inputs["block_tables"][at],
-        "context_lens": step.inputs["context_lens"][at],
+        "block_tables": step.inputs["block_tables"][group_index],
+        "context_lens": step.inputs["context_lens"][group_index],
         "places": step.inputs["places"],
         "limits": step.inputs.get("limits"),
         "inputs": step.inputs,
         "batch": step.batch,
-        "group": at,
+        "group": group_index,
         "once": step.once,
         "rows": step.once(
-            (at, full, window, chunks),
+            (group_index, full, window, chunks),
             lambda: make_query_rows(
-                step.batch, at, full=full, window=window, chunks=chunks, device=step.device
+                step.batch, group_index, full=full, window=window, chunks=chunks, device=step.device
             ),
         ),
         "window": window,
@@ -163,8 +165,8 @@ def disentangled_attention(op: ops.Attention, bias: ops.PositionBuckets, step: S
     one step.
     """
     assert op.of_queries is not None and op.of_keys is not None
-    at = step.program.group_index(op.group)
-    stored, tables = step.kv[at], step.inputs["block_tables"][at]
+    group_index = step.program.group_index(op.group)
+    stored, tables = step.kv[group_index], step.inputs["block_tables"][group_index]
     q = step.get(op.q)
     out = torch.zeros(len(q), op.out.width, dtype=q.dtype, device=q.device)
     starts = step.batch.query_starts.tolist()
@@ -174,7 +176,8 @@ def disentangled_attention(op: ops.Attention, bias: ops.PositionBuckets, step: S
             continue
         blocks = tables[request : request + 1, : -(-count // BLOCK_SIZE)]
         k, v = (
-            kept.layer(op.layer).read(blocks)[0, :count].float() for kept in (stored.k, stored.v)
+            cached.layer(op.layer).read(blocks)[0, :count].float()
+            for cached in (stored.k, stored.v)
         )
         own, of_queries, of_keys = (
             step.get(value)[start:end].float().view(count, op.num_heads, -1)

@@ -74,8 +74,10 @@ def make_query_rows(
     last_block = -(-int(context[singles].max(initial=0)) // BLOCK_SIZE)
     if len(singles) == len(num_rows) == len(batch.token_ids):
         return QueryRows((), len(singles), first_block, last_block)
-    at = on_device(np.stack([singles, starts[:-1][singles]]).astype(np.int64), device)
-    return QueryRows(tuple(spans), len(singles), first_block, last_block, at[0], at[1])
+    single_arrays = on_device(np.stack([singles, starts[:-1][singles]]).astype(np.int64), device)
+    return QueryRows(
+        tuple(spans), len(singles), first_block, last_block, single_arrays[0], single_arrays[1]
+    )
 
 
 def first_keys(places: NDArray[np.int32], window: int | None, *, chunks: bool) -> NDArray[np.int32]:

@@ -81,19 +81,19 @@ def _decode(call: AttentionCall, q: Tensor, rows: _Keys) -> Tensor:
     places, tables, context_lens, limits = rows
     first, last = call.rows.first_block, call.rows.last_block
     at_once = max(1, MOST_SCORES // max(1, (last - first) * BLOCK_SIZE * q.shape[1] * 4))
-    made = []
+    outputs = []
     for start in range(0, len(q), at_once):
         part = slice(start, start + at_once)
         keys = torch.arange(first * BLOCK_SIZE, last * BLOCK_SIZE, device=q.device)
-        at, limit = places[part, None], context_lens[part, None]
-        own = at + 1 if limits is None else limits[part, None]
+        query_places, limit = places[part, None], context_lens[part, None]
+        own = query_places + 1 if limits is None else limits[part, None]
         seen = (keys < limit) if call.full else (keys < limit) & (keys < own)
         if call.window is not None:
-            seen = seen & (keys >= _first_keys(at, call.window, chunks=call.chunks))
+            seen = seen & (keys >= _first_keys(query_places, call.window, chunks=call.chunks))
         k, v = _gather(call, tables[part, first:last], seen)
-        bias = None if call.bias is None else call.bias.make(keys[None], at)
-        made.append(_product(call, q[part, None], (k, v), seen[:, None], bias)[:, 0])
-    return made[0] if len(made) == 1 else torch.cat(made)
+        bias = None if call.bias is None else call.bias.make(keys[None], query_places)
+        outputs.append(_product(call, q[part, None], (k, v), seen[:, None], bias)[:, 0])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _prefill(call: AttentionCall, span: Span) -> Tensor:
@@ -103,18 +103,20 @@ def _prefill(call: AttentionCall, span: Span) -> Tensor:
     within = ((keys >= span.first_key) & (keys < span.last_key))[None]
     k, v = _gather(call, call.block_tables[span.request : span.request + 1, blocks], within)
     at_once = max(1, MOST_SCORES // (len(keys) * call.q.shape[1]))
-    made = []
+    outputs = []
     for start in range(span.start, span.stop, at_once):
         part = slice(start, min(start + at_once, span.stop))
-        at = call.places[part]
-        own = at + 1 if call.limits is None else call.limits[part]
+        query_places = call.places[part]
+        own = query_places + 1 if call.limits is None else call.limits[part]
         seen = within if call.full else within & (keys < own[:, None])
         if call.window is not None:
-            seen = seen & (keys >= _first_keys(at, call.window, chunks=call.chunks)[:, None])
-        bias = None if call.bias is None else call.bias.make(keys[None], at[None])
-        seen = seen.expand(len(at), len(keys))
-        made.append(_product(call, call.q[None, part], (k, v), seen[None], bias)[0])
-    return made[0] if len(made) == 1 else torch.cat(made)
+            seen = seen & (
+                keys >= _first_keys(query_places, call.window, chunks=call.chunks)[:, None]
+            )
+        bias = None if call.bias is None else call.bias.make(keys[None], query_places[None])
+        seen = seen.expand(len(query_places), len(keys))
+        outputs.append(_product(call, call.q[None, part], (k, v), seen[None], bias)[0])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _first_keys(places: Tensor, window: int, *, chunks: bool) -> Tensor:

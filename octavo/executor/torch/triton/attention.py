@@ -113,10 +113,10 @@ class TritonAttention:
                 masks[mask.name] = mask
 
         def arrays(batch: StepBatch, *, fixed: bool) -> dict[str, NDArray]:
-            found: dict[str, NDArray] = {}
+            arrays_by_name: dict[str, NDArray] = {}
             for mask in masks.values():
-                found |= mask.arrays(batch, fixed=fixed)
-            return found
+                arrays_by_name |= mask.arrays(batch, fixed=fixed)
+            return arrays_by_name
 
         return arrays
 

@@ -33,12 +33,12 @@ def shared_bytes(device: torch.device) -> int | None:
     """
     if device.type != "cuda":
         return None
-    found = getattr(
+    num_bytes = getattr(
         torch.cuda.get_device_properties(device),
         "shared_memory_per_block_optin",
         LEAST_SHARED_BYTES,
     )
-    return int(found)
+    return int(num_bytes)
 
 
 def attention_bytes(m: int, n: int, widths: tuple[int, int], itemsize: int) -> int:

@@ -65,11 +65,13 @@ class ExpertRows:
         counts = counts.scatter_add_(0, buckets, torch.ones_like(buckets))[:num_experts]
         stops, tiles = counts.cumsum(0), (counts + tile_rows - 1) // tile_rows
         tile_stops = tiles.cumsum(0)
-        most = min(len(experts), (len(experts) + num_experts * (tile_rows - 1)) // tile_rows)
-        at = torch.arange(most, device=experts.device)
-        expert = torch.searchsorted(tile_stops, at, right=True)
+        max_tiles = min(len(experts), (len(experts) + num_experts * (tile_rows - 1)) // tile_rows)
+        tile_ids = torch.arange(max_tiles, device=experts.device)
+        expert = torch.searchsorted(tile_stops, tile_ids, right=True)
         known = expert.clamp(max=num_experts - 1)
-        starts = stops[known] - counts[known] + (at - tile_stops[known] + tiles[known]) * tile_rows
+        starts = (
+            stops[known] - counts[known] + (tile_ids - tile_stops[known] + tiles[known]) * tile_rows
+        )
         return ExpertRows(
             experts,
             buckets.argsort(stable=True),

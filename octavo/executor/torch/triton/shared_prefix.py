@@ -82,15 +82,15 @@ class PrefixMask:
 
         `rows_a_run` maps key width, value width and query heads per KV head to the rows of a run.
         """
-        at = program.group_index(op.group)
-        group = program.groups[at]
+        group_index = program.group_index(op.group)
+        group = program.groups[group_index]
         v_width = op.latent_width if isinstance(op, ops.MlaAttention) else group.v_width
         full = isinstance(op, ops.Attention) and op.mask == "full"
         window = None
         if isinstance(op, ops.Attention) and op.mask in ("window", "chunk"):
             window = op.window
         rows = rows_a_run(group.k_width, v_width, op.num_heads // group.num_kv_heads)
-        return PrefixMask(at, window, full, rows)
+        return PrefixMask(group_index, window, full, rows)
 
     @property
     def name(self) -> str:
@@ -104,18 +104,18 @@ class PrefixMask:
         most_runs = (len(batch.query_starts) - 1) // 2
         if self.rows_a_run < 2 or not most_runs:
             return {}
-        found = find_sharing(
+        sharing = find_sharing(
             batch, self.group, window=self.window, full=self.full, rows_a_run=self.rows_a_run
         )
         if fixed:
-            found = found.padded(most_runs)
-        elif not len(found.run_slots):
+            sharing = sharing.padded(most_runs)
+        elif not len(sharing.run_slots):
             return {}
         names = array_names(self.group, self.window, full=self.full)
         return {
-            names.slots: found.run_slots,
-            names.splits: found.run_splits,
-            names.own_splits: found.own_splits,
+            names.slots: sharing.run_slots,
+            names.splits: sharing.run_splits,
+            names.own_splits: sharing.own_splits,
         }
 
 
@@ -153,8 +153,8 @@ def find_sharing(
                         runs.append((run, splits))
                         own[run] = splits
     slots = np.full((len(runs), max(1, rows_a_run)), -1, np.int32)
-    for at, (run, _) in enumerate(runs):
-        slots[at, : len(run)] = run
+    for index, (run, _) in enumerate(runs):
+        slots[index, : len(run)] = run
     return Sharing(slots, np.array([splits for _, splits in runs], np.int32), own)
 
 
@@ -197,9 +197,9 @@ def _divided(sharers: Sequence[_Sharer]) -> tuple[int, list[tuple[Sequence[_Shar
         last = first + 1
         while last < len(sharers) and _common(sharers[first], sharers[last]) > splits:
             last += 1
-        spared, found = _divided(sharers[first:last]) if last - first < len(sharers) else (0, [])
+        spared, runs = _divided(sharers[first:last]) if last - first < len(sharers) else (0, [])
         apart, first = apart + spared, last
-        parts += found
+        parts += runs
     return (together, [(sharers, splits)]) if together > 0 and together >= apart else (apart, parts)
 
 

@@ -65,8 +65,8 @@ class DeviceLevels:
         levels = [part for part in parts if part is not None]
         if not levels:
             return None
-        supers = [each.super_scale for each in levels if each.super_scale is not None]
-        values = torch.cat([each.values for each in levels])
+        supers = [level.super_scale for level in levels if level.super_scale is not None]
+        values = torch.cat([level.values for level in levels])
         return DeviceLevels(values, torch.cat(supers) if supers else None)
 
     @property
@@ -147,13 +147,13 @@ class DeviceWeight:
         """Returns whether two weights can be joined into one matmul."""
         if self.is_plain or other.is_plain:
             return self.is_plain and other.is_plain
-        mixed = any(each.inverse_permutation is not None for each in (self, other))
+        mixed = any(weight.inverse_permutation is not None for weight in (self, other))
         return not mixed and self._form == other._form and _same(self.lookup, other.lookup)
 
     @property
     def _form(self) -> tuple[object, ...]:
         """Everything but the values and the number of outputs."""
-        levels = tuple(None if each is None else each.form for each in (self.scales, self.mins))
+        levels = tuple(None if level is None else level.form for level in (self.scales, self.mins))
         zeros = None if self.zeros is None else self.zeros.dtype
         codes = (self.codes.dtype, self.codes.shape[1:])
         kind = (self.width, self.bits, self.group, self.zero_point, self.nibbles, self.is_scaled)
@@ -182,8 +182,8 @@ class DeviceWeight:
         if not self.is_scaled:
             return F.linear(x, self.floats(x.dtype), bias)
         assert self.scales is not None
-        made = scaled_product(x, self.codes, self.scales.values)
-        return (made if bias is None else made + bias).to(x.dtype)
+        out = scaled_product(x, self.codes, self.scales.values)
+        return (out if bias is None else out + bias).to(x.dtype)
 
     def floats(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight as floats, `[..., out, in]`; packed weights are dequantized in fp32,

@@ -36,8 +36,8 @@ class Product:
         """Multiplies `x [T, in]`; returns `[T, sum of out]`."""
         if len(self.parts) == 1:
             return self.parts[0].product(x, self.bias)
-        made = torch.cat([part.product(x, None) for part in self.parts], dim=1)
-        return made if self.bias is None else made + self.bias
+        joined = torch.cat([part.product(x, None) for part in self.parts], dim=1)
+        return joined if self.bias is None else joined + self.bias
 
 
 class ProgramWeights:
@@ -92,28 +92,30 @@ class ProgramWeights:
         self._kept[id(op)] = self._tables[-1]
 
     def matrix(self, weight: Weight) -> DeviceWeight:
-        found: DeviceWeight = self._kept[id(weight)]
-        return found
+        weight_on_device: DeviceWeight = self._kept[id(weight)]
+        return weight_on_device
 
     def vector(self, weight: Weight) -> Tensor:
-        found: Tensor = self._kept[id(weight)]
-        return found
+        tensor: Tensor = self._kept[id(weight)]
+        return tensor
 
     def product(self, linear: Linear) -> Product:
-        found: Product = self._kept[id(linear)]
-        return found
+        joined: Product = self._kept[id(linear)]
+        return joined
 
     def constant(self, owner: object) -> Tensor:
-        found: Tensor = self._kept[id(owner)]
-        return found
+        tensor: Tensor = self._kept[id(owner)]
+        return tensor
 
     @property
     def num_bytes(self) -> int:
         merged = [part for product in self._products for part in product.parts]
-        held = {id(weight): weight.num_bytes for weight in [*self._matrices.values(), *merged]}
-        vectors = sum(each.nbytes for each in [*self._vectors.values(), *self._tables])
+        matrix_bytes = {
+            id(weight): weight.num_bytes for weight in [*self._matrices.values(), *merged]
+        }
+        vectors = sum(tensor.nbytes for tensor in [*self._vectors.values(), *self._tables])
         return (
-            sum(held.values())
+            sum(matrix_bytes.values())
             + vectors
             + sum(product.bias.nbytes for product in self._products if product.bias is not None)
         )
