@@ -104,7 +104,7 @@ def _define_ops() -> None:
 
 
 _LIBRARIES: list[Any] = []
-"""Library of the defined ops; the ops exist only while it does."""
+"""Libraries of the defined ops, kept alive because ops end with their library."""
 
 
 def _attention_shape(q: Any, _k: Any, v: Any, *_: Any) -> Any:
@@ -391,7 +391,9 @@ def _check_sizes(model_type: str, config: Mapping[str, Any]) -> None:
 
 
 def get_size(config: Mapping[str, Any], name: str) -> int:
-    """Returns a size by transformers' standard name, which is mapped to the model's own name.
+    """Returns a size by transformers' standard name, which its config class maps to the model's own
+    name.
+
     Raises UnsupportedModel if the model has no such size, such as an image model.
     """
     value = getattr(make_config(config), name, None)

@@ -34,8 +34,8 @@ class Weights:
         self._model_type = model_type
 
     def matrix(self, node: Any, *, swapped: bool = False) -> Matrix | None:
-        """Returns the matrix of a node, None if it is not a parameter; `swapped`: as `[in,
-        out]`.
+        """Returns the matrix that a node is, possibly transposed; None if it is not a 2D parameter.
+        `swapped`: the matrix is used as `[in, out]`.
         """
         transposed = swapped
         while isinstance(node, Node):
@@ -53,7 +53,7 @@ class Weights:
         return None
 
     def vector(self, node: Any) -> str | None:
-        """Returns the parameter of a node; None if it is not one."""
+        """Returns the name of the parameter that a node is; None if it is none."""
         while isinstance(node, Node) and node.op == "call_function" and name_of(node) in SAME:
             node = node.args[0]
         return self._graph.parameter(node) if isinstance(node, Node) else None

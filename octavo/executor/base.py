@@ -259,6 +259,7 @@ class Runnable(ABC):
         self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, verify: Verify | None
     ) -> Iterator[DecodedStep]:
         """Computes one decode step each time the iterator is advanced, bitwise equal to `run`.
+
         Stops after the step in which a request ends or fails. An error in the first step is raised;
         an error in a later step ends the iterator before that step.
         """

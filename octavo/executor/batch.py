@@ -94,8 +94,9 @@ def unpacked_mask(mask: Bits, vocab_size: int) -> NDArray[np.bool_]:
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """Sampling options of a step's `S` sampled rows; all arrays are C-contiguous. Data of varying
-    length is concatenated: row s has the entries starts[s] to starts[s + 1] - 1.
+    """Sampling options of a step's `S` sampled rows; all arrays are C-contiguous.
+
+    Data of varying length is concatenated: row s has the entries starts[s] to starts[s + 1] - 1.
     """
 
     records: NDArray[np.void]

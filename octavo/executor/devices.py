@@ -1,4 +1,5 @@
 """Detects PyTorch, its build and its device, before any module of `executor/torch` is imported.
+
 PyTorch is imported inside the functions, and only if needed.
 """
 

@@ -1,6 +1,8 @@
 """The KV memory of a backend: the layout of a block, and copies, reads and writes of complete
-blocks. Only kernels access the contents of a block. The block size and the split size of attention
-are constants here.
+blocks.
+
+Only kernels access the contents of a block. The block size and the split size of attention are
+constants here.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def _attention(
     return attend.of_module(b, rows, "midlayer.self_attn", 0)
 
 
-# -- what both have --------------------------------------------------------------------------------
+# -- common to both -------------------------------------------------------------------------------
 
 
 class _HeadBuilder:

@@ -34,7 +34,7 @@ class PositionScorer(Protocol):
 
     @property
     def num_kinds(self) -> int:
-        """Number of dot products that are added for a score, which determines its scale."""
+        """Number of dot products that are added for a score; the scale of scores depends on it."""
         ...
 
     def __call__(self, b: Builder, q: Value, k: Value, layer: str) -> tuple[Value, Value]: ...
@@ -58,7 +58,7 @@ class EncoderShape:
 
     @staticmethod
     def read(config: HfConfig, *, norm_eps: float = 1e-12) -> EncoderShape:
-        config.without_effect("tie_word_embeddings")  # they belong to the head of masked words
+        config.without_effect("tie_word_embeddings")  # they belong to the masked-token head
         config.without_effect("directionality", "pooler_fc_size", "pooler_num_attention_heads")
         config.without_effect("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
         config.refuse_unless("is_decoder", False)

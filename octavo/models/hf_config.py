@@ -83,8 +83,8 @@ class HfConfig:
         return HfConfig(RecordedKeys({**self.values, **values}, self.values.asked))
 
     def get_if_missing(self, name: str, default: ValueT) -> ValueT | None:
-        """Returns the value, the default if the key is missing, or None if it is null: some
-        families distinguish the two.
+        """Returns `default` if the key is missing, and None if it is present: for some families
+        null differs from a missing key.
         """
         return None if name in self.values else default
 

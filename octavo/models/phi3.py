@@ -36,8 +36,8 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def _with_longrope(config: HfConfig) -> HfConfig:
-    """Normalizes longrope, which early files call su or yarn, and sets the original context if the
-    file does not.
+    """Normalizes longrope, which early files call su or yarn, and sets the original context, 4096
+    by default.
     """
     given = config.table("rope_scaling") or config.table("rope_parameters")
     if (given.get("rope_type") or given.get("type")) in ("su", "yarn"):

@@ -1,5 +1,6 @@
-"""Builds a Program op by op, so that the code of a model family reads like its formula. Values are
-named after the module that computes them; checkpoint tensors are `<module>.weight` and
+"""Builds a Program op by op, so that the code of a model family reads like its formula.
+
+Values are named after the module that computes them; checkpoint tensors are `<module>.weight` and
 `<module>.bias`.
 """
 

@@ -16,10 +16,11 @@ LAST_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True)
 class KeySelection:
-    """Selects the blocks of 16 keys that get the most attention from a sparse row. Attention is
-    estimated from some of the query and key columns and summed over heads. The first block and the
-    last `LAST_BLOCKS` are always read, and at least `LEAST_BLOCKS`. Attention splits are counted
-    over the selected keys.
+    """Selects the blocks of 16 keys that get the most attention from a sparse row.
+
+    Attention is estimated from some of the query and key columns and summed over heads. The first
+    block and the last `LAST_BLOCKS` are always read, and at least `LEAST_BLOCKS`. Attention splits
+    are counted over the selected keys.
     """
 
     group: str

@@ -435,7 +435,7 @@ class MlaAttention(Op):
     form: Literal["absorbed", "expanded"] = "absorbed"
 
 
-# -- rows chosen, tokens drawn ---------------------------------------------------------------------
+# -- rows selected -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,8 +60,9 @@ class Dispatch(Op):
 @dataclass(frozen=True, slots=True)
 class Collect(Op):
     """Gathers expert rows from the ranks of their experts: out[r] is row r of the rank with expert
-    `ids of r`, bit for bit, so that `Combine` sums in the same order as a single process. With
-    several engines, x covers the tokens of all engines, and out only this engine's tokens.
+    `ids of r`, bit for bit, so that `Combine` sums in the same order as a single process.
+
+    With several engines, x covers the tokens of all engines, and out only this engine's tokens.
     """
 
     x: Value

@@ -57,8 +57,9 @@ def to_json(programs: Mapping[str, Program]) -> dict[str, Any]:
 
 
 def from_json(data: Any, source: str) -> dict[str, Program]:
-    """Returns the Programs of a value from `to_json`. Raises UnsupportedModel if `data` is invalid;
-    `source` names its origin in the error.
+    """Returns the Programs of a value from `to_json`.
+
+    Raises UnsupportedModel if `data` is invalid; `source` names its origin in the error.
     """
     try:
         return _decode(data)

@@ -183,8 +183,10 @@ class ModelLoader:
     # -- memory ------------------------------------------------------------------------------------
 
     def _plan_tasks(self, tasks: list[LoadTask]) -> list[LoadTask]:
-        """Returns the tasks that fit, each with its part of the memory. A single model without a
-        budget is not assigned a part here: it determines the free memory when it loads.
+        """Returns the tasks that fit, each with its part of the memory.
+
+        A single model without a budget is not assigned a part here: it determines the free memory
+        when it loads.
         """
         others = any(slot.loaded is not None for slot in self._models)
         if len(tasks) == 1 and not others and self._memory_budget is None:

@@ -73,9 +73,11 @@ class Residency:
     # -- loading -----------------------------------------------------------------------------------
 
     async def load(self, slot: EngineSlot) -> float:
-        """Loads a model if it is unloaded; returns the seconds that this took. Concurrent requests
-        wait for the same load. A failed load is retried by the next request. Raises Unavailable if
-        there is no room, DownloadFailed, or ServerError if the model cannot be loaded.
+        """Loads a model if it is unloaded; returns the seconds that this took.
+
+        Concurrent requests wait for the same load. A failed load is retried by the next request.
+        Raises Unavailable if there is no room, DownloadFailed, or ServerError if the model cannot
+        be loaded.
         """
         if slot.state == "ready":
             return 0.0

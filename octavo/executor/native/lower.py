@@ -133,8 +133,9 @@ class Lowering:
         return list(sites)
 
     def _fuses_input(self, op: ops.Linear) -> bool:
-        """Returns whether the previous op may write x in the form that this matmul reads. True only
-        if no other op reads x and x is quantized in complete groups of 32.
+        """Returns whether the previous op may write x in the form that this matmul reads.
+
+        True only if no other op reads x and x is quantized in complete groups of 32.
         """
         before = self._context.before
         if (

@@ -1,6 +1,8 @@
 """Divides a Program into stages of the native executor, and stages into ranges that a block of rows
-passes through without a barrier. The arena plan and the footprint depend on both. PlanBuilder
-(csrc/plan/builder.h) computes the same: consecutive row-local stages form a range.
+passes through without a barrier.
+
+The arena plan and the footprint depend on both. PlanBuilder (csrc/plan/builder.h) computes the
+same: consecutive row-local stages form a range.
 """
 
 from __future__ import annotations

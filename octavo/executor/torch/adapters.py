@@ -1,7 +1,7 @@
 """LoRA adapters on a PyTorch device: updates of matmul rows and embedding rows, by adapter slot.
 
 Sums are in fp32 and rounded once. Rows with the same adapter are computed together; rows without
-one are unchanged. In a step of one row the bits depend on that row only.
+one are unchanged. In a step with a single row, its bits depend only on that row.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class TorchAdapters:
 class StepAdapters:
     by_slot: Mapping[int, OpUpdates]
     slots: tuple[int, ...]
-    """Slots used in the step."""
+    """Adapter slots that the step uses."""
 
     @staticmethod
     def of(adapters: TorchAdapters, rows: NDArray[np.int32] | None) -> StepAdapters | None:

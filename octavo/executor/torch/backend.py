@@ -148,7 +148,7 @@ class TorchBackend(Backend):
         )
 
     def _plan_graphs(self, prepared: TorchProgram, runtime: Runtime, memory: CudaMemory) -> None:
-        """Reserves memory for captured steps, or logs why there will be none."""
+        """Reserves memory for captured steps, or logs why none will be captured."""
         program, dtype = prepared.program, runtime.dtype
         if sizes := self.graph_sizes(program, dtype):
             states = runtime.attention.graph_bytes(program, max(sizes), self.options.max_context)
@@ -164,7 +164,7 @@ class TorchBackend(Backend):
         return self.device.type == "cuda"
 
     def graph_sizes(self, program: Program, dtype: torch.dtype) -> tuple[int, ...]:
-        """Returns the numbers of requests to capture decode steps for; () if none."""
+        """Returns the batch sizes for which decode steps are captured; () if none are."""
         if not self._wants_graphs(program) or self.against_graphs(program, dtype):
             return ()
         max_requests, expert_rows = self.options.max_requests, self._kernels.captured_rows
@@ -176,7 +176,7 @@ class TorchBackend(Backend):
         return sizes_up_to(max_requests)
 
     def against_graphs(self, program: Program, dtype: torch.dtype) -> str:
-        """Returns the reason why decode steps cannot be captured, or ""."""
+        """Returns the reason why decode steps cannot be captured; "" if they can."""
         if self.ranks is not None:
             return "not with several ranks (tensor_parallel_size)"
         if self.options.batch_invariant:
@@ -268,7 +268,9 @@ class TorchBackend(Backend):
         return KV_DTYPES.get(self.options.kv_cache_dtype, dtype)
 
     def _get_compute_dtype(self, program: Program, load: LoadWeight) -> torch.dtype:
-        """Returns the compute dtype for "auto": that of the first matmul's weight in the file."""
+        """Returns the compute dtype for "auto": the dtype of the first matmul's weight in the
+        file.
+        """
         first = next((op.weights_[0] for op in program.ops if isinstance(op, ops.Linear)), None)
         return (
             self.packed_dtype
@@ -308,8 +310,8 @@ def _refusal(op: Op, grid: RankGrid) -> str | None:
 
 
 def _invariance_refusal(op: Op, program: Program, batch_invariant: bool) -> str | None:
-    """Rejects attention to later tokens with batch_invariant, which may run each row as its own
-    step.
+    """Rejects attention to later tokens with batch_invariant, which may compute each row in a
+    separate step.
     """
     ahead = isinstance(op, ops.Attention) and (op.mask == "full" or op.sees_ahead)
     if not batch_invariant or not isinstance(op, ops.Attention) or not ahead:

@@ -4,7 +4,7 @@ while steps compute.
 An outgoing block is gathered into a staging tensor, in order with the steps that write it, and
 copied to the host from there, so the next step may overwrite its slot at once. An incoming block is
 copied to a staging tensor, and from there into the cache before the step that reads it. The side
-stream never touches the cache; only incoming blocks are waited for.
+stream never touches the cache; compute work only waits for incoming blocks.
 """
 
 from __future__ import annotations

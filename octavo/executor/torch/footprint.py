@@ -51,7 +51,7 @@ PACKED |= {
     f"U{bits}{zeros}_{scale}": (
         f"u{bits}",
         bits,
-        1,  # each names the size of its groups
+        1,  # each name includes the group size
         size + (8 if zeros else 0),
     )
     for bits in (4, 8)

@@ -1,8 +1,9 @@
 """CUDA graphs of decode steps for several batch sizes.
 
-A graph contains addresses of weights, KV cache and staging views, which are the same for equal
-shapes. A decode step is padded to the next captured size with rows of slot -1, whose results are
-dropped. `Record` captures a graph; tests use one that reruns the ops.
+A graph contains the addresses of weights, KV cache and staging views; staging views have the same
+address for equal shapes. A decode step is padded to the next captured size with rows of slot -1,
+whose results are discarded. A `Record` function captures a graph; tests use one that reruns the
+ops.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Captured batch sizes. From 16 on, padding adds at most half of a step's rows."""
 
 GRAPH_BYTES = 8 << 20
-"""Bytes per graph besides shared memory, for launches and their arguments."""
+"""Bytes per graph in addition to shared memory, for launches and their arguments."""
 
 
 class Graph(Protocol):
@@ -104,7 +105,7 @@ class DecodeGraphs:
 
 
 def longest_decode(size: int, width: int, num_groups: int, num_axes: int = 1) -> StepBatch:
-    """Returns the step to capture: rows that write nowhere, with full tables of `width` blocks,
+    """Returns the step to capture: rows that write no KV, with full tables of `width` blocks,
     windows that start at the first key, and positions on `num_axes` axes.
     """
     context = width * BLOCK_SIZE

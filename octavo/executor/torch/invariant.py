@@ -1,5 +1,5 @@
 """Batch invariance: a row's bits are independent of other rows, either through kernels with fixed
-tiles or by running each row as its own step.
+tiles or by computing each row in a separate step.
 
 In the second case a step is split into rows and the results are joined. Shapes then depend only on
 the row's own request, and PyTorch gives the same bits for the same shapes. Requires causal
@@ -29,7 +29,7 @@ def kernels_suffice(
     """Returns whether complete steps are invariant: all reductions use kernels with fixed tiles and
     other ops are elementwise.
 
-    Not on a CPU, where loops treat the tail of a vector differently; nor for latent attention or
+    False on a CPU, whose loops treat the tail of a vector differently, and for latent attention and
     recurrences, whose matmuls and sums are PyTorch's.
     """
     fixed = kernels.is_invariant and attention.is_invariant and device.type == "cuda"
@@ -46,7 +46,7 @@ class RowStep:
 def rows_alone(batch: StepBatch) -> Iterator[RowStep]:
     """Yields the rows of a step in order, so that each row finds its keys.
 
-    A row sampled twice is computed twice, which writes the same KV.
+    A row that is sampled twice is computed twice; both write the same KV.
     """
     owners = np.repeat(np.arange(len(batch.query_starts) - 1), np.diff(batch.query_starts)).tolist()
     for row, request in enumerate(owners, start=int(batch.query_starts[0])):
@@ -71,7 +71,7 @@ def rows_alone(batch: StepBatch) -> Iterator[RowStep]:
 def _alone(batch: StepBatch, row: int, request: int) -> StepBatch:
     """Returns the step of one row.
 
-    In groups that it writes, the row sees keys up to its own; in others all.
+    In cache groups that it writes, the row sees keys up to its own; in other groups, all keys.
     """
     own = batch.slots[:, row : row + 1] >= 0
     context = batch.context_lens[:, request : request + 1]

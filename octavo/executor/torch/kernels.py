@@ -30,8 +30,9 @@ class Kernels(Protocol):
     is_invariant: bool
     """Whether a row's bits are independent of other rows."""
     captured_rows: int | None
-    """Most expert rows that are computed without reading a count from the device, so that a graph
-    can contain them; None: unlimited."""
+    """Maximum number of expert rows that are computed without reading a count from the device, as
+    CUDA graphs require; None: unlimited.
+    """
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor: ...
 

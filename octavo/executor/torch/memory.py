@@ -1,5 +1,5 @@
-"""CUDA memory accounting: measures what a Program's weights and largest step take, by running that
-step once.
+"""CUDA memory accounting: measures the memory of a Program's weights and of its largest step, by
+running that step once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class CudaMemory:
     """Memory of one device, and what is used or reserved."""
 
     def __init__(self, device: torch.device, utilization: float) -> None:
-        """`utilization` is the usable share of the device, including other processes."""
+        """`utilization` is the fraction of the device that may be in use, including by other
+        processes.
+        """
         self._device = device
         self._utilization = utilization
         self._parts: dict[str, int] = {}

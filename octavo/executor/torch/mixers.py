@@ -70,7 +70,7 @@ def selective_scan(op: SelectiveScan, step: Step) -> Made:
     group = step.program.group_index(op.group)
     places = StatePlaces.of(step.kv[group], op.layer, step.inputs["slots"][group], spans)
     state = places.read()
-    # A row behind the last takes what requests with fewer rows would write.
+    # Requests with fewer rows write to an additional last row, which is never read.
     out = torch.empty(len(x) + 1, *rows.x.shape[1:], device=x.device)
     for index in range(spans.longest):
         rows_of_requests = (spans.firsts + index).clamp(max=len(x) - 1)
@@ -213,7 +213,7 @@ class StatePlaces:
         token_counts = self.kept[self.blocks]
         token_counts[:, 1] = torch.where(
             fresh, -1.0, token_counts[:, 1]
-        )  # what an earlier request has left
+        )  # clear what an earlier request has left
         token_counts.scatter_(1, target[:, None], self.ends[:, None].to(token_counts.dtype))
         self.kept[self.blocks] = token_counts
         self.states[self.blocks, target] = states

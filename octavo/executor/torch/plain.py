@@ -19,7 +19,7 @@ from octavo.executor.torch.weights.program_weights import Product
 from octavo.program import ops
 
 GATHERED_ROWS = 8
-"""Most expert rows for which each row gathers its expert's matrix."""
+"""Maximum number of expert rows at which each row gathers its expert's matrix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,8 +2,8 @@
 results.
 
 Token rows pass through the body once; sampled rows pass through the head in chunks, so that no `[T,
-V]` array exists. With `rows_alone` each row is a step of its own, and shapes do not depend on other
-rows.
+V]` array exists. With `rows_alone` each row is computed in a separate step, so shapes do not depend
+on other rows.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class Runtime:
     kernels: Kernels
     batch_invariant: bool
     rows_alone: bool
-    """Whether `batch_invariant` is implemented by running each row as its own step, instead of by
-    kernels with fixed tiles."""
+    """Whether `batch_invariant` is implemented by computing each row in a separate step, instead of
+    by kernels with fixed tiles.
+    """
     num_threads: int | None
     staging_bytes: int
     """Buffer size for the largest step's inputs."""
@@ -207,7 +208,7 @@ class TorchProgram(Runnable):
     def _run(self, batch: StepBatch, kv: TorchKvCache, fetch: Fetch) -> Callable[[], StepOutput]:
         """Queues one step; returns a function that makes its output once `fetch` has completed."""
         if any(value.axis == "requests" for value in self.program.outputs.values()):
-            # The head is over requests, all of them at once.
+            # The head computes one row per request, all at once.
             batch = dataclasses.replace(batch, sample_rows=batch.sample_rows[:0])
         chunks = [
             slice(start, min(start + HEAD_ROWS, len(batch.sample_rows)))
@@ -218,7 +219,7 @@ class TorchProgram(Runnable):
             if batch.sampling is None
             else [self._make_chunk_sampling(batch, batch.sampling, chunk) for chunk in chunks]
         )
-        # Graphs hold the plain Program: rows with adapters are computed op by op.
+        # Graphs contain no adapters: steps with adapter rows are computed op by op.
         replays = self._times is None and StepAdapters.of(self.adapters, batch.adapter_rows) is None
         padded = self._graphs.padded(batch) if self._graphs is not None and replays else None
         sampling_inputs = {
@@ -387,7 +388,7 @@ class TorchProgram(Runnable):
 
 
 def source_arrays(last: LastTokens | None) -> dict[str, NDArray]:
-    """Returns `last_sources [T]`, -1 where the host knows the token id; empty if it knows all.
+    """Returns `last_sources [T]`, -1 if the host knows the token id; empty if it knows all ids.
 
     Step arrays that read and store the last sampled tokens of persistent rows on the device
     (`batch.LastTokens`).

@@ -21,7 +21,7 @@ from octavo.api.errors import BackendUnavailable
 from octavo.executor.rank_grid import RankGrid
 from octavo.executor.torch.sampling import SamplerOutput
 
-dist: Any = torch_distributed  # its stores and groups are not in its typed names
+dist: Any = torch_distributed  # stores and groups are missing from the package's type stubs
 
 HOST = "127.0.0.1"
 """Rendezvous address for ranks on one machine."""
@@ -30,8 +30,9 @@ RENDEZVOUS_S = 120.0
 """Seconds that the first rank waits for the others to start."""
 
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
-"""Timeout of a collective in seconds. A rank waits for another rank's complete step, so this is no
-watchdog; the frontend's `stall_timeout` is."""
+"""Timeout of a collective in seconds. A rank may have to wait for another rank's complete step, so
+this timeout is long; the watchdog is the frontend's `stall_timeout`.
+"""
 
 
 class Rendezvous:
@@ -52,7 +53,7 @@ class Rendezvous:
             master_listen_fd=self._listener.fileno(),
             timeout=timedelta(seconds=RENDEZVOUS_S),
         )
-        self._listener.detach()  # the store closes it
+        self._listener.detach()  # the store closes the socket
 
     def get_address(self, rank: int) -> list[int]:
         return [self.address]
@@ -102,8 +103,8 @@ class TorchRanks:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum over tensor-parallel ranks, added in fp32 in rank order; x is unchanged.
 
-        Parts are gathered and added here, because a library's all-reduce uses an order that varies
-        with the element's position.
+        Parts are gathered and added here, because a library's all-reduce adds in an order that
+        depends on the element's position.
         """
         everyone = self._parts(x)
         parts = [everyone[rank] for rank in self.grid.tensor_ranks]
@@ -142,8 +143,8 @@ class TorchRanks:
         return x
 
     def abort(self) -> None:
-        """Aborts a collective that waits for a dead rank. Gloo needs none: its connection
-        breaks.
+        """Aborts a collective that waits for a dead rank. Does nothing with Gloo, whose connection
+        breaks by itself.
         """
         if self.device.type == "cuda":
             with contextlib.suppress(Exception):

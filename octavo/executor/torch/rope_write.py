@@ -1,8 +1,9 @@
 """Combines RoPE of queries and keys with the KV write into one op, which attention kernels may
 compute in one launch.
 
-Found in a prepared Program from the producers and readers of Values. Only used if the chosen
-kernels support it (`AttentionKernels.rope_write`), so other backends never see this op.
+Such combinations are found in a prepared Program from the producers and readers of Values. Only
+used if the chosen kernels support it (`AttentionKernels.rope_write`), so other backends never see
+this op.
 """
 
 from __future__ import annotations

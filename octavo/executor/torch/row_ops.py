@@ -68,7 +68,9 @@ def _sum(a: Tensor, b: Tensor, out: Value, step: Step) -> Tensor:
 
 
 def norms_ahead(body: Sequence[Op]) -> dict[str, NormOp]:
-    """Finds sums whose full-row norm is the first computation of the next op, by the sum's name."""
+    """Finds sums whose full-row norm is the first computation of the next op; returns the norms by
+    the sum's name.
+    """
     norms: dict[str, NormOp] = {}
     for producer, reader in pairwise(body):
         if isinstance(producer, ops.Add) or (

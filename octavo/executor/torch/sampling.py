@@ -1,7 +1,7 @@
 """Samples tokens on the device for all rows at once, following `executor/sampling.py`.
 
 Arithmetic is in fp64 and noise is a function of integers, so results equal the reference's. The
-summation order may differ, which moves the top_p boundary by about 1e-15.
+summation order may differ, which shifts the top_p boundary by about 1e-15.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def _get_offsets(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
 def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
     """Returns the arrays of a batch that ops read.
 
-    A padded row gets id, place and positions 0 and a slot in the spare block of each group.
+    A padded row gets token id, place and positions 0, and a slot in the spare block of each group.
     """
     live = live_rows(batch)
     spare = np.array(num_blocks, np.int32)[:, None] * BLOCK_SIZE

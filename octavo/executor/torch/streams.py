@@ -147,7 +147,8 @@ class CudaStreams:
     def pin(self, memory: NDArray[np.uint8]) -> None:
         """Pins memory until it is freed.
 
-        It must be unpinned then, or later memory at the same address would count as pinned.
+        It must be unpinned when it is freed; otherwise later memory at the same address would count
+        as pinned.
         """
         if not memory.nbytes:
             return
@@ -159,7 +160,7 @@ class CudaStreams:
             )
             with contextlib.suppress(
                 RuntimeError
-            ):  # CUDA names an error again at the next launch, which must not be a step's
+            ):  # CUDA reports an error again at the next launch, which must not be a step's
                 torch.zeros(1, device=self.device)
             return
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False

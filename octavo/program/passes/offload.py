@@ -96,9 +96,10 @@ def plan_offload(
 
 
 def _pinned_plan(units: Sequence[Unit], budget: int, first: int | None) -> OffloadPlan | None:
-    """Plans the smallest ring buffer and keeps as many units resident as fit beside it. The unit
-    `first` has priority; returns None if it does not fit. An output layer is often so large that
-    the ring buffer is much smaller without it.
+    """Plans the smallest ring buffer and keeps as many units resident as fit beside it.
+
+    The unit `first` has priority; returns None if it does not fit. An output layer is often so
+    large that the ring buffer is much smaller without it.
     """
     streamed = [unit for index, unit in enumerate(units) if index != first]
     remaining_bytes = budget - (0 if first is None else units[first].num_bytes)

@@ -139,7 +139,7 @@ class _Sharder:
             raise split_error(what, hint=UNPACK if wish.unit > 1 else f"use at most {out.width}")
         return shares(out.width, self._num_ranks, wish.unit)
 
-    # -- products ----------------------------------------------------------------------------------
+    # -- matmuls ----------------------------------------------------------------------------------
 
     def _shard_Linear(self, op: ops.Linear) -> None:
         assert op.norm is None and op.gate is None and op.residual is None, "shard runs before fuse"

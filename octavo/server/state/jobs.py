@@ -50,8 +50,9 @@ class Jobs:
     def start(
         self, generation: Generation, request_id: str, owner: str, *, wants_timings: bool
     ) -> Job:
-        """Consumes a generation in a new task. Must be called right after `make_room`, without an
-        `await` in between.
+        """Consumes a generation in a new task.
+
+        Must be called right after `make_room`, without an `await` in between.
         """
         job = self._jobs[owner, request_id] = Job(request_id, owner, wants_timings)
         self._jobs.move_to_end((owner, request_id))  # a finished job may have had the same id

@@ -65,8 +65,10 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 class Tally:
-    """A histogram. prometheus_client's histogram is 10x slower per value, which would delay all
-    streams whenever a request ends.
+    """A histogram.
+
+    prometheus_client's histogram is 10x slower per value, which would delay all streams whenever a
+    request ends.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:

@@ -33,13 +33,15 @@ class Bias:
     """A bias added to scores, as a function and in forms that kernels can read."""
 
     make: Callable[[Tensor, Tensor], Tensor]
-    """Makes the bias `[..., H, M, n] fp32` from key places `[..., n]` and query places `[..., M]`.
+    """Computes the bias `[..., H, M, n] fp32` from key places `[..., n]` and query places `[...,
+    M]`.
     """
     slopes: Tensor | None = None
     """ALiBi slopes `[H] fp32`; None for other biases."""
     by_distance: Callable[[], Tensor] | None = None
     """Makes the table `[H, 2 d + 1] fp32` of a bias that depends only on the distance, from -d to
-    d; constant beyond d."""
+    d; the bias is constant beyond d.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,17 +71,18 @@ class AttentionCall:
     group: int
     """Index of this layer's cache group."""
     once: Callable[[Any, Callable[[], Any]], Any]
-    """`Step.once`: caches what several layers share during the step."""
+    """`Step.once`, which caches values shared by several layers of the step."""
     scale: float
     v_width: int
     window: int | None = None
-    """Keys that a row sees, including its own; with `chunks` the chunk length."""
+    """Number of keys that a row sees, including its own; with `chunks`, the chunk length."""
     chunks: bool = False
     """Whether a row sees only its own chunk."""
     full: bool = False
     """Whether a row sees every key of its request."""
     limits: Tensor | None = None
-    """One past the last visible key of each row, `[T] int32`, on the device; None: its place + 1.
+    """One past the last visible key of each row, `[T] int32`, on the device; None: the row's place
+    + 1.
     """
     softcap: float | None = None
     sinks: Tensor | None = None
@@ -90,13 +93,13 @@ class AttentionCall:
 
 
 class StepArraysMaker(Protocol):
-    """Makes a kernel set's own step arrays, in addition to `step_arrays`."""
+    """Makes the step arrays that only one kernel set reads, in addition to `step_arrays`."""
 
     def __call__(self, batch: StepBatch, *, fixed: bool) -> dict[str, NDArray]:
         """Returns arrays by name.
 
-        `fixed`: the step is captured, so shapes may depend only on the number of requests and the
-        width of the block tables.
+        With `fixed` the step will be captured, so shapes may depend only on the number of requests
+        and the width of the block tables.
         """
         ...
 
@@ -112,8 +115,8 @@ class AttentionKernels(Protocol):
     """Whether a row's bits are independent of other rows."""
 
     def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
-        """Returns the reason why the kernels cannot compute this op, or None. Called when a Program
-        is prepared.
+        """Returns the reason why the kernels cannot compute this op; None if they can. Called when
+        a Program is prepared.
         """
         ...
 

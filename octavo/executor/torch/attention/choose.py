@@ -1,7 +1,8 @@
 """Selects attention kernels by the option `attention_backend`, the device, and what the kernels
 support.
 
-The only module that knows all kernel sets; Triton and FlashInfer are imported only when selected.
+The only module that refers to all kernel sets. Triton and FlashInfer are imported only when
+selected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups a step's rows by request and computes their visible keys, on the host, once per step and
+"""Groups a step's rows by request and computes the keys they see: on the host, once per step and
 mask.
 
 Requests with one row (decode) are computed together, those with several (prefill, draft

@@ -19,7 +19,7 @@ from octavo.executor.torch.attention.query_rows import Span
 from octavo.program.program import Op, Program
 
 MOST_SCORES = 1 << 26
-"""Most scores computed at once."""
+"""Maximum number of scores computed at once."""
 
 
 class Sdpa:
@@ -51,7 +51,7 @@ class _Keys(NamedTuple):
     tables: Tensor
     context_lens: Tensor
     limits: Tensor | None
-    """One past the last visible key of each row, `[R]`; None: its place + 1."""
+    """One past the last visible key of each row, `[R]`; None: the row's place + 1."""
 
 
 def _attend(call: AttentionCall) -> Tensor:
@@ -77,7 +77,9 @@ def _attend(call: AttentionCall) -> Tensor:
 
 
 def _decode(call: AttentionCall, q: Tensor, rows: _Keys) -> Tensor:
-    """Computes requests with one row, `q [R, H, Dk]`, over as many blocks as the longest."""
+    """Computes requests with one row, `q [R, H, Dk]`, over the number of blocks of the longest
+    request.
+    """
     places, tables, context_lens, limits = rows
     first, last = call.rows.first_block, call.rows.last_block
     at_once = max(1, MOST_SCORES // max(1, (last - first) * BLOCK_SIZE * q.shape[1] * 4))

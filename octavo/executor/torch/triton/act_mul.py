@@ -3,8 +3,8 @@
     program (t, n)  one tile of one row:
                     gate[t, n*BLOCK : ...], up[t, the same]  ->  out[t, the same]
 
-gate and up may be halves of one array: each has its own row stride. A NaN stays one through every
-clamp. Reference: `plain.PlainKernels.gated`.
+gate and up may be halves of one array: each has its own row stride. Clamps preserve NaN. Reference:
+`plain.PlainKernels.gated`.
 """
 
 from __future__ import annotations

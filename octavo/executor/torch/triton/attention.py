@@ -41,13 +41,15 @@ from octavo.program.program import Op, Program
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 MOST_STATE_BYTES = 256 << 20
-"""Most bytes of split states at once: 256 requests of 32 heads of 128 with contexts of 8,192 in one
-launch. Further requests use additional launches."""
+"""Maximum number of bytes of split states of one launch: enough for 256 requests of 32 heads of 128
+with contexts of 8,192. More requests use additional launches.
+"""
 
 ENOUGH_PROGRAMS = 8192
-"""Programs beyond which a decode launch is not split further: a few waves on a large GPU. With more
-runs and heads each uses fewer programs, so that a captured launch for the longest context does not
-consist of idle programs."""
+"""Number of programs beyond which a decode launch is not split further: a few waves on a large GPU.
+With more runs and heads, each uses fewer programs, so that a captured launch for the longest
+context has few idle programs.
+"""
 
 
 class TritonAttention:
@@ -127,7 +129,7 @@ class TritonAttention:
         num_heads, num_slots = call.q.shape[1], call.rows.num_singles
         num_splits = max(1, -(-call.block_tables.shape[1] * BLOCK_SIZE // SPLIT_KEYS))
         at_once = max(1, MOST_STATE_BYTES // _state_bytes(num_heads, call.v_width, num_splits))
-        # Shared runs name slots of the whole step, so they need the states of all in one launch.
+        # Shared runs refer to slots of the entire step, so all states must be in one launch.
         own, shared = _make_runs(call) if at_once >= num_slots else (_own_runs(None), None)
         for first in range(0, num_slots, at_once):
             count = min(at_once, num_slots - first)

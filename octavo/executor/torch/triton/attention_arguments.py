@@ -98,7 +98,7 @@ class Mask(NamedTuple):
     """Which keys of its request a row sees."""
 
     WINDOW: tl.constexpr
-    """Keys that a row sees, including its own; 0 without a window."""
+    """Number of keys that a row sees, including its own; 0 without a window."""
     CHUNK: tl.constexpr
     """Keys per chunk; a row sees only its own chunk. 0 without chunks."""
     FULL: tl.constexpr
@@ -177,7 +177,9 @@ class SplitStates(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Slots that a program of `decode.py` computes together, and the splits that it reads."""
+    """Runs of slots that a program of `decode.py` computes together, and the splits that it
+    reads.
+    """
 
     slots: Tensor | None
     """Slots of each shared run, `[runs, ROWS]`, -1 for none; None: run r is slot r alone."""

@@ -1,5 +1,5 @@
-"""Tile sizes of the attention kernels on one device: from the table (`tuning.py`), reduced to fit
-its shared memory if they were not measured on it (`fit.py`).
+"""Tile sizes of the attention kernels on one device: from the table (`tuning.py`), or, if they were
+not measured on this device, reduced to fit its shared memory (`fit.py`).
 
 With fixed tiles, prefill and shared prefixes use decode's tile, so that a row's bits do not depend
 on the kernel.

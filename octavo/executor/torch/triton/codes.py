@@ -1,15 +1,15 @@
 """Converts integer codes to floats by bit manipulation.
 
-A GPU converts one integer in the time of eight other operations of a lane. But where a float's
-lowest bits are a code, and the bits above them those of a power of two, the float is that power
+On a GPU, converting an integer takes as long as eight other operations of a lane. But if a float's
+lowest bits are a code and the bits above are those of a power of two, the float equals that power
 plus the code:
 
     fp32   4300 00cc << 16      128 + c       c of 4 bits; the upper half is a bf16
     fp32   4700 cc00            32768 + c     c of 8 bits
     bf16   43cc                 128 + c where c < 128; bit 7 of c is the exponent's lowest
 
-PTX makes four codes, the bytes of a word, at a time. Without PTX (Triton's interpreter, AMD's GPUs)
-codes are converted, to the same numbers.
+PTX instructions process four codes, the bytes of a word, at a time. Without PTX (Triton's
+interpreter, AMD GPUs), codes are converted normally, with the same results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 from octavo.executor.torch.triton.numbers import PTX, rounded
 
 NIBBLE_BASE = tl.constexpr(128.0)
-"""Offset that `based_nibbles` adds to a code."""
+"""Offset that `based_nibbles` adds to each code."""
 
 
 @triton.jit

@@ -12,9 +12,9 @@ results.
     slot: one of the step's requests of one row
 
 The rows of a shared run belong to requests whose block tables begin with the same splits
-(`shared_prefix.py`): the run reads these splits once for all of them, and each request's own run
-reads what it has beyond. Context lengths are read on the device, so that a captured launch serves
-any lengths.
+(`shared_prefix.py`). The run reads these splits once for all rows; each request's own run reads its
+remaining splits. Context lengths are read on the device, so that a captured launch works for any
+lengths.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Reduces attention tiles to a device's shared memory if the table has none measured on it.
 
-What a program keeps there while it computes, as compiled for capabilities 8.0 to 9.0 (Triton 3.9),
-in numbers of the product's type:
+Contents of a program's shared memory, as compiled for capabilities 8.0 to 9.0 (Triton 3.9), in
+numbers of the product's type:
 
     queries [M, k]   keys [N, k]   values [N, v]   weights [M, N]      fp32: all of them at once;
     halves: at most all of them and less than 1 KiB for what its warps tell one another
 
-A GPU gives a program 227 KiB (H100), 163 (A100) or 99 (RTX 30 and 40, L4, L40): heads of 256 in
-fp32 and latents of 576 do not fit everywhere.
+A program may use 227 KiB (H100), 163 KiB (A100) or 99 KiB (RTX 30 and 40, L4, L40): heads of 256 in
+fp32 and latents of 576 do not fit on every GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LEAST_SHARED_BYTES = 99 << 10
 
 
 def shared_bytes(device: torch.device) -> int | None:
-    """Returns a GPU's shared memory per program in bytes; None elsewhere: the interpreter has no
-    limit.
+    """Returns a GPU's shared memory per program in bytes; None on other devices: the interpreter
+    has no limit.
     """
     if device.type != "cuda":
         return None
@@ -81,7 +81,7 @@ def too_large(widths: tuple[int, int], needed: int, most_bytes: int) -> str:
 
 
 def refusal(widths: tuple[int, int], itemsize: int, most_bytes: int) -> str | None:
-    """Returns the reason why no tile fits, or None."""
+    """Returns the reason why no tile fits; None if one does."""
     needed = attention_bytes(LEAST, LEAST, widths, itemsize)
     return too_large(widths, needed, most_bytes) if needed > most_bytes else None
 

@@ -7,9 +7,10 @@ tile.
     program (i, n)  tile i: at most BLOCK_M rows of one expert, gathered through `order`;
                     outputs n*BLOCK_N ...  ->  out [R, out]
 
-Tiles are made on the device from the ids alone (`ExpertRows.of`), as many as there can be at most:
-the host waits for no count, and a graph can hold it. Sums go over the inputs tile by tile, for each
-row the same whatever rows stand beside it. Reference: `plain.PlainKernels.grouped`.
+Tiles are computed on the device from the ids (`ExpertRows.of`), always as many as the maximum, so
+the host need not wait for a count and a CUDA graph can contain the launch. Inputs are summed tile
+by tile, for each row in the same order regardless of other rows. Reference:
+`plain.PlainKernels.grouped`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from octavo.executor.torch.triton.tuning import tuned
 from octavo.executor.torch.weights.device_weight import DeviceWeight
 
 FEW_ROWS = 32
-"""Mean rows per expert up to which tiles have 16 rows; beyond, 64."""
+"""Mean number of rows per expert up to which tiles have 16 rows; above it, 64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +60,7 @@ class ExpertRows:
     def of(experts: Tensor, num_experts: int, tile_rows: int) -> ExpertRows:
         """Sorts rows by `experts [R]`, each below `num_experts`; negative ones are in no tile."""
         experts = experts.long()
-        # Rows of no expert stand behind all others.
+        # Rows without an expert come after all others.
         buckets = torch.where(experts < 0, num_experts, experts)
         counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
         counts = counts.scatter_add_(0, buckets, torch.ones_like(buckets))[:num_experts]

@@ -1,5 +1,5 @@
-"""Triton kernels where they support a computation, plain PyTorch elsewhere; the only module that
-decides.
+"""Chooses between Triton kernels and plain PyTorch for each computation: Triton if its kernels
+support it.
 
 Each kernel module states its conditions in `supports`.
 """

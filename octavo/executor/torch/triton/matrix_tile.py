@@ -1,8 +1,8 @@
 """Tiles of a plain or packed matrix times columns of rows: the inner loop of packed and expert
 matmuls.
 
-A `DeviceWeight [.., out, in]` as its bytes lie. A tile is BLOCK_N outputs by BLOCK_B neighbouring
-bytes (elements, of plain floats):
+Memory layout of a `DeviceWeight [.., out, in]`. A tile is BLOCK_N outputs by BLOCK_B neighbouring
+bytes (elements, for plain floats):
 
     codes   [out, bytes of a row]   4 bits: a byte holds the inputs k and k + HALF, low nibble
                                     first, with k = byte // HALF * 2 HALF + byte % HALF: HALF is 1
@@ -13,15 +13,15 @@ bytes (elements, of plain floats):
     x       [rows, in]              read as [BLOCK_B, rows], so that the unpacked tile goes from
                                     registers into the product
 
-value = (code - zero_point) * scale + min in fp32, rounded to x's dtype, as `DeviceWeight.floats`
-has it; where x has 16 bits in another order of the same sum (`get_offset`), up to 2^-17 scales off.
-Where a row has one scale and no min, codes are multiplied as they are, and the sums then by the
-scale. Sums are in fp32, tile by tile from the first to the last: a row's do not depend on the other
-rows.
+value = (code - zero_point) * scale + min in fp32, rounded to x's dtype, as in
+`DeviceWeight.floats`. If x has 16 bits, the sum is computed in a different order (`get_offset`),
+with a deviation of up to 2^-17 scales. If a row has one scale and no min, codes are multiplied
+directly and the sums are then multiplied by the scale. Sums are in fp32, from the first tile to the
+last, and do not depend on other rows.
 
-A tile of 1 or 2 warps is multiplied by instructions whose operands the codes' bytes become in
-registers, 4 neighbouring ones of a thread at a time. From 4 warps on Hopper's own product takes
-over, which wants its operands in another order than bytes are loaded in.
+Tiles of 1 or 2 warps use matmul instructions with operands in registers, to which 4 neighbouring
+code bytes of a thread are converted at a time. From 4 warps on, Triton uses Hopper's own matmul
+instruction, which needs its operands in a different order than bytes are loaded in.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def refusal(weight: DeviceWeight) -> str | None:
-    """Returns the reason why kernels cannot read this weight, or None. Plain PyTorch reads every
-    weight.
+    """Returns the reason why kernels cannot read this weight; None if they can. Plain PyTorch reads
+    every weight.
     """
     if weight.is_plain:
         return None if weight.codes.dtype in FLOATS else f"floats of {weight.codes.dtype}"
@@ -285,8 +285,8 @@ def dequantize(codes, scale, least, matrix):
 
 @triton.jit
 def load_scales(matrix, outputs, outputs_mask, tile, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Returns the scales and the mins or zeros of a tile's groups; the scales twice if there are
-    neither.
+    """Returns the scales and the mins or zeros of a tile's groups; the scales twice if the weight
+    has neither.
     """
     scale = load_group_levels(
         values=matrix.scales,

@@ -43,7 +43,7 @@ def merge_kernel(
     if slots.row_of is not None:
         row = tl.load(slots.row_of + slot)
         request = tl.load(slots.request_of + slot)
-    # Every head of a row sees the same keys: one lane would do, but `visible` takes a tile.
+    # All heads of a row see the same keys: one lane would suffice, but `visible` takes a tile.
     zeros = tl.zeros([HEADS_A_TILE], tl.int32)
     place = tl.load(slots.places + row + zeros)
     context = tl.load(slots.context_lens + request + zeros)

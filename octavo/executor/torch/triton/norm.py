@@ -19,7 +19,7 @@ from octavo.executor.torch.plain import Norm
 from octavo.executor.torch.triton.numbers import rounded
 
 WIDEST = 32768
-"""Most columns of a group, all held in one program's registers."""
+"""Maximum number of columns of a group; one program holds them all in registers."""
 
 
 def supports(x: Tensor, norm: Norm) -> bool:

@@ -6,13 +6,13 @@ read once.
     program (n, s, i)  outputs n*BLOCK_N ..., split s of the inputs, rows 16 i ...
                        one split:  plus bias, rounded:  out [T, out]
                        several:    sums [s, T, BLOCK_N] fp32, then arrivals [i, n] += 1; the last
-                                   to arrive adds the sums of splits 0, 1, ... in that order, plus
+                                   program adds the sums of splits 0, 1, ... in that order, plus
                                    bias, rounded:  out [T, out], and arrivals [i, n] = 0
 
-T is filled up to 8 or 16, of which a GPU's matrix units take at least 8, beyond 16 rows to 32 or
-64. How a weight is cut into tiles and splits depends on the weight alone: with up to 16 rows a
-row's result is the same in any company. Unless that is asked for, more than 64 rows and plain
-floats go to PyTorch's product (`unpack.py`). Reference: `plain.PlainKernels.product`.
+T is padded to 8 (the minimum of a GPU's matrix units) or 16, and beyond 16 rows to 32 or 64. The
+division of a weight into tiles and splits depends only on the weight, so with up to 16 rows a row's
+result does not depend on other rows. More than 64 rows and plain floats use PyTorch's matmul
+(`unpack.py`), unless batch invariance is required. Reference: `plain.PlainKernels.product`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ ENOUGH_PROGRAMS = 512
 """Number of programs that keep a large GPU busy."""
 
 MOST_ARRIVALS = 1 << 16
-"""Output and row blocks per launch whose splits can be counted; further rows use additional
-launches."""
+"""Maximum number of output and row blocks per launch whose splits can be counted; more rows use
+additional launches.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +230,7 @@ def packed_linear_kernel(
         split_size = num_rows.to(tl.int64) * matrix.num_outputs
         tl.store(at + split * split_size, acc, mask=mask)
         arrived = arrivals + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        # Every thread has stored its sums before one of them counts the program.
+        # All threads must have stored their sums before the program's arrival is counted.
         tl.debug_barrier()
         if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
             total = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")

@@ -1,22 +1,22 @@
 """Samples a token of each row after top_k and top_p, without sorting: the cut-off value is found by
 search.
 
-    program s  one row:  d, weights [V] fp64 (0 for tokens that may not be drawn)  ->  tokens[s]
+    program s  one row:  d, weights [V] fp64 (0 for excluded tokens)  ->  tokens[s]
 
 1. top_k: the largest value `cut` such that at least k tokens have d >= cut. Tokens above it are
-   kept; of those that equal it the first by id, as many as are missing.
-2. top_p: the same with weights in place of counts, among the tokens left.
-3. Of the tokens left the one with the largest d + g, the lowest id among equals.
+   kept, and of the tokens equal to it the first ones by id, until there are k.
+2. top_p: the same with weights instead of counts, among the remaining tokens.
+3. Among the remaining tokens, the one with the largest d + g, the lowest id among equals.
 
-A search (`_cut_at`) holds two values of tokens, one known to be low enough and the largest that may
-be the answer. Each pass over the row takes PIVOTS values between them: how much weighs what is at
-or above, which token's value is next above, which next below. The search ends when the two are one;
-every pass moves one of them past a token, and most divide the distance by PIVOTS. Ties need no more
-passes. All sums are in fp64 over tiles in order: a row's token is the same in any batch. They are
-added in another order than the reference's, which moves borders by some 1e-16 of the whole.
+A search (`_cut_at`) maintains two token values: a lower bound of the cut-off and an upper bound.
+Each pass over the row tests PIVOTS values between them: the weight of all tokens at or above the
+value, and the nearest token values above and below it. The search ends when both bounds are equal.
+Every pass moves a bound past a token; most divide the distance by PIVOTS. Ties need no additional
+passes. All sums are in fp64 over tiles in order: a row's token is the same in any batch. The
+summation order differs from the reference's, which shifts cut-offs by about 1e-16 of the total.
 
-Noise is made only where it can matter (`_lead`): a token far below the best score gets none, and
-logarithms are taken only in tiles of which some token may lead. Source of the text:
+Noise is computed only if it can matter (`_lead`): not for tokens far below the best score, and
+logarithms only for tiles in which some token may have the best score. Specification:
 `executor/filters.py` and `executor/noise.py`. Reference: `plain.PlainKernels.pick`.
 """
 
@@ -147,7 +147,7 @@ def _cut_at(
     PIVOTS: tl.constexpr,
 ):
     """Returns the largest d such that tokens at or above it weigh (or count) at least `target`,
-    given that those at or above `low` do.
+    given that the tokens at or above `low` do.
     """
     lane, place = tl.arange(0, BLOCK), tl.arange(0, PIVOTS)
     while low < high:

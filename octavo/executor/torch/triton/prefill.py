@@ -4,12 +4,12 @@ draft verification.
     rows of the step       | request 0 (9 rows)    | request 1 | request 2 (6 rows) | padding
     tiles of ROWS = 4      | 0 1 2 3|4 5 6 7|8 . . | (1 row)   | 0 1 2 3|4 5 . .
 
-    program (tile, kv head and part of its query heads) walks over the keys that its rows see; with
+    program (tile, kv head and part of its query heads) processes the keys that its rows see; with
     fixed tiles split by split, merging them left to right
 
 A tile finds its request in `query_starts` by bisection: request r's tiles begin at query_starts[r]
-// ROWS + r, so that the host makes no list of them. Tiles that no request fills end at once, and
-requests of one row are `decode.py`'s.
+// ROWS + r, so the host need not compute a list. Programs of empty tiles exit at once; requests
+with one row are computed by `decode.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def prefill_kernel(
     BY_SPLIT: each split has a separate state, so that a row's bits are independent of other rows.
     Otherwise one state covers all keys, and keys visible to every row of the tile skip the mask.
     """
-    # The last tiles see most keys, so they come first.
+    # The last tiles see the most keys, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     request = find_request(tile, requests, heads.ROWS)
     if request < 0:
@@ -98,7 +98,7 @@ def prefill_kernel(
             own = attend_keys(own, lanes, keys, kv, scoring, widths, BLOCK_N=BLOCK_N, MASKED=True)
             state = merged(state, own)
     else:
-        # Three parts: keys before those that all rows see, these, and the keys behind them.
+        # Three parts: the keys that all rows see, the keys before them, and the keys after them.
         top_low = tl.max(tl.where(valid, lanes.low, 0), axis=0)
         all_from = (top_low + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         least_high = tl.min(tl.where(valid, lanes.high, 1 << 30), axis=0)

@@ -7,9 +7,9 @@ write.
 
     a head's columns     | start of them as they are | pairs that rotate | the rest as they are |
 
-Rotated numbers are rounded to the step's dtype first, as the op by itself does, then to that of the
-cache: the bytes are the same. int8 has one bf16 scale for each token and head, absmax / 127
-(`kv_cache.as_int8`). Source: Su et al. 2021.
+Rotated numbers are rounded to the step's dtype first, as the separate op does, and then to the
+cache's dtype, so the bytes are identical. int8 has one bf16 scale for each token and head, absmax /
+127 (`kv_cache.as_int8`). Source: Su et al. 2021.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TurnedPairs(NamedTuple):
     """First rotated column."""
     PAIRS: tl.constexpr
     STEP: tl.constexpr
-    """Distance between pairs: pair i begins at START + i * STEP."""
+    """Distance between pairs: pair i begins at column START + i * STEP."""
     APART: tl.constexpr
     """Distance between the two columns of a pair."""
     PAIR_TILE: tl.constexpr

@@ -2,7 +2,7 @@
 once.
 
 Only complete splits of 256 keys that every row sees are shared, so a shared run writes the same
-states as each row's own run, and merging is unchanged
+states as separate runs of each row would, and merging is unchanged
 (docs/decisions/0015-shared-prefix-by-partials.md). Source: Ye et al. 2024 (ChunkAttention's two
 phases).
 """

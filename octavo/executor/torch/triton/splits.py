@@ -5,10 +5,10 @@ A tile has M lanes, each one query row of one head; all heads of a tile share a 
 key is read once for all of them. A lane's state of a split is m (the largest score, in base 2), l
 (the sum of its weights) and acc (the weighted sum of values), all fp32. States are merged left to
 right (`merged`), so that one program walking over all splits and many programs with one split each
-give the same bits. A lane's numbers depend on its own row and on the shape of the tile, never on
-the other lanes: keys that it does not see change no bit of it.
+give the same bits. A lane's numbers depend on its own row and the shape of the tile, never on other
+lanes: keys that it does not see do not change its bits.
 
-K and V lie as `kv_cache.KvTensor` has them: `[blocks, 16, heads, width]`, int8 codes with a bf16
+K and V have the layout of `kv_cache.KvTensor`: `[blocks, 16, heads, width]`, int8 codes with a bf16
 scale for each token and head. Kernels get their arguments in the bundles of
 `attention_arguments.py`. Sources: Dao et al. 2022 (tiles), Milakov and Gimelshein 2018 (merging),
 Kwon et al. 2023 (paging).
@@ -143,8 +143,8 @@ def attend_keys(
     m, l, acc = state
     column = tl.arange(0, widths.K_FIRST)
     v_column = tl.arange(0, widths.V_TILE)
-    # A tile of few lanes takes values from shared memory turned. Bytes cannot be turned on the way,
-    # but pairs of bytes can: then even and odd columns are summed apart.
+    # A tile of few lanes reads values from shared memory transposed. Single bytes cannot be
+    # transposed on the way, but pairs can: then even and odd columns are summed separately.
     IN_PAIRS: tl.constexpr = (
         kv.v.dtype.element_ty == tl.int8
         and acc.shape[0] < 64
@@ -247,7 +247,7 @@ def merged(before, after):
 @triton.jit
 def finished(state, sinks, head, valid):
     """Returns the normalized values `[M, V] fp32`, zero if no key is visible. `sinks [H]` are
-    logits that only join the sum of weights.
+    logits that are only added to the sum of weights.
     """
     m, l, acc = state
     if sinks is not None:

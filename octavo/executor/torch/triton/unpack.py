@@ -4,7 +4,8 @@ handles.
     W: DeviceWeight [out, in] of 4 to 8 bits  ->  floats [out, in], bit for bit
                                                   `DeviceWeight.floats`
 
-    program (n, b)  outputs n*BLOCK_N ..., bytes b*BLOCK_B ... of a row, as `matrix_tile.py` cuts it
+    program (n, b)  outputs n*BLOCK_N ..., bytes b*BLOCK_B ... of a row, with the tiles of
+    `matrix_tile.py`
 """
 
 from __future__ import annotations

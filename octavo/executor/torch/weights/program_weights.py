@@ -49,8 +49,8 @@ class ProgramWeights:
     def __init__(
         self, load: LoadWeight, device: torch.device, dtype: torch.dtype, shared: Collection[Weight]
     ) -> None:
-        """`shared` are weights that several ops read; others are dropped once a joined matmul has a
-        copy.
+        """`shared` are weights that several ops read. Other weights are freed once a joined matmul
+        has a copy of them.
         """
         self._load = load
         self._device = device
