@@ -33,7 +33,9 @@ the command's name, or a `build_app` that returns a Typer app.
 
 
 def _get_commands() -> dict[str, tuple[CommandGroup, str]]:
-    """Returns group and module of each command; those of extensions are last in their group."""
+    """Returns the group and module of each command; extensions' commands come last in their
+    group.
+    """
     found: dict[str, tuple[CommandGroup, str]] = {}
     for group, names in OWN_COMMANDS.items():
         found |= {name: (group, f"octavo.cli.{name}") for name in names}
@@ -47,17 +49,17 @@ COMMANDS = _get_commands()
 """Group and module of each command."""
 
 COLLECT_AFTER = 200_000
-"""Garbage collection threshold: number of new objects, instead of Python's 700.
+"""Garbage collection threshold in new objects, instead of Python's 700.
 
-Few objects made while a model loads are garbage; with the default, collections take a sixteenth of
-the time to the first token.
+Few of the objects created while a model loads are garbage; with the default, collections take a
+sixteenth of the time to the first token.
 """
 
 
 COMPLETION_VARIABLE = "_OCTAVO_COMPLETE"
-"""Environment variable with a shell completion script's request."""
+"""Environment variable in which a shell's completion script sends its request."""
 COMPLETED_LINES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
-"""Environment variables with the command line to complete: bash's, and the other shells'."""
+"""Environment variables with the command line to complete: for bash, and for other shells."""
 
 
 def build_app(names: Iterable[str] = COMMANDS, *, add_completion: bool = False) -> typer.Typer:
@@ -112,10 +114,10 @@ def _completed_words() -> list[str]:
 
 
 def _tolerate_bytes() -> None:
-    """Prevents undecodable bytes from raising errors when they are read or printed.
+    """Prevents errors from bytes that cannot be decoded or printed.
 
-    In the input they become lone surrogates, which are rejected wherever text is checked; in the
-    output, characters that the terminal cannot show become question marks.
+    In the input they become lone surrogates, which the text checks reject; in the output,
+    characters that the terminal cannot show become question marks.
     """
     streams = ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace"))
     for stream, errors in streams:

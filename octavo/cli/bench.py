@@ -1,8 +1,8 @@
 """`octavo bench throughput|latency`: measures generation speed on random token ids.
 
 Requests ignore end tokens, so that each run does the same work. Each round has new prompts, so that
-nothing is found in the prefix cache. A short request warms up before the first round. `serve`,
-`startup` and `quant` are in other files.
+there are no prefix cache hits. A short request warms up before the first round. The commands
+`serve`, `startup` and `quant` are in other files.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _warm_up(llm: LLM, work: Workload, draw: random.Random) -> None:
 
 
 def _single_steps(work: Workload, options: dict[str, Any]) -> list[Round]:
-    """Repeats the rounds on an engine with one decode step per call."""
+    """Repeats the rounds with an engine that runs one decode step per call."""
     from octavo.api.llm import LLM
 
     print("the same with one decode step a call", file=sys.stderr)
@@ -258,7 +258,7 @@ def _prompt(draw: random.Random, llm: LLM, num_tokens: int) -> list[int]:
 def _run(
     llm: LLM, work: Workload, prompts: Prompts, output_lens: Sequence[int]
 ) -> list[RequestOutput]:
-    """Returns the outputs; raises WorkerFailed if the length of one is not as given."""
+    """Returns the outputs; raises WorkerFailed if an output does not have the requested length."""
     from octavo.api.sampling_params import SamplingParams
 
     params = [

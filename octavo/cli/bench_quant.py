@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from octavo.tools.quantize import CalibrationText
 
 FIGURES = "figures.jsonl"
-"""File with measured rows, one a line, in the directory of quantized models."""
+"""File with measured rows, one per line, in the directory of quantized models."""
 MADE = "made.json"
-"""File in this directory with a digest of each model's sources."""
+"""File in the same directory with a digest of each model's sources."""
 INT_FORMATS = {"output_format": "compressed-tensors", "sym": False}
 
 

@@ -1,7 +1,7 @@
 """`octavo bench serve`: measures a server under load, over streaming HTTP.
 
-Requests come from a trace or are synthetic; each is sent at its time, independent of the others.
-The server is running (--url) or started for the benchmark.
+Requests come from a trace or are synthetic; each is sent at its scheduled time, independent of the
+others. The server is already running (--url) or started for the benchmark.
 """
 
 from __future__ import annotations

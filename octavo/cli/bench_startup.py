@@ -1,9 +1,9 @@
 """`octavo bench startup`: measures time to first token and memory of `octavo run` and `octavo
 serve`, from process start.
 
-The first run is not counted and fills the page cache. Memory is the proportional set size (Pss) of
-the process tree at the first token; beyond the weights it contains Python, buffers and the KV
-blocks of the prompt. The machine should be idle.
+The first run only fills the page cache and is not counted. Memory is the proportional set size
+(Pss) of the process tree at the first token; beyond the weights it contains Python, buffers and the
+KV blocks of the prompt. The machine should be idle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print a JSON object")]
 
 @dataclass(frozen=True, slots=True)
 class StartupSample:
-    """One start: time to first token, and the memory of the process tree at that time."""
+    """One start: time to first token, and the process tree's memory at that time."""
 
     first_token_s: float
     memory_bytes: int
@@ -122,7 +122,7 @@ def _weight_bytes(options: dict[str, Any]) -> int:
 def _run(options: dict[str, Any], prompt: str) -> StartupSample:
     """Measures one `octavo run`.
 
-    The process is stopped at its first text, so that its memory is measured at that time.
+    The process is suspended at its first output, so that its memory is measured at that time.
     """
     from octavo.tools.bench.started_server import shell_flags, start_command
 

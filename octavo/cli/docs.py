@@ -27,8 +27,8 @@ def docs(
 
 
 def find_site() -> Path:
-    """Returns the first page of the site: the wheel's, or that of a source tree (the package's own,
-    or the current directory).
+    """Returns the first page of the site: from the wheel, from the package's source tree, or from
+    the current directory.
     """
     from octavo.api.errors import SetupError
 

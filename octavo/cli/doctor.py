@@ -20,7 +20,7 @@ from octavo.utils.extensions import load_classes
 from octavo.utils.version import __version__
 
 WIDTH = 12
-"""Width of the column of names."""
+"""Width of the name column."""
 MARK_WIDTH = 2
 """Width of the status mark and the space after it."""
 

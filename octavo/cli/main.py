@@ -20,8 +20,8 @@ def main() -> None:
         if not _is_interrupt(error):
             raise
         code = INTERRUPTED
-    # A KeyboardInterrupt that has passed through exec() of a string, as in the making of a
-    # dataclass, leaves a mark by which `python -m` kills itself at its end; exec() clears it.
+    # If a KeyboardInterrupt passes through exec() of a string, as when a dataclass is created,
+    # Python sets a flag that makes `python -m` kill itself at exit; another exec() clears the flag.
     exec("")
     sys.exit(code)
 

@@ -1,5 +1,5 @@
-"""`octavo models`: lists supported and cached models; with a family, prints its card; with a model,
-as `octavo show`.
+"""`octavo models`: lists supported and cached models. With a family, prints its card; with a model,
+the same as `octavo show`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.checkpoint.family_cards import FamilyCard
 
 WIDTH = 14
-"""Width of the column of names."""
+"""Width of the name column."""
 
 SHORT_NAME_WIDTH = 17
 """Width of the column of short names; the longest has 15 characters."""
@@ -162,5 +162,5 @@ def _card_lines(name: str, card: FamilyCard) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Returns a card's text without Markdown's marks."""
+    """Returns a card's text without Markdown markup."""
     return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text).replace("`", "")

@@ -1,8 +1,8 @@
 """`octavo plan MODEL`: estimates a model's memory, concurrency and speed.
 
-Reads only config.json or a GGUF header. Speeds are rooflines, which are upper bounds, except for
-single-stream decoding: unless --bandwidth is given, its rate is estimated from matmuls measured on
-this machine.
+Reads only config.json or a GGUF header. Speeds are roofline upper bounds. Exception: unless
+--bandwidth is given, the single-stream decoding rate is estimated from matmuls measured on this
+machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIMULATION = "Simulation of several machines"
 """Help group of the options of --trace."""
 
 MEASURED_BYTES = 256 << 20
-"""Bytes read to measure the bandwidth: more than any cache holds."""
+"""Number of bytes read to measure the bandwidth: more than any cache holds."""
 
 
 @with_engine_flags(without=("model", "served_model_name", "record"))
@@ -153,7 +153,7 @@ class ContextEstimate:
     decode_tokens_per_s: float
     """Single-stream rate: an estimate if matmuls were measured."""
     batch: int
-    """Number of requests that run at once."""
+    """Number of requests that run concurrently."""
     batch_tokens_per_s: float
 
 
@@ -202,8 +202,8 @@ class PlanReport:
     """
     rows: list[ContextEstimate]
     flags: list[str]
-    """Suggested flags for `octavo serve`, including those given; [] if the model does not fit with
-    any.
+    """Suggested flags for `octavo serve`, including the given ones; [] if the model does not fit
+    with any flags.
     """
 
     @staticmethod
@@ -332,7 +332,9 @@ class PlanReport:
         yield from self._try_lines()
 
     def _verdict_line(self) -> str:
-        """Says whether the model fits, and for how many requests of its whole context."""
+        """Returns a line that says whether the model fits, and how many requests with the maximum
+        context fit.
+        """
         if self.shortfall_bytes:
             text = f"does not fit: {format_bytes(self.shortfall_bytes)} are missing"
             return f"{format_mark('failure')} {text}"
@@ -364,7 +366,7 @@ def _line(name: str, num_bytes: float, text: str) -> str:
 
 
 def _memory(text: str | None, num_ranks: int) -> int:
-    """Returns the memory of each rank: as given, or an equal share of the free memory."""
+    """Returns the memory of each rank: the given value, or an equal part of the free memory."""
     from octavo.worker.machine import Machine
 
     if text is not None:
@@ -379,8 +381,8 @@ def _memory(text: str | None, num_ranks: int) -> int:
 
 
 def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Ceilings:
-    """Returns the machine's peak rates: as given, else measured. If the bandwidth is given, rates
-    of single-row matmuls are left out, since they are this machine's.
+    """Returns the machine's peak rates: the given values, else measured ones. If the bandwidth is
+    given, rates of single-row matmuls are omitted, since they would be this machine's.
     """
     from octavo.executor.base import Ceilings
     from octavo.wiring.backend import build_backend
@@ -403,8 +405,8 @@ def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Cei
 
 
 def _disk(found: ModelPlan, given: str | None) -> DiskRates | None:
-    """Returns the rates of the disk with streamed weights: as given, else measured; None if nothing
-    is streamed or the disk cannot be measured.
+    """Returns the rates of the disk with streamed weights: the given value, else measured ones;
+    None if nothing is streamed or the disk cannot be measured.
     """
     from octavo.config.paths import expand_path
     from octavo.executor.native.disk import DiskRates, measure_disk
@@ -442,6 +444,6 @@ def _split(found: ModelPlan, ceilings: Ceilings) -> MemorySplit | None:
     from octavo.worker.speed import Roofline
 
     if found.config.offload.weights_schedule == "layers" or found.capacity.planner is not None:
-        return None  # which read the same, whatever memory the weights have
+        return None  # its matmuls read the same bytes, whatever memory the weights have
     roofline = Roofline(found.work, found.footprint, found.capacity, ceilings)
     return better_split(roofline, min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len))

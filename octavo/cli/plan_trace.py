@@ -96,8 +96,8 @@ class TracePlan:
     def _check_lengths(
         self, rows: Sequence[TrafficRequest], engines: Mapping[str, SimulatedEngine]
     ) -> None:
-        """Reports how many requests exceed an engine's context, which count as bad; raises
-        ConfigError if too few are left for any rate to be good.
+        """Reports how many requests exceed an engine's context; these miss the objective. Raises
+        ConfigError if the others are too few to reach the objective at any rate.
         """
         from octavo.tools.layout_search import GOOD_SHARE
 

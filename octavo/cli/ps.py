@@ -12,7 +12,7 @@ from octavo.cli.top import DEFAULT_URL, KEY_VARIABLES
 from octavo.config.sizes import format_bytes
 
 FOREVER_YEAR = 9999
-"""Expiry year in Ollama's API of models that stay loaded."""
+"""Expiry year that Ollama's API reports for models that stay loaded."""
 
 
 def ps(
@@ -62,7 +62,7 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _until(expires_at: str) -> str:
-    """Formats the time until a model is unloaded if it gets no request."""
+    """Formats the time until an idle model is unloaded."""
     expiry = datetime.fromisoformat(expires_at)
     if expiry.year >= FOREVER_YEAR:
         return "forever"

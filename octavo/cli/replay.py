@@ -1,7 +1,7 @@
 """`octavo replay FILE`: repeats the steps of a recording and reports differences.
 
-The scheduler is new; times and results are the recorded ones. --execute also runs the model,
---serve shows the steps in a browser.
+The current scheduler is used; times and results come from the recording. --execute also runs the
+model, --serve shows the steps in a browser.
 """
 
 from __future__ import annotations

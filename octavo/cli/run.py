@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 
 PATIENCE_S = 2.0
-"""Seconds without input from a pipe before a message on stderr says that it is awaited."""
+"""Seconds without input from a pipe before a message on stderr says that the command is waiting for
+input.
+"""
 
 
 @with_engine_flags(without=("seed",))
@@ -120,8 +122,8 @@ def run(
 
 
 def _read_prompt(argument: str, *, raw: bool) -> str:
-    """Returns the prompt, read from standard input for "-". Text from a pipe or file is put before
-    the prompt. Raises InvalidRequest if it is empty or not valid text.
+    """Returns the prompt, read from standard input for "-". Text from a pipe or file is prepended
+    to the prompt. Raises InvalidRequest if it is empty or not valid text.
     """
     from octavo.api.errors import InvalidRequest
     from octavo.text.unicode import check_unicode
@@ -143,7 +145,7 @@ def _read_piped() -> str:
     """Reads standard input if it is a pipe or a file; returns "" for a terminal or /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (AttributeError, OSError, ValueError):  # closed, or not the process's own
+    except (AttributeError, OSError, ValueError):  # standard input is closed or not accessible
         return ""
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return ""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.wiring.survey import ModelReport
 
 WIDTH = 15
-"""Width of the column of names."""
+"""Width of the name column."""
 
 
 def show(

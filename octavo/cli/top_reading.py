@@ -12,7 +12,7 @@ from octavo.utils.http_client import HttpClient, describe_refusal, parse_json
 
 PREFIX = "octavo:"
 SHARES = {"kv_cache_usage_perc", "kv_cache_utilisation"}
-"""Gauges that are ratios: averaged over the engines of a model, not added."""
+"""Gauges that are ratios; over the engines of a model, they are averaged instead of added."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ LEFT_OUT = {
     ),
     "request": ("KV blocks", "key", "model", "queued", "prompt"),
 }
-"""Columns to omit on a narrow terminal, in this order."""
+"""Columns to omit on a narrow terminal, the first ones first."""
 GAP = 2
 """Spaces between columns."""
 NUM_TEXT_COLUMNS = {"model": 2, "request": 4}

@@ -1,4 +1,4 @@
-"""Registers the options, commands and hooks of this package. No file outside of the package refers
+"""Registers the options, commands and hooks of this package. No module outside the package refers
 to them.
 """
 

@@ -1,4 +1,4 @@
-"""Selects the builder of the lower cache tiers by the options."""
+"""Selects the builder of the lower cache tiers according to the options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.wiring.tier_builder import TierBuilder
 class DistributedModelHooks(ModelHooks):
     def tier_builder(self, config: EngineConfig) -> TierBuilder | None:
         if config.of(TransferOptions).kv_transfer is not None:
-            from octavo.distributed.transfer_tiers import TransferTierBuilder  # which loads ZeroMQ
+            from octavo.distributed.transfer_tiers import TransferTierBuilder  # loads ZeroMQ
 
             return TransferTierBuilder()
         if config.of(PoolOptions).kv_pool is not None:

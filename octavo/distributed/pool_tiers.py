@@ -1,4 +1,4 @@
-"""Builds the tier of prefix cache blocks in a store that several engines share."""
+"""Builds the prefix cache tier in a store that several engines share."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ class PoolTierBuilder(TierBuilder):
         parts = fingerprint_parts(checkpoint, loaded)
         name = fingerprint(parts, checkpoint.weight_files, cache=open_state_home())
         worker = PoolWorker([HostShape(num_slots, size) for size in block_bytes], pool, name)
-        # A pin is a wish to evict a block late, which the store may not be able to grant.
+        # Pinning only asks the store to evict a block late; the store may still evict it.
         max_pinned_bytes = num_slots * sum(block_bytes)
         return BuiltTiers(Tiers(block_bytes, num_slots, True, max_pinned_bytes, asks=True), worker)

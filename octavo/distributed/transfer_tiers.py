@@ -1,4 +1,4 @@
-"""Builds the cache tier of blocks in other engines."""
+"""Builds the cache tier of blocks that are fetched from other engines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from octavo.worker.ranks.messages import RankSlots, TellReport
 from octavo.worker.ranks.start import SharedSlots
 
 MAX_FACT_LENGTH = 64
-"""Longer facts are shown as digests."""
+"""Maximum length of a fact in characters; longer ones are shown as digests."""
 
 
 class TransferTierBuilder(TierBuilder):
@@ -80,7 +80,7 @@ class TransferTierBuilder(TierBuilder):
             num_slots,
             keeps=options.prefills_for_peers,
             saved_bytes_per_step=SENT_BYTES_PER_STEP,
-            # A step that a lost rank ends has written wrong values in the layers that it counted.
+            # If a lost rank ends a step, the layers that the step counted contain wrong values.
             streams=worker.sends_layers and loaded.writes_layers and num_ranks == 1,
         )
         facts = {name: _format_fact(value) for name, value in parts.items()}
@@ -152,7 +152,7 @@ def _build_worker(
 ) -> TransferWorker:
     options = loaded.config.of(TransferOptions)
     own_bytes = [layout.block_bytes for layout in loaded.layouts]
-    # All ranks keep as many blocks for others, each its part of them.
+    # All ranks keep the same blocks for other engines, each its own part.
     max_bytes = options.kv_transfer_size * sum(own_bytes) // sum(heads.block_bytes())
     listen = _rank_endpoint(options, heads.rank) if options.prefills_for_peers else None
     ends = TransferAddresses(
@@ -178,8 +178,8 @@ def _fingerprint_parts(
     heads: KVHeadPartition,
     groups: Sequence[CacheGroup],
 ) -> dict[str, Any]:
-    """Returns everything except the weights that determines the bytes of a block, independent of
-    how ranks split its heads.
+    """Returns everything except the weights that determines a block's bytes, independent of how
+    ranks split the heads.
     """
     layouts = [
         [str(group), layout.dtype, own.num_heads, own.rows]
@@ -189,7 +189,9 @@ def _fingerprint_parts(
 
 
 def _build_transport(options: TransferOptions) -> BlockTransport | None:
-    """Returns the transport of block data; None if messages carry it, the only encrypted way."""
+    """Returns the transport of block data; None if blocks are sent in messages, the only encrypted
+    transport.
+    """
     host, _ = parse_address(options.kv_transfer_address, name="kv_transfer_address")
     if options.kv_transfer == "nixl":
         from octavo.distributed.transfer.nixl_mover import NixlMover

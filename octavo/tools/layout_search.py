@@ -66,7 +66,9 @@ class RatedLayout:
     requests_per_s: float
     """Goodput of all machines; 0 if even the slowest rate misses the objective."""
     is_bound: bool = False
-    """Whether this is the highest rate that was tried, so that the goodput may be higher."""
+    """Whether the goodput is the highest rate that was tried, so that the true goodput may be
+    higher.
+    """
 
     @property
     def per_machine(self) -> float:

@@ -49,7 +49,7 @@ class CalibrationText:
     text: Path
     num_texts: int
     length: int
-    """Tokens of each text."""
+    """Number of tokens of each text."""
     tokenizer: str | None = None
     """Model whose tokenizer encodes the texts; None: the model's own."""
 
@@ -59,9 +59,9 @@ class Quantized:
     output: Path
     num_matrices: int
     left: tuple[str, ...]
-    """Modules of linears that stayed floats."""
+    """Modules of linears that were not quantized."""
     fell_back: tuple[str, ...]
-    """Experts that no calibration token reached, which were rounded to nearest."""
+    """Experts to which no calibration token was routed; their weights were rounded to nearest."""
     num_bytes: int
     source_bytes: int
 
@@ -187,7 +187,7 @@ def _program(checkpoint: Checkpoint) -> Program:
 
 def _with_group(recipe: Recipe, program: Program, checkpoint: Checkpoint, report: Report) -> Recipe:
     """Returns the recipe with a group size that divides the inputs of every matrix; chooses one if
-    none is given. Raises ConfigError if the given one does not.
+    none is given. Raises ConfigError if the given group size does not.
     """
     if recipe.output_format == "gguf" or recipe.group == 0:
         return replace(recipe, group=recipe.group or 0)
@@ -316,7 +316,7 @@ def _bits(program: Program, recipe: Recipe) -> Callable[[Weight], int]:
 def _identity(
     checkpoint: Checkpoint, recipe: Recipe, token_ids: NDArray[np.int32] | None
 ) -> dict[str, Any]:
-    """Returns what must be equal for an interrupted run to be resumed."""
+    """Returns the properties that must be equal for an interrupted run to be resumed."""
     files = [
         [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
         for file in checkpoint.weight_files

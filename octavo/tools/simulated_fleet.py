@@ -58,9 +58,11 @@ class FleetLayout:
 
     num_engines: int
     num_prefill: int = 0
-    """Engines that only prefill, for the others; 0: each engine prefills its own prompts."""
+    """Number of engines that only prefill, for the others; 0: each engine prefills its own
+    prompts.
+    """
     num_stages: int = 1
-    """Pipeline stages of each engine, one machine each."""
+    """Number of pipeline stages of each engine, one machine per stage."""
 
     @property
     def num_machines(self) -> int:
@@ -114,13 +116,15 @@ class MeasuredExecutor(SimulatedExecutor):
     def __init__(
         self, clock: SimulatedClock, costs: StepCosts, comes_computed: Callable[[str], bool]
     ) -> None:
-        """`comes_computed` returns whether another engine has prefilled a request's prompt."""
+        """`comes_computed` is a function that returns whether another engine has prefilled a
+        request's prompt.
+        """
         super().__init__(clock)
         self._measured = costs
         self._comes_computed = comes_computed
 
     def compute_s(self, rows: list[ScheduledRequest]) -> float:
-        """Counts only the last token of a prompt that another engine has prefilled."""
+        """For prompts that another engine has prefilled, counts only the last token."""
         num_tokens = num_keys = 0
         for row in rows:
             fetched = row.num_tokens > 1 and self._comes_computed(row.request_id)
@@ -137,9 +141,9 @@ class _Member:
     clock: SimulatedClock
     is_busy: bool = False
     link_free: float = 0.0
-    """Time at which its link has sent everything queued."""
+    """Time at which the engine's link will have sent everything queued."""
     busy_s: float = 0.0
-    """Total time of its steps, in seconds."""
+    """Total time of the engine's steps, in seconds."""
     num_idle_steps: int = 0
 
 
@@ -192,7 +196,7 @@ class SimulatedFleet:
         engine, num_stages = self._engine, self._layout.num_stages
         clock = SimulatedClock()
         options = engine.scheduler
-        if num_stages > 1:  # a stage learns of a token when the last one has drawn it
+        if num_stages > 1:  # a stage receives a token when the last stage has sampled it
             options = replace(options, num_scheduler_steps=1)
         scheduler = build_scheduler(
             options,
@@ -214,8 +218,8 @@ class SimulatedFleet:
 
     @property
     def _groups(self) -> Sequence[BlockGroup]:
-        """Cache groups of an engine. With pipeline stages each machine stores a part of every
-        token's KV, so that there are as many times the blocks.
+        """Cache groups of an engine. With n pipeline stages, each machine stores 1/n of every
+        token's KV, so there are n times as many blocks.
         """
         num_stages = self._layout.num_stages
         return [

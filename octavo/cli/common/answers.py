@@ -1,4 +1,6 @@
-"""Sampling params, statistics and early ends of responses, for `octavo run` and `octavo chat`."""
+"""Sampling params, statistics and reasons for early ends of responses, for `octavo run` and `octavo
+chat`.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ def describe_sampling(params: SamplingParams) -> str:
 
 
 def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
-    """Returns the given params over the model's recommended ones; max_tokens defaults to
+    """Returns the model's recommended params, overridden by the given ones; max_tokens defaults to
     DEFAULT_MAX_TOKENS.
     """
     from octavo.frontend.sampling_defaults import params_over
@@ -131,7 +133,7 @@ def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
 
 
 def explain_end(statistics: Statistics, default_limit: int | None, change: str) -> str | None:
-    """Returns why a response ended early without a limit of the user; None if it did not.
+    """Returns why a response ended early although the user set no limit; None if it did not.
 
     `default_limit` is max_tokens if the user did not set it; `change` is the way to set it.
     """

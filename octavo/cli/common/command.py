@@ -1,8 +1,8 @@
 """Command classes based on Typer's: help by group, and validators built on demand.
 
 Typer builds a pydantic validator for every option, which takes longer than parsing them (`run` has
-60). Texts and missing options need none. Relies on the private attribute in which Typer keeps the
-validator.
+60). Text options and options that are not set need no validator. Relies on the private attribute in
+which Typer keeps the validator.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OTHER_NAMES = {
     "stop": "serve (Ctrl-C stops it)",
     "transcribe": "serve whisper-tiny.en, with POST /v1/audio/transcriptions",
 }
-"""Names of commands in other programs, and Octavo's command."""
+"""Names of commands in other programs, and the corresponding Octavo command."""
 
 
 class Command(TyperCommand):
@@ -86,7 +86,7 @@ class Group(TyperGroup):
 
 
 def _help_all_option(help_option: Any) -> TyperOption:
-    """Builds the `--help-all` option; `--help` is the last one that Typer adds."""
+    """Builds the `--help-all` option; Typer adds `--help` last."""
     help_option.help = "Show common options"
 
     def show(ctx: Any, param: Any, value: bool) -> None:

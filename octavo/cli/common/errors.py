@@ -19,7 +19,7 @@ from octavo.api.errors import ClientError, OctavoError, SetupError
 from octavo.cli.common.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
 
 INVALID = re.compile(r"Input should be ([^,]+)")
-"""Allowed values in the flag parser's messages."""
+"""Matches the allowed values in the flag parser's messages."""
 
 LEAST_LIKENESS = 0.75
 """Minimum similarity of a suggested flag, from 0 to 1."""
@@ -32,7 +32,7 @@ WORDS = {
     "greater than": "a number above",
     "less than": "a number below",
 }
-"""The flag parser's wording and ours."""
+"""The flag parser's wording, and Octavo's wording."""
 
 
 def run_and_report(command: Callable[[], None]) -> int:

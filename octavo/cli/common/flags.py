@@ -20,7 +20,7 @@ Command = Callable[..., None]
 
 
 def with_engine_flags(*, without: Iterable[str] = ()) -> Callable[[Command], Command]:
-    """Adds a flag for every engine option; the parameter `options` receives the given ones."""
+    """Adds a flag for every engine option; the parameter `options` receives those that are set."""
     left_out = set(without)
     return with_flags(
         "options", {name: spec for name, spec in option_fields().items() if name not in left_out}
@@ -92,8 +92,8 @@ def flag_help(spec: OptionField) -> str:
 def _parameter(name: str, spec: OptionField) -> inspect.Parameter:
     """Builds the parameter of an option's flag, as Typer reads it from a signature.
 
-    The value is parsed by the config and not by Typer, so that errors have the same message in the
-    shell and in Python.
+    The config parses the value, not Typer, so that errors have the same message in the shell and in
+    Python.
     """
     flag, text = "--" + name.replace("_", "-"), flag_help(spec)
     annotation: Any

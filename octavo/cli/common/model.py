@@ -10,7 +10,9 @@ from octavo.config.paths import expand_path, path_exists, public_name
 
 
 def with_local_model(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options with `model` as a local path, served under the given name."""
+    """Returns the options with `model` as a local path, served under the name that the user
+    gave.
+    """
     from octavo.checkpoint.catalogue import resolve
 
     name = options.get("model", DEFAULT_MODEL)

@@ -8,8 +8,8 @@
         model: ./checkpoints/small
         max-model-len: 4k
 
-Options outside `models` apply to every engine, those of an entry to its own; the command line wins
-over both.
+Options outside `models` apply to every engine, options of an entry only to its engine. The command
+line overrides both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODELS = "models"
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Checked contents of a configuration file; empty without one."""
+    """Checked contents of a configuration file; empty if there is no file."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class ServeConfig:
     """Engine options of each model, including `model` and possibly `served_model_name`."""
 
     def engine_defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the engine options of all models; `given` are those of the command line."""
+        """Returns the engine options of all models; `given` are the command line's options."""
         options = self.options | dict(given)
         options.pop("served_model_name", None)
         return options
@@ -128,8 +128,8 @@ def _values(
     file: DataFile,
     *above: str | int,
 ) -> dict[str, Any]:
-    """Returns checked values by flat option names. `names` are those allowed in hints, `above` the
-    keys in the file that lead to `given`.
+    """Returns checked values by flat option names. `names` are the names that hints may suggest;
+    `above` is the path of keys in the file to `given`.
     """
     values = {}
     for key, value in given.items():

@@ -1,7 +1,7 @@
 """Colours and status marks of the terminal.
 
-Colours are those of Typer, without rich, which is slow to import. There are none if the stream is
-not a terminal, NO_COLOR is set or TERM is "dumb".
+The colours are Typer's; rich is not used because it is slow to import. Output has no colours if the
+stream is not a terminal, NO_COLOR is set or TERM is "dumb".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Flags suggested by `octavo plan`, with which a model fits at the least cost.
+"""Flags suggested by `octavo plan`: the cheapest changes with which a model fits into memory.
 
-Plans shorter contexts, smaller steps and quantization at load.
+Tries shorter contexts, smaller steps and quantization at load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMALL_STEPS = (512, 128)
 
 
 def suggested_flags(found: ModelPlan, memory_bytes: int, given: Mapping[str, Any]) -> list[str]:
-    """Returns flags with which the model fits, including the options `given`; [] if none do.
+    """Returns flags with which the model fits, including the options `given`; [] if there are none.
 
     A suggested value replaces a given one. The cheapest changes are tried first: a shorter context,
     smaller steps, quantization at load.
@@ -61,7 +61,7 @@ def suggested_options(found: ModelPlan, memory_bytes: int) -> dict[str, Any]:
 
 
 def _get_max_context(capacity: Capacity) -> int:
-    """Returns the longest context that fits; 0 if the given KV cache does not."""
+    """Returns the longest context that fits; 0 if the requested KV cache does not fit."""
     return (
         0
         if capacity.wanted_kv_bytes is not None and capacity.shortfall_bytes
@@ -70,8 +70,8 @@ def _get_max_context(capacity: Capacity) -> int:
 
 
 def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
-    """Yields plans to try: as given, with smaller steps, and both with quantized weights, unless
-    the weights are already quantized.
+    """Yields plans to try: the given one, one with smaller steps, and both with quantized weights,
+    unless the weights are already quantized.
     """
     from octavo.api.errors import UnsupportedModel
     from octavo.wiring.plan import plan_model
@@ -93,7 +93,7 @@ def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
             )
             try:
                 yield plan_model(config, memory_bytes=memory_bytes)
-            except (ConfigError, UnsupportedModel):  # this model has no such packing, or steps
+            except (ConfigError, UnsupportedModel):  # not supported by the model
                 break
 
 

@@ -1,7 +1,7 @@
 """Reads messages of `octavo chat` and keeps a history between runs.
 
-Lines are edited with readline, which is fast to import, unlike prompt_toolkit. Messages in triple
-quotes, or with lines that end in a backslash, have several lines.
+Lines are edited with readline, which is fast to import, unlike prompt_toolkit. A message may have
+several lines: in triple quotes, or with a backslash at the end of each line but the last.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ChatInput:
         line = input(prompt if self.is_terminal else "")
         if self._readline is not None and line.strip():
             self._readline.add_history(line)
-            with contextlib.suppress(OSError):  # a full disk ends no conversation
+            with contextlib.suppress(OSError):  # a full disk must not end the conversation
                 self._readline.append_history_file(1, self._path)
         return line
 
@@ -67,7 +67,7 @@ class ChatInput:
         """Loads the history of earlier runs, from a file that only its owner can read."""
         try:
             import readline
-        except ImportError:  # a Python built without it
+        except ImportError:  # Python was built without readline
             return None
         readline.set_auto_history(False)
         readline.set_history_length(MAX_HISTORY_LINES)

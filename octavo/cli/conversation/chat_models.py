@@ -1,6 +1,6 @@
 """Models of `octavo chat`: an engine in this process, or a server with an OpenAI-compatible API.
 
-Both stop a response at Ctrl-C and return the partial text.
+With both, Ctrl-C stops a response and returns the partial text.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class LocalModel:
 
 @contextlib.contextmanager
 def _ctrl_c() -> Iterator[list[int]]:
-    """Collects Ctrl-C instead of raising, since a response can only be stopped between steps."""
+    """Records Ctrl-C instead of raising KeyboardInterrupt, since a response can be stopped only
+    between steps.
+    """
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
@@ -108,7 +110,7 @@ class RemoteModel:
     ) -> ChatReply:
         given = {name: value for name, value in sampling.items() if value is not None}
         if not self._is_octavo:
-            given.pop("repetition_detection", None)  # a field that other servers may refuse
+            given.pop("repetition_detection", None)  # other servers may reject this field
         limit = None if "max_tokens" in given else answers.DEFAULT_MAX_TOKENS
         body = {
             **given,

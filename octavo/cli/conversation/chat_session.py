@@ -25,7 +25,7 @@ from octavo.cli.conversation.chat_models import ChatReply, LocalModel, RemoteMod
 from octavo.config.data_file import read_data_file
 
 DRAW_EVERY_S = 0.08
-"""Minimum time between redraws, in seconds; each parses the block's markdown."""
+"""Minimum time between redraws, in seconds; each redraw parses the block's markdown."""
 FENCES = ("```", "~~~")
 MAX_BYTES = 64 << 20
 """Maximum size of a file in bytes."""
@@ -105,7 +105,7 @@ class ChatSession:
             self._handle(entry)
 
     def _handle(self, entry: Entry) -> None:
-        """Handles an entry; an error is printed and leaves the conversation unchanged."""
+        """Handles an entry. An error is printed and leaves the conversation unchanged."""
         try:
             if entry.is_command:
                 self._run_command(entry.text)
@@ -128,8 +128,8 @@ class ChatSession:
     # -- answers -----------------------------------------------------------------------------------
 
     def _answer(self, question: str) -> None:
-        """Answers a question and stores both; a stopped response is stored as far as it came, a
-        question without any response is dropped.
+        """Answers a question and stores both; a stopped response is stored up to that point; a
+        question without any response is discarded.
         """
         from octavo.text.unicode import check_unicode
 
@@ -230,7 +230,9 @@ def _path(text: str, command: str) -> Path:
 
 
 def _value(name: str, text: str) -> Any:
-    """Parses the value of a sampling parameter; other texts are rejected by its check."""
+    """Parses the value of a sampling parameter; an invalid text is returned unchanged and rejected
+    by the parameter's check.
+    """
     if name == "stop":
         return text
     for kind in (int, float):
@@ -319,7 +321,7 @@ class MarkdownScreen:
         self._block = ""
 
     def _finish(self, text: str) -> None:
-        """Draws a block for the last time and leaves it to scroll."""
+        """Draws a completed block for the last time; from then on it scrolls with the terminal."""
         from rich.live import Live
 
         self._draw(text)

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Takes = Literal["nothing", "value", "perhaps"]
-"""Whether a value follows the flag; "perhaps": only on, off or auto."""
+"""Whether a value follows the flag; "perhaps": a following word is its value only if it is on, off
+or auto.
+"""
 MODEL = "MODEL"
 """Target of flags that name the model: --model, or the command's argument."""
 
@@ -34,12 +36,14 @@ class ForeignFlag:
     target: str | None = None
     """Flag that replaces it."""
     convert: Callable[[str], str | None] | None = None
-    """Converts the value. None drops the flag with `text`, ValueError rejects it."""
+    """Converts the value. If it returns None, the flag is dropped with the note `text`; if it
+    raises ValueError, the flag is rejected.
+    """
     extra: tuple[str, ...] = ()
     """Additional flags."""
     is_refused: bool = False
     is_sampling: bool = False
-    """Whether the target is a sampling parameter, for which a server sets the default."""
+    """Whether the target is a sampling parameter; for a server the flag sets its default."""
 
 
 LLAMA, VLLM, OLLAMA = "llama.cpp", "vLLM", "Ollama"

@@ -23,10 +23,10 @@ ROWS = (*LLAMA_ROWS, *VLLM_ROWS, *OLLAMA_ROWS)
 FOREIGN_FLAGS: Mapping[str, ForeignFlag] = {
     name: row for row in reversed(ROWS) for name in row.names
 }
-"""Rows by name; llama.cpp's if both engines have a short flag."""
+"""Rows by flag name; llama.cpp's row if both engines have the same short flag."""
 OVERRIDES = "--override-generation-config"
 OVERRIDE_NAMES = {"max_tokens": "max_new_tokens"}
-"""Sampling parameters with another name in generation_config."""
+"""Sampling parameters that have a different name in generation_config."""
 SWITCHES = ("on", "off", "auto", "true", "false", "0", "1")
 
 CHECKPOINT_METHODS = (
@@ -63,7 +63,9 @@ VALUES: Mapping[str, Callable[[str], str | None]] = {
     "--swap-space": _gibibytes,
     "--kv-offloading-size": _gibibytes,
 }
-"""Own flags with values that vLLM or llama.cpp write differently; None drops the flag."""
+"""Octavo's own flags whose values vLLM or llama.cpp write differently, with converters; None drops
+the flag.
+"""
 
 
 @dataclass(slots=True)
@@ -77,7 +79,7 @@ class Translation:
     takes_words: bool = False
     """Whether the command has an argument for a prompt."""
     given: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Name and value of the foreign flag, by the resulting flag."""
+    """Name and value of the foreign flag, by the Octavo flag that replaces it."""
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> Iterator[str]:
@@ -102,7 +104,7 @@ class Translation:
         return name in self.params or name in FOREIGN_FLAGS
 
     def _own(self, name: str, value: str | None) -> Iterator[str]:
-        """Yields an own flag and its converted value."""
+        """Yields one of Octavo's own flags and its converted value."""
         param = self.params[name]
         if param.is_flag or param.count:
             is_off = (value or "").lower() in ("false", "0", "off")
@@ -115,7 +117,7 @@ class Translation:
                 yield negated
             return
         if value is None and name == "--async-scheduling" and self._next_switch() is None:
-            value = "on"  # vLLM's has no value
+            value = "on"  # vLLM's flag has no value
         if value is None:
             if not self.left:
                 yield name

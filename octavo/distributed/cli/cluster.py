@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "OCTAVO_API_KEY"
 SECRET_VARIABLE = "OCTAVO_CLUSTER_SECRET"
 PERIOD_S = 1.0
-"""Period at which everything is looked at, in seconds."""
+"""Interval between checks of all instances, in seconds."""
 
 logger = logging.getLogger(__name__)
 

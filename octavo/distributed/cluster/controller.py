@@ -1,8 +1,8 @@
 """Reconciles the running instances with the plan: starts missing ones, adds them to the router, and
 drains those that are no longer in the plan.
 
-Runs periodically. A failure of one instance does not affect others. Independent of Ray and of
-processes.
+Runs periodically. A failure of one instance does not affect others. Independent of Ray and of how
+processes are started.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """Secrets of a cluster; None if everything runs on one machine that no other can reach."""
+    """Secrets of a cluster; None if everything runs on one machine that other machines cannot
+    reach.
+    """
 
     api_key: str | None = None
     """Key that clients send to the router."""
@@ -54,13 +56,13 @@ class ClusterMember:
     reservation: SharedReservation
     """Reservation shared with the instances that were started together with it."""
     serves_clients: bool
-    """Whether it receives requests of clients."""
+    """Whether clients' requests are routed to it."""
     state: InstanceState | None = None
     number: int | None = None
-    """Its number in the router; None before it was added."""
+    """The router's number for it; None before it was added."""
     joined_url: str = ""
     leaving_until: float | None = None
-    """Latest time at which it is stopped; None while it is part of the plan."""
+    """Time at which it is stopped at the latest; None while it is part of the plan."""
 
     @property
     def is_ready(self) -> bool:
@@ -77,10 +79,10 @@ class Cluster:
     keys: ClusterKeys
     report: Report
     members: dict[str, ClusterMember] = field(default_factory=dict)
-    """Members of the plan, by name."""
+    """Members by instance name."""
     router: ClusterMember | None = None
     _router_part: RouterPart | None = None
-    """The plan's router section with which the router was started."""
+    """The router section of the plan with which the router was started."""
     _leaving: list[ClusterMember] = field(default_factory=list)
     _failed: dict[str, str] = field(default_factory=dict)
     """Errors of groups that could not be started, so that each is reported once."""
@@ -106,8 +108,8 @@ class Cluster:
         self._failed.clear()
 
     def step(self, now: float) -> None:
-        """Compares the state of all instances with the plan once, and starts, adds, drains or stops
-        what differs.
+        """Compares all instances with the plan once; starts, adds, drains or stops instances that
+        differ from it.
         """
         self._update_states()
         wanted = self._get_wanted()
@@ -179,8 +181,8 @@ class Cluster:
 
     @property
     def _host(self) -> str:
-        """Address that instances listen on: loopback if there is only one machine, else their
-        machine's own.
+        """Address that instances listen on: loopback if there is only one machine, else the
+        machine's own address.
         """
         return "127.0.0.1" if len({one.host for one in self.placer.machines()}) == 1 else ""
 
@@ -232,7 +234,7 @@ class Cluster:
     def _environment(**given: str | None) -> dict[str, str]:
         return {name: value for name, value in given.items() if value is not None}
 
-    # -- what runs ---------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------
 
     def _update_states(self) -> None:
         everyone = [*self.members.values(), *self._leaving]
@@ -344,7 +346,7 @@ class Cluster:
                 continue
             try:
                 if member.joined_url and member.number is not None:
-                    admin.leave(member.number)  # it was started again elsewhere
+                    admin.leave(member.number)  # it was restarted on another machine
                 member.number = admin.join(member.state.url)
             except httpx2.HTTPError as error:
                 logger.warning("%s could not join the router: %s", name, error)

@@ -21,10 +21,11 @@ from octavo.utils.child_process import end_process, start_bound
 
 MAIN = "octavo.cli.common.bound:main"
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
-"""Ports of instances, below the ephemeral ports of common systems."""
+"""Port range of instances, below the ephemeral ports of common systems."""
 PORTS_EACH = 4
-"""Ports of an instance: of its HTTP server, its prompts, its blocks and its ranks. One of whose
-blocks more ranks send their part has more."""
+"""Number of ports of an instance: for its HTTP server, prompts, blocks and ranks. An instance has
+more if several ranks send their part of the blocks.
+"""
 RANK_SECRET = "OCTAVO_RANK_SECRET"
 """Environment variable from which `octavo rank` reads the secret."""
 ANSWER_S = 2.0
@@ -32,18 +33,19 @@ ANSWER_S = 2.0
 
 
 class InstanceSpec(msgspec.Struct, frozen=True):
-    """Command of an instance, complete except for the address of its machine."""
+    """Command line of an instance, complete except for its machine's address."""
 
     name: str
     host: str
-    """Address to listen on; "" is the machine's own."""
+    """Address to listen on; "" means the machine's own address."""
     words: list[str]
     """Command and arguments of `octavo`, without the address."""
     port: int = 0
     """Port of its HTTP server; 0: a free one."""
     health: str = "/health"
-    """Path that returns 200 when it accepts requests; "": it has no HTTP server, and is ready as
-    soon as it runs."""
+    """Path that returns 200 when it accepts requests; "" if it has no HTTP server and is ready as
+    soon as it runs.
+    """
     config: dict[str, str | int | float | bool | list[str]] = {}
     """Contents of its configuration file, for `serve`."""
     environment: dict[str, str] = {}
@@ -144,7 +146,7 @@ class Instance:
                 config["rank-secret"] = self._spec.rank_secret
         path = Path(self._folder.name) / "config.yaml"
         path.touch(mode=0o600)
-        path.write_text(json.dumps(config))  # YAML too
+        path.write_text(json.dumps(config))  # JSON is valid YAML
         return str(path)
 
 

@@ -1,4 +1,4 @@
-"""The file of `octavo cluster`: groups of instances, what each needs of its machine, and a router.
+"""The file of `octavo cluster`: groups of instances, the resources that each needs, and a router.
 
     instances:
       - name: prompts
@@ -13,7 +13,7 @@
     router:
       port: 8080
 
-Knows neither Ray nor processes.
+Independent of Ray and of how processes are started.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OWN_OPTIONS = frozenset(
         *("kv_transfer_address", "kv_transfer_secret", "rank_address", "rank_secret"),
     )
 )
-"""Options of an instance that follow from the plan."""
+"""Options of an instance that the plan determines."""
 OWN_ROUTER_OPTIONS = frozenset(("host", "port", "api_key", "server_api_key"))
 KNOWN_RESOURCES = {"CPU": "cpus", "object_store_memory": "nothing: no token goes through Ray"}
 """Resource names that Ray reserves, and the plan's fields to use instead."""
@@ -57,7 +57,7 @@ class InstanceGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     role: Literal["both", "prefill", "decode"] = "both"
     count: int = 1
     peers: str | None = None
-    """Name of the group that computes prompts for this group."""
+    """Name of the group that prefills prompts for this group."""
     cpus: float = 1
     """CPUs of each instance."""
     resources: dict[str, float] = {}
@@ -138,7 +138,7 @@ class KnownOptions:
 
     def check(self, plan: ClusterPlan) -> None:
         """Raises ConfigError for an option that the command does not have, or an invalid value:
-        otherwise the instances would fail and be restarted forever.
+        otherwise the instances would fail and be restarted again and again.
         """
         for group in plan.instances:
             _check_values(group.name, group.options, self.serve, "octavo serve")
@@ -165,7 +165,7 @@ def _check_values(
 
 
 def flag_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options with underscores in their names."""
+    """Returns options with dashes in their names replaced by underscores."""
     return {name.replace("-", "_"): value for name, value in options.items()}
 
 

@@ -25,7 +25,7 @@ INSTALL = "pip install 'octavo[ray]'"
 PLACE_S = 5.0
 """Timeout of a reservation, in seconds."""
 ANSWER_S = 5.0
-"""Timeout of an actor's state, in seconds; after it the actor counts as unavailable."""
+"""Timeout for getting an actor's state, in seconds, after which the actor counts as unavailable."""
 RETRY_S = 0.5
 """Interval at which a rank retries to reach the first rank, in seconds."""
 
@@ -36,7 +36,7 @@ OBJECT_BYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class ActorHandle:
-    """The actors of an instance: that of its first rank, those of the others, and a name for
+    """The actors of an instance (for the first rank and for the other ranks), and its name for
     messages.
     """
 
@@ -94,8 +94,8 @@ class RayPlacer:
         return group
 
     def start(self, reservation: Any, index: int, spec: InstanceSpec) -> ActorHandle:
-        """Starts an instance on bundle `index` of a reservation, and its other ranks on the bundles
-        after it; returns at once.
+        """Starts an instance on bundle `index` of a reservation and its other ranks on the
+        following bundles; does not wait for them.
         """
         first = self._actor(InstanceActor, reservation, index).remote(spec)
         ranks = [
@@ -124,7 +124,7 @@ class RayPlacer:
     def get_state(self, handle: ActorHandle) -> InstanceState | None:
         """Returns an instance's state; None while it is unavailable or restarting.
 
-        Also queries the other ranks, so that an actor whose process has ended ends too.
+        Also queries the other ranks, so that actors whose process has ended also end.
         """
         asked = [actor.state.remote() for actor in handle.actors]
         try:
@@ -134,7 +134,7 @@ class RayPlacer:
         return found
 
     def stop(self, handle: ActorHandle, patience_s: float) -> None:
-        """Stops the first rank before the others, which it tells to exit."""
+        """Stops the first rank, which tells the others to exit, and then the others."""
         for actor in handle.actors:
             with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
                 asked = actor.stop.remote(patience_s)

@@ -20,7 +20,7 @@ class RouterAdmin:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     def join(self, url: str) -> int:
-        """Adds a server, or takes back a removed one; returns its number."""
+        """Adds a server, or a removed server again; returns its number."""
         return int(self._request("POST", json={"url": url}).json()["number"])
 
     def leave(self, number: int) -> None:

@@ -1,7 +1,7 @@
 """Computes prompts for other engines, which fetch the blocks from this engine's worker.
 
-Used in one event loop. A peer's prompt is a normal request of this engine, with its priority and
-its tenant's share.
+Used in one event loop. A peer's prompt is a normal request of this engine, with the priority and
+tenant of the original request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PrefillService:
         self._socket: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
         self._prompts: dict[tuple[bytes, str], asyncio.Task[None]] = {}
-        """Prompts that are computed, by the peer's identity and the request's id there."""
+        """Prompts that are being computed, by the peer's identity and the peer's request id."""
         self._encode = msgspec.msgpack.Encoder().encode
         self._requests = msgspec.msgpack.Decoder(FrontRequestMessage)
 
@@ -125,7 +125,9 @@ class PrefillService:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the reason why a prompt was not computed; also logs it if this engine is at fault."""
+    """Returns the reason why a prompt was not computed; also logs it if the error is this
+    engine's.
+    """
     if isinstance(error, OctavoError):
         return error.message
     logger.error("remote prefill for another engine failed", exc_info=error)

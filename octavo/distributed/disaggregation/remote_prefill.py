@@ -1,5 +1,5 @@
-"""Remote prefill: the engines that compute long prompts for this one, and the prompt length from
-which that pays.
+"""Remote prefill: manages the engines that compute long prompts for this one, and computes the
+prompt length from which this is faster.
 
 A prompt is sent to a peer when its request is submitted; the worker then fetches the blocks from
 the peer, by block hash. If a peer declines, fails or is lost, the prompt is computed here. A prompt
@@ -48,10 +48,10 @@ from octavo.utils.secure_sockets import lock_client
 logger = logging.getLogger(__name__)
 
 MAX_PROMPTS = 256
-"""Most prompts that one peer has at once; others are computed here."""
+"""Maximum number of prompts that one peer computes at once; further prompts are computed here."""
 
 REACH_S = 10.0
-"""Seconds after which a peer that was not reached is told of; it is tried on and on."""
+"""Seconds after which an unreachable peer is logged; connecting is retried indefinitely."""
 
 
 @dataclass(slots=True)
@@ -61,14 +61,15 @@ class PrefillPeer:
     address: str
     socket: zmq.asyncio.Socket
     endpoint: str = ""
-    """Endpoints of its ranks' blocks (`address.join_endpoints`); "" while it is not there, or has
-    blocks of other bytes."""
+    """Endpoints of its ranks' blocks (`address.join_endpoints`); "" while it is not connected, or
+    if its blocks have a different layout.
+    """
     tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens of the prompts that it has, by request id."""
+    """Number of tokens of the prompts that it computes, by request id."""
     was_reached: bool = False
     """Whether it has ever answered."""
     asked: dict[str, float] = field(default_factory=dict)
-    """When each prompt was sent that it has not answered yet."""
+    """Send time of each prompt that it has not answered yet."""
 
     @property
     def load(self) -> int:
@@ -95,13 +96,13 @@ class PrefillPeers:
         self._encode = msgspec.msgpack.Encoder().encode
         self._replies = msgspec.msgpack.Decoder(FrontReplyMessage)
         self._cached = CachedHashes()
-        """Names of the blocks in this engine's own prefix cache."""
+        """Hashes of the blocks in this engine's own prefix cache."""
         self.sending_point = RemotePrefillThreshold(
             options.kv_transfer_min_tokens,
             token_bytes=facts.token_bytes,
             max_chunk=max_chunk,
         )
-        """Fewest uncached tokens of a prompt that a peer computes."""
+        """Minimum number of uncached tokens for which a prompt is sent to a peer."""
 
     def start(self) -> None:
         """Starts to connect to the peers, in the running event loop; peers may disconnect and
@@ -195,7 +196,9 @@ class PrefillPeers:
     # -- peers -------------------------------------------------------------------------------------
 
     async def _watch(self, peer: PrefillPeer) -> None:
-        """Greets a peer whenever it connects, and restarts its prompts here when it disconnects."""
+        """Sends a Hello to a peer whenever it connects; when it disconnects, computes its prompts
+        here.
+        """
         events = peer.socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
         )
@@ -282,17 +285,23 @@ def describe_differences(own: dict[str, str], others: dict[str, str]) -> Sequenc
 
 
 UNMEASURED_TOKENS = 256
-"""Fewest tokens that are sent before both rates are known, so that they become known."""
+"""Threshold in tokens until both rates are known: prompts are sent so that the rates can be
+measured.
+"""
 MOST_TOKENS = 1 << 20
-"""Longest prompt that is looked at; where even that is not worth sending, none is."""
+"""Longest prompt that is considered. If sending it is not faster, no prompt is sent."""
 WINDOW_S = 1.0
-"""Seconds of transfers that the link's rate is a mean of; older ones count half, then less."""
+"""Time window for the mean of the link's rate, in seconds; older transfers count half, then
+less.
+"""
 RATE_LIFE_S = 60.0
-"""Seconds without a transfer after which the link's rate is not known any more."""
+"""Seconds without a transfer after which the link's rate counts as unknown."""
 ROUND_TRIPS = 2
-"""Messages to the peer and back before the first block comes: the prompt's and the blocks' own."""
+"""Number of message round trips before the first block arrives: one for the prompt, one for the
+blocks.
+"""
 WEIGHT = 0.2
-"""Weight of the newest round trip in the running mean."""
+"""Weight of the latest round trip in the running mean."""
 
 
 class RemotePrefillThreshold:
@@ -301,7 +310,7 @@ class RemotePrefillThreshold:
     """
 
     def __init__(self, given: int | None, *, token_bytes: float, max_chunk: int) -> None:
-        """`given`: a fixed threshold; None: computed from the rates. `token_bytes`: bytes of a
+        """`given` is a fixed threshold; None: computed from the rates. `token_bytes`: bytes of a
         token in all cache groups. `max_chunk`: maximum number of tokens in a step.
         """
         self._given = given
@@ -312,11 +321,11 @@ class RemotePrefillThreshold:
         self._bytes = self._seconds = 0.0
         """Sums over the transfers of the window."""
         self._moved_at = -math.inf
-        """Moment of the last transfer."""
+        """Time of the last transfer."""
         self._round_trip_s = 0.0
         self._derived: float = UNMEASURED_TOKENS
         self._is_fresh = False
-        """Whether the derived number is that of the rates."""
+        """Whether the threshold has been computed from the current rates."""
 
     def note(self, costs: StepCosts | None, stored: StoredBytes, now: float) -> None:
         """Updates the step costs, if a step reports them, and the totals of received blocks."""
@@ -329,7 +338,7 @@ class RemotePrefillThreshold:
             if self._seconds > WINDOW_S:
                 self._bytes, self._seconds = self._bytes / 2, self._seconds / 2
             self._moved_at, self._is_fresh = now, False
-        self._stored = stored  # which begins again where an engine was replaced
+        self._stored = stored  # the totals restart at 0 if an engine was replaced
 
     def note_round_trip(self, seconds: float) -> None:
         """Records the round-trip time of a message."""
@@ -350,8 +359,8 @@ class RemotePrefillThreshold:
         return self._derived
 
     def _fewest(self) -> float:
-        """Returns the threshold by bisection, since the advantage of sending grows with the number
-        of tokens or never exists.
+        """Finds the threshold by bisection: the advantage of sending grows with the number of
+        tokens, or sending is never faster.
         """
         if not self._is_worth_it(MOST_TOKENS):
             return math.inf

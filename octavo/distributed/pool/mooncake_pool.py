@@ -1,6 +1,6 @@
 """Client of a Mooncake store: a master that locates values, and nodes that store them.
 
-Its traffic is neither encrypted nor authenticated: everyone who reaches the master or a node may
+Its traffic is neither encrypted nor authenticated: anyone who can reach the master or a node can
 read and change values.
 """
 
@@ -20,9 +20,9 @@ from octavo.distributed.transfer.address import parse_address
 
 SCHEME = "mooncake://"
 CONNECT_S = 5.0
-"""Seconds in which the master must accept a connection."""
+"""Timeout for connecting to the master, in seconds."""
 BUFFER_BYTES = 16 << 20
-"""Memory of the client itself."""
+"""Bytes of the client's own buffer."""
 INSTALL = "pip install mooncake-transfer-engine-non-cuda"
 
 
@@ -37,7 +37,7 @@ class StoreValue:
 
 
 class MooncakePool:
-    """Values by key. Any method may raise, which callers treat as a miss."""
+    """Values by key. Any method may raise an exception, which callers treat as a miss."""
 
     def __init__(self, master: str, *, lends_bytes: int, num_replicas: int) -> None:
         """`master`: HOST:PORT. `lends_bytes`: memory that this engine adds to the pool."""
@@ -45,7 +45,7 @@ class MooncakePool:
         host = _own_address(master)
         self._num_replicas = num_replicas
         self._store: Any = store_class()
-        # Metadata server, memory lent and for itself, protocol, devices, master.
+        # metadata server, memory for the pool, own memory, protocol, devices, master
         places = ("P2PHANDSHAKE", lends_bytes, BUFFER_BYTES, "tcp", "", master)
         status = self._store.setup(host, *places)
         if status != 0:
@@ -60,7 +60,7 @@ class MooncakePool:
             raise BackendUnavailable(f"kv_pool: {memory.nbytes:,} bytes cannot be registered")
 
     def put(self, values: Sequence[StoreValue]) -> list[bool]:
-        """Stores values; returns which of them are stored afterwards."""
+        """Stores values; returns for each whether it is in the store afterwards."""
         stored: dict[str, bool] = {}
         for is_pinned in (False, True):
             some = [value for value in values if value.is_pinned is is_pinned]
@@ -72,7 +72,9 @@ class MooncakePool:
         return [stored[value.key] for value in values]
 
     def get(self, values: Sequence[StoreValue]) -> list[bool]:
-        """Reads values of exactly the given sizes; returns which of them were read."""
+        """Reads values, which must have exactly the expected sizes; returns for each whether it was
+        read.
+        """
         if not values:
             return []
         found = self._store.batch_get_into(*_arguments(values))
@@ -124,7 +126,7 @@ def _arguments(values: Sequence[StoreValue]) -> tuple[list[str], list[int], list
 
 
 def _own_address(master: str) -> str:
-    """Returns the address by which this machine reaches the master."""
+    """Returns this machine's address on the network of the master."""
     host, port = parse_address(master, name="kv_pool")
     try:
         with socket.create_connection((host, port), CONNECT_S) as connection:

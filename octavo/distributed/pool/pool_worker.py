@@ -1,10 +1,10 @@
 """Worker half of a prefix cache shared by several engines: blocks in slots of host memory, backed
 by a `MooncakePool`.
 
-Owns the slots' memory and two threads: one reads from the store, one writes to it, several blocks
-at a time. A value has the format of `block_file.py` and is verified when it is read. Any failure is
-a miss; after a failed write, or after a slow read that failed, the store is not written or read for
-a while.
+Owns the slots' memory and two threads: one reads from the store and one writes to it, each several
+blocks at a time. A value has the format of `block_file.py` and is verified when it is read. Any
+failure is a miss; after a failed write, or after a slow read that failed, the store is not written
+or read for a while.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from octavo.worker.kv_connectors.checksum import CHECKSUM, get_checksum
 logger = logging.getLogger(__name__)
 
 OVERDUE_S = 5.0
-"""Seconds after which a request that waits for the store computes instead."""
+"""Seconds after which a request that waits for the store is computed instead."""
 PAUSE_S = 30.0
 """Pause in seconds after a failed write."""
 READ_PAUSE_S = 5.0
 """Pause in seconds after a slow read that failed."""
 LONG_S = 0.5
-"""Seconds from which a read counts as slow."""
+"""Duration in seconds from which a read counts as slow."""
 CLOSE_S = 3.0
 """Seconds for which each thread may continue after the engine has closed."""
 MAX_BATCH = 32
-"""Blocks read or written together."""
+"""Number of blocks read or written together."""
 HEADER_BYTES = 1024
 """Maximum size of a block's header; blocks with a larger one are not stored."""
 
@@ -66,13 +66,13 @@ class PoolWorker:
         self._prefix = f"{fingerprint.hex()[:32]}/"
         self._report = ConnectorReport()
         self._changed = threading.Condition()
-        """Guards the report and pending blocks; notified when something is added."""
+        """Condition for the report and pending blocks; notified when something is added."""
         self._fetching: dict[BlockHashWithGroupId, float] = {}
         """Start of each fetch that is not overdue, on the monotonic clock."""
         self._num_under_way = 0
         self._num_damaged = self._num_write_errors = 0
         self.writes_from = self.reads_from = 0.0
-        """Times on the monotonic clock from which the store is written and read again."""
+        """Times on the monotonic clock until which the store is not written or read."""
         self._pins: dict[BlockHashWithGroupId, float] = {}
         """Times until which blocks are pinned, in seconds since 1970."""
         largest = max(shape.block_bytes for shape in shapes) + HEADER_BYTES
@@ -174,7 +174,9 @@ class PoolWorker:
         return int(self._slots[block.group].shape[1])
 
     def _take(self, block: SlotBlock, data: NDArray[np.uint8]) -> bool:
-        """Copies a value's block into its slot; False if it is another block, or damaged."""
+        """Copies a value's block into its slot; returns False if it is a different block or
+        damaged.
+        """
         header, end = self._header(block), len(data) - CHECKSUM.size
         (checksum,) = CHECKSUM.unpack(data[end:].tobytes())
         if data[: len(header)].tobytes() != header or get_checksum(data[:end]) != checksum:
@@ -233,8 +235,8 @@ DoBlocks = Callable[[Sequence[SlotBlock], NDArray[np.uint8]], None]
 
 
 class _BatchThread:
-    """A thread that processes as many queued blocks at a time as it has buffers for; calls are
-    queued with them.
+    """A thread that processes queued blocks in batches, each as large as its number of buffers;
+    function calls can be queued too.
     """
 
     def __init__(self, name: str, do: DoBlocks, places: NDArray[np.uint8]) -> None:

@@ -77,8 +77,8 @@ class RouterRoutes:
         return JSONResponse({"object": "list", "data": shown})
 
     async def join(self, request: Request) -> Response:
-        """Adds the server with the body's `url`, or takes it back; operators only. Returns after
-        the first health check.
+        """Adds the server with the body's `url`, also if it was removed before; operators only.
+        Returns after the first health check.
         """
         require_router_operator(request, self._roster.server_settings)
         try:

@@ -1,8 +1,8 @@
 """Follows the KV events of a server, and tracks which blocks it has cached.
 
-Each engine numbers its batches. Missed batches are replayed. If a gap is too old, after a restart
-of the engine, and at each new connection, a snapshot is read. Source of the format: vLLM's KV
-events.
+Each engine numbers its batches. Missed batches are replayed. A snapshot is read if missed batches
+are too old, after a restart of the engine, and at each new connection. Source of the format: vLLM's
+KV events.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KvFeed:
         self._context = context
         self._secret = secret
         self._held: set[bytes] = set()
-        """Block hashes of this engine, removed when its cache is cleared."""
+        """Block hashes of this engine; cleared together with its cache."""
         self._next: int | None = None
         """Number of the next batch; None before the first."""
         self._epoch = b""
@@ -87,8 +87,8 @@ class KvFeed:
             self._clear()
 
     async def _resync(self, replay: str | None) -> None:
-        """Reads the current blocks after a connection was established: another engine may have the
-        same address now.
+        """Reads the current blocks after a connection was established, because the address may now
+        belong to another engine.
         """
         self._next = None
         if replay is not None:
@@ -138,7 +138,9 @@ class KvFeed:
             self._next = number
 
     async def _request_batches(self, replay: str, wanted: bytes) -> list[Batch]:
-        """Returns the numbered batches of a reply and stores its epoch; [] after a timeout."""
+        """Returns the numbered batches of a reply and stores its epoch; returns [] after a
+        timeout.
+        """
         socket = self._context.socket(zmq.DEALER)
         lock_client(socket, self._secret)
         found: list[Batch] = []

@@ -85,7 +85,7 @@ class Member:
     """Failed checks and requests since it was last healthy for STABLE_S."""
     well_since_s: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its breaker opens, so that it is checked at once."""
+    """Event that is set when its circuit breaker opens, so that it is checked at once."""
 
     @property
     def url(self) -> str:
@@ -105,7 +105,7 @@ class Member:
         return model is None or not self.models or model in self.models
 
     def record_failure(self, reason: str) -> None:
-        """Opens the breaker: it gets no requests until a check succeeds."""
+        """Opens the circuit breaker: the server gets no requests until a check succeeds."""
         if self.is_well and time.monotonic() - self.well_since_s > STABLE_S:
             self.num_failures = 0
         self.num_failures += 1
@@ -113,7 +113,7 @@ class Member:
         self.changed.set()
 
     def record_success(self) -> bool:
-        """Closes the breaker; returns whether it was open."""
+        """Closes the circuit breaker; returns whether it was open."""
         was_open = not self.is_well
         if was_open:
             self.well_since_s = time.monotonic()
@@ -163,7 +163,7 @@ class Members:
 
     @property
     def has_events(self) -> bool:
-        """Whether some server publishes KV events, so that prompts should be tokenized."""
+        """Whether any server publishes KV events, so that prompts should be tokenized."""
         return any(member.capabilities.kv_events is not None for member in self._members)
 
     def is_adapter(self, model: str | None) -> bool:
@@ -238,7 +238,7 @@ class HealthCheck:
         except (UpstreamLost, TimeoutError) as error:
             reason = str(error) or f"no response within {self._settings.health_timeout_s:g} s"
             if not member.is_well:
-                # Twice in a row: what has not been answered is asked of another server.
+                # After two failures in a row, requests without a response move to another server.
                 member.client.abort_waiting(reason)
             member.record_failure(reason)
             return
@@ -254,8 +254,8 @@ class HealthCheck:
         member.record_success()
 
     async def _pause(self) -> None:
-        """Waits until the next check: not at all after a first failure, longer after each further
-        one.
+        """Waits until the next check: not at all after a first failure, then longer after each
+        further failure.
         """
         member, interval = self._member, self._settings.health_interval_s
         member.changed.clear()

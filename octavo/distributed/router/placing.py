@@ -15,7 +15,7 @@ from octavo.engine.routing.policies import ROUTING_POLICIES, RoutingPolicyName, 
 from octavo.engine.routing.router import Router
 
 MAX_KEPT = 100_000
-"""Maximum number of stored responses with a known server."""
+"""Maximum number of stored responses whose server is remembered."""
 MAX_ID_CHARACTERS = 256
 """Maximum length of a stored response's id."""
 
@@ -35,7 +35,7 @@ class PlacedRequest:
         member.num_running += 1
 
     def record_tokens(self, num_tokens: int) -> None:
-        """Records output tokens; the first ones mean that the prompt has been computed."""
+        """Records output tokens; the first call means that the prompt has been computed."""
         self._router.record_tokens(self._name, num_tokens, time.monotonic())
 
     def end(self) -> None:
@@ -68,7 +68,7 @@ class Placer:
         return self.assign(self.router.choose(job, candidates, time.monotonic()), job)
 
     def assign(self, index: int, job: RoutingJob) -> PlacedRequest:
-        """Assigns a request to a given server."""
+        """Assigns a request to the server `index`."""
         return PlacedRequest(self, self._members[index], str(next(self._numbers)), job, index)
 
     def get_least_busy(self, tried: set[int], model: str | None = None) -> int | None:
@@ -79,9 +79,7 @@ class Placer:
         return min(candidates, key=lambda index: self._members[index].num_running, default=None)
 
     def get_owner_server(self, sender: bytes) -> int:
-        """Returns the server that stores a client's files and batches, whether it is healthy or
-        not.
-        """
+        """Returns the server that stores a client's files and batches, even if it is unhealthy."""
 
         def rank(index: int) -> bytes:
             return get_session_score(sender, self._members[index].target.label)

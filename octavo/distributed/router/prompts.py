@@ -1,9 +1,9 @@
-"""Extracts from a request what routing needs: the model, the prompt's length and hashes of its
-prefixes.
+"""Extracts the data that routing needs from a request: the model, the prompt's length and hashes of
+its prefixes.
 
-The hashes are those of KV blocks if the token ids are known: given in the request, or tokenized by
-a server if some server publishes KV events. Otherwise chunks of the text are hashed. A wrong or
-missing hash affects only speed.
+If the token ids are known, these are KV block hashes. Token ids are in the request, or a server
+tokenizes the prompt if any server publishes KV events. Otherwise chunks of the text are hashed. A
+wrong or missing hash affects only speed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SESSION_BYTES = 1024
 DEFAULT_BLOCK_SIZE = 16
 """Block size if no server reports it."""
 TOKENIZE_TIMEOUT_S = 2.0
-"""Timeout of tokenizing a prompt, in seconds; after it the text is hashed instead."""
+"""Timeout for tokenizing a prompt, in seconds, after which the text is hashed instead."""
 LEADING_FIELDS = ("tools", "functions", "system", "instructions")
-"""Fields that chat templates write before the messages."""
+"""Fields that chat templates render before the messages."""
 PROMPT_FIELDS = ("messages", "prompt", "input", "content", "message")
 CHAT_FIELDS = (
     "messages",
@@ -57,12 +57,12 @@ Fields = Mapping[str, msgspec.Raw]
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A parsed request, as far as routing needs it."""
+    """The parts of a request that routing needs."""
 
     job: RoutingJob
     model: str | None = None
     response_id: str | None = None
-    """Stored response that it continues, which only one server has."""
+    """Id of the stored response that the request continues; only one server has it."""
 
 
 class PromptReader:
@@ -116,7 +116,7 @@ class PromptReader:
         return RoutingJob(num_tokens, names, HASHED_BYTES // BYTES_PER_TOKEN, session)
 
     async def _tokens(self, path: str, fields: Fields) -> list[int] | None:
-        """Returns the prompt's token ids (those of the first prompt, if there are several); None if
+        """Returns the token ids of the prompt, or of the first prompt if there are several; None if
         they are unknown.
         """
         given = fields.get("prompt")
@@ -196,8 +196,8 @@ def _text(fields: Fields, name: str) -> str | None:
 
 
 def _ids(prompt: msgspec.Raw) -> list[int] | None:
-    """Returns token ids, those of the first prompt if there are several; None if the prompt is
-    text.
+    """Returns the token ids of the prompt, or of the first prompt if there are several; None if the
+    prompt is text.
     """
     found: list[int] = []
     try:

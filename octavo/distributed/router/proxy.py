@@ -45,13 +45,13 @@ from octavo.server.state.request_record import get_record
 class ServerChoice(Enum):
     """How the server of a request is selected.
 
-    A path that is not in the table must be requested from the server itself.
+    Paths that are not in the table are not forwarded; clients must send them to a server directly.
     """
 
     POLICY = auto()
     """Chosen by the routing policy, for generation and pooling requests."""
     ANY = auto()
-    """Any healthy server: all respond alike."""
+    """Any healthy server; all give the same response."""
     OWNER = auto()
     """The server that stores the client's files and batches."""
     RESPONSE = auto()
@@ -101,12 +101,12 @@ def get_server_choice(method: str, path: str) -> ServerChoice | None:
 
 
 SERVER_HEADER = b"x-octavo-server"
-"""Response header with the number of the server."""
+"""Response header that contains the server's number."""
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer"
     b" transfer-encoding upgrade host content-length expect date server".split()
 )
-"""Headers of a single connection, which are not forwarded."""
+"""Headers that concern a single connection and are not forwarded."""
 RETRIED_STATUSES = frozenset({429, 503})
 """Statuses after which another server is tried."""
 CACHED_TOKENS = re.compile(rb'"cached_tokens": ?(\d+)')
@@ -118,7 +118,7 @@ SERVER_GONE = Unavailable(
 
 @dataclass(slots=True)
 class ForwardedRequest:
-    """A request with everything that is needed to send it, possibly several times."""
+    """A request with all the data needed to send it, possibly several times."""
 
     choice: ServerChoice
     upstream: UpstreamRequest
@@ -265,7 +265,7 @@ class RouterProxy:
             assert wanted is not None, "it is in the path or the body"
             index = await self._placer.find_stored_response(wanted, request.upstream.headers)
             if index is None:
-                index = self._placer.get_least_busy(tried)  # it says that there is no such thing
+                index = self._placer.get_least_busy(tried)  # it reports that it does not exist
         return None if index is None else self._placer.assign(index, job)
 
     async def _read_refusal(self, answer: UpstreamResponse, placement: PlacedRequest) -> Response:
@@ -307,7 +307,7 @@ class RouterProxy:
                 placement.member.record_failure(str(error))
                 self._counts.add("broken_answers", number)
             if not is_stream:
-                return  # the connection is closed before the answer's end, which clients notice
+                return  # closing the connection early lets clients notice the incomplete response
             part = _last_event(scope, fault)
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

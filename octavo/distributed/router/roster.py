@@ -19,7 +19,7 @@ from octavo.engine.routing.router import Router
 from octavo.server.settings import ServerSettings
 
 MAX_SERVERS = 256
-"""Maximum number of servers, removed ones included."""
+"""Maximum number of servers, including removed ones."""
 WAIT_S = 0.05
 """Interval at which a draining server is checked, in seconds."""
 
@@ -35,14 +35,14 @@ class Roster:
         self._monitor = monitor
         self._settings = settings
         self._leaving: dict[int, asyncio.Task[None]] = {}
-        """Tasks that wait for the end of a draining server's requests, by its number."""
+        """Tasks that wait until a draining server has no requests, by the server's number."""
 
     @property
     def server_settings(self) -> ServerSettings:
         return self._settings.server
 
     async def join(self, url: str) -> int:
-        """Adds a server, or takes back a removed one, and checks it once; returns its number."""
+        """Adds a server, or a removed server again, and checks it once; returns its number."""
         try:
             url = normalize_server_url(url)
         except ConfigError as error:
@@ -75,8 +75,8 @@ class Roster:
         return number
 
     def leave(self, number: int) -> int:
-        """Drains a server, and removes it when it has no requests, at the latest after the router's
-        shutdown timeout.
+        """Drains a server and removes it when it has no requests, or after the router's shutdown
+        timeout.
         """
         self.drain(number)
         if self._member(number).standing != "gone" and number not in self._leaving:

@@ -1,6 +1,7 @@
 """Runs `octavo route`: listens, checks the servers, and routes until it is stopped.
 
-A stop drains: /health returns 503, new requests are rejected, and running ones may finish.
+Stopping drains the router: /health returns 503, new requests are rejected, and running ones may
+finish.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """HTTP/1.1 client of one server: a pool of connections with streamed responses.
 
-An asyncio protocol that parses with httptools, as the server does; docs/decisions/0037 compares it
+An asyncio protocol that parses with httptools, like the server; docs/decisions/0037 compares it
 with httpx2. At most `MAX_AHEAD_BYTES` are buffered; if the reader is slow, the connection is
 paused.
 """
@@ -20,7 +20,7 @@ import httptools
 from octavo.config.server_url import parse_server_url
 
 MAX_AHEAD_BYTES = 256 << 10
-"""Bytes of a response that are buffered before its connection stops reading."""
+"""Number of buffered bytes of a response at which its connection stops reading."""
 MAX_IDLE_S = 2.0
 """Maximum age of a reused idle connection; uvicorn closes them after 5 s."""
 MAX_IDLE_CONNECTIONS = 256
@@ -57,7 +57,7 @@ class UpstreamRequest:
     body: bytes = b""
 
     def encode(self, host: bytes, prefix: str) -> bytes:
-        """Returns the bytes of the request; `prefix` is put before the path."""
+        """Returns the bytes of the request; `prefix` is prepended to the path."""
         length = b"Content-Length: %d\r\n" % len(self.body)
         has_body = bool(self.body) or self.method not in ("GET", "HEAD", "DELETE")
         lines = [
@@ -119,7 +119,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None:
-            self.abort()  # nothing was asked
+            self.abort()  # no request is pending
             return
         try:
             self._parser.feed_data(data)
@@ -184,9 +184,9 @@ class UpstreamResponse:
         self.headers: HeaderList = []
         """Headers in order, names in lower case."""
         self.is_complete = False
-        """Whether it has arrived completely."""
+        """Whether the response has arrived completely."""
         self.is_cancelled = False
-        """Whether the request was aborted here."""
+        """Whether the router aborted the request."""
         self.connection = connection
         self._loop = loop
         self._parts: deque[bytes] = deque()
@@ -300,12 +300,12 @@ class UpstreamClient:
                 return await self._start(connection, answer)
             except UpstreamLost:
                 if answer.status or answer.is_cancelled:
-                    raise  # it had begun to answer, or has stood still for too long
+                    raise  # the response had begun, or the connection was idle for too long
         connection = await self._connect()
         return await self._start(connection, connection.start(data))
 
     async def fetch(self, method: str, target: str, body: bytes = b"") -> tuple[int, bytes]:
-        """Sends a request of the router itself; returns the status and the whole body."""
+        """Sends a request of the router itself; returns the status and the complete body."""
         headers = [(b"User-Agent", b"octavo")]
         if body:
             headers.append((b"Content-Type", b"application/json"))

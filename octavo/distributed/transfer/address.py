@@ -16,7 +16,7 @@ def parse_address(text: str, *, name: str) -> tuple[str, int]:
     invalid.
     """
     host, _, port = text.removeprefix("tcp://").rpartition(":")
-    # The port above it is the blocks'.
+    # The next port is used for blocks.
     if not host or not port.isdecimal() or not 0 < int(port) < MAX_PORT:
         raise ConfigError(
             f"{name}: got {text!r}, expected HOST:PORT with a port of 1 to 65534, such as"
@@ -41,9 +41,7 @@ def split_endpoints(text: str) -> list[str]:
 
 
 def check_ports(port: int, num_ranks: int, *, name: str) -> None:
-    """Raises ConfigError if there are fewer ports above the address than ranks, each of which needs
-    one.
-    """
+    """Raises ConfigError if there are not enough port numbers above `port`: each rank needs one."""
     if port + num_ranks > MAX_PORT:
         raise ConfigError(
             f"{name}: got the port {port}, expected at most {MAX_PORT - num_ranks}: each of"
@@ -67,11 +65,13 @@ class TransferAddresses:
     """Addresses at which a worker sends blocks, and how it fetches them."""
 
     fingerprint: bytes
-    """Digest of everything that a block's bytes depend on."""
+    """Digest of everything that determines a block's bytes."""
     listen: str | None
-    """Endpoint at which other engines fetch this rank's; None where this one only fetches."""
+    """Endpoint at which other engines fetch this rank's blocks; None if this engine only
+    fetches.
+    """
     secret: str | None
     timeout_s: float
-    """Seconds for which a block is waited for."""
+    """Seconds after which waiting for a block times out."""
     max_bytes: int
-    """Most bytes of blocks kept for others."""
+    """Maximum number of bytes of blocks kept for other engines."""

@@ -49,7 +49,7 @@ from octavo.utils.secure_sockets import lock_client
 from octavo.worker.kv_connectors.checksum import get_checksum
 
 LEAST_GAP_S = 1e-6
-"""Lower bound on the seconds between two parts."""
+"""Lower bound for the seconds between two parts."""
 
 
 class ByteCover:
@@ -82,14 +82,14 @@ SILENCE_S = 3.0
 RENEWAL_S = LEASE_S / 3
 """Seconds between renewals of leases of blocks that are still to be read."""
 READER_CLOSE_S = 1.0
-"""Seconds in which the reader must end."""
+"""Timeout for the reader's end, in seconds."""
 NO_HEADS: Span = (0, 0)
-"""Heads of a cache group of which nothing is requested."""
+"""Empty range of heads, for cache groups of which nothing is requested."""
 
 
 @dataclass(slots=True, eq=False)
 class ArrivingPiece:
-    """A block's heads from one rank of another engine, while they are received."""
+    """Some heads of a block, from one rank of another engine, while they are received."""
 
     epoch: int
     """Epoch of the request."""
@@ -98,7 +98,7 @@ class ArrivingPiece:
     cover: ByteCover = field(default_factory=ByteCover)
     """Bytes received so far."""
     is_read: bool = False
-    """Whether a mover writes to the slot, which is reserved until it has ended."""
+    """Whether a mover is writing to the slot; the slot is reserved until the mover has finished."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,11 +109,11 @@ class ArrivingBlock:
     until: float
     """Deadline on the monotonic clock."""
     heads: list[Span]
-    """Heads of each of its pieces."""
+    """Heads of each piece of the block."""
     missing: dict[str, ArrivingPiece] = field(default_factory=dict)
     """Pieces that have not arrived, by endpoint of their rank."""
     is_dropped: bool = False
-    """Whether the block is discarded once its movers have ended."""
+    """Whether the block is discarded once its movers have finished."""
 
 
 class BlockFetcher:
@@ -140,7 +140,7 @@ class BlockFetcher:
         self._sources: dict[str, zmq.Socket[bytes]] = {}
         """Sockets to the engines that blocks are fetched from, by address."""
         self._heard: dict[str, float] = {}
-        """Time of each one's last message, or of the first request to it."""
+        """Time of the last message from each engine, or of the first request to it."""
         self._arriving: dict[BlockHashWithGroupId, ArrivingBlock] = {}
         self._epoch = 0
         """Epoch of the newest request."""
@@ -164,7 +164,7 @@ class BlockFetcher:
     # -- what the scheduler half wants -------------------------------------------------------------
 
     def ask(self, source: str, blocks: Sequence[SlotBlock]) -> None:
-        """Requests blocks from the ranks of another engine with the endpoints `source`."""
+        """Requests blocks from the ranks of another engine, whose endpoints are `source`."""
         endpoints = split_endpoints(source)
         try:
             pieces = [
@@ -197,7 +197,7 @@ class BlockFetcher:
     def _ask_rank(
         self, endpoint: str, blocks: Sequence[SlotBlock], heads: Mapping[int, Span]
     ) -> None:
-        """Requests from one rank its pieces of blocks."""
+        """Requests one rank's pieces of blocks."""
         if not any(endpoint in one.missing for one in self._arriving.values()):
             self._heard[endpoint] = time.monotonic()
         for block in blocks:
@@ -212,7 +212,7 @@ class BlockFetcher:
         self._send(endpoint, message)
 
     def cancel(self, names: Sequence[BlockHashWithGroupId]) -> None:
-        """Cancels fetches, here and at the other engine, unless they have ended."""
+        """Cancels fetches that have not ended, here and at the other engine."""
         by_source: defaultdict[str, list[BlockHashWithGroupId]] = defaultdict(list)
         for name in dict.fromkeys(names):
             for source in self._arriving[name].missing if name in self._arriving else ():
@@ -225,7 +225,7 @@ class BlockFetcher:
         try:
             self._socket_to(source).send(self._encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            pass  # the message is lost, as the peer's silence will say
+            pass  # the message is lost; the peer's silence is detected later
         except zmq.ZMQError as error:
             self._lose(source, f"it cannot be reached: {error}")
 
@@ -377,8 +377,8 @@ class BlockFetcher:
     # -- what does not come ------------------------------------------------------------------------
 
     def note_time(self, now: float) -> None:
-        """Ends fetches that time out, and those from silent engines. An engine whose memory is read
-        may be silent: the mover detects its end.
+        """Ends fetches that time out, and those from silent engines. An engine whose memory is
+        being read may be silent; the mover detects if it ends.
         """
         self._end([name for name, one in self._arriving.items() if one.until <= now])
         missing = [item for one in self._arriving.values() for item in one.missing.items()]
@@ -426,18 +426,18 @@ class BlockFetcher:
 
 
 class LinkMeter:
-    """Sums of received bytes and of the seconds for them.
+    """Sums of received bytes and of the time for receiving them.
 
-    Each part of a block has a flag for whether another one was queued after it. If so, the time
-    until the next part is spent on the link; otherwise it may be the sender's and is not
-    counted.
+    Each part of a block has a flag for whether the sender has queued another part. If so, the time
+    until the next part counts as transfer time; otherwise the sender may have been waiting, and the
+    time is not counted.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self.seconds = 0.0
         self._before: dict[str, float] = {}
-        """Arrival time of the last part of each source, if another one was queued after it."""
+        """Arrival time of the last part from each source, if the source had queued another one."""
 
     def note(self, source: str, num_bytes: int, now: float, *, has_more: bool) -> None:
         """Records a part that arrived from a source at the time `now`."""

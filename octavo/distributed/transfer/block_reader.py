@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class PieceKey(NamedTuple):
-    """Digest of a block and the endpoint of the rank that has it, or some of its heads."""
+    """Hash of a block, and the endpoint of the rank that has the block or some of its heads."""
 
     block: BlockHashWithGroupId
     source: str
@@ -51,9 +51,9 @@ class BlockReader:
         self._done: deque[tuple[PieceKey, bool]] = deque()
         self._num_under_way = 0
         self._dropped: set[PieceKey] = set()
-        """Cancelled blocks, until their results are taken."""
+        """Cancelled blocks whose results have not been collected."""
         self._rates: deque[tuple[int, float]] = deque()
-        """Bytes and seconds of each complete read."""
+        """Bytes and duration in seconds of each complete read."""
         self._thread = threading.Thread(target=self._run, name="octavo-kv-read", daemon=True)
         self._thread.start()
 
@@ -111,7 +111,7 @@ class BlockReader:
             self._read([block for block in batch if block.name not in left_out])
 
     def _read(self, batch: Sequence[OfferedPiece]) -> None:
-        """Reads blocks and verifies each while it is in the CPU's caches."""
+        """Reads blocks and verifies each one at once, while it is in the CPU's caches."""
         if not batch:
             return
         wanted = [RemoteBytes(block.address, block.memory) for block in batch]

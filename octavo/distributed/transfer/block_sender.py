@@ -1,9 +1,9 @@
 """Sender of a transfer channel: serves other engines' requests from a `SendBuffer`, leases memory
 that a mover reads, and sends the layers of blocks that are being computed.
 
-A peer requests blocks by hash, often before they are computed, and waits. It requests all heads of
-this rank or a piece of them; a piece is cut out when it is sent, and always sent in messages. Used
-by the thread of `transfer_worker.py`.
+A peer requests blocks by hash, often before they are computed, and waits. A peer requests all heads
+of this rank, or a piece of them. A piece is copied when it is sent, and always sent in messages.
+Used by the thread of `transfer_worker.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from octavo.worker.kv_connectors.checksum import get_checksum
 logger = logging.getLogger(__name__)
 
 PARTS_IN_TURN = 16
-"""Messages sent to one peer before the next one's turn."""
+"""Number of messages sent to one peer before the next peer's turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class LeavingPart:
     epoch: int
 
     def frames(self, *, more: bool) -> tuple[BlockPart, Any]:
-        """Returns the message and its bytes; `more`: another one follows."""
+        """Returns the message and its bytes; `more` means that another one follows."""
         part = _view(self.data)[self.offset : self.offset + PART_BYTES]
         size, checksum = len(self.data), get_checksum(part)
         return BlockPart(self.name, size, self.offset, checksum, self.epoch, more), part
@@ -70,7 +70,7 @@ class LeavingPart:
 
 @dataclass(frozen=True, slots=True)
 class LeavingPiece:
-    """Some heads of a block to cut out and send."""
+    """Some heads of a block, to be copied and sent."""
 
     name: BlockHashWithGroupId
     data: bytes | None
@@ -90,7 +90,7 @@ class LeavingLayers:
     epoch: int
 
     def frames(self, *, more: bool) -> tuple[LayerPart, Any]:
-        """Returns the message and its bytes; `more`: another one follows."""
+        """Returns the message and its bytes; `more` means that another one follows."""
         data = self.data.reshape(-1).data
         return LayerPart(self.names, self.offset, get_checksum(data), self.epoch, more), data
 
@@ -125,7 +125,7 @@ class BlockSender:
         self._stream: LayerStream | None = None
         """Blocks that are being computed."""
         self._num_sent: dict[tuple[Ask, BlockHashWithGroupId], int] = {}
-        """Number of layers sent for each request of the stream's blocks."""
+        """Number of layers sent so far, for each request for the stream's blocks."""
         self._streamed: set[BlockHashWithGroupId] = set()
         """Blocks sent by layers, until they are buffered or their prompt has finished."""
         self._requests = msgspec.msgpack.Decoder(WorkerRequestMessage)
@@ -183,7 +183,7 @@ class BlockSender:
         stream = self._stream
         if stream is None:
             return
-        is_last = stream.is_over  # what has been copied by then is all there will be
+        is_last = stream.is_over  # no more layers will be copied after that
         stream.copy_written()
         for group in stream.groups.values():
             self._send_group(group, len(group.layers))
@@ -248,7 +248,7 @@ class BlockSender:
             self._answer(peer, message)
 
     def _refusal(self, message: WantBlocks) -> str:
-        """Returns why a peer is rejected; "" if it is not."""
+        """Returns the reason for rejecting a peer; "" if it is accepted."""
         if message.fingerprint != self._ends.fingerprint:
             return "this engine's blocks have other bytes: model, options or versions differ"
         if len(message.heads) != len(self._heads.groups):
@@ -383,7 +383,9 @@ def _view(data: BlockData) -> memoryview:
 def _make_arena(
     mover: BlockTransport, slots: Sequence[NDArray[np.uint8]], ends: TransferAddresses
 ) -> BlockArena | None:
-    """Registers the slots, and the memory that others may read blocks from."""
+    """Registers the slots and the memory from which other engines read blocks. Returns None if
+    blocks are sent in messages.
+    """
     for group in slots:
         mover.register(group.reshape(-1))
     if ends.listen is None:
@@ -394,12 +396,12 @@ def _make_arena(
 
 
 class BlockArena:
-    """Slots of `place_bytes` each in one array."""
+    """Slots of `place_bytes` bytes each, in one array."""
 
     def __init__(self, num_bytes: int, place_bytes: int) -> None:
         num_places = max(1, num_bytes // place_bytes)
         self.memory: NDArray[np.uint8] = np.empty(num_places * place_bytes, np.uint8)
-        """The array, whose pages use no memory until they are written."""
+        """The array of all slots; pages use no memory until they are written."""
         self._place_bytes = place_bytes
         self._free = list(range(num_places - 1, -1, -1))
 

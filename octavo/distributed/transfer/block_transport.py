@@ -1,8 +1,8 @@
 """Interface of transports that read blocks from another engine's memory.
 
 Messages over ZeroMQ contain the address of a block; a transport (mover) transfers its bytes. Only
-the reader knows when a read has finished, and its slots are reserved until then, so no late bytes
-can be written to them.
+the reader knows when a read has finished. It reserves the slots until then, so late bytes cannot
+overwrite other blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 PIECE_BYTES = 1 << 20
-"""Most bytes of one piece of a read: a single large one reaches a fraction of the rate."""
+"""Maximum number of bytes of a piece of a read: one large read reaches only a fraction of the
+rate.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class BlockTransport(Protocol):
 
     @property
     def session(self) -> str:
-        """Name by which other engines' movers connect to this one."""
+        """Name that other engines' movers use to connect to this one."""
         ...
 
     def register(self, memory: NDArray[np.uint8]) -> None:

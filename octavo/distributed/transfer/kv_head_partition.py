@@ -1,4 +1,4 @@
-"""Partition of the KV heads over the ranks of an engine, and the bytes of a block of each rank.
+"""Partition of KV heads over the ranks of an engine, and the layout of each rank's blocks.
 
 Two engines with different partitions exchange pieces of blocks: adjacent heads that one rank of the
 sender has and one of the receiver needs. A piece has the layout of a block with just these heads.
@@ -19,7 +19,7 @@ from octavo.program.program import CacheGroup, Span
 
 
 class HeadPiece(NamedTuple):
-    """Adjacent KV heads of one cache group on one rank, numbered over the whole model."""
+    """Adjacent KV heads of one cache group on one rank, with indices in the complete model."""
 
     rank: int
     heads: Span
@@ -27,10 +27,10 @@ class HeadPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupHeads:
-    """KV heads of one cache group of the whole model."""
+    """KV heads of one cache group of the complete model."""
 
     num_heads: int
-    """Number of KV heads that are partitioned; 1 if every rank has the whole group."""
+    """Number of KV heads that are partitioned; 1 if every rank stores the complete group."""
     rows: tuple[HeadRows, ...]
     """Layout of a block's bytes by head."""
 
@@ -69,7 +69,7 @@ class GroupHeads:
 
 @dataclass(frozen=True, slots=True)
 class KVHeadPartition:
-    """The KV heads of every cache group that one rank holds."""
+    """The KV heads that one rank stores, for every cache group."""
 
     groups: tuple[GroupHeads, ...]
     rank: int = 0
@@ -84,7 +84,7 @@ class KVHeadPartition:
         rank: int = 0,
         num_ranks: int = 1,
     ) -> KVHeadPartition:
-        """Builds the partition of a rank from its layouts and the whole model's cache groups."""
+        """Builds the partition of a rank from its layouts and the complete model's cache groups."""
         found = []
         for layout, group in zip(layouts, groups, strict=True):
             num_heads = 1 if group.kind == "state" else group.num_kv_heads
@@ -145,7 +145,7 @@ class KVHeadPartition:
 
     def get_piece_slice(self, group: int, heads: Span) -> slice:
         """Returns the bytes of a block in which a piece is stored until all pieces have arrived:
-        one after the other.
+        one after another.
         """
         first, size = self.span(group)[0], self.groups[group].head_bytes
         return slice((heads[0] - first) * size, (heads[1] - first) * size)

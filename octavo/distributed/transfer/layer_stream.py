@@ -1,8 +1,8 @@
 """Sends the blocks that a step fills layer by layer while the step is computed.
 
-Each layer is copied after the step has counted its write, by the sending thread or, at the end of
-the step, by the computing one. If a step fails or is computed again, the stream lacks its last
-layers; its blocks are then sent as a whole later, or not at all.
+A layer is copied once the step has counted its write: by the sending thread or, at the end of the
+step, by the computing thread. If a step fails or is recomputed, the stream lacks its last layers;
+its blocks are then sent completely later, or not at all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StreamedLayer:
 
 @dataclass(slots=True)
 class StreamedGroup:
-    """The blocks of one cache group, and those of their layers that have been copied."""
+    """The blocks of one cache group, and the layers that have been copied so far."""
 
     blocks: list[StreamedBlock]
     num_layers: int
@@ -41,7 +41,7 @@ class LayerStream:
     """The layers of one step's blocks. Two threads may use it."""
 
     def __init__(self, blocks: Sequence[StreamedBlock], layers: KvLayers) -> None:
-        """`blocks`: blocks that the starting step fills."""
+        """`blocks` are the blocks that the step fills."""
         self._layers = layers
         self._step = layers.written[0] + 1
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class LayerStream:
     def _copy(self) -> None:
         step, num_written = self._layers.written
         if step != self._step:
-            return  # it has not begun, or the rows are computed again in another one
+            return  # the step has not begun, or its rows are recomputed in another step
         for group, layer in self._layers.writes[self._num_copied : num_written]:
             if found := self.groups.get(group):
                 ids = [block.block_id for block in found.blocks]

@@ -1,9 +1,9 @@
 """Lets other engines read registered memory over plain TCP connections.
 
-A reader sends a token that it received in a message, and then any number of requests for ranges of
-addresses; the raw bytes follow in the requested order. Ranges outside of registered memory end the
-connection. One thread accepts, and each connection has its own. Nothing is encrypted: engines that
-share a secret send blocks in messages instead.
+A reader sends a token that it received in a message, and then any number of requests for address
+ranges. The server sends the raw bytes in the requested order. A range outside registered memory
+ends the connection. One thread accepts connections; each connection has its own thread. Nothing is
+encrypted: engines that share a secret send blocks in messages instead.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 TOKEN_BYTES = 16
 COUNT = struct.Struct("<I")
-"""Number of ranges, which precedes them."""
+"""Format of the number of ranges, which precedes the ranges."""
 RANGE = struct.Struct("<QQ")
-"""An address and a number of bytes."""
+"""Format of a range: an address and a number of bytes."""
 MAX_RANGES = 4096
 """Largest number of ranges per request."""
 MAX_READERS = 64
@@ -35,7 +35,7 @@ SEND_TIMEOUT_S = 5.0
 RETRY_S = 0.1
 """Seconds until accepting is retried after a failure."""
 CLOSE_S = 1.0
-"""Seconds in which the thread must end."""
+"""Timeout for the thread's end, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class MemoryServer:
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._memories: list[NDArray[np.uint8]] = []
         self._lock = threading.Lock()
-        """Guards the connections."""
+        """Lock for the connections."""
         self._readers: set[socket.socket] = set()
         self._is_closed = False
         self._listener = socket.create_server((host, 0))
@@ -78,7 +78,7 @@ class MemoryServer:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(RETRY_S)  # no file is free, or the reader has gone already
+                time.sleep(RETRY_S)  # no free descriptor, or the reader has left
                 continue
             with self._lock:
                 is_full = self._is_closed or len(self._readers) >= MAX_READERS

@@ -1,7 +1,7 @@
 """Messages between engines that exchange KV blocks, msgpack over ZeroMQ.
 
 Frontends (DEALER to ROUTER): Hello is answered by Welcome. A Prefill is answered by Accepted or
-Declined, and an accepted one by Ended, unless it is Withdrawn first.
+Declined. An accepted one is later answered by Ended, unless it is Withdrawn first.
 
 Workers (DEALER to ROUTER): the receiver sends WantBlocks, DropBlocks, HoldBlocks and TookBlocks.
 The sender replies with BlockPart or LayerPart (with the bytes as a second frame), BlockAt,
@@ -16,19 +16,21 @@ import msgspec
 from octavo.engine.protocol.kv_messages import BlockHashWithGroupId, BlockKey
 
 UNREADABLE = (ValueError, RecursionError)
-"""Exceptions with which msgspec refuses bytes from outside: its own errors are ValueErrors, as is
-that of text which is no UTF-8.
+"""Exceptions that msgspec raises for invalid input: its own errors and invalid UTF-8 are
+ValueErrors.
 """
 
 PART_BYTES = 512 << 10
-"""Most bytes of a block in one message: ZeroMQ sends large messages at a fraction of the rate."""
+"""Maximum number of bytes of a block in one message: ZeroMQ sends large messages at a fraction of
+the rate.
+"""
 
 
 class Hello(msgspec.Struct, tag=True):
     """First message of an engine that requests remote prefill."""
 
     facts: dict[str, str]
-    """Everything that a block's bytes depend on, by name."""
+    """Everything that determines a block's bytes, by name."""
 
 
 class Welcome(msgspec.Struct, tag=True):
@@ -36,7 +38,7 @@ class Welcome(msgspec.Struct, tag=True):
 
     facts: dict[str, str]
     endpoint: str
-    """Endpoints at which the blocks are fetched, one of each rank (`address.join_endpoints`)."""
+    """Endpoints from which the blocks are fetched, one for each rank (`address.join_endpoints`)."""
 
 
 class Prefill(msgspec.Struct, tag=True):
@@ -95,10 +97,11 @@ class WantBlocks(msgspec.Struct, tag=True):
     wait_s: float
     """Seconds for which the sender waits for blocks that are not computed yet."""
     epoch: int
-    """Number of this ask, which counts up."""
+    """Epoch of this request; a counter."""
     heads: list[tuple[int, int]]
-    """KV heads that are wanted of the blocks of each cache group, from one up to another, counted
-    over the whole model."""
+    """Requested KV heads of each cache group as half-open ranges, with indices in the complete
+    model.
+    """
 
 
 class DropBlocks(msgspec.Struct, tag=True):
@@ -112,7 +115,7 @@ class HoldBlocks(msgspec.Struct, tag=True):
 
     names: list[BlockHashWithGroupId]
     epoch: int
-    """Epoch of the ask that they answer."""
+    """Epoch of the request that the BlockAt answered."""
 
 
 class TookBlocks(msgspec.Struct, tag=True):
@@ -120,7 +123,7 @@ class TookBlocks(msgspec.Struct, tag=True):
 
     names: list[BlockHashWithGroupId]
     epoch: int
-    """Epoch of the ask that they answer."""
+    """Epoch of the request that the BlockAt answered."""
 
 
 class BlockPart(msgspec.Struct, tag=True):
@@ -128,31 +131,32 @@ class BlockPart(msgspec.Struct, tag=True):
 
     name: BlockHashWithGroupId
     num_bytes: int
-    """Size of the whole block."""
+    """Size of the complete block."""
     offset: int
     checksum: int
-    """XXH3 of these bytes, with 64 bits."""
+    """64-bit XXH3 of these bytes."""
     epoch: int
-    """Epoch of the ask that it answers."""
+    """Epoch of the answered request."""
     more: bool = False
-    """Whether another part for the same peer was waiting when this one was sent: the time until
-    that one comes is the link's."""
+    """Whether another part for the same peer was already queued, so that the time until it arrives
+    is transfer time.
+    """
 
 
 class LayerPart(msgspec.Struct, tag=True):
-    """One layer of some blocks of one cache group, in the message's second frame: each block's
-    bytes, one block after the other. Sent while later layers are still computed.
+    """One layer of some blocks of one cache group, in the message's second frame, block after
+    block. Sent while later layers are still computed.
     """
 
     names: list[BlockHashWithGroupId]
     offset: int
     """Offset of the layer's bytes in each block."""
     checksum: int
-    """XXH3 of all these bytes, with 64 bits."""
+    """64-bit XXH3 of all these bytes."""
     epoch: int
-    """Epoch of the ask that it answers."""
+    """Epoch of the answered request."""
     more: bool = False
-    """Whether another part for the same peer was waiting, as in a BlockPart."""
+    """Whether another part for the same peer was already queued, as in BlockPart."""
 
 
 class BlockAt(msgspec.Struct, tag=True):
@@ -164,9 +168,9 @@ class BlockAt(msgspec.Struct, tag=True):
     address: int
     num_bytes: int
     checksum: int
-    """XXH3 of the whole block, with 64 bits: what lies there later has another."""
+    """64-bit XXH3 of the complete block; detects if the memory is reused for another block."""
     epoch: int
-    """Epoch of the ask that it answers."""
+    """Epoch of the answered request."""
 
 
 class NoBlocks(msgspec.Struct, tag=True):
@@ -174,7 +178,7 @@ class NoBlocks(msgspec.Struct, tag=True):
 
     names: list[BlockHashWithGroupId]
     epoch: int
-    """Epoch of the ask that it answers."""
+    """Epoch of the answered request."""
 
 
 class StillThere(msgspec.Struct, tag=True):

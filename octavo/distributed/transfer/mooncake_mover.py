@@ -1,7 +1,7 @@
 """Block transfers by Mooncake's transfer engine over TCP, without a metadata server.
 
-Its own traffic is neither encrypted nor authenticated, even if messages use a secret: everyone who
-reaches its port may read and write registered memory.
+Its own traffic is neither encrypted nor authenticated, even if messages use a secret: anyone who
+can reach its port can read and write registered memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MooncakeMover:
     """Implements `block_transport.BlockTransport`."""
 
     def __init__(self, host: str) -> None:
-        """`host`: address of this machine for other engines."""
+        """`host` is this machine's address for other engines."""
         self._engine: Any = _engine_class()()
         if self._engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
             raise BackendUnavailable(

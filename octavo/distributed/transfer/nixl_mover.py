@@ -1,8 +1,8 @@
 """Block transfers by NIXL over UCX, in host memory.
 
 A session is an agent's metadata, which contains the addresses of its memory. NIXL's own traffic is
-neither encrypted nor authenticated, even if messages use a secret: everyone who has the metadata
-and reaches its port may read and write registered memory.
+neither encrypted nor authenticated, even if messages use a secret: anyone who has the metadata and
+can reach its port can read and write registered memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NixlMover:
 
     def __init__(self) -> None:
         make_agent, make_config = _agent_classes()
-        name = f"octavo-{uuid.uuid4()}"  # an engine that is started again is another agent
+        name = f"octavo-{uuid.uuid4()}"  # a restarted engine is a new agent
         try:
             self._agent: Any = make_agent(name, make_config(backends=["UCX"]))
         except Exception as error:
@@ -75,7 +75,7 @@ class NixlMover:
         )
         state = agent.transfer(handle)
         give_up_at = time.monotonic() + TIMEOUT_S
-        # Until the read has ended, in whatever way, it may write to the slots.
+        # Until the read has finished or failed, it may write to the slots.
         while state == "PROC":
             time.sleep(POLL_S)
             if session in self._remotes and time.monotonic() > give_up_at:

@@ -23,7 +23,7 @@ EMPTY = ConnectorReport()
 
 
 class Reports(Protocol):
-    """Receives the reports of a rank's transfer worker; thread-safe."""
+    """Collects the reports of a rank's transfer worker. Thread-safe."""
 
     def begin(self, plan: ConnectorPlan) -> None:
         """Records the transfers that a plan begins."""
@@ -56,12 +56,12 @@ class ReportBox:
         self._report = ConnectorReport()
         self._num_under_way = 0
         self._changed = threading.Condition()
-        """Guards all of it; notified when something is added."""
+        """Condition for all fields; notified when something is added."""
         self._fetches: dict[BlockHashWithGroupId, JoinedOutcome] = {}
         """Fetches that some ranks have reported, but not all."""
         self._keeps: dict[BlockHashWithGroupId, JoinedOutcome] = {}
         self._stored: dict[int, StoredBytes] = {}
-        """Newest sums of each rank."""
+        """Latest sums of each rank."""
 
     def begin(self, plan: ConnectorPlan) -> None:
         with self._changed:
@@ -73,7 +73,7 @@ class ReportBox:
     def add_rank(self, rank: int, report: ConnectorReport) -> None:
         with self._changed:
             sums = self._report
-            for name in report.gone:  # which other ranks may be about to keep
+            for name in report.gone:  # other ranks may still store these blocks
                 if name in self._keeps:
                     self._keeps[name].is_good = False
             sums.gone += report.gone

@@ -2,8 +2,8 @@
 
 A lease keeps a block until it is fetched. A peer that reads a block directly from this engine's
 memory also holds a lease, which it renews or ends; the lease expires if the peer is silent. Blocks
-without a lease are evicted in LRU order. Times are arguments, and `block_sender.py` owns the
-sockets.
+without a lease are evicted in LRU order. Has no clock and no sockets: times are arguments, and
+`block_sender.py` owns the sockets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from octavo.worker.kv_connectors.checksum import get_checksum
 LEASE_S = 30.0
 """Duration of a lease in seconds."""
 MAX_WAITING = 1 << 16
-"""Maximum number of blocks waited for at once; requests for more are answered as absent."""
+"""Maximum number of blocks that peers may wait for at once; further requested blocks are reported
+as absent.
+"""
 
 
 BlockData = bytes | NDArray[np.uint8]
@@ -36,7 +38,7 @@ class Ask:
     peer: bytes
     epoch: int
     heads: tuple[tuple[int, int], ...] = field(default=(), compare=False)
-    """Wanted KV heads of each cache group, as half-open ranges."""
+    """Requested KV heads of each cache group, as half-open ranges."""
 
 
 @dataclass(slots=True)
@@ -76,7 +78,8 @@ class SendBuffer:
         """Blocks in LRU order."""
         self._waits: dict[BlockHashWithGroupId, list[Wait]] = {}
         self._absent: OrderedDict[BlockHashWithGroupId, float] = OrderedDict()
-        """Blocks whose prompts finished without them, with the time until which that is remembered.
+        """Blocks that will not be computed because their prompt has finished, with the expiry time
+        of this entry.
         """
         self.num_expired = 0
         """Number of expired leases: of blocks that no peer fetched, and of reading peers."""
@@ -167,8 +170,8 @@ class SendBuffer:
     def wait(
         self, ask: Ask, wanted: Iterable[WantedBlock], until: float
     ) -> list[BlockHashWithGroupId]:
-        """Registers a peer's newest request for blocks to come; returns the blocks rejected because
-        too many are waited for.
+        """Registers a peer's latest request for blocks that are not computed yet; returns the
+        blocks that are rejected because peers wait for too many.
         """
         refused = []
         for block in wanted:
@@ -188,7 +191,7 @@ class SendBuffer:
         return [wait.ask for wait in self._waits.get(name, ())]
 
     def served(self, ask: Ask, names: Iterable[BlockHashWithGroupId]) -> None:
-        """Ends the waits of a request for blocks whose layers were streamed to the peer."""
+        """Ends a request's waits for blocks whose layers were streamed to the peer."""
         for name in names:
             self._keep_waits(name, [w for w in self._waits.get(name, ()) if w.ask != ask])
 
@@ -210,7 +213,7 @@ class SendBuffer:
             self._keep_waits(name, [w for w in self._waits.get(name, ()) if w.ask.peer != peer])
 
     def expire(self, now: float) -> None:
-        """Ends the waits that timed out; their peers have timed out as well."""
+        """Ends waits that timed out. The peers are not notified: they have the same timeout."""
         for name, waits in list(self._waits.items()):
             self._keep_waits(name, [wait for wait in waits if wait.until > now])
 

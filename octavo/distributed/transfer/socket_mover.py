@@ -1,7 +1,7 @@
-"""Block transfers over plain TCP, out of the sender's memory and straight into the slots.
+"""Block transfers over plain TCP, directly from the sender's memory into the slots.
 
-ZeroMQ copies received data into its own memory first, which costs more than the network does on one
-machine. Reads are neither encrypted nor, except for a token, authenticated: engines that share a
+ZeroMQ would first copy received data into its own memory, which on a single machine takes longer
+than the transfer. Reads are not encrypted, and authenticated only by a token: engines that share a
 secret send blocks in messages instead.
 """
 
@@ -25,9 +25,9 @@ from octavo.distributed.transfer.memory_server import (
 )
 
 TIMEOUT_S = 5.0
-"""Seconds without a byte after which a read from an engine that stands still fails."""
+"""Seconds without a received byte after which a read fails."""
 MAX_CONNECTIONS = 64
-"""Most engines that a connection is kept to; the one met first is left for a further one."""
+"""Maximum number of open connections; beyond it, the oldest connection is closed."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class SocketMover:
     """Implements `block_transport.BlockTransport`."""
 
     def __init__(self, host: str | None) -> None:
-        """`host`: address at which others read; None: this engine only reads."""
+        """`host` is the address from which other engines read; None: this engine only reads."""
         self._server = None if host is None else MemoryServer(host)
         self._connections: dict[str, socket.socket] = {}
         """Connections to other engines, by their sessions."""
@@ -67,7 +67,7 @@ class SocketMover:
                 self._forget(session)
 
     def _connection_to(self, session: str) -> socket.socket:
-        """Returns the connection to an engine; ValueError if the session is none."""
+        """Returns the connection to an engine; raises ValueError if the session is invalid."""
         if session not in self._connections:
             address, _, token = session.partition("/")
             host, _, port = address.rpartition(":")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 BUSY_MS = 2
-"""Milliseconds until a message is retried on a full socket, and between checks of the layers of a
-running step."""
+"""Milliseconds until a full socket is retried, and between checks for written layers of a running
+step.
+"""
 IDLE_MS = 250
 
 ReportBlocks = Callable[..., None]

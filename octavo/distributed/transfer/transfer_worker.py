@@ -1,12 +1,12 @@
-"""Worker half of a connector to other engines: blocks in slots of host memory, sent and fetched
-over ZeroMQ.
+"""Worker half of a connector to other engines: stores blocks in slots of host memory, and sends and
+fetches them over ZeroMQ.
 
 Owns the slots' memory and one thread, which has all sockets. A block is requested by its hash,
 often before it is computed: the computing engine sends it after its scheduler half has saved it,
-and blocks of a prompt's last step layer by layer, while the step writes them. Bytes are written to
-memory that the fetching side reserves until it has reported the outcome, so late bytes cannot be
-written elsewhere. A failure is a miss: the prompt is computed here. With several ranks, each has a
-worker for its own heads.
+and blocks of a prompt's last step layer by layer, while the step writes them. The fetching side
+reserves the slots until it has reported the outcome, so late bytes cannot overwrite other blocks. A
+failure counts as a miss: the prompt is computed here. With several ranks, each has a worker for its
+own heads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SIGN_S = 1.0
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
-"""Seconds in which the thread must end."""
+"""Timeout for the thread's end, in seconds."""
 
 
 class TransferWorker:
@@ -65,9 +65,9 @@ class TransferWorker:
         heads: KVHeadPartition | None = None,
         reports: Reports | None = None,
     ) -> None:
-        """`mover`: reads whole blocks from other engines' memory; without it they arrive in
-        messages, as layers always do. `heads`: KV heads of this rank, by default all. `reports`:
-        receives this rank's reports, by default its own `ReportBox`.
+        """`mover` reads complete blocks from other engines' memory; without it, they arrive in
+        messages, as layers always do. `heads` are the KV heads of this rank, by default all.
+        `reports` collects this rank's reports, by default a new `ReportBox`.
         """
         self._slots = [
             np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
@@ -91,7 +91,7 @@ class TransferWorker:
                 heads=heads or make_single_rank_partition([shape.block_bytes for shape in shapes]),
             )
         except BaseException:
-            # A context that is collected with open sockets waits for them without end.
+            # A ZeroMQ context that is garbage-collected with open sockets blocks forever.
             self._context.destroy(linger=0)
             raise
         self._thread = threading.Thread(
@@ -154,7 +154,9 @@ class TransferWorker:
             self._context.term()
 
     def _run(self, listener: zmq.Socket[bytes]) -> None:
-        """Processes messages until the worker is closed; a faulty message affects no other."""
+        """Processes messages until the worker is closed; an error in one message does not affect
+        others.
+        """
         with contextlib.closing(self._channel), contextlib.closing(listener):
             self._channel.poller.register(listener, zmq.POLLIN)
             while True:
@@ -210,7 +212,7 @@ class TransferChannel:
         self.fetcher.close()
 
     def carry_out(self, plan: ConnectorPlan) -> None:
-        self.sender.send_layers()  # of the previous step, whose blocks may be buffered now
+        self.sender.send_layers()  # from the previous step, whose blocks may be buffered now
         if plan.forget_all:
             self.sender.send_buffer.clear()
         for name in plan.forget:
@@ -241,11 +243,11 @@ class TransferChannel:
             self._note(**{"not_fetched" if data is None else "fetched": [block.name]})
 
     def wait(self) -> None:
-        """Waits for a message or until there is other work."""
+        """Waits for a message, or until there is other work."""
         self.poller.poll(self._pause_ms)
 
     def move(self) -> None:
-        """Processes arrived messages, sends what it can, and ends transfers that timed out."""
+        """Processes received messages, sends queued ones, and ends transfers that timed out."""
         self.sender.process_requests()
         self.fetcher.process_replies()
         self.sender.send_layers()

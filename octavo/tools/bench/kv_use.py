@@ -20,7 +20,7 @@ class KvUse:
     used_bytes: float
     reserved_bytes: float
     whole_contexts_bytes: float
-    """Bytes needed to reserve the longest context for each running request."""
+    """Bytes that would be reserved if each running request reserved its longest context."""
     utilisation: float
     """Fraction of the reserved bytes in use."""
     utilisation_of_whole_contexts: float

@@ -1,6 +1,6 @@
-"""Sends a benchmark's requests to a server at their times and collects the responses.
+"""Sends a benchmark's requests to a server at their scheduled times and collects the responses.
 
-Requests are made by `traffic.py`, results are evaluated by `serve_figures.py`.
+`traffic.py` creates the requests; `serve_figures.py` evaluates the results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.tools.bench.traffic import TrafficRequest, make_prompt
 from octavo.utils.progress import Bar
 
 WARM_UP = TrafficRequest("warm-up", 0.0, 8, 2)
-"""First request, not counted."""
+"""Request sent first as a warm-up; not counted."""
 MAX_OPEN_FILES = 1 << 16
 
 
@@ -38,7 +38,7 @@ class LoadTest:
     requests: Sequence[TrafficRequest]
     seed: int = 0
     max_concurrency: int | None = None
-    """Maximum number of requests in progress; others are sent later than planned."""
+    """Maximum number of requests in progress; beyond it, requests are sent later than scheduled."""
 
 
 def run_load(test: LoadTest) -> tuple[str, list[Outcome], float]:
@@ -66,7 +66,7 @@ async def _run(test: LoadTest) -> tuple[str, list[Outcome], float]:
 
 
 class Sender:
-    """Sends requests at their times, relative to its creation."""
+    """Sends requests at their scheduled times, relative to the sender's creation."""
 
     def __init__(self, client: StreamClient, model: str, test: LoadTest, bar: Bar) -> None:
         self.began = time.perf_counter()
@@ -79,7 +79,7 @@ class Sender:
         self._bar = bar
 
     async def send(self, request: TrafficRequest) -> Outcome:
-        """Sends a request at its time, or later if too many are in progress."""
+        """Sends a request at its scheduled time, or later if too many are in progress."""
         await asyncio.sleep(self.began + request.at_s - time.perf_counter())
         async with self._places:
             body = _body(self._model, request, self._seed)

@@ -7,7 +7,7 @@ PERCENTS = (50, 90, 99)
 
 
 def percentiles(seconds: Iterable[float]) -> dict[str, float]:
-    """Returns nearest-rank percentiles in milliseconds, by names such as "p50"; {} without
+    """Returns nearest-rank percentiles in milliseconds, by name, such as "p50"; {} if there are no
     times.
     """
     ranked = sorted(seconds)

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def perplexity(llm: LLM, text: str, window: int, num_windows: int | None = None) -> float:
-    """Returns exp of the mean negative logprob of all tokens but the first of each window.
+    """Returns exp of the mean negative logprob of all tokens except the first of each window.
 
-    Each window follows the tokenizer's initial special tokens.
+    Each window is preceded by the tokenizer's initial special tokens.
     """
     from octavo.api.sampling_params import SamplingParams
 

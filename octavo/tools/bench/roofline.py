@@ -1,7 +1,7 @@
 """Output of `octavo bench --profile`: a table of ops and a roofline plot (SVG).
 
 The plot shows operations per second over operations per byte on logarithmic axes: a roof for the
-bandwidth and one for each weight format, and a dot for each op, sized by its share of the time.
+bandwidth and one for each weight format, and a dot for each op, sized by its fraction of the time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ COLOURS = ("#1f6feb", "#bf3989", "#1a7f37", "#9a6700", "#8250df", "#cf222e", "#5
 def table(profile: Profile) -> str:
     """Returns one line for each op, slowest first, and one for the total.
 
-    Each line shows the fraction reached of the machine's bandwidth, of its compute rate, and of the
-    tighter bound.
+    Each line shows the achieved fraction of the machine's bandwidth, of its compute rate, and of
+    the tighter of both bounds.
     """
     total = sum(op.seconds for op in profile.ops)
     lines = [
@@ -60,8 +60,8 @@ def _line(profile: Profile, op: OpProfile, total: float) -> str:
 def _sum(profile: Profile, total: float) -> str:
     """Returns the line for the total.
 
-    Its last number is the sum of all bounds over the time: in single-stream decoding, mostly the
-    time to read weights and KV.
+    Its last number is the sum of all ops' bounds divided by the time; in single-stream decoding,
+    the bound is mostly the time to read weights and KV.
     """
     num_bytes = sum(op.num_bytes for op in profile.ops)
     operations = sum(op.operations for op in profile.ops)

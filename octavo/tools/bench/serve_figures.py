@@ -50,7 +50,7 @@ def e2e_latency_s(streamed: StreamedAnswer) -> float:
 
 
 def num_tokens(streamed: StreamedAnswer) -> int:
-    """Returns the number of tokens from the server's usage, or else those received."""
+    """Returns the number of tokens from the server's usage, or else the number received."""
     return streamed.num_tokens if streamed.usage is None else streamed.usage.completion_tokens
 
 

@@ -24,7 +24,7 @@ class Latency:
     times_ms: list[float]
     """Sorted, ascending."""
     limits_ms: tuple[float, ...]
-    """Goodput limits on this latency."""
+    """Goodput limits of this latency."""
 
 
 @dataclass(frozen=True, slots=True)

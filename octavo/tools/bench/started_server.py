@@ -16,8 +16,8 @@ from octavo.utils.child_process import describe_exit, end_process, start_python
 END_S = 20.0
 """Shutdown timeout in seconds, after which the server is killed."""
 NOT_INHERITED = ("OCTAVO_API_KEY", "PYTHONDONTWRITEBYTECODE")
-"""Environment variables that children do not inherit: they need no key, and should write bytecode
-caches as an installation does.
+"""Environment variables that child processes do not inherit: they need no API key, and should write
+bytecode caches as an installation does.
 """
 
 
@@ -25,7 +25,7 @@ caches as an installation does.
 def started_server(options: Mapping[str, Any]) -> Iterator[str]:
     """Starts `octavo serve`, yields its URL once it is ready, and stops it; forwards its stderr.
 
-    `options` are the engine's, by flat name. Raises ConfigError if the server does not start,
+    `options` are engine options by flat name. Raises ConfigError if the server does not start,
     EngineDead if it exits early.
     """
     flags = [

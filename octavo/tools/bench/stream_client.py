@@ -1,8 +1,8 @@
 """Client of the completions API that records the arrival time of each token; one connection per
 request.
 
-It is an asyncio protocol with HTTP parsed by httptools, so that it uses little CPU beside a local
-server: about 20 microseconds a token with uvloop.
+An asyncio protocol that parses HTTP with httptools, so that it uses little CPU next to a local
+server: about 20 microseconds per token with uvloop.
 """
 
 from __future__ import annotations

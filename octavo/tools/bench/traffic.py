@@ -1,4 +1,4 @@
-"""Requests of a serving benchmark and their times, from a scaled trace or synthetic.
+"""Creates the requests of a serving benchmark and their times: from a scaled trace, or synthetic.
 
 A trace is JSON lines in the format of Mooncake's published traces: timestamp (ms), input_length,
 output_length, and optionally hash_ids, the ids of the prompt's blocks of 512 tokens. Prompts with
@@ -23,9 +23,9 @@ import msgspec
 from octavo.api.errors import ConfigError
 
 TRACE_BLOCK = 512
-"""Tokens of a block of a trace."""
+"""Number of tokens of a trace's block."""
 KV_BLOCK = 16
-"""Tokens of a KV block, the granularity of the prefix cache."""
+"""Number of tokens of a KV block, the granularity of the prefix cache."""
 MAX_LENGTH = 1 << 24
 """Maximum number of tokens of a prompt or an output."""
 MAX_TIMESTAMP_MS = 1e15
@@ -42,9 +42,9 @@ class TrafficRequest:
     input_len: int
     output_len: int
     block_ids: tuple[int, ...] = ()
-    """Ids of the prompt's blocks; () if it shares none."""
+    """Ids of the prompt's blocks; () if it shares no blocks."""
     block_tokens: int = TRACE_BLOCK
-    """Tokens of each block, after scaling."""
+    """Number of tokens of each block, after scaling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def spread_arrivals(requests: Sequence[TrafficRequest]) -> list[TrafficRequest]:
 
 
 def make_synthetic(*, num_requests: int, input_len: int, output_len: int) -> list[TrafficRequest]:
-    """Returns requests that are sent at once and share no tokens."""
+    """Returns requests that are all sent at once and have no common prefixes."""
     inputs = Lengths(input_len, input_len)
     outputs = Lengths(output_len, output_len)
     return make_mixed(num_requests, inputs, outputs, seed=0)
@@ -140,7 +140,7 @@ def make_synthetic(*, num_requests: int, input_len: int, output_len: int) -> lis
 def make_mixed(
     num_requests: int, inputs: Lengths, outputs: Lengths, *, seed: int
 ) -> list[TrafficRequest]:
-    """Returns requests of random lengths that are sent at once and share no tokens."""
+    """Returns requests of random lengths that are all sent at once and have no common prefixes."""
     source = random.Random(f"{seed}/lengths")
     return [
         TrafficRequest(f"request {number}", 0.0, inputs.draw(source), outputs.draw(source))
@@ -169,7 +169,7 @@ def schedule_at_rate(
 def make_prompt(request: TrafficRequest, seed: int) -> list[int]:
     """Returns random token ids below 256, which every vocabulary has.
 
-    Equal block ids give equal tokens; a prompt without ids shares none.
+    Equal block ids give equal tokens; a prompt without block ids has its own tokens.
     """
     if not request.block_ids:
         return _random_tokens(f"{seed}/{request.name}", request.input_len)
