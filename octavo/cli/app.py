@@ -36,13 +36,13 @@ def _get_commands() -> dict[str, tuple[CommandGroup, str]]:
     """Returns the group and module of each command; extensions' commands come last in their
     group.
     """
-    found: dict[str, tuple[CommandGroup, str]] = {}
+    commands: dict[str, tuple[CommandGroup, str]] = {}
     for group, names in OWN_COMMANDS.items():
-        found |= {name: (group, f"octavo.cli.{name}") for name in names}
+        commands |= {name: (group, f"octavo.cli.{name}") for name in names}
         for extension in get_extensions():
             modules = extension.commands.get(group, {})
-            found |= {name: (group, module) for name, module in modules.items()}
-    return found
+            commands |= {name: (group, module) for name, module in modules.items()}
+    return commands
 
 
 COMMANDS = _get_commands()
@@ -95,9 +95,9 @@ def run_command(arguments: Sequence[str]) -> int:
     _tolerate_bytes()
     is_completing = COMPLETION_VARIABLE in os.environ
     first = _completed_words()[1:2] if is_completing else arguments[:1]
-    wanted = [name for name in COMMANDS if name in first]
-    add_completion = is_completing or not wanted
-    command = typer.main.get_command(build_app(wanted or COMMANDS, add_completion=add_completion))
+    matching = [name for name in COMMANDS if name in first]
+    add_completion = is_completing or not matching
+    command = typer.main.get_command(build_app(matching or COMMANDS, add_completion=add_completion))
 
     def run() -> None:
         if is_completing:

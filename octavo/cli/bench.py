@@ -269,14 +269,15 @@ def _run(
         outputs = llm.generate(prompts, params, use_tqdm=False)
     else:
         outputs = [
-            llm.generate(prompt, given, use_tqdm=False)[0]
-            for prompt, given in zip(prompts, params, strict=True)
+            llm.generate(prompt, prompt_params, use_tqdm=False)[0]
+            for prompt, prompt_params in zip(prompts, params, strict=True)
         ]
     for output, num_tokens in zip(outputs, output_lens, strict=True):
-        got = len(output.outputs[0].token_ids)
-        if output.error is not None or got != num_tokens:
+        output_len = len(output.outputs[0].token_ids)
+        if output.error is not None or output_len != num_tokens:
             raise WorkerFailed(
-                output.error or f"a request ended after {got} tokens, expected were {num_tokens}"
+                output.error
+                or f"a request ended after {output_len} tokens, expected were {num_tokens}"
             )
     return outputs
 

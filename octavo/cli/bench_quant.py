@@ -144,15 +144,15 @@ def quant(
             if name in known:
                 continue
             variant = VARIANTS[name]
-            given = {"model": path, **options, **own, **variant.options}
+            engine_options = {"model": path, **options, **own, **variant.options}
             if variant.made is not None:
                 target = folder / f"{name}-g{group}"
                 _make(path, variant.made, group, target, texts)
-                given["model"] = str(target)
+                engine_options["model"] = str(target)
             if prepare:
                 continue
             print(f"measuring {name}", file=sys.stderr)
-            known[name] = _measure(name, given, work)
+            known[name] = _measure(name, engine_options, work)
             figures.add(known[name])
     if not prepare:
         _print([known[name] for name in names], json=json)
@@ -169,15 +169,15 @@ class _Figures:
         """Returns the latest rows of this workload, by name; skips truncated lines."""
         if not self.path.exists():
             return {}
-        found = {}
+        rows = {}
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 digest, row = json_format.loads(line)
                 if digest == self.digest:
-                    found[row["name"]] = QuantRow(**row)
+                    rows[row["name"]] = QuantRow(**row)
             except (ValueError, TypeError, KeyError):
                 continue
-        return found
+        return rows
 
     def add(self, row: QuantRow) -> None:
         """Appends a row; starts a new line in case the last one is truncated."""
@@ -194,20 +194,22 @@ def _choose_variants(only: str, path: str, *, has_calibration: bool) -> list[str
     """Returns the rows to measure, FP16 first. GGUF rows are measured for a GGUF file, or if they
     are named.
     """
-    wanted = [name.strip() for name in only.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in VARIANTS]
+    requested_names = [name.strip() for name in only.split(",") if name.strip()]
+    unknown = [name for name in requested_names if name not in VARIANTS]
     if unknown:
         raise ConfigError(f"only: got {unknown[0]!r}, expected {', '.join(VARIANTS)}")
     is_gguf = path.endswith(".gguf")
-    names = [name for name in VARIANTS if name in wanted or not wanted]
+    names = [name for name in VARIANTS if name in requested_names or not requested_names]
     for name in names:
-        made = VARIANTS[name].made
-        if made is not None and made["method"] != "rtn" and not has_calibration:
+        recipe = VARIANTS[name].made
+        if recipe is not None and recipe["method"] != "rtn" and not has_calibration:
             raise ConfigError(
                 f"calibration: {name} requires a text",
                 hint="set one with --calibration, or skip the row with --only",
             )
-    chosen = [name for name in names if is_gguf or name in wanted or not VARIANTS[name].is_gguf]
+    chosen = [
+        name for name in names if is_gguf or name in requested_names or not VARIANTS[name].is_gguf
+    ]
     return chosen if "FP16" in chosen else ["FP16", *chosen]
 
 
@@ -219,14 +221,14 @@ def _read(text: Path) -> str:
 
 
 @contextmanager
-def _folder(made: Path | None) -> Iterator[Path]:
+def _folder(target_folder: Path | None) -> Iterator[Path]:
     """Yields the directory for quantized models; a temporary one if none is given."""
-    if made is not None:
+    if target_folder is not None:
         try:
-            made.mkdir(parents=True, exist_ok=True)
+            target_folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"made: {made} cannot be made: {error.strerror}") from None
-        yield made
+            raise ConfigError(f"made: {target_folder} cannot be made: {error.strerror}") from None
+        yield target_folder
         return
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
@@ -290,9 +292,9 @@ def _measure(name: str, options: dict[str, Any], work: QuantWork) -> QuantRow:
 
     size = weight_bytes(options)
     with LLM(**options, enable_prefix_caching=False, report=quiet) as llm:
-        found = perplexity(llm, work.text, work.window, work.num_windows)
+        result = perplexity(llm, work.text, work.window, work.num_windows)
         rates = [_rate(llm, work) for _ in range(work.rounds)]
-    return QuantRow(name, size, statistics.median(rates), found)
+    return QuantRow(name, size, statistics.median(rates), result)
 
 
 def _rate(llm: LLM, work: QuantWork) -> float:

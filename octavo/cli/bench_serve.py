@@ -156,11 +156,11 @@ def serve(
         model, outcomes, elapsed_s = run_load(
             LoadTest(address, key, name, requests, seed, max_concurrency)
         )
-    found = compute_metrics(outcomes, elapsed_s, limits)
-    _print(model, address, traffic, requests, found, json=json)
+    metrics = compute_metrics(outcomes, elapsed_s, limits)
+    _print(model, address, traffic, requests, metrics, json=json)
     if plot is not None:
         _draw(plot, outcomes, limits)
-    if not found["completed"]:
+    if not metrics["completed"]:
         print("octavo: every request failed", file=sys.stderr)
         raise typer.Exit(1)
 
@@ -279,7 +279,7 @@ def _print(
     address: str,
     traffic: TrafficOptions,
     requests: Sequence[TrafficRequest],
-    found: dict[str, Any],
+    metrics: dict[str, Any],
     *,
     json: bool,
 ) -> None:
@@ -302,9 +302,9 @@ def _print(
             "num_requests": len(requests),
             "shared_share": shared,
         }
-        print(json_format.dumps({**settings, **found}))
+        print(json_format.dumps({**settings, **metrics}))
         return
     of_trace = f" of {traffic.trace}, scale {traffic.scale}" if traffic.trace else ""
     lasting = f"{len(requests)} requests over {requests[-1].at_s:.1f} s"
     print(f"{model} at {address}: {lasting}{of_trace}")
-    print(table(found, shared))
+    print(table(metrics, shared))

@@ -81,7 +81,7 @@ def startup(
     _run(options, prompt)
     runs = [_run(options, prompt) for _ in range(rounds)]
     serves = [_serve(options, prompt) for _ in range(rounds)]
-    found = [Startup.of("run", runs, weight_bytes), Startup.of("serve", serves, weight_bytes)]
+    startups = [Startup.of("run", runs, weight_bytes), Startup.of("serve", serves, weight_bytes)]
     if json:
         import json as json_format
 
@@ -90,14 +90,14 @@ def startup(
             "rounds": rounds,
             "weight_bytes": weight_bytes,
         }
-        print(json_format.dumps(result | {one.command: asdict(one) for one in found}))
+        print(json_format.dumps(result | {one.command: asdict(one) for one in startups}))
         return
     mebibyte = 1 << 20
     print(
         f"{options['served_model_name']}: packed weights {weight_bytes / mebibyte:.0f} MiB,"
         f" {rounds} starts of each command"
     )
-    for one in found:
+    for one in startups:
         times = (
             f"first token after {one.first_token_s:.2f} s ({one.fastest_s:.2f} to"
             f" {one.slowest_s:.2f})"
@@ -113,10 +113,10 @@ def _weight_bytes(options: dict[str, Any]) -> int:
     from octavo.wiring.plan import plan_model
     from octavo.worker.machine import Machine
 
-    found = plan_model(
+    model_plan = plan_model(
         EngineConfig.from_options(**options), memory_bytes=Machine().available_bytes() or 0
     )
-    return found.capacity.weight_bytes
+    return model_plan.capacity.weight_bytes
 
 
 def _run(options: dict[str, Any], prompt: str) -> StartupSample:

@@ -53,21 +53,21 @@ def doctor(
     """Check backends, packages and memory of this machine. The exit code is 1 without a fast
     backend.
     """
-    found = list(findings())
+    all_findings = list(findings())
     if json:
         import json as json_format
 
-        print(json_format.dumps({finding.name: finding.to_json() for finding in found}))
+        print(json_format.dumps({finding.name: finding.to_json() for finding in all_findings}))
     else:
-        print("\n".join(line for finding in found for line in finding.lines()))
-        print(f"\n{_summarize(found)}")
-    if not any(finding.ok for finding in found if finding.name in ("native", "torch")):
+        print("\n".join(line for finding in all_findings for line in finding.lines()))
+        print(f"\n{_summarize(all_findings)}")
+    if not any(finding.ok for finding in all_findings if finding.name in ("native", "torch")):
         raise typer.Exit(1)
 
 
-def _summarize(found: list[Finding]) -> str:
+def _summarize(all_findings: list[Finding]) -> str:
     """Counts failures and warnings."""
-    counts = Counter(finding.status for finding in found)
+    counts = Counter(finding.status for finding in all_findings)
     statuses: tuple[Status, ...] = ("failure", "warning")
     parts = [
         f"{counts[status]} {status}{'' if counts[status] == 1 else 's'}"

@@ -22,7 +22,7 @@ def list(
     from octavo.checkpoint.local_models import list_local_models
     from octavo.cli.common.columns import format_columns
 
-    found = list_local_models()
+    models = list_local_models()
     if json:
         rows_of_json = [
             {
@@ -32,7 +32,7 @@ def list(
                 "quantization": model.quantization,
                 "modified_s": model.modified_s,
             }
-            for model in found
+            for model in models
         ]
         print(msgspec.json.encode(rows_of_json).decode())
         return
@@ -43,10 +43,10 @@ def list(
             model.quantization or "-",
             time.strftime("%Y-%m-%d %H:%M", time.localtime(model.modified_s)),
         )
-        for model in found
+        for model in models
     ]
     print(format_columns(("NAME", "SIZE", "QUANTIZATION", "MODIFIED"), rows))
-    if not found:
+    if not models:
         from octavo.utils.progress import to_stderr
 
         to_stderr("no models yet; download the default with `octavo pull smollm2`")

@@ -112,7 +112,9 @@ def _print_card(name: str, card: FamilyCard, *, json: bool) -> None:
     """Prints a card, then the size of each checkpoint as soon as it is computed."""
     from octavo.wiring.family_memory import KV_TOKENS, estimate_memory
 
-    sizes = ((each, estimate_memory(each, card.bits)) for each in card.checkpoints)
+    sizes = (
+        (checkpoint, estimate_memory(checkpoint, card.bits)) for checkpoint in card.checkpoints
+    )
     if json:
         import json as json_format
         from dataclasses import asdict
@@ -120,19 +122,19 @@ def _print_card(name: str, card: FamilyCard, *, json: bool) -> None:
         import msgspec
 
         checkpoints = [
-            {"repository": each.repository, "gguf": each.gguf, **asdict(size)}
-            for each, size in sizes
+            {"repository": checkpoint.repository, "gguf": checkpoint.gguf, **asdict(size)}
+            for checkpoint, size in sizes
         ]
         print(json_format.dumps(msgspec.to_builtins(card) | {"checkpoints": checkpoints}))
         return
     print("\n".join(_card_lines(name, card)))
-    for each, size in sizes:
+    for checkpoint, size in sizes:
         weights = ", ".join(
             f"{bits} bits {format_bytes(num_bytes)}"
             for bits, num_bytes in size.weight_bytes.items()
         )
         kv = f", KV of {KV_TOKENS:,} tokens {format_bytes(size.kv_bytes)}" if size.kv_bytes else ""
-        print(f"  {each.gguf or each.repository}")
+        print(f"  {checkpoint.gguf or checkpoint.repository}")
         print(
             f"    {size.num_parameters / 1e6:,.0f} M parameters, context"
             f" {size.max_context_tokens:,}: {weights}{kv}",
@@ -148,8 +150,8 @@ def _card_lines(name: str, card: FamilyCard) -> Iterator[str]:
         "tool format": [", ".join(card.tools)],
         "reasoning": [card.reasoning or ""],
         "ends with": [" ".join(card.ends)],
-        "recommended": [each.describe() for each in card.sampling],
-        "flags": [f"{each.flag} ({each.use})" for each in card.flags],
+        "recommended": [sampling.describe() for sampling in card.sampling],
+        "flags": [f"{sampling.flag} ({sampling.use})" for sampling in card.flags],
         "notes": card.notes,
         "model card": [card.source],
         "serve it": [f"octavo serve {card.example}"],

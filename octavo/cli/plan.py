@@ -121,12 +121,14 @@ def plan(
     config = EngineConfig.from_options(**options, model=model)
     num_processes = config.backend.num_ranks * config.fleet.data_parallel_size
     memory_bytes = _memory(memory, num_processes)
-    found = plan_model(config, memory_bytes=memory_bytes)
-    ceilings = _ceilings(found, bandwidth, flops)
-    disk = _disk(found, disk_bandwidth)
+    model_plan = plan_model(config, memory_bytes=memory_bytes)
+    ceilings = _ceilings(model_plan, bandwidth, flops)
+    disk = _disk(model_plan, disk_bandwidth)
     if disk is not None:
         ceilings = replace(ceilings, disk=disk.in_order)
-    report = PlanReport.of(found, ceilings, disk, suggested_flags(found, memory_bytes, options))
+    report = PlanReport.of(
+        model_plan, ceilings, disk, suggested_flags(model_plan, memory_bytes, options)
+    )
     if json:
         import json as json_format
 
@@ -208,24 +210,24 @@ class PlanReport:
 
     @staticmethod
     def of(
-        found: ModelPlan, ceilings: Ceilings, disk: DiskRates | None, flags: list[str]
+        model_plan: ModelPlan, ceilings: Ceilings, disk: DiskRates | None, flags: list[str]
     ) -> PlanReport:
         from octavo.worker.capacity import PROCESS_BYTES
 
-        capacity, config = found.capacity, found.config
+        capacity, config = model_plan.capacity, model_plan.config
         return PlanReport(
             model=config.model.model,
-            model_type=found.info.model_type,
-            num_parameters=found.num_parameters,
+            model_type=model_plan.info.model_type,
+            num_parameters=model_plan.num_parameters,
             max_model_len=capacity.demand.max_model_len,
-            generates=found.generates,
-            code=found.footprint.code,
+            generates=model_plan.generates,
+            code=model_plan.footprint.code,
             memory_bytes=capacity.memory_bytes,
             weight_bytes=capacity.weight_bytes,
             step_bytes=capacity.step_bytes,
             process_bytes=PROCESS_BYTES,
             step_tokens=capacity.demand.max_step_tokens,
-            kv_dtype=found.footprint.kv_layouts[0].dtype,
+            kv_dtype=model_plan.footprint.kv_layouts[0].dtype,
             kv_token_bytes=capacity.kv_token_bytes,
             state_bytes=capacity.state_bytes,
             checkpoint_tokens=max(
@@ -238,12 +240,12 @@ class PlanReport:
             bandwidth=ceilings.bandwidth,
             flops=ceilings.operations,
             estimates_decode=bool(ceilings.row_rates),
-            streamed_bytes=found.footprint.streamed_bytes,
-            neuron_bytes=found.footprint.read_in_part.get("neurons", 0),
+            streamed_bytes=model_plan.footprint.streamed_bytes,
+            neuron_bytes=model_plan.footprint.read_in_part.get("neurons", 0),
             disk_rate=ceilings.disk,
             random_disk_rates={} if disk is None else disk.random,
-            split=_split(found, ceilings),
-            rows=list(_rows(found, ceilings)),
+            split=_split(model_plan, ceilings),
+            rows=list(_rows(model_plan, ceilings)),
             flags=flags,
         )
 
@@ -371,61 +373,61 @@ def _memory(text: str | None, num_ranks: int) -> int:
 
     if text is not None:
         return parse_bytes(text, name="--memory")
-    found = Machine().available_bytes()
-    if found is None:
+    available_bytes = Machine().available_bytes()
+    if available_bytes is None:
         raise ConfigError(
             "--memory: the free memory of this system is unknown",
             hint="set it, e.g. --memory 8GiB",
         )
-    return found // num_ranks
+    return available_bytes // num_ranks
 
 
-def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Ceilings:
+def _ceilings(model_plan: ModelPlan, bandwidth: str | None, flops: str | None) -> Ceilings:
     """Returns the machine's peak rates: the given values, else measured ones. If the bandwidth is
     given, rates of single-row matmuls are omitted, since they would be this machine's.
     """
     from octavo.executor.base import Ceilings
     from octavo.wiring.backend import build_backend
 
-    given: dict[str, Any] = {}
+    given_rates: dict[str, Any] = {}
     if bandwidth is not None:
-        given["bandwidth"] = parse_rate(bandwidth, name="--bandwidth")
+        given_rates["bandwidth"] = parse_rate(bandwidth, name="--bandwidth")
     if flops is not None:
-        given["operations"] = parse_rate(flops, name="--flops")
-    if len(given) == 2:
-        return Ceilings(**given)
+        given_rates["operations"] = parse_rate(flops, name="--flops")
+    if len(given_rates) == 2:
+        return Ceilings(**given_rates)
     if bandwidth is not None:
-        given |= {"row_rates": {}, "kv_rate": None, "stage_seconds": 0}
-    backend = build_backend(found.config)
+        given_rates |= {"row_rates": {}, "kv_rate": None, "stage_seconds": 0}
+    backend = build_backend(model_plan.config)
     try:
-        num_bytes = min(found.capacity.weight_bytes, MEASURED_BYTES)
-        return replace(backend.measure(num_bytes, found.footprint), **given)
+        num_bytes = min(model_plan.capacity.weight_bytes, MEASURED_BYTES)
+        return replace(backend.measure(num_bytes, model_plan.footprint), **given_rates)
     finally:
         backend.close()
 
 
-def _disk(found: ModelPlan, given: str | None) -> DiskRates | None:
+def _disk(model_plan: ModelPlan, given_rate: str | None) -> DiskRates | None:
     """Returns the rates of the disk with streamed weights: the given value, else measured ones;
     None if nothing is streamed or the disk cannot be measured.
     """
     from octavo.config.paths import expand_path
     from octavo.executor.native.disk import DiskRates, measure_disk
 
-    if not found.footprint.streamed_bytes:
+    if not model_plan.footprint.streamed_bytes:
         return None
-    if given is not None:
-        return DiskRates(parse_rate(given, name="--disk-bandwidth"), {})
-    assert found.config.offload.weights_dir is not None, "weights are streamed"
-    return measure_disk(expand_path(found.config.offload.weights_dir))
+    if given_rate is not None:
+        return DiskRates(parse_rate(given_rate, name="--disk-bandwidth"), {})
+    assert model_plan.config.offload.weights_dir is not None, "weights are streamed"
+    return measure_disk(expand_path(model_plan.config.offload.weights_dir))
 
 
-def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[ContextEstimate]:
+def _rows(model_plan: ModelPlan, ceilings: Ceilings) -> Iterator[ContextEstimate]:
     from octavo.worker.speed import Roofline
 
-    capacity = found.capacity
-    roofline = Roofline(found.work, found.footprint, capacity, ceilings)
+    capacity = model_plan.capacity
+    roofline = Roofline(model_plan.work, model_plan.footprint, capacity, ceilings)
     longest = capacity.demand.max_model_len
-    for context in [*(each for each in CONTEXTS if each < longest), longest]:
+    for context in [*(tabulated for tabulated in CONTEXTS if tabulated < longest), longest]:
         requests = capacity.max_requests(context)
         batch = min(requests, capacity.demand.max_num_seqs)
         yield ContextEstimate(
@@ -439,11 +441,14 @@ def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[ContextEstimate]:
         )
 
 
-def _split(found: ModelPlan, ceilings: Ceilings) -> MemorySplit | None:
+def _split(model_plan: ModelPlan, ceilings: Ceilings) -> MemorySplit | None:
     from octavo.worker.memory_split import better_split
     from octavo.worker.speed import Roofline
 
-    if found.config.offload.weights_schedule == "layers" or found.capacity.planner is not None:
+    if (
+        model_plan.config.offload.weights_schedule == "layers"
+        or model_plan.capacity.planner is not None
+    ):
         return None  # its matmuls read the same bytes, whatever memory the weights have
-    roofline = Roofline(found.work, found.footprint, found.capacity, ceilings)
-    return better_split(roofline, min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len))
+    roofline = Roofline(model_plan.work, model_plan.footprint, model_plan.capacity, ceilings)
+    return better_split(roofline, min(TYPICAL_CONTEXT, model_plan.capacity.demand.max_model_len))

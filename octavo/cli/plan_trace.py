@@ -69,25 +69,27 @@ class TracePlan:
             for path in self.recordings
         }
         self._check_lengths(rows, engines)
-        found = rate_layouts(engines, make, objective, self.num_machines, options)
+        rated_layouts = rate_layouts(engines, make, objective, self.num_machines, options)
         if json:
             import json as json_format
 
-            rated = [asdict(each) | {"per_machine": each.per_machine} for each in found]
+            rated = [
+                asdict(layout) | {"per_machine": layout.per_machine} for layout in rated_layouts
+            ]
             print(json_format.dumps({"simulated": True, "layouts": rated}))
             return
         print(
             f"simulated: {len(rows)} requests of {self.trace.name}, {self.slo}, met by 90%;"
             f" {self.num_machines} machines, {self.link}bit/s"
         )
-        for each in found:
+        for layout in rated_layouts:
             print(
-                f"{each.layout!s:28} {each.source:24} {each.requests_per_s:9.3g}"
-                f"{'+' if each.is_bound else ''} requests/s, {each.per_machine:.3g} a machine"
+                f"{layout.layout!s:28} {layout.source:24} {layout.requests_per_s:9.3g}"
+                f"{'+' if layout.is_bound else ''} requests/s, {layout.per_machine:.3g} a machine"
             )
-        if not found[0].requests_per_s:
+        if not rated_layouts[0].requests_per_s:
             print("octavo: no layout meets the objective at any rate", file=sys.stderr)
-        if any(each.is_bound for each in found):
+        if any(layout.is_bound for layout in rated_layouts):
             print(
                 "octavo: a rate that ends in + was the highest tried, and kept to the objective",
                 file=sys.stderr,

@@ -118,11 +118,11 @@ def quantize(
         else CalibrationText(calibration, calibration_texts, calibration_length, tokenizer)
     )
     try:
-        made = quantize_model(model, recipe, output, texts, to_stderr)
+        quantized = quantize_model(model, recipe, output, texts, to_stderr)
     except KeyboardInterrupt:
         to_stderr("interrupted; run the same command to resume")
         raise
-    _print(made)
+    _print(quantized)
 
 
 def make_recipe(
@@ -169,15 +169,15 @@ def make_recipe(
     )
 
 
-def _print(made: Quantized) -> None:
-    share = made.num_bytes / made.source_bytes
+def _print(result: Quantized) -> None:
+    share = result.num_bytes / result.source_bytes
     print(
-        f"{made.output}: {made.num_matrices} matrices quantized, {format_bytes(made.num_bytes)},"
-        f" {share:.0%} of the source's {format_bytes(made.source_bytes)}"
+        f"{result.output}: {result.num_matrices} matrices quantized, {format_bytes(result.num_bytes)},"
+        f" {share:.0%} of the source's {format_bytes(result.source_bytes)}"
     )
     for what, names in (
-        ("stay as they are", made.left),
-        ("had no calibration tokens and were rounded to nearest", made.fell_back),
+        ("stay as they are", result.left),
+        ("had no calibration tokens and were rounded to nearest", result.fell_back),
     ):
         if names:
             more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""

@@ -76,24 +76,24 @@ def replay(
         else None
     )
     try:
-        found = Replay(header, executor, make_stop_texts(header, model=model)).run(
+        report = Replay(header, executor, make_stop_texts(header, model=model)).run(
             events, max_differences=MAX_DIFFERENCES
         )
     finally:
         if executor is not None:
             executor.close()
     print(
-        f"{found.num_steps:,} steps, {found.num_requests:,} requests, {found.num_tokens:,} tokens"
+        f"{report.num_steps:,} steps, {report.num_requests:,} requests, {report.num_tokens:,} tokens"
     )
-    if found.unfinished_step is not None:
+    if report.unfinished_step is not None:
         print(
-            f"the recording ends within step {found.unfinished_step}, which has a plan but no"
+            f"the recording ends within step {report.unfinished_step}, which has a plan but no"
             f" result"
         )
-    for text in found.differences:
+    for text in report.differences:
         print(text)
-    if found.differences:
-        print(f"not the same: {len(found.differences)} found, then it was ended")
+    if report.differences:
+        print(f"not the same: {len(report.differences)} found, then it was ended")
         raise typer.Exit(1)
     print("every plan and every result is the same" if execute else "every plan is the same")
 

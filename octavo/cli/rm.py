@@ -20,8 +20,8 @@ def rm(
     from octavo.checkpoint.local_models import remove_local_model
     from octavo.config.sizes import format_bytes
 
-    found = {model.path: model for model in map(_find, names)}
-    for model in found.values():
+    models = {model.path: model for model in map(_find, names)}
+    for model in models.values():
         remove_local_model(model)
         print(f"removed {model.name}: {format_bytes(model.num_bytes)} freed")
 
@@ -42,7 +42,7 @@ def _find(name: str) -> CachedModel:
             f"model {name!r}: not in the cache",
             hint="octavo rm deletes only cached models; delete this file or directory yourself",
         )
-    known = [each.name for each in list_local_models()]
+    known = [known_model.name for known_model in list_local_models()]
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {close[0]}?" if close else "run `octavo list` for the cached models"
     raise ModelNotFound(f"model {name!r}: not in the cache", hint=hint)

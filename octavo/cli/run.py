@@ -97,7 +97,7 @@ def run(
         "stop": stop or None,
     }
     check_sampling(sampling)
-    given = [name for name, value in sampling.items() if value is not None]
+    names = [name for name, value in sampling.items() if value is not None]
     sampling["repetition_detection"] = LOOP if repetition_detection else None
     sampling["seed"] = new_seed() if seed is None else seed
     if raw and system is not None:
@@ -110,7 +110,7 @@ def run(
     with LLM(**with_local_model({"max_num_seqs": 1, **options})) as llm:
         check_answers(llm)
         params = sampling_for(llm, sampling)
-        if given:
+        if names:
             to_stderr(describe_sampling(params))
         output = _stream(llm, _prompt(llm, text, system, raw=raw), params, quiet=json)
         statistics = Statistics.of(output, llm.config.model.served_model_name or "")
@@ -131,8 +131,8 @@ def _read_prompt(argument: str, *, raw: bool) -> str:
     text = argument
     if argument == "-":
         text = sys.stdin.read().removesuffix("\n").removesuffix("\r")
-    elif given := _read_piped():
-        text = given + argument if raw else f"{given.rstrip()}\n\n{argument}"
+    elif piped := _read_piped():
+        text = piped + argument if raw else f"{piped.rstrip()}\n\n{argument}"
     if not (text if raw else text.strip()):
         raise InvalidRequest(
             "prompt: got an empty text", hint="for example: octavo run 'What is a prompt?'"

@@ -50,10 +50,10 @@ def serve(
     run_server(specs, _settings(settings), file.engine_defaults(options))
 
 
-def _settings(given: dict[str, Any]) -> ServerSettings:
+def _settings(values: dict[str, Any]) -> ServerSettings:
     """Returns the settings; keys also come from environment variables, which other users cannot
     read.
     """
-    keys = (*given.get("api_key", ()), *filter(None, [os.environ.get(KEY_VARIABLE)]))
-    operator_key = given.get("operator_key") or os.environ.get(OPERATOR_VARIABLE) or None
-    return ServerSettings(**{**given, "api_key": keys, "operator_key": operator_key})
+    keys = (*values.get("api_key", ()), *filter(None, [os.environ.get(KEY_VARIABLE)]))
+    operator_key = values.get("operator_key") or os.environ.get(OPERATOR_VARIABLE) or None
+    return ServerSettings(**{**values, "api_key": keys, "operator_key": operator_key})

@@ -64,7 +64,7 @@ def _lines(name: str, report: ModelReport) -> Iterator[str]:
     }
     if report.card is not None:
         family, card = report.card
-        facts["model card"] = "; ".join(each.describe() for each in card.sampling) or None
+        facts["model card"] = "; ".join(sampling.describe() for sampling in card.sampling) or None
         facts["family"] = f"{card.title}: octavo models {family}"
     for fact, text in facts.items():
         if text is not None:
@@ -94,5 +94,5 @@ def _to_json(report: ModelReport) -> dict[str, Any]:
         "sampling_source": None if sampling is None else sampling.source,
         "license": report.license,
         "family": None if report.card is None else report.card[0],
-        "backends": {each.backend: each.refusal or "runs it" for each in report.verdicts},
+        "backends": {verdict.backend: verdict.refusal or "runs it" for verdict in report.verdicts},
     }

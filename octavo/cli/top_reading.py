@@ -62,13 +62,13 @@ class ServerReader:
                 if answer.status_code in (401, 403)
                 else None,
             )
-        found = parse_metrics(answer.content.decode(errors="replace"))
-        if not found:
+        series = parse_metrics(answer.content.decode(errors="replace"))
+        if not series:
             raise ConfigError(
                 f"url: {self._client.url}/metrics has no Octavo metrics",
                 hint="octavo top requires a server started by `octavo serve`",
             )
-        return found
+        return series
 
 
 def parse_metrics(text: str) -> dict[str, dict[str, float]]:
@@ -77,20 +77,20 @@ def parse_metrics(text: str) -> dict[str, dict[str, float]]:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    found: dict[str, dict[str, float]] = {}
+    series: dict[str, dict[str, float]] = {}
     num_engines: Counter[tuple[str, str]] = Counter()
     try:
         for family in text_string_to_metric_families(text):
             if family.name.startswith(PREFIX) and family.type in ("gauge", "counter"):
                 for sample in family.samples:
                     if model := sample.labels.get("model_name"):
-                        values = found.setdefault(model, {})
+                        values = series.setdefault(model, {})
                         name = sample.name.removeprefix(PREFIX)
                         values[name] = values.get(name, 0.0) + sample.value
                         num_engines[model, name] += 1
     except ValueError as error:
         raise ConfigError(f"url: /metrics is not in the Prometheus text format: {error}") from error
-    for model, values in found.items():
+    for model, values in series.items():
         for share in SHARES & values.keys():
             values[share] /= num_engines[model, share]
-    return found
+    return series

@@ -81,8 +81,8 @@ class FittedTable:
 
     def _get_min_width(self, left_out: Sequence[str]) -> int:
         """Returns the minimum width without truncation."""
-        kept = [index for index, name in enumerate(self._columns) if name not in left_out]
-        return sum(self._get_min_column_width(index) + GAP for index in kept) - GAP
+        shown = [index for index, name in enumerate(self._columns) if name not in left_out]
+        return sum(self._get_min_column_width(index) + GAP for index in shown) - GAP
 
     def _get_min_column_width(self, index: int) -> int:
         if index < NUM_TEXT_COLUMNS[self._columns[0]]:
@@ -91,8 +91,8 @@ class FittedTable:
 
     def _without(self, left_out: Sequence[str]) -> Table:
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
-        kept = [index for index, name in enumerate(self._columns) if name not in left_out]
-        for index in kept:
+        shown = [index for index, name in enumerate(self._columns) if name not in left_out]
+        for index in shown:
             is_text = index < NUM_TEXT_COLUMNS[self._columns[0]]
             table.add_column(
                 self._columns[index],
@@ -102,7 +102,7 @@ class FittedTable:
                 min_width=MIN_TEXT_WIDTH if is_text else None,
             )
         for row in self._rows:
-            table.add_row(*(Text(row[index]) for index in kept))
+            table.add_row(*(Text(row[index]) for index in shown))
         return table
 
 

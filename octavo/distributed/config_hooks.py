@@ -24,14 +24,16 @@ class DistributedConfigHooks(ConfigHooks):
         pool, transfer = config.of(PoolOptions), config.of(TransferOptions)
         if pool.kv_pool is not None:
             _check_pool(config, pool.kv_pool)
-        elif given := _first_given(pool, NEEDS_POOL):
+        elif first_given := _first_given(pool, NEEDS_POOL):
             raise ConfigError(
-                f"{given}: requires kv_pool", hint="set kv_pool to mooncake://HOST:PORT"
+                f"{first_given}: requires kv_pool", hint="set kv_pool to mooncake://HOST:PORT"
             )
         if transfer.kv_transfer is not None:
             _check_transfer(config, transfer, transfer.kv_transfer)
-        elif given := _first_given(transfer, NEEDS_TRANSFER):
-            raise ConfigError(f"{given}: requires kv_transfer", hint="set kv_transfer, e.g. to zmq")
+        elif first_given := _first_given(transfer, NEEDS_TRANSFER):
+            raise ConfigError(
+                f"{first_given}: requires kv_transfer", hint="set kv_transfer, e.g. to zmq"
+            )
 
     def derive(self, config: EngineConfig) -> EngineConfig:
         """Enables block events for an engine with prefill peers, so that its frontend knows the
@@ -83,8 +85,8 @@ def _check_transfer(config: EngineConfig, options: TransferOptions, transport: s
         "prefix_cache_dir": config.cache.prefix_cache_dir,
         "kv_pool": config.of(PoolOptions).kv_pool,
     }
-    for name, given in others.items():
-        if given is not None:
+    for name, given_name in others.items():
+        if given_name is not None:
             raise ConfigError(
                 f"kv_transfer: not supported with {name}",
                 hint="use kv_transfer_size to keep blocks in the memory of the prefill engines",
@@ -131,10 +133,10 @@ def _check_prefix_caching(config: EngineConfig, name: str) -> None:
         raise ConfigError(f"{name}: requires kv_cache and enable_prefix_caching")
 
 
-def _check_stages(config: EngineConfig, name: str, given: str) -> None:
+def _check_stages(config: EngineConfig, name: str, given_name: str) -> None:
     if config.backend.pipeline_parallel_size > 1:
         raise ConfigError(
             f"pipeline_parallel_size: got {config.backend.pipeline_parallel_size}, not supported"
-            f" with {name} {given}",
+            f" with {name} {given_name}",
             hint=f"remove {name}, or set pipeline_parallel_size to 1",
         )

@@ -78,14 +78,14 @@ class Statistics:
         return paint(", ".join(parts), sys.stderr, dim=True)
 
 
-def check_sampling(given: dict[str, Any]) -> None:
+def check_sampling(sampling: dict[str, Any]) -> None:
     """Rejects invalid values before a model is loaded."""
     from octavo.api.sampling_params import SamplingParams
 
     SamplingParams(
         **{
             "max_tokens": None,
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in sampling.items() if value is not None},
         }
     )
 
@@ -120,7 +120,7 @@ def describe_sampling(params: SamplingParams) -> str:
     return f"sampling params: {', '.join([*shown, f'max_tokens {params.max_tokens}', *seed])}"
 
 
-def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
+def sampling_for(llm: LLM, sampling: dict[str, Any]) -> SamplingParams:
     """Returns the model's recommended params, overridden by the given ones; max_tokens defaults to
     DEFAULT_MAX_TOKENS.
     """
@@ -129,7 +129,7 @@ def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
     defaults = llm.get_default_chat_params()
     if defaults.max_tokens is None:
         defaults.max_tokens = DEFAULT_MAX_TOKENS
-    return params_over(defaults, {name: v for name, v in given.items() if v is not None})
+    return params_over(defaults, {name: v for name, v in sampling.items() if v is not None})
 
 
 def explain_end(statistics: Statistics, default_limit: int | None, change: str) -> str | None:

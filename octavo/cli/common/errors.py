@@ -83,13 +83,13 @@ def _describe(error: typer.TyperException) -> tuple[str, str | None]:
         return error.message, f"did you mean {' or '.join(possible)}?"
     context = getattr(error, "ctx", None)
     param = getattr(error, "param", None)
-    given, allowed = _get_given_value(param), INVALID.search(error.format_message())
-    if param is not None and given is not None and allowed is not None:
+    given_value, allowed = _get_given_value(param), INVALID.search(error.format_message())
+    if param is not None and given_value is not None and allowed is not None:
         name = max(param.opts, key=len).lstrip("-").replace("-", "_")
-        return f"{name}: got {given!r}, expected {_translate_words(allowed[1])}", None
+        return f"{name}: got {given_value!r}, expected {_translate_words(allowed[1])}", None
     message = error.format_message() if wrong is None else error.message
-    if given is not None:
-        message = f"{message.removesuffix('.')}, got {given!r}"
+    if given_value is not None:
+        message = f"{message.removesuffix('.')}, got {given_value!r}"
     return (
         message,
         f"{context.command_path} --help lists the options" if context is not None else None,
@@ -105,10 +105,10 @@ def _translate_words(allowed: str) -> str:
 def _get_given_value(param: Any) -> str | None:
     """Returns a parameter's value on the command line, which some parser errors lack."""
     names = tuple(getattr(param, "opts", ()))
-    for at, argument in enumerate(sys.argv):
+    for index, argument in enumerate(sys.argv):
         name, equals, value = argument.partition("=")
         if name in names:
-            return value if equals else next(iter(sys.argv[at + 1 :]), None)
+            return value if equals else next(iter(sys.argv[index + 1 :]), None)
     return None
 
 

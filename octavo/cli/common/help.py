@@ -72,9 +72,9 @@ def format_help(command: Any, context: Any, *, shows_all: bool) -> str:
             HelpLine((_argument_name(param),), "", option_text(param)) for param in arguments
         ]
     }
-    for name, each in subcommands.items():
-        title = each.rich_help_panel or "Commands"
-        line = HelpLine((name,), "", each.get_short_help_str(MAX_SUMMARY_LENGTH))
+    for name, subcommand in subcommands.items():
+        title = subcommand.rich_help_panel or "Commands"
+        line = HelpLine((name,), "", subcommand.get_short_help_str(MAX_SUMMARY_LENGTH))
         sections.setdefault(title, []).append(line)
     command_titles = [*sections][1:]
     groups = options_by_group(parameters, context)

@@ -83,8 +83,8 @@ def read_config(path: Path) -> ServeConfig:
         )
     settings, engine = get_options(ServerSettings), _engine_fields()
     known = {**settings, **engine}
-    given = {key: value for key, value in document.items() if key != MODELS}
-    values = _values(given, known, [*known, MODELS], file)
+    shared_options = {key: value for key, value in document.items() if key != MODELS}
+    values = _values(shared_options, known, [*known, MODELS], file)
     return ServeConfig(
         settings={name: value for name, value in values.items() if name in settings},
         options={name: value for name, value in values.items() if name in engine},
@@ -99,12 +99,12 @@ def _models(entries: Any, file: DataFile) -> list[dict[str, Any]]:
         raise ConfigError(
             f"config: {file.where(MODELS)}: models: got {entries!r}, expected a list of models"
         )
-    return [_model(entry, file, at) for at, entry in enumerate(entries)]
+    return [_model(entry, file, index) for index, entry in enumerate(entries)]
 
 
-def _model(entry: Any, file: DataFile, at: int) -> dict[str, Any]:
+def _model(entry: Any, file: DataFile, index: int) -> dict[str, Any]:
     """Returns the options of an entry, which is a text or a mapping."""
-    where = f"config: {file.where(MODELS, at)}: models[{at}]"
+    where = f"config: {file.where(MODELS, index)}: models[{index}]"
     if isinstance(entry, str):
         return _parse_entry(entry)
     if not isinstance(entry, dict):
@@ -115,7 +115,7 @@ def _model(entry: Any, file: DataFile, at: int) -> dict[str, Any]:
     if "name" in entry:
         entry["served_model_name"] = entry.pop("name")
     known = _engine_fields() | {"model": option_fields()["model"]}
-    values = _values(entry, known, [*known, "name"], file, MODELS, at)
+    values = _values(entry, known, [*known, "name"], file, MODELS, index)
     if "model" not in values:
         raise ConfigError(f"{where}: model: field required")
     return values
@@ -135,7 +135,7 @@ def _values(
     for key, value in given.items():
         name, where = str(key).replace("-", "_"), f"config: {file.where(*above, str(key))}"
         if name not in known:
-            flags = [each.replace("_", "-") for each in names]
+            flags = [flag_name.replace("_", "-") for flag_name in names]
             hint = did_you_mean(str(key), flags, listed_in=OPTIONS_PAGE)
             raise ConfigError(f"{where}: unknown key {str(key)!r}", hint=hint)
         try:

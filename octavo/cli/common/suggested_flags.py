@@ -26,13 +26,15 @@ SMALL_STEPS = (512, 128)
 """Suggested step sizes in tokens, if activations are too large with the default."""
 
 
-def suggested_flags(found: ModelPlan, memory_bytes: int, given: Mapping[str, Any]) -> list[str]:
+def suggested_flags(
+    model_plan: ModelPlan, memory_bytes: int, given: Mapping[str, Any]
+) -> list[str]:
     """Returns flags with which the model fits, including the options `given`; [] if there are none.
 
     A suggested value replaces a given one. The cheapest changes are tried first: a shorter context,
     smaller steps, quantization at load.
     """
-    suggested = suggested_options(found, memory_bytes)
+    suggested = suggested_options(model_plan, memory_bytes)
     if not suggested:
         return []
     if (limit := given.get("max_num_seqs")) is not None:
@@ -42,20 +44,20 @@ def suggested_flags(found: ModelPlan, memory_bytes: int, given: Mapping[str, Any
     )
 
 
-def suggested_options(found: ModelPlan, memory_bytes: int) -> dict[str, Any]:
+def suggested_options(model_plan: ModelPlan, memory_bytes: int) -> dict[str, Any]:
     """Returns the suggested options; {} if none make the model fit."""
-    tries = list(_tries(found, memory_bytes))
-    wanted = min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len)
+    tries = list(_tries(model_plan, memory_bytes))
+    typical_len = min(TYPICAL_CONTEXT, model_plan.capacity.demand.max_model_len)
     contexts = [_get_max_context(tried.capacity) for tried in tries]
     best = next(
-        (index for index, context in enumerate(contexts) if context >= wanted),
+        (index for index, context in enumerate(contexts) if context >= typical_len),
         contexts.index(max(contexts)),
     )
     if contexts[best] < LEAST_CONTEXT:
         return {}
     scheduler, quantization = tries[best].config.scheduler, tries[best].config.model.quantization
     options: dict[str, Any] = {} if quantization is None else {"quantization": quantization}
-    if scheduler != found.config.scheduler:
+    if scheduler != model_plan.config.scheduler:
         options["max_num_batched_tokens"] = scheduler.max_num_batched_tokens
     return options | _memory_options(tries[best], contexts[best])
 
@@ -69,16 +71,16 @@ def _get_max_context(capacity: Capacity) -> int:
     )
 
 
-def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
+def _tries(model_plan: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
     """Yields plans to try: the given one, one with smaller steps, and both with quantized weights,
     unless the weights are already quantized.
     """
     from octavo.api.errors import UnsupportedModel
     from octavo.wiring.plan import plan_model
 
-    model, scheduler = found.config.model, found.config.scheduler
+    model, scheduler = model_plan.config.model, model_plan.config.scheduler
     quantizations: list[Any] = [model.quantization]
-    if quantizations == [None] and found.footprint.code not in ("u4", "u8"):
+    if quantizations == [None] and model_plan.footprint.code not in ("u4", "u8"):
         quantizations += ["int8", "int4"]
     steps = [
         scheduler.max_num_batched_tokens,
@@ -87,7 +89,7 @@ def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
     for quantization in quantizations:
         for size in steps if scheduler.enable_chunked_prefill else steps[:1]:
             config = replace(
-                found.config,
+                model_plan.config,
                 model=replace(model, quantization=quantization),
                 scheduler=replace(scheduler, max_num_batched_tokens=size),
             )
@@ -97,13 +99,13 @@ def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
                 break
 
 
-def _memory_options(found: ModelPlan, context: int) -> dict[str, Any]:
+def _memory_options(model_plan: ModelPlan, context: int) -> dict[str, Any]:
     """Returns the options for a context: its length, the KV cache and the number of requests."""
-    capacity = found.capacity
+    capacity = model_plan.capacity
     options: dict[str, Any] = {}
-    if context != found.info.max_context_tokens:
+    if context != model_plan.info.max_context_tokens:
         options["max_model_len"] = context // 16 * 16
-    if capacity.wanted_kv_bytes is None and found.generates:
+    if capacity.wanted_kv_bytes is None and model_plan.generates:
         options["kv_cache_memory_bytes"] = capacity.kv_bytes >> 20 << 20
     requests = capacity.max_requests(min(TYPICAL_CONTEXT, context))
     return options | {"max_num_seqs": max(1, min(requests, 256))}

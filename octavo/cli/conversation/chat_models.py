@@ -108,13 +108,13 @@ class RemoteModel:
     def reply(
         self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show
     ) -> ChatReply:
-        given = {name: value for name, value in sampling.items() if value is not None}
+        params = {name: value for name, value in sampling.items() if value is not None}
         if not self._is_octavo:
-            given.pop("repetition_detection", None)  # other servers may reject this field
-        limit = None if "max_tokens" in given else answers.DEFAULT_MAX_TOKENS
+            params.pop("repetition_detection", None)  # other servers may reject this field
+        limit = None if "max_tokens" in params else answers.DEFAULT_MAX_TOKENS
         body = {
-            **given,
-            "max_tokens": given.get("max_tokens", limit),
+            **params,
+            "max_tokens": params.get("max_tokens", limit),
             "model": self.name,
             "messages": messages,
             "stream": True,

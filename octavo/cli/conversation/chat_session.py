@@ -70,9 +70,9 @@ class ChatSession:
     ) -> None:
         self._model = model
         self._input = said
-        given = {name: value for name, value in sampling.items() if value is not None}
-        self._sampling = {name: value for name, value in given.items() if name in SETTABLE}
-        self._unsettable = {name: value for name, value in given.items() if name not in SETTABLE}
+        params = {name: value for name, value in sampling.items() if value is not None}
+        self._sampling = {name: value for name, value in params.items() if name in SETTABLE}
+        self._unsettable = {name: value for name, value in params.items() if name not in SETTABLE}
         self._system = system
         self._messages: list[SavedMessage] = []
         self._commands: dict[str, Callable[[str], None]] = {
@@ -340,17 +340,17 @@ class MarkdownScreen:
 
 def split_blocks(text: str) -> tuple[str, str]:
     """Splits markdown after its last blank line outside fenced code."""
-    at = end = 0
+    position = end = 0
     fence = ""
     for line in text.splitlines(keepends=True):
-        at += len(line)
+        position += len(line)
         mark = line.strip()[:3]
         if fence:
             fence = "" if mark == fence else fence
         elif mark in FENCES:
             fence = mark
         elif not mark and line.endswith("\n"):
-            end = at
+            end = position
     return text[:end], text[end:]
 
 

@@ -124,11 +124,11 @@ class Translation:
                 return
             value = self.left.pop(0)
         if name in VALUES:
-            found = VALUES[name](value)
-            if found is None:
+            converted = VALUES[name](value)
+            if converted is None:
                 _print_note(f"{name} {value} is ignored: Octavo decides this itself")
                 return
-            value = found
+            value = converted
         yield from (name, value)
 
     def _foreign(self, name: str, value: str | None) -> Iterator[str]:
@@ -148,13 +148,13 @@ class Translation:
         if row.target is not None:
             assert value is not None, "a renamed flag has a value"
             try:
-                made = value if row.convert is None else row.convert(value)
+                converted = value if row.convert is None else row.convert(value)
             except ValueError as error:
                 raise ConfigError(f"{name}: got {value!r}: {error}") from None
-            if made is None:
+            if converted is None:
                 _print_note(f"{shown} is ignored: {row.text}")
                 return
-            yield from self._yield_renamed(row, name, made)
+            yield from self._yield_renamed(row, name, converted)
         for flag in row.extra:
             self._check_target(name, flag.partition("=")[0], row)
             yield flag

@@ -49,10 +49,10 @@ def cluster(
     from octavo.distributed.cluster.router_admin import RouterAdmin
 
     path = Path(plan)
-    wanted = _read(path)
+    read_plan = _read(path)
     keys = ClusterKeys(os.environ.get(KEY_VARIABLE), os.environ.get(SECRET_VARIABLE))
     placer = RayPlacer(ray_address)
-    running = Cluster(wanted, placer, lambda url: RouterAdmin(url, keys.api_key), keys, _report)
+    running = Cluster(read_plan, placer, lambda url: RouterAdmin(url, keys.api_key), keys, _report)
     try:
         is_several = len({machine.host for machine in placer.machines()}) > 1
         if is_several and (keys.secret is None or keys.api_key is None):

@@ -112,12 +112,12 @@ class Cluster:
         differ from it.
         """
         self._update_states()
-        wanted = self._get_wanted()
+        specs = self._get_wanted()
         for name, member in list(self.members.items()):
-            if name not in wanted or wanted[name] != member.spec:
+            if name not in specs or specs[name] != member.spec:
                 self._drain(member, now)
         for group in self.plan.instances:
-            self._start_missing(group, wanted)
+            self._start_missing(group, specs)
         self._stop_old_router()
         self._start_router()
         self._add_to_router()
@@ -153,16 +153,16 @@ class Cluster:
         """Returns the specs of all instances of the plan whose peers are known, by name; an
         instance whose peers are temporarily unavailable keeps its spec.
         """
-        found = {}
+        specs = {}
         for group in self.plan.instances:
             peers = self._get_peers(group)
             for index in range(group.count):
                 name = f"{group.name}-{index}"
                 if peers is not None:
-                    found[name] = self._spec(name, group, peers)
+                    specs[name] = self._spec(name, group, peers)
                 elif name in self.members:
-                    found[name] = self.members[name].spec
-        return found
+                    specs[name] = self.members[name].spec
+        return specs
 
     def _get_peers(self, group: InstanceGroup) -> list[str] | None:
         """Returns the addresses of the instances that compute a group's prompts; None until all are
@@ -245,22 +245,24 @@ class Cluster:
             elif member.state is not None:
                 member.state = msgspec.structs.replace(member.state, is_ready=False)
 
-    def _start_missing(self, group: InstanceGroup, wanted: Mapping[str, InstanceSpec]) -> None:
+    def _start_missing(
+        self, group: InstanceGroup, specs_by_name: Mapping[str, InstanceSpec]
+    ) -> None:
         names = [f"{group.name}-{index}" for index in range(group.count)]
-        missing = [name for name in names if name in wanted and name not in self.members]
+        missing = [name for name in names if name in specs_by_name and name not in self.members]
         if not missing:
             return
         needs = [group.needs] * (len(missing) * group.num_ranks)
-        specs = [wanted[name] for name in missing]
-        found = self._start_together(group.name, needs, specs, spread=group.spread)
-        if found is None:
+        specs = [specs_by_name[name] for name in missing]
+        started_group = self._start_together(group.name, needs, specs, spread=group.spread)
+        if started_group is None:
             return
-        reservation, started = found
+        reservation, started = started_group
         shared = SharedReservation(reservation, len(missing))
         for name, handle in zip(missing, started, strict=True):
             serves_clients = group.role != "prefill"
             self.members[name] = ClusterMember(
-                group.name, wanted[name], handle, shared, serves_clients
+                group.name, specs_by_name[name], handle, shared, serves_clients
             )
             self.report(f"{name} is being started")
 

@@ -156,8 +156,8 @@ def find_free_ports(host: str, name: str, count: int = PORTS_EACH) -> int:
     """
     start = zlib.crc32(name.encode()) % (NUM_PORTS // PORTS_EACH)
     for step in range(NUM_PORTS // PORTS_EACH):
-        at = (start + step) % (NUM_PORTS // PORTS_EACH)
-        first = FIRST_PORT + PORTS_EACH * at
+        offset = (start + step) % (NUM_PORTS // PORTS_EACH)
+        first = FIRST_PORT + PORTS_EACH * offset
         if all(_is_free(host, first + i) for i in range(count)):
             return first
     raise OSError(f"no ports are free on {host}")

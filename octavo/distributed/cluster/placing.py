@@ -29,7 +29,7 @@ def check_machines(
 ) -> None:
     """Raises ConfigError if instances require machines that do not exist."""
     fitting = [machine for machine in machines if machine.has(needs)]
-    wanted = ", ".join(f"{amount:g} {resource}" for resource, amount in needs.items())
+    requested = ", ".join(f"{amount:g} {resource}" for resource, amount in needs.items())
     there = "; ".join(
         f"{machine.host}: "
         + ", ".join(f"{machine.resources.get(resource, 0.0):g} {resource}" for resource in needs)
@@ -40,13 +40,13 @@ def check_machines(
     )
     if not fitting:
         raise ConfigError(
-            f"plan: {name}: no Ray machine has the required {wanted}; there are"
+            f"plan: {name}: no Ray machine has the required {requested}; there are"
             f" {there or 'no machines'}",
             hint=hint,
         )
     if spread and len(fitting) < count:
         raise ConfigError(
-            f"plan: {name}: {count} instances or ranks require separate machines with {wanted},"
+            f"plan: {name}: {count} instances or ranks require separate machines with {requested},"
             f" and Ray has {len(fitting)}; there are {there}",
             hint=hint,
         )
@@ -54,12 +54,12 @@ def check_machines(
 
 def check_total(needs: Sequence[Mapping[str, float]], machines: Sequence[ClusterMachine]) -> None:
     """Raises ConfigError if the plan requires more in total than all machines have."""
-    for name in sorted({name for each in needs for name in each}):
-        wanted = sum(each.get(name, 0.0) for each in needs)
+    for name in sorted({name for instance_needs in needs for name in instance_needs}):
+        requested = sum(instance_needs.get(name, 0.0) for instance_needs in needs)
         there = sum(machine.resources.get(name, 0.0) for machine in machines)
-        if wanted > there * (1 + 1e-9):
+        if requested > there * (1 + 1e-9):
             raise ConfigError(
-                f"plan: the instances and the router require {wanted:g} {name} in total, Ray's"
+                f"plan: the instances and the router require {requested:g} {name} in total, Ray's"
                 f" machines have {there:g}",
                 hint="use fewer instances, or add machines: ray start --address=HEAD:6379",
             )

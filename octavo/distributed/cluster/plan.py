@@ -146,12 +146,12 @@ class KnownOptions:
 
 
 def _check_values(
-    where: str, given: Options, known: Mapping[str, OptionField], command: str
+    where: str, options: Options, known: Mapping[str, OptionField], command: str
 ) -> None:
-    for name, value in flag_names(given).items():
+    for name, value in flag_names(options).items():
         flag = name.replace("_", "-")
         if name not in known:
-            flags = [each.replace("_", "-") for each in known]
+            flags = [flag_name.replace("_", "-") for flag_name in known]
             raise ConfigError(
                 f"plan: {where}: options: {command} has no option {flag}",
                 hint=did_you_mean(flag, flags, listed_in="docs/reference/options.md"),
@@ -240,11 +240,11 @@ def _check_needs(where: str, cpus: float, resources: Mapping[str, float]) -> Non
                 f"plan: {where}: resources: {name} is a built-in resource of Ray",
                 hint=f"use {instead}",
             )
-        most = MAX_MEMORY_BYTES if name == "memory" else MAX_AMOUNT
-        if not 0 < amount <= most:
+        max_amount = MAX_MEMORY_BYTES if name == "memory" else MAX_AMOUNT
+        if not 0 < amount <= max_amount:
             raise ConfigError(
                 f"plan: {where}: {name}: got {amount:g}, expected a number above 0 and at most"
-                f" {most:,}"
+                f" {max_amount:,}"
             )
         if amount > 1 and amount != int(amount):
             raise ConfigError(
@@ -254,9 +254,9 @@ def _check_needs(where: str, cpus: float, resources: Mapping[str, float]) -> Non
 
 
 def _check_options(where: str, options: Mapping[str, Any], own: frozenset[str]) -> None:
-    if given := sorted(own & flag_names(options).keys()):
+    if conflicting := sorted(own & flag_names(options).keys()):
         raise ConfigError(
-            f"plan: {where}: options: {given[0]} is set by the plan",
+            f"plan: {where}: options: {conflicting[0]} is set by the plan",
             hint="remove it; keys and secrets are read from OCTAVO_API_KEY and"
             " OCTAVO_CLUSTER_SECRET",
         )

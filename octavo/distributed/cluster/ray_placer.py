@@ -128,10 +128,10 @@ class RayPlacer:
         """
         asked = [actor.state.remote() for actor in handle.actors]
         try:
-            found: InstanceState = self._ray.get(asked[0], timeout=ANSWER_S)
+            state: InstanceState = self._ray.get(asked[0], timeout=ANSWER_S)
         except (self._ray.exceptions.RayError, TimeoutError):
             return None
-        return found
+        return state
 
     def stop(self, handle: ActorHandle, patience_s: float) -> None:
         """Stops the first rank, which tells the others to exit, and then the others."""

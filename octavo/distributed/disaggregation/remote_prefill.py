@@ -309,11 +309,11 @@ class RemotePrefillThreshold:
     its link.
     """
 
-    def __init__(self, given: int | None, *, token_bytes: float, max_chunk: int) -> None:
-        """`given` is a fixed threshold; None: computed from the rates. `token_bytes`: bytes of a
+    def __init__(self, fixed: int | None, *, token_bytes: float, max_chunk: int) -> None:
+        """`fixed` is a fixed threshold; None: computed from the rates. `token_bytes`: bytes of a
         token in all cache groups. `max_chunk`: maximum number of tokens in a step.
         """
-        self._given = given
+        self._given = fixed
         self._token_bytes = token_bytes
         self._max_chunk = max_chunk
         self._costs = UNMEASURED

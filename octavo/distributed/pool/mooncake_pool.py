@@ -65,9 +65,9 @@ class MooncakePool:
         for is_pinned in (False, True):
             some = [value for value in values if value.is_pinned is is_pinned]
             if some:
-                found = self._store.batch_put_from(*_arguments(some), self._config(is_pinned))
+                results = self._store.batch_put_from(*_arguments(some), self._config(is_pinned))
                 stored |= {
-                    value.key: status == 0 for value, status in zip(some, found, strict=True)
+                    value.key: status == 0 for value, status in zip(some, results, strict=True)
                 }
         return [stored[value.key] for value in values]
 
@@ -77,9 +77,9 @@ class MooncakePool:
         """
         if not values:
             return []
-        found = self._store.batch_get_into(*_arguments(values))
+        results = self._store.batch_get_into(*_arguments(values))
         return [
-            num_bytes == len(value.data) for value, num_bytes in zip(values, found, strict=True)
+            num_bytes == len(value.data) for value, num_bytes in zip(values, results, strict=True)
         ]
 
     def remove(self, key: str) -> None:

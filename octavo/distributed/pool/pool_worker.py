@@ -86,8 +86,8 @@ class PoolWorker:
         return places
 
     def slot(self, group: int, slot: int) -> NDArray[np.uint8]:
-        found: NDArray[np.uint8] = self._slots[group][slot]
-        return found
+        slot_bytes: NDArray[np.uint8] = self._slots[group][slot]
+        return slot_bytes
 
     def begin(self, plan: ConnectorPlan) -> None:
         with self._changed:
@@ -147,13 +147,13 @@ class PoolWorker:
         values = [self._value(block, place) for block, place in zip(blocks, places, strict=False)]
         began = time.monotonic()
         try:
-            found = self._store.get([value for value in values if value is not None])
+            is_read = self._store.get([value for value in values if value is not None])
         except Exception as error:
             logger.warning("KV blocks of the pool are recomputed: %s", error)
-            found = []
-        if not any(found) and time.monotonic() - began > LONG_S:
+            is_read = []
+        if not any(is_read) and time.monotonic() - began > LONG_S:
             self.reads_from = time.monotonic() + READ_PAUSE_S
-        outcomes = iter(found)
+        outcomes = iter(is_read)
         return [
             value is not None and next(outcomes, False) and self._take(block, value.data)
             for block, value in zip(blocks, values, strict=True)
@@ -200,19 +200,19 @@ class PoolWorker:
 
     def _write(self, blocks: Sequence[SlotBlock], places: NDArray[np.uint8]) -> list[bool]:
         values = [self._value(block, place) for block, place in zip(blocks, places, strict=False)]
-        given = []
+        stored_values = []
         for block, value in zip(blocks, values, strict=True):
             if value is not None:
                 self._lay_out(block, value.data)
-                given.append(value)
+                stored_values.append(value)
         reason = "some were refused"
         try:
-            stored = self._store.put(given)
+            stored = self._store.put(stored_values)
         except Exception as error:
             stored, reason = [], str(error)
-        if len(stored) < len(given) or not all(stored):
+        if len(stored) < len(stored_values) or not all(stored):
             logger.warning("pausing writes to the pool for %.0f s: %s", PAUSE_S, reason)
-            self._num_write_errors += len(given) - sum(stored)
+            self._num_write_errors += len(stored_values) - sum(stored)
             self.writes_from = time.monotonic() + PAUSE_S
         outcomes = iter(stored)
         return [value is not None and next(outcomes, False) for value in values]

@@ -137,23 +137,23 @@ class KvFeed:
             self._take(payload)
             self._next = number
 
-    async def _request_batches(self, replay: str, wanted: bytes) -> list[Batch]:
+    async def _request_batches(self, replay: str, query: bytes) -> list[Batch]:
         """Returns the numbered batches of a reply and stores its epoch; returns [] after a
         timeout.
         """
         socket = self._context.socket(zmq.DEALER)
         lock_client(socket, self._secret)
-        found: list[Batch] = []
+        batches: list[Batch] = []
         try:
             socket.connect(replay)
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
-                await socket.send_multipart([b"", wanted])
+                await socket.send_multipart([b"", query])
                 while True:
                     _, number, payload = await socket.recv_multipart()
                     if number == END:
                         self._epoch = payload or self._epoch
-                        return found
-                    found.append((int.from_bytes(number, "big"), payload))
+                        return batches
+                    batches.append((int.from_bytes(number, "big"), payload))
         except (TimeoutError, ValueError, zmq.ZMQError):
             return []
         finally:

@@ -56,11 +56,11 @@ class ModelList(msgspec.Struct):
 
     def cards(self) -> dict[str, tuple[ModelCard, msgspec.Raw]]:
         """Returns each model's card by name, parsed and raw."""
-        found = {}
+        cards = {}
         for raw in self.data:
             card = msgspec.json.decode(raw, type=ModelCard)
-            found[card.id] = card, raw
-        return found
+            cards[card.id] = card, raw
+        return cards
 
 
 @dataclass(slots=True)
@@ -177,10 +177,10 @@ class Members:
         """
         well = [
             index
-            for index, each in enumerate(self._members)
-            if each.accepts_requests and index not in without
+            for index, member in enumerate(self._members)
+            if member.accepts_requests and index not in without
         ]
-        if any(model in each.models for each in self._members if each.standing != "gone"):
+        if any(model in member.models for member in self._members if member.standing != "gone"):
             return [index for index in well if self._members[index].serves(model)]
         return well
 
@@ -188,21 +188,23 @@ class Members:
         """Returns the cards of all models that are currently served; None if all servers have the
         same models.
         """
-        told = [each for each in self._members if each.accepts_requests and each.cards]
-        if len({each.models for each in told}) < 2:
+        listing = [member for member in self._members if member.accepts_requests and member.cards]
+        if len({member.models for member in listing}) < 2:
             return None
-        found: dict[str, msgspec.Raw] = {}
-        for each in told:
-            for name, card in each.cards.items():
-                found.setdefault(name, card)
-        return list(found.values())
+        cards: dict[str, msgspec.Raw] = {}
+        for member in listing:
+            for name, card in member.cards.items():
+                cards.setdefault(name, card)
+        return list(cards.values())
 
     def describe_trouble(self, model: str | None) -> str:
         """Returns the reasons why no server is available, for an error message."""
-        here = [each for each in self._members if each.standing == "in"]
-        asked = [each for each in here if each.serves(model)] or here
+        here = [member for member in self._members if member.standing == "in"]
+        asked = [member for member in here if member.serves(model)] or here
         return "; ".join(
-            f"server {self._members.index(each)}: {each.trouble}" for each in asked if each.trouble
+            f"server {self._members.index(member)}: {member.trouble}"
+            for member in asked
+            if member.trouble
         )
 
     def close(self) -> None:

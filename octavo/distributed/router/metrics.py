@@ -81,7 +81,9 @@ class RouterMetrics(Collector):
         for name, text in COUNTERS.items():
             labels = LABELS.get(name, ())
             counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
-            found = {key[1:]: count for key, count in self._counts.counts.items() if key[0] == name}
-            for values, count in (found or ({(): 0} if not labels else {})).items():
+            counts = {
+                key[1:]: count for key, count in self._counts.counts.items() if key[0] == name
+            }
+            for values, count in (counts or ({(): 0} if not labels else {})).items():
                 counter.add_metric(values, count)
             yield counter

@@ -119,18 +119,20 @@ class PromptReader:
         """Returns the token ids of the prompt, or of the first prompt if there are several; None if
         they are unknown.
         """
-        given = fields.get("prompt")
-        if given is not None and bytes(given)[:1] == b"[":
-            return _ids(given)
+        prompt = fields.get("prompt")
+        if prompt is not None and bytes(prompt)[:1] == b"[":
+            return _ids(prompt)
         if not self._members.has_events:
             return None
-        if path == "/v1/completions" and given is not None and "suffix" not in fields:
-            wanted = {name: fields[name] for name in ("model", "prompt") if name in fields}
+        if path == "/v1/completions" and prompt is not None and "suffix" not in fields:
+            request_fields = {name: fields[name] for name in ("model", "prompt") if name in fields}
         elif path == "/v1/chat/completions" and not any(n in fields for n in OTHER_CHAT_FIELDS):
-            wanted = {name: fields[name] for name in ("model", *CHAT_FIELDS) if name in fields}
+            request_fields = {
+                name: fields[name] for name in ("model", *CHAT_FIELDS) if name in fields
+            }
         else:
             return None
-        return await self._tokenized(msgspec.json.encode(wanted), _text(fields, "model"))
+        return await self._tokenized(msgspec.json.encode(request_fields), _text(fields, "model"))
 
     async def _tokenized(self, body: bytes, model: str | None) -> list[int] | None:
         """Tokenizes a prompt on the least busy server; returns None if that fails."""
@@ -171,8 +173,8 @@ def _get_raw_prompt(fields: Fields) -> bytes:
     """Returns the prompt as raw JSON, with the fields in the order in which chat templates render
     them.
     """
-    found = [bytes(fields[name]) for name in (*LEADING_FIELDS, *PROMPT_FIELDS) if name in fields]
-    return b"".join(found)
+    parts = [bytes(fields[name]) for name in (*LEADING_FIELDS, *PROMPT_FIELDS) if name in fields]
+    return b"".join(parts)
 
 
 def _get_session(fields: Fields, start: bytes, sender: bytes) -> bytes:
@@ -199,13 +201,15 @@ def _ids(prompt: msgspec.Raw) -> list[int] | None:
     """Returns the token ids of the prompt, or of the first prompt if there are several; None if the
     prompt is text.
     """
-    found: list[int] = []
+    token_ids: list[int] = []
     try:
-        found = msgspec.json.decode(prompt, type=list[int])
+        token_ids = msgspec.json.decode(prompt, type=list[int])
     except UNREADABLE:
         with contextlib.suppress(*UNREADABLE, IndexError):
-            found = msgspec.json.decode(prompt, type=list[list[int]])[0]
-    return found if found and min(found) >= 0 and max(found) < MAX_TOKEN_IDS else None
+            token_ids = msgspec.json.decode(prompt, type=list[list[int]])[0]
+    return (
+        token_ids if token_ids and min(token_ids) >= 0 and max(token_ids) < MAX_TOKEN_IDS else None
+    )
 
 
 async def _in_thread_if_long(num_tokens: int, work: Callable[[], list[bytes]]) -> list[bytes]:

@@ -195,15 +195,15 @@ class RouterProxy:
         dropped = HOP_BY_HOP | {ID_HEADER.lower().encode(), b"x-forwarded-for"}
         if key is not None:
             dropped |= {b"authorization", b"x-api-key"}
-        kept = [pair for pair in scope["headers"] if pair[0] not in dropped]
+        forwarded = [pair for pair in scope["headers"] if pair[0] not in dropped]
         if key is not None:
-            kept.append((b"authorization", b"Bearer " + key.encode()))
+            forwarded.append((b"authorization", b"Bearer " + key.encode()))
         if scope.get("client"):
             before = [v for k, v in scope["headers"] if k == b"x-forwarded-for"]
             address = b", ".join([*before, scope["client"][0].encode()])
-            kept.append((b"x-forwarded-for", address))
-        kept.append((ID_HEADER.lower().encode(), get_record(scope).request_id.encode()))
-        return kept
+            forwarded.append((b"x-forwarded-for", address))
+        forwarded.append((ID_HEADER.lower().encode(), get_record(scope).request_id.encode()))
+        return forwarded
 
     async def _forward(
         self, request: ForwardedRequest, scope: Scope, receive: Receive, send: Send
@@ -248,8 +248,8 @@ class RouterProxy:
     async def _place(self, request: ForwardedRequest, tried: set[int]) -> PlacedRequest | None:
         """Returns the next server for a request; None if there are no more."""
         job = request.parsed.job
-        wanted = request.parsed.response_id
-        if request.choice is ServerChoice.POLICY and wanted is None:
+        response_id = request.parsed.response_id
+        if request.choice is ServerChoice.POLICY and response_id is None:
             placement = self._placer.place(job, request.parsed.model, tried)
             if placement is not None and not tried:
                 self._counts.add("prompt_tokens", by=job.num_tokens)
@@ -262,8 +262,8 @@ class RouterProxy:
         elif request.choice is ServerChoice.OWNER:
             index = self._placer.get_owner_server(request.sender)
         else:
-            assert wanted is not None, "it is in the path or the body"
-            index = await self._placer.find_stored_response(wanted, request.upstream.headers)
+            assert response_id is not None, "it is in the path or the body"
+            index = await self._placer.find_stored_response(response_id, request.upstream.headers)
             if index is None:
                 index = self._placer.get_least_busy(tried)  # it reports that it does not exist
         return None if index is None else self._placer.assign(index, job)

@@ -313,10 +313,10 @@ class UpstreamClient:
             headers.append((b"Authorization", b"Bearer " + self._api_key.encode()))
         answer = await self.send(UpstreamRequest(method, target, headers, body))
         try:
-            found = await answer.read_all()
+            body_bytes = await answer.read_all()
         finally:
             self.finish(answer)
-        return answer.status, found
+        return answer.status, body_bytes
 
     def finish(self, answer: UpstreamResponse) -> None:
         """Releases the connection of a response that has been read or is no longer needed."""

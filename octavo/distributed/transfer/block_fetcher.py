@@ -70,7 +70,9 @@ class ByteCover:
             start = min(start, self._starts[first])
             end = max(end, self._ends[last - 1])
         joined = range(first, last)
-        self.num_bytes += end - start - sum(self._ends[at] - self._starts[at] for at in joined)
+        self.num_bytes += (
+            end - start - sum(self._ends[index] - self._starts[index] for index in joined)
+        )
         self._starts[first:last] = [start]
         self._ends[first:last] = [end]
 
@@ -182,17 +184,17 @@ class BlockFetcher:
         for rank, endpoint in enumerate(endpoints):
             heads_by_group = {
                 group: piece.heads
-                for group, found in enumerate(pieces)
-                for piece in found
+                for group, head_pieces in enumerate(pieces)
+                for piece in head_pieces
                 if piece.rank == rank
             }
-            wanted = [
+            missing = [
                 block
                 for block in blocks
                 if block.group in heads_by_group and block.name in self._arriving
             ]
-            if wanted:
-                self._ask_rank(endpoint, wanted, heads_by_group)
+            if missing:
+                self._ask_rank(endpoint, missing, heads_by_group)
 
     def _ask_rank(
         self, endpoint: str, blocks: Sequence[SlotBlock], heads: Mapping[int, Span]
@@ -204,10 +206,10 @@ class BlockFetcher:
             place = self._heads.get_piece_slice(block.group, heads[block.group])
             memory = self._slots[block.group][block.slot][place]
             self._arriving[block.name].missing[endpoint] = ArrivingPiece(self._epoch, memory)
-        wanted = [WantedBlock(block.group, block.key) for block in blocks]
+        wanted_blocks = [WantedBlock(block.group, block.key) for block in blocks]
         spans = [heads.get(group, NO_HEADS) for group in range(len(self._slots))]
         message = WantBlocks(
-            self._ends.fingerprint, wanted, self._ends.timeout_s, self._epoch, spans
+            self._ends.fingerprint, wanted_blocks, self._ends.timeout_s, self._epoch, spans
         )
         self._send(endpoint, message)
 
@@ -289,14 +291,14 @@ class BlockFetcher:
 
     def _receive_layer(self, source: str, part: LayerPart, data: Any) -> None:
         """Writes one layer of some blocks into their slots; damage ends their fetches."""
-        wanted = {name for name in part.names if self._answers(name, source, part.epoch)}
+        pending = {name for name in part.names if self._answers(name, source, part.epoch)}
         size, rest = divmod(len(data), max(1, len(part.names)))
         if rest or get_checksum(data) != part.checksum:
-            self._end_damaged(source, sorted(wanted))
+            self._end_damaged(source, sorted(pending))
             return
-        for at, name in enumerate(part.names):
-            if name in wanted and self._answers(name, source, part.epoch):
-                self._write(source, name, part.offset, data[at * size : (at + 1) * size])
+        for index, name in enumerate(part.names):
+            if name in pending and self._answers(name, source, part.epoch):
+                self._write(source, name, part.offset, data[index * size : (index + 1) * size])
 
     def _write(self, source: str, name: BlockHashWithGroupId, offset: int, data: Any) -> None:
         """Writes bytes of a piece; an offset outside of it ends the fetch."""
@@ -346,11 +348,11 @@ class BlockFetcher:
         """Reports finished reads, also to the engines whose memory was read."""
         if self._reader is None:
             return
-        taken: defaultdict[tuple[str, int], list[BlockHashWithGroupId]] = defaultdict(list)
+        finished: defaultdict[tuple[str, int], list[BlockHashWithGroupId]] = defaultdict(list)
         self.link.add(*self._reader.pop_rate())
         for (name, source), has_come in self._reader.pop_finished():
             arriving = self._arriving[name]
-            taken[source, arriving.missing[source].epoch].append(name)
+            finished[source, arriving.missing[source].epoch].append(name)
             if has_come:
                 self._heard[source] = time.monotonic()
             elif not arriving.is_dropped:
@@ -360,18 +362,18 @@ class BlockFetcher:
             else:
                 arriving.missing[source].is_read = False
                 self._end([name])
-        for (source, epoch), names in taken.items():
+        for (source, epoch), names in finished.items():
             if source in self._sources:
                 self._send(source, TookBlocks(names, epoch))
 
     def renew_leases(self) -> None:
         """Renews the leases of blocks that are still to be read."""
-        held: defaultdict[tuple[str, int], list[BlockHashWithGroupId]] = defaultdict(list)
+        leased: defaultdict[tuple[str, int], list[BlockHashWithGroupId]] = defaultdict(list)
         for name, arriving in self._arriving.items():
             for source, piece in arriving.missing.items():
                 if piece.is_read and source in self._sources:
-                    held[source, piece.epoch].append(name)
-        for (source, epoch), names in held.items():
+                    leased[source, piece.epoch].append(name)
+        for (source, epoch), names in leased.items():
             self._send(source, HoldBlocks(names, epoch))
 
     # -- what does not come ------------------------------------------------------------------------

@@ -114,10 +114,10 @@ class BlockReader:
         """Reads blocks and verifies each one at once, while it is in the CPU's caches."""
         if not batch:
             return
-        wanted = [RemoteBytes(block.address, block.memory) for block in batch]
+        ranges = [RemoteBytes(block.address, block.memory) for block in batch]
         began, num_come = time.monotonic(), 0
         try:
-            for _, block in zip(self._mover.read(batch[0].session, wanted), batch, strict=False):
+            for _, block in zip(self._mover.read(batch[0].session, ranges), batch, strict=False):
                 is_good = get_checksum(block.memory) == block.checksum
                 self._done.append((block.name, is_good))
                 num_come += 1

@@ -195,11 +195,11 @@ class BlockSender:
         its blocks, except those already sent.
         """
         waiting: defaultdict[tuple[Ask, int], list[int]] = defaultdict(list)
-        for at, block in enumerate(group.blocks):
+        for index, block in enumerate(group.blocks):
             for ask in self.send_buffer.asks(block.name):
-                waiting[ask, self._num_sent.get((ask, block.name), 0)].append(at)
+                waiting[ask, self._num_sent.get((ask, block.name), 0)].append(index)
         for (ask, first), places in waiting.items():
-            names = [group.blocks[at].name for at in places]
+            names = [group.blocks[index].name for index in places]
             for layer in group.layers[first:num_layers]:
                 self.send_layer(ask, names, layer.offset, layer.data[places])
             self._num_sent |= dict.fromkeys([(ask, name) for name in names], num_layers)
@@ -257,8 +257,8 @@ class BlockSender:
             heads = message.heads[group]
             if not self._heads.has(group, heads):
                 first, last = self._heads.span(group)
-                got = f"got the KV heads {heads[0]} to {heads[1]} of cache group {group}"
-                return f"{got}, this rank has {first} to {last}"
+                given_heads = f"got the KV heads {heads[0]} to {heads[1]} of cache group {group}"
+                return f"{given_heads}, this rank has {first} to {last}"
         return ""
 
     def _answer(self, peer: bytes, message: WantBlocks) -> None:

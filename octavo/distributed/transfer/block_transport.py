@@ -40,7 +40,7 @@ class BlockTransport(Protocol):
         """Registers memory before the first transfer; it must outlive the mover."""
         ...
 
-    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
+    def read(self, session: str, ranges: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
         """Reads ranges of another engine's memory in one batch. Yields each range in order after it
         has arrived; ends early if the rest will not arrive. Blocks; called by one thread.
         """
@@ -49,10 +49,10 @@ class BlockTransport(Protocol):
     def close(self) -> None: ...
 
 
-def split_reads(wanted: Sequence[RemoteBytes]) -> list[RemoteBytes]:
+def split_reads(ranges: Sequence[RemoteBytes]) -> list[RemoteBytes]:
     """Returns the same bytes in pieces of at most PIECE_BYTES."""
     return [
         RemoteBytes(one.address + first, one.into[first : first + PIECE_BYTES])
-        for one in wanted
+        for one in ranges
         for first in range(0, len(one.into), PIECE_BYTES)
     ]

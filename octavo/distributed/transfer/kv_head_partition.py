@@ -43,16 +43,26 @@ class GroupHeads:
         """Returns the heads of each rank; raises ConfigError if they cannot be divided."""
         return split_kv_heads(self.num_heads, num_ranks)
 
-    def cut(self, data: NDArray[np.uint8], held: Span, wanted: Span) -> NDArray[np.uint8]:
-        """Copies the heads `wanted` from a block `[bytes]` of the heads `held`."""
-        first, last = wanted[0] - held[0], wanted[1] - held[0]
-        parts = [part[:, first:last].reshape(-1) for part in self._parts(data, held)]
+    def cut(
+        self, data: NDArray[np.uint8], block_heads: Span, piece_heads: Span
+    ) -> NDArray[np.uint8]:
+        """Copies the heads `piece_heads` from a block `[bytes]` of the heads `block_heads`."""
+        first, last = piece_heads[0] - block_heads[0], piece_heads[1] - block_heads[0]
+        parts = [part[:, first:last].reshape(-1) for part in self._parts(data, block_heads)]
         return np.concatenate(parts)
 
-    def put(self, piece: NDArray[np.uint8], into: NDArray[np.uint8], held: Span, at: Span) -> None:
-        """Writes a piece of the heads `at` into a block of the heads `held`."""
-        first, last = at[0] - held[0], at[1] - held[0]
-        for part, target in zip(self._parts(piece, at), self._parts(into, held), strict=True):
+    def put(
+        self,
+        piece: NDArray[np.uint8],
+        into: NDArray[np.uint8],
+        block_heads: Span,
+        piece_heads: Span,
+    ) -> None:
+        """Writes a piece of the heads `piece_heads` into a block of the heads `block_heads`."""
+        first, last = piece_heads[0] - block_heads[0], piece_heads[1] - block_heads[0]
+        for part, target in zip(
+            self._parts(piece, piece_heads), self._parts(into, block_heads), strict=True
+        ):
             target[:, first:last] = part
 
     def _parts(self, data: NDArray[np.uint8], heads: Span) -> list[NDArray[np.uint8]]:
@@ -85,11 +95,11 @@ class KVHeadPartition:
         num_ranks: int = 1,
     ) -> KVHeadPartition:
         """Builds the partition of a rank from its layouts and the complete model's cache groups."""
-        found = []
+        group_heads = []
         for layout, group in zip(layouts, groups, strict=True):
             num_heads = 1 if group.kind == "state" else group.num_kv_heads
-            found.append(GroupHeads(num_heads, layout.head_rows))
-        return cls(tuple(found), rank, num_ranks)
+            group_heads.append(GroupHeads(num_heads, layout.head_rows))
+        return cls(tuple(group_heads), rank, num_ranks)
 
     def span(self, group: int) -> Span:
         """Returns this rank's heads of a group."""
@@ -106,16 +116,16 @@ class KVHeadPartition:
         """Splits this rank's heads into the pieces held by an engine of `num_ranks` ranks, in
         order. If several of its ranks hold the same heads, this engine's ranks alternate.
         """
-        held = self.groups[group].spans(num_ranks)
+        own_spans = self.groups[group].spans(num_ranks)
         first, end = self.span(group)
-        found = []
+        head_pieces = []
         while first < end:
-            having = [rank for rank, span in enumerate(held) if span[0] <= first < span[1]]
+            having = [rank for rank, span in enumerate(own_spans) if span[0] <= first < span[1]]
             rank = having[self.rank % len(having)]
-            last = min(end, held[rank][1])
-            found.append(HeadPiece(rank, (first, last)))
+            last = min(end, own_spans[rank][1])
+            head_pieces.append(HeadPiece(rank, (first, last)))
             first = last
-        return found
+        return head_pieces
 
     # -- bytes -------------------------------------------------------------------------------------
 
@@ -154,9 +164,11 @@ class KVHeadPartition:
         """Moves a block's pieces, stored one after the other, to their final positions."""
         if len(pieces) == 1:
             return
-        come, held = block.copy(), self.span(group)
+        come, own_heads = block.copy(), self.span(group)
         for heads in pieces:
-            self.groups[group].put(come[self.get_piece_slice(group, heads)], block, held, heads)
+            self.groups[group].put(
+                come[self.get_piece_slice(group, heads)], block, own_heads, heads
+            )
 
 
 def make_single_rank_partition(block_bytes: Sequence[int]) -> KVHeadPartition:

@@ -75,8 +75,10 @@ class LayerStream:
         if step != self._step:
             return  # the step has not begun, or its rows are recomputed in another step
         for group, layer in self._layers.writes[self._num_copied : num_written]:
-            if found := self.groups.get(group):
-                ids = [block.block_id for block in found.blocks]
+            if streamed_group := self.groups.get(group):
+                ids = [block.block_id for block in streamed_group.blocks]
                 data = self._layers.read(group, layer, ids)
-                found.layers.append(StreamedLayer(layer * self._layers.layer_bytes(group), data))
+                streamed_group.layers.append(
+                    StreamedLayer(layer * self._layers.layer_bytes(group), data)
+                )
         self._num_copied = max(self._num_copied, num_written)

@@ -97,8 +97,8 @@ class MemoryServer:
             if not hmac.compare_digest(receive(connection, TOKEN_BYTES), self._token):
                 return
             set_timeout(connection, socket.SO_RCVTIMEO, 0.0)  # the next request may be hours away
-            while (wanted := self._next_request(connection)) is not None:
-                for memory in wanted:
+            while (memories := self._next_request(connection)) is not None:
+                for memory in memories:
                     connection.sendall(memory.data)
         except OSError as error:
             logger.debug("a reader of KV blocks is gone: %s", error)
@@ -113,9 +113,9 @@ class MemoryServer:
         if count > MAX_RANGES:
             return None
         ranges = RANGE.iter_unpack(receive(connection, count * RANGE.size))
-        found = [self._memory_at(address, num_bytes) for address, num_bytes in ranges]
-        wanted = [memory for memory in found if memory is not None]
-        return wanted if len(wanted) == count else None
+        memories = [self._memory_at(address, num_bytes) for address, num_bytes in ranges]
+        readable = [memory for memory in memories if memory is not None]
+        return readable if len(readable) == count else None
 
     def _memory_at(self, address: int, num_bytes: int) -> NDArray[np.uint8] | None:
         """Returns a range of registered memory; None if it is outside."""

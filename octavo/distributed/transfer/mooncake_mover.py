@@ -46,8 +46,8 @@ class MooncakeMover:
             )
         self._registered.append(memory)
 
-    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
-        pieces = split_reads(wanted)
+    def read(self, session: str, ranges: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
+        pieces = split_reads(ranges)
         status: int = self._engine.batch_transfer_sync_read(
             session,
             [piece.into.ctypes.data for piece in pieces],
@@ -55,7 +55,7 @@ class MooncakeMover:
             [len(piece.into) for piece in pieces],
         )
         if status == 0:
-            yield from wanted
+            yield from ranges
 
     def close(self) -> None:
         for memory in self._registered:

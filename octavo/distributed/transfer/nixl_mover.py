@@ -62,8 +62,8 @@ class NixlMover:
                 hint="lower kv_transfer_size",
             ) from None
 
-    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
-        pieces = split_reads(wanted)
+    def read(self, session: str, ranges: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
+        pieces = split_reads(ranges)
         own = [(piece.into.ctypes.data, len(piece.into), 0) for piece in pieces]
         theirs = [(piece.address, len(piece.into), 0) for piece in pieces]
         agent, name = self._agent, self._remote(session)
@@ -83,7 +83,7 @@ class NixlMover:
             state = agent.check_xfer_state(handle)
         agent.release_xfer_handle(handle)
         if state == "DONE":
-            yield from wanted
+            yield from ranges
         else:
             self._forget(session)
 

@@ -77,11 +77,11 @@ class ReportBox:
                 if name in self._keeps:
                     self._keeps[name].is_good = False
             sums.gone += report.gone
-            fetched, kept = self._fetches, self._keeps
+            fetched, stored = self._fetches, self._keeps
             self._join(fetched, report.fetched, sums.fetched, sums.not_fetched)
             self._join(fetched, report.not_fetched, sums.fetched, sums.not_fetched, is_good=False)
-            self._join(kept, report.kept, sums.kept, sums.not_kept)
-            self._join(kept, report.not_kept, sums.kept, sums.not_kept, is_good=False)
+            self._join(stored, report.kept, sums.kept, sums.not_kept)
+            self._join(stored, report.not_kept, sums.kept, sums.not_kept, is_good=False)
             if report.stored is not None:
                 self._stored[rank] = report.stored
                 sums.stored = add_up(self._stored.values())
@@ -89,7 +89,7 @@ class ReportBox:
 
     def _join(
         self,
-        told: dict[BlockHashWithGroupId, JoinedOutcome],
+        outcomes: dict[BlockHashWithGroupId, JoinedOutcome],
         names: Iterable[BlockHashWithGroupId],
         good: list[BlockHashWithGroupId],
         bad: list[BlockHashWithGroupId],
@@ -98,11 +98,11 @@ class ReportBox:
     ) -> None:
         """Records a rank's outcome of blocks; reports those that all ranks have reported."""
         for name in names:
-            outcome = told.setdefault(name, JoinedOutcome())
+            outcome = outcomes.setdefault(name, JoinedOutcome())
             outcome.num_told += 1
             outcome.is_good &= is_good
             if outcome.num_told == self._num_ranks:
-                del told[name]
+                del outcomes[name]
                 (good if outcome.is_good else bad).append(name)
                 self._num_under_way -= 1
 

@@ -168,13 +168,13 @@ class SendBuffer:
     # -- waiting peers -----------------------------------------------------------------------------
 
     def wait(
-        self, ask: Ask, wanted: Iterable[WantedBlock], until: float
+        self, ask: Ask, wanted_blocks: Iterable[WantedBlock], until: float
     ) -> list[BlockHashWithGroupId]:
         """Registers a peer's latest request for blocks that are not computed yet; returns the
         blocks that are rejected because peers wait for too many.
         """
         refused = []
-        for block in wanted:
+        for block in wanted_blocks:
             if len(self._waits) < MAX_WAITING:
                 others = [w for w in self._waits.get(block.name, ()) if w.ask.peer != ask.peer]
                 self._waits[block.name] = [*others, Wait(ask, until)]

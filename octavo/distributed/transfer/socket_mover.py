@@ -49,12 +49,12 @@ class SocketMover:
         if self._server is not None:
             self._server.register(memory)
 
-    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
+    def read(self, session: str, ranges: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
         is_whole = False
         try:
             connection = self._connection_to(session)
-            for first in range(0, len(wanted), MAX_RANGES):
-                some = wanted[first : first + MAX_RANGES]
+            for first in range(0, len(ranges), MAX_RANGES):
+                some = ranges[first : first + MAX_RANGES]
                 connection.sendall(_request(some))
                 for one in some:
                     receive_into(connection, one.into)
@@ -99,6 +99,6 @@ class SocketMover:
             self._server.close()
 
 
-def _request(wanted: Sequence[RemoteBytes]) -> bytes:
-    ranges = (RANGE.pack(one.address, len(one.into)) for one in wanted)
-    return COUNT.pack(len(wanted)) + b"".join(ranges)
+def _request(remote_ranges: Sequence[RemoteBytes]) -> bytes:
+    ranges = (RANGE.pack(one.address, len(one.into)) for one in remote_ranges)
+    return COUNT.pack(len(remote_ranges)) + b"".join(ranges)

@@ -107,8 +107,8 @@ class TransferWorker:
         return ends
 
     def slot(self, group: int, slot: int) -> NDArray[np.uint8]:
-        found: NDArray[np.uint8] = self._slots[group][slot]
-        return found
+        slot_bytes: NDArray[np.uint8] = self._slots[group][slot]
+        return slot_bytes
 
     def begin(self, plan: ConnectorPlan) -> None:
         self._reports.begin(plan)
@@ -217,10 +217,10 @@ class TransferChannel:
             self.sender.send_buffer.clear()
         for name in plan.forget:
             self.sender.send_buffer.remove(name)
-        wanted: defaultdict[str, list[SlotBlock]] = defaultdict(list)
+        blocks_by_source: defaultdict[str, list[SlotBlock]] = defaultdict(list)
         for block in plan.fetch:
-            wanted[block.source].append(block)
-        for source, blocks in wanted.items():
+            blocks_by_source[block.source].append(block)
+        for source, blocks in blocks_by_source.items():
             if source:
                 self.fetcher.ask(source, blocks)
             else:
