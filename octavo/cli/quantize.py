@@ -172,8 +172,8 @@ def make_recipe(
 def _print(result: Quantized) -> None:
     share = result.num_bytes / result.source_bytes
     print(
-        f"{result.output}: {result.num_matrices} matrices quantized, {format_bytes(result.num_bytes)},"
-        f" {share:.0%} of the source's {format_bytes(result.source_bytes)}"
+        f"{result.output}: {result.num_matrices} matrices quantized,"
+        f" {format_bytes(result.num_bytes)}, {share:.0%} of the source's {format_bytes(result.source_bytes)}"
     )
     for what, names in (
         ("stay as they are", result.left),

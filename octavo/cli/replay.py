@@ -83,7 +83,8 @@ def replay(
         if executor is not None:
             executor.close()
     print(
-        f"{report.num_steps:,} steps, {report.num_requests:,} requests, {report.num_tokens:,} tokens"
+        f"{report.num_steps:,} steps, {report.num_requests:,} requests,"
+        f" {report.num_tokens:,} tokens"
     )
     if report.unfinished_step is not None:
         print(
