@@ -48,12 +48,12 @@ from octavo.engine.scheduler.scheduler import Scheduler
 
 CLOSE_S = 2.0
 COSTS_INTERVAL_S = 0.5
-"""Interval in seconds at which outputs carry the measured step costs."""
+"""Interval at which outputs carry the measured step costs, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A scheduled step that `Scheduler.update` has not processed."""
+    """A scheduled step that `Scheduler.update` has not processed yet."""
 
     plan: StepPlan
     outcome: StepResult | Exception | Launched
@@ -95,10 +95,10 @@ class EngineCore:
         num_micro_batches: int = 1,
         costs: StepCosts = UNMEASURED,
     ) -> None:
-        """`stall_timeout_s`: after steps have computed nothing for this many seconds while requests
-        wait, the first of them fails; 0: never. `runs_ahead`: an asynchronous executor receives the
-        next step while it computes one, or a step of each micro-batch. `costs`: step costs until
-        the first measurement.
+        """`stall_timeout_s`: if steps have computed nothing for this many seconds while requests
+        wait, the first waiting request fails; 0: never. `runs_ahead`: with an asynchronous
+        executor, the next step is launched while one is computed (with micro-batches: one step of
+        each). `costs`: step costs until the first measurement.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -106,32 +106,32 @@ class EngineCore:
         self._clock = clock
         self._meter = StepCostMeter(costs)
         self._measured_until = 0.0
-        """End of the last processed step, on the clock; a step that was scheduled before it is
-        measured from there.
+        """End of the last processed step, on the core's clock. A step that was scheduled before
+        this time is measured from here.
         """
         self._kv_meter = kv_meter or KvMeter()
         self._step_tokens = StepTokens()
         self._stall_timeout_s = stall_timeout_s
         self._holds_memory = False
-        """Whether the worker holds memory that it allocates on demand, which one more step frees
-        after the last request.
+        """Whether the worker holds memory that it allocates on demand; one more step after the last
+        request frees it.
         """
         self._moved: float | None = None
-        """Time of the last step that computed anything or had no waiting request; None before the
-        first step of the present requests.
+        """Time of the last step that computed anything or after which no request waited. None
+        before the first step of the current requests.
         """
         self.steps_ahead = max(num_micro_batches - 1, 1 if runs_ahead else 0)
-        """Steps that are launched before the oldest one is processed."""
+        """Number of steps that are launched before the oldest one is processed."""
         self._in_flight: deque[StepInFlight] = deque()
         self._last_stats = EngineStats()
         """Statistics of the last outputs."""
         self._decode: Decode | None = None
         """The multi-step plan that is being executed."""
         self._early: list[EngineOutput] = []
-        """Outputs of steps that were processed between two calls of `step`."""
+        """Outputs of steps that were processed outside of `step`."""
         self._watch: EngineWatch | None = None
         self._costs_sent = -math.inf
-        """Time of the last outputs that carried step costs."""
+        """Time of the last outputs that contained step costs."""
 
     @property
     def has_work(self) -> bool:
@@ -146,7 +146,7 @@ class EngineCore:
 
     @property
     def plans_in_flight(self) -> list[StepPlan]:
-        """Plans whose results are outstanding, the oldest first."""
+        """Launched plans without results, oldest first."""
         return [step.plan for step in self._in_flight]
 
     @property
@@ -170,7 +170,7 @@ class EngineCore:
         self.scheduler.end(request_id, Finish("abort"))
 
     def fail(self, request_id: str, error: str) -> None:
-        """Ends a request with the finish reason "error"."""
+        """Ends a request with finish_reason "error"."""
         self._end_decode()
         self._record(RequestFailed(request_id, error))
         self.scheduler.end(request_id, Finish("error", error=error))
@@ -182,8 +182,8 @@ class EngineCore:
         self.scheduler.change(change)
 
     def watch(self, period_s: float) -> None:
-        """Adds a view to the outputs every `period_s` seconds while steps run, and to the last
-        step's outputs; 0 stops it.
+        """Adds a view to the outputs every `period_s` seconds while steps run, and to the outputs
+        of the last step; 0 stops it.
         """
         self._watch = EngineWatch(self.scheduler, period_s) if period_s else None
 
@@ -201,8 +201,8 @@ class EngineCore:
         return int(blocks.reset_prefix_cache(reset_connector=query.reset_connector))
 
     def pause_s(self) -> float | None:
-        """Returns the seconds for which steps do nothing unless a request is added or ends; None
-        if there is no work at all.
+        """Returns the seconds for which steps will do nothing unless a request is added or ends;
+        None if there is no work at all.
         """
         if (
             self._decode is not None
@@ -217,7 +217,7 @@ class EngineCore:
 
     def step(self) -> CoreOutputs:
         """Schedules, executes and updates one step. If the executor runs ahead, the updated step is
-        an earlier one, and the call may end before there is a result.
+        an earlier one, and the call may return without a result.
 
         Each call computes one decode step of a multi-step plan.
         """
@@ -246,20 +246,20 @@ class EngineCore:
             self._last_stats.kv, self._last_stats.kv_sums = self._kv_meter.now, self._kv_meter.sums
             tokens = self._step_tokens
             self._last_stats.step_tokens = StepTokens(list(tokens.counts), tokens.total)
-        made = CoreOutputs(outputs, self._last_stats)
+        step_outputs = CoreOutputs(outputs, self._last_stats)
         events, now = self.scheduler.blocks.events, self._measured_until
         if events is not None:
-            made.block_events = events.pop_events()
+            step_outputs.block_events = events.pop_events()
         if with_view:
             if self._watch is not None:
-                made.view = self._view(self._watch)
+                step_outputs.view = self._view(self._watch)
             if now - self._costs_sent >= COSTS_INTERVAL_S:
-                self._costs_sent, made.costs = now, self._meter.costs
-        return made
+                self._costs_sent, step_outputs.costs = now, self._meter.costs
+        return step_outputs
 
     def _may_plan(self) -> bool:
-        """Returns whether a step can be scheduled while others are in flight: not after one that
-        could not be launched, and not if it needs outstanding results.
+        """Returns whether another step can be scheduled while steps are in flight: not if launching
+        one has failed, and not if it needs outstanding results.
         """
         is_done = isinstance(self._in_flight[-1].outcome, StepResult | Exception)
         return not (is_done or self.scheduler.waits_for_results)
@@ -271,7 +271,7 @@ class EngineCore:
                 return self.executor.launch(plan)
             if plan.num_steps == 1:
                 return self.executor.execute(plan)
-            # Other executors are given plans of one step.
+            # Other executors get plans of one step.
             results = cast("DecodingExecutor", self.executor).decode(plan)
             self._decode = Decode(plan, results)
             return next(results)
@@ -279,7 +279,7 @@ class EngineCore:
             return error
 
     def _next_decode_step(self, decode: Decode) -> StepInFlight | None:
-        """Computes the next step of a multi-step plan; None if there is none."""
+        """Computes the next step of a multi-step plan. Returns None if the plan has ended."""
         began = self._clock()
         try:
             result: StepResult | Exception | None = next(decode.results, None)
@@ -307,7 +307,7 @@ class EngineCore:
         self._step_tokens.total += num_steps * num_tokens
 
     def _update(self, step: StepInFlight) -> list[EngineOutput]:
-        """Waits for a step's result, and updates the scheduler and the measurements."""
+        """Waits for a step's result, then updates the scheduler and the measurements."""
         plan, result = step.plan, step.outcome
         if not isinstance(result, StepResult):
             result = self._wait(plan, result)
@@ -350,8 +350,8 @@ class EngineCore:
         return view
 
     def _wait(self, plan: StepPlan, outcome: Exception | Launched) -> StepResult:
-        """Waits for a step's result. An exception fails the step's requests and no others; only
-        EngineDead ends the engine.
+        """Waits for a step's result. An exception fails only the requests of the step; EngineDead
+        ends the engine.
         """
         try:
             if isinstance(outcome, Exception):
@@ -372,9 +372,9 @@ class EngineCore:
 
     def _end_starvation(self, now: float) -> None:
         """Fails the request that blocks the others if steps have computed nothing for
-        `stall_timeout_s`.
+        `stall_timeout_s` seconds.
         """
-        # Every compilation ends: the frontend has compiled the grammar before.
+        # Grammar compilation always ends: the frontend has compiled the grammar before.
         is_compiling = self.scheduler.resources.grammars.is_compiling
         is_busy = self._in_flight or is_compiling or self.scheduler.pause_s(now)
         first = None if is_busy else self.scheduler.queues.first_idle
@@ -390,7 +390,9 @@ class EngineCore:
             self._moved = now
 
     def close(self) -> None:
-        """Closes the executor once the connector has saved its blocks, for CLOSE_S at most."""
+        """Closes the executor after the connector has saved its blocks, at most CLOSE_S seconds
+        later.
+        """
         self.settle()
         end = time.monotonic() + CLOSE_S
         while self.scheduler.blocks.has_transfers and time.monotonic() < end:

@@ -1,8 +1,9 @@
 """Measures the utilisation of KV memory at each step (PagedAttention, Kwon et al. 2023).
 
 Reserved bytes are the blocks that requests hold, or what the worker reports if it allocates on
-demand; used bytes are those filled by tokens, shared blocks counted once. For comparison it also
-measures what one contiguous range of the longest context for each request would reserve.
+demand; used bytes are those filled by tokens, shared blocks counted once. For comparison, it also
+measures the bytes of a layout that reserves one contiguous range of maximum context length for each
+request.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from octavo.engine.scheduler.scheduler import Scheduler
 
 
 class KvMeter:
-    """`block_bytes` holds the bytes of a block for each cache group; if it is empty, nothing is
-    measured.
+    """Measures KV memory. `block_bytes` contains the bytes of a block by cache group; if it is
+    empty, nothing is measured.
     """
 
     def __init__(self, block_bytes: Sequence[int] = (), *, max_model_len: int = 0) -> None:
         self.now = KvBytes()
         self.sums = KvBytes()
-        """Sums over all steps that computed something."""
+        """Sums over all steps that computed tokens."""
         self._block_bytes = block_bytes
         self._max_model_len = max_model_len
         self._token_bytes = 0.0
         """Bytes that one more token of a row fills."""
 
     def observe(self, result: StepResult, scheduler: Scheduler, num_tokens: int) -> None:
-        """Measures a step of `num_tokens` between its end and its update: its tokens are computed,
-        and no block has been freed.
+        """Measures a step of `num_tokens` after it has run and before the scheduler is updated: its
+        tokens are computed, and no block has been freed.
         """
         if not self._block_bytes:
             return
@@ -49,7 +50,7 @@ class KvMeter:
         ):
             num_held = pool.num_blocks - len(pool.free)
             reserved += num_held * block_bytes
-            if not pool.spec.grows:  # all of it is used, whatever the number of tokens
+            if not pool.spec.grows:  # fully used, whatever the number of tokens
                 used += num_held * block_bytes
                 whole += num_held * block_bytes
                 continue
@@ -68,8 +69,8 @@ class KvMeter:
         self.sums = KvBytes(sums.used + used, sums.reserved + reserved, sums.whole_contexts + whole)
 
     def repeat(self, plan: StepPlan, num_steps: int) -> None:
-        """Measures the decode steps of a plan after its first, in each of which a row computes one
-        token.
+        """Measures the decode steps of a plan after its first; in each of them, every row computes
+        one token.
         """
         if not self._block_bytes:
             return

@@ -1,9 +1,9 @@
-"""Encoder cache of one engine: which media the device keeps as encoded rows, and which are encoded
-in a step.
+"""Encoder cache of one engine: which media the worker keeps as encoder output rows, and which ones
+a step encodes.
 
 Identifies media by a digest of their pixels; the worker owns the rows. Rows depend only on the
-pixels, so evicted rows can be computed again when needed. The least recently used media are evicted
-first, never those that the step reads.
+pixels, so evicted rows can be recomputed. The least recently used media are evicted first, but
+never media that the current step reads.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from octavo.engine.protocol.step import MediaItem, MediaPixels
 
 
 class EncoderCacheManager:
-    """Media whose rows the worker has: up to `capacity_tokens` rows, plus those of one step."""
+    """Media whose rows the worker has: up to `capacity_tokens` rows, plus the rows that one step
+    reads.
+    """
 
     def __init__(self, capacity_tokens: int = 0) -> None:
         self._capacity_tokens = capacity_tokens
         self.kept: dict[bytes, int] = {}
-        """Numbers of rows by digest, the least recently used first."""
+        """Number of rows by digest, least recently used first."""
         self._used: set[bytes] = set()
-        """Media that the step reads."""
+        """Media that the current step reads."""
         self._encodes: list[MediaPixels] = []
         self.num_encoded = 0
-        """Media that were sent to be encoded since the start."""
+        """Number of media sent to be encoded since the start."""
 
     def use(self, source: EngineRequest, start: int, end: int) -> None:
         """Records that a step computes the tokens from `start` up to `end` of a request."""
@@ -46,7 +48,7 @@ class EncoderCacheManager:
         return encodes
 
     def pop_dropped(self) -> list[bytes]:
-        """Removes and returns the media whose rows exceed the capacity; ends the step."""
+        """Removes and returns the media whose rows exceed the capacity. Ends the step."""
         excess = sum(self.kept.values()) - self._capacity_tokens
         dropped: list[bytes] = []
         for digest, num_tokens in self.kept.items():
@@ -68,5 +70,5 @@ class EncoderCacheManager:
 
     @property
     def digests(self) -> list[bytes]:
-        """Digests of the media that are kept, the least recently used first."""
+        """Digests of the cached media, least recently used first."""
         return list(self.kept)

@@ -1,8 +1,8 @@
 """Protocol between a frontend and an engine core, and the commands that it sends.
 
-Knows requests and outputs, not text. Implementations: `in_process.py` calls the core directly,
-`process.py` runs it in a process of its own, `supervised.py` replaces that process if it hangs or
-dies, and `fleet.py` distributes requests over several cores.
+Requests and outputs contain token ids, no text. Implementations: `in_process.py` calls the core
+directly, `process.py` runs it in a separate process, `supervised.py` replaces that process if it
+hangs or dies, and `fleet.py` distributes requests over several cores.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """Hugging Face's model_type."""
     num_parameters: int = 0
     weight_format: str = ""
-    """Quantization of its files, as `octavo list` shows it; if they do not name one or it is made
-    at load, the format of most of its weights."""
+    """Quantization format of the model's files, as `octavo list` shows it. If the files name none,
+    or the weights are quantized while loading: the format of most weights.
+    """
     num_bytes: int = 0
-    """Size of its weights' files."""
+    """Size of the weight files, in bytes."""
     file_format: str = ""
     """Format of the model's files: gguf or safetensors."""
 
@@ -42,12 +43,14 @@ class EngineInfo(msgspec.Struct):
     description: str
     """Line printed at the start that says how many requests fit."""
     kv_bytes: int = 0
-    """Memory of the machine that the KV cache may take, in bytes; 0 on a device with its own."""
+    """Host memory that the KV cache may use, in bytes; 0 on a device with its own memory."""
     model: ModelFacts = ModelFacts()
     transfer: TransferFacts | None = None
-    """Facts that are compared with engines of which it fetches blocks; None if it does not."""
+    """Properties that must match those of engines from which it fetches blocks; None if it fetches
+    none.
+    """
     original: OriginalContext = ONE_CONTEXT
-    """Context of the model before its longer angles."""
+    """Original context of a LongRoPE model."""
 
 
 class EngineClient(Protocol):
@@ -61,26 +64,30 @@ class EngineClient(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Reason why nothing is computed at the moment, although the engine will recover; "" if it
-        is healthy.
-        """
+        """Reason why nothing is computed while the engine recovers; "" if it is healthy."""
         ...
 
     def add(self, requests: list[EngineRequest]) -> None:
-        """Sends all requests to the core, or none: raises InvalidRequest if one cannot be sent."""
+        """Sends all requests to the core, or none: raises InvalidRequest if one of them cannot be
+        sent.
+        """
         ...
 
     def abort(self, request_ids: list[str]) -> None:
-        """Ends each request that is still known with finish_reason "abort"."""
+        """Ends each request that is still running or waiting, with finish_reason "abort"; ignores
+        others.
+        """
         ...
 
     def change(self, changes: list[RequestChange]) -> None:
-        """Changes each request that is still known, between two steps."""
+        """Changes each request that is still running or waiting, between two steps; ignores
+        others.
+        """
         ...
 
     def watch(self, period_s: float) -> None:
-        """Makes the core add a view to its outputs every `period_s` seconds while it computes; 0
-        stops it.
+        """Makes the core add an EngineView to its outputs every `period_s` seconds while it
+        computes; 0 stops it.
         """
         ...
 
@@ -119,10 +126,10 @@ class ChangeRequests(msgspec.Struct, tag=True):
 
 
 class WatchEngine(msgspec.Struct, tag=True):
-    """Command: add views to the outputs."""
+    """Command: add views of the engine to the outputs."""
 
     period_s: float
-    """Least seconds between two of them; 0 for none."""
+    """Minimum seconds between two views; 0: no views."""
 
 
 class RunQuery(msgspec.Struct, tag=True):

@@ -44,14 +44,16 @@ from octavo.engine.protocol.ports import Losable, SharedStepExecutor
 from octavo.utils.child_process import ChildFailed, bind_to_parent
 
 BuildCore: TypeAlias = Callable[..., tuple[EngineCore, EngineInfo]]
-"""Builds an engine core from flat options, a Report and, if the setup has one, its place among
-engines that share their experts."""
+"""Builds an engine core from options by name, a Report and, if the engine shares its experts with
+others, its rank among them.
+"""
 
 OWN_COMMANDS = "inproc://own-commands"
 
 SWITCH_INTERVAL_S = 0.0005
-"""Longest time that a thread which reads adapters or blocks, or compiles grammars, keeps the
-interpreter from the next step, in seconds; Python's own 5 ms are more than many a step takes.
+"""Maximum time for which a background thread (one that reads adapters or blocks, or compiles
+grammars) may hold the interpreter lock while the next step waits, in seconds. Python's default of 5
+ms is longer than many steps.
 """
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,7 @@ class CoreLoop:
         self._replies = replies
         self._page = page
         self._sharer: SharedStepExecutor | None = None
-        """The executor, if other engines compute its steps too."""
+        """The executor, if it computes steps together with other engines."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command | ExecutorLost | CalledToStep)
 
@@ -157,11 +159,11 @@ class CoreLoop:
 
     @property
     def _must_join_step(self) -> bool:
-        """Whether another engine has begun a step in which this one must take part."""
+        """Whether another engine has begun a step that this one must also compute."""
         return self._sharer is not None and self._sharer.is_behind
 
     def _run_dummy_step(self, core: EngineCore) -> None:
-        """Computes a dummy step if the core has no work of its own."""
+        """Computes a dummy step if the core has no work."""
         outputs = core.step()
         if outputs.outputs or outputs.block_events:
             self.send(Stepped(outputs))
@@ -202,7 +204,9 @@ def _get_file(endpoint: str) -> Path:
 
 
 def _remove_files(endpoints: list[str]) -> None:
-    """Removes the endpoints' folder, which a frontend leaves if it is killed before Connected."""
+    """Removes the endpoints' folder. A frontend leaves it behind if it is killed before
+    Connected.
+    """
     with contextlib.suppress(OSError):
         for endpoint in endpoints:
             _get_file(endpoint).unlink(missing_ok=True)

@@ -41,9 +41,9 @@ from octavo.engine.routing.router import Router
 from octavo.utils.progress import Report
 
 TROUBLE_INTERVAL_S = 0.25
-"""Period at which requests of a core that is being replaced look for another one, in seconds."""
+"""Interval at which requests of a core that is being replaced look for another core, in seconds."""
 SESSION_TOKENS = 64
-"""Tokens at the beginning of a prompt that tell sessions of one tenant apart."""
+"""Number of first prompt tokens that distinguish sessions of one tenant."""
 
 
 class FleetClient:
@@ -63,7 +63,7 @@ class FleetClient:
         self._lock = threading.Lock()
         """Guards the router's books, the owners and the stats."""
         self._owners: dict[str, int] = {}
-        """Index of the core that computes a request, by the request's id."""
+        """Index of the core that computes each request, by request id."""
         self._stats = [EngineStats() for _ in self._clients]
         self._view = FleetView(len(self._clients))
         self._outputs: queue.SimpleQueue[CoreOutputs | OctavoError | None] = queue.SimpleQueue()
@@ -72,7 +72,7 @@ class FleetClient:
 
     @property
     def trouble(self) -> str:
-        """Reason why no core computes; "" if at least one does."""
+        """Reason why no core computes; "" if at least one computes."""
         troubles = [client.trouble for client in self._clients]
         return troubles[0] if all(troubles) else ""
 
@@ -140,12 +140,12 @@ class FleetClient:
         except queue.Empty:
             return None
         if step is None:
-            self._outputs.put(None)  # for every later call
+            self._outputs.put(None)  # so that later calls return None too
         elif isinstance(step, OctavoError):
             raise step
         return step
 
-    # -- the cores as a whole ----------------------------------------------------------------------
+    # -- all cores ---------------------------------------------------------------------------------
 
     def watch(self, period_s: float) -> None:
         for client in self._clients:
@@ -179,7 +179,7 @@ class FleetClient:
         return int(all(done))
 
     def _most_pinned(self, pin: Pin) -> int:
-        """Pins the prompt in every core that has cached it; returns the maximum number of tokens
+        """Pins the prompt in every core that has cached it; returns the largest number of tokens
         that a core pinned.
         """
         pinned, refusals = [], []
@@ -195,7 +195,7 @@ class FleetClient:
     def close(self) -> None:
         self._closing = True
         for client in self._clients:
-            client.stop_replacing()  # where one ends, others may not go on without it
+            client.stop_replacing()  # the others may depend on a core that has ended
         for client in self._clients:
             client.close()
         self._outputs.put(None)
@@ -205,7 +205,7 @@ class FleetClient:
     def _job(self, request: EngineRequest) -> RoutingJob:
         tokens = request.prompt_token_ids
         names: list[bytes] = []
-        if self._router.needs_hashes and not request.media:  # whose blocks no text names
+        if self._router.needs_hashes and not request.media:  # ids do not identify media
             adapter = b"" if request.adapter is None else request.adapter.digest
             first = self.info.original.first_position(len(tokens))
             hashing = BlockHashing(request.cache_salt, adapter, first_position=first)
@@ -228,20 +228,20 @@ class FleetClient:
         return [index for index, client in enumerate(self._clients) if not client.trouble]
 
     def _place(self, requests: list[EngineRequest], job: RoutingJob, index: int) -> None:
-        """Sends the requests of one prompt to a core; the caller holds the lock."""
+        """Sends the requests that share one prompt to a core; the caller holds the lock."""
         self._clients[index].add(requests)
         now = time.monotonic()
         for request in requests:
             self._owners[request.request_id] = index
             self._router.sent(request.request_id, job, index, now)
-            job = RoutingJob(0)  # the prompt is computed once
+            job = RoutingJob(0)  # only the first request computes the prompt
 
     def _by_owner(self, request_ids: list[str]) -> dict[int, list[str]]:
-        found: dict[int, list[str]] = {}
+        by_owner: dict[int, list[str]] = {}
         for name in request_ids:
             if name in self._owners:
-                found.setdefault(self._owners[name], []).append(name)
-        return found
+                by_owner.setdefault(self._owners[name], []).append(name)
+        return by_owner
 
     def _read(self, index: int) -> None:
         """Receives a core's outputs until it is closed; runs in a thread."""
@@ -276,7 +276,7 @@ class FleetClient:
         """Moves the requests of a core that is being replaced to other cores."""
         with self._lock:
             self._router.targets[index].cached.clear()
-            well = self._get_running()  # one that ends now keeps its requests for its successor
+            well = self._get_running()  # if all are down, its requests wait for its replacement
             requests = self._clients[index].release_unfinished() if well else []
             for request in requests:
                 self._router.ended(request.request_id)
@@ -289,13 +289,15 @@ def _prefixed(report: Report, index: int) -> Callable[[str], None]:
 
 
 class FleetView:
-    """Merges the views of all cores: requests, and block maps in the order of the cores."""
+    """Merges the views of all cores: their requests, and their block maps in the order of the
+    cores.
+    """
 
     def __init__(self, num_engines: int) -> None:
         self._newest: list[EngineView | None] = [None] * num_engines
 
     def joined(self, newer: Mapping[int, EngineView]) -> EngineView:
-        """Adds at least one newer view and merges all of them; steps are taken from the newer views
+        """Adds one or more newer views and merges all of them; steps are taken from the newer views
         only.
         """
         for index, view in newer.items():

@@ -22,12 +22,14 @@ from octavo.engine.protocol.step import StepPlan, StepResult
 
 PAGE_BYTES = 1 << 16
 NUMBER_BYTES = 8
-"""Size of each of the page's two leading integers: the beats, and the bytes of the names."""
+"""Size of each of the page's two leading integers: the counter, and the number of bytes of request
+ids.
+"""
 NAMES_AT = 2 * NUMBER_BYTES
 """Offset of the msgpack list of request ids."""
 
 HEARTBEAT_INTERVAL_S = 0.25
-"""Period at which a step in progress is checked for progress, in seconds."""
+"""Interval at which a running step is checked for progress, in seconds."""
 
 
 class HeartbeatPage:
@@ -41,14 +43,14 @@ class HeartbeatPage:
 
     @property
     def beats(self) -> int:
-        """Counter that changes whenever the core has made progress."""
+        """Counter that increases whenever the core makes progress."""
         return self._number(0)
 
     def beat(self) -> None:
         self._set_number(0, self.beats + 1)
 
     def begin_step(self, request_ids: Sequence[str]) -> None:
-        """Writes the ids of the requests of a starting step; none if they do not fit."""
+        """Writes the request ids of a starting step, or none if they do not fit on the page."""
         names = msgspec.msgpack.encode(request_ids)
         if len(names) > PAGE_BYTES - NAMES_AT:
             names = b""
@@ -61,7 +63,9 @@ class HeartbeatPage:
         self.beat()
 
     def step_requests(self) -> list[str]:
-        """Returns the ids of the step in progress; [] between steps and if they did not fit."""
+        """Returns the request ids of the step in progress; [] between steps, or if they did not fit
+        on the page.
+        """
         names = self._page[NAMES_AT : NAMES_AT + self._number(1)]
         return msgspec.msgpack.decode(names, type=list[str]) if names else []
 
@@ -75,7 +79,7 @@ class HeartbeatPage:
 
 
 class MonitoredExecutor:
-    """Executor that records each step on the heartbeat page while it is computed.
+    """Executor that publishes each step on the heartbeat page while computing it.
 
     Implements `ports.AsyncExecutor` and `ports.DecodingExecutor` if the wrapped executor does.
     """
@@ -84,7 +88,7 @@ class MonitoredExecutor:
         self._executor = executor
         self._page = page
         self._launched: deque[list[str]] = deque()
-        """Request ids of each step in flight, oldest first; the device computes the first."""
+        """Request ids of each in-flight step, oldest first; the device computes the first one."""
 
     @property
     def progress(self) -> int:
@@ -152,14 +156,16 @@ class MonitoredStep:
 
 
 def _get_requests(plan: StepPlan) -> list[str]:
-    """Returns the ids of the step's requests, once each: the beams of a search are one request."""
+    """Returns the ids of the step's requests without duplicates; all beams of a beam search have
+    one request id.
+    """
     return list(dict.fromkeys(row.owner for row in plan.rows))
 
 
 class HeartbeatThread:
     """Thread that increments the counter during a long step as long as its executor makes progress.
 
-    It sleeps while there is no work.
+    Sleeps while there is no work.
     """
 
     def __init__(self, executor: Executor, page: HeartbeatPage) -> None:
@@ -186,7 +192,7 @@ class HeartbeatThread:
     def _run(self) -> None:
         beats = progress = -1
         while self._busy.wait() and not self._closed.wait(HEARTBEAT_INTERVAL_S):
-            # Steps that come and go beat by themselves; only one that lasts needs this thread.
+            # Short steps increment the counter themselves; only a long step needs this thread.
             if self._page.beats == beats and self._executor.progress != progress:
                 progress = self._executor.progress
                 self._page.beat()

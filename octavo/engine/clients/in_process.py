@@ -31,11 +31,12 @@ class InProcessClient:
     def __init__(self, core: EngineCore, info: EngineInfo) -> None:
         self.info = info
         self.core = core
-        """The core itself, for code that looks into it while no `receive` runs."""
+        """The core, for inspection while no `receive` runs."""
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._arrival = threading.Event()
-        """Set by each command and cleared by `receive` alone: a query in another thread that takes
-        the command before it does not keep it asleep."""
+        """Set by each command and cleared only by `receive`. If a query in another thread applies
+        the command first, `receive` still wakes up.
+        """
         self._lock = threading.Lock()
         """Held while the core works, since a query may come from another thread."""
         self._closed = False
@@ -71,7 +72,7 @@ class InProcessClient:
         with self._lock:
             self._apply_commands()
             answer = self.core.query(query)
-        self._arrival.set()  # the core may have something to tell now
+        self._arrival.set()  # the core may now have outputs
         return answer
 
     def close(self) -> None:
@@ -87,7 +88,9 @@ class InProcessClient:
         self._arrival.set()
 
     def _await_commands(self, timeout_s: float | None) -> None:
-        """Waits for a command, at most for the given time, and applies all received commands."""
+        """Waits for a command, at most `timeout_s` seconds (None: no limit), and applies all
+        received commands.
+        """
         self._arrival.wait(timeout_s)
         self._arrival.clear()
         with self._lock:
@@ -101,7 +104,7 @@ class InProcessClient:
 
 
 def apply_command(core: EngineCore, command: Command) -> None:
-    """Executes a command that has no reply."""
+    """Executes a command; queries are not commands of this kind."""
     if isinstance(command, AddRequests):
         for request in command.requests:
             core.add(request)

@@ -23,7 +23,7 @@ class UnfinishedRequest:
     request: EngineRequest
     token_ids: list[int] = field(default_factory=list)
     mirostat_mu: float | None = None
-    """Bound of mirostat after `token_ids`."""
+    """Mirostat's mu after `token_ids`."""
     aborted: bool = False
 
     def add_output(self, output: EngineOutput) -> None:
@@ -33,12 +33,12 @@ class UnfinishedRequest:
             self.mirostat_mu = output.mirostat_mu
 
     def resumed(self, *, one_token: bool = False) -> EngineRequest:
-        """Returns the request as a new core must receive it in order to resume it."""
-        told: dict[str, Any] = {}
+        """Returns the request in the form in which a new core resumes it."""
+        fields: dict[str, Any] = {}
         if self.token_ids:
-            told = {"output_token_ids": list(self.token_ids), "fork_of": None}
-            told["mirostat_mu"] = self.mirostat_mu
-        return msgspec.structs.replace(self.request, resumed=True, one_token=one_token, **told)
+            fields = {"output_token_ids": list(self.token_ids), "fork_of": None}
+            fields["mirostat_mu"] = self.mirostat_mu
+        return msgspec.structs.replace(self.request, resumed=True, one_token=one_token, **fields)
 
 
 class RequestLedger:
@@ -55,21 +55,23 @@ class RequestLedger:
             self._num_sent_tokens += len(request.prompt_token_ids)
 
     def give_up(self, request_id: str) -> EngineRequest:
-        """Removes an unfinished request as if it had never been sent; returns it in the form in
+        """Removes an unfinished request as if it had never been sent. Returns it in the form in
         which another core resumes it.
         """
-        given = self.unfinished.pop(request_id)
+        unfinished = self.unfinished.pop(request_id)
         self._num_sent -= 1
-        self._num_sent_tokens -= len(given.request.prompt_token_ids)
-        return msgspec.structs.replace(given.resumed(), fork_of=None)
+        self._num_sent_tokens -= len(unfinished.request.prompt_token_ids)
+        return msgspec.structs.replace(unfinished.resumed(), fork_of=None)
 
     def change(self, changes: Iterable[RequestChange]) -> None:
-        """Records changes of unfinished requests, for a core that resumes them."""
+        """Records changes of unfinished requests, so that a core that resumes them applies the
+        changes.
+        """
         for change in changes:
-            found = self.unfinished.get(change.request_id)
-            if found is not None:
-                found.request = msgspec.structs.replace(
-                    found.request, params=change.params, priority=change.priority
+            unfinished = self.unfinished.get(change.request_id)
+            if unfinished is not None:
+                unfinished.request = msgspec.structs.replace(
+                    unfinished.request, params=change.params, priority=change.priority
                 )
 
     def known(self, request_ids: Iterable[str]) -> list[str]:
@@ -79,9 +81,8 @@ class RequestLedger:
         return [name for name, request in self.unfinished.items() if request.aborted]
 
     def counts(self, stats: EngineStats) -> EngineStats:
-        """Returns the counts of `stats` without the unfinished requests.
-
-        The next core counts them again when it resumes them.
+        """Returns the counts of `stats` without the unfinished requests, which the next core counts
+        again when it resumes them.
         """
         tokens = sum(len(one.request.prompt_token_ids) for one in self.unfinished.values())
         added = {

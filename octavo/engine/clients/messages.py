@@ -24,8 +24,9 @@ class CoreSetup(msgspec.Struct):
     options: dict[str, Any]
     """Engine options by their flat names."""
     place: list[int] = []
-    """Arguments that place the engine among those that share experts; [] if they do
-    not."""
+    """Command-line arguments of the engine's rank among the engines that share experts; [] if
+    experts are not shared.
+    """
 
 
 class Connected(msgspec.Struct, tag=True):
@@ -56,7 +57,8 @@ class QueryResult(msgspec.Struct, tag=True):
     number: int
     value: QueryAnswer = 0
     refusal: str | None = None
-    """Message of an InvalidRequest, instead of a value."""
+    """Message of the InvalidRequest that was raised instead of returning a value; None on success.
+    """
     hint: str | None = None
 
 
@@ -71,7 +73,7 @@ class ExecutorLost(msgspec.Struct, tag=True):
 
 class CalledToStep(msgspec.Struct, tag=True):
     """Sent by another thread of the core's process to its main loop: another engine has begun a
-    step in which this one must take part.
+    step that this one must also compute.
     """
 
 
@@ -82,8 +84,8 @@ def encode_requests(requests: list[EngineRequest]) -> bytes:
     """Returns the encoded AddRequests command.
 
     Raises InvalidRequest if a value does not fit the wire format, such as an integer of more than
-    64 bits. The encoded fields are decoded again as a check, except the prompt, whose tokens the
-    frontend has validated: a request that the core cannot decode would end it.
+    64 bits. As a check, the encoded fields are decoded again (except the prompt's token ids, which
+    are already validated), since a core that cannot decode a request would exit.
     """
     try:
         data = msgspec.msgpack.encode(AddRequests(requests))

@@ -2,7 +2,7 @@
 ZeroMQ, and detects its death.
 
 Death is detected immediately through a pipe whose write end only the child holds. `supervised.py`
-decides what to do about it.
+handles the death.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ from octavo.utils.progress import Report
 
 MAIN = "octavo.engine.clients.core_process:main"
 END_S = 5.0
-"""Time that a closed core has to end before it is killed, in seconds; one that loads has none."""
+"""Time that a closed core has to exit before it is killed, in seconds; a core that is still loading
+is killed at once.
+"""
 ANSWER_S = 60.0
-"""Time that a core has to answer a query, in seconds."""
+"""Timeout of a query, in seconds."""
 LAST_WORDS_MS = 200
-"""Time that a dead process' last messages may take to arrive, in milliseconds."""
+"""Time to wait for the last messages of a dead process, in milliseconds."""
 
 
 class ProcessClient:
@@ -74,8 +76,9 @@ class ProcessClient:
         place: Sequence[int] = (),
         inherited: Sequence[int] = (),
     ) -> None:
-        """`build` is the function ("module:function") that builds the core in the child process.
-        The child inherits the descriptors `inherited`; `place`, if given, is passed to `build`.
+        """`build` names the function ("module:function") that builds the core in the child process.
+        The child inherits the file descriptors `inherited`; a non-empty `place` is passed to
+        `build`.
         """
         self._inherited = inherited
         self._sending = threading.Lock()
@@ -84,7 +87,7 @@ class ProcessClient:
         self._context = zmq.Context()
         self._commands = self._socket(zmq.PUSH)
         self._commands.setsockopt(zmq.RECONNECT_IVL, 10)
-        # The side that connects never blocks in send, whether or not the child lives.
+        # connect() does not block in send, whether or not the child lives.
         self._commands.connect(self._endpoint("commands"))
         self._replies = self._socket(zmq.PULL)
         self._replies.bind(self._endpoint("replies"))
@@ -93,7 +96,7 @@ class ProcessClient:
         self._querying = threading.Lock()
         self._num_queries = 0
         self._results: queue.SimpleQueue[QueryResult | None] = queue.SimpleQueue()
-        """Answers to queries, in the order they came; None after the last one there will be."""
+        """Replies to queries in order of arrival; None after the last one."""
         self._closing = False
         self.is_ready = False
         life, child_end = os.pipe()
@@ -162,7 +165,9 @@ class ProcessClient:
                 return None
 
     def query(self, query: Query) -> QueryAnswer:
-        """Implements `EngineClient.query`; another thread must be in `receive`."""
+        """Implements `EngineClient.query`. Another thread must be in `receive`, which reads the
+        reply.
+        """
         with self._querying:
             self._num_queries += 1
             self._command(RunQuery(self._num_queries, query))
@@ -172,7 +177,7 @@ class ProcessClient:
         return result.value
 
     def kill(self) -> list[CoreOutputs]:
-        """Kills a process that hangs or has died, and closes the client; returns the last
+        """Kills a process that hangs or has died, and closes the client; returns its last
         outputs.
         """
         self._process.kill()
@@ -221,7 +226,7 @@ class ProcessClient:
                 self._commands.send(message)
 
     def _await_result(self, number: int) -> QueryResult:
-        """Returns the reply to this query; skips replies to queries that have timed out."""
+        """Returns the reply to query `number`; skips replies to queries that have timed out."""
         end = time.monotonic() + ANSWER_S
         try:
             while (
@@ -255,6 +260,6 @@ class ProcessClient:
         if isinstance(reply, ChildFailed):
             raise reply.error("the engine process")
         if isinstance(reply, Connected):
-            self._folder.cleanup()  # so that a process that is killed later leaves nothing behind
+            self._folder.cleanup()  # both sockets are open: delete their files
         if isinstance(reply, CoreReady):
             self.info, self.is_ready = reply.info, True

@@ -30,12 +30,12 @@ from octavo.engine.protocol.stats import EngineStats
 from octavo.utils.progress import Report
 
 StartCore = Callable[[int], ProcessClient]
-"""Starts a core; is told how many were started before it."""
+"""Starts a core, given the number of cores that were started before it."""
 
 MAX_FAILED_STARTS = 3
-"""Number of cores in a row that may die while they load before the waiting requests fail."""
+"""Number of consecutive cores that may die while loading before the waiting requests fail."""
 RECOVERY_INTERVAL_S = 0.25
-"""Period at which a new core is checked for being ready, in seconds."""
+"""Interval at which a new core is checked for being ready, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,10 @@ class CoreFailure:
     hung: bool = False
     was_ready: bool = True
     by_peer: bool = False
-    """Whether another engine's end was the reason, for which no request here is to blame."""
+    """Whether the reason was that another engine ended; then no request of this core is a suspect.
+    """
     step_requests: list[str] = field(default_factory=list)
-    """Unfinished requests of the step in progress."""
+    """Unfinished requests of the step that was running."""
 
 
 class SupervisedClient:
@@ -82,18 +83,18 @@ class SupervisedClient:
         self._suspects = Suspects()
         self._ledger = RequestLedger()
         self._lock = threading.Lock()
-        """Held while a core is told something, and while it is replaced."""
+        """Held while a command is sent to the core, and while the core is replaced."""
         self._closing = False
         self._wake = threading.Event()
-        """Set to end a wait for the next start."""
+        """Set to interrupt the wait for the next start."""
         self._restart_at: float | None = None
-        """Time of the next start while there is no core, on the monotonic clock."""
+        """Time of the next start on the monotonic clock while there is no core; otherwise None."""
         self._trying = False
-        """Whether the core is told of no request but the one on trial."""
+        """Whether only the request on trial is sent to the core."""
         self._watch_period_s = 0.0
         self._stats = EngineStats()
         self._before: EngineStats | None = None
-        """Counts of all earlier cores."""
+        """Total counts of all earlier cores."""
 
     @property
     def pid(self) -> int:
@@ -106,7 +107,7 @@ class SupervisedClient:
         return self.info
 
     def add(self, requests: list[EngineRequest]) -> None:
-        encoded = encode_requests(requests)  # what cannot be sent must never be registered
+        encoded = encode_requests(requests)  # a request that cannot be sent must not be registered
         with self._lock:
             self._ledger.add(requests)
             if not self._trying:
@@ -118,7 +119,7 @@ class SupervisedClient:
         """
         with self._lock:
             for request_id in request_ids:
-                # The thread that receives may end it at any moment.
+                # The receiving thread may end a request at any moment.
                 request = self._ledger.unfinished.get(request_id)
                 if request is None or request.aborted:
                     continue
@@ -163,8 +164,8 @@ class SupervisedClient:
     def release_unfinished(self) -> list[EngineRequest]:
         """Removes and returns the unfinished requests that another client may compute.
 
-        There are such requests only while the core is being replaced: those that are not suspects,
-        or all of them if the core could not start, which no request can have caused.
+        Returns [] unless the core is being replaced. Suspects are not returned, unless the core
+        failed to start, which no request can have caused.
         """
         with self._lock:
             if not self._trying:
@@ -180,7 +181,7 @@ class SupervisedClient:
             return [self._ledger.give_up(name) for name in names]
 
     def stop_replacing(self) -> None:
-        """Stops replacing cores that end."""
+        """Makes the end of the core final: it is not replaced any more."""
         with self._lock:
             self._closing = True
         self._wake.set()
@@ -189,7 +190,7 @@ class SupervisedClient:
         self.stop_replacing()
         self._core.close()
 
-    # -- a core that works -------------------------------------------------------------------------
+    # -- a running core ----------------------------------------------------------------------------
 
     def _receive_once(self, timeout_s: float) -> CoreOutputs | None:
         """Returns the next outputs; None after a timeout."""
@@ -216,7 +217,7 @@ class SupervisedClient:
             self._report("the engine is ready again")
 
     def _hangs(self) -> bool:
-        """Returns whether a core with work has stalled; a loading core has no time limit."""
+        """Returns whether a core with work has stalled. A loading core has no time limit."""
         if self._core.is_ready and self._ledger.unfinished:
             return self._watchdog.has_stalled(self._core.heartbeat.beats, time.monotonic())
         self._watchdog.reset()
@@ -236,7 +237,7 @@ class SupervisedClient:
         return msgspec.structs.replace(step, stats=self._stats)
 
     def _note_end(self, request: UnfinishedRequest, output: EngineOutput) -> None:
-        """Removes a finished request. A request whose trial ends is cleared and resumed.
+        """Removes a finished request. If it was on trial, it is no longer a suspect and resumes.
 
         A request on trial ends with "abort" after one token; the frontend does not see this.
         """
@@ -248,14 +249,14 @@ class SupervisedClient:
             output.finish_reason = None
             self._suspects.cleared(output.request_id)
             assert self._before is not None, "there are no trials in the first core"
-            self._before.num_added -= 1  # the core will count it again
+            self._before.num_added -= 1  # the core counts it again when it resumes
             self._before.num_added_tokens -= len(request.request.prompt_token_ids)
         else:
             del self._ledger.unfinished[output.request_id]
             self._suspects.ended(output.request_id)
 
     def _send_next(self) -> None:
-        """Sends the next suspect to the core; if there is none, all unfinished requests."""
+        """Sends the next suspect to the core, or all unfinished requests if there is no suspect."""
         with self._lock:
             unfinished = self._ledger.unfinished
             name = self._suspects.next_on_trial()
@@ -283,7 +284,7 @@ class SupervisedClient:
         outputs = [output for step in last for output in self._take(step).outputs]
         was_ready = self._core.is_ready or bool(in_step)
         if not self._core.is_ready and in_step:
-            # It died in its first step, before its message of being ready had left.
+            # It died in its first step, before its CoreReady message was sent.
             self._backoff.note_ready(time.monotonic())
         failure = CoreFailure(reason, hung, was_ready, by_peer, self._ledger.known(in_step))
         return self._recover(failure, outputs)
@@ -297,7 +298,7 @@ class SupervisedClient:
                 return None
             now = time.monotonic()
             delay_s = 0.0 if failure.hung else self._backoff.delay_s(now)
-            # Aborted requests count as suspects too: one of them may be the only one to blame.
+            # Aborted requests count as suspects too: one of them may have caused the failure.
             guilty = self._find_guilty(failure)
             outputs += self._end(self._ledger.aborted(), "abort")
             given_up = f"{failure.reason}; this request is aborted; the engine was restarted"
@@ -320,11 +321,12 @@ class SupervisedClient:
         return f"{what} made no progress for {self._watchdog.timeout_s:g} s (stall_timeout)"
 
     def _find_guilty(self, failure: CoreFailure) -> list[str]:
-        """Returns the requests to fail because of a core's end.
+        """Returns the requests to fail because a core ended.
 
         A core that died may have been killed from outside, so a request that was computed alone
-        gets a second trial after a death, but not after a hang. No request can have caused a core's
-        death while it was loading, but no request waits forever for a core that never loads.
+        gets a second trial after a death, but not after a hang. While a core loads, no request can
+        have caused its death; after MAX_FAILED_STARTS such deaths all requests fail, so that none
+        waits forever.
         """
         unfinished = list(self._ledger.unfinished)
         if failure.was_ready and not failure.by_peer:
@@ -344,7 +346,9 @@ class SupervisedClient:
         return [EngineOutput(name, finish_reason=finish_reason, error=error) for name in known]
 
     def _await_restart(self, timeout_s: float) -> CoreOutputs | None:
-        """Starts the next core after the delay; until then, ends requests that are aborted."""
+        """Starts the next core after the delay. Until then, ends aborted requests. Returns their
+        outputs, or None if there are none.
+        """
         assert self._restart_at is not None and self._before is not None
         with self._lock:
             if ended := self._end(self._ledger.aborted(), "abort"):
@@ -362,8 +366,8 @@ class SupervisedClient:
         return None
 
     def _start_next(self, num_before: int) -> CoreFailure | None:
-        """Starts a core; the caller holds the lock. Returns the reason if no process could be
-        created.
+        """Starts a core; the caller holds the lock. Returns the failure if the process could not be
+        created, else None.
         """
         if not self._closing:
             try:

@@ -11,19 +11,19 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 MAX_UNSOLVED = 2
-"""Number of unexplained failures that a request may have been part of; it fails with the next."""
+"""Number of unexplained failures that a request may be involved in; the next one fails it."""
 
 
 class Suspects:
-    """Requests that may have caused a failure. Each failure ends a request or brings some closer to
-    their end, so the number of failures is bounded.
+    """Requests that may have caused a failure. Each failure fails a request or raises the failure
+    counts of some, so the number of failures is bounded.
     """
 
     def __init__(self) -> None:
         self.on_trial: str | None = None
         self._held: deque[str] = deque()
         self._case: list[str] = []
-        """All suspects of the failure under trial; empty once one was found guilty."""
+        """All suspects of the current failure; empty once a request was found guilty."""
         self._unsolved: Counter[str] = Counter()
 
     @property
@@ -36,10 +36,10 @@ class Suspects:
         return request_id == self.on_trial or request_id in self._held or request_id in self._case
 
     def accuse(self, request_ids: Sequence[str], *, certain: bool = False) -> list[str]:
-        """Records a failure while these requests were computed; returns those that caused it.
+        """Records a failure during a step of these requests; returns the requests that caused it.
 
-        The others become suspects. With `certain` a single request is guilty at once, since nothing
-        else can be the cause.
+        The others become suspects. With `certain`, a single request is guilty at once, since
+        nothing else can be the cause.
         """
         if self.on_trial is not None:
             guilty = [self.on_trial]
@@ -63,13 +63,15 @@ class Suspects:
         return self.on_trial
 
     def postpone(self) -> None:
-        """Ends a trial without a result: the engine failed before it received the request."""
+        """Ends a trial without a result, because the engine failed before it received the
+        request.
+        """
         if self.on_trial is not None:
             self._held.appendleft(self.on_trial)
             self.on_trial = None
 
     def cleared(self, request_id: str) -> None:
-        """Records that a request was computed alone and its step ended."""
+        """Records that a request was computed alone without a failure."""
         if request_id == self.on_trial:
             self.on_trial = None
         if not self.any:

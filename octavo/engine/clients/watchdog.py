@@ -1,6 +1,6 @@
 """Decides when a core counts as hung, and how long to wait before a dead one is replaced.
 
-Computes with times that the caller passes; knows neither processes nor requests.
+Pure computations: the caller passes the times and handles processes and requests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ CHECKS_PER_TIMEOUT = 8
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
 HEALTHY_S = 60.0
-"""Time after which a core that was ready and died is taken for a first failure, in seconds."""
+"""Seconds after which the death of a ready core counts as a first failure again."""
 
 
 class Watchdog:
@@ -24,12 +24,14 @@ class Watchdog:
         """`timeout_s` 0 disables it."""
         self.timeout_s = timeout_s
         self.interval_s = min(timeout_s / CHECKS_PER_TIMEOUT or MAX_INTERVAL_S, MAX_INTERVAL_S)
-        """Period at which `has_stalled` is to be called, in seconds."""
+        """Interval at which `has_stalled` is to be called, in seconds."""
         self._beats: int | None = None
         self._still_s = self._checked_at = 0.0
 
     def has_stalled(self, beats: int, now: float) -> bool:
-        """Reads the heartbeat's counter; returns whether it has not changed for too long."""
+        """Compares the heartbeat counter with the previous one; returns whether it has been
+        unchanged for `timeout_s`.
+        """
         if beats == self._beats:
             self._still_s += min(now - self._checked_at, 2 * self.interval_s)
         else:
@@ -38,7 +40,7 @@ class Watchdog:
         return 0 < self.timeout_s <= self._still_s
 
     def reset(self) -> None:
-        """Resets the measurement: the core has no work, or it is a new one."""
+        """Restarts the measurement, because the core has no work or is a new one."""
         self._beats = None
 
 

@@ -1,6 +1,6 @@
-"""Interface of extensions that choose which stored blocks of its prefix a request loads.
+"""Interface of extensions that choose which stored blocks of its prompt's prefix a request loads.
 
-Without one, a request loads all of them (`prefix_loader.py`).
+Without an extension, a request loads all of them (`prefix_loader.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.utils.extensions import load_classes
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """A prompt as far as a choice depends on it."""
+    """The part of a prompt that a choice depends on."""
 
     token_ids: Sequence[int]
     first_position: int
@@ -25,25 +25,27 @@ class PromptPart:
 
 
 class BlockChoice(Protocol):
-    """The choices of requests that wait for stored blocks, or have them."""
+    """Choices for requests that wait for stored blocks or use them."""
 
     def left_out(self, request_id: str) -> frozenset[bytes]:
         """Returns the digests of the blocks that a request skips."""
         ...
 
     def prepare(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> bool:
-        """Continues a request's choice; returns whether the request must wait for it."""
+        """Continues the choice for a request; returns whether the request must wait for it."""
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Ends an unfinished choice of a request that has ended."""
+        """Cancels the unfinished choice of a request that has ended."""
         ...
 
 
 def make_block_choice(
     spec: BlockChoiceSpec | None, finder: PrefixFinder, connector: KVConnector, *, num_groups: int
 ) -> BlockChoice | None:
-    """Makes the choice that the spec asks for; None if requests load all blocks."""
+    """Builds the extension's BlockChoice. Returns None if `spec` is None: requests then load all
+    blocks.
+    """
     if spec is None:
         return None
     (kind,) = load_classes("block_choice")

@@ -3,7 +3,7 @@ host memory, and frees them.
 
 Adds to `BlockTables` (blocks of running requests) the prefix cache (`HashedBlocks`,
 `PrefixFinder`), the blocks of swapped requests (`HostBlocks`) and the connector to blocks outside
-the device. Knows ids and no bytes: copies are returned as BlockMoves. Source: PagedAttention (Kwon
+the device. Works on block ids only: copies are returned as BlockMoves. Source: PagedAttention (Kwon
 et al. 2023).
 """
 
@@ -44,9 +44,9 @@ class StartedRequest:
     """Outcome of `BlockManager.start`."""
 
     num_cached_tokens: int
-    """Tokens that are computed once the moves are made."""
+    """Cached tokens, which count as computed once the moves are made."""
     moves: list[BlockMove]
-    """Loads and copies of cached blocks."""
+    """Loads and copies of cached blocks, to be made before the step computes."""
 
 
 @dataclass(slots=True)
@@ -56,15 +56,17 @@ class PrefixCounts:
     num_queried: int = 0
     num_hits: int = 0
     num_external_queried: int = 0
-    """Tokens that were looked up and not found on the device."""
+    """Tokens that were not found on the device and looked up outside of it."""
     num_external_hits: int = 0
     """Tokens loaded from outside the device."""
     num_left_out: int = 0
-    """Stored blocks that prompts did not load."""
+    """Stored blocks that prompts skipped."""
 
 
 class BlockManager(BlockTables):
-    """Blocks of all requests, by request id. A step computes at most `max_step_tokens` tokens."""
+    """KV blocks of all requests, by request id. A step computes at most `max_step_tokens`
+    tokens.
+    """
 
     def __init__(
         self,
@@ -79,8 +81,8 @@ class BlockManager(BlockTables):
         original: OriginalContext = ONE_CONTEXT,
         choice: BlockChoiceSpec | None = None,
     ) -> None:
-        """`logs_events`: block events of one group are logged. `choice`: how stored blocks are
-        chosen; None: prompts load all of them.
+        """`logs_events`: log the block events of one cache group. `choice`: how a prompt's stored
+        blocks are selected; None: prompts load all of them.
         """
         super().__init__([BlockPool(group) for group in groups], block_size)
         self.original = original
@@ -88,10 +90,10 @@ class BlockManager(BlockTables):
         self.host = HostBlocks(groups)
         """Blocks of swapped requests."""
         self.connector = connector
-        """Scheduler half of the store outside the device; None without one."""
+        """Scheduler half of the KV connector; None without one."""
         self._logged = _group_to_log(self.pools) if logs_events else None
         self.events = None if self._logged is None else BlockEventLog()
-        """Block events that no step's outputs have carried yet; None if they are not logged."""
+        """Block events since the last step's outputs; None if events are not logged."""
         self._clear_caches()
         self.prefix_counts = PrefixCounts()
         self.shares_blocks = shares_blocks
@@ -101,7 +103,7 @@ class BlockManager(BlockTables):
         self.capacity_tokens = self.capacity_of(1)
         """Length of the longest request that fits if it runs alone, in tokens."""
         self.keeps_parts = all(pool.spec.keeps_parts for pool in self.pools)
-        """Whether the first tokens of a step can be kept without the rest."""
+        """Whether the first tokens of a step can be kept when the later ones are discarded."""
         self.hashes = HashedBlocks(
             self.pools, self.tables, connector, block_size=block_size, is_used=enable_prefix_caching
         )
@@ -113,12 +115,12 @@ class BlockManager(BlockTables):
 
     @property
     def has_transfers(self) -> bool:
-        """Whether the connector needs a step though no request runs."""
+        """Whether the connector needs a step even if no request runs."""
         return self.connector is not None and self.connector.has_work
 
     @property
     def num_free_blocks(self) -> int:
-        """Free blocks of the fullest group."""
+        """Free blocks of the cache group that has the fewest."""
         return len(self._fullest().free)
 
     def _fullest(self) -> BlockPool:
@@ -127,7 +129,7 @@ class BlockManager(BlockTables):
         return min(self.pools, key=lambda pool: len(pool.free) / pool.num_blocks)
 
     def set_gauges(self, stats: EngineStats) -> None:
-        """Sets the gauges and counters of blocks and of the prefix cache."""
+        """Writes the block and prefix cache statistics to `stats`."""
         fullest = self._fullest()
         stats.num_blocks = fullest.num_blocks
         stats.num_used_blocks = fullest.num_blocks - len(fullest.free)
@@ -135,17 +137,17 @@ class BlockManager(BlockTables):
         stats.groups = groups = []
         for pool in self.pools:
             groups.append(pool.counts())
-        found = self.prefix_counts
-        stats.prefix_query_tokens = found.num_queried
-        stats.prefix_hit_tokens = found.num_hits
-        stats.external_query_tokens = found.num_external_queried
-        stats.external_hit_tokens = found.num_external_hits
-        stats.left_out_blocks = found.num_left_out
+        counts = self.prefix_counts
+        stats.prefix_query_tokens = counts.num_queried
+        stats.prefix_hit_tokens = counts.num_hits
+        stats.external_query_tokens = counts.num_external_queried
+        stats.external_hit_tokens = counts.num_external_hits
+        stats.left_out_blocks = counts.num_left_out
         if self.connector is not None:
             stats.connector = self.connector.snapshot()
 
     def capacity_of(self, num_rows: int) -> int:
-        """Returns the number of tokens of a request with `num_rows` rows that fit, counting shared
+        """Returns the maximum length in tokens of a request with `num_rows` rows, counting shared
         blocks once.
         """
         return min(
@@ -155,7 +157,7 @@ class BlockManager(BlockTables):
             for pool in self.pools
         )
 
-    # -- a request comes and grows -----------------------------------------------------------------
+    # -- a request starts and grows ----------------------------------------------------------------
 
     def prefetch(
         self,
@@ -169,15 +171,16 @@ class BlockManager(BlockTables):
         source: str = "",
     ) -> Prefetch:
         """Prefetches the stored part of a prompt, and the part that the engine at `source`
-        computes. The request must wait if that takes further steps.
+        computes. The result says whether the request must wait for it.
 
-        Unless `at_once`, a step loads a limited number of bytes, so that others do not wait.
+        Unless `at_once`, a step loads a limited number of bytes, so that other requests are not
+        delayed.
         """
         limit = min(len(token_ids) - 1, max_cached_tokens, hashing.num_hashed_tokens)
         if self._loader is None or not self.hashes.is_used or limit <= 0:
             return NOTHING_TO_FETCH
         keys = self.hashes.keys(request_id, token_ids[:limit], hashing)
-        # Queries are made of tokens alone, by the plain model.
+        # Block ratings are computed from tokens alone, by the base model.
         is_plain = not (source or hashing.media or hashing.adapter_digest)
         return self._loader.prefetch(
             request_id,
@@ -232,7 +235,7 @@ class BlockManager(BlockTables):
         return StartedRequest(placed.num_tokens, moves)
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
-        """Shares the parent's blocks of its first `num_tokens` tokens with the child."""
+        """Shares the parent's blocks of the first `num_tokens` tokens with the child."""
         super().fork(parent_id, child_id, num_tokens)
         self.hashes.fork(parent_id, child_id, num_tokens)
 
@@ -248,8 +251,8 @@ class BlockManager(BlockTables):
         *,
         in_flight: bool = False,
     ) -> None:
-        """Adds the blocks that are full to the prefix cache, and releases those that are not read
-        any more.
+        """Adds the blocks that are full to the prefix cache, and releases blocks that are no longer
+        read.
 
         `in_flight`: another step of the request is being computed.
         """
@@ -258,7 +261,7 @@ class BlockManager(BlockTables):
         if self._releasing:
             self.release_unread(request_id, num_computed_tokens, in_flight=in_flight)
 
-    # -- a request leaves, for good or for a while -------------------------------------------------
+    # -- a request ends or is swapped --------------------------------------------------------------
 
     def free(self, request_id: str) -> None:
         self.hashes.chains.pop(request_id, None)
@@ -270,8 +273,8 @@ class BlockManager(BlockTables):
             self.host.drop(request_id)
 
     def swap_out(self, num_tokens: Mapping[str, int]) -> list[BlockMove] | None:
-        """Moves the blocks of each row's first tokens to the host and releases all on the device;
-        returns None and changes nothing if the host has no room for all.
+        """Moves the blocks of each row's first `num_tokens[row]` tokens to host memory and releases
+        all its blocks on the device. Returns None and changes nothing if host memory is too small.
         """
         moves = self.host.put(
             {row_id: self.kept(row_id, count) for row_id, count in num_tokens.items()}
@@ -284,10 +287,11 @@ class BlockManager(BlockTables):
     def swap_in(
         self, rows: Sequence[SwappedRow], *, reserve: int, step_tokens: int = UNBOUNDED
     ) -> list[BlockMove] | None:
-        """Swaps rows in, with blocks for all their tokens as in `start`; returns None and changes
-        nothing if too few are free.
+        """Swaps rows in, with blocks for all their tokens as in `start`. Returns None and changes
+        nothing if too few blocks are free.
 
-        Blocks that are in the prefix cache or shared by the rows are shared again, not copied.
+        Blocks that are still in the prefix cache are reused, and blocks that several rows share are
+        shared again; only the others are copied.
         """
         groups = [
             SwapIn(pool, [self._returning(row, group, step_tokens) for row in rows], group=group)
@@ -301,11 +305,11 @@ class BlockManager(BlockTables):
             self.host.drop(row.request_id)
         return [move for group in groups for move in group.moves]
 
-    # -- what is found again -----------------------------------------------------------------------
+    # -- prefix cache ------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Clears the prefix cache, with `reset_connector` outside the device too; returns False and
-        changes nothing while requests hold blocks.
+        """Clears the prefix cache on the device, with `reset_connector` also outside of it. Returns
+        False and changes nothing while requests hold blocks.
         """
         if self.tables or self.host.tables:
             return False
@@ -318,7 +322,7 @@ class BlockManager(BlockTables):
 
     def pin_prefix(self, pin: Pin) -> int:
         """Pins the full cached blocks of a prompt; returns the number of their tokens. Raises
-        InvalidRequest if they exceed the limit.
+        InvalidRequest if the limit on pinned blocks would be exceeded.
         """
         if self.connector is None:
             return 0
@@ -341,12 +345,14 @@ class BlockManager(BlockTables):
         return num_blocks * self.block_size
 
     def begin_step(self) -> list[BlockMove]:
-        """Returns the connector's moves, which come before all others of the step."""
+        """Returns the connector's moves; the worker makes them before all other moves of the
+        step.
+        """
         if self.connector is None:
             return []
         return self.connector.begin_step(lambda group, key: self.pools[group].cache.find(key))
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- private -----------------------------------------------------------------------------------
 
     def _clear_caches(self) -> None:
         for group, pool in enumerate(self.pools):
@@ -361,8 +367,8 @@ class BlockManager(BlockTables):
         return self._finder.find(keys, rest, root=hashing.root(), left_out=left_out)
 
     def _place_hit(self, request_id: str, hit: Hit, extent: Extent, reserve: int) -> Hit | None:
-        """Creates the request's tables; returns the part of the hit for which there is room, None
-        if there is no room at all.
+        """Creates the request's tables. Returns the part of the hit that fits into the free blocks,
+        None if the request does not fit at all.
 
         `extent.step_end` counts from the end of the hit.
         """
@@ -391,7 +397,7 @@ class BlockManager(BlockTables):
         return self._loader.load(hit, chain.keys, self.tables[request_id])
 
     def _copies(self, request_id: str, hit: Hit) -> list[BlockMove]:
-        """Returns the copies of a hit's partial block to the first block that is written."""
+        """Returns the copy of a hit's partial block to the first block that the request writes."""
         tables = self.tables[request_id]
         moves = []
         for group, source in enumerate(hit.sources):
@@ -427,8 +433,8 @@ class BlockManager(BlockTables):
 
 
 def _group_to_log(pools: Sequence[BlockPool]) -> int | None:
-    """Returns the group whose block events are logged: the first that keeps every token, else the
-    first that is hashed; None if none is.
+    """Returns the group whose block events are logged: the first one that keeps every token, else
+    the first one that is hashed. Returns None if no group is hashed.
     """
     named = [group for group, pool in enumerate(pools) if pool.spec.is_hashed]
     return min(named, key=lambda group: not pools[group].spec.keeps_every_token, default=None)

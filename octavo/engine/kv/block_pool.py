@@ -20,7 +20,9 @@ from octavo.engine.protocol.kv_messages import BlockKey
 from octavo.engine.protocol.stats import GroupBlocks
 
 HOLE = -1
-"""Entry of a block table that is not read any more, or that no step has written."""
+"""Block table entry without a block: the block was freed because it is not read any more, or is not
+allocated yet.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,11 @@ BY_TOKENS = attrgetter("token_ids")
 
 
 class PartialMatch(NamedTuple):
-    """A cached block that begins with the wanted tokens."""
+    """A cached block whose first tokens match the requested ones."""
 
     key: BlockKey
     num_tokens: int
-    """Number of tokens that it has in common with the wanted ones."""
+    """Number of matching tokens."""
 
 
 class PrefixCache:
@@ -54,18 +56,18 @@ class PrefixCache:
         self.key_of: dict[int, BlockKey] = {}
         """Keys by block."""
         self._after: dict[bytes, list[BlockKey]] = {}
-        """Keys by their parent's digest, sorted by token ids: the one with the longest common
-        beginning is a neighbour.
+        """Keys by their parent's digest, sorted by token ids, so that the key with the longest
+        common prefix is next to the insertion point.
         """
 
     def find(self, key: BlockKey) -> int | None:
-        """Returns the block with that key; None if there is none."""
+        """Returns the block with that key. Returns None if it is not cached."""
         block_id = self._block_of.get(key.digest)
         return block_id if block_id is not None and self.key_of[block_id] == key else None
 
     def find_partial(self, parent: bytes, token_ids: tuple[int, ...]) -> PartialMatch | None:
-        """Returns the block after `parent` with the longest common beginning with `token_ids`,
-        which do not fill a block; None if the first tokens differ.
+        """Returns the cached block after `parent` that has the longest common prefix with
+        `token_ids`, which do not fill a block. Returns None if the first token matches none.
 
         Blocks that contain media do not match: their tokens do not identify their content.
         """
@@ -81,7 +83,7 @@ class PrefixCache:
         return best
 
     def add(self, block_id: int, key: BlockKey) -> None:
-        """Adds a full block, unless another block has the same key."""
+        """Adds a full block unless another block has the same key."""
         if key.digest not in self._block_of:
             self._block_of[key.digest] = block_id
             self.key_of[block_id] = key
@@ -100,7 +102,7 @@ class PrefixCache:
         del self._block_of[key.digest]
         siblings = self._after[key.parent]
         index = bisect_left(siblings, key.token_ids, key=BY_TOKENS)
-        while siblings[index] != key:  # others have the same tokens and other media
+        while siblings[index] != key:  # blocks with other media can have the same tokens
             index += 1
         del siblings[index]
         if not siblings:
@@ -122,14 +124,14 @@ class BlockPool:
         self.ref_counts = [0] * group.num_blocks
         """References to each block from requests' tables."""
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(group.num_blocks))
-        """Free blocks, in the order of allocation."""
+        """Free blocks, in the order in which they are allocated."""
         self.cache = PrefixCache()
-        """Hashed blocks, held or free."""
+        """Blocks with a hash, whether or not requests hold them."""
         self._num_references = 0
         self._num_shared = 0
 
     def counts(self) -> GroupBlocks:
-        """Returns how many blocks are used, and how."""
+        """Returns the numbers of blocks by use."""
         return GroupBlocks(
             window=self.spec.window_tokens,
             num_blocks=self.num_blocks,
@@ -140,7 +142,7 @@ class BlockPool:
         )
 
     def allocate(self) -> int:
-        """Allocates a free block and removes it from the prefix cache."""
+        """Allocates the next free block and removes it from the prefix cache."""
         block_id, _ = self.free.popitem(last=False)
         if block_id in self.cache.key_of:
             self.cache.remove(block_id)
@@ -149,14 +151,14 @@ class BlockPool:
         return block_id
 
     def is_shared(self, block_id: int) -> bool:
-        """Returns whether a block must not be written, because it has other references or is in the
-        prefix cache.
+        """Returns whether a block must be copied before it is written, because it has other
+        references or is in the prefix cache.
         """
         return self.ref_counts[block_id] > 1 or block_id in self.cache.key_of
 
     def uncache_to_write(self, block_id: int) -> bool:
-        """Removes a block from the prefix cache so that its one holder may write it, if no block is
-        free for a copy; returns whether it was removed.
+        """Removes a block from the prefix cache if only one request holds it and no block is free
+        for a copy, so that the request can write to it. Returns whether it was removed.
         """
         if self.free or self.ref_counts[block_id] > 1:
             return False
@@ -164,7 +166,6 @@ class BlockPool:
         return True
 
     def hold(self, block_id: int) -> None:
-        """Adds a reference to a block."""
         if self.ref_counts[block_id] == 0:
             del self.free[block_id]
         self.ref_counts[block_id] += 1
@@ -172,7 +173,7 @@ class BlockPool:
         self._num_shared += self.ref_counts[block_id] == 2
 
     def release(self, block_id: int) -> None:
-        """Removes a reference to a block, which is free after the last one."""
+        """Removes a reference to a block; after the last one the block is free."""
         self.ref_counts[block_id] -= 1
         self._num_references -= 1
         self._num_shared -= self.ref_counts[block_id] == 1
@@ -182,19 +183,20 @@ class BlockPool:
                 self.free.move_to_end(block_id, last=False)
 
     def hold_all(self, table: Iterable[int]) -> None:
-        """Adds a reference to each block of a table."""
         for block_id in table:
             if block_id != HOLE:
                 self.hold(block_id)
 
     def release_all(self, table: Sequence[int]) -> None:
-        """Removes the references of a table, last block first, so that it is evicted first."""
+        """Removes the references to a table's blocks, last block first, so that it is evicted
+        first.
+        """
         for block_id in reversed(table):
             if block_id != HOLE:
                 self.release(block_id)
 
     def has_room(self, kept: Sequence[int | None], num_blocks: int, reserve: int) -> bool:
-        """Returns whether `reserve` blocks stay free after `fill`."""
+        """Returns whether `reserve` blocks stay free after `fill` with the same arguments."""
         num_idle = num_new = 0
         for block_id in kept:
             if block_id is None:
@@ -204,10 +206,10 @@ class BlockPool:
         return len(self.free) - num_idle >= num_new + max(0, num_blocks - len(kept)) + reserve
 
     def fill(self, kept: Sequence[int | None], num_blocks: int) -> list[int]:
-        """Returns a table of `num_blocks`: the kept blocks, with new ones for each None and after
-        them.
+        """Returns a table of `num_blocks` entries: the kept blocks, with new blocks in place of
+        None and at the end.
         """
-        for block_id in kept:  # before any is allocated
+        for block_id in kept:  # kept blocks first, so that none of them is allocated
             if block_id is not None and block_id != HOLE:
                 self.hold(block_id)
         table = []
@@ -220,7 +222,7 @@ class BlockPool:
     def release_unread(
         self, table: list[int], num_tokens: int, block_size: int, *, in_flight: bool
     ) -> None:
-        """Replaces the blocks that are not read after `num_tokens` computed tokens by holes."""
+        """Replaces the blocks that are not read after `num_tokens` computed tokens with holes."""
         index = self.spec.num_released(num_tokens, len(table), block_size, in_flight=in_flight) - 1
         while index >= 0:
             if table[index] != HOLE:
@@ -232,7 +234,7 @@ class BlockPool:
 
 
 def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the length of the common beginning of two sequences."""
+    """Returns the length of the common prefix of two sequences."""
     num_common = 0
     for a, b in zip(one, other, strict=False):
         if a != b:

@@ -17,7 +17,8 @@ from octavo.engine.protocol.kv_messages import BlockMove
 
 FREE = attrgetter("free")
 Kept = list[list[int | None]]
-"""Beginning of a table in each group: existing blocks, holes, and None for blocks to allocate."""
+"""First entries of a table in each group: existing blocks, holes, and None for blocks to allocate.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,12 @@ NO_ALLOCATION = BlockAllocation()
 
 @dataclass(frozen=True, slots=True)
 class LeafBlocks:
-    """Blocks of the paths of a draft tree, except the first path."""
+    """Blocks of a draft tree's paths, except the first path."""
 
     entries: list[list[tuple[int, int, int]]] = field(default_factory=list)
     """Entries of each path that differ from the request's table: (group, index, block id)."""
     moves: list[BlockMove] = field(default_factory=list)
-    """Copies of the request's tokens in the first block of each path."""
+    """Copies of the request's tokens into the first block of each path."""
 
 
 NO_LEAVES = LeafBlocks()
@@ -59,14 +60,14 @@ class BlockTables:
         self._leaves: dict[str, LeafBlocks] = {}
         """Blocks of the draft trees in flight, by request."""
         self._reserved: set[str] = set()
-        """Requests whose tables may extend beyond their tokens."""
+        """Requests whose tables may be longer than their tokens need."""
         specs = [pool.spec for pool in pools]
         self._growing = [index for index, spec in enumerate(specs) if spec.grows]
         self._rewritten = [index for index, spec in enumerate(specs) if spec.is_rewritten]
         self._releasing = [index for index, spec in enumerate(specs) if not spec.keeps_every_token]
         self._allows_forks = all(spec.allows_forks for spec in specs)
         self.can_branch = not self._rewritten and self._allows_forks
-        """Whether drafts may branch: no group has a single block for all tokens of a request."""
+        """Whether drafts may be trees: no group has a single block for all tokens of a request."""
         self._outlive_steps = all(spec.outlives_step or not spec.grows for spec in specs)
 
     def place(
@@ -78,10 +79,10 @@ class BlockTables:
         *,
         spared: Sequence[int] = (),
     ) -> bool:
-        """Creates a request's tables from kept and new blocks; returns False and changes nothing if
+        """Creates a request's tables from kept and new blocks. Returns False and changes nothing if
         fewer than `reserve` blocks would stay free.
 
-        `spared`: a block of each group, or a hole, that must not be allocated.
+        `spared`: for each group a block that must not be allocated, or a hole.
         """
         counts = []
         for pool, table in zip(self.pools, kept, strict=True):
@@ -90,7 +91,7 @@ class BlockTables:
             if not pool.has_room(table, num_blocks, spare):
                 return False
             counts.append(num_blocks)
-        # A spared block may be free, and filling allocates free blocks.
+        # Spared blocks may be free, and `fill` allocates free blocks.
         for pool, block_id in zip(self.pools, spared, strict=False):
             pool.hold_all([block_id])
         self.tables[request_id] = tables = []
@@ -101,20 +102,20 @@ class BlockTables:
         return True
 
     def kept(self, request_id: str, num_tokens: int) -> list[list[int]]:
-        """Returns the part of a request's tables that the token after its first `num_tokens` tokens
-        reads; blocks that it does not read are holes.
+        """Returns the part of a request's tables that the token after the first `num_tokens` tokens
+        reads; entries that it does not read are holes.
         """
         size = self.block_size
-        found = []
+        tables = []
         for pool, table in zip(self.pools, self.tables[request_id], strict=True):
             written = table[: pool.spec.blocks_written(num_tokens, len(table), size)]
             unread = min(pool.spec.first_read(num_tokens, size), len(written))
-            found.append([HOLE] * unread + written[unread:])
-        return found
+            tables.append([HOLE] * unread + written[unread:])
+        return tables
 
     def can_fork(self, parent_id: str, num_tokens: int) -> bool:
         """Returns whether another row can share the parent's first `num_tokens` tokens: the parent
-        must have every block that the next token reads.
+        must still have every block that the next token reads.
         """
         if parent_id not in self.tables or not self._allows_forks:
             return False
@@ -124,7 +125,7 @@ class BlockTables:
         )
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
-        """Shares the parent's blocks of its first `num_tokens` tokens with the child."""
+        """Shares the parent's blocks of the first `num_tokens` tokens with the child."""
         shared = self.kept(parent_id, num_tokens)
         for pool, table in zip(self.pools, shared, strict=True):
             pool.hold_all(table)
@@ -132,7 +133,8 @@ class BlockTables:
 
     def grow(self, request_id: str, first_token: int, end: int) -> BlockAllocation | None:
         """Allocates blocks for the tokens from `first_token` up to `end`: appends blocks, and
-        copies a shared one. Returns None and changes nothing if too few are free.
+        copies a shared block before it is written. Returns None and changes nothing if too few
+        blocks are free.
         """
         tables = self.tables[request_id]
         index, num_blocks = first_token // self.block_size, blocks_for(end, self.block_size)
@@ -150,11 +152,11 @@ class BlockTables:
         return NO_ALLOCATION
 
     def reserve(self, ends: Mapping[str, int]) -> dict[str, list[list[int]]] | None:
-        """Extends tables up to their `ends`, for several decode steps or draft tokens of requests
-        that have just grown; returns the appended blocks of the requests that needed any.
+        """Extends tables up to `ends`, for several decode steps or for draft tokens of requests
+        that have just grown. Returns the appended blocks of the requests that needed any.
 
-        Returns None and changes nothing if too few are free for all, or if blocks are released at
-        the end of each step.
+        Returns None and changes nothing if too few blocks are free for all requests, or if blocks
+        are released at the end of each step.
         """
         if not self._outlive_steps:
             return None
@@ -175,8 +177,8 @@ class BlockTables:
         return added
 
     def cut(self, request_id: str, num_tokens: int) -> list[int] | None:
-        """Releases the reserved blocks after a request's first `num_tokens` tokens; returns the
-        remaining number of blocks of each table, None if there were none to release.
+        """Releases the reserved blocks after a request's first `num_tokens` tokens. Returns the
+        remaining number of blocks of each table, None if no block was released.
         """
         if request_id not in self._reserved:
             return None
@@ -192,8 +194,9 @@ class BlockTables:
         return list(map(len, tables)) if is_cut else None
 
     def branch(self, request_id: str, start: int, ends: Sequence[int]) -> LeafBlocks | None:
-        """Allocates blocks for the paths of a draft tree from token `start`, the first that the
-        step writes, up to their `ends`. The request's own tables extend to the largest of `ends`.
+        """Allocates blocks for the paths of a draft tree, from token `start` (the first one that
+        the step writes) up to each path's end in `ends`. The request's own tables extend to the
+        largest of `ends`.
 
         Returns None and changes nothing if too few blocks are free.
         """
@@ -216,8 +219,8 @@ class BlockTables:
         return leaves
 
     def keep_path(self, request_id: str, path: int) -> None:
-        """Puts the blocks of one path of a request's draft tree into its tables (0: the first path,
-        whose blocks are there) and releases those of the others.
+        """Puts the blocks of the accepted path of a request's draft tree into its tables and
+        releases those of the other paths. Path 0 is already in the tables.
         """
         leaves = self._leaves.pop(request_id, NO_LEAVES)
         tables = self.tables[request_id]
@@ -229,7 +232,7 @@ class BlockTables:
                 self.pools[group].release_all([left])
 
     def release_unread(self, request_id: str, num_computed_tokens: int, *, in_flight: bool) -> None:
-        """Releases the blocks that are not read after the computed tokens.
+        """Releases the blocks that later tokens do not read.
 
         `in_flight`: another step of the request is being computed.
         """
@@ -242,7 +245,7 @@ class BlockTables:
             )
 
     def release(self, request_id: str) -> None:
-        """Releases all of a request's blocks, if it has any."""
+        """Releases all of a request's blocks; does nothing if it has none."""
         if request_id in self._leaves:
             self.keep_path(request_id, 0)
         self._reserved.discard(request_id)
@@ -250,7 +253,7 @@ class BlockTables:
             pool.release_all(table)
 
     def _missing(self, tables: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
-        """Returns how many blocks each table lacks of `num_blocks`."""
+        """Returns for each table how many blocks it lacks to have `num_blocks`."""
         counts = [0] * len(tables)
         for group in self._growing:
             counts[group] = max(0, num_blocks - len(tables[group]))
@@ -289,9 +292,10 @@ class BlockTables:
         """Returns the entries that need another block before they are written: a shared block, and
         holes.
 
-        Only the first block written can be shared: a fork shares up to its first uncomputed token,
-        and a hit has full blocks. A state that others hold or may find is copied; if no block is
-        free for the copy, it is removed from the prefix cache.
+        Only the first written block can be shared: a fork shares the blocks up to its first
+        uncomputed token, and a prefix cache hit consists of full blocks. A recurrent state that
+        others hold or that is cached is copied; if no block is free for the copy, the state is
+        removed from the prefix cache.
         """
         pool = self.pools[group]
         if pool.spec.is_rewritten:

@@ -1,9 +1,9 @@
 """Automatic prefix caching: hashes full blocks, and finds the longest cached prefix of a prompt.
 
-Owns a `BlockChain` for each request. A full block is hashed once it is computed; the prefix cache
-of its group then finds it, and the connector may store it. If another engine waits for a request's
-blocks, the connector is told which will come and which will not. Which blocks a hit needs depends
-on the group's spec (`octavo/engine/protocol/kv_cache_spec.py`).
+Owns a `BlockChain` for each request. A full block is hashed once it is computed; it is then in the
+prefix cache of its group, and the connector may store it. If another engine waits for a request's
+blocks, the connector is told which blocks follow and when the last one was offered. The group's
+spec (`octavo/engine/protocol/kv_cache_spec.py`) determines which blocks a hit needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
 from octavo.engine.protocol.kv_messages import BlockHashWithGroupId, BlockKey, StreamedBlock
 
 ABSENT = -2
-"""Entry for a block that is neither in the prefix cache nor stored."""
+"""Entry of a block that is neither in the prefix cache nor stored by the connector."""
 
 
 class HashedBlocks:
@@ -34,7 +34,7 @@ class HashedBlocks:
         is_used: bool,
     ) -> None:
         self.is_used = is_used
-        """Whether blocks are hashed: whether prefix caching is on."""
+        """Whether prefix caching is enabled, so that blocks are hashed."""
         self._pools = pools
         self._tables = tables
         self._connector = connector
@@ -42,9 +42,9 @@ class HashedBlocks:
         intervals = [pool.spec.checkpoint_tokens for pool in pools]
         self._checkpoint_tokens = min(filter(None, intervals), default=0)
         self.has_checkpoints = is_used and self._checkpoint_tokens > 0
-        """Whether steps end at checkpoints (`step_end`)."""
+        """Whether steps must end at checkpoints (`step_end`)."""
         self.chains: dict[str, BlockChain] = {}
-        """Hash chains by request; removing one leaves its blocks in the prefix cache."""
+        """Hash chains by request id. Removing a chain leaves its blocks in the prefix cache."""
 
     def chain(self, request_id: str, hashing: BlockHashing) -> BlockChain:
         """Returns a request's hash chain, creating it if needed."""
@@ -61,7 +61,7 @@ class HashedBlocks:
         return self.chain(request_id, hashing).extend(token_ids, num_blocks, self._block_size)
 
     def hashed(self, request_id: str) -> Sequence[BlockKey]:
-        """Returns the keys of the request's hashed blocks."""
+        """Returns the keys of the request's blocks in the prefix cache."""
         return self.chains[request_id].registered()
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
@@ -69,7 +69,7 @@ class HashedBlocks:
         self.chains[child_id] = self.chains[parent_id].fork(num_tokens // self._block_size)
 
     def remove(self, request_id: str) -> None:
-        """Removes a request's blocks from the prefix cache, such as those of a failed request."""
+        """Removes a request's blocks from the prefix cache, for example if the request failed."""
         chain = self.chains.get(request_id)
         if chain is None:
             return
@@ -81,8 +81,8 @@ class HashedBlocks:
     # -- computed steps ----------------------------------------------------------------------------
 
     def step_end(self, request_id: str, start: int, end: int) -> int:
-        """Returns the end of a step from `start` to at most `end`: the next checkpoint if one lies
-        between them.
+        """Returns where a step that computes the tokens from `start` to at most `end` must end: at
+        the next checkpoint if there is one in between.
         """
         if not self.has_checkpoints:
             return end
@@ -114,7 +114,9 @@ class HashedBlocks:
                         self._connector.offer(group, key)
 
     def _is_checkpoint(self, chain: BlockChain, num_tokens: int) -> bool:
-        """Returns whether the state after `num_tokens` tokens (whole blocks) is cached."""
+        """Returns whether the state after `num_tokens` tokens (a multiple of the block size) is
+        cached.
+        """
         interval = self._checkpoint_tokens
         return interval > 0 and (num_tokens == chain.last_checkpoint or num_tokens % interval == 0)
 
@@ -159,7 +161,7 @@ class HashedBlocks:
             )
 
     def _by_group(self, keys: Sequence[BlockKey]) -> list[tuple[int, BlockKey]]:
-        """Lists the keys with each cache group that is hashed."""
+        """Pairs the keys with each cache group that is hashed."""
         groups = [index for index, pool in enumerate(self._pools) if pool.spec.is_hashed]
         return [(group, key) for key in keys for group in groups]
 
@@ -169,20 +171,20 @@ class Hit:
     """The cached prefix of a prompt."""
 
     kept: Kept = field(default_factory=list)
-    """Blocks of each group in the order of their names; None stands for one that the connector
+    """Table of each group, in the order of the block keys; None for a block that the connector
     has.
     """
     num_blocks: int = 0
-    """Whole blocks that are found."""
+    """Number of full blocks found."""
     num_tokens: int = 0
-    """Tokens that are found, those of a partial block included."""
+    """Number of tokens found, including those of a partial block."""
     sources: list[int] = field(default_factory=list)
-    """The partial block in each group, to be copied; a hole if a group needs none, and [] if
-    the hit ends with a full block.
+    """The partial block to copy in each group: a hole if the group needs none; [] if the hit ends
+    with a full block.
     """
 
     def stored(self) -> list[tuple[int, int]]:
-        """Lists (group, index) of the blocks that the connector has, in the order of the tokens."""
+        """Lists the (group, index) of the blocks that the connector has, in token order."""
         return sorted(
             (
                 (group, index)
@@ -207,12 +209,12 @@ class PrefixFinder:
         self.can_hit = all(spec.allows_hits for spec in specs) and any(
             spec.is_hashed for spec in specs
         )
-        """Whether a request may begin behind tokens that another has computed: every group allows
-        it, and names tell what was computed.
+        """Whether a request may start after tokens that another request has computed: every group
+        allows this, and at least one group is hashed.
         """
         self._first_named = next((pool for pool in pools if pool.spec.is_hashed), None)
         self._finds_parts = all(spec.keeps_parts for spec in specs)
-        """Whether a request may go on behind the beginning of another one's block."""
+        """Whether a hit may end inside a cached block, of which the first tokens are copied."""
         self._pools = pools
         self._connector = connector
         self._block_size = block_size
@@ -220,7 +222,7 @@ class PrefixFinder:
         self._partly_read = [
             index for index, pool in enumerate(pools) if not pool.spec.keeps_every_token
         ]
-        """Groups of which the next token does not read all blocks."""
+        """Groups in which a token does not read all earlier blocks."""
 
     def find(
         self,
@@ -232,8 +234,8 @@ class PrefixFinder:
     ) -> Hit:
         """Finds the longest cached prefix of a prompt from which every group can continue.
 
-        `keys` are those of the prompt's full blocks, `root` is the parent of the first; `rest` are
-        the tokens after them, less than a block. Blocks with digests in `left_out` become holes.
+        `keys` belong to the prompt's full blocks; `root` is the parent of the first one. `rest` are
+        the tokens after the full blocks. Blocks with digests in `left_out` become holes.
         """
         if not self.can_hit:
             return NO_HIT
@@ -241,12 +243,12 @@ class PrefixFinder:
         kept = self._longest(self._found(keys, is_stored, left_out)) if keys else self._nothing
         num_blocks = len(kept[0])
         num_tokens = num_blocks * self._block_size
-        wanted = rest
-        if num_blocks < len(keys):  # the tokens of a block with media do not say what it holds
-            wanted = () if keys[num_blocks].extra else keys[num_blocks].token_ids
-        # The block at which the hit ends may share its beginning with one that is known.
+        next_ids = rest
+        if num_blocks < len(keys):  # tokens do not identify media
+            next_ids = () if keys[num_blocks].extra else keys[num_blocks].token_ids
+        # A cached block may begin with the tokens that follow the hit.
         parent = keys[num_blocks - 1].digest if num_blocks else root
-        sources, num_common = self._partial_block(parent, wanted)
+        sources, num_common = self._partial_block(parent, next_ids)
         return Hit(kept, num_blocks, num_tokens + num_common, sources)
 
     def find_whole(
@@ -262,20 +264,20 @@ class PrefixFinder:
         return Hit(kept, len(kept[0]), len(kept[0]) * self._block_size)
 
     def read_after(self, keys: Sequence[BlockKey]) -> list[BlockHashWithGroupId]:
-        """Lists the blocks that the token after these blocks reads."""
+        """Lists the cached blocks that a token after these blocks reads."""
         names = []
         for group, first in enumerate(self._firsts(len(keys))):
             if self._pools[group].spec.is_hashed:
                 names += [BlockHashWithGroupId(group, key.digest) for key in keys[first:]]
         return names
 
-    def _partial_block(self, parent: bytes, wanted: tuple[int, ...]) -> tuple[list[int], int]:
-        """Finds a cached block that begins with the given tokens: its id in each group, and the
-        number of common tokens; ([], 0) if there is none.
+    def _partial_block(self, parent: bytes, next_ids: tuple[int, ...]) -> tuple[list[int], int]:
+        """Finds a cached block that begins with some of the tokens `next_ids`: its id in each
+        group, and the number of common tokens; ([], 0) if there is none.
         """
-        if self._first_named is None or not (wanted and self._finds_parts):
+        if self._first_named is None or not (next_ids and self._finds_parts):
             return [], 0
-        match = self._first_named.cache.find_partial(parent, wanted)
+        match = self._first_named.cache.find_partial(parent, next_ids)
         if match is None:
             return [], 0
         sources = []
@@ -293,12 +295,12 @@ class PrefixFinder:
         left_out: Collection[bytes],
     ) -> Kept:
         """Returns the blocks with these keys, up to the first one that is missing in a group that
-        needs all blocks; skipped blocks are holes.
+        needs all blocks. Skipped blocks are holes.
         """
-        found: Kept = [[] for _ in self._pools]
+        tables: Kept = [[] for _ in self._pools]
         for key in keys:
             if key.digest in left_out:
-                for table in found:
+                for table in tables:
                     table.append(HOLE)
                 continue
             blocks: list[int | None] = []
@@ -308,31 +310,31 @@ class PrefixFinder:
                     pool.spec.is_hashed and is_stored is not None and is_stored(group, key)
                 ):
                     if pool.spec.keeps_every_token:
-                        return found
+                        return tables
                     block_id = ABSENT
                 blocks.append(block_id)
-            for table, block_id in zip(found, blocks, strict=True):
+            for table, block_id in zip(tables, blocks, strict=True):
                 table.append(block_id)
-        return found
+        return tables
 
-    def _longest(self, found: Kept) -> Kept:
+    def _longest(self, tables: Kept) -> Kept:
         """Returns the longest prefix for which every group has the blocks that the next token
         reads.
         """
-        for num_blocks in range(len(found[0]), 0, -1):
+        for num_blocks in range(len(tables[0]), 0, -1):
             firsts = self._firsts(num_blocks)
             if all(
-                ABSENT not in found[group][firsts[group] : num_blocks]
+                ABSENT not in tables[group][firsts[group] : num_blocks]
                 for group in self._partly_read
             ):
                 return [
                     [*[HOLE] * first, *table[first:num_blocks]]
-                    for first, table in zip(firsts, found, strict=True)
+                    for first, table in zip(firsts, tables, strict=True)
                 ]
         return self._nothing
 
     def _firsts(self, num_blocks: int) -> list[int]:
-        """Returns for each group the first block that must be found for the token after
-        `num_blocks` blocks.
+        """Returns for each group the index of the first block that a request needs to continue
+        after `num_blocks` blocks.
         """
         return [pool.spec.first_found(num_blocks, self._block_size) for pool in self._pools]

@@ -1,9 +1,9 @@
 """Scheduler half of the KV connector: slots of host memory and the files behind them, as lower
 tiers of the prefix cache.
 
-Knows block hashes, slots and pending transfers; no bytes, files or clock. Its decisions are sent as
-moves and a ConnectorPlan; the outcome is returned as a ConnectorReport. The worker half is
-`worker/kv_connectors/tiers.py`.
+Tracks block hashes, slots and pending transfers without access to bytes, files or a clock. Its
+decisions are sent as moves and a ConnectorPlan; the outcome is returned as a ConnectorReport. The
+worker half is `worker/kv_connectors/tiers.py`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from octavo.engine.protocol.kv_messages import (
 )
 
 SAVED_BYTES_PER_STEP = 16 << 20
-"""Bytes that a step copies from the device if no request waits for them: 2 ms at 8 GB/s."""
+"""Bytes that a step copies from the device while no other engine waits for them: 2 ms at 8 GB/s."""
 
 SENT_BYTES_PER_STEP = 128 << 20
-"""Bytes that a step copies from the device if other engines wait for them: 16 ms."""
+"""Maximum bytes that a step copies from the device if other engines wait for them: 16 ms."""
 
 LOADED_BYTES_PER_STEP = 64 << 20
-"""Bytes that one step copies to the device while others compute: 8 ms."""
+"""Maximum bytes that a step copies to the device while other requests compute: 8 ms."""
 
 MAX_RATED = 1 << 16
-"""Most blocks whose attention is remembered."""
+"""Maximum number of blocks whose ratings are kept."""
 
 MAX_UNSAVED = 1 << 16
-"""Most blocks that wait to be saved; further ones are not saved."""
+"""Maximum number of blocks that wait to be saved; further ones are not saved."""
 
 EMPTY_PLAN = ConnectorPlan()
 
@@ -55,29 +55,29 @@ class BlockChoiceSpec(NamedTuple):
     group: int
     """Cache group whose blocks are rated."""
     share: float
-    """Share of a stored prefix that a prompt loads."""
+    """Fraction of a stored prefix that a prompt loads."""
 
 
 class Tiers(msgspec.Struct):
-    """Sizes of the tiers; without slots there are none."""
+    """Sizes and properties of the tiers; with `num_slots` 0 there are none."""
 
     block_bytes: list[int]
     """Bytes of a block, by cache group."""
     num_slots: int
     """Slots of each cache group."""
     keeps: bool = False
-    """Whether there is a store behind the slots: files, a pool, other engines."""
+    """Whether there is a store behind the slots: files, a pool or other engines."""
     max_pinned_bytes: int = 0
     saved_bytes_per_step: int = SAVED_BYTES_PER_STEP
-    """Bytes that one step copies from the device; what is left waits for the next."""
+    """Maximum bytes that one step copies from the device; later steps copy the rest."""
     first: ConnectorReport | None = None
     """Report of the blocks that are stored at the start."""
     asks: bool = False
-    """Whether only asking the store tells which blocks it has."""
+    """Whether the store must be queried to learn which blocks it has."""
     streams: bool = False
-    """Whether layers of a block may leave while the step computes that fills it."""
+    """Whether a block's layers may be sent while the step that fills it computes."""
     choice: BlockChoiceSpec | None = msgspec.field(default=None, name="weighing")
-    """How requests choose among stored blocks; None if they load all."""
+    """How a request's stored blocks are selected; None: requests load all of them."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class ConnectorStep:
     """Saves and plan of a step whose result is outstanding."""
 
     saving: dict[BlockHashWithGroupId, Slot] = field(default_factory=dict)
-    """Blocks that its moves copy into slots."""
+    """Blocks that the step's moves copy into slots."""
     plan: ConnectorPlan = field(default_factory=ConnectorPlan)
 
 
@@ -102,32 +102,32 @@ class KVConnector:
         self._saved_bytes_per_step = tiers.saved_bytes_per_step
         self.slots = [TierSlots(tiers.num_slots) for _ in tiers.block_bytes]
         self._behind: set[BlockHashWithGroupId] = set()
-        """Blocks in files."""
+        """Blocks stored behind the slots."""
         self._unsaved: dict[BlockHashWithGroupId, BlockKey] = {}
-        """Blocks of the device that wait to be saved, in the order in which they were hashed."""
+        """Blocks on the device that wait to be saved, in the order in which they were hashed."""
         self.fetching: dict[BlockHashWithGroupId, Slot] = {}
-        """Blocks being read from files into their slots."""
+        """Blocks being read from the store into their slots."""
         self.keeping: dict[BlockHashWithGroupId, Slot] = {}
-        """Blocks being written from their slots to files."""
+        """Blocks being written from their slots to the store."""
         self.pins: dict[BlockHashWithGroupId, float] = {}
-        """Times until which blocks are pinned, wherever they are, in seconds since 1970."""
+        """Expiry time of each pinned block, in seconds since 1970, wherever the block is stored."""
         self.held: dict[str, list[tuple[int, Slot]]] = {}
-        """(group, slot) by request, of those that wait, or have waited and not yet started."""
+        """(group, slot) of the blocks held for each request that waits or is about to start."""
         self._asked: dict[str, list[Slot]] = {}
-        """Slots that the worker half reads to answer a request's query."""
+        """Slots that the worker half reads for each request's unfinished query."""
         self._answers: dict[str, list[float] | None] = {}
-        """Answers that were not taken; None for one that has not come."""
+        """Unread replies to queries, by request; None before the reply has arrived."""
         self._ratings: OrderedDict[bytes, float] = OrderedDict()
-        """Rating of blocks by name, the last rated at the end."""
+        """Rating of each block by digest; the most recently rated one is last."""
         self._choice = tiers.choice
         self._completed: list[BlockHashWithGroupId] = []
-        """Blocks of prompts for other engines that have ended, until those of them that the device
-        has are saved.
+        """Blocks of finished prompts that other engines wait for, kept until all of them that are
+        on the device are saved.
         """
         self._plan = ConnectorPlan()
-        """Plan that goes with the next step."""
+        """Plan for the next step."""
         self.under_way: deque[ConnectorStep] = deque()
-        """Steps whose results have not come, the oldest first."""
+        """Steps whose results are outstanding, oldest first."""
         self._load_budget = LOADED_BYTES_PER_STEP
         if tiers.first is not None:
             self.process_report(tiers.first)
@@ -139,7 +139,7 @@ class KVConnector:
         """
         return bool(self._unsaved or self.keeping or self._completed or self._plan != EMPTY_PLAN)
 
-    # -- what is there -----------------------------------------------------------------------------
+    # -- state of blocks ---------------------------------------------------------------------------
 
     def has(self, group: int, key: BlockKey) -> bool:
         """Returns whether the next step can load the block."""
@@ -147,8 +147,8 @@ class KVConnector:
         return slot is not None and slot.ready
 
     def can_fetch(self, group: int, key: BlockKey, source: str = "") -> bool:
-        """Returns whether the block can be fetched: it is in a slot or being fetched, in a readable
-        file, computed by the engine at `source`, or possibly in a remote store.
+        """Returns whether the block can be fetched: it is in a slot, being fetched, in the store,
+        computed by the engine at `source`, or possibly in a remote store.
         """
         name = BlockHashWithGroupId(group, key.digest)
         if self.slots[group].find(key) is not None:
@@ -159,18 +159,18 @@ class KVConnector:
             and not self.slots[group].has_name(key)
         )
 
-    # -- a request needs blocks --------------------------------------------------------------------
+    # -- fetching blocks for a request -------------------------------------------------------------
 
     def fetch(
-        self, request_id: str, wanted: Iterable[tuple[int, BlockKey]], source: str = ""
+        self, request_id: str, blocks: Iterable[tuple[int, BlockKey]], source: str = ""
     ) -> bool:
-        """Fetches the first of these blocks, as many as there are slots for, and holds them for the
+        """Fetches as many of `blocks` as there are free slots, in order, and holds them for the
         request.
 
         Returns False and holds nothing if the request need not wait.
         """
         held: list[tuple[int, Slot]] = []
-        for group, key in wanted:
+        for group, key in blocks:
             slot = self.slots[group].find(key) or self._begin_fetch(group, key, source)
             if slot is None:
                 break
@@ -193,7 +193,7 @@ class KVConnector:
         return slot
 
     def is_waiting(self, request_id: str) -> bool:
-        """Returns whether some of a request's fetched blocks have not arrived yet."""
+        """Returns whether a request must wait for blocks that have not arrived yet."""
         return any(slot.is_awaited for _, slot in self.held.get(request_id, ()))
 
     def release(self, request_id: str) -> None:
@@ -202,13 +202,13 @@ class KVConnector:
             self.slots[group].release(slot)
             name = BlockHashWithGroupId(group, slot.key.digest)
             if slot.num_holds == 1 and self.fetching.get(name) is slot:
-                self._plan.cancel.append(name)  # only the fetch itself still holds it
+                self._plan.cancel.append(name)  # only the fetch itself still holds the slot
 
     # -- ratings of blocks -------------------------------------------------------------------------
 
     def ask(self, query: BlockQuery, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Asks the worker half to rate those blocks that are in slots or being fetched, and holds
-        them until it has replied; returns these blocks.
+        """Asks the worker half to rate the blocks that are in slots or being fetched, and holds
+        these until it has replied; returns their keys.
         """
         slots = self.slots[query.group]
         near = [
@@ -216,7 +216,7 @@ class KVConnector:
             for key in keys
             if (slot := slots.find(key)) is not None and (slot.ready or slot.is_awaited)
         ]
-        if not near or query.request_id in self._asked:  # one that was cancelled goes on
+        if not near or query.request_id in self._asked:  # a cancelled query is still running
             return []
         for _, slot in near:
             slots.hold(slot)
@@ -227,19 +227,19 @@ class KVConnector:
         return [key for key, _ in near]
 
     def pop_ratings(self, request_id: str) -> list[float] | None:
-        """Returns the requested ratings once; None until they have arrived."""
+        """Removes and returns the requested ratings. Returns None until they have arrived."""
         ratings = self._answers.get(request_id)
         if ratings is not None:
             del self._answers[request_id]
         return ratings
 
     def cancel_query(self, request_id: str) -> None:
-        """Removes the answer to a request's query."""
+        """Discards the reply to a request's query."""
         self._answers.pop(request_id, None)
 
     def rate(self, keys: Sequence[BlockKey], ratings: Sequence[float]) -> None:
-        """Adds ratings, as shares of their sum, to half of the earlier ones; a block with the mean
-        rating gets 1.
+        """Updates ratings: the new ones, scaled so that their mean is 1, plus half of the earlier
+        ones.
         """
         for key, rating in zip(keys, ratings, strict=True):
             earlier = self._ratings.pop(key.digest, 0.0)
@@ -252,8 +252,8 @@ class KVConnector:
             self._ratings.popitem(last=False)
 
     def _end_query(self, request_id: str, ratings: list[float], group: int) -> None:
-        """Releases the blocks of a query and stores its ratings; none if a block has not arrived or
-        was dropped.
+        """Releases the blocks of a query and stores its ratings; stores [] if a block has not
+        arrived or was dropped.
         """
         asked = self._asked.pop(request_id, [])
         has_all = all(slot.ready and not slot.dropped for slot in asked)
@@ -262,13 +262,13 @@ class KVConnector:
         if request_id in self._answers:
             self._answers[request_id] = ratings if has_all else []
 
-    # -- a request starts --------------------------------------------------------------------------
+    # -- loading blocks when a request starts ------------------------------------------------------
 
-    def may_load(self, places: Sequence[tuple[int, int]]) -> bool:
-        """Returns whether this step may still load the blocks (group, index), given that other
-        requests compute in it.
+    def may_load(self, blocks: Sequence[tuple[int, int]]) -> bool:
+        """Returns whether this step may still load the blocks (group, index) while other requests
+        compute.
         """
-        return sum(self._block_bytes[group] for group, _ in places) <= self._load_budget
+        return sum(self._block_bytes[group] for group, _ in blocks) <= self._load_budget
 
     def load(self, group: int, key: BlockKey, block_id: int) -> BlockMove:
         """Returns the move that loads a block from its slot."""
@@ -281,7 +281,9 @@ class KVConnector:
         return BlockMove(group, slot.index, block_id, "load")
 
     def touch(self, group: int, keys: Iterable[BlockKey]) -> None:
-        """Marks blocks as used, on the device or in slots, so that their files are kept longer."""
+        """Marks blocks that a request used, on the device or in slots, so that the store evicts
+        them last.
+        """
         if self.keeps:
             self._plan.touch += [
                 name
@@ -289,15 +291,17 @@ class KVConnector:
                 if (name := BlockHashWithGroupId(group, key.digest)) in self._behind
             ]
 
-    # -- blocks are hashed -------------------------------------------------------------------------
+    # -- saving blocks -----------------------------------------------------------------------------
 
     def offer(self, group: int, key: BlockKey) -> None:
-        """Queues a block to be saved, just after it was filled on the device."""
+        """Queues a block to be saved, right after it was filled on the device."""
         if self.stats.num_slots and len(self._unsaved) < MAX_UNSAVED:
             self._unsaved[BlockHashWithGroupId(group, key.digest)] = key
 
     def stream(self, block: StreamedBlock) -> None:
-        """Streams the layers of a block that the next step fills while that step computes."""
+        """Sends the layers of a block that the next step fills to other engines while that step
+        computes.
+        """
         self._plan.stream.append(block)
 
     def complete(self, names: Iterable[BlockHashWithGroupId]) -> None:
@@ -306,7 +310,7 @@ class KVConnector:
             self._completed += names
 
     def discard(self, group: int, keys: Iterable[BlockKey]) -> None:
-        """Removes blocks from slots and files."""
+        """Removes blocks from slots and from the store."""
         for key in keys:
             name = BlockHashWithGroupId(group, key.digest)
             self._unsaved.pop(name, None)
@@ -318,7 +322,7 @@ class KVConnector:
                 self._plan.forget.append(name)
 
     def reset(self) -> None:
-        """Removes all blocks, in slots and files."""
+        """Removes all blocks, in slots and in the store."""
         for slots in self.slots:
             for slot in slots:
                 slots.drop(slot)
@@ -328,12 +332,12 @@ class KVConnector:
         self._plan = ConnectorPlan(fetch=self._plan.fetch, forget_all=self.keeps)
 
     def knows(self, name: BlockHashWithGroupId) -> bool:
-        """Returns whether the block is in a file, or will be."""
+        """Returns whether the block is in the store, or is being written to it."""
         return name in self._behind or name in self.keeping or name in self._unsaved
 
     def pin(self, names: Sequence[BlockHashWithGroupId], *, until: float, now: float) -> None:
-        """Pins blocks until a time, in seconds since 1970; raises InvalidRequest if that exceeds
-        the limit on pinned blocks.
+        """Pins blocks until a time, in seconds since 1970. Raises InvalidRequest if the limit on
+        pinned blocks would be exceeded.
         """
         pins = {name: end for name, end in self.pins.items() if end > now}
         if until > now:
@@ -358,9 +362,10 @@ class KVConnector:
     # -- steps -------------------------------------------------------------------------------------
 
     def begin_step(self, find: Callable[[int, BlockKey], int | None]) -> list[BlockMove]:
-        """Begins a step; returns the moves that save blocks, which come before all others.
+        """Begins a step; returns the moves that save blocks, which the worker makes before all
+        others.
 
-        `find` returns the device block with a given hash.
+        `find` returns the device block with a given key.
         """
         self._load_budget = LOADED_BYTES_PER_STEP
         self.under_way.append(ConnectorStep())
@@ -369,11 +374,11 @@ class KVConnector:
         while self._unsaved and num_bytes < self._saved_bytes_per_step:
             name, key = next(iter(self._unsaved.items()))
             if name in self.keeping:
-                break  # forgotten while it was written, and named again: its slot is still in use
+                break  # removed and hashed again while being written: the old slot is still in use
             block_id = find(name.group, key)
             is_new = name not in self._behind
             if is_new and (slot := self._whole_slot(name.group, key)) is not None:
-                self._begin_keep(name, slot)  # its file is gone, and its slot is not
+                self._begin_keep(name, slot)  # its file is gone, but its slot still has it
             elif block_id is not None and is_new and not self.slots[name.group].has_name(key):
                 slot = self.slots[name.group].claim(key)
                 if slot is None:
@@ -393,19 +398,19 @@ class KVConnector:
         self.slots[name.group].hold(slot)
         self.keeping[name] = slot
         self._plan.keep.append(SlotBlock(name.group, slot.index, slot.key))
-        if name in self.pins:  # its file was lost, and its pin with it
+        if name in self.pins:  # its pin was lost with its file
             self._plan.pin.append(BlockPin(name, self.pins[name]))
 
     def _whole_slot(self, group: int, key: BlockKey) -> Slot | None:
-        """Returns the slot of a block that is to be stored behind the slots and is in a slot
-        already.
+        """Returns the slot that already contains a block which is to be written to the store.
+        Returns None if there is none.
         """
         slot = self.slots[group].find(key) if self.keeps else None
         return slot if slot is not None and slot.ready else None
 
     def end_step(self) -> ConnectorPlan | None:
-        """Returns the plan that the worker half begins after the step's moves; None if there is
-        nothing to do.
+        """Returns the plan that the worker half begins after the step's moves. Returns None if
+        there is nothing to do.
         """
         if self._completed and not self._unsaved:
             self._plan.complete += self._completed

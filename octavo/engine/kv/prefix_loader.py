@@ -1,7 +1,7 @@
 """Loads the stored blocks of a prompt: from files into slots before the request starts, and from
 slots to the device when it starts.
 
-Sits between the block pools and the connector; knows neither block tables nor when requests start.
+Sits between the block pools and the connector. The scheduler decides when requests start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Prefetch:
     """Outcome of prefetching the stored part of a prompt."""
 
     is_waiting: bool
-    """Whether the request is to wait for it."""
+    """Whether the request must wait for it."""
     moves: list[BlockMove] = field(default_factory=list)
     """Loads that this step makes."""
 
@@ -33,7 +33,7 @@ FETCHING = Prefetch(is_waiting=True)
 
 
 class PrefixLoader:
-    """Fetches and loads blocks by hash, a bounded number of bytes per step."""
+    """Fetches and loads blocks by hash, a limited number of bytes per step."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class PrefixLoader:
         prompt: PromptPart | None = None,
     ) -> Prefetch:
         """Fetches the stored blocks of a prompt into slots, and those that the engine at `source`
-        computes; loads them to the device before the request starts. If blocks are selected and
-        `prompt` is given, only the selected ones.
+        computes. Loads them to the device before the request starts if they exceed the limit of one
+        step. If a BlockChoice is configured and `prompt` is given, only the selected blocks.
 
-        Unless `at_once`, a step loads a limited number of bytes, so that other requests do not
-        wait. Blocks loaded in advance are free blocks with a hash, found as prefix cache hits in
-        the next step.
+        Unless `at_once`, a step loads a limited number of bytes, so that other requests are not
+        delayed. Blocks loaded in advance are free blocks with a hash, which are prefix cache hits
+        in the next step.
         """
         connector = self._connector
         if connector.is_waiting(request_id):
@@ -79,8 +79,8 @@ class PrefixLoader:
         if request_id not in connector.held:
             is_stored = partial(connector.can_fetch, source=source)
             stored = self._finder.find_whole(keys, is_stored, left_out).stored()
-            wanted = [(group, keys[index]) for group, index in stored]
-            if connector.fetch(request_id, wanted, source):
+            blocks = [(group, keys[index]) for group, index in stored]
+            if connector.fetch(request_id, blocks, source):
                 return FETCHING
         return NOTHING_TO_FETCH if at_once else self._load_ahead(keys, reserve, left_out)
 
@@ -96,8 +96,8 @@ class PrefixLoader:
     def load(
         self, hit: Hit, keys: Sequence[BlockKey], tables: Sequence[Sequence[int]]
     ) -> list[BlockMove]:
-        """Loads the stored blocks of a hit into the tables' blocks, which have their hashes from
-        now on.
+        """Loads the stored blocks of a hit into the tables' blocks, and adds these to the prefix
+        cache.
         """
         return [
             self._load_block(
@@ -111,7 +111,9 @@ class PrefixLoader:
     def _load_ahead(
         self, keys: Sequence[BlockKey], reserve: int, left_out: frozenset[bytes]
     ) -> Prefetch:
-        """Loads part of a hit that exceeds the limit of one step."""
+        """Loads as much of a hit as one step may; returns a Prefetch that waits if the hit exceeds
+        it.
+        """
         stored = self._finder.find_whole(keys, self._connector.has, left_out).stored()
         if self._connector.may_load(stored) or any(
             len(pool.free) - reserve < len(keys) for pool in self._pools
@@ -123,7 +125,7 @@ class PrefixLoader:
             if not self._connector.may_load([(group, index)]):
                 break
             moves.append(self._load_block(group, keys[index], pool.allocate()))
-            # Free at once, but named: the request finds it when it starts.
+            # Free at once, but hashed: the request finds it when it starts.
             pool.release(moves[-1].target)
         return Prefetch(is_waiting=bool(moves), moves=moves)
 

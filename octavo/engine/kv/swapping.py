@@ -1,8 +1,9 @@
-"""Host blocks of swapped requests: their ids by cache group, and the device block that each holds.
+"""Host blocks of swapped requests: their ids by cache group, and the device blocks that they
+replace.
 
-Knows no bytes: the CacheEngine owns them and moves them according to BlockMoves. Either all blocks
-of a request are swapped or none; blocks that its rows share on the device are shared in host
-memory. The host never has more blocks of a group than the device.
+Works on block ids; the CacheEngine owns the bytes and executes the BlockMoves. Either all blocks of
+a request are swapped or none; blocks that its rows share on the device are shared in host memory.
+The host never has more blocks of a group than the device.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ class SwappedTable:
     host: Sequence[int]
     """Host block ids, and holes."""
     keys: Sequence[BlockKey]
-    """Names of its first blocks, as far as they have any."""
+    """Keys of its first blocks, up to the first block that is not hashed."""
     num_final: int
-    """Number of its first blocks that no later token writes; rows may share them."""
+    """Number of its first blocks that no later token writes; rows may share these."""
     num_blocks: int
     """Length of its block table on the device."""
 
 
 class SwapIn:
-    """Swaps rows in, for one cache group."""
+    """Swaps in the rows of a request, in one cache group."""
 
     def __init__(self, pool: BlockPool, rows: Sequence[SwappedTable], *, group: int) -> None:
         self.moves: list[BlockMove] = []
-        """Copies from the host, once `fill` has been called."""
+        """Copies from the host; set by `fill`."""
         self._pool = pool
         self._rows = rows
         self._group = group
@@ -57,7 +58,7 @@ class SwapIn:
     def fill(self) -> list[list[int]]:
         """Allocates the blocks; returns the rows' tables."""
         held = self._present()
-        # The blocks that are still there must not be taken for those that are not.
+        # Hold the blocks that are still on the device, so that they are not allocated for others.
         self._pool.hold_all(held)
         homes: dict[int, int] = {}
         tables = [
@@ -89,28 +90,28 @@ class SwapIn:
         )
 
     def _fill_row(
-        self, row: SwappedTable, kept: Sequence[int | None], homes: dict[int, int]
+        self, row: SwappedTable, kept: Sequence[int | None], device_blocks: dict[int, int]
     ) -> list[int]:
-        """Builds one row's table; `homes` maps the full host blocks copied so far to device
+        """Builds one row's table; `device_blocks` maps the full host blocks copied so far to device
         blocks.
         """
-        wanted = [
-            homes.get(host_id) if block_id is None else block_id
+        blocks = [
+            device_blocks.get(host_id) if block_id is None else block_id
             for host_id, block_id in zip(row.host, kept, strict=True)
         ]
-        table = self._pool.fill(wanted, row.num_blocks)
+        table = self._pool.fill(blocks, row.num_blocks)
         for index, host_id in enumerate(row.host):
-            if wanted[index] is None:
+            if blocks[index] is None:
                 self.moves.append(BlockMove(self._group, host_id, table[index], "swap_in"))
                 if index < row.num_final:
-                    homes[host_id] = table[index]
+                    device_blocks[host_id] = table[index]
                 if index < len(row.keys):
                     self._pool.cache.add(table[index], row.keys[index])
         return table
 
 
 class HostBlocks:
-    """The host's blocks by group. A hole in a device table stays a hole."""
+    """Host blocks by group. A hole in a device table stays a hole."""
 
     def __init__(self, groups: Sequence[BlockGroup]) -> None:
         self.num_blocks = [min(group.num_host_blocks, group.num_blocks) for group in groups]
@@ -120,7 +121,7 @@ class HostBlocks:
         self.free = [list(range(count - 1, -1, -1)) for count in self.num_blocks]
         """Free host blocks, by group."""
         self.ref_counts: list[Counter[int]] = [Counter() for _ in groups]
-        """References to the held ones, by group."""
+        """Reference counts of the held blocks, by group."""
 
     @property
     def num_used_blocks(self) -> int:
@@ -128,14 +129,14 @@ class HostBlocks:
         return sum(self.num_blocks) - sum(map(len, self.free))
 
     def num_blocks_of(self, request_ids: Iterable[str]) -> int:
-        """Returns the number of blocks of requests over all groups; shared ones count for each
-        request.
+        """Returns the total number of blocks of the requests in all groups; a shared block counts
+        for each of them.
         """
         return sum(len(_blocks(table)) for name in request_ids for table in self.tables[name])
 
     def put(self, tables: Mapping[str, Sequence[Sequence[int]]]) -> list[BlockMove] | None:
         """Allocates host blocks for requests' device tables; returns the moves out of the device.
-        Returns None and changes nothing if the host has no room for all of them.
+        Returns None and changes nothing if host memory has no room for all of them.
         """
         moved = [
             dict.fromkeys(block_id for rows in tables.values() for block_id in _blocks(rows[group]))

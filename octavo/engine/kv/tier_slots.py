@@ -1,9 +1,9 @@
 """Slots of host memory for saved and loaded blocks of one cache group: which block each slot
 contains.
 
-A slot is held while it is filled or read, or while a request waits for it. Of the other slots the
-least recently used is reused first, or, among the oldest few, the one with the lowest rating. Knows
-no bytes: the worker half of the connector owns them.
+A slot is held while it is filled or read, or while a request waits for it. The least recently used
+of the other slots is reused first, or, among the oldest few, the slot with the lowest rating. The
+worker half of the connector owns the bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import islice
 from octavo.engine.protocol.kv_messages import BlockKey
 
 CONSIDERED = 32
-"""Slots, the least recently used, of which the one with the lowest rating is taken."""
+"""Number of least recently used slots among which the one with the lowest rating is reused."""
 
 
 class Slot:
@@ -28,17 +28,17 @@ class Slot:
         self.key = key
         self.num_holds = 1
         self.ready = False
-        """Whether its bytes are there."""
+        """Whether its bytes have arrived."""
         self.dropped = False
-        """Whether it is not found any more."""
+        """Whether the block was removed; the slot is freed when nothing holds it."""
         self.is_overdue = False
-        """Whether its bytes have taken so long that no request waits for them."""
+        """Whether its bytes take so long that no request waits for them any more."""
         self.rating = 0.0
         """Rating of the block; 0 if it was never rated."""
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a request waits for its bytes."""
+        """Whether requests wait for its bytes."""
         return not (self.ready or self.dropped or self.is_overdue)
 
 
@@ -51,7 +51,7 @@ class TierSlots:
         """Slots without a block."""
         self._slots: dict[bytes, Slot] = {}
         self.idle: OrderedDict[bytes, Slot] = OrderedDict()
-        """Slots that nothing holds, the least recently used first."""
+        """Slots with a block that nothing holds, least recently used first."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -60,16 +60,22 @@ class TierSlots:
         return iter(list(self._slots.values()))
 
     def has_name(self, key: BlockKey) -> bool:
-        """Returns whether a slot has this digest: this block's, or another's in a collision."""
+        """Returns whether a slot has this digest, of this block or (in a hash collision) of another
+        one.
+        """
         return key.digest in self._slots
 
     def find(self, key: BlockKey) -> Slot | None:
-        """Returns the slot that holds this block or is filled with it."""
+        """Returns the slot that contains this block or is being filled with it. Returns None if
+        there is none.
+        """
         slot = self._slots.get(key.digest)
         return slot if slot is not None and slot.key == key else None
 
     def claim(self, key: BlockKey) -> Slot | None:
-        """Allocates a slot for a block that has none and holds it; None if all are held."""
+        """Allocates a slot for a block that has none, and holds it. Returns None if all slots are
+        held.
+        """
         assert key.digest not in self._slots
         if not self.free:
             if not self.idle:
@@ -82,12 +88,12 @@ class TierSlots:
         return slot
 
     def hold(self, slot: Slot) -> None:
-        """Protects a slot from being reused for another block."""
+        """Holds a slot, so that it is not reused for another block."""
         slot.num_holds += 1
         self.idle.pop(slot.key.digest, None)
 
     def release(self, slot: Slot) -> None:
-        """Releases one hold; after the last one the slot counts as the most recently used."""
+        """Releases one hold; after the last one the slot is the most recently used."""
         slot.num_holds -= 1
         if slot.num_holds == 0:
             if slot.dropped:

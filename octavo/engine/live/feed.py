@@ -1,8 +1,8 @@
 """Events of a watched engine for each reader: first a snapshot, then changes.
 
 An event is a JSON object, the same in Python and over HTTP (docs/concepts/engine-events.md lists
-its fields). Its size is bounded, as a view's is. A reader that falls behind receives one event for
-several views and misses only steps beyond MAX_STEPS. Knows no socket.
+its fields). The size of an event is bounded, since a view's is. A reader that falls behind gets one
+event for several views, and misses only steps beyond MAX_STEPS. Independent of the transport.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from octavo.engine.protocol.view import (
 )
 
 PERIOD_S = 0.1
-"""Least seconds between two views of the core."""
+"""Minimum seconds between two views of the core."""
 KEEP_ALIVE_S = 10.0
-"""Seconds after which an engine at rest sends an event all the same."""
+"""Seconds after which an idle engine sends an event as a keep-alive."""
 
 COUNTERS = (
     *("num_steps", "busy_s", "prompt_tokens", "generation_tokens", "num_preemptions", "num_swaps"),
     *("prefix_query_tokens", "prefix_hit_tokens", "num_restarts"),
 )
-"""Counters of an event, by their names in EngineStats."""
+"""EngineStats fields whose values an event contains."""
 
 Event = dict[str, Any]
 NameOf = Callable[[str], tuple[str, int] | None]
-"""Returns a user's request and the index of its sample, by the core's id; None for one that has
+"""Returns the user's request id and the sample index for a core request id; None if the request has
 ended.
 """
 
@@ -52,7 +52,7 @@ class FeedReader:
         self._view = view
         """Newest view."""
         self._sent: EngineView | None = None
-        """View that the reader has; None before the snapshot."""
+        """View that the reader has received; None before the snapshot."""
         self._steps: deque[StepMark] = deque(maxlen=MAX_STEPS)
         self._changed = asyncio.Event()
         self._changed.set()
@@ -73,7 +73,7 @@ class FeedReader:
         return event
 
     def offer(self, view: EngineView) -> None:
-        """Replaces the current view, adds its steps and wakes the reader."""
+        """Sets the current view, adds its steps and wakes the reader."""
         self._view = view
         self._steps += view.steps
         self._changed.set()
@@ -84,7 +84,7 @@ class FeedReader:
         self._changed.set()
 
     def close(self) -> None:
-        """Ends the events; the last reader's end ends the watch."""
+        """Removes the reader. After the last one, the core stops sending views."""
         self._feed.leave(self)
 
 
@@ -92,7 +92,7 @@ class EngineFeed:
     """The readers of one engine's events. All methods are called in the event loop's thread."""
 
     def __init__(self, watch: Callable[[float], None], name_of: NameOf) -> None:
-        """`watch` sets how often the core sends views."""
+        """`watch` sets the interval in seconds at which the core sends views; 0 stops them."""
         self._watch = watch
         self._name_of = name_of
         self._readers: set[FeedReader] = set()
@@ -104,7 +104,7 @@ class EngineFeed:
         self._watch(PERIOD_S)
 
     def join(self, view: EngineView, stats: EngineStats) -> FeedReader:
-        """Adds a reader whose snapshot is `view`; `begin` must have been called before."""
+        """Adds a reader whose snapshot is `view`. Call `begin` first."""
         self._stats = stats
         reader = FeedReader(self, view)
         self._readers.add(reader)
@@ -130,7 +130,9 @@ class EngineFeed:
             reader.fail(error)
 
     def event(self, before: EngineView | None, view: EngineView, steps: list[StepMark]) -> Event:
-        """Returns the difference of `view` to `before`; a snapshot if that is None."""
+        """Returns an event with the changes from `before` to `view`; a snapshot if `before` is
+        None.
+        """
         self._number += 1
         stats = self._stats
         known = {} if before is None else {one.request_id: one for one in before.requests}
@@ -183,7 +185,9 @@ def _queue(view: EngineView, stats: EngineStats) -> Event:
 
 
 def _group(number: int, blocks: BlockMap, before: BlockMap | None) -> Event:
-    """Returns one cache group's counts, and the runs of blocks that differ from `before`."""
+    """Returns the counts of cache group `number`, and the runs of blocks that differ from
+    `before`.
+    """
     known = None if before is None else before.runs
     return {
         "group": number,
@@ -198,7 +202,7 @@ def _group(number: int, blocks: BlockMap, before: BlockMap | None) -> Event:
 
 
 def changed_runs(before: list[BlockRun] | None, now: list[BlockRun]) -> list[BlockRun]:
-    """Returns the runs that differ from those before; applied to the old map they give the
+    """Returns the runs that differ from those in `before`. Applied to the old map, they give the
     new one.
     """
     if before is None:

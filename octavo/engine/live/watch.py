@@ -35,7 +35,7 @@ from octavo.engine.scheduler.scheduler import Scheduler
 
 CACHED_CELL, FREE_CELL = (CACHED, ""), (FREE, "")
 MAX_SHARE = 0.03
-"""Largest share of the time that goes into views."""
+"""Maximum fraction of the time that is spent on building views."""
 
 
 class EngineWatch:
@@ -52,18 +52,18 @@ class EngineWatch:
     def note(self, plan: StepPlan, elapsed_s: float) -> None:
         """Adds a computed step."""
         if plan.rows:
-            # A plan has the number of its first step, its further decode steps the next ones.
+            # the first decode step has the number `plan.step`, the next ones the numbers after it
             self._last_step = max(plan.step, self._last_step + 1)
             self._steps.append(make_mark(self._last_step, plan, elapsed_s))
 
     def spent(self, now: float, seconds: float) -> None:
-        """Schedules the next view after one that took this long: at most MAX_SHARE of the time is
-        spent on views.
+        """Schedules the next view after building one took `seconds`: at most MAX_SHARE of the time
+        is spent on views.
         """
         self._due = now + max(self._period_s, seconds / MAX_SHARE)
 
     def view(self, now: float, *, is_last: bool) -> EngineView | None:
-        """Returns a view if one is due or if `is_last`; else None."""
+        """Returns a view if one is due or `is_last`, else None."""
         if now < self._due and not is_last:
             return None
         view = make_view(self._scheduler, now, with_blocks=True)
@@ -73,7 +73,6 @@ class EngineWatch:
 
 
 def make_mark(step: int, plan: StepPlan, elapsed_s: float) -> StepMark:
-    """Returns the record of a step that views contain."""
     num_decode = sum(
         row.result_kind == ResultKind.SAMPLE and row.num_tokens == 1 for row in plan.rows
     )
@@ -87,7 +86,7 @@ def make_mark(step: int, plan: StepPlan, elapsed_s: float) -> StepMark:
 
 
 def make_view(scheduler: Scheduler, now: float, *, with_blocks: bool) -> EngineView:
-    """Returns a view of the engine's current state; with blocks, of at most MAX_REQUESTS of its
+    """Returns a view of the engine's current state; with blocks, it contains at most MAX_REQUESTS
     requests.
     """
     queues = scheduler.queues
@@ -185,12 +184,12 @@ def _counts(blocks: BlockManager, group: int, held_by: Mapping[int, str]) -> Blo
 def _holders(
     tables: Mapping[str, list[list[int]]], group: int, owners: Mapping[str, str]
 ) -> dict[int, str]:
-    """Returns, for each block in the tables of one group, the first request that has it."""
-    found: dict[int, str] = {}
+    """Maps each block in the tables of one group to the first request that holds it."""
+    holders: dict[int, str] = {}
     for name in reversed(list(tables)):
-        found.update(dict.fromkeys(tables[name][group], owners.get(name, "")))
-    found.pop(HOLE, None)
-    return found
+        holders.update(dict.fromkeys(tables[name][group], owners.get(name, "")))
+    holders.pop(HOLE, None)
+    return holders
 
 
 def _runs(pool: BlockPool, num_shown: int, held_by: Mapping[int, str]) -> Iterator[BlockRun]:

@@ -14,7 +14,7 @@ class BlocksStored(msgspec.Struct, tag=True, array_like=True):
 
     digests: list[bytes]
     parent: bytes
-    """Name of the block before the first one, or the root of its chain."""
+    """Digest of the block before the first one, or the root of the chain."""
     token_ids: list[int]
 
 
@@ -25,14 +25,14 @@ class BlocksRemoved(msgspec.Struct, tag=True, array_like=True):
 
 
 class BlocksCleared(msgspec.Struct, tag=True, array_like=True):
-    """All blocks are removed: the cache was reset, or the engine replaced."""
+    """All blocks are removed, because the cache was reset or the engine replaced."""
 
 
 BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class BlockEventLog:
-    """Events of one cache group since they were last collected; consecutive blocks share one
+    """Events of one cache group since `pop_events` was last called. Consecutive blocks share one
     event.
     """
 

@@ -1,9 +1,9 @@
 """Block hashes: a chain of hashes over everything that the contents of a full KV block depend on.
 
-A block's digest hashes its parent's digest, its token ids and the digests of the media inside it.
-The parent of the first block is a root, which hashes the request's cache salt, adapter, encoder
-input and first position. Roots and blocks use separate hash domains, so that a salt cannot imitate
-a block. Source: vLLM's block hashes.
+A block's digest is the hash of its parent's digest, its token ids and the digests of the media
+inside it. The parent of the first block is a root: the hash of the request's cache salt, adapter,
+encoder input and first position. Roots and blocks use separate hash domains, so that a salt cannot
+imitate a block. Source: vLLM's block hashes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,25 @@ BLOCK_DOMAIN = b"octavo block"
 
 @dataclass(frozen=True, slots=True)
 class BlockHashing:
-    """Everything that a request's block hashes depend on, except its tokens."""
+    """Everything except the tokens that a request's block hashes depend on."""
 
     salt: str = ""
-    """Cache salt, which separates tenants: blocks are shared among equal salts only."""
+    """Cache salt, which separates tenants: only requests with equal salts share blocks."""
     adapter_digest: bytes = b""
     """Digest of the adapter's content; empty for the base model."""
     input_digest: bytes = b""
-    """Digest of the encoder's input, which a decoder's tokens attend to; empty without one."""
+    """Digest of the encoder input, which the decoder's tokens attend to; empty without an
+    encoder.
+    """
     media: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
-    """Digests of the media in each block, by the block's index (`get_block_media`)."""
+    """Digests of the media in each block, by block index (`get_block_media`)."""
     num_hashed_tokens: int = UNBOUNDED
-    """Number of first tokens whose blocks are hashed; K and V of later tokens are not shared."""
+    """Only blocks within this number of first tokens are hashed; K and V of later tokens are not
+    shared.
+    """
 
     first_position: int = 0
-    """Position of the first token; equal tokens at other positions have other keys."""
+    """Position of the first token. Equal tokens at other positions have other keys."""
 
     def root(self) -> bytes:
         """Returns the parent of the first block."""
@@ -64,29 +68,29 @@ class BlockHashing:
         return BlockKey(hashed.digest(), parent, token_ids, extra)
 
     def digests(self, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-        """Returns the digests of all full blocks of a text without media: those of `block`,
-        computed faster.
+        """Returns the digests of all full blocks of a text without media. Same as repeated calls of
+        `block`, but faster.
         """
         num_bytes = block_size * TOKEN_BYTES
         data = array("i", token_ids).tobytes()
-        parent, made = self.root(), []
+        parent, digests = self.root(), []
         for end in range(num_bytes, len(data) + 1, num_bytes):
             hashed = parent + data[end - num_bytes : end]
             parent = blake2b(hashed, digest_size=DIGEST_BYTES, person=BLOCK_DOMAIN).digest()
-            made.append(parent)
-        return made
+            digests.append(parent)
+        return digests
 
 
 def get_block_media(media: Iterable[MediaItem], block_size: int) -> dict[int, tuple[bytes, ...]]:
-    """Returns the digests of the media whose tokens are in a block, by the block's index, each with
-    the offset of its first token in the block: equal tokens may be different parts of an image.
+    """Returns the digests of the media in each block, by block index. A digest includes the offset
+    of the medium's first token in the block, since equal tokens may be different parts of an image.
     """
-    found: dict[int, tuple[bytes, ...]] = {}
+    by_block: dict[int, tuple[bytes, ...]] = {}
     for item in media:
         for index in range(item.place // block_size, -(-item.end // block_size)):
             place = struct.pack("<q", item.place - index * block_size)
-            found[index] = (*found.get(index, ()), item.digest + place)
-    return found
+            by_block[index] = (*by_block.get(index, ()), item.digest + place)
+    return by_block
 
 
 class BlockChain:
@@ -98,13 +102,16 @@ class BlockChain:
         self.hashing = hashing
         self.keys: list[BlockKey] = []
         self.num_hashed_tokens = hashing.num_hashed_tokens
-        """Number of first tokens whose blocks are hashed; fewer than the hashing's if the request
-        skips blocks before them."""
+        """Only blocks within this number of first tokens are hashed; lower than the hashing's limit
+        if the request skips earlier blocks.
+        """
         self.num_registered = 0
-        """Number of first blocks that are in the prefix cache, or duplicate one there."""
+        """Number of first blocks that are in the prefix cache, or whose key another block has
+        there.
+        """
         self.last_checkpoint = 0
-        """End of the last full block of the tokens known at the start, without the last token; the
-        state there is kept.
+        """End of the last full block of the tokens known at the start, without the last token. The
+        recurrent state at this position is kept.
         """
 
     def fork(self, num_blocks: int) -> BlockChain:
@@ -117,7 +124,7 @@ class BlockChain:
         return child
 
     def extend(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> list[BlockKey]:
-        """Returns the keys of the first `num_blocks` blocks; `token_ids` begin with the request's
+        """Returns the keys of the first `num_blocks` blocks; `token_ids` start with the request's
         first token.
         """
         keys = self.keys
@@ -129,18 +136,20 @@ class BlockChain:
         return keys[:num_blocks]
 
     def registered(self) -> Sequence[BlockKey]:
-        """Returns the keys of the blocks that are registered in the prefix cache."""
+        """Returns the keys of the blocks that are in the prefix cache."""
         return self.keys[: self.num_registered]
 
     def register_until(self, num_blocks: int) -> Iterator[tuple[int, BlockKey]]:
-        """Yields (index, key) of the blocks to register next, and counts them as registered."""
+        """Yields (index, key) of the next blocks to add to the prefix cache, and counts them as
+        added.
+        """
         first, self.num_registered = self.num_registered, max(self.num_registered, num_blocks)
         for index in range(first, self.num_registered):
             yield index, self.keys[index]
 
 
 def note_events(cached: CachedHashes, events: Iterable[BlockEvent]) -> None:
-    """Applies the block events of an engine's prefix cache."""
+    """Updates a set of cached hashes by an engine's block events."""
     for event in events:
         if isinstance(event, BlocksStored):
             cached.add(event.digests)

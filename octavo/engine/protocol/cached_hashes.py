@@ -8,27 +8,26 @@ from collections.abc import Iterable, Sequence
 class CachedHashes:
     """Set of block hashes, bounded by evicting hashes that have not been used for long.
 
-    The hashes are in two generations. When the younger one has half of the allowed number, it
-    replaces the older one, whose hashes are removed together, so that no call waits for evictions
-    one by one.
+    There are two generations. When the younger one has half of the allowed number of hashes, it
+    replaces the older one, which is discarded at once, so that no call evicts hashes one by one.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        """`most`: maximum number of hashes; None: no limit."""
-        self._most = most
+    def __init__(self, max_hashes: int | None = None) -> None:
+        """`max_hashes`: maximum number of hashes; None: no limit."""
+        self._most = max_hashes
         self._young: set[bytes] = set()
         self._old: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._young | self._old)
 
-    def bound(self, most: int) -> None:
-        """Limits the number of hashes to `most` from now on."""
-        self._most = most
+    def bound(self, max_hashes: int) -> None:
+        """Limits the number of hashes from now on."""
+        self._most = max_hashes
         self._forget()
 
     def num_known(self, names: Sequence[bytes]) -> int:
-        """Returns the length of the longest prefix of `names` that is known."""
+        """Returns the length of the longest prefix of `names` that consists of known hashes."""
         young, old = self._young, self._old
         for index, name in enumerate(names):
             if name not in young and name not in old:
@@ -41,7 +40,7 @@ class CachedHashes:
         self._forget()
 
     def remove(self, names: Iterable[bytes]) -> None:
-        """Removes hashes; unknown ones are ignored."""
+        """Removes hashes; ignores unknown ones."""
         gone = list(names)
         self._young.difference_update(gone)
         self._old.difference_update(gone)

@@ -1,8 +1,8 @@
 """Draft trees: which draft tokens follow which, and the paths from the root to each leaf.
 
-Each draft token follows its parent: another draft token, or the row's last known token. Each leaf
-has KV blocks of its own, so that a path is computed as a chain. Source: SpecInfer (Miao et al.
-2024), with paths instead of its tree mask.
+Each draft token follows its parent: another draft token, or the row's last known token. Each path
+has separate KV blocks, so that it is computed as a chain. Source: SpecInfer (Miao et al. 2024),
+with paths instead of a tree mask.
 """
 
 from __future__ import annotations
@@ -12,31 +12,33 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ROOT = -1
-"""Parent of the tokens that follow the row's last known one."""
+"""Parent of draft tokens that follow the row's last known token."""
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """A tree of draft tokens 0, 1, ...; `parents` holds each token's parent, which precedes it."""
+    """A tree of draft tokens 0, 1, ...; `parents` contains the parent of each token, which precedes
+    it.
+    """
 
     parents: Sequence[int]
 
     @staticmethod
     def of(num_tokens: int, parents: Sequence[int]) -> DraftTree:
-        """Returns the tree of a draft; without parents it is a chain."""
+        """Returns the tree of a draft; a chain if `parents` is empty."""
         return DraftTree(parents or range(ROOT, num_tokens - 1))
 
     @cached_property
     def children(self) -> dict[int, list[int]]:
         """Children of each token and of ROOT, in order."""
-        found: dict[int, list[int]] = {}
+        children: dict[int, list[int]] = {}
         for token, parent in enumerate(self.parents):
-            found.setdefault(parent, []).append(token)
-        return found
+            children.setdefault(parent, []).append(token)
+        return children
 
     @cached_property
     def depths(self) -> list[int]:
-        """Number of draft tokens before each one on its path."""
+        """Number of draft tokens before each token on its path."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent == ROOT else depths[parent] + 1)
@@ -44,56 +46,56 @@ class DraftTree:
 
     @cached_property
     def paths(self) -> list[list[int]]:
-        """Path to each leaf; the first one follows the first child everywhere. An empty tree has
+        """The path to each leaf; the first path always follows the first child. An empty tree has
         one empty path.
         """
-        found: list[list[int]] = []
+        paths: list[list[int]] = []
         waiting: list[list[int]] = [[]]
         while waiting:
             path = waiting.pop()
-            behind = self.children.get(path[-1] if path else ROOT, ())
-            if not behind:
-                found.append(path)
-            waiting += [[*path, token] for token in reversed(behind)]
-        return found
+            children = self.children.get(path[-1] if path else ROOT, ())
+            if not children:
+                paths.append(path)
+            waiting += [[*path, token] for token in reversed(children)]
+        return paths
 
     @cached_property
     def own(self) -> list[list[int]]:
-        """Tokens of each path that are in no earlier path."""
+        """For each path, the tokens that are not in an earlier path."""
         seen: set[int] = set()
-        found = []
+        own = []
         for path in self.paths:
-            found.append([token for token in path if token not in seen])
+            own.append([token for token in path if token not in seen])
             seen.update(path)
-        return found
+        return own
 
     @property
     def is_chain(self) -> bool:
-        """Whether there is one path."""
+        """Whether there is only one path."""
         return len(self.parents) == 0 or all(
             parent == token - 1 for token, parent in enumerate(self.parents)
         )
 
     @property
     def longest(self) -> int:
-        """Tokens on the longest path."""
+        """Number of tokens on the longest path."""
         return len(self.parents) if self.is_chain else 1 + max(self.depths)
 
     def get_path_index(self, token: int) -> int:
-        """Returns the index of the first path that contains a token; 0 for ROOT."""
+        """Returns the index of the first path that contains `token`; 0 for ROOT."""
         if token == ROOT:
             return 0
-        return next(at for at, path in enumerate(self.paths) if token in path)
+        return next(index for index, path in enumerate(self.paths) if token in path)
 
-    def held(self, token_ids: Sequence[int], drawn: Sequence[int]) -> list[int]:
-        """Returns the accepted tokens of the tree: those on the path of the sampled ids `drawn`,
-        given the ids `token_ids` of the tree's tokens.
+    def held(self, token_ids: Sequence[int], sampled_ids: Sequence[int]) -> list[int]:
+        """Returns the accepted tokens: the path of the tree along the sampled ids `sampled_ids`.
+        `token_ids` are the ids of the tree's tokens.
         """
         path: list[int] = []
-        for token_id in drawn:
-            behind = self.children.get(path[-1] if path else ROOT, ())
-            found = next((token for token in behind if token_ids[token] == token_id), None)
-            if found is None:
+        for token_id in sampled_ids:
+            children = self.children.get(path[-1] if path else ROOT, ())
+            child = next((token for token in children if token_ids[token] == token_id), None)
+            if child is None:
                 break
-            path.append(found)
+            path.append(child)
         return path

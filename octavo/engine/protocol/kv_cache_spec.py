@@ -1,8 +1,8 @@
 """KV cache specs: how many blocks of a cache group a request needs, which of them are freed while
 it runs, and which a prefix hit requires.
 
-Used by the KV budget (`worker/memory.py`) and the block manager (`engine/kv`). All counts are of
-blocks of `block_size` tokens.
+Used by the KV budget (`worker/memory.py`) and the block manager (`engine/kv`). All counts are
+numbers of blocks of `block_size` tokens.
 """
 
 from __future__ import annotations
@@ -45,59 +45,64 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True):
-    """Rules of one cache group; the defaults are those of full attention."""
+    """Rules of one cache group; the defaults are the rules of full attention."""
 
     is_hashed: ClassVar[bool] = True
     """Whether full blocks are hashed for the prefix cache."""
     keeps_every_token: ClassVar[bool] = False
     """Whether a token reads the blocks of all tokens before it."""
     allows_hits: ClassVar[bool] = True
-    """Whether a request may start after tokens that another has computed."""
+    """Whether a request may start after tokens that another request has computed."""
     allows_forks: ClassVar[bool] = True
-    """Whether a row may share the blocks of another."""
+    """Whether a row may share another row's blocks."""
     grows: ClassVar[bool] = True
     """Whether a request's block table grows with its tokens."""
     outlives_step: ClassVar[bool] = True
-    """Whether later steps read the blocks that a step has written."""
+    """Whether later steps read the blocks written by a step."""
     keeps_parts: ClassVar[bool] = True
-    """Whether the first tokens of a step or block can be kept without the rest."""
+    """Whether the first tokens of a step or block can be kept when the later ones are discarded."""
     is_rewritten: ClassVar[bool] = False
     """Whether a request has a single block that represents all tokens so far and is rewritten by
-    every step. In the prefix cache it represents the tokens up to the block with its hash.
+    every step. In the prefix cache, such a block represents all tokens up to the end of the block
+    whose hash it has.
     """
 
     @property
     def checkpoint_tokens(self) -> int:
-        """Tokens between two hashed blocks if not every block is hashed, else 0."""
+        """Number of tokens between two hashed blocks; 0 if every block is hashed."""
         return 0
 
     @property
     def window_tokens(self) -> int | None:
-        """Window size in keys, including the query's own; None: unlimited."""
+        """Window size in keys, including the query's own key; None: unlimited."""
         return None
 
     def blocks_at_start(self, extent: Extent, block_size: int) -> int:
-        """Returns the length of a request's table when it starts or is swapped in, with holes."""
+        """Returns the length of a request's block table, including holes, when it starts or is
+        swapped in.
+        """
         return blocks_for(extent.num_tokens, block_size)
 
     def blocks_held(self, num_tokens: int, block_size: int) -> int:
-        """Returns the number of blocks that `num_tokens` tokens of a request hold between steps."""
+        """Returns the number of blocks that a request of `num_tokens` tokens holds between
+        steps.
+        """
         return blocks_for(num_tokens, block_size)
 
     def blocks_written(self, num_tokens: int, num_blocks: int, block_size: int) -> int:
-        """Returns how many of the first blocks of a table of `num_blocks` the first `num_tokens`
-        tokens have written.
+        """Returns how many blocks of a table of `num_blocks` contain any of the first `num_tokens`
+        tokens.
         """
         return blocks_for(num_tokens, block_size)
 
     def blocks_final(self, num_tokens: int, num_blocks: int, block_size: int) -> int:
-        """Returns how many of the first blocks of a table of `num_blocks` are complete, so that no
-        later token writes to them.
+        """Returns how many blocks of a table of `num_blocks` are complete after `num_tokens`
+        tokens, so that no later token writes to them.
         """
         return num_tokens // block_size
 
     def first_read(self, position: int, block_size: int) -> int:
-        """Returns the index of the first block of earlier steps that a query at `position`
+        """Returns the index of the first block from earlier steps that a query at `position`
         reads.
         """
         return 0
@@ -111,18 +116,19 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
     def num_released(
         self, num_tokens: int, num_blocks: int, block_size: int, *, in_flight: bool
     ) -> int:
-        """Returns how many of the first blocks of a table of `num_blocks` are no longer read once
-        `num_tokens` tokens are computed.
+        """Returns how many blocks at the beginning of a table of `num_blocks` are no longer read
+        once `num_tokens` tokens are computed.
 
-        `in_flight`: another step of the request, from that token on, is being computed.
+        `in_flight`: another step of the request, starting with the next token, is being computed.
         """
         return min(self.first_read(num_tokens, block_size), num_blocks)
 
     def capacity_tokens(
         self, num_blocks: int, num_rows: int, max_step_tokens: int, block_size: int
     ) -> int:
-        """Returns the number of tokens of a request with `num_rows` rows that fit into `num_blocks`
-        blocks, shared ones counted once; UNBOUNDED if the blocks do not limit the length.
+        """Returns the maximum length in tokens of a request with `num_rows` rows if there are
+        `num_blocks` blocks, counting shared blocks once; UNBOUNDED if the blocks do not limit the
+        length.
         """
         return num_blocks * block_size
 
@@ -131,7 +137,9 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
         return blocks_for(demand.max_model_len, block_size)
 
     def most_blocks(self, demand: KvDemand, block_size: int) -> int:
-        """Returns the number of blocks with which no request ever waits for this group."""
+        """Returns the number of blocks that suffices for all requests to run without waiting for
+        blocks.
+        """
         return UNBOUNDED
 
 
@@ -149,11 +157,10 @@ class SlidingWindowSpec(KVCacheSpec, frozen=True, tag="window"):
     """Sliding window: only blocks inside the window are kept."""
 
     window: int
-    """Keys that a query sees, itself included."""
+    """Number of keys that a query attends to, including its own."""
 
     @property
     def window_tokens(self) -> int | None:
-        """Keys that a query sees, itself included."""
         return self.window
 
     def blocks_at_start(self, extent: Extent, block_size: int) -> int:
@@ -174,21 +181,23 @@ class SlidingWindowSpec(KVCacheSpec, frozen=True, tag="window"):
         return num_blocks * block_size
 
     def least_blocks(self, demand: KvDemand, block_size: int) -> int:
-        # One more: window and step need not begin at a block's edge.
+        # One more: window and step need not begin at a block boundary.
         own = blocks_for(self.window + demand.max_step_tokens, block_size) + 1
         return min(blocks_for(demand.max_model_len, block_size), own)
 
     def most_blocks(self, demand: KvDemand, block_size: int) -> int:
-        each = blocks_for(self.window, block_size) + 3  # two edges, and one block in reserve
+        per_request = (
+            blocks_for(self.window, block_size) + 3
+        )  # two boundaries, and one block in reserve
         step = blocks_for(demand.max_step_tokens, block_size) + 1
-        return demand.max_num_seqs * each + step
+        return demand.max_num_seqs * per_request + step
 
 
 class CrossAttentionSpec(KVCacheSpec, frozen=True, tag="fixed"):
     """Cross attention: the blocks of the encoder input are kept until the request ends.
 
-    They are not in the prefix cache, since the input is not among the hashed tokens. The rows of a
-    request share them, since no decoder step writes them.
+    The prefix cache does not contain them, since block hashes do not cover the encoder input. The
+    rows of a request share them, since no decoder step writes them.
     """
 
     is_hashed: ClassVar[bool] = False
@@ -196,7 +205,7 @@ class CrossAttentionSpec(KVCacheSpec, frozen=True, tag="fixed"):
     grows: ClassVar[bool] = False
 
     max_tokens: int
-    """Length of the longest input."""
+    """Length of the longest encoder input."""
 
     def blocks_at_start(self, extent: Extent, block_size: int) -> int:
         return blocks_for(extent.num_fixed_tokens, block_size)
@@ -225,10 +234,10 @@ class CrossAttentionSpec(KVCacheSpec, frozen=True, tag="fixed"):
 class StateSpec(KVCacheSpec, frozen=True, tag="state"):
     """Recurrent state: one block, which every step overwrites.
 
-    The state represents all tokens so far and no shorter prefix. At a checkpoint the block is
+    The state represents all tokens so far and no shorter prefix. At a checkpoint, the block is
     hashed and no longer written; the request continues with a copy. The block also contains the
-    state before the last step, to which a request returns if only part of the step's tokens are
-    accepted.
+    state before the last step: the request returns to it if only some of the step's draft tokens
+    are accepted.
     """
 
     allows_forks: ClassVar[bool] = False
@@ -237,7 +246,7 @@ class StateSpec(KVCacheSpec, frozen=True, tag="state"):
     is_rewritten: ClassVar[bool] = True
 
     interval_tokens: int = 0
-    """Tokens from one checkpoint to the next, whole blocks; 0 if none is kept."""
+    """Number of tokens between two checkpoints, a multiple of the block size; 0: no checkpoints."""
 
     @property
     def checkpoint_tokens(self) -> int:
@@ -292,7 +301,7 @@ class SingleStepSpec(KVCacheSpec, frozen=True, tag="step"):
     def num_released(
         self, num_tokens: int, num_blocks: int, block_size: int, *, in_flight: bool
     ) -> int:
-        # The step in flight writes into the block that this one has begun.
+        # The step in flight writes to the block that this one has begun.
         return min(num_tokens // block_size, num_blocks) if in_flight else num_blocks
 
     def capacity_tokens(
@@ -307,13 +316,13 @@ class SingleStepSpec(KVCacheSpec, frozen=True, tag="step"):
         return blocks_for(min(demand.max_model_len, demand.max_step_tokens), block_size) + 1
 
     def most_blocks(self, demand: KvDemand, block_size: int) -> int:
-        # Two more for each: its tokens begin and end inside a block.
+        # Two more blocks for each request: its tokens begin and end inside a block.
         return blocks_for(demand.max_step_tokens, block_size) + 2 * demand.max_num_seqs
 
 
 class EncoderSpec(KVCacheSpec, frozen=True, tag="encode"):
-    """Self-attention of an encoder before a decoder: blocks of the encoder input, freed after the
-    step that encodes it.
+    """Self-attention of the encoder in an encoder-decoder model: blocks of the encoder input, freed
+    after the step that encodes it.
     """
 
     is_hashed: ClassVar[bool] = False
@@ -321,7 +330,7 @@ class EncoderSpec(KVCacheSpec, frozen=True, tag="encode"):
     outlives_step: ClassVar[bool] = False
 
     max_tokens: int
-    """Length of the longest input."""
+    """Length of the longest encoder input."""
 
     def blocks_at_start(self, extent: Extent, block_size: int) -> int:
         return blocks_for(extent.num_fixed_tokens, block_size)
@@ -349,7 +358,7 @@ class EncoderSpec(KVCacheSpec, frozen=True, tag="encode"):
         return blocks_for(self.max_tokens, block_size)
 
     def most_blocks(self, demand: KvDemand, block_size: int) -> int:
-        # The inputs of a step end inside a block each.
+        # Each encoder input of a step ends inside a block.
         step = blocks_for(demand.max_step_tokens, block_size) + demand.max_num_seqs
         return max(step, self.least_blocks(demand, block_size))
 
@@ -362,9 +371,11 @@ AnyKVCacheSpec = (
     | SingleStepSpec
     | EncoderSpec
 )
-"""Any of the kinds, as messages and recordings spell them."""
+"""Any kind of spec, in the form that messages and recordings serialize."""
 
 
 def get_window_spec(window: int | None) -> AnyKVCacheSpec:
-    """Returns the spec of a group whose queries see `window` keys; None: all before them."""
+    """Returns the spec of a group whose queries attend to `window` keys; None: to all earlier
+    keys.
+    """
     return GROWING if window is None else SlidingWindowSpec(window)

@@ -1,8 +1,8 @@
 """KV events on the wire, in vLLM's format, and the option kv_events_config with vLLM's fields.
 
-A batch is a msgpack array: time, events, data-parallel rank. An event is a map whose `type` is its
-name, as vllm-router 0.1.17 expects; older versions of vLLM sent arrays. Block hashes are the last
-64 bits of the block digests.
+A batch is a msgpack array: time, events, data-parallel rank. An event is a map whose key `type` is
+its name, as vllm-router 0.1.17 expects (older versions of vLLM sent arrays). Block hashes are the
+last 64 bits of the block digests.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from octavo.config.hosts import is_local
 from octavo.engine.protocol.block_events import BlockEvent, BlocksRemoved, BlocksStored
 
 MEDIUM = "GPU"
-"""Medium of blocks on the device, by the name that consumers know."""
+"""Medium of blocks on the device, in the vocabulary of consumers."""
 HASH_BYTES = 8
 MAX_BUFFER_STEPS = 1_000_000
 SNAPSHOT = b"snapshot"
 """Request for all blocks that are stored now."""
 END = (-1).to_bytes(8, "big", signed=True)
-"""Sequence number that ends a replay or a snapshot."""
+"""Sequence number that marks the end of a replay or a snapshot."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
@@ -66,8 +66,8 @@ def get_hash(digest: bytes) -> int:
 
 
 def wire_event(event: BlockEvent, root: bytes, block_size: int) -> WireEvent:
-    """Returns an event in the wire format. The first block of a prompt without a salt, whose parent
-    is `root`, has no parent in it.
+    """Returns an event in the wire format. On the wire, the first block of a prompt without a salt,
+    whose parent is `root`, has no parent.
     """
     if isinstance(event, BlocksStored):
         return BlockStored(
@@ -90,16 +90,18 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] = "zmq"
     endpoint: str = "tcp://127.0.0.1:5557"
-    """Address of the events; engine i of several listens i ports above it."""
+    """Endpoint of the events; engine i of several listens i ports above it."""
     replay_endpoint: str | None = None
-    """Address where missed batches, or the whole cache, are asked for; likewise."""
+    """Endpoint from which missed batches, or the complete cache, can be requested; engine i listens
+    i ports above it. None: no replay.
+    """
     buffer_steps: int = 10_000
-    """Batches kept for those that missed them."""
+    """Number of batches kept for replay."""
     hwm: int = 100_000
-    """Batches that wait for one slow subscriber."""
+    """Maximum number of batches queued for a slow subscriber."""
     topic: str = ""
     secret: str | None = None
-    """Secret without which nothing can listen (CURVE); needed beyond this machine."""
+    """CURVE secret that subscribers need; required for endpoints beyond this machine."""
 
     @property
     def publishes(self) -> bool:
@@ -128,7 +130,7 @@ def parse_events_config(text: str | None) -> KVEventsConfig:
 
 
 def logged_only(text: str | None) -> str | None:
-    """Returns the option with the same events logged, but not published."""
+    """Returns the option with publishing turned off; the same events are still logged."""
     if not parse_events_config(text).enable_kv_cache_events:
         return None
     return '{"enable_kv_cache_events": true, "publisher": "null"}'

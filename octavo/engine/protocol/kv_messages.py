@@ -1,8 +1,6 @@
-"""Parts of a step's messages about KV blocks: block keys, moves before the step computes, and the
-work of a connector in the background.
-
-Data classes of ids and digests. A StepPlan (`step.py`) contains the moves and the ConnectorPlan, a
-StepResult the ConnectorReport.
+"""The part of a step's messages that concerns KV blocks: block keys, moves before the step
+computes, and the background work of a connector. Data classes with ids and digests. A StepPlan
+(`step.py`) contains the moves and the ConnectorPlan, a StepResult the ConnectorReport.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 
 
 class BlockMove(msgspec.Struct):
-    """Copy of a whole block of one group, in all layers, before the step computes. Moves are made
-    in the plan's order.
+    """Copy of a block of one group, in all layers, before the step computes. Moves are made in the
+    plan's order.
 
-    "copy" stays on the device. For "swap_out" `target` is a host block, for "swap_in" `source` is
-    one; "save" and "load" copy between the device and a connector's slot.
+    "copy": both blocks are on the device. "swap_out": `target` is a host block. "swap_in": `source`
+    is a host block. "save" and "load": from the device to a connector's slot, and back.
     """
 
     group: int
@@ -29,14 +27,14 @@ class BlockMove(msgspec.Struct):
 
 
 class BlockKey(NamedTuple):
-    """Hash of a full block, and the tokens that verify a hit."""
+    """Hash of a full block, and the contents that verify a hit."""
 
     digest: bytes
     parent: bytes
-    """Digest of the block before it, or of the chain's root."""
+    """Digest of the previous block, or the root of the chain."""
     token_ids: tuple[int, ...]
     extra: tuple[bytes, ...] = ()
-    """Digests of the media whose tokens lie in the block."""
+    """Digests of the media whose tokens are in the block."""
 
 
 class BlockHashWithGroupId(NamedTuple):
@@ -60,7 +58,7 @@ class SlotBlock(msgspec.Struct):
     slot: int
     key: BlockKey
     source: str = ""
-    """Address of the engine that it is fetched from; "" where it lies behind the own slots."""
+    """Address of the engine from which the block is fetched; "" if it is in the own store."""
 
     @property
     def name(self) -> BlockHashWithGroupId:
@@ -68,7 +66,7 @@ class SlotBlock(msgspec.Struct):
 
 
 class StreamedBlock(msgspec.Struct):
-    """A device block that a step fills; its layers are sent to other engines while the step writes
+    """A device block that a step fills. Its layers are sent to other engines while the step writes
     them.
     """
 
@@ -83,21 +81,21 @@ class StreamedBlock(msgspec.Struct):
 
 
 class BlockQuery(msgspec.Struct):
-    """Query for the ratings, by an extension, of stored blocks of a request's prompt that are in
-    slots or being fetched.
+    """Query for an extension's ratings of stored blocks of a prompt; the blocks are in slots or
+    being fetched.
     """
 
     request_id: str
     token_ids: list[int]
-    """Tokens of the prompt by which the blocks are rated."""
+    """Prompt tokens from which the blocks are rated."""
     positions: list[int]
-    """Position of each of them in the prompt."""
+    """Position of each of these tokens in the prompt."""
     num_queries: int
-    """Number of the last of these tokens that count."""
+    """Number of tokens at the end of `token_ids` whose queries rate the blocks."""
     group: int
     """Cache group of the blocks."""
     slots: list[int]
-    """Slot of each block, in the order of the prompt."""
+    """Slot of each block, in prompt order."""
 
 
 class BlockAnswer(msgspec.Struct):
@@ -112,35 +110,35 @@ class ConnectorPlan(msgspec.Struct):
     """Work that a connector's worker half begins after the step's moves, and continues while steps
     compute.
 
-    Work behind the slots is done in the order of the fields, and of the plans.
+    Work behind the slots is done plan by plan, within a plan in the order of the fields.
     """
 
     forget_all: bool = False
-    """Whether everything kept before this plan is removed."""
+    """Whether everything stored before this plan is removed."""
     fetch: list[SlotBlock] = []
     """Blocks to be read into their slots."""
     keep: list[SlotBlock] = []
-    """Blocks to be written behind their slots; a slot stays as it is until the report names its
+    """Blocks to be written behind their slots. A slot must not change until the report names its
     block.
     """
     touch: list[BlockHashWithGroupId] = []
-    """Blocks found and used, wherever they were; they are evicted last."""
+    """Blocks that a request used, wherever they were found; they are evicted last."""
     pin: list[BlockPin] = []
-    """Pins to be set; one for a block that is not stored yet holds from then on. A time that is
-    past ends an earlier pin.
+    """Pins to set. A pin of a block that is not stored yet takes effect when it is stored. A pin
+    with a past expiry time removes an earlier pin.
     """
     forget: list[BlockHashWithGroupId] = []
-    """Blocks to be removed now."""
+    """Blocks to be removed."""
     cancel: list[BlockHashWithGroupId] = []
     """Fetches that no request waits for any more."""
     complete: list[BlockHashWithGroupId] = []
-    """Blocks of prompts that were computed to be sent: those that are not kept by now never will
-    be.
+    """Blocks of finished prompts that other engines wait for. Blocks among them that are not stored
+    by now never will be.
     """
     stream: list[StreamedBlock] = []
-    """Blocks that the plan's own step fills; they are saved and kept later, like all others."""
+    """Blocks that this plan's step fills; they are also saved and stored later, as all others."""
     queries: list[BlockQuery] = msgspec.field(default_factory=list, name="probes")
-    """Queries about stored blocks, answered in a later step's report."""
+    """Queries for ratings of stored blocks, answered in the report of a later step."""
 
 
 class ConnectorReport(msgspec.Struct):
@@ -148,24 +146,26 @@ class ConnectorReport(msgspec.Struct):
 
     fetched: list[BlockHashWithGroupId] = []
     not_fetched: list[BlockHashWithGroupId] = []
-    """Blocks that were gone or damaged; their tokens are computed instead."""
+    """Blocks that were missing or damaged; their tokens are recomputed."""
     overdue: list[BlockHashWithGroupId] = msgspec.field(default_factory=list, name="late")
-    """Blocks that take too long and are no longer waited for; they may still arrive."""
+    """Blocks that take too long to arrive, so that requests do not wait for them any more. They may
+    still arrive.
+    """
     kept: list[BlockHashWithGroupId] = []
     not_kept: list[BlockHashWithGroupId] = []
     found: list[BlockHashWithGroupId] = []
-    """Blocks stored behind the slots that were unknown until now."""
+    """Blocks newly discovered behind the slots."""
     gone: list[BlockHashWithGroupId] = []
-    """Blocks that are stored there no longer."""
+    """Blocks that are no longer stored there."""
     pinned: list[BlockPin] = []
-    """Pins set by other engines, or before this one started."""
+    """Pins set by other engines, or before this engine started."""
     stored: StoredBytes | None = None
-    """Sums of what is stored; None if they have not changed."""
+    """Totals of the stored data; None if unchanged."""
     answers: list[BlockAnswer] = msgspec.field(default_factory=list, name="probed")
 
 
 class StoredBytes(msgspec.Struct, frozen=True):
-    """Totals of what is stored behind a connector's slots, by this model and others, and of all
+    """Totals of the data stored behind a connector's slots, by this model and others, and of all
     failures there.
     """
 
@@ -174,28 +174,29 @@ class StoredBytes(msgspec.Struct, frozen=True):
     foreign_pinned_bytes: int = 0
     """Pinned bytes of other models."""
     num_damaged: int = 0
-    """Number of damaged files met, and removed."""
+    """Number of damaged files that were found and removed."""
     num_write_errors: int = 0
     num_expired_leases: int = 0
-    """Number of leases of other engines that ended by the clock, their blocks not fetched or not
-    read to the end."""
+    """Number of leases to other engines that expired: their blocks were not fetched, or not read
+    completely.
+    """
     link_bytes: int = 0
-    """Bytes that came from other engines while the link, not the other engine, set the pace."""
+    """Bytes received from other engines while the link, not the sender, was the bottleneck."""
     link_s: float = 0.0
-    """Seconds in which these came."""
+    """Seconds in which `link_bytes` were received."""
 
 
 class ConnectorStats(msgspec.Struct):
-    """Counters of a connector's scheduler half: current gauges, then numbers of blocks since the
+    """Counters of a connector's scheduler half: current gauges, then counts of blocks since the
     start.
     """
 
     num_slots: int = 0
-    """Slots of each cache group."""
+    """Number of slots of each cache group."""
     num_used_slots: int = 0
-    """Slots in use, of all groups."""
+    """Number of slots in use, over all groups."""
     num_stored_blocks: int = 0
-    """Blocks of this model stored behind the slots."""
+    """Number of blocks of this model stored behind the slots."""
     stored: StoredBytes = StoredBytes()
     num_saved: int = 0
     num_loaded: int = 0
@@ -211,15 +212,16 @@ class TransferFacts(msgspec.Struct, frozen=True):
     """Properties of an engine that exchanges blocks."""
 
     facts: dict[str, str]
-    """Everything that a block's bytes depend on, by name."""
+    """Everything that the bytes of a block depend on, by name."""
     listen: str | None
-    """Endpoints at which its blocks are fetched, one of each rank joined by commas; None
-    where it computes none for others."""
+    """Comma-separated endpoints, one of each rank, at which its blocks are fetched; None if it
+    computes no blocks for other engines.
+    """
     num_ranks: int
-    """Ranks that share out its KV heads."""
+    """Number of ranks over which the KV heads are distributed."""
     block_size: int
-    """Tokens in a block."""
+    """Number of tokens in a block."""
     original: OriginalContext = ONE_CONTEXT
-    """Context of the model before its longer angles, which blocks are named by."""
+    """Original context of a LongRoPE model; part of block hashes."""
     token_bytes: float = 0.0
-    """Bytes of a token in the blocks of all cache groups."""
+    """Bytes of one token in the blocks of all cache groups."""

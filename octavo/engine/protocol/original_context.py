@@ -1,9 +1,9 @@
-"""LongRoPE (Ding et al. 2024): the context length within which a model uses its original rotary
-angles, and the first position of longer requests.
+"""Original context of LongRoPE (Ding et al. 2024): the length up to which a model uses its original
+rotary angles, and the first position of longer requests.
 
-All keys of a request are rotated with one set of angles, selected by its positions: the positions
-of a request that exceeds the original context begin after it, and the model's table has the long
-angles there. The scheduler recomputes a request when it exceeds the original context; block hashes
+All keys of a request are rotated with one set of angles. Positions select the set: a request that
+exceeds the original context has positions beyond it, for which the model's table has the long
+angles. The scheduler recomputes a request that grows beyond the original context; block hashes
 include the first position.
 """
 
@@ -25,4 +25,4 @@ class OriginalContext(msgspec.Struct, frozen=True):
 
 
 ONE_CONTEXT = OriginalContext()
-"""Every length has the same angles."""
+"""Context of a model with one set of angles for all lengths."""

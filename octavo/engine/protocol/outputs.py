@@ -21,11 +21,11 @@ class BeamOutput(msgspec.Struct, omit_defaults=True):
     token_ids: list[int]
     cumulative_logprob: float
     score: float
-    """Cumulative logprob over the length to the power of the length penalty."""
+    """Cumulative logprob divided by length ** length_penalty."""
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = []
-    """One entry for each token if logprobs are wanted, else empty."""
+    """One entry for each token if logprobs are requested, else empty."""
 
 
 class EngineOutput(msgspec.Struct, omit_defaults=True):
@@ -36,9 +36,11 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
-    """Logprobs, one entry for each of `token_ids`; None if they are not wanted."""
+    """One entry for each of `token_ids`; None if logprobs are not requested."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Logprobs of the prompt tokens from the second on, all at once with the first token."""
+    """Logprobs of the prompt tokens from the second one on, all at once with the first output
+    token.
+    """
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """Token of `stop_token_ids` that ended the request."""
@@ -49,13 +51,17 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     """Preemptions that moved its blocks to host memory."""
     scheduled_ts: float | None = None
     mirostat_mu: float | None = None
-    """Bound of mirostat after `token_ids`, for a core that may replace this one."""
+    """Mirostat's mu after `token_ids`, for a core that resumes the request."""
     pooled: bytes | None = None
-    """The pooled row of a request that wants one, in fp32, with the finish_reason."""
+    """Pooled row of a pooling request, in fp32; set with the finish_reason."""
     beams: list[BeamOutput] | None = None
-    """Sequences found by a beam search, all with the finish_reason; it yields no tokens before."""
+    """Sequences found by a beam search, set with the finish_reason; a beam search outputs no tokens
+    before.
+    """
     timings: Timings | None = None
-    """Timings; set with the finish_reason, and if a stop string may end the request."""
+    """Timings of the request; set with the finish_reason, and in each output if a stop string may
+    end the request.
+    """
 
 
 class CoreOutputs(msgspec.Struct):
@@ -64,10 +70,12 @@ class CoreOutputs(msgspec.Struct):
     outputs: list[EngineOutput]
     stats: EngineStats
     view: EngineView | None = None
-    """The engine after the step, now and then while it is watched."""
+    """View of the engine after the step; set at intervals while the engine is watched, else
+    None.
+    """
     block_events: list[BlockEvent] = []
     """Block events of the prefix cache, if the engine logs them."""
     engine: int = 0
     """Index of the engine among its frontend's engines."""
     costs: StepCosts | None = None
-    """Costs of steps as measured so far, now and then."""
+    """Measured step costs; set at intervals, else None."""

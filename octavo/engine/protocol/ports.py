@@ -1,5 +1,5 @@
-"""Protocols of what executes the core's steps and stores its blocks, so that the core need not
-import it. Protocols for prompts are in `octavo/text/ports.py`, those for files in
+"""Protocols of the components that execute the core's steps and store its blocks, so that the core
+does not import them. Protocols for prompts are in `octavo/text/ports.py`, for files in
 `octavo/checkpoint/ports.py`.
 """
 
@@ -21,15 +21,15 @@ class Executor(Protocol):
     """Executes steps. `worker/worker.py` implements it."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Executes a plan of one step. A failure of a single row is returned as its result's
+        """Executes a plan of one step. The failure of a single row is returned as its result's
         `failure`, not raised.
         """
         ...
 
     @property
     def progress(self) -> int:
-        """Number that changes as a step advances, read by another thread during the step. If it
-        does not change for long, the step hangs.
+        """Number that changes as a step advances; read by another thread during the step. If it
+        stays unchanged for long, the step hangs.
         """
         ...
 
@@ -51,7 +51,7 @@ class AsyncExecutor(Executor, Protocol):
     """
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Starts a step and returns as soon as possible; rows that are `from_device` use the token
+        """Starts a step and returns without waiting for it. Rows with `from_device` use the token
         that the previous step samples.
         """
         ...
@@ -62,9 +62,9 @@ class DecodingExecutor(Executor, Protocol):
     """Executor of plans with several decode steps."""
 
     def decode(self, plan: StepPlan) -> Generator[StepResult]:
-        """Executes a plan: computes one decode step each time the iterator is advanced, each row
-        continuing with its sampled token. The caller may stop after any step; the iterator ends
-        after `plan.num_steps` steps, or earlier.
+        """Executes a multi-step plan: computes one decode step each time the iterator is advanced;
+        each row continues with its sampled token. The caller may stop after any step; the iterator
+        ends after `plan.num_steps` steps or earlier.
         """
         ...
 
@@ -76,8 +76,8 @@ class Losable(Protocol):
     """
 
     def when_lost(self, tell: Callable[[OctavoError], None]) -> None:
-        """Calls `tell` once, from another thread, when the executor is lost; at once if it already
-        is.
+        """Calls `tell` once, from another thread, when the executor is lost; at once if it is lost
+        already.
         """
         ...
 
@@ -90,29 +90,31 @@ class SharedStepExecutor(Protocol):
 
     @property
     def is_behind(self) -> bool:
-        """Whether another engine has begun a step that this one has not; a plan without rows takes
-        part in it.
+        """Whether another engine has begun a step that this one has not. A plan without rows takes
+        part in that step.
         """
         ...
 
     def when_called(self, on_call: Callable[[], None]) -> None:
-        """Calls `on_call` from another thread whenever this engine is behind."""
+        """Registers `on_call`, which is called from another thread whenever this engine is
+        behind.
+        """
         ...
 
 
 class Profiler(Protocol):
-    """Times the ops of steps. `worker/worker.py` implements it."""
+    """Measures the time of each op of a step. `worker/worker.py` implements it."""
 
     def start_profile(self) -> None:
-        """Begins to time ops; raises BackendUnavailable if the backend cannot."""
+        """Starts measuring ops. Raises BackendUnavailable if the backend cannot."""
         ...
 
     def stop_profile(self) -> Profile: ...
 
 
 class ConnectorWorker(Protocol):
-    """Worker half of a connector: the slots' bytes, and background work behind them while steps
-    compute. `worker/kv_connectors/tiers.py` implements it.
+    """Worker half of a connector: the bytes of the slots, and background work behind them while
+    steps compute. `worker/kv_connectors/tiers.py` implements it.
     """
 
     def slot(self, group: int, slot: int) -> Any:
@@ -124,11 +126,11 @@ class ConnectorWorker(Protocol):
         ...
 
     def report(self, *, wait_s: float) -> ConnectorReport | None:
-        """Returns the outcome since the last report; waits at most `wait_s` seconds for the first
-        result.
+        """Returns the outcome since the last report, waiting at most `wait_s` seconds for it.
+        Returns None if there is none.
         """
         ...
 
     def close(self) -> None:
-        """Ends the background work, within a short time."""
+        """Stops the background work within a short time."""
         ...

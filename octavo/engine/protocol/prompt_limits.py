@@ -25,7 +25,7 @@ class AdmissionDecision(NamedTuple):
     """
     hint: str | None = None
     num_tokens: int = 0
-    """Length of a prompt that is too long, in tokens (a lower bound)."""
+    """Length of a prompt that is too long, in tokens; the actual length may be greater."""
     max_tokens: int = 0
     """Allowed length of a prompt that is too long."""
 
@@ -43,21 +43,23 @@ class PromptLimits:
     max_model_len: int
     kv_capacity_tokens: int
     max_whole_prompt: int | None = None
-    """Tokens of a step, if prompts are not chunked; otherwise None."""
+    """Maximum tokens of a step if prompts are not chunked; otherwise None."""
     max_num_seqs: int = 1 << 30
     block_size: int = 16
     shares_blocks: bool = True
-    """Whether requests may hold the same block, as beams do."""
+    """Whether several rows may hold the same block, as beams do."""
 
     def most_tokens(self, num_needed: int) -> int:
-        """Returns the longest prompt that `judge` allows before `num_needed` more tokens."""
-        most = min(self.max_model_len, self.kv_capacity_tokens) - num_needed
+        """Returns the length of the longest prompt for which `judge(..., num_needed=num_needed)` is
+        OK.
+        """
+        max_tokens = min(self.max_model_len, self.kv_capacity_tokens) - num_needed
         limits = (self.max_prompt_len, self.max_whole_prompt)
-        return min([most, *(limit for limit in limits if limit is not None)])
+        return min([max_tokens, *(limit for limit in limits if limit is not None)])
 
     def max_num_tokens(self, num_prompt_tokens: int, num_seqs: int = 1) -> int:
-        """Returns the maximum number of tokens of each row of a request; the rows share only the
-        full blocks of the prompt.
+        """Returns the maximum number of tokens of each row of a request with `num_seqs` rows, which
+        share only the full blocks of the prompt.
         """
         num_blocks = self.kv_capacity_tokens // self.block_size
         num_shared = num_prompt_tokens // self.block_size
@@ -74,32 +76,32 @@ class PromptLimits:
         at_least: bool = False,
         num_needed: int = 1,
     ) -> AdmissionDecision:
-        """Returns OK or NEVER for a prompt of that length, or with `at_least` of at least that
-        length; `beam_width` is None without beams. `num_needed`: number of tokens for which there
-        must be room after the prompt.
+        """Returns OK or NEVER for a prompt of `num_prompt_tokens` tokens (with `at_least`: this
+        many or more). `beam_width` is None without beam search. `num_needed`: number of tokens that
+        must fit after the prompt.
         """
-        num = num_prompt_tokens
-        got = f"at least {num}" if at_least else str(num)
-        if self.max_prompt_len is not None and num > self.max_prompt_len:
+        num_tokens = num_prompt_tokens
+        got = f"at least {num_tokens}" if at_least else str(num_tokens)
+        if self.max_prompt_len is not None and num_tokens > self.max_prompt_len:
             limit = f"The prompt limit is {self.max_prompt_len} tokens"
-            return _never(limit, num, got, self.max_prompt_len, "raise max_prompt_len")
-        if num + num_needed > self.max_model_len:
+            return _never(limit, num_tokens, got, self.max_prompt_len, "raise max_prompt_len")
+        if num_tokens + num_needed > self.max_model_len:
             limit = f"This model's maximum context length is {self.max_model_len} tokens"
-            return _never(limit, num, got, self.max_model_len - num_needed)
+            return _never(limit, num_tokens, got, self.max_model_len - num_needed)
         if beam_width is not None:
-            decision = self._judge_beams(num, beam_width)
+            decision = self._judge_beams(num_tokens, beam_width)
             if decision is not OK:
                 return decision
-        elif num + num_needed > self.kv_capacity_tokens:
+        elif num_tokens + num_needed > self.kv_capacity_tokens:
             limit = f"The KV cache holds {self.kv_capacity_tokens} tokens"
             allowed = self.kv_capacity_tokens - num_needed
-            return _never(limit, num, got, allowed, "raise kv_cache_memory_bytes")
-        if self.max_whole_prompt is not None and num > self.max_whole_prompt:
+            return _never(limit, num_tokens, got, allowed, "raise kv_cache_memory_bytes")
+        if self.max_whole_prompt is not None and num_tokens > self.max_whole_prompt:
             limit = (
                 f"The batch limit is {self.max_whole_prompt} tokens a step, without chunked prefill"
             )
             hint = "raise max_num_batched_tokens, or enable chunked prefill"
-            return _never(limit, num, got, self.max_whole_prompt, hint)
+            return _never(limit, num_tokens, got, self.max_whole_prompt, hint)
         return OK
 
     def _judge_beams(self, num_prompt_tokens: int, beam_width: int) -> AdmissionDecision:

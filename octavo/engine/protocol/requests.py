@@ -16,65 +16,67 @@ ON_ITS_WAY = "on its way to the engine"
 
 
 MAX_PRIORITY = (1 << 31) - 1
-"""Maximum absolute value of a priority that users give."""
+"""Maximum absolute value of a priority that users may set."""
 
 BACKGROUND_PRIORITY = MAX_PRIORITY + 1
-"""Priority of background work under every policy; above all that users may give."""
+"""Priority of background work under every policy; above the range of users' priorities."""
 
 
 class EngineRequest(msgspec.Struct):
-    """A validated request, as the frontend sends it to the core."""
+    """A validated request, in the form that the frontend sends to the core."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: RequestParams
     seed: int
-    """Seed of its draws, 64 bits, always set."""
+    """Sampling seed, 64 bits, always set."""
     eos_token_ids: list[int] = []
     """End-of-sequence ids; empty if the request ignores them."""
     sample_index: int = 0
     fork_of: str | None = None
-    """Request that shares its blocks with this one; None for a request by itself."""
+    """Id of the request whose blocks this one shares; None for an independent request."""
     fork_tokens: int | None = None
-    """Number of its first tokens that are `fork_of`'s too: it shares the blocks of those that are
-    computed when it starts. None: the request computes the same prompt.
+    """Number of first tokens that it has in common with `fork_of`; it shares the blocks of those
+    that are computed when it starts. None: both have the same prompt.
     """
     cache_salt: str = ""
-    """Salt of the names of its blocks; prefix hits happen among equal salts only."""
+    """Salt of its block hashes; only requests with equal salts share cached blocks."""
     priority: int = 0
-    """Priority under the policy of that name; lower values start first. BACKGROUND_PRIORITY
-    stands behind all others under every policy.
+    """Priority under the policy `priority`; lower values start first. BACKGROUND_PRIORITY is last
+    under every policy.
     """
     tenant: str = ""
-    """Name of the tenant, among which a fair policy shares."""
+    """Tenant of the request, for the fair policy."""
     arrival_time: float = 0.0
-    """Time of arrival, in seconds on the monotonic clock of the machine."""
+    """Time of arrival, in seconds on the machine's monotonic clock."""
     output_token_ids: list[int] = []
-    """Tokens that an earlier core has already sampled for it."""
+    """Tokens that an earlier core has already sampled."""
     resumed: bool = False
-    """Whether an earlier core knew the request."""
+    """Whether an earlier core has already received the request."""
     grammar: GrammarSpec | None = None
-    """Grammar of its text; None: any text."""
+    """Grammar of structured output; None without one."""
     mirostat_mu: float | None = None
-    """State of mirostat after `output_token_ids`, if an earlier core reported it."""
+    """Mirostat's mu after `output_token_ids`, if an earlier core reported it."""
     program: str = "decoder"
-    """Name of the model's Program that computes it."""
+    """Name of the model's Program that computes the request."""
     second_start: int | None = None
-    """Index of the first token of the second text, for a pair of texts."""
+    """Index of the first token of the second text if the prompt is a pair of texts."""
     kv_source: str = ""
-    """Address of the engine that computes its prompt's KV blocks; "" where this one does."""
+    """Address of the engine that computes the KV blocks of the prompt; "" if this engine does."""
     sends_kv: bool = False
-    """Whether it is computed for another engine, which fetches the prompt's KV blocks."""
+    """Whether the request computes a prompt whose KV blocks another engine fetches."""
     adapter: AdapterRef | None = None
-    """Adapter that its tokens are computed with; None: the plain model."""
+    """Adapter of the request; None for the base model."""
     media: list[MediaItem] = []
-    """Images among the prompt's tokens, in their order."""
+    """Images in the prompt, in order."""
     pixels: list[MediaPixels] = []
-    """Pixels of the prompt's images, each image once."""
+    """Pixels of the images, once for each distinct image."""
     encoder_input: EncoderInput | None = None
-    """Input of the encoder before the decoder that computes its tokens; None without one."""
+    """Input of the encoder; None for a decoder-only model."""
     one_token: bool = False
-    """Whether it ends as aborted once it has one more token, unless that one is its end anyway."""
+    """Whether it ends with finish_reason "abort" after one more token, unless it finishes with that
+    token anyway.
+    """
 
 
 class RequestChange(msgspec.Struct):
@@ -82,21 +84,25 @@ class RequestChange(msgspec.Struct):
 
     request_id: str
     params: RequestParams
-    """All of its params; only what the worker does not know may differ from those before."""
+    """All params, not only the changed ones. Only params that the worker does not read may differ
+    from the earlier ones.
+    """
     priority: int
     computes_here: bool = False
-    """Whether it waits no more for blocks of another engine, and computes its prompt itself."""
+    """Whether the request stops waiting for another engine's blocks and computes its prompt
+    here.
+    """
 
 
 class Pin(msgspec.Struct, tag=True):
-    """A computed prompt and the time until which its blocks are kept."""
+    """A computed prompt, and the time until which its blocks are kept."""
 
     token_ids: list[int]
     salt: str
     until: float
-    """End of the pin, in seconds since 1970; not after `now`, it ends an earlier pin."""
+    """Expiry time in seconds since 1970; if it is not after `now`, an earlier pin is removed."""
     now: float
-    """Time at which the pin was made, in seconds since 1970."""
+    """Time at which the pin was created, in seconds since 1970."""
 
 
 class ViewEngine(msgspec.Struct, tag=True):
@@ -111,9 +117,9 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
     """
 
     reset_connector: bool = False
-    """Whether host memory and disk are cleared too."""
+    """Whether host memory and disk are also cleared."""
 
 
 Query = ResetPrefixCache | Pin | ViewEngine
 QueryAnswer = int | EngineView
-"""For Pin the number of tokens that are kept."""
+"""For Pin, the number of pinned tokens."""

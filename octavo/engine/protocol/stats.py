@@ -16,13 +16,13 @@ from octavo.engine.protocol.step import WeightArrivals
 
 
 class KvBytes(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of K and V on the device, of the running requests."""
+    """Bytes of K and V on the device, for the running requests."""
 
     used: float = 0.0
     """Bytes filled by computed tokens."""
     reserved: float = 0.0
     whole_contexts: float = 0.0
-    """Bytes that reserving the longest context for each request would take."""
+    """Bytes that would be needed to reserve the maximum context length for each request."""
 
     def __add__(self, other: KvBytes) -> KvBytes:
         return KvBytes(
@@ -40,19 +40,19 @@ class KvBytes(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def utilisation(self) -> float:
-        """Share of the reserved bytes that are used, 0 to 1."""
+        """Used bytes as a fraction of the reserved ones, 0 to 1."""
         return self.used / self.reserved if self.reserved else 0.0
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Inclusive upper bounds of the buckets of `StepTokens`; vLLM's."""
+"""Inclusive upper bounds of the buckets of `StepTokens`; same as vLLM's."""
 
 
 class StepTokens(msgspec.Struct, array_like=True):
-    """Histogram of the tokens that each step computed."""
+    """Histogram of the number of tokens per step."""
 
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
-    """Number of steps by bucket; the last one has no upper bound."""
+    """Number of steps in each bucket; the last bucket has no upper bound."""
     total: int = 0
 
     def __add__(self, other: StepTokens) -> StepTokens:
@@ -64,16 +64,18 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
     """The blocks of one cache group on the device."""
 
     window: int | None
-    """Window in tokens; None if every token sees all before it."""
+    """Window in tokens; None if every token attends to all earlier ones."""
     num_blocks: int
     num_held: int
     """Blocks held by requests."""
     num_shared: int
     """Blocks held by more than one request."""
     num_references: int
-    """References of requests to blocks: the number of blocks without sharing."""
+    """References of requests to blocks: the number of blocks that would be needed without
+    sharing.
+    """
     num_named: int
-    """Blocks in the prefix cache, held or not."""
+    """Blocks in the prefix cache, whether held by requests or not."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -88,35 +90,37 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens of requests that began to generate, cached ones included."""
+    """Prompt tokens of requests that have started to generate, including cached tokens."""
     generation_tokens: int = 0
     busy_s: float = 0.0
-    """Seconds that the device spent computing."""
+    """Seconds for which the device was busy."""
     num_swapped: int = 0
-    """Requests whose blocks are in host memory now."""
+    """Requests whose blocks are currently in host memory."""
     num_swaps: int = 0
     """Number of preemptions by swapping to host memory."""
     num_host_blocks: int = 0
     """Blocks of host memory in use, of all groups."""
     num_waiting_tokens: int = 0
     num_added: int = 0
-    """Requests that were added since the start, and their prompt tokens below."""
+    """Requests that were added since the start; `num_added_tokens` counts their prompt tokens."""
     num_added_tokens: int = 0
     num_restarts: int = 0
-    """Engine processes that were replaced because they hung or died."""
+    """Number of engine processes that were replaced because they hung or died."""
 
     kv: KvBytes = KvBytes()
-    """Bytes in the last step that computed something."""
+    """Bytes in the last step that computed tokens."""
     kv_sums: KvBytes = KvBytes()
-    """Sums over all steps that computed something; their quotients are the means."""
+    """Sums over all steps that computed tokens; ratios of these sums are the mean rates."""
     groups: list[GroupBlocks] = []
     external_query_tokens: int = 0
-    """Prompt tokens that were looked up in the prefix cache and not found on the device."""
+    """Prompt tokens that were not found in the prefix cache on the device and looked up outside of
+    it.
+    """
     external_hit_tokens: int = 0
     left_out_blocks: int = 0
-    """Stored blocks that prompts did not load, since they pay little attention to them."""
+    """Stored blocks that prompts skipped because their ratings are low."""
     connector: ConnectorStats = msgspec.field(default_factory=ConnectorStats)
-    """Counters of the prefix cache off the device."""
+    """Counters of the KV connector."""
     num_drafts: int = 0
     """Number of drafts that were verified."""
     num_draft_tokens: int = 0
@@ -127,20 +131,22 @@ class EngineStats(msgspec.Struct, array_like=True):
     weights: WeightArrivals = WeightArrivals()
     """Weights read from a file while steps were computed."""
     counters: dict[str, float] = {}
-    """Counts that extensions keep, by name."""
+    """Counters of extensions, by name."""
 
     step_tokens: StepTokens = msgspec.field(default_factory=StepTokens)
 
     engines: list[EngineStats] = []
-    """Stats of each of several engines, of which these are the sums; [] for one engine."""
+    """Stats of each engine if there are several (these are then their sums); [] for one engine."""
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks that requests hold, 0 to 1."""
+        """Fraction of the KV blocks that requests hold, 0 to 1."""
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
 
     def after(self, earlier: EngineStats) -> EngineStats:
-        """Returns these stats plus the counts of an earlier core that this one replaced."""
+        """Returns these stats plus the counts of `earlier`, the stats of a core that this one
+        replaced.
+        """
         return msgspec.structs.replace(
             self, **{name: _sum(getattr(self, name), getattr(earlier, name)) for name in COUNTS}
         )
@@ -173,18 +179,18 @@ COUNTS = (
         "step_tokens",
     ),
 )
-"""Names of the fields that grow from the start on; all others are gauges."""
+"""Names of the fields that only grow; all others are gauges."""
 
 
 def total_stats(engines: Sequence[EngineStats]) -> EngineStats:
-    """Returns the sums over several engines, with the stats of each."""
+    """Returns the sums over several engines, with each engine's stats in `engines`."""
     total = functools.reduce(_sum, engines)
     return msgspec.structs.replace(total, engines=list(engines))
 
 
 def _sum(one: Any, other: Any) -> Any:
-    """Adds two values of a field: numbers and KvBytes themselves, structs field by field, lists
-    entry by entry.
+    """Adds two values of a field: numbers and KvBytes directly, structs by field, lists by
+    entry.
     """
     if isinstance(one, GroupBlocks):
         added = [a + b for a, b in zip(_values(one)[1:], _values(other)[1:], strict=True)]

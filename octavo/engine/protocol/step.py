@@ -1,8 +1,8 @@
 """Messages between the control plane and the execution plane: StepPlan to the worker, StepResult
 back.
 
-Data classes of ids and numbers, without tensors, request objects or text, all serializable as
-msgpack. Those of KV blocks are in `kv_messages.py`.
+Data classes with ids and numbers, without tensors, request objects or text, all serializable as
+msgpack. The messages about KV blocks are in `kv_messages.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.engine.protocol.kv_messages import BlockMove, ConnectorPlan, Connect
 
 
 class ResultKind(Enum):
-    """Result of a row in a step; values as in recordings."""
+    """Kind of result that a step returns for a row. The values are part of the recording format."""
 
     NONE = ""
     SAMPLE = "draw"
@@ -30,7 +30,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
     digest: bytes
     path: str
     name: str = ""
-    """Name for messages."""
+    """Name for error messages."""
 
 
 class AdapterLoad(msgspec.Struct):
@@ -41,14 +41,14 @@ class AdapterLoad(msgspec.Struct):
 
 
 class AdapterLoaded(msgspec.Struct):
-    """Outcome of an AdapterLoad: rows may use the adapter, or the fault."""
+    """Outcome of an AdapterLoad: rows may now use the adapter, or `fault` says why not."""
 
     digest: bytes
     fault: str | None = None
 
 
 class MediaItem(msgspec.Struct, frozen=True):
-    """An image in a request, and its tokens."""
+    """An image in a request, and the range of its tokens."""
 
     digest: bytes
     """Digest of its pixels and preprocessing."""
@@ -56,9 +56,9 @@ class MediaItem(msgspec.Struct, frozen=True):
     """Index of its first token."""
     num_tokens: int
     grid: tuple[int, int]
-    """Rows and columns of its tokens on the image."""
+    """Number of rows and columns of tokens that represent the image."""
     is_whole: bool = False
-    """Whether its tokens attend to one another and must be computed in one step."""
+    """Whether its tokens attend to each other and must be computed in one step."""
 
     @property
     def end(self) -> int:
@@ -67,7 +67,7 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class MediaPixels(msgspec.Struct, frozen=True):
-    """The pixels of an image, in the model's size."""
+    """Pixels of an image, resized for the model."""
 
     digest: bytes
     height: int
@@ -77,13 +77,15 @@ class MediaPixels(msgspec.Struct, frozen=True):
 
 
 class EncoderInput(msgspec.Struct, frozen=True):
-    """The input of a request's encoder: tokens of a text, or rows of numbers such as a sound's."""
+    """Input of a request's encoder: token ids of a text, or rows of numbers such as audio
+    features.
+    """
 
     digest: bytes
     """Digest of the content."""
     token_ids: list[int] = []
     rows: bytes = b""
-    """Rows `[T, W]` in fp32, little-endian; empty for a text."""
+    """Rows `[T, W]` in fp32, little-endian; empty if the input is a text."""
     num_rows: int = 0
     """Number of `rows`."""
 
@@ -94,13 +96,13 @@ class EncoderInput(msgspec.Struct, frozen=True):
 
 
 class NewRequest(msgspec.Struct):
-    """A row to add to the worker's InputBatch: of a new request, or one that returns after a
+    """A row to add to the worker's InputBatch: of a new request, or of one that resumes after a
     preemption.
     """
 
     request_id: str
     token_ids: list[int]
-    """All known tokens: the prompt, and those generated before a preemption."""
+    """All known tokens: the prompt, and tokens generated before a preemption."""
     num_prompt_tokens: int
     params: RequestParams
     seed: int
@@ -108,15 +110,15 @@ class NewRequest(msgspec.Struct):
     sample_index: int = 0
     """Index among the n samples of the prompt; part of the Philox counter."""
     end_token_ids: list[int] = []
-    """Tokens that end the request (end of sequence unless ignored, stop_token_ids); banned until
-    `params.min_tokens` are generated.
+    """Tokens that end the request (end-of-sequence tokens unless ignored, and stop_token_ids);
+    banned until `params.min_tokens` are generated.
     """
     grammar: GrammarSpec | None = None
     """Grammar of structured output; None without one."""
     mirostat_mu: float | None = None
-    """State of mirostat after `token_ids`; None: the initial one, 2 * mirostat_tau."""
+    """Mirostat's mu after `token_ids`; None: the initial value, 2 * mirostat_tau."""
     second_start: int | None = None
-    """Index of the first token of the second text, for a pair of texts."""
+    """Index of the first token of the second text if the prompt is a pair of texts."""
     adapter_slot: int = -1
     """Slot of its adapter; -1: none."""
     media: list[MediaItem] = []
@@ -128,17 +130,17 @@ class NewRequest(msgspec.Struct):
 
 
 class TableEnd(msgspec.Struct):
-    """New length of a row's block tables after freeing blocks that were allocated for rejected
-    draft tokens or for decode steps that were not computed.
+    """New length of a row's block tables after blocks were freed that had been allocated for
+    rejected draft tokens or for decode steps that were not computed.
     """
 
     request_id: str
     num_blocks: list[int]
-    """Length of the table of each cache group, in blocks."""
+    """Length of each cache group's table, in blocks."""
 
 
 class ScheduledRequest(msgspec.Struct):
-    """A row of a step: `num_tokens` tokens from position `start` on are computed."""
+    """A row of a step: the `num_tokens` tokens from position `start` on are computed."""
 
     request_id: str
     start: int
@@ -152,43 +154,46 @@ class ScheduledRequest(msgspec.Struct):
     program: str = "decoder"
     """Name of the model's Program that computes it."""
     result_kind: ResultKind = msgspec.field(default=ResultKind.NONE, name="wants")
-    """Result of the last of its tokens: a sampled token or a pooled row."""
+    """Kind of result after the last of its tokens: a sampled token, a pooled row, or none."""
     num_prompt_logprobs: int | None = None
     """Number of top alternatives for each prompt position; None without prompt logprobs."""
     search_of: str = ""
-    """Request whose beam search uses the row's logprobs; "" for other rows."""
+    """Id of the request whose beam search uses the row's logprobs; "" for other rows."""
     from_device: bool = False
-    """Whether its one token is sampled by the step before, and only the device knows it."""
+    """Whether its only token is sampled by the previous step, so that only the device knows it
+    yet.
+    """
 
     draft_ids: list[int] = []
     """Draft tokens after the last known token, verified in this step: a token is sampled after the
-    last known token and after each draft token, and kept if all drafts before it were accepted.
+    last known token and after each draft token; it is kept if all draft tokens before it are
+    accepted.
     """
     draft_parents: list[int] = []
-    """Index of each draft token's parent among them, -1: the last known token; []: a chain. For a
-    tree, the paths are those of `draft_tree.DraftTree`.
+    """Index in `draft_ids` of each draft token's parent, -1: the last known token; []: a chain. The
+    paths of a tree are `draft_tree.DraftTree.paths`.
     """
     leaf_blocks: list[list[tuple[int, int, int]]] = []
-    """Table entries in which each path of a draft tree but the first differs from the row's:
-    (group, index in the table, block id).
+    """For each path of the draft tree except the first, the table entries that differ from the
+    row's: (group, index in the table, block id).
     """
 
     propose: int = 0
-    """Maximum number of tokens that a draft model proposes after the step's samples."""
+    """Maximum number of tokens that a draft model proposes after the step's sampled tokens."""
     max_num_tokens: int | None = None
-    """Maximum length of a row with a grammar, prompt included; None without one."""
+    """Maximum length of a row with a grammar, prompt included; None without a grammar."""
     num_encoded: int = 0
-    """Rows of its encoder's input, if this step computes them; otherwise 0."""
+    """Number of encoder input rows that this step computes; 0 if none."""
 
     @property
     def owner(self) -> str:
-        """The request that the row is computed for."""
+        """Id of the request that the row is computed for."""
         return self.search_of or self.request_id
 
 
 class StepPlan(msgspec.Struct):
-    """Plan of one step. The worker shortens tables, moves blocks out, frees rows, adds rows, moves
-    blocks in (from the first "swap_in" on), then computes.
+    """Plan of one step. The worker processes it in this order: shorten tables, move blocks out,
+    free rows, add rows, move blocks in (from the first "swap_in" on), compute.
     """
 
     step: int
@@ -199,30 +204,31 @@ class StepPlan(msgspec.Struct):
     connector: ConnectorPlan | None = None
     num_steps: int = 1
     """Maximum number of decode steps. More than 1 only if each row computes and samples one token;
-    the sampled token is its next one, and `start` advances with each step.
+    each sampled token is the row's next input, and `start` advances with each step.
     """
     table_ends: list[TableEnd] = []
-    """Tables that have become shorter since the last plan."""
+    """Tables that became shorter since the last plan."""
     compiles: list[GrammarSpec] = []
-    """Grammars that the worker begins to compile in the background."""
+    """Grammars that the worker starts to compile in the background."""
     adapters: list[AdapterLoad] = []
-    """Adapters that the worker begins to load in the background."""
+    """Adapters that the worker starts to load in the background."""
     encodes: list[MediaPixels] = []
-    """Images that are encoded before the step's rows are computed."""
+    """Images to encode before the step's rows are computed."""
     dropped_media: list[bytes] = []
-    """Digests of the images whose rows are freed before others are encoded."""
+    """Digests of the images whose rows are freed before images are encoded."""
     joins: bool = False
-    """Whether a plan without rows computes a step all the same, whose experts compute the rows of
-    other engines."""
+    """Whether a plan without rows computes a step anyway, in which its experts compute rows of
+    other engines (a dummy step).
+    """
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the step computes, those of encoders included."""
+        """Number of tokens that the step computes, including encoder tokens."""
         return sum([row.num_tokens + row.num_encoded for row in self.rows])
 
 
 class TokenLogprobs(msgspec.Struct):
-    """Logprobs of one position: the token's own, then the top `k`, with their ranks (1 is the most
+    """Logprobs at one position: first the token itself, then the top `k`; with ranks (1 is the most
     likely).
     """
 
@@ -238,27 +244,29 @@ class RowResult(msgspec.Struct):
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Logprobs of prompt tokens in this chunk; entry i belongs to the prompt token at `start + 1 +
-    i`.
+    """Logprobs of prompt tokens in this chunk; entry i is the logprob of the prompt token at `start
+    + 1 + i`.
     """
     failure: str | None = None
-    """Reason why this row failed (for example NaN logits), with which its request ends; None if it
-    did not.
-    """
+    """Reason why this row failed (for example NaN logits) and its request ends; None on success."""
     num_kept: int = 0
-    """Number of computed tokens from `start` on that are kept: those of rejected drafts are not. 0
-    if the row failed.
+    """Number of computed tokens from `start` on that are kept; rejected draft tokens are not kept.
+    0 if the row failed.
     """
     mirostat_mu: float | None = None
-    """State of mirostat after `token_ids`; None without mirostat."""
+    """Mirostat's mu after `token_ids`; None without mirostat."""
     pooled: bytes | None = None
-    """The pooled row in fp32, little-endian; None if the row pools nothing."""
+    """Pooled row in fp32, little-endian; None if the row is not pooled."""
     draft_ids: list[int] = []
     """Tokens that the worker proposes after `token_ids`."""
     draft_parents: list[int] = []
-    """Index of each of `draft_ids`' parent among them, -1: the last token; []: a chain."""
+    """Index in `draft_ids` of each proposed token's parent, -1: the last sampled token; []: a
+    chain.
+    """
     kept_path: int = 0
-    """Path of the row's draft tree whose blocks are kept; those of the others are freed."""
+    """Index of the draft tree path whose blocks are kept; the blocks of the other paths are
+    freed.
+    """
 
 
 class WeightArrivals(msgspec.Struct, frozen=True):
@@ -266,11 +274,11 @@ class WeightArrivals(msgspec.Struct, frozen=True):
 
     num_bytes: int = 0
     num_found: int = 0
-    """Pieces of weights that had arrived when an op needed them."""
+    """Chunks of weights that had arrived before an op needed them."""
     num_waited: int = 0
-    """Pieces of weights that an op waited for."""
+    """Chunks of weights that an op waited for."""
     wait_s: float = 0.0
-    """Seconds for which ops waited."""
+    """Seconds that ops waited."""
     neurons_found: int = 0
     """Neurons that were in memory when a step used them."""
     neurons_read: int = 0
@@ -286,37 +294,35 @@ class WeightArrivals(msgspec.Struct, frozen=True):
         )
 
     def share_since(self, earlier: WeightArrivals, count: int) -> WeightArrivals:
-        """Divides what was read since `earlier` into equal shares of `count` requests; returns one
-        share.
-        """
-        found = {
+        """Returns the difference to `earlier`, divided by the number of requests `count`."""
+        shares = {
             name: (getattr(self, name) - getattr(earlier, name)) / count
             for name in self.__struct_fields__
         }
         return WeightArrivals(
-            **{name: share if name == "wait_s" else round(share) for name, share in found.items()}
+            **{name: share if name == "wait_s" else round(share) for name, share in shares.items()}
         )
 
 
 class StepResult(msgspec.Struct):
-    """The results of a plan's rows in one step, in the plan's order."""
+    """Results of a plan's rows in one step, in the plan's order."""
 
     step: int
     rows: list[RowResult]
     busy_s: float = 0.0
     """Seconds for which the device was busy, block moves included."""
     moved_s: float = 0.0
-    """Seconds of `busy_s` spent on block moves between device and host."""
+    """Part of `busy_s` spent on block moves between device and host, in seconds."""
     connector: ConnectorReport | None = None
     kv_bytes: int | None = None
     """Bytes of KV memory on the device if it is allocated on demand; otherwise None."""
     compiled: list[bytes] = []
     """Digests of the grammars that were compiled since the last result."""
     adapters: list[AdapterLoaded] = []
-    """Adapters that were loaded since the last result, or could not be."""
+    """Adapters that were loaded or failed to load since the last result."""
     not_encoded: list[bytes] = []
-    """Digests of images of the plan that could not be encoded."""
+    """Digests of the plan's images that could not be encoded."""
     weights: WeightArrivals | None = None
-    """Weights read from a file so far; None if all are in memory."""
+    """Weights read from a file so far; None if all weights are in memory."""
     counters: dict[str, float] | None = None
     """Counters of extensions since the engine's start; None if there are none."""

@@ -1,9 +1,9 @@
 """Measured step costs: seconds by the number of tokens computed, a cost for each key read, and the
 rate at which blocks are swapped.
 
-Steps that verify draft tokens are measured separately, since they sample after each token. The core
-owns the meter, since it has the clock, and passes the costs to the scheduler with each call, so
-that a recording that contains them replays exactly.
+Steps that verify draft tokens are measured separately, since they sample after each token. The
+core, which has the clock, owns the meter and passes the costs to the scheduler with each call. A
+recording contains these costs, so that it replays exactly.
 """
 
 from __future__ import annotations
@@ -18,73 +18,72 @@ from octavo.engine.protocol.step import ResultKind, StepPlan, StepResult
 
 KIND, NUM_TOKENS = attrgetter("kind"), attrgetter("num_tokens")
 MAX_SINGLE_TOKENS = 16
-"""Highest number of tokens with a point of its own; beyond, one point serves up to the next power
-of two.
+"""Up to this number of tokens, each number has a separate point; above it, one point covers a range
+up to the next power of two.
 """
 
 WEIGHT = 0.2
-"""Weight of the newest step in the running mean of a point."""
+"""Weight of the newest step in a point's running mean."""
 
 MOST_SLOWER = 2.0
-"""Upper bound on the seconds that one step counts for, as a multiple of its point's mean: a step
-that the machine delayed by a second would make all other sizes look cheap. A machine that stays
-slower is followed within a few steps.
+"""Upper bound on a measured step, as a multiple of its point's mean: a single delay of a second
+would make all other sizes look cheap. A machine that stays slower is followed within a few steps.
 """
 
 KEY_WEIGHT = 1 / 64
-"""Weight of the newest step in the fit of the cost per key. It is small, since a request's context
-grows by one key per step: over a few steps the noise is far larger than the cost of these keys.
+"""Weight of the newest step in the fit of the cost per key. It is small because a request's context
+grows by one key per step: over a few steps, the noise is far larger than the cost of these keys.
 """
 
 
 class CostPoint(msgspec.Struct, frozen=True, array_like=True):
-    """Running means over the steps of about the same number of tokens."""
+    """Running means over steps with about the same number of tokens."""
 
     num_tokens: float
     num_keys: float
     seconds: float
-    """Wall clock of one step, in seconds; Python's share and keys are included, swapped blocks are
-    not.
+    """Wall clock time of one step in seconds, including Python overhead and reading keys, but not
+    swapping blocks.
     """
 
 
 class StepCosts(msgspec.Struct, frozen=True):
-    """Estimates of the time of any step; an upper bound if nothing close to it was measured."""
+    """Estimates the time of any step; overestimates if nothing similar was measured."""
 
     points: tuple[CostPoint, ...] = ()
-    """Ascending by `num_tokens`."""
+    """Points in ascending order of `num_tokens`."""
     key_s: float = 0.0
-    """Seconds for each key that a row of the step reads."""
+    """Seconds per key that the step's rows read."""
     swap_blocks_per_s: float | None = None
-    """Blocks of any group moved per second, in either direction; None until some were."""
+    """Blocks of any group moved per second, in either direction; None before the first
+    measurement.
+    """
     verifying: tuple[CostPoint, ...] = ()
-    """Points of steps that verify guesses and compute nothing else, ascending by `num_tokens`."""
+    """Points of steps that only verify draft tokens, in ascending order of `num_tokens`."""
 
     def step_s(self, num_tokens: int, num_keys: int) -> float | None:
-        """Returns the seconds of one step of `num_tokens` tokens whose rows read `num_keys` keys
-        together; None until a step was measured.
+        """Returns the seconds of one step of `num_tokens` tokens whose rows read `num_keys` keys in
+        total. Returns None before any step was measured.
         """
         if not self.points:
             return None
         return self._tokens_s(self.points, num_tokens) + self.key_s * num_keys
 
     def verify_s(self, num_tokens: int, num_keys: int) -> float | None:
-        """Returns the seconds of one step of `num_tokens` tokens that verifies draft tokens; None
-        until a step of similar size was measured.
+        """Returns the seconds of one step of `num_tokens` tokens that verifies draft tokens.
+        Returns None before a verifying step of similar size was measured.
         """
         if not _has_size(self.verifying, num_tokens):
             return None
         return self._tokens_s(self.verifying, num_tokens) + self.key_s * num_keys
 
     def is_measured(self, num_tokens: int) -> bool:
-        """Returns whether steps of a similar number of tokens, without verification, were
-        measured.
-        """
+        """Returns whether non-verifying steps with a similar number of tokens were measured."""
         return _has_size(self.points, num_tokens)
 
     def prefill_s(self, num_tokens: int, max_chunk: int) -> float | None:
-        """Returns the seconds of computing a prompt of `num_tokens` alone, in chunks of at most
-        `max_chunk`; None until a step was measured.
+        """Returns the seconds for computing a prompt of `num_tokens` alone, in chunks of at most
+        `max_chunk`. Returns None before any step was measured.
         """
         seconds = 0.0
         for start in range(0, num_tokens, max_chunk):
@@ -96,8 +95,9 @@ class StepCosts(msgspec.Struct, frozen=True):
         return seconds
 
     def _tokens_s(self, points: tuple[CostPoint, ...], num_tokens: int) -> float:
-        """Returns the seconds of a step without its keys: interpolated between two points, those of
-        the first point below it, and in proportion to the tokens beyond the last.
+        """Returns the seconds of a step without reading keys. Interpolates between two points;
+        returns the first point's time for smaller steps, and scales the last point's time for
+        larger ones.
         """
         index = bisect_left(points, num_tokens, key=NUM_TOKENS)
         if index == len(points):
@@ -109,8 +109,8 @@ class StepCosts(msgspec.Struct, frozen=True):
             return high_s
         low = points[index - 1]
         low_s = self._without_keys_s(low)
-        share = (num_tokens - low.num_tokens) / (high.num_tokens - low.num_tokens)
-        return low_s + (high_s - low_s) * share
+        fraction = (num_tokens - low.num_tokens) / (high.num_tokens - low.num_tokens)
+        return low_s + (high_s - low_s) * fraction
 
     def _without_keys_s(self, point: CostPoint) -> float:
         return max(0.0, point.seconds - self.key_s * point.num_keys)
@@ -127,7 +127,7 @@ class StepKind(NamedTuple):
 
 
 class KeyMeans(NamedTuple):
-    """Running means over the steps of one kind, for the cost per key."""
+    """Running means over the steps of one kind, for fitting the cost per key."""
 
     num_keys: float
     seconds: float
@@ -139,7 +139,7 @@ class StepCostMeter:
 
     def __init__(self, known: StepCosts = UNMEASURED) -> None:
         self._costs: StepCosts | None = known
-        """None after a step until `costs` is read."""
+        """None if a step was observed after `costs` was last read."""
         self._swap_blocks_per_s = known.swap_blocks_per_s
         self._points = {
             StepKind(_bucket(round(point.num_tokens)), verifies): point
@@ -152,7 +152,9 @@ class StepCostMeter:
         self._num_fitted = 0
 
     def observe(self, plan: StepPlan, result: StepResult, elapsed_s: float) -> None:
-        """Measures a step that took `elapsed_s` of wall clock time, Python's share included."""
+        """Adds a step that took `elapsed_s` seconds of wall clock time, including Python
+        overhead.
+        """
         self._costs = None
         if result.moved_s > 0 and set(map(KIND, plan.moves)) - {"copy"}:
             old, new = self._swap_blocks_per_s, len(plan.moves) / result.moved_s
@@ -162,21 +164,21 @@ class StepCostMeter:
         samples_each_token, proposes = True, False
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             if row_result.failure is not None:
-                return  # the step may have been computed again, row by row
+                return  # the step may have been recomputed row by row
             num_tokens += row.num_tokens + row.num_encoded
             num_keys += row.start + row.num_tokens
             num_drafts += len(row.draft_ids)
             proposes |= row.propose > 0
             if row.result_kind != ResultKind.SAMPLE or row.num_tokens != len(row.draft_ids) + 1:
                 samples_each_token = False
-        # A step that only proposes drafts takes longer than others of as many tokens.
+        # A step that only requests drafts takes longer than others with the same number of tokens.
         if plan.rows and step_s > 0 and not (proposes and not num_drafts):
             kind = StepKind(_bucket(num_tokens), num_drafts > 0 and samples_each_token)
             self._observe_step(kind, CostPoint(num_tokens, num_keys, step_s))
 
     def repeat(self, plan: StepPlan, num_steps: int, elapsed_s: float) -> None:
-        """Measures the decode steps of a plan after its first, which took `elapsed_s` together.
-        They weigh as much as they would one by one.
+        """Adds the decode steps of a plan after its first, which took `elapsed_s` in total. They
+        have the same weight as if they were added one by one.
         """
         if num_steps == 0 or elapsed_s <= 0:
             return
@@ -190,7 +192,7 @@ class StepCostMeter:
 
     @property
     def costs(self) -> StepCosts:
-        """Costs of steps as measured so far."""
+        """Step costs as measured so far."""
         if self._costs is None:
             points: tuple[list[CostPoint], list[CostPoint]] = ([], [])
             for kind in sorted(self._points):
@@ -204,7 +206,7 @@ class StepCostMeter:
         """Adds the mean of `num_steps` steps to their point."""
         old = self._points.get(kind) or new
         seconds = min(new.seconds, MOST_SLOWER * old.seconds)
-        # Beyond, steps of one bucket differ in their tokens too, which would be taken for keys.
+        # Larger steps of a bucket also differ in their tokens, which would distort the key cost.
         if new.num_tokens <= MAX_SINGLE_TOKENS:
             self._fit_key_cost(kind, new.num_keys, seconds)
         weight = 1 - (1 - WEIGHT) ** num_steps
@@ -235,8 +237,8 @@ class StepCostMeter:
 
 
 def _bucket(num_tokens: int) -> int:
-    """Returns the point that a step of `num_tokens` belongs to: the number itself, or the next
-    power of two.
+    """Returns the bucket of a step of `num_tokens` tokens: the number itself, or the next power of
+    two.
     """
     return num_tokens if num_tokens <= MAX_SINGLE_TOKENS else 1 << (num_tokens - 1).bit_length()
 

@@ -11,25 +11,25 @@ from typing import NamedTuple
 import msgspec
 
 MAX_BLOCKS = 4096
-"""Most blocks of one cache group that a map shows, those of the lowest ids."""
+"""Maximum number of blocks of one cache group in a view, by lowest id."""
 MAX_REQUESTS = 512
 MAX_STEPS = 256
-"""Most steps between two views; earlier ones are left out."""
+"""Maximum number of steps between two views; earlier ones are omitted."""
 
 FREE, CACHED, HELD, SHARED, SWAPPED = range(5)
-"""States of a block: empty; free, but found again by its name; held by one row; held by several;
+"""States of a block: empty; free, but in the prefix cache; held by one row; held by several rows;
 in host memory.
 """
 
 
 class BlockRun(NamedTuple):
-    """Consecutive blocks of the same state, of the same request."""
+    """Consecutive blocks with the same state that belong to the same request."""
 
     first: int
     num_blocks: int
     state: int
     request_id: str
-    """The core's id of a request that holds them; "" where none does."""
+    """Core id of a request that holds the blocks; "" if none does."""
 
 
 class BlockCounts(msgspec.Struct):
@@ -38,7 +38,7 @@ class BlockCounts(msgspec.Struct):
     free: int
     cached: int
     held: int
-    """Blocks that one row holds."""
+    """Blocks held by one row."""
     shared: int
     swapped: int
 
@@ -47,15 +47,15 @@ class BlockMap(msgspec.Struct):
     """The blocks of one cache group, by id."""
 
     window: int | None
-    """Window in tokens; None if every token sees all before it."""
+    """Window in tokens; None if every token attends to all earlier ones."""
     num_blocks: int
     counts: BlockCounts
     num_shown: int
-    """Number of blocks that `runs` cover, from id 0 on."""
+    """Number of blocks that `runs` cover, starting at id 0."""
     runs: list[BlockRun]
     num_host_blocks: int
     host_runs: list[BlockRun]
-    """Host memory's blocks in use, among the first MAX_BLOCKS."""
+    """Host blocks in use, among the first MAX_BLOCKS."""
 
 
 class StepMark(NamedTuple):
@@ -63,7 +63,7 @@ class StepMark(NamedTuple):
 
     step: int
     ms: float
-    """Wall clock, in milliseconds."""
+    """Wall clock time in milliseconds."""
     num_prefill_tokens: int
     num_decode_tokens: int
     num_rows: int
@@ -76,36 +76,38 @@ class RequestView(msgspec.Struct):
     state: str
     """One of "waiting", "running" and "swapped"."""
     waits_for: str
-    """Reason why it does not run; "" while it does."""
+    """Reason why the request does not run; "" while it runs."""
     waited_s: float
-    """Seconds since it arrived, or was preempted, while it does not run; else those before its
-    start.
+    """Seconds since arrival or preemption while the request does not run; otherwise the seconds
+    before its start.
     """
     waits: dict[str, float]
-    """Seconds in the queue by what it waited for; {} in a view with blocks."""
+    """Seconds in the queue by reason for waiting; {} in a view with blocks."""
     num_prompt_tokens: int
     num_output_tokens: int
     num_computed_tokens: int
     num_cached_tokens: int
     num_preemptions: int
     num_blocks: int
-    """Blocks that it holds on the device, of all groups; shared ones count."""
+    """Number of blocks that it holds on the device, over all groups, including shared ones."""
     priority: int
 
 
 class EngineView(msgspec.Struct):
-    """An engine between two steps."""
+    """State of an engine between two steps."""
 
     now: float
-    """Moment on the machine's monotonic clock, in seconds."""
+    """Time of the view on the machine's monotonic clock, in seconds."""
     block_size: int
     """Number of tokens in a block."""
     num_requests: int
     requests: list[RequestView]
-    """Running ones first, then swapped ones, then waiting ones in the order of their start."""
+    """Running requests first, then swapped ones, then waiting ones in the order in which they will
+    start.
+    """
     waits_for: str = ""
     """Reason why the first waiting request does not start."""
     blocks: list[BlockMap] = []
-    """A map for each cache group; empty if it was not asked for."""
+    """A map for each cache group; empty if not requested."""
     steps: list[StepMark] = []
     """Steps since the last view."""

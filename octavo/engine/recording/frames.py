@@ -1,7 +1,7 @@
 """Converts a recording to events of the live feed, one for each step.
 
-Replays the steps (`replay.py`); if this version plans a step differently, the iterator ends there
-with an error.
+Replays the steps (`replay.py`); if this version of Octavo schedules a step differently, the
+iterator ends there with an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RecordedFrames:
         self._num_in_chunk = num_in_chunk
         self._feed = EngineFeed(lambda period_s: None, lambda name: (name, 0))
         self._planned: list[StepPlanned] = []
-        """Plans without a result, the oldest first."""
+        """Plans without a result, oldest first."""
         self._plan: StepPlan | None = None
         """The plan of the last result."""
         self._step = 0
@@ -57,9 +57,7 @@ class RecordedFrames:
                 yield self._frame(event)
 
     def _frame(self, computed: StepComputed) -> FeedEvent:
-        """Returns the event after a step; the step's end is the time at which the device finished
-        it.
-        """
+        """Returns the event after a step; the step ends when the device has finished it."""
         busy_s = computed.result.busy_s
         if self._planned and self._planned[0].plan.step == computed.result.step:
             planned = self._planned.pop(0)

@@ -1,8 +1,8 @@
 """Records an engine: every request with its seed, every plan and every result, so that the steps
 can be replayed.
 
-One JSON object per line. A plan is written before its step is computed, so the recording of a
-crashed engine ends with the plan that crashed it. `replay.py` replays recordings.
+The file has one JSON object per line. A plan is written before its step is computed, so the
+recording of a crashed engine ends with the plan that crashed it. `replay.py` replays recordings.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from octavo.engine.protocol.step import RowResult, StepPlan, StepResult, TokenLo
 from octavo.engine.protocol.step_costs import StepCosts
 
 FORMAT = 5
-"""Version of the recording's lines; another one is refused."""
+"""Version of the recording format; recordings of other versions are rejected."""
 
 NO_LOGPROBS = TokenLogprobs([], [], [])
-"""Entry that stands for prompt logprobs, of which only the number is recorded."""
+"""Placeholder for prompt logprobs, of which only the number is recorded."""
 
 logger = logging.getLogger(__name__)
 
 
 class RecordingHeader(msgspec.Struct, tag=True):
-    """First line: the arguments of the scheduler, and all options by their flat names."""
+    """First line: the arguments of the scheduler, and all options by name."""
 
     format: int
     version: str
@@ -45,12 +45,12 @@ class RecordingHeader(msgspec.Struct, tag=True):
     block_size: int
     max_model_len: int
     kv_bytes: int
-    """Size of the KV cache; an engine with as many bytes has the same groups of blocks."""
+    """Size of the KV cache in bytes, from which the number of blocks is derived."""
     tiers: Tiers | None = None
     can_resample: bool = msgspec.field(default=True, name="redraws")
     """Whether the backend could resample rows."""
     original: OriginalContext = ONE_CONTEXT
-    """Context of the model before its longer angles."""
+    """Original context of a LongRoPE model."""
 
 
 class RequestAdded(msgspec.Struct, tag=True):
@@ -85,19 +85,19 @@ class PrefixCacheReset(msgspec.Struct, tag=True):
 
 
 class PrefixPinned(msgspec.Struct, tag=True):
-    """A prefix was to be pinned; the request may have been rejected."""
+    """A prefix was to be pinned; the core may have rejected it."""
 
     pin: Pin
 
 
 class StepPlanned(msgspec.Struct, tag=True):
-    """A plan, with the arguments of `Scheduler.schedule`."""
+    """A plan, and the arguments of `Scheduler.schedule`."""
 
     now: float
     costs: StepCosts
     plan: StepPlan
     waits_for: str
-    """Reason why the first waiting request does not start; "" where none waits."""
+    """Reason why the first waiting request does not start; "" if none waits."""
 
 
 class StepComputed(msgspec.Struct, tag=True):
@@ -105,7 +105,7 @@ class StepComputed(msgspec.Struct, tag=True):
 
     result: StepResult
     failed: bool = False
-    """Whether the step failed as a whole, possibly after partial execution."""
+    """Whether the complete step failed, possibly after partial execution."""
 
 
 Event = (
@@ -122,28 +122,28 @@ Event = (
 
 
 class Recorder:
-    """Writes events to a file, which it overwrites."""
+    """Writes events to a file; overwrites an existing file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._encoder = msgspec.json.Encoder()
         self._plans: dict[int, StepPlan] = {}
-        """Plans without a result, by their step."""
+        """Plans without a result, by step number."""
         self._computed: StepPlan | None = None
-        """The plan of the last result."""
+        """Plan of the last result."""
         try:
             self._file = path.open("wb")
         except OSError as error:
             raise ConfigError(f"record: cannot write {path}: {error.strerror}") from error
 
     def write(self, event: Event) -> None:
-        """Writes one event. If the disk is full, the recording ends but the engine continues."""
+        """Writes one event. If the disk is full, recording stops but the engine continues."""
         if self._file.closed:
             return
         if isinstance(event, StepPlanned):
             self._plans[event.plan.step] = event.plan
         elif isinstance(event, StepComputed):
-            # Further decode steps of a plan follow its first one's result.
+            # The results of a plan's further decode steps follow the first one's.
             plan = self._plans.pop(event.result.step, None) or self._computed
             assert plan is not None, "a result follows its plan"
             self._computed = plan
@@ -166,7 +166,7 @@ class Recorder:
 
 
 def check_writable(path: Path) -> None:
-    """Raises ConfigError if a Recorder cannot be created; does not change an existing file."""
+    """Raises ConfigError if a Recorder cannot be created; leaves an existing file unchanged."""
     try:
         path.open("ab").close()
     except OSError as error:
@@ -174,8 +174,8 @@ def check_writable(path: Path) -> None:
 
 
 def lean_rows(plan: StepPlan, rows: Sequence[RowResult]) -> list[RowResult]:
-    """Returns the parts of results that the scheduler reads: tokens, failures, numbers of prompt
-    logprobs, the logprobs of beam searches, and mirostat's bounds.
+    """Returns the parts of results that the scheduler reads: tokens, failures, the number of prompt
+    logprobs, the logprobs of beam searches, and mirostat's mu.
     """
     return [
         _lean_row(row, searched=bool(scheduled.search_of))

@@ -1,7 +1,8 @@
-"""Replays a recording: makes the recorded calls to a new Scheduler and compares its decisions.
+"""Replays a recording: repeats the recorded calls on a new Scheduler and compares its decisions.
 
-Time, costs and results are the recorded ones, so the plans must be equal on any hardware. With an
-executor the plans are executed as well, and their results compared. Knows no file and no model.
+Times, costs and results are the recorded ones, so the plans must be equal on any hardware. With an
+executor, the plans are also executed and their results compared. Works on events; `recorder.py`
+reads the file.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from octavo.engine.scheduler.build import build_scheduler
 from octavo.engine.scheduler.scheduler import Scheduler
 
 MAX_STEPS_AHEAD = 1
-"""Most steps in flight when a plan is made, of an engine with one lane."""
+"""Maximum number of steps in flight when a plan is scheduled, without micro-batches."""
 
 
 @dataclass(slots=True)
@@ -48,13 +49,15 @@ class Replayed:
     num_steps: int = 0
     num_tokens: int = 0
     unfinished_step: int | None = None
-    """Step without a result in the recording: the engine ended in it."""
+    """Step whose result is missing in the recording, because the engine ended during it; else
+    None.
+    """
     differences: list[str] = field(default_factory=list)
 
 
 class Replay:
     """Replays a recording. `executor`: executes the plans; None: only the scheduler runs.
-    `stop_texts`: as in the recorded engine.
+    `stop_texts`: same as in the recorded engine.
     """
 
     def __init__(
@@ -65,21 +68,21 @@ class Replay:
     ) -> None:
         self.found = Replayed()
         self.scheduler = make_scheduler(header, stop_texts)
-        """The new scheduler, which stands where the last event has brought it."""
+        """The new scheduler, in its state after the last event."""
         num_micro_batches = get_config(header).backend.pipeline_parallel_size
         self._max_steps_ahead = max(MAX_STEPS_AHEAD, num_micro_batches - 1)
         self._executor = executor
         self._in_flight: deque[StepPlanned] = deque()
-        """Recorded plans whose results have not come yet."""
+        """Recorded plans whose results have not been read yet."""
         self._computed: StepPlan | None = None
-        """The plan of the last result, until another event follows."""
+        """Plan of the last result, until another event follows."""
         self._results: Iterator[StepResult] = iter(())
-        """What the executor yields for its further decode steps."""
+        """Yields the results of the plan's further decode steps."""
         self._other_plan = False
 
     def run(self, events: Iterable[Event], *, max_differences: int = 1) -> Replayed:
-        """Replays the steps. Ends early after `max_differences`, and at the first plan that
-        differs, since all later ones would differ too.
+        """Replays the steps. Ends early after `max_differences`, or at the first plan that differs,
+        since all later plans would differ too.
         """
         for event in events:
             self.apply(event)
@@ -91,7 +94,7 @@ class Replay:
         return self.found
 
     def apply(self, event: Event) -> None:
-        """Makes an event's call to the scheduler; adds differences to `found`."""
+        """Makes the scheduler call that an event records; adds differences to `found`."""
         if not self._is_repeat(event):
             self._end_decode()
         if isinstance(event, RequestAdded):
@@ -133,17 +136,17 @@ class Replay:
         )
 
     def _end_decode(self) -> None:
-        """Ends a multi-step plan after the same step as the recorded engine."""
+        """Ends a multi-step plan after the same step as in the recording."""
         self.scheduler.end_decode()
         self._results = iter(())
         self._computed = None
 
     def _execute(self, plan: StepPlan) -> StepResult | str | None:
-        """Returns the executor's result of a plan's first step, or its error; None without an
-        executor.
+        """Returns the executor's result of a plan's first step, or its error message. Returns None
+        without an executor.
 
-        Plans are executed in order, whether the engine ran ahead or not, so a token that a row
-        takes from the device has been sampled by the step before.
+        Plans are executed in order even if the recorded engine ran ahead, so a token that a row
+        takes from the device has already been sampled.
         """
         if self._executor is None:
             return None
@@ -157,7 +160,9 @@ class Replay:
             return f"{type(error).__name__}: {error}"
 
     def _execute_next(self) -> StepResult | str | None:
-        """Returns the executor's result of the next decode step of the last plan."""
+        """Returns the executor's result of the next decode step of the last plan, or its error
+        message. Returns None without an executor.
+        """
         if self._executor is None:
             return None
         try:
@@ -167,15 +172,15 @@ class Replay:
 
     def _update(self, then: StepComputed) -> None:
         if self._computed is not None:
-            plan, made = self._computed, self._execute_next()
+            plan, result = self._computed, self._execute_next()
             if self.scheduler.in_flight.decoding is None:
                 raise _damaged(f"step {plan.step} has more results than steps")
         elif self._in_flight:
             plan = self._in_flight.popleft().plan
-            if plan.num_steps > 1:  # its rows' `start` advances with each step
+            if plan.num_steps > 1:  # `start` of each row advances with each step
                 rows = [msgspec.structs.replace(row) for row in plan.rows]
                 plan = msgspec.structs.replace(plan, rows=rows)
-            made = self._execute(plan)
+            result = self._execute(plan)
         else:
             raise _damaged(f"step {then.result.step} has a result and no plan")
         if [row.request_id for row in plan.rows] != [row.request_id for row in then.result.rows]:
@@ -183,10 +188,10 @@ class Replay:
         self._computed = plan
         if then.failed:
             self.scheduler.plan_failed(plan)
-        elif isinstance(made, str):
-            self.found.differences.append(f"step {plan.step}: it failed now: {made}")
-        elif made is not None:
-            self._compare(plan, then.result.rows, made.rows)
+        elif isinstance(result, str):
+            self.found.differences.append(f"step {plan.step}: it failed now: {result}")
+        elif result is not None:
+            self._compare(plan, then.result.rows, result.rows)
         self.scheduler.update(plan, then.result)
         self.found.num_steps += 1
         self.found.num_tokens += sum(len(row.token_ids) for row in then.result.rows)
@@ -228,7 +233,7 @@ def _damaged(what: str) -> ConfigError:
 
 
 def _fields(then: msgspec.Struct, now: msgspec.Struct) -> str:
-    """Returns the fields that differ, with both values."""
+    """Returns a message with the fields that differ, and both values."""
     pairs = [(name, getattr(then, name), getattr(now, name)) for name in then.__struct_fields__]
     return "; ".join(
         f"{name} was {_short(old)}, now it is {_short(new)}"

@@ -1,9 +1,9 @@
 """Beam search: expands the best beams until no live beam can beat the finished ones.
 
 Owns the beams of one request, their tokens and the finished sequences. Works on logprobs as
-numbers, without blocks or arrays; its results name the parent of each new beam (`Branch`). Scores,
-order and termination are those of `generate(num_beams=...)` of Hugging Face transformers, with
-equal results; the length penalty is a power of the length, the simplest form of Wu et al. 2016.
+numbers, without blocks or arrays; its results specify the parent of each new beam (`Branch`).
+Scores, order and termination equal those of `generate(num_beams=...)` of Hugging Face transformers;
+scores are normalized by length ** length_penalty, the simplest form of Wu et al. 2016.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Continuation:
     token_id: int
     cumulative_logprob: float
     place: int
-    """Index of the token among the alternatives that the row has yielded."""
+    """Index of the token among the row's top alternatives."""
 
 
 class Width(NamedTuple):
-    """Number of `beams`, and number of continuations that are considered so that as many beams
-    remain if some finish.
+    """Number of `beams`, and number of continuations to consider so that enough remain if some
+    finish.
     """
 
     beams: int
@@ -60,10 +60,10 @@ class Width(NamedTuple):
 
 
 class BeamSearch:
-    """Search of one request, and consumer of its rows' results.
+    """Beam search of one request; consumes the results of its rows.
 
-    After a preemption the search restarts from its trunk, the tokens that all beams have in common:
-    the trunk is computed first, then the beams branch off again.
+    After a preemption, the search restarts from its trunk, the common prefix of all beams: the
+    trunk is computed first, then the beams branch off again.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class BeamSearch:
         self._found: list[BeamOutput] = []
         self._num_names = 0
         self.row_params = self._row_params()
-        """Parameters of each row on the worker: its best logprobs matter, the drawn token does
-        not.
+        """Parameters of each row on the worker: only its top logprobs matter, not the sampled
+        token.
         """
 
     result_kind: ResultKind = ResultKind.SAMPLE
@@ -117,14 +117,16 @@ class BeamSearch:
         raise AssertionError("the frontend does not change the length of a beam search")
 
     def num_multi_step_tokens(self, num_tokens: int) -> int:
-        """Returns 1: the beams are chosen again after each step."""
+        """Returns 1: the beams are selected after each step."""
         return 1
 
     def _row_params(self) -> SamplingParams:
         num_banned = len(self._end_token_ids) if self._params.min_tokens else 0
-        wanted = max(self._width.num_candidates + num_banned, self._params.logprobs or 0)
+        num_logprobs = max(self._width.num_candidates + num_banned, self._params.logprobs or 0)
         return SamplingParams(
-            temperature=0, max_tokens=None, logprobs=-1 if self._params.logprobs == -1 else wanted
+            temperature=0,
+            max_tokens=None,
+            logprobs=-1 if self._params.logprobs == -1 else num_logprobs,
         )
 
     # -- a step of the search ----------------------------------------------------------------------
@@ -132,8 +134,8 @@ class BeamSearch:
     def process_result(
         self, request: SequenceState, row: SequenceState, result: RowResult
     ) -> RequestProgress | None:
-        """Processes one row's result. After the last row the next beams branch off, or the search
-        ends.
+        """Processes one row's result. After the last row, the next beams branch off or the search
+        ends. Returns None until all rows have results.
         """
         rows: Sequence[SequenceState] = self.beams or (request,)
         self._yields[row.request_id] = result
@@ -147,7 +149,7 @@ class BeamSearch:
         return progress
 
     def _advance(self, rows: Sequence[SequenceState]) -> list[Branch]:
-        """Returns the beams of the next step; none if the search has finished."""
+        """Returns the beams of the next step; [] if the search has finished."""
         yields, self._yields = self._yields, {}
         if self._folded:
             return self._unfold(rows[0])
@@ -178,7 +180,7 @@ class BeamSearch:
     def _candidates(
         self, rows: Sequence[SequenceState], yields: dict[str, RowResult]
     ) -> list[Continuation]:
-        """Returns the best continuations of all rows, the best first."""
+        """Returns the best continuations of all rows, best first."""
         every = [
             Continuation(row, token_id, _cumulative(row) + logprob, place)
             for row in rows
@@ -189,8 +191,8 @@ class BeamSearch:
         )
 
     def _allowed(self, row: SequenceState, result: RowResult) -> list[tuple[int, int, float]]:
-        """Returns the continuations of one row: indices, tokens and logprobs. Before min_tokens,
-        end tokens are excluded unless a grammar allows nothing else.
+        """Returns the allowed continuations of one row: (index, token, logprob). Before min_tokens,
+        end tokens are excluded unless a grammar allows no other token.
         """
         num_output_tokens = row.num_tokens - self._num_prompt_tokens
         every = [
@@ -248,7 +250,7 @@ class BeamSearch:
         self, running: Sequence[Continuation], yields: dict[str, RowResult]
     ) -> list[tuple[Beam, str]]:
         """Returns the next beams, each with the id of its parent. The first child of a beam
-        replaces it and keeps its worker row if that row sampled the same token.
+        replaces it, and keeps its worker row if that row sampled the same token.
         """
         heirs: set[str] = set()
         children = []
@@ -276,8 +278,8 @@ class BeamSearch:
         return f"{self._request_id}/{self._num_names}"
 
     def restart(self, trunk: list[int]) -> list[int]:
-        """Reduces the beams to their common tokens, which are returned and computed first; `trunk`
-        if there are no beams.
+        """Reduces the beams to their common prefix, which is returned and computed first. Returns
+        `trunk` if there are no beams.
         """
         self._yields.clear()
         if not self.beams:
@@ -305,7 +307,7 @@ def _cumulative(row: SequenceState) -> float:
 
 
 def _entry(result: RowResult) -> TokenLogprobs:
-    """Returns the row's logprobs: the sampled token first, then the best ones."""
+    """Returns the row's logprobs: the sampled token first, then the top alternatives."""
     assert result.logprobs is not None
     return result.logprobs[0]
 
@@ -315,16 +317,16 @@ def _alternatives(result: RowResult) -> list[tuple[int, float]]:
     return list(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True))
 
 
-def _chosen(result: RowResult, place: int, num_logprobs: int) -> TokenLogprobs:
-    """Returns logprobs as if the candidate at `place` had been sampled, with the requested number
-    of alternatives.
+def _chosen(result: RowResult, index: int, num_logprobs: int) -> TokenLogprobs:
+    """Returns logprobs as if the candidate at `index` had been sampled, with `num_logprobs`
+    alternatives (-1: all).
     """
-    entry, wanted = (
+    entry, alternatives = (
         _entry(result),
         range(1, len(_entry(result).token_ids) if num_logprobs == -1 else 1 + num_logprobs),
     )
-    # A grammar may leave fewer tokens than are wanted.
-    order = [place + 1, *(i for i in wanted if entry.logprobs[i] > -math.inf)]
+    # A grammar may allow fewer tokens than requested.
+    order = [index + 1, *(i for i in alternatives if entry.logprobs[i] > -math.inf)]
     return TokenLogprobs(
         [entry.token_ids[i] for i in order],
         [entry.logprobs[i] for i in order],

@@ -1,9 +1,9 @@
-"""A request's sequences and how their tokens are generated.
+"""The sequences of a request and how their tokens are generated.
 
 `SequenceState` counts the tokens of one sequence. A `ResultConsumer` gets the results of a
-request's rows and decides by which tokens the request ends: `PlainGeneration` here, `BeamSearch`
-and `Pooling` in files of their own. Knows neither blocks nor steps; stop strings of other requests
-than beam searches are the frontend's.
+request's rows and decides when the request ends: `PlainGeneration` here, `BeamSearch` in
+`beam_search.py`, and `Pooling` in `request.py`. The frontend checks stop strings, except those of
+beam searches.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Finish(NamedTuple):
 
     reason: FinishReason
     stop_reason: int | str | None = None
-    """The stop token or, for a beam, the stop string."""
+    """Stop token that ended the request or, for a beam, the stop string."""
     error: str | None = None
 
 
 class SequenceState:
-    """Tokens of a sequence and how many of them are computed.
+    """Tokens of a sequence, and how many of them are computed.
 
-    `num_computed_tokens` catches up with `num_tokens`; it counts tokens whose results have arrived,
-    and `num_planned_tokens` also those in flight.
+    `num_computed_tokens` catches up with `num_tokens`. It counts tokens whose results have arrived;
+    `num_planned_tokens` also counts tokens in flight.
     """
 
     __slots__ = (
@@ -54,12 +54,12 @@ class SequenceState:
         self.token_ids = token_ids
         self.num_computed_tokens = num_computed_tokens
         self.num_tokens_in_flight = 0
-        """Tokens in plans whose results are outstanding."""
+        """Number of tokens in plans whose results are outstanding."""
         self.mirostat_mu: float | None = None
-        """Bound of mirostat after the last token; None before the first one, or without it."""
+        """Mirostat's mu after the last token; None before the first token, or without mirostat."""
         self.is_on_worker = False
         """Whether the worker has a row for this sequence; otherwise the next step that computes it
-        adds one.
+        adds a row.
         """
 
     @property
@@ -68,32 +68,32 @@ class SequenceState:
 
     @property
     def num_planned_tokens(self) -> int:
-        """Number of computed tokens after all in-flight steps."""
+        """Number of tokens that are computed after all in-flight steps."""
         return self.num_computed_tokens + self.num_tokens_in_flight
 
 
 class Branch(NamedTuple):
-    """A row that continues the tokens of another, whose blocks it shares unless it is that row."""
+    """A row that continues another row's tokens and shares its blocks (or is that row itself)."""
 
     row: SequenceState
     parent_id: str
 
 
 class RequestProgress(msgspec.Struct):
-    """New tokens, branches or the end of a request, once all of its rows have results."""
+    """Progress of a request after all of its rows have results: new tokens, branches or the end."""
 
     num_tokens: int
-    """Number of new tokens, as the counters and a fair policy count them."""
+    """Number of new tokens for the counters and the fair policy."""
     token_ids: list[int] = []
-    """New tokens of the output."""
+    """New output tokens."""
     logprobs: list[TokenLogprobs] | None = None
-    """One entry for each of `token_ids` if logprobs are wanted."""
+    """One entry for each of `token_ids` if logprobs are requested; otherwise None."""
     is_first: bool = False
     """Whether it is the request's first output."""
     replaced_rows: Sequence[SequenceState] = ()
-    """Rows that `branches` replace; empty if they stay."""
+    """Rows that `branches` replace; empty if they remain."""
     branches: Sequence[Branch] = ()
-    """Rows that branch off the replaced ones."""
+    """Rows that branch off from the replaced ones."""
     finish: Finish | None = None
     """Why the request finished; None if it continues."""
     beams: list[BeamOutput] | None = None
@@ -112,7 +112,7 @@ class ResultConsumer(Protocol):
 
     @property
     def beams(self) -> Sequence[SequenceState]:
-        """Rows that are computed instead of the request's own; empty if there are none."""
+        """Rows that are computed instead of the request's main row; empty if there are none."""
         ...
 
     @property
@@ -127,30 +127,34 @@ class ResultConsumer(Protocol):
 
     @property
     def reads_logprobs(self) -> bool:
-        """Whether the rows' logprobs decide what is computed next; a recording then holds them."""
+        """Whether the scheduler needs the rows' logprobs to decide what to compute next; recordings
+        then include them.
+        """
         ...
 
     @property
     def needs_last_token(self) -> str:
-        """Reason why a row's next token cannot be sampled before its last one is known to the
-        scheduler; "" if knowing the number of its tokens is enough.
+        """Reason why a row's next token cannot be sampled before the scheduler knows the last one;
+        "" if the number of tokens is enough.
         """
         ...
 
     @property
     def may_draft(self) -> bool:
-        """Whether tokens may be drafted, so that several are sampled in a step."""
+        """Whether draft tokens may be proposed, so that several tokens are sampled in a step."""
         ...
 
     @property
     def may_branch(self) -> bool:
-        """Whether drafts may be trees: only the model depends on which tokens a row has."""
+        """Whether drafts may be trees. Requires that sampling depends on the logits only, not on
+        the row's tokens.
+        """
         ...
 
     @property
     def samples_sequentially(self) -> bool:
-        """Whether sampling depends on earlier samples beyond their tokens: with draft tokens the
-        backend must then resample.
+        """Whether sampling depends on more than the row's tokens, so that with draft tokens the
+        backend must resample one token after the other.
         """
         ...
 
@@ -160,14 +164,14 @@ class ResultConsumer(Protocol):
 
     def num_multi_step_tokens(self, num_tokens: int) -> int:
         """Returns how many tokens a row of `num_tokens` may sample before the scheduler or the
-        worker has something to do for it.
+        worker must do something for it.
         """
         ...
 
     def process_result(
         self, request: SequenceState, row: SequenceState, result: RowResult
     ) -> RequestProgress | None:
-        """Processes the result of one row; returns None until all rows have results."""
+        """Processes the result of one row. Returns None until all rows have results."""
         ...
 
     def restart(self, token_ids: list[int]) -> list[int]:
@@ -179,21 +183,23 @@ class ResultConsumer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EndRules:
-    """Rules by which a token ends a request. Numbers of tokens include the prompt."""
+    """Rules for which token ends a request. Numbers of tokens include the prompt."""
 
     eos_token_ids: frozenset[int]
     end_token_ids: frozenset[int]
-    """End of sequence and stop tokens together."""
+    """End-of-sequence and stop tokens."""
     num_prompt_tokens: int
     min_num_tokens: int
-    """Tokens before which none of `end_token_ids` ends it."""
+    """Minimum number of tokens before one of `end_token_ids` can end the request."""
     max_num_tokens: int
     one_token: bool = False
-    """Whether it ends as aborted once it has one more token."""
+    """Whether the request ends with "abort" after one more token."""
     repetition: RepetitionDetection | None = None
 
     def get_finish(self, token_ids: Sequence[int]) -> Finish | None:
-        """Returns why a request finishes with the last of its tokens; None if it continues."""
+        """Returns why a request finishes with the last of its tokens. Returns None if it
+        continues.
+        """
         last = token_ids[-1]
         if last in self.end_token_ids and len(token_ids) >= self.min_num_tokens:
             return Finish("stop", None if last in self.eos_token_ids else last)
@@ -204,14 +210,14 @@ class EndRules:
         return Finish("abort") if self.one_token else None
 
     def repeats(self, token_ids: Sequence[int]) -> bool:
-        """Returns whether the output repeats itself and may end."""
+        """Returns whether the output repeats itself so that the request ends."""
         if self.repetition is None or len(token_ids) < self.min_num_tokens:
             return False
         return self.repetition.matches(token_ids, self.num_prompt_tokens)
 
 
 class PlainGeneration:
-    """The consumer of one sampled sequence, whose tokens are in its row."""
+    """Consumer for one sampled sequence, whose tokens are in its row."""
 
     result_kind: ResultKind = ResultKind.SAMPLE
     reads_logprobs = False
@@ -225,20 +231,20 @@ class PlainGeneration:
         self.needs_last_token = GRAMMAR if has_grammar else _needs_last_token(params)
         self.may_branch = not (self.needs_last_token or _follows_tokens(params))
         self._rules = rules
-        # A processor is a user's function: it is called for no text that may never come.
+        # Logits processors are user code: they must not be called for draft tokens.
         self.may_draft = not (rules.one_token or params.logits_processors)
         self.samples_sequentially = params.mirostat_mode > 0
         self._may_end_anywhere = rules.one_token or rules.repetition is not None
-        """Whether any token may end it, not only end tokens."""
+        """Whether any token may end the request, not only end tokens."""
         self._watched = rules.one_token or (has_grammar and params.min_tokens > 0)
-        """Whether each of its tokens needs a step of its own."""
+        """Whether each token needs a separate step."""
 
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
         self._rules = replace(self._rules, max_num_tokens=max_num_tokens)
 
     def num_multi_step_tokens(self, num_tokens: int) -> int:
-        """Returns the tokens up to its maximum length, or up to min_tokens, where the worker is
-        told that end tokens are allowed.
+        """Returns the number of tokens up to the maximum length. Before min_tokens, the number up
+        to min_tokens, where the worker must learn that end tokens are allowed.
         """
         if self._watched:
             return 1
@@ -250,22 +256,22 @@ class PlainGeneration:
         self, request: SequenceState, row: SequenceState, result: RowResult
     ) -> RequestProgress:
         """Adds the sampled tokens to the row, up to the one that ends the request."""
-        known, drawn, rules = row.token_ids, result.token_ids, self._rules
-        num_before = len(known)
+        token_ids, sampled_ids, rules = row.token_ids, result.token_ids, self._rules
+        num_before = len(token_ids)
         finish = None
-        for token_id in drawn:
-            known.append(token_id)
-            may_end = token_id in rules.end_token_ids or len(known) >= rules.max_num_tokens
+        for token_id in sampled_ids:
+            token_ids.append(token_id)
+            may_end = token_id in rules.end_token_ids or len(token_ids) >= rules.max_num_tokens
             if may_end or self._may_end_anywhere:
-                finish = rules.get_finish(known)
+                finish = rules.get_finish(token_ids)
                 if finish is not None:
                     break
         if result.mirostat_mu is not None:
             row.mirostat_mu = result.mirostat_mu
-        num_taken = len(known) - num_before
+        num_taken = len(token_ids) - num_before
         return RequestProgress(
             num_taken,
-            drawn[:num_taken],
+            sampled_ids[:num_taken],
             result.logprobs and result.logprobs[:num_taken],
             is_first=num_before == rules.num_prompt_tokens,
             finish=finish,
@@ -276,8 +282,8 @@ class PlainGeneration:
 
 
 def _follows_tokens(params: SamplingParams) -> bool:
-    """Returns whether logits processing depends on the tokens; a device updates it for the last
-    token itself.
+    """Returns whether logits processing depends on the row's tokens. For the last token, the device
+    updates its state itself.
     """
     is_penalised = (
         params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty

@@ -1,7 +1,7 @@
 """A request in the scheduler.
 
-One sample each: the frontend creates n of them for a user's request with n samples. Knows no text,
-no block and no array.
+For a user's request with n samples, the frontend creates n of these. Independent of text, blocks
+and arrays.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class RequestStatus(Enum):
 class Request(SequenceState):
     """Tokens, counts and state of one request; only the scheduler changes it.
 
-    `num_computed_tokens` catches up with `num_tokens`: the prompt's tokens, then each sampled one.
-    `max_num_tokens` is the limit of max_tokens, the context and the KV cache. The `consumer`
-    processes the results of its rows: a beam search computes the prompt in the request's own row
-    and then one row for each beam. All rows of a request are preempted, resumed and ended together.
+    `num_computed_tokens` catches up with `num_tokens`: first the prompt, then each sampled token.
+    `max_num_tokens` is the lowest of the limits from max_tokens, context and KV cache. The
+    `consumer` processes the results of its rows: a beam search computes the prompt in the request's
+    main row and then has one row for each beam. All rows of a request are preempted, resumed and
+    ended together.
     """
 
     __slots__ = (
@@ -79,14 +80,14 @@ class Request(SequenceState):
         make_stop_texts: MakeStopTexts | None = None,
         original: OriginalContext = ONE_CONTEXT,
     ) -> None:
-        """`make_stop_texts`: for beam searches with stop strings."""
+        """`make_stop_texts`: required for beam searches with stop strings."""
         super().__init__(source.request_id, [*source.prompt_token_ids, *source.output_token_ids])
         self.mirostat_mu = source.mirostat_mu
         params = source.params
         self.source = source
         self.params = params
         self.ends_by_text = params.ends_by_text
-        """Whether the frontend may end it by a stop string."""
+        """Whether the frontend may end the request at a stop string."""
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.max_num_tokens = max_num_tokens
         if params.max_tokens is not None:
@@ -101,10 +102,10 @@ class Request(SequenceState):
         self.num_preemptions = 0
         self.num_swaps = 0
         self.num_draft_tokens = 0
-        """Draft tokens that were verified."""
+        """Number of draft tokens that were verified."""
         self.num_accepted_tokens = 0
         self.weights = WeightArrivals()
-        """Its share of the weights that were read from a file for its steps."""
+        """Weights read from files for its steps, divided by the number of requests in each step."""
         self.watch = Stopwatch(source.arrival_time, resumed=source.resumed)
         self.scheduled_ts: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -113,8 +114,8 @@ class Request(SequenceState):
         self.first_position = 0
         """Position of its first token."""
         self.num_exact_tokens = original.num_tokens
-        """Maximum number of tokens for which its positions are valid; with more, all are
-        recomputed.
+        """Maximum number of tokens for which its positions are valid; if it has more, all tokens
+        are recomputed with new positions.
         """
         if len(self.token_ids) > original.num_tokens:
             self._place(len(self.token_ids))
@@ -140,7 +141,7 @@ class Request(SequenceState):
             frozenset(source.eos_token_ids),
             self.end_token_ids,
             num_prompt_tokens=self.num_prompt_tokens,
-            # The worker bans a grammar's end until then, as long as it has anything else.
+            # Until then, the worker bans the grammar's end if other tokens are allowed.
             min_num_tokens=self.num_prompt_tokens + (0 if source.grammar else params.min_tokens),
             max_num_tokens=self.max_num_tokens,
             one_token=source.one_token,
@@ -149,7 +150,7 @@ class Request(SequenceState):
         return PlainGeneration(params, rules, has_grammar=source.grammar is not None)
 
     def change(self, params: RequestParams, *, max_num_tokens: int) -> None:
-        """Changes its params; `max_num_tokens` is the limit of the context and the KV cache."""
+        """Changes its params. `max_num_tokens` is the limit from context and KV cache."""
         if params == self.params:
             return
         self.params = params
@@ -161,7 +162,7 @@ class Request(SequenceState):
 
     @property
     def rows(self) -> Sequence[SequenceState]:
-        """Its rows: itself, or the beams of a beam search."""
+        """Its rows: the request itself, or the beams of a beam search."""
         return self.consumer.beams or (self,)
 
     @property
@@ -171,29 +172,31 @@ class Request(SequenceState):
 
     @property
     def num_multi_step_tokens(self) -> int:
-        """Number of tokens that it may sample before the scheduler has to decide something."""
+        """Number of tokens that it may sample before the scheduler must make a decision."""
         plain = self.consumer.num_multi_step_tokens(self.num_tokens)
         return min(plain, self.num_exact_tokens + 1 - self.num_tokens)
 
     @property
     def num_draftable_tokens(self) -> int:
-        """Maximum number of tokens, draft tokens included."""
+        """Maximum length of a row, draft tokens included."""
         return min(self.max_num_tokens - 1, self.num_exact_tokens)
 
     @property
     def has_outgrown(self) -> bool:
         """Whether it has more tokens than its positions are valid for."""
-        most = self.num_exact_tokens
-        return most < UNBOUNDED and any(row.num_tokens > most for row in self.rows)
+        num_exact_tokens = self.num_exact_tokens
+        return num_exact_tokens < UNBOUNDED and any(
+            row.num_tokens > num_exact_tokens for row in self.rows
+        )
 
     @property
     def has_run(self) -> bool:
-        """Whether it has been started; a waiting one was then preempted."""
+        """Whether it has been started; if it waits, it was preempted."""
         return self.scheduled_ts is not None
 
     @property
     def num_input_tokens(self) -> int:
-        """Rows of its encoder's input; 0 without one."""
+        """Number of rows of its encoder input; 0 without one."""
         return 0 if self.source.encoder_input is None else self.source.encoder_input.num_tokens
 
     @property
@@ -202,9 +205,9 @@ class Request(SequenceState):
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the token after the one being sampled can be scheduled before that one is known:
-        the request cannot end first by its length, its positions do not move, and its sampling does
-        not depend on the token.
+        """Whether the next token can be scheduled before the one being sampled is known: the
+        request cannot end by its length first, its positions do not change, and its sampling does
+        not depend on that token.
         """
         num_tokens = len(self.token_ids)
         ends = num_tokens + 1 >= self.max_num_tokens or self.source.one_token
@@ -218,7 +221,7 @@ class Request(SequenceState):
 
     @property
     def max_cached_tokens(self) -> int:
-        """Number of tokens that may be found in the prefix cache: a prompt logprob needs the
+        """Maximum number of tokens to take from the prefix cache: a prompt logprob needs the
         activations of the token before.
         """
         if self.params.prompt_logprobs is None or not self.wants_prompt_logprobs:
@@ -226,13 +229,13 @@ class Request(SequenceState):
         return self.params.first_prompt_logprob - 1
 
     def add_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
-        """Adds logprobs of the prompt's tokens from `position` on, except those before the first
+        """Adds logprobs of the prompt tokens from `position` on; skips tokens before the first
         requested one.
         """
         self.prompt_logprobs += logprobs[max(0, self.params.first_prompt_logprob - position) :]
 
     def describe_start(self, output: EngineOutput) -> None:
-        """Adds what the first output of a request contains."""
+        """Adds the fields of a request's first output."""
         output.num_cached_tokens = self.num_cached_tokens
         output.scheduled_ts = self.scheduled_ts
         if self.params.prompt_logprobs is not None:
@@ -269,7 +272,7 @@ class Request(SequenceState):
         self.num_swaps += 1
 
     def restart(self) -> None:
-        """Returns the request to waiting, with nothing computed."""
+        """Resets the request to waiting, with nothing computed."""
         self._place(max(row.num_tokens for row in self.rows))
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
@@ -279,16 +282,16 @@ class Request(SequenceState):
             self.prompt_logprobs.clear()
 
     def _place(self, num_tokens: int) -> None:
-        """Sets its first position by the length of its longest row."""
+        """Sets the first position according to the length of the longest row."""
         if self.first_position == 0 and num_tokens > self.original.num_tokens:
             self.first_position = self.original.first_position(num_tokens)
             self.num_exact_tokens = UNBOUNDED
 
 
 class Pooling:
-    """Consumer of one pooled row.
+    """Consumer for one pooled row.
 
-    Implements `ResultConsumer`. It ends with the step that computes its last token.
+    Implements `ResultConsumer`. The request ends with the step that computes its last token.
     """
 
     result_kind: ResultKind = ResultKind.POOL
@@ -304,7 +307,7 @@ class Pooling:
         self.row_params = params
 
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
-        """No-op: no tokens follow the prompt."""
+        """Does nothing: no tokens follow the prompt."""
 
     def num_multi_step_tokens(self, num_tokens: int) -> int:
         return 1

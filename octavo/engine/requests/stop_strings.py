@@ -1,8 +1,8 @@
-"""Finds stop strings in token ids, for beam searches: beams that end affect which others continue,
-so the core must detect them.
+"""Finds stop strings in token ids, for beam searches: whether a beam ends affects which others
+continue, so the core must detect it.
 
-Works on the bytes of the last few tokens and keeps no state, since it is called for any beam. The
-frontend cuts the texts by the same rule (`text/detokenizer.py`).
+Works on the bytes of the last few tokens and keeps no state, since any beam may call it. The
+frontend truncates texts by the same rule (`text/detokenizer.py`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ class TokenizedStops:
         self._skipped = skipped_ids(tokenizer, params)
         self._stops = {text: text.encode() for text in params.stop_strings}
         self._reach = max(map(len, self._stops.values()), default=1) - 1
-        """Number of bytes before a token in which a stop string that ends in the token may begin.
+        """Maximum number of bytes before a token that can be part of a stop string ending in the
+        token.
         """
 
     def ended_by(self, token_ids: Sequence[int], token_id: int) -> str | None:
         """Returns the stop string that `token_id` completes after `token_ids`; of several, the one
-        that begins first.
+        that begins first. Returns None if there is none.
         """
         piece = self._bytes(token_id)
         if not piece:
@@ -36,20 +37,24 @@ class TokenizedStops:
         before = self._last_bytes(token_ids)
         text = before + piece
         starts = {
-            stop: text.find(wanted, max(0, len(before) + 1 - len(wanted)))
-            for stop, wanted in self._stops.items()
+            stop: text.find(text_bytes, max(0, len(before) + 1 - len(text_bytes)))
+            for stop, text_bytes in self._stops.items()
         }
-        found = [stop for stop, start in starts.items() if start >= 0]
-        return min(found, key=starts.__getitem__) if found else None
+        matches = [stop for stop, start in starts.items() if start >= 0]
+        return min(matches, key=starts.__getitem__) if matches else None
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """Returns the last bytes of a text, as many as a stop string can match."""
-        found = b""
+        """Returns the last bytes of a text, up to the number that a stop string can match."""
+        last_bytes = b""
         for token_id in reversed(token_ids):
-            if len(found) >= self._reach:
+            if len(last_bytes) >= self._reach:
                 break
-            found = self._bytes(token_id) + found
-        return found[len(found) - self._reach :] if len(found) > self._reach else found
+            last_bytes = self._bytes(token_id) + last_bytes
+        return (
+            last_bytes[len(last_bytes) - self._reach :]
+            if len(last_bytes) > self._reach
+            else last_bytes
+        )
 
     def _bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
@@ -59,7 +64,9 @@ MakeStopTexts: TypeAlias = Callable[[SamplingParams], TokenizedStops]
 
 
 class LazyStopTexts:
-    """A MakeStopTexts that reads its tokenizer for the first beam search with stop strings."""
+    """A MakeStopTexts that loads its tokenizer when the first beam search with stop strings
+    arrives.
+    """
 
     def __init__(self, read: Callable[[], Tokenizer | None]) -> None:
         self._read = read

@@ -1,1 +1,1 @@
-"""Chooses an engine or a server for each request. Knows no text, no socket and no clock."""
+"""Chooses an engine or a server for each request. Independent of text, sockets and the clock."""

@@ -1,4 +1,4 @@
-"""A request as a routing policy sees it."""
+"""A request in the form that routing policies use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class RoutingJob:
     num_tokens: int
     """Tokens of its prompt."""
     names: Sequence[bytes] = ()
-    """Names of the prompt's full blocks, in their order; () if no policy reads them."""
+    """Digests of the prompt's full blocks, in order; () if no policy reads them."""
     block_size: int = 1
     """Number of tokens in a block."""
     session: bytes = b""
-    """Value that requests of one session have in common."""
+    """Value that is equal for all requests of a session."""
 
     def num_cached(self, num_blocks: int) -> int:
-        """Returns how many of its tokens an engine with its first `num_blocks` blocks need not
-        compute: the last token is always computed.
+        """Returns how many tokens an engine that has the first `num_blocks` blocks need not
+        compute. The last token is always computed.
         """
         return min(num_blocks * self.block_size, max(0, self.num_tokens - 1))

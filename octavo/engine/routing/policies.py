@@ -16,24 +16,25 @@ from octavo.engine.routing.target import Target
 RoutingPolicyName = Literal["round_robin", "least_tokens", "sticky", "kv"]
 
 OWN_WEIGHT = 4.0
-"""Weight of a request's own uncached tokens beside the queue's: what is computed here and cached
-elsewhere delays others too.
+"""Weight of the request's uncached tokens relative to queued tokens: computing what is cached
+elsewhere delays other requests too.
 """
 
 
 COPY_WEIGHT = 0.5
-"""Weight of a token whose blocks come from a shared store, beside one that is computed. Copying
-holds up the request, and a slow link longer, but no other request's steps."""
+"""Weight of a token whose blocks are copied from a shared store, relative to a computed one.
+Copying delays the request, more so over a slow link, but not the steps of other requests.
+"""
 
 
 class RoutingPolicy(Protocol):
     """Chooses an engine for a request."""
 
     needs_hashes: bool
-    """Whether it looks at the names of a prompt's blocks."""
+    """Whether the policy reads the digests of a prompt's blocks."""
 
     def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
-        """Returns one of `targets`, of which there is at least one."""
+        """Returns one of `targets`, which is not empty."""
         ...
 
 
@@ -62,7 +63,7 @@ class LeastTokens:
 
 
 class Sticky:
-    """Sends all requests of a session to the same engine, as long as it is available."""
+    """Sends all requests of a session to the same engine as long as it is available."""
 
     needs_hashes = False
 
@@ -71,11 +72,11 @@ class Sticky:
 
 
 class KvAware:
-    """Chooses the engine that is expected to finish the prompt first: the fewest queued uncached
-    tokens, plus the prompt's own multiplied by a weight, divided by the measured rate.
+    """Chooses the engine that is expected to finish the prompt first: it minimizes the queued
+    uncached tokens, plus the prompt's weighted uncached tokens, divided by the measured rate.
 
     If engines share a store, a less busy engine can load a prefix that another one computed; such
-    tokens count less than computed ones.
+    tokens have a lower weight than computed ones.
     """
 
     needs_hashes = True
@@ -90,11 +91,11 @@ class KvAware:
             target.label: job.num_cached(target.cached.num_known(job.names)) for target in targets
         }
         stored: dict[str, int] = {}
-        """Most tokens of the prompt that any engine of a store has."""
+        """Maximum number of the prompt's tokens that any engine of each store has."""
         for target in targets:
             if target.pool:
-                most = max(stored.get(target.pool, 0), cached[target.label])
-                stored[target.pool] = most
+                num_cached = max(stored.get(target.pool, 0), cached[target.label])
+                stored[target.pool] = num_cached
 
         def cost(target: Target) -> tuple[float, int]:
             here = cached[target.label]
@@ -115,7 +116,9 @@ ROUTING_POLICIES: Mapping[RoutingPolicyName, Callable[[], RoutingPolicy]] = {
 
 
 def get_session_score(session: bytes, label: str) -> bytes:
-    """Returns an engine's score for a session; the highest one gets it (rendezvous hashing)."""
+    """Returns an engine's score for a session; the engine with the highest score is chosen
+    (rendezvous hashing).
+    """
     key = label.encode()
     if len(key) > blake2b.MAX_KEY_SIZE:
         key = blake2b(key).digest()

@@ -1,6 +1,6 @@
-"""Places requests on engines by a policy, and tracks the load and cached blocks that policies read.
+"""Routes requests to engines by a policy, and tracks the load and cached blocks that policies read.
 
-Not thread-safe; time is an argument, on any monotonic clock.
+Not thread-safe; times are arguments, on any monotonic clock.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class PlacedJob:
 
 
 class Router:
-    """The engines of one fleet, and the requests of each."""
+    """The engines of one fleet, and their requests."""
 
     def __init__(self, policy: RoutingPolicy, targets: Iterable[Target]) -> None:
         self.targets = list(targets)
-        """All engines, those that may not be chosen now too."""
+        """All engines, including those that are currently unavailable."""
         self._policy = policy
         self._placed: dict[str, PlacedJob] = {}
 
@@ -38,14 +38,14 @@ class Router:
         return self._policy.needs_hashes
 
     def choose(self, job: RoutingJob, allowed: Iterable[int], now: float) -> int:
-        """Returns the index of the target for a request; `allowed` names at least one."""
+        """Returns the index of the target for a request; `allowed` contains at least one index."""
         indices = list(allowed)
         chosen = self._policy.choose(job, [self.targets[index] for index in indices], now)
         return next(index for index in indices if self.targets[index] is chosen)
 
     def sent(self, name: str, job: RoutingJob, index: int, now: float) -> int:
-        """Records that a request was sent to a target, and the blocks that the target will have;
-        returns how many of its tokens are expected to be cached there.
+        """Records that a request was sent to a target, and the blocks that the target will have.
+        Returns how many of its tokens are expected to be cached there.
         """
         target = self.targets[index]
         num_cached = job.num_cached(target.cached.num_known(job.names))
@@ -57,7 +57,7 @@ class Router:
         return num_cached
 
     def record_tokens(self, name: str, num_tokens: int, now: float) -> None:
-        """Records output tokens of a request; the first ones mean that its prompt has been
+        """Records output tokens of a request; the first ones show that its prompt has been
         computed.
         """
         placed = self._placed.get(name)
@@ -70,7 +70,7 @@ class Router:
         placed.target.held_tokens += num_tokens
 
     def ended(self, name: str) -> None:
-        """Removes a request that has ended, or has left its target."""
+        """Removes a request that has ended or has left its target."""
         placed = self._placed.pop(name, None)
         if placed is None:
             return

@@ -1,7 +1,7 @@
 """Schedules each step and updates requests by its result.
 
 Start at `scheduler.py`: `Scheduler.schedule` and `Scheduler.update` contain the algorithm. The
-other files have one subject each:
+other files:
 
 1. `request_queues.py`: the unfinished requests (waiting, running or swapped out), and their order.
 2. `step_builder.py`, `step_time.py`: a step's budget of tokens and of time, and how many decode

@@ -1,4 +1,4 @@
-"""Admission control: starts swapped and waiting requests in a step, as far as the queue's order,
+"""Admission control: starts swapped and waiting requests in a step, as far as the queue order,
 batching, KV blocks and the step's budget allow.
 
 A decision is OK, LATER (with the resource that the request waits for), or NEVER (with the exceeded
@@ -27,7 +27,7 @@ LOADING = AdmissionDecision(AllocStatus.LATER, "loading its adapter")
 NO_PROMPT = AdmissionDecision(AllocStatus.LATER, "waiting for a shared prompt to be computed")
 
 HELD_BACK = "held back by the scheduling policy"
-"""Reason of requests whose tenant runs as many as it may."""
+"""Reason of requests whose tenant has reached its limit of running requests."""
 
 
 @dataclass(slots=True)
@@ -37,16 +37,16 @@ class AdmissionControl:
     queues: RequestQueues
     limits: PromptLimits
     batching: Batching | None
-    """Rule by which waiting requests start; None: whenever there is room (continuous batching)."""
+    """Rule for starting waiting requests; None: whenever there is room (continuous batching)."""
     kv_allocator: KVAllocator
     resources: RequestResources
     max_num_seqs: int
     prompt_since: float | None = None
-    """Time at which the last step was planned, if it computes prompt tokens."""
+    """Time at which the last step was scheduled if it computes prompt tokens; else None."""
     last_prompt: PromptStep = field(default_factory=PromptStep)
 
     def get_limits(self, kv_capacity_tokens: int) -> PromptLimits:
-        """Returns the limits of a request whose rows have room for `kv_capacity_tokens`."""
+        """Returns the limits of requests whose rows may have up to `kv_capacity_tokens` tokens."""
         return replace(self.limits, kv_capacity_tokens=kv_capacity_tokens)
 
     def begin_step(self, now: float) -> None:
@@ -62,7 +62,9 @@ class AdmissionControl:
         return self.batching.opens_at(self._batching_state(now))
 
     def resume_swapped(self, step: StepBuilder) -> Iterator[Request]:
-        """Yields the swapped requests that return; the caller runs each before the next."""
+        """Yields the swapped requests to resume; the caller runs each one before it requests the
+        next.
+        """
         queues = self.queues
         for request in list(queues.waiting.ranked(queues.swapped)):
             num_seqs = queues.num_running_seqs + request.num_seqs
@@ -75,8 +77,8 @@ class AdmissionControl:
             yield request
 
     def admit_waiting(self, step: StepBuilder) -> Iterator[Request]:
-        """Yields the waiting requests that start, in the order of their queue; none while a request
-        is swapped out. The caller runs each before the next.
+        """Yields the waiting requests to start, in queue order; none while a request is swapped
+        out. The caller runs each one before it requests the next.
         """
         queues = self.queues
         if queues.swapped:
@@ -101,25 +103,27 @@ class AdmissionControl:
                 yield request
                 continue
             step.waits_for = decision.reason
-            # The next in order may overtake one that waits for nothing scarce.
+            # The next request may overtake one that waits for nothing scarce.
             if decision not in (NO_PROMPT, READING, COMPILING, LOADING):
                 break
         for request in started:
             queues.leave_waiting(request)
 
     def _try_start(self, request: Request, step: StepBuilder, room: int) -> AdmissionDecision:
-        """Allocates a waiting request's blocks if it may start; `room` is the number of rows that
+        """Allocates a waiting request's blocks if it may start. `room` is the number of rows that
         may be added.
         """
         queues, allocator = self.queues, self.kv_allocator
         num_running = queues.num_running_seqs
         parent = None if request.fork_of is None else queues.by_id.get(request.fork_of)
-        # A preempted request, or one whose parent runs, belongs to the batch already.
+        # A preempted request, or one whose parent runs, already belongs to the batch.
         if request.has_run:
             room = self.max_num_seqs - num_running
         elif parent is not None and parent.status is RequestStatus.RUNNING:
-            most = self.max_num_seqs if self.batching is None else self.batching.max_num_seqs
-            room = most - num_running
+            max_num_seqs = (
+                self.max_num_seqs if self.batching is None else self.batching.max_num_seqs
+            )
+            room = max_num_seqs - num_running
         if parent is not None and not allocator.is_shareable(request, parent):
             parent = None
         decision = self._check_ready(request, parent, step)
@@ -130,8 +134,8 @@ class AdmissionControl:
         num_whole = 0 if parent is not None else request.num_input_tokens
         num_tokens, whole = len(request.token_ids), self.limits.max_whole_prompt
         # A prompt that is not chunked needs room for all of its tokens.
-        least = num_tokens if whole is not None and num_tokens <= whole else 1
-        if step.budget < num_whole + least:
+        min_tokens = num_tokens if whole is not None and num_tokens <= whole else 1
+        if step.budget < num_whole + min_tokens:
             return STEP_FULL
         if not allocator.start(request, parent, step, num_running=num_running):
             return NO_BLOCKS
@@ -144,7 +148,7 @@ class AdmissionControl:
     def _check_ready(
         self, request: Request, parent: Request | None, step: StepBuilder
     ) -> AdmissionDecision:
-        """Returns what a request waits for besides blocks and the step's budget."""
+        """Returns whether a request is ready to start, apart from blocks and the step's budget."""
         if self.resources.is_used:
             if not self.resources.is_loaded(request.source):
                 return LOADING
@@ -159,7 +163,7 @@ class AdmissionControl:
         return OK
 
     def _has_time_for(self, request: Request, step: StepBuilder) -> bool:
-        """Returns whether a swapped request's blocks can return within the step's target."""
+        """Returns whether swapping a request in fits into the step's time target."""
         assert step.time is not None
         num_blocks = self.kv_allocator.num_swapped_blocks(request)
         allowed = step.time.allows_moves(num_blocks, len(step.moves))

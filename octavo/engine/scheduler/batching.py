@@ -1,11 +1,10 @@
-"""Batching rules: how many waiting requests may start in a step. With continuous batching all that
-fit; for comparison, batches that run to their end before the next one starts.
+"""Batching rules: how many waiting requests may start in a step. Continuous batching starts all
+that fit; the others, for comparison, run a batch to its end before the next one starts.
 
-`static` starts what waits once the last batch has ended; `dynamic` waits up to a window for the
-batch to fill; `none` runs one request at a time. The delay keeps prompts that cannot be chunked
-from starving requests that decode.
-Sources: continuous batching (Orca, Yu et al. 2022), which these are compared with; the delay factor
-is vLLM's.
+`static` starts the waiting requests once the last batch has ended; `dynamic` waits up to `window_s`
+for the batch to fill; `none` runs one request at a time. The delay keeps prompts that cannot be
+chunked from starving decoding requests. Sources: continuous batching is Orca (Yu et al. 2022); the
+delay factor is vLLM's.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Kind = Literal["continuous", "static", "dynamic", "none"]
 
 @dataclass(frozen=True, slots=True)
 class PromptStep:
-    """The last step that computed a prompt's tokens; times in seconds."""
+    """The last step that computed prompt tokens; times in seconds."""
 
     ended: float = -math.inf
     took_s: float = 0.0
@@ -27,19 +26,21 @@ class PromptStep:
 
 @dataclass(frozen=True, slots=True)
 class BatchingState:
-    """State of the queues when a step is planned."""
+    """State of the queues when a step is scheduled."""
 
     now: float
     num_running: int
-    """Rows of running and swapped requests; a swapped one still belongs to the batch."""
+    """Number of rows of running and swapped requests; a swapped request still belongs to the
+    batch.
+    """
     num_waiting: int
     arrival_time: float
-    """When the request arrived that has waited longest."""
+    """Arrival time of the request that has waited longest."""
     last_prompt: PromptStep
 
 
 class Batching(Protocol):
-    """A rule by which waiting requests start."""
+    """A rule for starting waiting requests."""
 
     @property
     def max_num_seqs(self) -> int: ...
@@ -86,7 +87,7 @@ class StaticBatching:
 
 @dataclass(frozen=True, slots=True)
 class DelayedBatching:
-    """After a step with a prompt, starts no other for `factor` times as long as it took.
+    """After a step with prompt tokens, no other such step starts for `factor` times its duration.
 
     vLLM counts from the first request's arrival instead, which delays nothing once a queue has
     formed.
@@ -110,7 +111,9 @@ class DelayedBatching:
 def build_batching(
     kind: Kind, *, max_num_seqs: int, window_s: float, delay_factor: float
 ) -> Batching | None:
-    """Returns the rule of that name, None for continuous batching without a delay."""
+    """Returns the batching rule of that name. Returns None for continuous batching without a
+    delay.
+    """
     if kind == "continuous" and not delay_factor:
         return None
     batching: Batching = ContinuousBatching(max_num_seqs)

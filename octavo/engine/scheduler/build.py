@@ -42,10 +42,10 @@ def build_scheduler(
     num_micro_batches: int = 1,
     original: OriginalContext = ONE_CONTEXT,
 ) -> Scheduler:
-    """Returns a scheduler without requests. `stop_texts` finds the stop strings of beam searches,
-    which the frontend cannot detect; `can_resample`: whether the backend can resample rows;
-    `caches_generated`: whether K and V of generated tokens equal those of a prompt. `original` is
-    the model's original context (LongRoPE).
+    """Returns a scheduler without requests. `stop_texts`: finds the stop strings of beam searches,
+    which the frontend cannot detect. `can_resample`: whether the backend can resample rows.
+    `caches_generated`: whether K and V of generated tokens equal those of the same tokens in a
+    prompt. `original`: the model's original context (LongRoPE).
     """
     blocks = BlockManager(
         groups,
@@ -136,7 +136,7 @@ def prompt_limits(
 
 
 def shares_blocks(cache: CacheOptions) -> bool:
-    """Returns whether requests may hold the same block."""
+    """Returns whether requests may share KV blocks."""
     return cache.kv_cache and cache.kv_layout == "paged"
 
 

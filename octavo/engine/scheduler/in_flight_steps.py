@@ -1,8 +1,8 @@
 """Launched steps whose results are outstanding, and whether another may be scheduled before they
 arrive.
 
-A step scheduled ahead knows how many tokens each row will have after the steps before it, but not
-which; the device fills them in. A row whose sampling depends on the last token itself waits until
+A step scheduled ahead knows how many tokens each row will have after the earlier steps, but not
+their ids; the device fills them in. A row whose sampling depends on the last token's id waits until
 that has arrived, without delaying other rows.
 """
 
@@ -24,7 +24,7 @@ REQUEST_ID = attrgetter("request_id")
 SWAPPING = "blocks are on their way to the host"
 """Reason to wait after a swap: if that step fails, the swapped requests start over."""
 SHORT = "a request is to be preempted whose blocks a step in flight writes"
-"""Reason to wait if a row found no block: nothing is preempted while a step is in flight."""
+"""Reason to wait if a row found no free block: nothing is preempted while a step is in flight."""
 ALL_MAY_END = "no request has a token to compute until a step in flight is back"
 """Reason to wait if each running request may end with the token that is being sampled."""
 
@@ -39,10 +39,12 @@ class PlannedStep:
     swapped_out: list[Request]
     is_short: bool
     is_first: bool = True
-    """Whether the next result is that of the plan's first step."""
+    """Whether the next result belongs to the plan's first step."""
 
     def count(self, result: StepResult, stats: EngineStats, times: Timekeeper) -> None:
-        """Counts the step's time, and in equal shares the weights that it read from files."""
+        """Adds the step's time to the statistics, and to each request an equal part of the weights
+        that the step read from files.
+        """
         stats.busy_s += result.busy_s
         if self.is_first:
             times.computed(result.busy_s)
@@ -62,15 +64,15 @@ class PlannedStep:
 class InFlightSteps:
     """Queue of in-flight steps; results arrive in the same order."""
 
-    def __init__(self, *, draws_ahead: bool = True) -> None:
-        """`draws_ahead`: a step may compute tokens that an in-flight step has not sampled yet."""
-        self._draws_ahead = draws_ahead
+    def __init__(self, *, samples_ahead: bool = True) -> None:
+        """`samples_ahead`: a step may compute tokens that an in-flight step has not sampled yet."""
+        self._samples_ahead = samples_ahead
         self.steps: deque[PlannedStep] = deque()
-        """Launched plans, the oldest first."""
+        """Launched plans, oldest first."""
         self.decoding: PlannedStep | None = None
         """The multi-step plan that is being executed."""
         self._num_left = 0
-        """Maximum number of steps left in that plan."""
+        """Maximum number of remaining steps in that plan."""
 
     def add(self, builder: StepBuilder) -> None:
         new_rows = list(map(REQUEST_ID, builder.new_rows))
@@ -84,8 +86,8 @@ class InFlightSteps:
         return [] if step is None else step.owners
 
     def pop(self, num_steps: int) -> PlannedStep:
-        """Returns the step whose result has arrived: the next one of a multi-step plan, or the
-        oldest in flight, which is removed; its plan has up to `num_steps` decode steps.
+        """Returns the step whose result has arrived: the current multi-step plan's next one, or the
+        oldest in-flight step, which is removed and may have up to `num_steps` decode steps.
         """
         if self.decoding is not None:
             step = self.decoding
@@ -106,7 +108,7 @@ class InFlightSteps:
         return False
 
     def not_readded(self, freed_rows: Sequence[str]) -> list[str]:
-        """Returns the rows freed by the oldest step that no later step has added again."""
+        """Returns the rows that the oldest step freed and no later step has added again."""
         again = {name for step in list(self.steps)[1:] for name in step.new_rows}
         return [name for name in freed_rows if name not in again]
 
@@ -119,7 +121,7 @@ class InFlightSteps:
             return SWAPPING if last.swapped_out else SHORT
         reason = ALL_MAY_END
         for request in running:
-            if (self._draws_ahead and request.may_run_ahead) or _has_tokens_to_plan(request):
+            if (self._samples_ahead and request.may_run_ahead) or _has_tokens_to_plan(request):
                 return ""
             reason = request.consumer.needs_last_token or reason
         return reason

@@ -1,5 +1,5 @@
-"""Allocates and frees the KV blocks of requests: new ones, from the prefix cache, shared with
-another request, or swapped in. Also frees their rows on the worker.
+"""Allocates and frees the KV blocks of requests: new blocks, blocks from the prefix cache, blocks
+shared with another request, and swapped blocks. Also frees their rows on the worker.
 
 All rows of a request are allocated and freed together.
 """
@@ -22,7 +22,7 @@ from octavo.engine.scheduler.step_builder import StepBuilder
 
 
 class KVAllocator:
-    """Allocates and frees the blocks of requests. In every method `num_running` is the number of
+    """Allocates and frees the blocks of requests. In all methods, `num_running` is the number of
     running rows, for which some blocks are kept free.
     """
 
@@ -31,7 +31,8 @@ class KVAllocator:
     ) -> None:
         """`watermark_blocks`: blocks that stay free when a request starts while others run, so that
         it does not cause the next preemption. `caches_generated`: whether blocks of generated
-        tokens enter the prefix cache; False if their K and V differ from those of a prompt.
+        tokens enter the prefix cache; False if their K and V differ from those of the same tokens
+        in a prompt.
         """
         self._caches_generated = caches_generated
         self._blocks = blocks
@@ -46,21 +47,21 @@ class KVAllocator:
 
     def reserve(self, num_running: int) -> int:
         """Returns the number of blocks to keep free when a request starts: one for each running
-        row, at least the watermark; none if nothing runs.
+        row, but at least the watermark; 0 if nothing runs.
         """
         return max(num_running, self._watermark_blocks) if num_running else 0
 
     def start(
         self, request: Request, parent: Request | None, builder: StepBuilder, *, num_running: int
     ) -> bool:
-        """Allocates the blocks of a waiting request, or shares those of `parent`, the sample that
-        computes the same prompt; returns False if too few are free.
+        """Allocates the blocks of a waiting request, or shares the blocks of `parent`, the sample
+        that computes the same prompt. Returns False if too few blocks are free.
         """
         if parent is not None:
             return self._fork(request, parent, builder)
         reserve = self.reserve(num_running)
         if request.num_seqs > 1:
-            # Rows that branch off write a block each, one of them the request's last.
+            # Each branching row writes one block; one of these is the request's last block.
             reserve += request.num_seqs - (request.num_tokens % self._blocks.block_size != 0)
         start = self._blocks.start(
             request.request_id,
@@ -83,15 +84,15 @@ class KVAllocator:
 
     def is_reading(self, request: Request, builder: StepBuilder, num_running: int) -> bool:
         """Loads a waiting request's prefix from outside the device; returns whether the request
-        must wait for it. It does not if nothing else runs.
+        must wait for it. It does not wait if nothing else runs.
         """
         prefetch = self.prefetch(request, num_running, at_once=not num_running)
         builder.moves += prefetch.moves
         return prefetch.is_waiting
 
     def prefetch(self, request: Request, num_running: int, *, at_once: bool) -> Prefetch:
-        """Starts loading a waiting request's prefix from host memory, disk or another engine; with
-        `at_once` the request does not wait for loads that take further steps.
+        """Starts loading a waiting request's prefix from host memory, disk or another engine. With
+        `at_once`, the request does not wait for loads that would take further steps.
         """
         return self._blocks.prefetch(
             request.request_id,
@@ -111,8 +112,8 @@ class KVAllocator:
                 self._blocks.connector.release(request.request_id)
 
     def stream(self, builder: StepBuilder) -> None:
-        """Streams, layer by layer, the blocks that a step completes with the last tokens of prompts
-        computed for other engines.
+        """Sends blocks to other engines layer by layer: the blocks that a step completes with the
+        last tokens of prompts computed for these engines.
         """
         if not self._blocks.hashes.streams:
             return
@@ -122,8 +123,8 @@ class KVAllocator:
                 self._blocks.hashes.stream(row.request_id, row.token_ids, scheduled.start, end)
 
     def sent(self, request: Request) -> None:
-        """Handles the end of a request computed for another engine: announces which blocks of the
-        prompt that engine gets.
+        """Tells the connector that a prompt for another engine is finished, and which of its blocks
+        that engine gets.
         """
         prompt = request.token_ids[: request.num_prompt_tokens]
         self._blocks.hashes.complete(request.request_id, prompt, self._get_hashing(request))
@@ -141,8 +142,8 @@ class KVAllocator:
         return self._blocks.can_fork(parent.request_id, self._num_shared_tokens(request, parent))
 
     def _fork(self, request: Request, parent: Request, builder: StepBuilder) -> bool:
-        """Shares the parent's blocks of the request's tokens, and copies the last one, since the
-        last token is recomputed for its logits; returns False if no block is free for it.
+        """Shares the parent's blocks of the request's tokens. Copies the last block, since the last
+        token is recomputed for its logits; returns False if no block is free for the copy.
         """
         num_computed = self._num_shared_tokens(request, parent)
         self._blocks.fork(parent.request_id, request.request_id, num_computed)
@@ -159,7 +160,7 @@ class KVAllocator:
     # -- branching ---------------------------------------------------------------------------------
 
     def branch(self, rows: Sequence[SequenceState], branches: Sequence[Branch]) -> None:
-        """Replaces `rows` by `branches`, which share their parents' blocks; rows without a branch
+        """Replaces `rows` by `branches`, which share their parents' blocks. Rows without a branch
         are freed.
         """
         for row, parent_id in branches:
@@ -188,7 +189,7 @@ class KVAllocator:
     # -- finishing and swapping --------------------------------------------------------------------
 
     def num_swapped_blocks(self, request: Request) -> int:
-        """Returns the number of blocks of a swapped request in host memory."""
+        """Returns the number of host blocks of a swapped request."""
         return self._blocks.host.num_blocks_of(row.request_id for row in request.rows)
 
     def remove_from_cache(self, request: Request) -> None:
@@ -203,8 +204,8 @@ class KVAllocator:
         self._leave_worker(request)
 
     def swap_out(self, request: Request) -> list[BlockMove] | None:
-        """Returns the moves that swap a request to host memory; returns None and changes nothing if
-        there is no room.
+        """Swaps a request out to host memory; returns the moves. Returns None and changes nothing
+        if host memory has no room.
         """
         moves = self._blocks.swap_out(
             {row.request_id: row.num_computed_tokens for row in request.rows}
@@ -214,7 +215,7 @@ class KVAllocator:
         return moves
 
     def swap_in(self, request: Request, builder: StepBuilder, *, num_running: int) -> bool:
-        """Swaps a request in from host memory; returns False and changes nothing if there is no
+        """Swaps a request in from host memory. Returns False and changes nothing if there is no
         room for all of its rows.
         """
         moves = self._blocks.swap_in(
@@ -230,8 +231,8 @@ class KVAllocator:
 
     def _num_shared_tokens(self, request: Request, parent: Request) -> int:
         """Returns the number of tokens that a request shares with its running parent: all but the
-        last of their common prompt, or, for a request that continues the parent's output, the
-        computed tokens whose KV would be the same in a prompt.
+        last token of the same prompt or, if the request continues the parent's output, the computed
+        tokens whose KV would be the same in a prompt.
         """
         if request.source.fork_tokens is None:
             return request.num_prompt_tokens - 1
@@ -248,13 +249,13 @@ class KVAllocator:
         if parent.status is not RequestStatus.RUNNING:
             return False
         if parent.source.encoder_input is not None and parent.num_computed_tokens == 0:
-            return False  # its encoder has not been computed
+            return False  # the parent's encoder has not been computed
         if request.source.fork_tokens is None:
             return parent.num_computed_tokens >= parent.num_prompt_tokens - 1
         return self._num_shared_tokens(request, parent) > 0
 
     def _get_hashing(self, request: Request) -> BlockHashing:
-        """Returns everything that a request's block hashes depend on besides its tokens."""
+        """Returns everything except the tokens that a request's block hashes depend on."""
         source = request.source
         return BlockHashing(
             source.cache_salt,

@@ -1,8 +1,8 @@
 """Micro-batches for pipeline parallelism: the decoding requests of one of several in-flight steps.
 
 Pipeline stages are busy only if each has a step to compute, so the decoding requests are divided
-into as many micro-batches as there are stages. Prompts are not divided, since their chunks follow
-one another anyway. Source: Huang et al. 2019 (GPipe).
+into one micro-batch per stage. Prompts are not divided, since their chunks are computed one after
+the other anyway. Source: GPipe (Huang et al. 2019).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.engine.requests.request import Request
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Number of decoding requests that one step may still take."""
+    """Number of decoding requests that may still be added to a step."""
 
     room: int
 
@@ -28,8 +28,8 @@ class MicroBatch:
         return self.room > 0 or not _generates(request)
 
     def add(self, request: Request) -> None:
-        """Counts a request of the step."""
-        # A prompt whose last tokens were just scheduled decodes from the next step on.
+        """Counts a request that was added to the step."""
+        # A prompt whose last tokens were just scheduled starts decoding in the next step.
         if _generates(request):
             self.room -= 1
 

@@ -1,5 +1,5 @@
-"""Preempts running requests whose KV blocks others need: all blocks of a request are swapped to
-host memory, or freed and recomputed later.
+"""Preempts running requests when others need their KV blocks: all blocks of a request are swapped
+to host memory, or freed and recomputed later.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Mode = Literal["auto", "swap", "recompute"]
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """Preempts the request that the queue names. `auto` swaps while a cost is unknown: the first
-    swap measures it.
+    """Preempts the request that the queue selects. The mode `auto` swaps while a cost is unknown,
+    to measure it.
     """
 
     queues: RequestQueues
@@ -33,8 +33,8 @@ class Preemption:
     mode: Mode
 
     def make_room(self, request: Request, step: StepBuilder) -> bool:
-        """Preempts a request to free blocks for another; returns False if that is the request
-        itself, or must wait until no step is in flight.
+        """Preempts a request to free blocks for `request`. Returns False if `request` itself was
+        preempted, or must wait until no step is in flight.
         """
         step.waits_for = NO_BLOCKS.reason
         if step.runs_ahead:
@@ -45,7 +45,7 @@ class Preemption:
         return victim is not request
 
     def restart(self, request: Request) -> None:
-        """Frees a request's blocks and rows and moves it to the front of the waiting queue."""
+        """Frees a request's blocks and rows, and moves it to the front of the waiting queue."""
         self.kv_allocator.free(request)
         self.queues.restart(request)
 
@@ -65,8 +65,8 @@ class Preemption:
         self.stats.num_preemptions += 1
 
     def _should_swap(self, request: Request, step: StepBuilder) -> bool:
-        """Returns whether a request is swapped. `auto` compares moving its blocks out and in with a
-        prefill that finds nothing in the prefix cache; blocks that beams share count twice in both.
+        """Returns whether to swap a request. The mode `auto` compares moving its blocks out and in
+        with a prefill without prefix cache hits; blocks that beams share count twice in both.
         """
         num_tokens = sum(row.num_computed_tokens for row in request.rows)
         if num_tokens == 0 or self.mode != "auto":

@@ -1,8 +1,8 @@
-"""Request queues: which requests wait, run or are swapped out, in which order waiting requests
+"""Request queues: which requests wait, run or are swapped out, the order in which waiting requests
 start, and which running request is preempted.
 
-Knows neither blocks nor time. Source of the fair policy: virtual token counters (Sheng et al. 2024,
-Fairness in Serving Large Language Models).
+Independent of blocks and time. Source of the fair policy: virtual token counters (Sheng et al.
+2024, Fairness in Serving Large Language Models).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.requests.request import Request, RequestStatus
 
 KEPT_IDLE_TENANTS = 500
-"""Maximum number of idle tenants whose counters are kept; any text in a request's `user` field is
-a tenant.
+"""Maximum number of idle tenants whose counters are kept, since a request's `user` field may
+contain any text.
 """
 PRIORITY = attrgetter("source.priority")
 
@@ -34,8 +34,9 @@ def _get_tenant(request: Request) -> int | str:
 
 
 class WaitingQueue:
-    """Waiting requests. The lowest priority value starts first; with equal priorities, as under
-    the policy fcfs, the first to arrive. The last to start of the highest value is preempted.
+    """Waiting requests. The lowest priority value starts first; equal priorities (as under the
+    policy fcfs) start in order of arrival. Of the running requests with the highest value, the last
+    one to start is preempted.
 
     Background requests have the highest value: they start last and are preempted first.
     """
@@ -47,7 +48,7 @@ class WaitingQueue:
         self._key: Callable[[Request], int | str] = PRIORITY
 
     def add(self, request: Request, *, first: bool = False) -> None:
-        """Adds a request, with `first` (after a preemption) before those with the same key."""
+        """Adds a request; with `first` (after a preemption) before those with the same key."""
         queue = self._queues.setdefault(self._key(request), OrderedDict())
         queue[request.request_id] = request
         self.num_requests += 1
@@ -62,20 +63,21 @@ class WaitingQueue:
             del self._queues[key]
 
     def order(self) -> Iterator[Request]:
-        """Yields the requests in the order in which they start. The caller reads only as far as
-        requests can start, and starts each before it reads the next.
+        """Yields the requests in the order in which they start. The caller stops when no further
+        request can start, and starts each request before it reads the next.
         """
         for priority in sorted(self._queues):
             yield from self._queues[priority].values()
 
     def oldest(self) -> Request | None:
-        """Returns the request that arrived first."""
+        """Returns the request that arrived first. Returns None if none waits."""
         heads = (next(iter(queue.values())) for queue in self._queues.values())
         return min(heads, key=lambda request: request.source.arrival_time, default=None)
 
     def max_chunk(self, num_tokens: int, running: Sequence[Request]) -> int:
-        """Returns the most tokens that a step computes of one prompt: half of `num_tokens` while a
-        background request runs and another waits, so that this one can start beside it.
+        """Returns the maximum number of tokens of one prompt in a step: `num_tokens`, or half of it
+        while a background request runs and another request waits, so that the latter can start in
+        the same step.
         """
         is_behind = len(self._queues) > (BACKGROUND_PRIORITY in self._queues)
         if is_behind and any(map(_is_background, running)):
@@ -83,7 +85,7 @@ class WaitingQueue:
         return num_tokens
 
     def ranked(self, running: Sequence[Request]) -> Sequence[Request]:
-        """Returns running requests in the order in which they share a step's tokens."""
+        """Returns running requests in the order in which they get a step's tokens."""
         return sorted(running, key=PRIORITY)
 
     def victim(self, running: Sequence[Request]) -> Request:
@@ -93,11 +95,13 @@ class WaitingQueue:
 
 @dataclass(slots=True)
 class Tenant:
-    """A tenant's account in a fair queue."""
+    """Account of a tenant in a fair queue."""
 
     weight: float
     counter: float
-    """Tokens served divided by the weight; raised to that of busy tenants after idleness."""
+    """Tokens served divided by the weight. After idle time it is raised to the counters of busy
+    tenants.
+    """
     num_waiting: int = 0
     num_running: int = 0
 
@@ -107,12 +111,12 @@ class Tenant:
 
 
 class FairQueue(WaitingQueue):
-    """Waiting requests with fair scheduling: the tenant served least for its weight starts first;
-    of the tenant served most, the last request to start is preempted.
+    """Waiting requests with fair scheduling: the tenant with the lowest served tokens per weight
+    starts first. For preemption: the last started request of the tenant with the highest.
 
-    A prompt counts when it starts, each new token when it is sampled. A tenant that returns from
-    idleness gets the counter of the active tenants, so that it cannot save up idle time. At most
-    `max_running` requests of a tenant run. Background requests belong to no tenant.
+    A prompt counts when it starts, each new token when it is sampled. A tenant that returns after
+    idle time gets the counter of the active tenants, so that it cannot save up idle time. At most
+    `max_running` requests of a tenant run. Background requests do not belong to a tenant.
     """
 
     def __init__(self, *, weights: Mapping[str, float], max_running: int | None) -> None:
@@ -122,7 +126,7 @@ class FairQueue(WaitingQueue):
         self._weights = weights
         self._max_running = max_running
         self._served_now = 0.0
-        """Counter of the tenant that started last, which a new tenant gets."""
+        """Counter of the tenant that started a request last; new tenants get this value."""
         self._num_present = 0
         """Number of tenants that have a request."""
         self._sweep_at = 2 * KEPT_IDLE_TENANTS
@@ -163,7 +167,9 @@ class FairQueue(WaitingQueue):
         yield from background
 
     def max_chunk(self, num_tokens: int, running: Sequence[Request]) -> int:
-        """Also returns half while another tenant has a request, so that its prompt can start."""
+        """Also returns half while another tenant has a request, so that its prompt can start in the
+        same step.
+        """
         num_tokens = super().max_chunk(num_tokens, running)
         return num_tokens if self._num_present < 2 else -(-num_tokens // 2)
 
@@ -174,7 +180,9 @@ class FairQueue(WaitingQueue):
         return max(reversed(running), key=self._rank)
 
     def started(self, request: Request) -> None:
-        """Counts a request that starts and its prompt. A swapped request has never stopped."""
+        """Counts the start of a request, and its prompt tokens. A swapped request still counts as
+        started.
+        """
         if _is_background(request):
             return
         tenant = self._tenants[request.source.tenant]
@@ -184,7 +192,7 @@ class FairQueue(WaitingQueue):
             tenant.counter += (request.num_tokens - request.num_computed_tokens) / tenant.weight
 
     def stopped(self, request: Request) -> None:
-        """Counts a request that has ended, or starts over later."""
+        """Counts a request that has ended or was reset to waiting."""
         if not _is_background(request):
             tenant = self._tenants[request.source.tenant]
             tenant.num_running -= 1
@@ -230,23 +238,25 @@ class RequestQueues:
     def __init__(self, waiting: WaitingQueue) -> None:
         self.waiting = waiting
         self.fair = waiting if isinstance(waiting, FairQueue) else None
-        """The waiting queue if it counts the tokens of tenants."""
+        """The waiting queue if it is a FairQueue, else None."""
         self.running: list[Request] = []
         self.swapped: list[Request] = []
-        """Requests whose blocks are in host memory, the last one preempted first."""
+        """Requests whose blocks are in host memory, most recently preempted first."""
         self.num_running_seqs = 0
-        """Rows that the running requests have or may come to have."""
+        """Maximum number of rows that the running requests may have."""
         self.num_waiting_tokens = 0
         self.by_id: dict[str, Request] = {}
 
     @property
     def first_idle(self) -> Request | None:
-        """The request that runs next: the first swapped one, else the first waiting one."""
+        """The next request to run: the first swapped one, else the first waiting one; None if there
+        are none.
+        """
         return self.swapped[0] if self.swapped else next(self.waiting.order(), None)
 
     @property
     def num_batch_seqs(self) -> int:
-        """Rows of the running and the swapped requests."""
+        """Number of rows of the running and swapped requests."""
         num_seqs = self.num_running_seqs
         for request in self.swapped:
             num_seqs += request.num_seqs
@@ -258,16 +268,16 @@ class RequestQueues:
         stats.num_waiting = self.waiting.num_requests
         stats.num_waiting_tokens = self.num_waiting_tokens
 
-    # -- from state to state -----------------------------------------------------------------------
+    # -- state changes -----------------------------------------------------------------------------
 
     def add(self, request: Request, *, first: bool = False) -> None:
-        """Adds a request to the waiting ones, with `first` after a preemption."""
+        """Adds a waiting request; `first`: before the others, after a preemption."""
         self.by_id[request.request_id] = request
         self.waiting.add(request, first=first)
         self.num_waiting_tokens += request.num_tokens
 
     def run(self, request: Request) -> None:
-        """Moves a request to the running ones. A waiting one stays in its queue until
+        """Moves a request to the running ones. A waiting one remains in its queue until
         `leave_waiting`.
         """
         if request.status is RequestStatus.SWAPPED:
@@ -277,8 +287,8 @@ class RequestQueues:
         self.num_running_seqs += request.num_seqs
 
     def set_priority(self, request: Request, priority: int) -> None:
-        """Changes a request's priority. A waiting one moves behind those with that priority; one
-        that has run moves before them.
+        """Changes a request's priority. A waiting request moves behind those with the same
+        priority; if it was preempted, before them.
         """
         if priority == request.source.priority:
             return
@@ -290,7 +300,7 @@ class RequestQueues:
             self.waiting.add(request, first=request.has_run)
 
     def leave_waiting(self, request: Request) -> None:
-        """Removes a request that has started or ended from the waiting ones."""
+        """Removes a request that has started or ended from the waiting queue."""
         self.waiting.remove(request)
         self.num_waiting_tokens -= request.num_tokens
 
@@ -314,7 +324,9 @@ class RequestQueues:
         self.add(request, first=True)
 
     def end(self, request: Request) -> None:
-        """Marks a request as finished and removes it; `drop_finished` removes a running one."""
+        """Marks a request as finished and removes it; a running one is removed by
+        `drop_finished`.
+        """
         if request.status is RequestStatus.WAITING:
             self.leave_waiting(request)
         elif self.fair is not None:
@@ -327,7 +339,7 @@ class RequestQueues:
         del self.by_id[request.request_id]
 
     def drop_finished(self) -> None:
-        """Removes finished requests from the running ones, all of them in one pass."""
+        """Removes all finished requests from the running ones in a single pass."""
         self.running = [
             request for request in self.running if request.status is RequestStatus.RUNNING
         ]

@@ -1,6 +1,6 @@
 """Resources besides KV blocks: compiled grammars, adapters in device slots, encoded media.
 
-Plain requests use none of them. Owns slots and digests; the worker owns the bytes.
+Plain requests need none of them. Tracks slots and digests; the worker owns the bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.protocol.step import StepPlan, StepResult
 
 MAX_READY = 1_000
-"""Grammars that are remembered as compiled."""
+"""Maximum number of grammars that are remembered as compiled."""
 
 
 class RequestResources:
@@ -28,13 +28,13 @@ class RequestResources:
         self._media = EncoderCacheManager(media_cache_tokens)
 
     def request(self, source: EngineRequest) -> None:
-        """Begins to provide what a new request needs."""
+        """Starts to provide the resources of a new request."""
         self.is_used = True
         if source.grammar is not None:
             self.grammars.want(source.grammar)
 
     def is_loaded(self, source: EngineRequest) -> bool:
-        """Returns whether a request's adapter is in a slot; otherwise loads it if there is one."""
+        """Returns whether a request's adapter is in a slot; loads it if a slot is available."""
         adapter = source.adapter
         return adapter is None or self._adapters.is_ready(source.request_id, adapter)
 
@@ -57,12 +57,12 @@ class RequestResources:
         return NO_SLOT if source.adapter is None else self._adapters.get_slot(source.adapter)
 
     def read_media(self, source: EngineRequest, start: int, end: int) -> None:
-        """Schedules the encoding of the media among a request's tokens from `start` to `end`."""
+        """Schedules the encoding of the media within a request's tokens from `start` to `end`."""
         self._media.use(source, start, end)
 
     def add_to_plan(self, plan: StepPlan) -> None:
-        """Adds the adapters, grammars and media that the worker loads, compiles, encodes or evicts
-        to a plan.
+        """Adds the adapters to load, the grammars to compile, and the media to encode or evict to a
+        plan.
         """
         if self.grammars.to_compile:
             plan.compiles = self.grammars.pop_wanted()
@@ -73,9 +73,7 @@ class RequestResources:
             plan.dropped_media = self._media.pop_dropped()
 
     def update(self, result: StepResult) -> dict[bytes, str]:
-        """Processes a plan's result; returns the reasons why adapters could not be loaded, by
-        digest.
-        """
+        """Processes a plan's result; returns the errors of failed adapter loads by digest."""
         if result.compiled:
             self.grammars.compiled(result.compiled)
         if result.not_encoded:
@@ -83,21 +81,21 @@ class RequestResources:
         return self._adapters.loaded(result.adapters) if result.adapters else {}
 
     def plan_failed(self, plan: StepPlan) -> None:
-        """Requests again what a failed plan may not have begun."""
-        # Grammars whose compilation did not begin are compiled with their rows.
+        """Repeats requests that a failed plan may not have begun."""
+        # Grammars whose compilation did not begin are compiled when their rows are added.
         self.grammars.compiled(spec.digest for spec in plan.compiles)
         self._adapters.load_again(plan.adapters)
         self._media.discard(pixels.digest for pixels in plan.encodes)
 
 
 class GrammarGate:
-    """The grammars of one engine's requests.
+    """Grammars of one engine's requests.
 
-    Tracks which grammars the worker is compiling or has compiled: a request waits for its own
-    grammar without delaying others.
+    Tracks which grammars the worker is compiling or has compiled: a request waits for its grammar
+    without delaying others.
 
-    Identifies grammars by their digests. The worker may evict a grammar that was not used for
-    long, and compiles it again when needed.
+    Identifies grammars by digest. The worker may evict a grammar that was not used for long, and
+    compiles it again when needed.
     """
 
     def __init__(self) -> None:
@@ -106,7 +104,7 @@ class GrammarGate:
         self._ready: dict[bytes, None] = {}
 
     def want(self, spec: GrammarSpec) -> None:
-        """Requests the compilation of a grammar, unless it is known."""
+        """Requests the compilation of a grammar unless it was already requested."""
         if spec.digest in self._ready or spec.digest in self._asked:
             return
         self._asked.add(spec.digest)
@@ -118,17 +116,17 @@ class GrammarGate:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether the worker still has a grammar to compile."""
+        """Whether the worker is still compiling a grammar."""
         return bool(self._asked)
 
     def pop_wanted(self) -> list[GrammarSpec]:
-        """Removes and returns the grammars whose compilation the next plan begins."""
-        wanted, self.to_compile = self.to_compile, []
-        return wanted
+        """Removes and returns the grammars that the next plan compiles."""
+        grammars, self.to_compile = self.to_compile, []
+        return grammars
 
     def compiled(self, digests: Iterable[bytes]) -> None:
-        """Records that grammars are compiled, or failed to compile, which their rows will
-        report.
+        """Records that grammars were compiled, or failed to compile (their rows then report the
+        error).
         """
         for digest in digests:
             self._asked.discard(digest)

@@ -2,7 +2,7 @@
 
 Continuous batching (Orca, Yu et al. 2022) with chunked prefill (Sarathi, Agrawal et al. 2023):
 there is no prefill phase and no decode phase. Each request has `num_computed_tokens`, which catches
-up with `num_tokens` under one token budget. Time and step costs are arguments, so that a recording
+up with `num_tokens` under one token budget. Times and step costs are arguments, so that a recording
 replays exactly.
 """
 
@@ -46,8 +46,8 @@ from octavo.engine.speculation.speculation import Speculation, SpeculationOption
 class Scheduler:
     """Decides what each step computes, and updates the requests by its result.
 
-    A request that can never fit (its prompt and one token exceed the context or the whole KV cache)
-    fails when it is added; any other ends with "length" when it reaches these limits. So the last
+    A request that can never fit (prompt and one token exceed the context or the KV cache) fails
+    when it is added; others end with "length" when they reach these limits. Therefore the last
     running request always finds blocks after the others are preempted.
     """
 
@@ -68,15 +68,15 @@ class Scheduler:
         media_cache_tokens: int = 0,
     ) -> None:
         """`batching`: None for continuous batching. `stop_texts`: for beam searches with stop
-        strings; the frontend finds those of other requests.
+        strings; the frontend finds the stop strings of other requests.
         """
         self.blocks = blocks
         self.kv_allocator = kv_allocator
         self.queues = RequestQueues(waiting)
-        self.in_flight = InFlightSteps(draws_ahead=limits.num_micro_batches == 1)
+        self.in_flight = InFlightSteps(samples_ahead=limits.num_micro_batches == 1)
         self.resources = RequestResources(num_adapter_slots, media_cache_tokens)
         self.leaving: list[Request] = []
-        """Finished requests whose last step is still in flight; freed when it returns."""
+        """Finished requests whose last step is still in flight; freed when its result arrives."""
         self._limits = limits
         self.admission = AdmissionControl(
             self.queues, prompt_limits, batching, kv_allocator, self.resources, limits.max_num_seqs
@@ -97,8 +97,8 @@ class Scheduler:
     # -- schedule ----------------------------------------------------------------------------------
 
     def schedule(self, now: float, costs: StepCosts = UNMEASURED) -> StepPlan:
-        """Returns the next step's plan: tokens of running requests first, then of swapped ones that
-        return, then of waiting ones that start.
+        """Returns the next step's plan: tokens of running requests first, then of swapped requests
+        that resume, then of waiting requests that start.
         """
         self.times.begin_step(now)
         queues = self.queues
@@ -109,7 +109,7 @@ class Scheduler:
         for request in queues.waiting.ranked(queues.running):
             if step.budget == 0:
                 break
-            # An earlier one may have preempted it.
+            # The request may have been preempted for an earlier one.
             if request.status is not RequestStatus.RUNNING:
                 continue
             if micro_batch is None:
@@ -119,7 +119,7 @@ class Scheduler:
                 self._schedule_request(request, step)
                 if len(step.rows) > num_rows:
                     micro_batch.add(request)
-        # Blocks freed by a preemption are for the requests that continue.
+        # Blocks freed by a preemption are for the running requests.
         if not (step.preempted or step.is_short):
             if queues.swapped:
                 for request in self.admission.resume_swapped(step):
@@ -138,7 +138,7 @@ class Scheduler:
             max_chunk = queues.waiting.max_chunk(limits.max_chunk, queues.running)
         step = StepBuilder(now, costs, limits.max_num_batched_tokens, max_chunk)
         if self.in_flight.steps:
-            step.runs_ahead, step.draws_ahead = True, limits.num_micro_batches == 1
+            step.runs_ahead, step.samples_ahead = True, limits.num_micro_batches == 1
         if limits.itl_target_s is not None:
             step.time = step_time(costs, limits.itl_target_s, queues.running)
         if self.blocks.connector is not None:
@@ -155,7 +155,9 @@ class Scheduler:
         self._schedule_request(request, step)
 
     def _schedule_request(self, request: Request, step: StepBuilder) -> None:
-        """Adds tokens of the request's rows; a beam without any waits for the others."""
+        """Adds tokens of the request's rows. A beam without tokens to compute waits for the other
+        beams.
+        """
         blocks, source = self.blocks, request.source
         for row in request.rows:
             start = row.num_computed_tokens + row.num_tokens_in_flight
@@ -179,7 +181,7 @@ class Scheduler:
                 self.resources.read_media(source, start, end)
 
     def _build_plan(self, step: StepBuilder) -> StepPlan:
-        """Completes a plan: draft tokens, or several decode steps if nothing waits for the next."""
+        """Completes a plan: adds draft tokens, or several decode steps if no request waits."""
         queues, allocator, speculation = self.queues, self.kv_allocator, self._speculation
         plan = StepPlan(
             self._stats.num_steps, allocator.freed_rows, step.new_rows, step.moves, step.rows
@@ -209,8 +211,8 @@ class Scheduler:
     # -- update ------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
-        """Advances the requests of the oldest step in flight; returns their outputs, after the
-        final outputs of requests that ended between steps.
+        """Updates the requests of the oldest step in flight; returns their outputs, after the final
+        outputs of requests that ended between steps.
         """
         outputs, self._outputs = self._outputs, []
         step = self.in_flight.pop(plan.num_steps)
@@ -235,7 +237,7 @@ class Scheduler:
         if self.in_flight.decoding is not None:
             speculation = self._speculation
             if not goes_on or (
-                # Verifying drafts of the last tokens may be faster than another step.
+                # Verifying drafts after the last tokens may be faster than another plain step.
                 speculation is not None
                 and speculation.is_active
                 and speculation.should_end_decode(step.owners)
@@ -251,7 +253,7 @@ class Scheduler:
     def _update_row(
         self, request: Request, row: SequenceState, scheduled: ScheduledRequest, result: RowResult
     ) -> EngineOutput | None:
-        """Advances a row by its result; returns None if its request has no output yet."""
+        """Updates a row by its result. Returns None if its request has no output yet."""
         if result.failure is not None:
             return self._finish(request, Finish("error", error=result.failure))
         if result.prompt_logprobs:
@@ -273,14 +275,14 @@ class Scheduler:
         row.num_computed_tokens = min(scheduled.start + num_kept, len(row.token_ids))
         if scheduled.result_kind != ResultKind.NONE and not self._limits.keeps_kv:
             row.num_computed_tokens = 0
-        # A request that goes on is settled at the end of its plan: nothing looks up blocks before.
+        # Blocks of a continuing request are settled at the end of its plan: no lookup is earlier.
         if self.in_flight.decoding is None or (progress is not None and progress.finish):
             self._settle(row)
         return None if progress is None else self._output(request, progress)
 
     def _output(self, request: Request, progress: RequestProgress) -> EngineOutput | None:
-        """Counts a request's new tokens, branches its rows or ends it; returns None if there is
-        nothing to send yet.
+        """Counts a request's new tokens, branches its rows or ends it. Returns None if there is no
+        output.
         """
         if request.watch.first_token is None:
             self.times.record_first_token(request.watch)
@@ -297,13 +299,13 @@ class Scheduler:
             output.beams, output.pooled = progress.beams, progress.pooled
         else:
             if request.num_exact_tokens < UNBOUNDED and request.has_outgrown:
-                # Its tokens get other positions: all are computed again, and none is in flight.
+                # Its tokens get other positions: all of them are recomputed, and none is in flight.
                 self.times.preempted(request.watch)
                 self._preemption.restart(request)
             if not progress.token_ids:
                 return None
             output = EngineOutput(request.request_id, progress.token_ids, progress.logprobs)
-            if request.ends_by_text:  # the frontend may end it, and then needs its timings
+            if request.ends_by_text:  # the frontend may end the request and then needs the timings
                 output.timings = request.timings(self.times.get_timings(request.watch))
         output.mirostat_mu = request.mirostat_mu
         if progress.is_first:
@@ -311,7 +313,9 @@ class Scheduler:
         return output
 
     def _settle(self, row: SequenceState) -> None:
-        """Caches the blocks that a row's computed tokens fill, and frees those beyond its end."""
+        """Caches the blocks that a row's computed tokens fill, and frees the blocks beyond its
+        end.
+        """
         if self._limits.keeps_kv:
             self.blocks.record(
                 row.request_id,
@@ -323,7 +327,7 @@ class Scheduler:
 
     def _take_reports(self, result: StepResult) -> list[EngineOutput]:
         """Processes the reports of a plan's first result; returns the outputs of waiting requests
-        whose adapters could not be loaded.
+        whose adapters failed to load.
         """
         if self.blocks.connector is not None:
             self.blocks.connector.step_done(result.connector)
@@ -343,9 +347,9 @@ class Scheduler:
                 self._settle(row)
 
     def plan_failed(self, plan: StepPlan) -> None:
-        """Prepares for the result of a plan that failed as a whole after partial execution: frees
-        its rows again, which is harmless, and restarts the requests that it swapped out. Later
-        decode steps of a plan move and free nothing.
+        """Handles the failure of a plan after partial execution: frees its rows again, which is
+        harmless, and restarts the requests that it swapped out. Later decode steps of a plan move
+        and free nothing.
         """
         if self.in_flight.decoding is not None:
             return
@@ -357,11 +361,11 @@ class Scheduler:
             if request.status is RequestStatus.SWAPPED:
                 self._preemption.restart(request)
 
-    # -- requests come and go ----------------------------------------------------------------------
+    # -- adding, changing and ending requests ------------------------------------------------------
 
     def add(self, source: EngineRequest) -> None:
-        """Adds a request to the waiting ones. One that can never fit gets its final output, an
-        error, with the next update.
+        """Adds a waiting request. If it can never fit, the next update returns its final output, an
+        error.
         """
         width = source.params.beam_width
         limits = self.admission.limits
@@ -385,7 +389,7 @@ class Scheduler:
         if decision.status is AllocStatus.NEVER:
             finish = Finish("error", error=decision.reason)
         elif source.output_token_ids and request.num_tokens >= request.max_num_tokens:
-            # It was shortened before an earlier core was lost and could end it.
+            # Its limit was lowered, and the core was lost before it could end the request.
             finish = Finish("length")
         if finish is not None:
             self._outputs.append(self._final_output(request, finish))
@@ -397,8 +401,8 @@ class Scheduler:
             self.kv_allocator.prefetch(request, self.queues.num_running_seqs, at_once=True)
 
     def change(self, change: RequestChange) -> None:
-        """Changes the params and priority of an unfinished request; does nothing for an unknown
-        one, which may have just finished.
+        """Changes the params and priority of an unfinished request. Ignores unknown ones, which may
+        have just finished.
         """
         request = self.queues.by_id.get(change.request_id)
         if request is None:
@@ -406,13 +410,13 @@ class Scheduler:
         self.queues.set_priority(request, change.priority)
         if change.computes_here:
             self.kv_allocator.reset_kv_source(request)
-        most = self.admission.limits.max_num_tokens(request.num_prompt_tokens)
-        request.change(change.params, max_num_tokens=most)
+        max_num_tokens = self.admission.limits.max_num_tokens(request.num_prompt_tokens)
+        request.change(change.params, max_num_tokens=max_num_tokens)
         if request.num_tokens >= request.max_num_tokens:
             self.end(request.request_id, Finish("length"))
 
     def end(self, request_id: str, finish: Finish) -> None:
-        """Ends a request and frees its blocks; does nothing for an unknown one, which may have just
+        """Ends a request and frees its blocks. Ignores unknown ones, which may have just
         finished.
         """
         request = self.queues.by_id.get(request_id)
@@ -421,7 +425,7 @@ class Scheduler:
             self.queues.drop_finished()
 
     def _finish(self, request: Request, finish: Finish) -> EngineOutput:
-        """Ends a request, frees all that it holds and returns its final output."""
+        """Ends a request, frees everything that it holds and returns its final output."""
         self.queues.end(request)
         if self._speculation is not None and self._speculation.is_active:
             self._speculation.remove_request(request)
@@ -461,7 +465,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has anything to do."""
+        """Whether there is anything to schedule or to return."""
         return bool(self.queues.by_id or self._outputs or self.blocks.has_transfers)
 
     @property

@@ -1,7 +1,7 @@
-"""A StepPlan under construction, and what is left of its token budget.
+"""A StepPlan under construction, and the rest of its token budget.
 
-`MultiStepPolicy` decides how many decode steps a plan has: as many as need no decision by the
-scheduler, so that scheduling costs once for all of them. Source: multi-step scheduling (vLLM 0.6,
+`MultiStepPolicy` decides how many decode steps a plan has: the number that needs no decision by the
+scheduler, so that one scheduling pass serves all of them. Source: multi-step scheduling (vLLM 0.6,
 2024).
 """
 
@@ -20,7 +20,7 @@ from octavo.engine.requests.request import Request
 from octavo.engine.scheduler.step_time import StepTime
 
 MAX_CALL_S = 0.1
-"""Upper bound in seconds on the decode steps of one plan (decision 0019). Requests and aborts end
+"""Maximum duration in seconds of one plan's decode steps (decision 0019). Requests and aborts end
 them at once; the work of connectors waits for the next plan.
 """
 
@@ -30,14 +30,14 @@ class StepLimits:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_chunk: int | None
-    """Maximum number of tokens of one request; None if prompts are not chunked."""
+    """Maximum number of tokens of one request in a step; None if prompts are not chunked."""
     itl_target_s: float | None = None
-    """Target for the time between two tokens of the rows that generate, in seconds."""
+    """Target for the time between two tokens of decoding rows, in seconds."""
     keeps_kv: bool = True
-    """False: each step recomputes all tokens of a request, for comparison."""
+    """If False, each step recomputes all tokens of a request, for comparison."""
     num_micro_batches: int = 1
-    """Steps in flight at once, over which the generating requests are distributed. A request's next
-    token is scheduled once the last one has returned.
+    """Number of steps in flight at once, over which the decoding requests are distributed. A
+    request's next token is scheduled once the last one has arrived.
     """
 
 
@@ -52,7 +52,7 @@ class StepBuilder:
     max_chunk: int
     """Maximum number of tokens of one row."""
     time: StepTime | None = None
-    """Predicted time of the step, if it has a target."""
+    """Predicted time of the step if it has a target, else None."""
     rows: list[ScheduledRequest] = field(default_factory=list)
     owners: list[tuple[Request, SequenceState]] = field(default_factory=list)
     """Request and row of each of `rows`."""
@@ -64,20 +64,20 @@ class StepBuilder:
     waits_for: str = ""
     """Reason why the first waiting request does not start in this step."""
     has_prompt: bool = False
-    """Whether the step computes a prompt's tokens."""
+    """Whether the step computes prompt tokens."""
     runs_ahead: bool = False
     """Whether a step is in flight, so that no request is preempted."""
-    draws_ahead: bool = False
-    """Whether tokens are computed that a step in flight has not sampled yet."""
+    samples_ahead: bool = False
+    """Whether the step computes tokens that a step in flight has not sampled yet."""
     is_short: bool = False
-    """Whether a row found no block, and another request would have to be preempted."""
+    """Whether a row found no free block, and another request would have to be preempted."""
 
     def get_end(self, request: Request, row: SequenceState, start: int) -> int:
-        """Returns one past the last token that the step computes of a row from `start` on: all
-        known tokens, and one more if a step in flight samples the next.
+        """Returns the end of the row's tokens that the step computes from `start` on: all known
+        tokens, and one more if a step in flight samples the next one.
         """
         num_tokens = len(row.token_ids)
-        if self.draws_ahead and start == num_tokens and request.may_run_ahead:
+        if self.samples_ahead and start == num_tokens and request.may_run_ahead:
             num_tokens += 1
         budget = self.budget
         if not request.is_encoded:
@@ -102,7 +102,7 @@ class StepBuilder:
     def add_row(
         self, request: Request, row: SequenceState, start: int, end: int, grant: BlockAllocation
     ) -> None:
-        """Adds the tokens from `start` up to `end` of a row, with the blocks allocated for them."""
+        """Adds the tokens of a row from `start` up to `end`, with the blocks allocated for them."""
         num_encoded = 0 if request.is_encoded else request.num_input_tokens
         request.is_encoded = True
         row.num_tokens_in_flight += end - start
@@ -144,8 +144,8 @@ class StepBuilder:
         parents: Sequence[int] = (),
         leaves: LeafBlocks = NO_LEAVES,
     ) -> None:
-        """Adds draft tokens after the last token of a row, which has blocks for them; for a draft
-        tree also each token's parent, and the blocks of all paths but the first.
+        """Adds draft tokens after the last token of a row that has blocks for them. For a draft
+        tree: also each token's parent, and the blocks of all paths except the first.
         """
         scheduled = self.rows[index]
         scheduled.draft_ids, scheduled.draft_parents = draft_ids, list(parents)
@@ -165,7 +165,9 @@ class StepBuilder:
                 ]
 
     def add_new_row(self, request: Request, row: SequenceState, adapter_slot: int) -> None:
-        """Adds a row that the worker does not know; `add_row` then brings all of its blocks."""
+        """Adds a row that the worker does not have; `add_row` must follow with all of its
+        blocks.
+        """
         source = request.source
         row.is_on_worker = True
         self.new_rows.append(
@@ -199,7 +201,7 @@ class StepBuilder:
 
 
 class MultiStepPolicy:
-    """Decides how many decode steps a plan has, `max_num_steps` at most."""
+    """Decides how many decode steps a plan has, at most `max_num_steps`."""
 
     def __init__(self, blocks: BlockManager, max_num_steps: int) -> None:
         self._blocks = blocks
@@ -208,7 +210,7 @@ class MultiStepPolicy:
     def num_steps(self, builder: StepBuilder, *, num_running: int) -> int:
         """Returns the number of decode steps of a plan while no request waits, and allocates the
         blocks for all of them. More than one only if all running requests decode, no block moves,
-        and no request ends or samples in another way before the last step.
+        and no request ends or changes its sampling before the last step.
         """
         rows = builder.rows
         if self._max_num_steps == 1 or builder.moves or builder.has_prompt:
@@ -233,8 +235,8 @@ class MultiStepPolicy:
         return self._reserve(builder, num_steps)
 
     def _reserve(self, builder: StepBuilder, num_steps: int) -> int:
-        """Allocates the rows' blocks for `num_steps`, or for as many steps as there are blocks;
-        returns their number.
+        """Allocates the rows' blocks for `num_steps` steps, or for fewer if too few blocks are
+        free; returns the number of steps.
         """
         while num_steps > 1:
             ends = {row.request_id: row.start + num_steps for row in builder.rows}
@@ -248,7 +250,9 @@ class MultiStepPolicy:
 
 
 def _cut_medium(media: Sequence[MediaItem], start: int, end: int) -> MediaItem | None:
-    """Returns the medium that the chunk would split although it must be computed in one step."""
+    """Returns the medium that the chunk would split although it must be computed in one step.
+    Returns None if there is none.
+    """
     if end == start:
         return None
     return next((item for item in media if item.is_whole and item.place < end < item.end), None)

@@ -1,10 +1,10 @@
-"""Time budget of a step: how many prompt tokens fit beside the decoding rows, so that none of these
-waits longer than a target for its next token.
+"""Time budget of a step: how many prompt tokens fit beside the decoding rows, so that the time
+between their tokens stays within a target.
 
-Predicts from StepCosts, which are part of a recording; reads no clock. The first chunk of a step
-has at least MIN_CHUNK tokens at any cost, so that prompts advance even if decoding alone takes the
-whole budget. Source: stall-free batching (Sarathi-Serve, Agrawal et al. 2024), with measured costs
-instead of a number of tokens.
+Predicts times from StepCosts, which are part of a recording; reads no clock. The first chunk of a
+step has at least MIN_CHUNK tokens whatever it costs, so that prompts advance even if decoding alone
+takes the complete budget. Source: stall-free batching (Sarathi-Serve, Agrawal et al. 2024), with
+measured costs instead of a number of tokens.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from octavo.engine.protocol.step_costs import StepCosts
 from octavo.engine.requests.request import Request
 
 MIN_CHUNK = 16
-"""Least tokens of a step's first chunk: one block, as many as the costs have points of their own.
+"""Minimum tokens of a step's first chunk: one block, and the largest size for which costs are
+measured exactly (`MAX_SINGLE_TOKENS`).
 """
 
 
 @dataclass(slots=True)
 class StepTime:
-    """Predicted time of the step that is being built."""
+    """Predicted time of the step under construction."""
 
     costs: StepCosts
     target_s: float
     num_tokens: int = 0
     num_keys: int = 0
-    """Tokens computed and keys read by all rows so far, those of `generating` included."""
+    """Tokens computed and keys read by all rows so far, including those of `generating`."""
     generating: set[str] = field(default_factory=set)
-    """Rows that wait for their next token; their share is set aside before all others'."""
+    """Decoding rows, whose next tokens are included from the start."""
     has_chunk: bool = False
-    """Whether the step computes a part of a prompt, or brings a request back."""
+    """Whether the step already computes a part of a prompt, or swaps a request in."""
 
-    def room(self, row_id: str, start: int, wanted: int, num_moves: int) -> int:
-        """Returns how many of `wanted` tokens from position `start` on a row may compute in a step
-        that moves `num_moves` blocks.
+    def room(self, row_id: str, start: int, num_tokens: int, num_moves: int) -> int:
+        """Returns how many of `num_tokens` tokens from position `start` on a row may compute in a
+        step that moves `num_moves` blocks.
         """
         if row_id in self.generating or not self.generating:
-            return wanted
-        found = self._fitting(start, wanted, num_moves)
-        return found if self.has_chunk else max(found, min(wanted, MIN_CHUNK))
+            return num_tokens
+        num_fitting = self._fitting(start, num_tokens, num_moves)
+        return num_fitting if self.has_chunk else max(num_fitting, min(num_tokens, MIN_CHUNK))
 
     def is_full(self, num_moves: int) -> bool:
         """Returns whether there is no time for another prompt."""
@@ -63,11 +64,11 @@ class StepTime:
             self.num_keys += start + num_tokens
             self.has_chunk = True
 
-    def _fitting(self, start: int, wanted: int, num_moves: int) -> int:
-        """Returns the most tokens with which the step is predicted to last no longer than the
-        target; 0 if nothing was measured yet.
+    def _fitting(self, start: int, num_tokens: int, num_moves: int) -> int:
+        """Returns the maximum number of tokens with which the step is predicted to meet the target;
+        0 if nothing was measured yet.
         """
-        low, high = 0, wanted
+        low, high = 0, num_tokens
         while low < high:
             middle = (low + high + 1) // 2
             seconds = self._predicted_s(middle, start + middle, num_moves)
@@ -86,7 +87,7 @@ class StepTime:
 
 
 def step_time(costs: StepCosts, target_s: float, running: Iterable[Request]) -> StepTime:
-    """Returns the predicted time of a step with the next token of each row that generates."""
+    """Returns the predicted time of a step that computes the next token of each decoding row."""
     time = StepTime(costs, target_s)
     for request in running:
         for row in request.rows:

@@ -1,7 +1,7 @@
-"""Merges the drafts of a row's proposers into one: the likeliest draft, and if the row may branch,
-the tokens of the others as siblings.
+"""Merges the drafts of a row's proposers: the likeliest draft, and if the row may branch, the
+tokens of the other drafts as siblings.
 
-Of sibling tokens at most one is accepted, which their probabilities account for.
+At most one of several sibling tokens is accepted; their probabilities account for this.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from octavo.engine.speculation.proposer import RUNNER_UP, Draft
 class DraftTreeBuilder:
     """Builds one row's draft tree; the first draft added is its spine."""
 
-    def __init__(self, acceptance: Acceptance, request_id: str, *, most_leaves: int) -> None:
+    def __init__(self, acceptance: Acceptance, request_id: str, *, max_leaves: int) -> None:
         self._acceptance = acceptance
         self._request_id = request_id
-        self._most_leaves = most_leaves
+        self._max_leaves = max_leaves
         self._num_leaves = 0
         self._token_ids: list[int] = []
         self._parents: list[int] = []
@@ -28,26 +28,28 @@ class DraftTreeBuilder:
         self._reached: list[float] = []
         self._children: dict[int, list[int]] = {}
         self._beside: dict[int, float] = {}
-        """Probability that one of a token's children is accepted if the token is."""
+        """Probability that any of a token's children is accepted if the token is."""
         self._num_matched = 0
 
-    def add(self, draft: Draft, most: int) -> None:
-        """Adds a draft with paths of up to `most` tokens, within the limit on leaves."""
+    def add(self, draft: Draft, max_tokens: int) -> None:
+        """Adds a draft with paths of up to `max_tokens` tokens, within the limit on leaves."""
         if not self._token_ids:
             self._num_matched = draft.num_matched
-        places = {ROOT: ROOT}
+        indices = {ROOT: ROOT}
         parents = DraftTree.of(len(draft.token_ids), draft.parents).parents
-        for token, (token_id, parent) in enumerate(zip(draft.token_ids, parents, strict=True)):
-            at = places.get(parent)
-            if at is None or (at != ROOT and self._depths[at] + 1 >= most):
+        for token, (token_id, draft_parent) in enumerate(
+            zip(draft.token_ids, parents, strict=True)
+        ):
+            parent = indices.get(draft_parent)
+            if parent is None or (parent != ROOT and self._depths[parent] + 1 >= max_tokens):
                 continue
-            place = self._place_of(at, token_id, draft.num_matched)
-            if place is not None:
-                places[token] = place
+            new_index = self._get_child(parent, token_id, draft.num_matched)
+            if new_index is not None:
+                indices[token] = new_index
 
     def row_draft(self, index: int) -> RowDraft:
-        """Returns the draft of the row at an index of the step, likeliest tokens first. A parent is
-        at least as likely as its children and was added before them.
+        """Returns the draft of the row with an index in the step, likeliest tokens first. A parent
+        is at least as likely as its children and precedes them.
         """
         order = sorted(range(len(self._token_ids)), key=lambda at: -self._reached[at])
         new = {ROOT: ROOT} | {old: at for at, old in enumerate(order)}
@@ -59,27 +61,27 @@ class DraftTreeBuilder:
             [self._reached[old] for old in order],
         )
 
-    def _place_of(self, parent: int, token_id: int, num_matched: int) -> int | None:
-        """Returns the index of a parent's child with this token id, added if it is missing; None if
-        that would exceed the limit on leaves.
+    def _get_child(self, parent: int, token_id: int, num_matched: int) -> int | None:
+        """Returns the index of a parent's child with this token id, adding it if missing. Returns
+        None if that would exceed the limit on leaves.
         """
         siblings = self._children.setdefault(parent, [])
         for sibling in siblings:
             if self._token_ids[sibling] == token_id:
                 return sibling
         if siblings or parent == ROOT:
-            if self._num_leaves == self._most_leaves:
+            if self._num_leaves == self._max_leaves:
                 return None
             self._num_leaves += 1
-        place = len(self._token_ids)
+        child = len(self._token_ids)
         depth = 0 if parent == ROOT else self._depths[parent] + 1
         chance = self._chance(parent, siblings, num_matched, depth)
-        siblings.append(place)
+        siblings.append(child)
         self._token_ids.append(token_id)
         self._parents.append(parent)
         self._depths.append(depth)
         self._reached.append(chance if parent == ROOT else chance * self._reached[parent])
-        return place
+        return child
 
     def _chance(self, parent: int, siblings: Sequence[int], num_matched: int, depth: int) -> float:
         """Returns the probability that a new child is accepted if its parent is: by match and
@@ -98,28 +100,28 @@ def build_row_draft(
     index: int,
     drafts: Sequence[Draft],
     *,
-    most: int,
-    most_leaves: int,
+    max_tokens: int,
+    max_leaves: int,
 ) -> RowDraft:
-    """Returns the draft of the row at an index of the step, merged from `drafts`, the likeliest
-    first, with at most `most` tokens on each path.
+    """Returns the draft of the row with an index in the step, merged from `drafts` (likeliest
+    first), with at most `max_tokens` tokens on each path.
     """
-    if most_leaves == 1 or (len(drafts) == 1 and not drafts[0].parents):
-        return _chain(acceptance, request_id, index, drafts[0], most)
-    builder = DraftTreeBuilder(acceptance, request_id, most_leaves=most_leaves)
+    if max_leaves == 1 or (len(drafts) == 1 and not drafts[0].parents):
+        return _chain(acceptance, request_id, index, drafts[0], max_tokens)
+    builder = DraftTreeBuilder(acceptance, request_id, max_leaves=max_leaves)
     for draft in drafts:
-        builder.add(draft, most)
+        builder.add(draft, max_tokens)
     return builder.row_draft(index)
 
 
 def _chain(
-    acceptance: Acceptance, request_id: str, index: int, draft: Draft, most: int
+    acceptance: Acceptance, request_id: str, index: int, draft: Draft, max_tokens: int
 ) -> RowDraft:
     """Returns the first path of a draft as a chain."""
     token_ids = draft.token_ids
     if draft.parents:
         path = DraftTree.of(len(token_ids), draft.parents).paths[0]
         token_ids = [token_ids[at] for at in path]
-    token_ids = token_ids[:most]
+    token_ids = token_ids[:max_tokens]
     reached = acceptance.reached(request_id, draft.num_matched, len(token_ids))
     return RowDraft(index, token_ids, [], draft.num_matched, reached)

@@ -1,4 +1,5 @@
-"""Prompt lookup decoding: proposes what followed the row's last n-gram earlier in its tokens.
+"""Prompt lookup decoding: proposes the tokens that followed an earlier occurrence of the row's last
+n-gram.
 
 Source: prompt lookup decoding (Saxena 2023).
 """
@@ -18,12 +19,12 @@ class NgramProposer:
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self._token_ids: list[int] = []
         self._starts: dict[tuple[int, ...], int] = {}
-        """Index of the token after an n-gram's latest occurrence."""
+        """Index of the token after each n-gram's latest occurrence."""
         self._divided: set[tuple[int, ...]] = set()
         """N-grams that were followed by different tokens."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends the row's next tokens and indexes the n-grams before each."""
+        """Appends the row's next tokens, and indexes the n-grams before each of them."""
         for token_id in token_ids:
             end = len(self._token_ids)
             for size in self._sizes:
@@ -32,7 +33,7 @@ class NgramProposer:
             self._token_ids.append(token_id)
 
     def propose(self, max_tokens: int) -> Draft:
-        """Proposes what followed the latest occurrence of the longest known n-gram."""
+        """Proposes the tokens that followed the latest occurrence of the longest known n-gram."""
         for size in self._sizes:
             start = self._starts.get(tuple(self._token_ids[-size:]))
             if start is not None and size <= len(self._token_ids):
@@ -42,7 +43,7 @@ class NgramProposer:
         return NO_DRAFT
 
     def _index(self, ngram: tuple[int, ...], token_id: int) -> None:
-        """Indexes an n-gram that the row's next token follows."""
+        """Indexes an n-gram with the token that follows it."""
         start = self._starts.get(ngram)
         if start is not None and self._token_ids[start] != token_id:
             self._divided.add(ngram)

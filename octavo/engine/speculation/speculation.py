@@ -1,10 +1,9 @@
 """Speculative decoding in the scheduler: collects drafts from proposers, lets a policy decide how
 many tokens are verified, and records which were accepted.
 
-Called once for each step that is built; nothing is drafted while a step is in flight. Verification
-samples the same token as without a draft, so drafts never change the output. Source: speculative
-decoding (Leviathan et al. 2023), with deterministic drafts, for which accepting equal samples is
-optimal.
+Called once per step; nothing is drafted while a step is in flight. Verification samples the same
+tokens as without drafts, so drafts never change the output. Source: speculative decoding (Leviathan
+et al. 2023) with deterministic drafts, for which accepting equal samples is optimal.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ PROPOSERS: Mapping[SpecMethod, Callable[[], Proposer] | None] = {
     "grammar": None,
     "auto": SuffixProposer,
 }
-"""Proposer of a row, by method; None if only the worker drafts. With every method the worker also
-drafts tokens that a grammar forces.
+"""Proposer of a row, by method; None if only the worker drafts. With every method, the worker also
+drafts the tokens that a grammar forces.
 """
 
 
@@ -59,28 +58,30 @@ drafts tokens that a grammar forces.
 class SpeculationOptions:
     method: SpecMethod
     max_tokens: int
-    """Maximum draft tokens of a row, on each path."""
+    """Maximum number of draft tokens of a row, on each path."""
     can_resample: bool = True
-    """Whether the backend can resample a row, which sequentially sampled rows need."""
+    """Whether the backend can resample a row, which sequential sampling requires."""
     history_bytes: int = 0
-    """Memory for outputs of finished requests that others draft from, in bytes; 0: none."""
+    """Memory for outputs of finished requests that serve as drafts for others, in bytes; 0:
+    none.
+    """
     tree_width: int = 1
-    """Maximum paths of a row's draft."""
+    """Maximum number of paths of a row's draft."""
 
 
 PROGRAM_METHODS: frozenset[SpecMethod] = frozenset({"draft_model", "eagle3", "mtp", "auto"})
 """Methods whose drafts the worker computes with a Program."""
 MOST_WATCHED = 4
-"""Maximum number of rows whose drafts are checked between the decode steps of one call."""
+"""Maximum number of rows that may draft between the decode steps of one plan."""
 BLIND_PLANS = 16
-"""Plans without an early end of the decode call, after one that ended for a draft which was then
-not verified.
+"""If a multi-step plan ended early for a draft that was not verified: number of following plans
+that do not end early.
 """
 MIN_ACCEPTANCE = 0.02
-"""Acceptance probability below which a draft is ignored."""
+"""Minimum acceptance probability of a draft; less likely drafts are ignored."""
 MIN_FOLLOWED = 256
-"""Minimum number of tokens that proposers process per step, so that a prompt found in the prefix
-cache does not delay a step.
+"""Minimum number of tokens that proposers may process per step. The number is limited so that a
+prompt found in the prefix cache does not delay a step.
 """
 
 
@@ -103,12 +104,12 @@ class Speculation:
         self._num_paths = drafting.tree_width if blocks.can_branch else 1
         self._make_proposer = _get_proposer_factory(drafting.method, self._num_paths)
         self._drafts_with_program = drafting.method in PROGRAM_METHODS
-        """Whether the worker is asked for drafts, one step before they are verified."""
+        """Whether drafts are requested from the worker, one step before they are verified."""
         self._drafts_by_grammar = drafting.method == "grammar"
-        """Whether all drafts are tokens that grammars force, returned with step results."""
+        """Whether all drafts are tokens forced by grammars, which step results contain."""
         self.is_active = not self._drafts_by_grammar
-        """Whether drafts are possible. With method "grammar" there are none until a running request
-        reaches a forced token.
+        """Whether drafts are possible. With method "grammar", only after a running request has
+        reached a forced token.
         """
         self._previous_outputs = (
             PreviousOutputs(drafting.history_bytes) if drafting.history_bytes else None
@@ -117,25 +118,25 @@ class Speculation:
         self._acceptance = Acceptance()
         self._plain = NO_STEP
         self._has_ended_call = False
-        """Whether the last decode call ended early for a draft."""
+        """Whether the last multi-step plan ended early for a draft."""
         self._num_blind = 0
-        """Remaining plans before a decode call may end early for a draft again."""
+        """Number of plans before a multi-step plan may again end early for a draft."""
 
     # -- building a step ---------------------------------------------------------------------------
 
     def add_drafts(self, builder: StepBuilder) -> bool:
-        """Adds the drafts that are worth verifying to the step, or requests drafts from the worker;
-        returns whether there are any. There are none while a step is in flight.
+        """Adds the drafts that are worth verifying to the step, or requests drafts from the worker.
+        Returns whether it did either. Does nothing while a step is in flight.
         """
         if builder.runs_ahead or not self.is_active:
             return False
         self._plain = PlainStep.of(builder)
         drafts = self._collect_drafts(builder)
-        given, found = self._split_by_source(drafts)
+        worker_drafts, other_drafts = self._split_by_source(drafts)
         worker_rows = self._get_worker_rows(builder) if self._drafts_with_program else []
-        if found:
-            self._choose(found, builder)
-        self._schedule_worker_drafts(given, builder)
+        if other_drafts:
+            self._choose(other_drafts, builder)
+        self._schedule_worker_drafts(worker_drafts, builder)
         is_added = any(draft.num_tokens for draft in drafts) and self._add(drafts, builder)
         self._num_blind = max(0, self._num_blind - 1)
         if self._has_ended_call and not is_added:
@@ -154,8 +155,8 @@ class Speculation:
         )
 
     def _schedule_worker_drafts(self, drafts: list[RowDraft], builder: StepBuilder) -> None:
-        """Schedules the worker's drafts: as many tokens as were requested, the likeliest of the
-        tree. Their cost is already spent.
+        """Schedules the worker's drafts: the number of tokens that were requested, the likeliest
+        ones of a tree. Their cost is already spent.
         """
         for draft in drafts[: builder.budget]:
             num_asked = len(DraftTree.of(len(draft.token_ids), draft.parents).paths[0])
@@ -163,31 +164,35 @@ class Speculation:
 
     def _request_worker_drafts(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
         """Requests drafts for the next step from the worker if they are worthwhile; returns whether
-        they are.
+        it did.
         """
         if not drafts or not self._choose(drafts, builder):
             return False
         counts = {draft.index: draft.num_tokens for draft in drafts if draft.num_tokens}
         for index, count in counts.items():
             builder.rows[index].propose = count
-        # The worker drafts as far as the rows have blocks, with these or without them.
+        # If this fails, the worker drafts as far as the rows have blocks.
         self._reserve(counts, builder)
         return True
 
     def _get_worker_rows(self, builder: StepBuilder) -> list[RowDraft]:
         """Returns the rows that the worker can draft for, with placeholder tokens."""
-        found = []
+        drafts = []
         for index, (scheduled, (request, row)) in enumerate(
             zip(builder.rows, builder.owners, strict=True)
         ):
-            most = min(self._max_tokens, request.num_draftable_tokens - row.num_tokens - 1)
-            if most > 0 and self._may_draft(request.consumer) and _can_draft(scheduled, request):
-                draft = Draft([0] * most, WORKER_MATCH)
-                found.append(self._row_draft(index, row, [draft], most))
-        return found
+            max_tokens = min(self._max_tokens, request.num_draftable_tokens - row.num_tokens - 1)
+            if (
+                max_tokens > 0
+                and self._may_draft(request.consumer)
+                and _can_draft(scheduled, request)
+            ):
+                draft = Draft([0] * max_tokens, WORKER_MATCH)
+                drafts.append(self._row_draft(index, row, [draft], max_tokens))
+        return drafts
 
     def _add(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
-        """Adds the chosen drafts to the step; returns whether there are blocks for them."""
+        """Adds the chosen drafts to the step; returns False if too few blocks are free."""
         chosen = [draft for draft in drafts if draft.num_tokens]
         if not self._reserve({draft.index: draft.longest for draft in chosen}, builder):
             return False
@@ -198,8 +203,8 @@ class Speculation:
         return True
 
     def _add_one(self, draft: RowDraft, builder: StepBuilder) -> None:
-        """Adds a draft whose row has blocks; only the first path if no blocks are free for the
-        other branches.
+        """Adds a draft whose row has blocks. Adds only the first path if no blocks are free for the
+        others.
         """
         scheduled = builder.rows[draft.index]
         self._rows[scheduled.request_id].num_matched = draft.num_matched
@@ -223,10 +228,10 @@ class Speculation:
     def _collect_drafts(self, builder: StepBuilder) -> list[RowDraft]:
         """Returns the drafts of the rows' proposers, within the rows' limits.
 
-        Proposers index at most about as many tokens as the step computes, so a prompt is indexed
-        along with its prefill.
+        The number of tokens indexed per step is limited to about the number that the step computes,
+        so a prompt is indexed along with its prefill.
         """
-        found = []
+        row_drafts = []
         num_left = max(MIN_FOLLOWED, sum(row.num_tokens for row in builder.rows))
         for index, (scheduled, (request, row)) in enumerate(
             zip(builder.rows, builder.owners, strict=True)
@@ -237,29 +242,29 @@ class Speculation:
             if history is None:
                 continue
             num_left = max(0, num_left - history.follow(row.token_ids, num_left))
-            most = min(self._max_tokens, request.num_draftable_tokens - row.num_tokens)
+            max_tokens = min(self._max_tokens, request.num_draftable_tokens - row.num_tokens)
             first = scheduled.start + scheduled.num_tokens
             end = self._blocks.hashes.step_end(
-                row.request_id, scheduled.start, first + max(0, most)
+                row.request_id, scheduled.start, first + max(0, max_tokens)
             )
-            most = end - first
-            if most < 1 or not _can_draft(scheduled, request):
+            max_tokens = end - first
+            if max_tokens < 1 or not _can_draft(scheduled, request):
                 continue
-            drafts = self._ranked_drafts(history, request, row, most)
+            drafts = self._ranked_drafts(history, request, row, max_tokens)
             if drafts:
-                found.append(
+                row_drafts.append(
                     self._row_draft(
-                        index, row, drafts, most, may_branch=request.consumer.may_branch
+                        index, row, drafts, max_tokens, may_branch=request.consumer.may_branch
                     )
                 )
-        return found
+        return row_drafts
 
     def _row_draft(
         self,
         index: int,
         row: SequenceState,
         drafts: Sequence[Draft],
-        most: int,
+        max_tokens: int,
         *,
         may_branch: bool = False,
     ) -> RowDraft:
@@ -268,20 +273,20 @@ class Speculation:
             row.request_id,
             index,
             drafts,
-            most=most,
-            most_leaves=self._num_paths if may_branch else 1,
+            max_tokens=max_tokens,
+            max_leaves=self._num_paths if may_branch else 1,
         )
 
     def _ranked_drafts(
-        self, history: RowHistory, request: Request, row: SequenceState, most: int
+        self, history: RowHistory, request: Request, row: SequenceState, max_tokens: int
     ) -> list[Draft]:
         """Returns the drafts for a row, the likeliest to be accepted first."""
-        found = history.propose(row.token_ids, most)
+        drafts = history.propose(row.token_ids, max_tokens)
         if self._previous_outputs is not None and row.num_tokens > request.num_prompt_tokens:
-            found.append(self._previous_outputs.propose(request.source, row.token_ids, most))
+            drafts.append(self._previous_outputs.propose(request.source, row.token_ids, max_tokens))
         chances = [
             (self._acceptance.chance(row.request_id, draft.num_matched), draft)
-            for draft in found
+            for draft in drafts
             if draft.token_ids
         ]
         weighed = [pair for pair in chances if pair[0] >= MIN_ACCEPTANCE]
@@ -291,12 +296,14 @@ class Speculation:
         return consumer.may_draft and (self._can_resample or not consumer.samples_sequentially)
 
     def _get_history(self, row: SequenceState) -> RowHistory | None:
-        """Returns a row's state; None if only the worker drafts and has not yet."""
-        found = self._rows.get(row.request_id)
-        if found is None and not self._drafts_by_grammar:
+        """Returns a row's state. Returns None if only the worker drafts and has not done so for
+        this row.
+        """
+        history = self._rows.get(row.request_id)
+        if history is None and not self._drafts_by_grammar:
             proposer = None if self._make_proposer is None else self._make_proposer()
-            found = self._rows[row.request_id] = RowHistory(proposer)
-        return found
+            history = self._rows[row.request_id] = RowHistory(proposer)
+        return history
 
     def _choose(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
         """Sets how many tokens of each draft are verified; returns whether any are."""
@@ -306,8 +313,8 @@ class Speculation:
         return any(counts)
 
     def _reserve(self, counts: Mapping[int, int], builder: StepBuilder) -> bool:
-        """Allocates blocks for more tokens of rows, `counts` by row index, or none if they are not
-        free: no request is preempted for a draft.
+        """Allocates blocks for `counts` more tokens of each row, by row index; returns False and
+        allocates none if too few are free. No request is preempted for a draft.
         """
         ends = {}
         for index, count in counts.items():
@@ -325,8 +332,8 @@ class Speculation:
     # -- results -----------------------------------------------------------------------------------
 
     def should_end_decode(self, owners: Sequence[tuple[Request, SequenceState]]) -> bool:
-        """Returns whether a call of several decode steps should end after the last result: its
-        tokens lead to a draft that is likely accepted, and verifying it is faster than the next
+        """Returns whether a multi-step plan should end after the last result, because its tokens
+        lead to a draft that is likely to be accepted, and verifying it is faster than the next
         plain step.
         """
         if self._make_proposer is None or self._num_blind or len(owners) > MOST_WATCHED:
@@ -337,17 +344,17 @@ class Speculation:
             if history is None or history.proposer is None or not history.is_current:
                 continue
             history.follow(row.token_ids, 1)
-            most = min(self._max_tokens, request.num_draftable_tokens - row.num_tokens)
-            draft = history.proposer.propose(most) if most > 0 else NO_DRAFT
+            max_tokens = min(self._max_tokens, request.num_draftable_tokens - row.num_tokens)
+            draft = history.proposer.propose(max_tokens) if max_tokens > 0 else NO_DRAFT
             chance = self._acceptance.chance(row.request_id, draft.num_matched)
             if draft.token_ids and chance >= LIKELY:
-                drafts.append(self._row_draft(index, row, [draft], most))
+                drafts.append(self._row_draft(index, row, [draft], max_tokens))
         self._has_ended_call = bool(drafts) and self._policy.promises(drafts, self._plain)
         return self._has_ended_call
 
     def record(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
         """Records the result of a row's draft, of which the request kept `num_taken` sampled tokens
-        (those after its end are dropped). Returns how many of these were draft tokens.
+        (tokens after its end are dropped). Returns how many of these were draft tokens.
         """
         if not self.is_active and (scheduled.search_of or not result.draft_ids):
             return 0
@@ -380,7 +387,7 @@ class Speculation:
     def _record_tree(
         self, scheduled: ScheduledRequest, drawn: Sequence[int], num_matched: int
     ) -> None:
-        """Records the result of a draft tree: of its first path as of a chain, and of runner-up
+        """Records the result of a draft tree: of the first path as for a chain, and of runner-up
         tokens whose likelier siblings were rejected.
         """
         token_ids = scheduled.draft_ids
@@ -402,7 +409,7 @@ class Speculation:
                 )
 
     def remove_request(self, request: Request) -> None:
-        """Removes the state of a finished request; its output is kept for other drafts."""
+        """Removes the state of a finished request; its output may serve as drafts for others."""
         self._rows.pop(request.request_id, None)
         self.is_active = bool(self._rows) or not self._drafts_by_grammar
         self._acceptance.remove_request(request.request_id)
@@ -411,8 +418,8 @@ class Speculation:
 
 
 def _get_proposer_factory(method: SpecMethod, num_paths: int) -> Callable[[], Proposer] | None:
-    """Returns the factory of a row's proposer with up to `num_paths` paths; None: only the worker
-    drafts.
+    """Returns the factory of a row's proposer with up to `num_paths` paths. Returns None if only
+    the worker drafts.
     """
     make = PROPOSERS[method]
     return partial(SuffixProposer, num_paths=num_paths) if make is SuffixProposer else make
@@ -431,7 +438,7 @@ def _can_draft(scheduled: ScheduledRequest, request: Request) -> bool:
 
 
 class RowHistory:
-    """One row's proposer, the worker's draft, and the match of the draft verified last."""
+    """Proposer of one row, the worker's draft, and the match of the last verified draft."""
 
     __slots__ = ("is_current", "num_matched", "num_taken", "proposer", "worker_draft")
 
@@ -443,28 +450,28 @@ class RowHistory:
         self.num_taken = 0
         self.num_matched = 0
 
-    def follow(self, token_ids: list[int], most: int) -> int:
-        """Passes the row's next tokens to the proposer, at most `most`, or all new ones if it was
-        up to date; returns how many.
+    def follow(self, token_ids: list[int], max_new: int) -> int:
+        """Passes the row's next tokens to the proposer: at most `max_new`, or all new ones if it
+        was up to date. Returns their number.
         """
         num_more = len(token_ids) - self.num_taken
         if not self.is_current:
-            num_more = min(most, num_more)
+            num_more = min(max_new, num_more)
         if self.proposer is not None and num_more > 0:
             self.proposer.extend(token_ids[self.num_taken : self.num_taken + num_more])
             self.num_taken += num_more
         self.is_current = self.num_taken == len(token_ids)
         return max(0, num_more)
 
-    def propose(self, token_ids: list[int], most: int) -> list[Draft]:
-        """Returns the worker's draft for this position, and the proposer's if it knows all of the
-        row's tokens.
+    def propose(self, token_ids: list[int], max_tokens: int) -> list[Draft]:
+        """Returns the worker's draft for this position, and the proposer's draft if it knows all of
+        the row's tokens.
         """
-        found = []
+        drafts = []
         if self.worker_draft.num_tokens == len(token_ids):
-            found.append(
+            drafts.append(
                 Draft(self.worker_draft.token_ids, WORKER_MATCH, self.worker_draft.parents)
             )
         if self.proposer is not None and self.num_taken == len(token_ids):
-            found.append(self.proposer.propose(most))
-        return found
+            drafts.append(self.proposer.propose(max_tokens))
+        return drafts

@@ -1,9 +1,9 @@
-"""Suffix decoding: proposes what followed the longest suffix of a row's tokens that occurs earlier.
-After an edit in a copied text it proposes the rest of that text.
+"""Suffix decoding: proposes the tokens that followed the longest suffix of a row's tokens that
+occurs earlier. After an edit in a copied text, proposes the rest of that text.
 
 The suffix automaton has at most two states per token and is built incrementally in linear time.
-Sources: the automaton is Blumer et al. 1985; drafting from suffixes, and trees of continuations,
-are SuffixDecoding (Oliaro et al. 2024).
+Sources: suffix automata are from Blumer et al. 1985; drafting from suffixes, and trees of
+continuations, from SuffixDecoding (Oliaro et al. 2024).
 """
 
 from __future__ import annotations
@@ -15,33 +15,35 @@ from typing import NamedTuple
 from octavo.engine.speculation.proposer import DIVIDED, NO_DRAFT, Draft, continuation
 
 LEAST_COPIED = 4
-"""Shortest match, in tokens, that is followed across an edit."""
+"""Minimum match length, in tokens, that is followed across an edit."""
 MOST_REPLACED = 2
-"""Differing tokens after which the copied text is proposed again only when some tokens agree."""
+"""Number of differing tokens after which the copied text is proposed again only once some tokens
+agree.
+"""
 MOST_EDITED = 8
-"""Longest edit, in tokens; after it the row no longer counts as copying."""
+"""Maximum length of an edit, in tokens; after a longer one, the row no longer counts as copying."""
 WINDOW = 8
-"""Tokens of the copied text in which the end of an edit is searched."""
+"""Number of tokens of the copied text in which the end of an edit is searched."""
 MAX_REFRESHED = 32
-"""Maximum number of states whose latest occurrence is updated per token; without a bound a row of
+"""Maximum number of states whose latest occurrence is updated per token. Without a limit, a row of
 one repeated token would take quadratic time.
 """
 EDIT_LEAD = 4
-"""Tokens by which a match must exceed the agreement with a copied text since its edit to be
-preferred: the copy also agreed before the edit.
+"""A match is preferred to a copied text if it is this many tokens longer than the text's agreement
+since its edit: the copy also agreed before the edit.
 """
 MOST_FOLLOWING = 64
-"""Maximum number of different continuations of a match that are proposed as siblings; with more,
-none of them is likely.
+"""Maximum number of different continuations of a match to propose as siblings; with more, none of
+them is likely.
 """
 
 
-class SuffixFork(NamedTuple):
-    """An alternative continuation of a match, proposed as a sibling of the spine."""
+class SuffixAlternative(NamedTuple):
+    """An alternative continuation of a match, proposed as a sibling of a draft token."""
 
     depth: int
     """Number of draft tokens before it."""
-    place: int
+    start: int
     """Index of its first token in the row's tokens."""
 
 
@@ -75,40 +77,48 @@ class SuffixProposer:
         self._copied.extend(self._token_ids, *self._automaton.match)
 
     def propose(self, max_tokens: int) -> Draft:
-        """Proposes what followed the longest suffix that occurs earlier, or the rest of a copied
-        text after an edit.
+        """Proposes the tokens that followed the longest suffix that occurs earlier, or the rest of
+        a copied text after an edit.
         """
         num_matched, end = self._automaton.match
         is_found = num_matched >= self._min_match
         copied = self._copied
         lead = EDIT_LEAD if copied.num_agreed else self._min_match
         if copied.continues and num_matched < copied.num_agreed + lead:
-            forks = [SuffixFork(0, end)] if is_found else []
-            return self._draft(copied.place, copied.num_agreed + 1, max_tokens, forks)
+            alternatives = [SuffixAlternative(0, end)] if is_found else []
+            return self._draft(copied.next_index, copied.num_agreed + 1, max_tokens, alternatives)
         if not is_found:
             return NO_DRAFT
         return self._draft(end, num_matched, max_tokens, None)
 
     def _draft(
-        self, start: int, num_matched: int, most: int, forks: Sequence[SuffixFork] | None
+        self,
+        start: int,
+        num_matched: int,
+        max_tokens: int,
+        alternatives: Sequence[SuffixAlternative] | None,
     ) -> Draft:
-        """Returns a draft copied from `start` on, with the alternatives `forks` if drafts may
-        branch; None: the forks of the longest match.
+        """Returns a draft copied from `start` on, with `alternatives` if drafts may branch; None:
+        the alternatives of the longest match.
         """
-        spine = continuation(self._token_ids, start, most)
+        spine = continuation(self._token_ids, start, max_tokens)
         num_matched += DIVIDED * self._automaton.is_divided
         if self._num_paths == 1:
             return Draft(spine, num_matched)
-        found: Iterable[SuffixFork] = (
-            self._automaton.forks(spine, self._min_match) if forks is None else forks
+        candidates: Iterable[SuffixAlternative] = (
+            self._automaton.alternatives(spine, self._min_match)
+            if alternatives is None
+            else alternatives
         )
         token_ids = list(spine)
-        parents = list(range(-1, most - 1))
-        others = (fork for fork in found if self._token_ids[fork.place] != spine[fork.depth])
-        for fork in islice(others, self._num_paths - 1):
-            behind = continuation(self._token_ids, fork.place, most - fork.depth)
-            parents += [fork.depth - 1, *range(len(token_ids), len(token_ids) + len(behind) - 1)]
-            token_ids += behind
+        parents = list(range(-1, max_tokens - 1))
+        others = (
+            other for other in candidates if self._token_ids[other.start] != spine[other.depth]
+        )
+        for other in islice(others, self._num_paths - 1):
+            added = continuation(self._token_ids, other.start, max_tokens - other.depth)
+            parents += [other.depth - 1, *range(len(token_ids), len(token_ids) + len(added) - 1)]
+            token_ids += added
         return Draft(token_ids, num_matched, parents)
 
     def _keep_later_half(self) -> None:
@@ -154,9 +164,9 @@ class SuffixAutomaton:
         """Whether different tokens have followed the longest suffix that occurs earlier."""
         return len(self._next[self._links[self._last]]) > 1
 
-    def forks(self, spine: Sequence[int], min_match: int) -> Iterator[SuffixFork]:
+    def alternatives(self, spine: Sequence[int], min_match: int) -> Iterator[SuffixAlternative]:
         """Yields tokens other than the spine's that followed the longest match, then shorter ones
-        down to `min_match`, those near the spine's start first.
+        down to `min_match`; positions near the start of the spine first.
         """
         state = self._links[self._last]
         for depth, token_id in enumerate(spine):
@@ -165,28 +175,28 @@ class SuffixAutomaton:
                 following = self._next[shorter]
                 if len(following) > MOST_FOLLOWING:
                     break
-                places = {
+                starts = {
                     other: self._ends[target] - 1
                     for other, target in following.items()
                     if other not in seen
                 }
-                seen.update(places)
-                for other in sorted(places, key=places.__getitem__, reverse=True):
-                    yield SuffixFork(depth, places[other])
+                seen.update(starts)
+                for other in sorted(starts, key=starts.__getitem__, reverse=True):
+                    yield SuffixAlternative(depth, starts[other])
             following_state = self._next[state].get(token_id)
             if following_state is None:
                 return
             state = following_state
 
     def _ending_alike(self, state: int, min_match: int) -> Iterator[int]:
-        """Yields a state and its suffixes of at least `min_match` tokens."""
+        """Yields a state, then its suffixes with at least `min_match` tokens."""
         while state > 0 and self._lengths[state] >= min_match:
             yield state
             state = self._links[state]
 
     def _target(self, state: int, token_id: int) -> int:
-        """Returns the state of `state`'s longest substring plus the token, which is split off if
-        its state contains longer substrings.
+        """Returns the state of `state`'s longest substring plus the token. Splits it off if its
+        state contains longer substrings.
         """
         target = self._next[state][token_id]
         length = self._lengths[state] + 1
@@ -223,49 +233,49 @@ class CopiedText:
     """
 
     def __init__(self) -> None:
-        self.place = -1
+        self.next_index = -1
         """Index of the expected next token; -1 if the row copies nothing."""
         self.num_agreed = 0
-        """Tokens that agreed since the last edit."""
+        """Number of tokens that agreed since the last edit."""
         self._num_edited = 0
-        """Tokens of the current edit."""
+        """Number of tokens of the current edit."""
 
     @property
     def continues(self) -> bool:
         """Whether the copy is expected to continue after an edit, where no lookup finds it: some
         tokens agree again, or the edit has just begun.
         """
-        is_edited = self.place >= 0 and self._num_edited > 0
+        is_edited = self.next_index >= 0 and self._num_edited > 0
         return is_edited and (self.num_agreed > 0 or self._num_edited <= MOST_REPLACED)
 
     def extend(self, token_ids: Sequence[int], num_matched: int, end: int) -> None:
-        """Processes the last of a row's tokens. A lookup found that the last `num_matched` tokens
-        also precede index `end`.
+        """Updates the position by the row's last tokens. A lookup found that the last `num_matched`
+        tokens also precede index `end`.
         """
-        if self.place >= 0:
+        if self.next_index >= 0:
             self._follow(token_ids)
         if num_matched > max(self.num_agreed, LEAST_COPIED - 1):
-            self.place = end
+            self.next_index = end
             self.num_agreed = num_matched
             self._num_edited = 0
 
     def _follow(self, token_ids: Sequence[int]) -> None:
         last = len(token_ids) - 1
         token_id = token_ids[last]
-        if self.place < last and token_ids[self.place] == token_id:
-            self.place += 1
+        if self.next_index < last and token_ids[self.next_index] == token_id:
+            self.next_index += 1
             self.num_agreed += 1
             if self.num_agreed >= LEAST_COPIED:
                 self._num_edited = 0
             return
         self._num_edited = 1 if self.num_agreed else self._num_edited + 1
         self.num_agreed = 0
-        behind = token_ids[self.place + 1 : min(self.place + WINDOW, last)]
+        behind = token_ids[self.next_index + 1 : min(self.next_index + WINDOW, last)]
         if token_id in behind:
-            # Tokens were omitted, or the one before replaces several.
-            self.place += behind.index(token_id) + 2
+            # Tokens were omitted, or the previous token replaces several.
+            self.next_index += behind.index(token_id) + 2
             self.num_agreed = 1
         elif self._num_edited == 1:
-            self.place += 1
+            self.next_index += 1
         elif self._num_edited > MOST_EDITED:
-            self.place = -1
+            self.next_index = -1

@@ -109,7 +109,7 @@ def test_a_copy_that_was_left_is_not_followed() -> None:
 
 
 def test_other_ways_on_are_guessed_beside_the_latest() -> None:
-    """The latest occurrence is the first path; forks near the start come first."""
+    """The latest occurrence is the first path; alternatives near the start come first."""
     tokens = [1, 2, 3, 4, 0, 1, 2, 3, 5, 6, 0, 1, 2, 7, 8, 9, 0, 1, 2]
     assert continued(tokens).token_ids == [7, 8, 9, 0, 1, 2]
     draft = continued(tokens, num_paths=2)
