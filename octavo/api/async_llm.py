@@ -29,7 +29,7 @@ from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import ResetPrefixCache, ViewEngine
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.protocol.step import AdapterRef
-from octavo.frontend.admission import AdmissionLimits
+from octavo.frontend.admission_limits import AdmissionLimits
 from octavo.frontend.arguments import Messages, PoolingPrompt, Prompt, get_text
 from octavo.frontend.async_jobs import AsyncJobs, Compute
 from octavo.frontend.changes import Fork, RequestUpdate

@@ -17,14 +17,15 @@ from octavo.config.paths import expand_path
 from octavo.engine.protocol.step import AdapterRef
 
 MAX_KNOWN = 100_000
-"""Folders whose digests are remembered."""
+"""Maximum number of folders whose digests are remembered."""
 
 ReadDigest = Callable[[Path], bytes]
-"""Reads and checks an adapter; returns the digest of its content. Raises a SetupError that says
-what is wrong with it."""
+"""Reads and checks an adapter; returns the digest of its content. Raises a SetupError if it is
+invalid.
+"""
 
 Signature = tuple[tuple[int, int, int], ...]
-"""Device-independent identity of files: inode, size and time of change of each."""
+"""Identity of files without the device number: inode, size and change time of each."""
 
 
 class AdapterNames:
@@ -65,12 +66,12 @@ class AdapterNames:
 
 
 def _signature(path: Path) -> Signature:
-    """Returns a fingerprint of the files of a folder; () if it is not a folder."""
+    """Returns the identity of the files of a folder; () if it is not a folder."""
     if not path.is_dir():
         return ()
-    found = []
+    identities = []
     for file in sorted(path.iterdir()):
         if file.name.startswith("adapter_"):
             state = file.stat()
-            found.append((state.st_ino, state.st_size, state.st_mtime_ns))
-    return tuple(found)
+            identities.append((state.st_ino, state.st_size, state.st_mtime_ns))
+    return tuple(identities)

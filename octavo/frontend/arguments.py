@@ -1,8 +1,8 @@
-"""Normalizes the arguments of LLM and AsyncLLM: prompts, conversations and params for each of them,
-as lists, arrays or generators.
+"""Normalizes the arguments of LLM and AsyncLLM: prompts, conversations, and one value or several
+for each of them, as lists, arrays or generators.
 
-Checks types only; the input processor checks contents. The error for an ambiguous argument suggests
-what was probably meant.
+Checks types only; the input processor checks contents. Errors for ambiguous arguments suggest the
+likely intention.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from octavo.api.sampling_options import whole_number
 from octavo.api.sampling_params import SamplingParams
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""A text; token ids; {"prompt": text} or {"prompt_token_ids": ids}, with a "cache_salt" if wished.
+"""A text; token ids; {"prompt": text} or {"prompt_token_ids": ids}, optionally with a
+"cache_salt".
 """
 
 PoolingPrompt: TypeAlias = Prompt | TextPair
-"""A prompt of which a pooled row is made."""
+"""A prompt for pooling."""
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """One conversation: [{"role": "user", "content": "..."}, ...]"""
@@ -59,14 +60,14 @@ def conversation_list(messages: Messages | Iterable[Messages]) -> list[Messages]
     """Returns one conversation or several as a list of conversations."""
     items = as_list(messages)
     if items is None:
-        return [check_messages(messages)]  # which refuses it
+        return [check_messages(messages)]  # raises the error
     if items and not isinstance(items[0], list | tuple):
         return [check_messages(items)]
     return [check_messages(item) for item in items]
 
 
 def check_messages(messages: Any) -> Messages:
-    """Raises InvalidRequest if the argument is not a conversation; returns it if it is."""
+    """Returns the argument if it is a conversation; raises InvalidRequest otherwise."""
     if isinstance(messages, str):
         raise _not_messages(messages, [{"role": "user", "content": messages}])
     if isinstance(messages, Mapping):
@@ -94,7 +95,7 @@ def _check_message(message: object, where: str) -> None:
             hint=f"did you mean {shown({'role': 'user', 'content': message})}?",
             param="messages",
         )
-    # An assistant's message may hold calls of tools in place of words.
+    # An assistant's message may have tool calls instead of text.
     needed = MESSAGE_KEYS[:1] if message.get("tool_calls") else MESSAGE_KEYS
     for key in needed:
         if key not in message:
@@ -112,7 +113,9 @@ def _check_message(message: object, where: str) -> None:
 def params_for_each(
     params: SamplingParams | Iterable[SamplingParams], count: int
 ) -> list[SamplingParams]:
-    """Returns params for each of `count` prompts, given one for all or one for each."""
+    """Returns params for each of `count` prompts; `params` is one value for all, or one for
+    each.
+    """
     if isinstance(params, SamplingParams):
         return [params] * count
     if isinstance(params, Mapping):
@@ -135,7 +138,9 @@ def params_for_each(
 def get_pooling_params(
     params: PoolingParams | None, truncate_prompt_tokens: int | None = None
 ) -> PoolingParams:
-    """Returns pooling params, with the limit on tokens given as a separate argument."""
+    """Returns pooling params, with `truncate_prompt_tokens` set if it is given as a separate
+    argument.
+    """
     if params is None:
         params = PoolingParams()
     if not isinstance(params, PoolingParams):
@@ -146,7 +151,9 @@ def get_pooling_params(
 
 
 def priority_for_each(priority: int | Iterable[int], count: int) -> list[int]:
-    """Returns a priority for each of `count` prompts, given one for all or one for each."""
+    """Returns a priority for each of `count` prompts; `priority` is one value for all, or one for
+    each.
+    """
     items = as_list(priority)
     return [priority] * count if items is None else _for_each("priority", items, count)  # type: ignore[list-item]
 
@@ -154,8 +161,8 @@ def priority_for_each(priority: int | Iterable[int], count: int) -> list[int]:
 def adapter_for_each(
     adapter: LoRARequest | Iterable[LoRARequest | None] | None, count: int
 ) -> list[LoRARequest | None]:
-    """Returns an adapter, or None, for each of `count` prompts, given one for all or one for
-    each.
+    """Returns an adapter or None for each of `count` prompts; `adapter` is one value for all, or
+    one for each.
     """
     items = as_list(adapter)
     adapters = [adapter] * count if items is None else _for_each("lora_request", items, count)
@@ -176,13 +183,13 @@ def _for_each(name: str, items: list[Any], count: int) -> list[Any]:
 
 
 def as_list(value: object) -> list[Any] | None:
-    """Returns the items of a list, an array or a generator; None for a text or an unordered
-    collection.
+    """Returns the items of a list, an array or a generator. Returns None for a text, a single value
+    or an unordered collection.
     """
     if isinstance(value, list):
         return value
     if hasattr(value, "tolist"):
-        items = value.tolist()  # NumPy's and others' arrays; a number where they have no dimension
+        items = value.tolist()  # NumPy arrays and others
         return items if isinstance(items, list) else None
     if isinstance(value, str | bytes | Mapping | set | frozenset) or not isinstance(
         value, Iterable

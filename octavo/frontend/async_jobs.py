@@ -1,8 +1,8 @@
-"""Calls that consist of several requests on one event loop: pooled texts, and the windows of an
-audio file.
+"""Calls that consist of several requests on one event loop: batches of pooled texts, and the
+windows of an audio file.
 
-Knows which requests belong together and how to combine their outputs, not how a request is prepared
-and submitted.
+Tracks which requests belong to a call, and combines their outputs. The caller prepares and submits
+the requests.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from octavo.frontend.streams import RequestStream
 from octavo.frontend.transcription import SpeechOptions, TranscriptionJob, WindowInput, next_windows
 
 Compute = Callable[[Sequence[ParentRequest]], Awaitable[list[RequestOutput]]]
-"""Runs requests together and returns their final outputs, in their order."""
+"""Runs requests together and returns their final outputs in order."""
 Prepare = Callable[[str, PoolingPrompt, PoolingParams], Awaitable[ParentRequest]]
-"""Checks and tokenizes the prompt of a request id."""
+"""Checks and tokenizes the prompt of a request with this id."""
 
 
 class Submit(Protocol):
@@ -37,7 +37,7 @@ class Submit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AsyncJobs:
-    """Runs the requests of a call together; cancelling a call aborts them."""
+    """Runs the requests of a call together. Cancelling a call aborts them."""
 
     frontend: Frontend
     next_id: Callable[[], str]
@@ -45,7 +45,7 @@ class AsyncJobs:
     submit: Submit
 
     async def pool(self, job: PoolingJob[OutputT]) -> list[OutputT]:
-        """Computes a job's prompts together."""
+        """Computes all prompts of a job together and returns its outputs."""
         prepared = [
             await self.prepare(self.next_id(), prompt, job.params) for prompt in job.prompts
         ]
@@ -69,18 +69,18 @@ class AsyncJobs:
         origin: RequestContext,
         compute: Compute | None = None,
     ) -> Transcription:
-        """Returns the transcript of an audio file; `compute` runs its windows, by default `all`."""
+        """Transcribes an audio file. `compute` runs the requests of its windows; None: `all`."""
         transcriptions, compute = self.frontend.get_transcriptions(), compute or self.all
         options = transcriptions.checked(options)
         sound = await asyncio.to_thread(transcriptions.decoder.sound, data)
         if transcriptions.needs_language(options):
             first = transcriptions.language_request(self.next_id(), sound.window(0.0), origin)
-            (found,) = await compute([first])
-            options = replace(options, language=transcriptions.get_language(found))
+            (detected,) = await compute([first])
+            options = replace(options, language=transcriptions.get_language(detected))
         job = TranscriptionJob(transcriptions, sound, options)
         while windows := [window for _, window in next_windows([job])]:
-            made = partial(self._sound_requests, windows, options, origin)
-            outputs = await compute(await asyncio.to_thread(made))
+            make_requests = partial(self._sound_requests, windows, options, origin)
+            outputs = await compute(await asyncio.to_thread(make_requests))
             for window, output in zip(windows, outputs, strict=True):
                 job.add_output(window, output)
         return job.result()

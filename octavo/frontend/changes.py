@@ -29,17 +29,17 @@ from octavo.frontend.params_resolver import need_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """New values of a waiting or running request; None leaves a field unchanged."""
+    """New values for a waiting or running request; None leaves a field unchanged."""
 
     max_tokens: int | None = None
     priority: int | None = None
     stop: str | list[str] | None = None
-    """Stop texts in place of the present ones; [] for none."""
+    """Stop texts that replace the current ones; [] for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A request that continues another one from a given point."""
+    """Description of a request that continues another one from a certain token."""
 
     request_id: str
     index: int = 0
@@ -47,9 +47,9 @@ class Fork:
     keep: int | None = None
     """Number of the sample's tokens that the fork keeps; None for all."""
     then: str | Sequence[int] = ()
-    """Tokens, or a text, that come after these."""
+    """Tokens or text to append after the kept tokens."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of SamplingParams in which it differs from its parent."""
+    """Fields of SamplingParams that differ from the parent's."""
     origin: RequestContext = DEFAULT_CONTEXT
 
 
@@ -57,7 +57,7 @@ class Fork:
 
 
 def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) -> ParentRequest:
-    """Returns the request with new values; raises InvalidRequest if one is out of range."""
+    """Returns the request with new values; raises InvalidRequest if a value is out of range."""
     request, params = state.request, state.request.sampling_params
     fields: dict[str, Any] = {}
     if update == RequestUpdate():
@@ -84,8 +84,8 @@ def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) 
 
 
 def _with_priority(inputs: InputProcessor, origin: RequestContext, priority: int) -> RequestContext:
-    """Returns the context with another priority. A background request stays in the background and
-    others stay out of it, since policies account for the two separately.
+    """Returns the context with another priority. Background requests remain background requests and
+    others do not become any, since policies account for the two separately.
     """
     if BACKGROUND_PRIORITY in (origin.priority, priority) and origin.priority != priority:
         raise InvalidRequest(
@@ -97,8 +97,8 @@ def _with_priority(inputs: InputProcessor, origin: RequestContext, priority: int
 
 
 def _max_tokens(inputs: InputProcessor, state: RequestState, value: int) -> int:
-    """Returns the new maximum length, which may not be below the generated length or beyond the
-    context.
+    """Returns the new maximum length; raises InvalidRequest if it is below the generated length or
+    beyond the context.
     """
     num_prompt = len(state.request.samples[0].prompt_token_ids)
     lowest = max(1, state.num_output_tokens)
@@ -118,10 +118,10 @@ def _max_tokens(inputs: InputProcessor, state: RequestState, value: int) -> int:
 
 
 def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> ParentRequest:
-    """Returns a request that continues another one from a given point and shares its blocks.
+    """Returns a request that continues another one from a certain token and shares its blocks.
 
-    Its params are the parent's with the given changes; unless they set a seed, it gets its own. Its
-    prompt consists of the tokens that it keeps, followed by the added ones.
+    Its params are the parent's with `fork.changes`; it gets a new seed unless these set one. Its
+    prompt consists of the kept tokens and the added ones.
     """
     parent, params = state.request, state.request.sampling_params
     if params.beam_width is not None or params.is_ranked:
@@ -137,7 +137,7 @@ def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> ParentReq
     kept = _kept(state, fork)
     prompt_ids = [*parent.prompt_token_ids, *kept, *_following(inputs, fork.then)]
     num_added = len(prompt_ids) - len(parent.prompt_token_ids)
-    made = inputs.process(
+    forked_request = inputs.process(
         fork.request_id,
         {"prompt_token_ids": prompt_ids, "cache_salt": parent.samples[0].cache_salt},
         _fork_params(params, num_added, fork.changes),
@@ -145,40 +145,42 @@ def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> ParentReq
         adapter=parent.samples[0].adapter,
     )
     sample = parent.samples[fork.index]
-    made.samples[0] = msgspec.structs.replace(
-        made.samples[0], media=sample.media, pixels=sample.pixels
+    forked_request.samples[0] = msgspec.structs.replace(
+        forked_request.samples[0], media=sample.media, pixels=sample.pixels
     )
-    _continue_grammar(inputs, parent, made, prompt_ids[len(parent.prompt_token_ids) :], fork)
+    _continue_grammar(
+        inputs, parent, forked_request, prompt_ids[len(parent.prompt_token_ids) :], fork
+    )
     if state.samples[fork.index].finish_reason is None:
-        made.samples[0] = msgspec.structs.replace(
-            made.samples[0],
+        forked_request.samples[0] = msgspec.structs.replace(
+            forked_request.samples[0],
             fork_of=sample.request_id,
             fork_tokens=len(parent.prompt_token_ids) + len(kept),
         )
-    return made
+    return forked_request
 
 
 def _continue_grammar(
     inputs: InputProcessor,
     parent: ParentRequest,
-    made: ParentRequest,
+    forked_request: ParentRequest,
     added: Sequence[int],
     fork: Fork,
 ) -> None:
-    """Advances the fork's grammar to the fork's position; raises InvalidRequest if it cannot
+    """Advances the grammar of `forked_request` to its position; raises InvalidRequest if it cannot
     continue there.
     """
-    spec, before = made.samples[0].grammar, parent.samples[0].grammar
+    spec, before = forked_request.samples[0].grammar, parent.samples[0].grammar
     if spec is None or before is None or "structured_outputs" in fork.changes:
         return
     num_given = before.num_given_tokens + len(added)
-    given = made.prompt_token_ids[len(made.prompt_token_ids) - num_given :]
-    if not inputs.continues(spec, given):
+    output_ids = forked_request.prompt_token_ids[len(forked_request.prompt_token_ids) - num_given :]
+    if not inputs.continues(spec, output_ids):
         raise InvalidRequest(
             "fork: keep and then do not match the request's structured output", param="then"
         )
-    made.samples[0] = msgspec.structs.replace(
-        made.samples[0], grammar=msgspec.structs.replace(spec, num_given_tokens=num_given)
+    forked_request.samples[0] = msgspec.structs.replace(
+        forked_request.samples[0], grammar=msgspec.structs.replace(spec, num_given_tokens=num_given)
     )
 
 
@@ -203,7 +205,7 @@ def _kept(state: RequestState, fork: Fork) -> list[int]:
 
 
 def _following(inputs: InputProcessor, then: str | Sequence[int]) -> list[int]:
-    """Returns the tokens with which a fork must continue."""
+    """Returns the token ids to append to the kept tokens."""
     if isinstance(then, str):
         tokenizer = need_tokenizer(
             inputs.tokenizer, "then: a string requires a tokenizer, got none", "then"
@@ -221,7 +223,7 @@ def _following(inputs: InputProcessor, then: str | Sequence[int]) -> list[int]:
 def _fork_params(
     params: SamplingParams, num_added: int, changes: Mapping[str, Any]
 ) -> SamplingParams:
-    """Returns the parent's params for the remaining length, with `changes`."""
+    """Returns the parent's params for the remaining length, with `changes` applied."""
     left = None if params.max_tokens is None else max(1, params.max_tokens - num_added)
     min_tokens = max(0, params.min_tokens - num_added)
     rest = {

@@ -1,7 +1,7 @@
 """Validates inputs of encoder-decoder models.
 
-The prompt's tokens are the encoder's input; the decoder begins with tokens that the model defines
-or the request names. Knows no queue and no text.
+The prompt's tokens are the encoder's input; the decoder begins with tokens from the model's config
+or from the request. Works on token ids only.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ class EncoderInputs:
     """Builds the inputs of one model's encoder."""
 
     decoder_prompt: tuple[int, ...]
-    """Tokens that the decoder begins with if a request names none; () if the model's makers
-    name none.
-    """
+    """Default tokens that the decoder begins with; () if the model's config defines none."""
     max_tokens: int
-    """Tokens of the longest input."""
+    """Maximum length of an encoder input, in tokens."""
     banned_token_ids: tuple[int, ...] = ()
-    """Tokens that are never drawn, as the model's makers say."""
+    """Tokens that the model's config excludes from sampling."""
 
     hears: bool = False
-    """Whether the input is a sound's, and no text."""
+    """Whether the encoder's input is audio instead of text."""
 
     def from_tokens(self, token_ids: list[int]) -> EncoderInput:
         """Returns the encoder input for a text; raises ContextTooLong if it is too long for the
@@ -48,8 +46,8 @@ class EncoderInputs:
         return EncoderInput(digest, token_ids)
 
     def check_length(self, num_tokens: int, *, at_least: bool = False) -> None:
-        """Raises ContextTooLong for an input of `num_tokens` tokens (with `at_least`: of at least
-        that many) that is too long.
+        """Raises ContextTooLong if an input of `num_tokens` tokens is too long. `at_least`: the
+        actual number may be higher.
         """
         if num_tokens > self.max_tokens:
             got = f"{'at least ' if at_least else ''}{num_tokens}"
@@ -63,7 +61,9 @@ class EncoderInputs:
             )
 
     def prompt_of(self, named: Sequence[int] | None) -> list[int]:
-        """Returns the tokens with which the decoder begins; `named` are the request's own."""
+        """Returns the tokens that the decoder begins with: `named` if the request specifies them,
+        else the model's.
+        """
         if named is None:
             named = self.decoder_prompt
         if not named:

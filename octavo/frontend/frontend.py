@@ -1,8 +1,8 @@
-"""Frontend of an engine: the part that LLM and AsyncLLM share, from prompt to output.
+"""Frontend of an engine: the common part of LLM and AsyncLLM, from prompt to output.
 
-Owns the input processor, the output processor, a client of the core and the newest stats. Reads the
-clock only to stamp arrivals; starts no thread and uses no event loop: the caller decides when to
-call `receive`. Not thread-safe, except for `close` and the methods marked so.
+Owns the input processor, the output processor, a client of the core and the latest stats. Reads the
+clock only to stamp arrivals. Starts no thread and uses no event loop: the caller decides when to
+call `receive`. Not thread-safe, except for `close` and the methods marked as such.
 """
 
 from __future__ import annotations
@@ -47,41 +47,43 @@ if TYPE_CHECKING:
     from octavo.frontend.kv_event_publisher import KVEventPublisher
 
 TASKS: Mapping[PoolingTask, str] = {"embed": "make embeddings", "classify": "classify texts"}
-"""The tasks in words."""
+"""Descriptions of the tasks for error messages."""
 
 
 @dataclass(slots=True)
 class Frontend:
-    """One engine for its users: prompts and params in, texts out."""
+    """Interface of one engine: takes prompts and params, returns texts."""
 
     config: EngineConfig
-    """Every option, derived ones included."""
+    """All options, including derived ones."""
     client: EngineClient
     inputs: InputProcessor
     pooling: PoolingInputs | None
-    """Checks of requests that want a pooled row; None for a model that generates."""
+    """Validates pooling requests; None for a generative model."""
     outputs: OutputProcessor
     sampling: SamplingDefaults
-    """Sampling values of requests that set none."""
+    """Default sampling values of the model."""
     transcriptions: Transcriptions | None = None
-    """Maker of requests of sounds; None for a model that does not hear."""
+    """Builds transcription requests; None for a model without audio input."""
     adapters: AdapterNames | None = None
-    """Adapters that requests may name; None if the engine takes none."""
+    """Adapters that requests may use; None if LoRA is disabled."""
     profiler: Profiler | None = None
-    """Profiler of a core in this process; None for one in a process of its own."""
+    """Profiler of a core in this process; None for a core in another process."""
     publishers: Sequence[KVEventPublisher] = ()
-    """Publishers of each engine's block events; () if none are published."""
+    """Publishers of each engine's KV events; () if none are published."""
     stats: EngineStats = field(default_factory=EngineStats)
     """Gauges and counters after the last step."""
 
     @property
     def info(self) -> EngineInfo:
-        """Vocabulary size, context length and capacity of the KV cache."""
+        """Properties of the started core, such as vocabulary size, context length and KV
+        capacity.
+        """
         return self.client.info
 
     @property
     def num_unfinished(self) -> int:
-        """Number of waiting and running samples (n for each request)."""
+        """Number of waiting and running samples; a request has n."""
         return self.outputs.num_unfinished
 
     @property
@@ -92,7 +94,9 @@ class Frontend:
 
     @property
     def default_chat_params(self) -> SamplingParams:
-        """Default params of a chat request; max_tokens is None unless the model recommends one."""
+        """Default params of a chat request; max_tokens is None unless the model recommends a
+        value.
+        """
         self.check_generates()
         return self.sampling.chat_params
 
@@ -107,12 +111,12 @@ class Frontend:
 
     @property
     def task(self) -> PoolingTask | None:
-        """Task of a pooling model; None for one that generates."""
+        """Task of a pooling model; None for a generative model."""
         return None if self.pooling is None else self.pooling.pools.task
 
     @property
     def media(self) -> frozenset[str]:
-        """Kinds of media that the model accepts besides text: "image", "audio"."""
+        """Media types that the model accepts besides text: "image", "audio"."""
         reads = {
             "image": self.inputs.prompts.images.is_read,
             "audio": self.transcriptions is not None,
@@ -133,8 +137,8 @@ class Frontend:
         add_special_tokens: bool = True,
         truncation: Truncation | None = None,
     ) -> dict[str, Any]:
-        """Returns a prompt with its token ids, for `prepare`; raises ContextTooLong if it cannot
-        fit. Thread-safe.
+        """Returns a prompt with its token ids, as an argument of `prepare`. Raises ContextTooLong
+        if it cannot fit. Thread-safe.
         """
         return self.inputs.prompts.tokenize(
             prompt, add_special_tokens=add_special_tokens, truncation=truncation
@@ -149,8 +153,8 @@ class Frontend:
         *,
         adapter: AdapterRef | None = None,
     ) -> ParentRequest:
-        """Validates and tokenizes a request; raises an error if it is invalid. Registers and runs
-        nothing.
+        """Validates and tokenizes a request; raises an error if it is invalid. Does not register or
+        run it.
         """
         if isinstance(params, PoolingParams):
             return self.get_pooling_inputs("embed", "classify").process(
@@ -178,8 +182,8 @@ class Frontend:
         return self.adapters.find(request)
 
     def get_pooling_inputs(self, *tasks: PoolingTask) -> PoolingInputs:
-        """Returns the description of the model's pooled rows; raises InvalidRequest if the model
-        has no pooling task.
+        """Returns the validation of pooling requests; raises InvalidRequest if the model has none
+        of the tasks.
         """
         name = self.config.model.served_model_name
         what = " or ".join(TASKS[task] for task in tasks)
@@ -197,8 +201,8 @@ class Frontend:
         return self.pooling
 
     def get_transcriptions(self) -> Transcriptions:
-        """Builds transcription requests; raises InvalidRequest if the model does not accept
-        audio.
+        """Returns the builder of transcription requests; raises InvalidRequest if the model does
+        not accept audio.
         """
         if self.transcriptions is None:
             raise InvalidRequest(
@@ -209,7 +213,7 @@ class Frontend:
         return self.transcriptions
 
     def check_generates(self) -> None:
-        """Raises InvalidRequest if the model generates no text."""
+        """Raises InvalidRequest if the model does not generate text."""
         if self.pooling is not None:
             name = self.config.model.served_model_name
             does = TASKS[self.pooling.pools.task]
@@ -232,8 +236,8 @@ class Frontend:
 
     def process_outputs(self, step: CoreOutputs) -> dict[str, bool]:
         """Adds the outputs that `client.receive` returned to their requests, and aborts samples
-        that a stop string has ended. Returns the requests with a new output, and whether it is
-        their final one.
+        that ended at a stop string. Returns the ids of requests with a new output; True if it is
+        the final one.
         """
         self.stats = step.stats
         if step.block_events and self.publishers:
@@ -254,7 +258,7 @@ class Frontend:
         self.abort(request_id)
         self.outputs.discard(request_id)
 
-    # -- requests that run -------------------------------------------------------------------------
+    # -- running requests --------------------------------------------------------------------------
 
     def view(self, *, with_blocks: bool = False) -> EngineView | None:
         """Returns a view of the core's state; None while it is being replaced. Thread-safe."""
@@ -266,12 +270,12 @@ class Frontend:
         return [live_request(one, views, trouble=trouble) for one in self.outputs.unfinished()]
 
     def recent_requests(self) -> list[LiveRequest]:
-        """Returns the requests that have just finished."""
+        """Returns the recently finished requests, which can still be forked."""
         return [live_request(one, {}) for one in self.outputs.recent(time.monotonic())]
 
     def compute_here(self, request_id: str) -> None:
-        """Makes a request compute its prompt here instead of waiting for another engine; does
-        nothing if it does not wait for one.
+        """Makes a request compute its prompt here instead of waiting for another engine. Does
+        nothing if it is not waiting for one.
         """
         state = self.outputs.find(request_id, time.monotonic())
         if state is not None and state.num_unfinished:
@@ -298,7 +302,9 @@ class Frontend:
         )
 
     def fork(self, parent_id: str, fork: Fork) -> ParentRequest:
-        """Prepares a request that continues a running or just finished one from a given point."""
+        """Prepares a request that continues a running or recently finished one from a certain
+        token.
+        """
         return forked(self.inputs, self._find(parent_id), fork)
 
     def _find(self, request_id: str) -> RequestState:
@@ -321,7 +327,7 @@ class Frontend:
         self.check_generates()
         return self.inputs.prompts.chat_prompt(messages, rendering, truncation)
 
-    # -- the engine as a whole ---------------------------------------------------------------------
+    # -- engine state and shutdown -----------------------------------------------------------------
 
     def check_trouble(self) -> None:
         """Raises Unavailable while an engine that failed is being replaced."""
@@ -329,15 +335,15 @@ class Frontend:
             raise Unavailable(self.client.trouble)
 
     def pin_params(self, ttl_s: float | None) -> SamplingParams:
-        """Returns the params for computing a prompt that will be pinned; raises InvalidRequest if
-        this engine cannot pin, or not for `ttl_s` seconds.
+        """Returns the params for computing a prompt that will be pinned. Raises InvalidRequest if
+        this engine cannot pin prompts, or not for `ttl_s` seconds.
         """
         check_pin(ttl_s, self.config.cache)
         return COMPUTE
 
     def pin(self, computed: RequestOutput, prompt: Prompt, ttl_s: float | None) -> int:
-        """Keeps the blocks of a computed prompt on disk for `ttl_s` seconds (None: without limit)
-        and returns how many of its tokens they contain.
+        """Keeps the blocks of a computed prompt on disk for `ttl_s` seconds (None: indefinitely);
+        returns the number of tokens in these blocks.
         """
         return as_number(self.client.query(make_pin(computed, prompt, ttl_s)))
 

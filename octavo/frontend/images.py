@@ -1,6 +1,6 @@
-"""Images in prompts and conversations: extracts them, reads them, and inserts their tokens.
+"""Images in prompts and conversations: extracts and reads them, and inserts their tokens.
 
-Knows no image format; `prompt_ports.ImageReader` reads them.
+`prompt_ports.ImageReader` decodes the image formats.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from octavo.frontend.arguments import Messages
 from octavo.text.ports import DecodedImage, ImageReader
 
 KEY = "multi_modal_data"
-"""Key of a prompt's dict that holds its images, under "image"."""
+"""Key of a prompt's dict under which its images are given, as {"image": ...}."""
 
 
 class PromptWithImages(NamedTuple):
-    """A prompt's tokens, with one for each row of an image, and the positions of the images."""
+    """A prompt's tokens, including one for each row of an encoded image, and the positions of the
+    images.
+    """
 
     token_ids: list[int]
     media: list[MediaItem]
@@ -28,21 +30,21 @@ class PromptWithImages(NamedTuple):
 def get_images(prompt: object) -> list[Any]:
     if not isinstance(prompt, Mapping) or prompt.get(KEY) is None:
         return []
-    given = prompt[KEY]
-    if not isinstance(given, Mapping) or not given.keys() <= {"image"}:
+    media = prompt[KEY]
+    if not isinstance(media, Mapping) or not media.keys() <= {"image"}:
         raise InvalidRequest(
-            f"{KEY}: got {shown(given)}, expected a dict as {{'image': an image or a list}}",
+            f"{KEY}: got {shown(media)}, expected a dict as {{'image': an image or a list}}",
             param=KEY,
         )
-    found = given.get("image")
-    if found is None:
+    images = media.get("image")
+    if images is None:
         return []
-    return list(found) if isinstance(found, list | tuple) else [found]
+    return list(images) if isinstance(images, list | tuple) else [images]
 
 
 def extract_images(messages: Messages) -> tuple[Messages, list[Any]]:
     """Returns the messages with images replaced by {"type": "image"}, as chat templates expect, and
-    the images.
+    the list of images.
     """
     images: list[Any] = []
     plain: list[Mapping[str, Any]] = []
@@ -59,7 +61,7 @@ def extract_images(messages: Messages) -> tuple[Messages, list[Any]]:
 
 
 def _part(part: Any, images: list[Any], where: str) -> Any:
-    """Returns a content part for the template; adds its image, if it has one, to the images."""
+    """Returns a content part for the template; appends its image, if any, to `images`."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in ("image", "image_url"):
         return part
@@ -78,23 +80,23 @@ def _part(part: Any, images: list[Any], where: str) -> Any:
 
 
 class ImageInputs:
-    """Reads the images of prompts, if the model reads any."""
+    """Reads the images of prompts if the model accepts images."""
 
     def __init__(self, reader: ImageReader | None) -> None:
         self._reader = reader
 
     @property
     def is_read(self) -> bool:
-        """Whether the model reads images."""
+        """Whether the model accepts images."""
         return self._reader is not None
 
     @property
     def replacements(self) -> Mapping[str, str]:
-        """Texts in a prompt with images, and their replacements."""
+        """Texts to replace in prompts with images, and their replacements."""
         return {} if self._reader is None else self._reader.replacements
 
     def replaced(self, text: str) -> str:
-        """Returns a prompt's text in the form that the model expects if there are images."""
+        """Returns the text of a prompt with images in the form that the model expects."""
         for old, new in self.replacements.items():
             text = text.replace(old, new)
         return text
@@ -110,7 +112,7 @@ class ImageInputs:
         return self._reader.read(sources)
 
     def placed(self, token_ids: Sequence[int], sources: Sequence[Any]) -> PromptWithImages:
-        """Inserts images at their placeholder tokens, one for each."""
+        """Replaces each image placeholder token by the tokens of one image."""
         images = self.read(sources)
         assert self._reader is not None, "images are refused without a reader"
         token_id = self._reader.token_id
@@ -122,19 +124,19 @@ class ImageInputs:
                 hint=f"insert {words} once per image, or send messages with image_url parts",
                 param="prompt",
             )
-        made: list[int] = []
+        new_ids: list[int] = []
         media: list[MediaItem] = []
         left = iter(images)
         for token in token_ids:
             if token != token_id:
-                made.append(token)
+                new_ids.append(token)
                 continue
             image = next(left)
             media.append(
                 MediaItem(
-                    image.pixels.digest, len(made), image.num_tokens, image.grid, image.is_whole
+                    image.pixels.digest, len(new_ids), image.num_tokens, image.grid, image.is_whole
                 )
             )
-            made += [token_id] * image.num_tokens
+            new_ids += [token_id] * image.num_tokens
         pixels = {image.pixels.digest: image.pixels for image in images}
-        return PromptWithImages(made, media, list(pixels.values()))
+        return PromptWithImages(new_ids, media, list(pixels.values()))

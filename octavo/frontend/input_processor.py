@@ -2,7 +2,7 @@
 input.
 
 Owns the model's limits (context, vocabulary, logprobs) and the seeds of unseeded requests;
-`params_resolver.py` checks sampling params. Knows no queue and no block. Thread-safe.
+`params_resolver.py` checks sampling params. Thread-safe.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ DECODER_KEYS = ("decoder_prompt", "decoder_prompt_token_ids")
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits of one engine that every request is checked against."""
+    """Limits of one engine, which every request is checked against."""
 
     vocab_size: int
     prompts: PromptLimits
     max_logprobs: int
     processors: tuple[str, ...] = ()
-    """Names of the logits processors that requests may name."""
+    """Names of the logits processors that requests may use."""
     searches_forms: bool = True
-    """Whether a beam search may have a form."""
+    """Whether a beam search may use structured output."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Tenant and priority of a request: lower values start first, and a fair policy shares among
-    tenants. Requests with BACKGROUND_PRIORITY start after all others under every policy.
+    """Tenant and priority of a request. Lower priority values start first; the fair policy divides
+    the engine among tenants. Under every policy, requests with BACKGROUND_PRIORITY start last.
     """
 
     priority: int = 0
     tenant: str = ""
     owner: str = ""
-    """Name of the key that made it; requests are shown to their owner. "" where there are no keys.
+    """Name of the API key that sent the request; only its owner can see the request. "" without API
+    keys.
     """
 
 
@@ -69,9 +70,7 @@ DEFAULT_CONTEXT = RequestContext()
 
 @dataclass(slots=True)
 class ParentRequest:
-    """A user's request, ready to be sent: prompt, params, and one EngineRequest for each of its
-    samples.
-    """
+    """A validated user request: prompt, params, and one EngineRequest for each sample."""
 
     request_id: str
     prompt: str | None
@@ -81,7 +80,7 @@ class ParentRequest:
     arrival_time: float
     origin: RequestContext = DEFAULT_CONTEXT
     lora_request: LoRARequest | None = None
-    """Adapter as its user named it, which its output repeats."""
+    """Adapter as given by the user, repeated in the output."""
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -99,9 +98,9 @@ class TokenizedInput:
 
     text: str | None
     token_ids: list[int]
-    """Tokens of what the user gave, which the request's output repeats."""
+    """Tokens of the user's input, repeated in the output."""
     decoder_ids: list[int]
-    """Tokens that the decoder goes on from; the same ones if there is no encoder."""
+    """Tokens that the decoder continues; same as `token_ids` without an encoder."""
     salt: str = ""
     encoder_input: EncoderInput | None = None
     images: PromptWithImages | None = None
@@ -123,10 +122,10 @@ class InputProcessor:
         images: ImageReader | None = None,
         encoder: EncoderInputs | None = None,
     ) -> None:
-        """`encoder`: set for encoder-decoder models."""
+        """`encoder`: only for encoder-decoder models."""
         self.limits = limits
         self.prompts = PromptInputs(tokenizer, limits.prompts, ImageInputs(images), encoder)
-        """Reader of texts, ids and conversations as token ids."""
+        """Converts texts, ids and conversations to token ids."""
         self.encoder = encoder
         self.tokenizer = tokenizer
         self.params = ParamsResolver(
@@ -144,8 +143,8 @@ class InputProcessor:
         self._grammars = grammars
         self._seed_numbers = itertools.count(1)
         self._core_ids = itertools.count()
-        """Names of the core's requests, none used twice: a late output of an aborted request must
-        not reach a new one that has its user's name.
+        """Source of unique core request ids: a late output of an aborted request must not reach a
+        new request with the same user-given id.
         """
 
     def process(
@@ -167,15 +166,15 @@ class InputProcessor:
     def prepare(
         self,
         request_id: str,
-        read: TokenizedInput,
+        tokenized: TokenizedInput,
         params: SamplingParams,
         origin: RequestContext = DEFAULT_CONTEXT,
         *,
         adapter: AdapterRef | None = None,
     ) -> ParentRequest:
-        """Validates a request whose prompt is tokenized."""
+        """Validates a request whose prompt is already tokenized."""
         origin = self.checked_origin(origin)
-        token_ids = read.decoder_ids
+        token_ids = tokenized.decoder_ids
         self.check_prompt(token_ids)
         if params.beam_width is not None:
             self._check_beams(len(token_ids), params)
@@ -195,21 +194,21 @@ class InputProcessor:
             own,
             seed=self._draw_seed() if params.seed is None else params.seed,
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
-            cache_salt=read.salt,
+            cache_salt=tokenized.salt,
             priority=origin.priority,
             tenant=origin.tenant,
             arrival_time=arrival_time,
             grammar=grammar,
             adapter=adapter,
-            media=[] if read.images is None else read.images.media,
-            pixels=[] if read.images is None else read.images.pixels,
-            encoder_input=read.encoder_input,
+            media=[] if tokenized.images is None else tokenized.images.media,
+            pixels=[] if tokenized.images is None else tokenized.images.pixels,
+            encoder_input=tokenized.encoder_input,
         )
         self.set_priority(first)
         return ParentRequest(
             request_id=request_id,
-            prompt=read.text,
-            prompt_token_ids=read.token_ids,
+            prompt=tokenized.text,
+            prompt_token_ids=tokenized.token_ids,
             params=params,
             samples=_samples(first),
             arrival_time=arrival_time,
@@ -217,7 +216,7 @@ class InputProcessor:
         )
 
     def _read_text(self, prompt: Prompt) -> TokenizedInput:
-        """Tokenizes a prompt for the decoder, with its images."""
+        """Tokenizes a prompt and its images for a decoder-only model."""
         text, token_ids, salt = self.prompts.read_prompt(prompt)
         placed = None
         if isinstance(prompt, Mapping) and (images := get_images(prompt)):
@@ -226,13 +225,15 @@ class InputProcessor:
         return TokenizedInput(text, token_ids, token_ids, salt, images=placed)
 
     def _read_input(self, encoder: EncoderInputs, prompt: Prompt) -> TokenizedInput:
-        """Tokenizes a prompt for the encoder."""
+        """Tokenizes a prompt for an encoder-decoder model."""
         named: Sequence[int] | None = None
         if isinstance(prompt, Mapping):
-            given = {key: prompt[key] for key in DECODER_KEYS if prompt.get(key) is not None}
+            decoder_fields = {
+                key: prompt[key] for key in DECODER_KEYS if prompt.get(key) is not None
+            }
             prompt = {key: prompt[key] for key in prompt if key not in DECODER_KEYS}
-            if given:
-                named = self._decoder_prompt(given)
+            if decoder_fields:
+                named = self._decoder_prompt(decoder_fields)
         text, token_ids, salt = self.prompts.read_prompt(prompt)
         if not token_ids:
             raise InvalidRequest("prompt: got no token, expected at least one", param="prompt")
@@ -240,13 +241,13 @@ class InputProcessor:
         encoded = encoder.from_tokens(token_ids)
         return TokenizedInput(text, token_ids, encoder.prompt_of(named), salt, encoded)
 
-    def _decoder_prompt(self, given: Mapping[str, Any]) -> list[int]:
-        """Returns the decoder prompt that a dict specifies."""
-        if len(given) > 1:
+    def _decoder_prompt(self, fields: Mapping[str, Any]) -> list[int]:
+        """Returns the decoder prompt that the fields of a prompt's dict specify."""
+        if len(fields) > 1:
             raise InvalidRequest(
                 f"prompt: got {' and '.join(DECODER_KEYS)}, expected one of them", param="prompt"
             )
-        ((key, value),) = given.items()
+        ((key, value),) = fields.items()
         if isinstance(value, str) and key == "decoder_prompt":
             return self.prompts.encode_plain(value)
         token_ids = None if isinstance(value, str) else as_list(value)
@@ -260,8 +261,8 @@ class InputProcessor:
         return str(next(self._core_ids))
 
     def check_prompt(self, token_ids: list[int], *, num_needed: int = 1) -> None:
-        """Raises an error for a prompt that is empty, does not fit with `num_needed` tokens after
-        it, or has unknown ids.
+        """Raises an error for a prompt that is empty, has unknown ids, or leaves no room for
+        `num_needed` more tokens.
         """
         if not token_ids:
             raise InvalidRequest("prompt: got no token, expected at least one", param="prompt")
@@ -275,21 +276,23 @@ class InputProcessor:
         if answer.status is AllocStatus.NEVER:
             raise InvalidRequest(answer.reason, hint=answer.hint, param="beam_width")
 
-    # -- forms -------------------------------------------------------------------------------------
+    # -- structured output -------------------------------------------------------------------------
 
     def check_grammar(self, params: SamplingParams) -> None:
-        """Compiles a request's grammar, so that `process` need not; raises InvalidRequest if it is
-        not supported. Thread-safe.
+        """Compiles a request's grammar in advance for `process`; raises InvalidRequest if it is not
+        supported. Thread-safe.
         """
         self._grammar(params)
 
     def has_grammar(self, params: SamplingParams) -> bool:
-        """Returns whether a request's grammar has been checked before; True without one."""
+        """Returns whether a request's grammar has already been checked; True without one."""
         form = params.structured_outputs
         return form is None or self._grammars is None or self._grammars.knows(form)
 
     def _grammar(self, params: SamplingParams) -> GrammarSpec | None:
-        """Returns the grammar of a request's structured output."""
+        """Returns the grammar of a request's structured output. Returns None without structured
+        output.
+        """
         form = params.structured_outputs
         if form is None:
             return None
@@ -313,10 +316,10 @@ class InputProcessor:
         return self._grammars.admit(form)
 
     def continues(self, spec: GrammarSpec, token_ids: Sequence[int]) -> bool:
-        """Returns whether tokens are a prefix that the grammar allows."""
+        """Returns whether the grammar allows an output that begins with these tokens."""
         return self._grammars is not None and self._grammars.continues(spec, token_ids)
 
-    # -- who asks, and seeds -----------------------------------------------------------------------
+    # -- priorities and seeds ----------------------------------------------------------------------
 
     def checked_origin(self, origin: RequestContext) -> RequestContext:
         priority = whole_number(origin.priority)
@@ -342,7 +345,7 @@ class InputProcessor:
         return replace(origin, priority=priority)
 
     def set_priority(self, request: EngineRequest) -> None:
-        """Sets the priority by `priority_function`, if there is one and the request is not a
+        """Sets the priority by `priority_function`, if configured and the request is not a
         background request.
         """
         if self._priority_function is not None and request.priority != BACKGROUND_PRIORITY:
@@ -356,8 +359,8 @@ class InputProcessor:
 
 
 def _for_encoder(params: SamplingParams, encoder: EncoderInputs) -> SamplingParams:
-    """Returns the params of an encoder-decoder request, with the tokens that the model's
-    configuration bans.
+    """Returns the params of an encoder-decoder request, with the tokens that the model's config
+    bans.
     """
     if params.prompt_logprobs is not None:
         raise InvalidRequest(
@@ -382,8 +385,9 @@ def _check_prompt_logprob_start(start: int, num_prompt_tokens: int) -> None:
 
 
 def _samples(first: EngineRequest) -> list[EngineRequest]:
-    """Creates an EngineRequest for each sample: the first computes the prompt (and its logprobs),
-    the others wait to share it. A beam search is one EngineRequest; the core manages its beams.
+    """Creates an EngineRequest for each sample: the first one computes the prompt (and its
+    logprobs), the others wait to share its blocks. A beam search is a single EngineRequest, since
+    the core manages its beams.
     """
     copy, params = msgspec.structs.replace, first.params
     if params.beam_width is not None:

@@ -1,8 +1,8 @@
 """Publishes the KV events of one engine over ZeroMQ, as vLLM does: a PUB socket for (topic,
 sequence, batch), and a ROUTER socket that replays missed batches.
 
-A thread owns the sockets and sleeps while nothing happens. It keeps the last batches for replay,
-and the set of stored blocks for a snapshot if a gap is too old to replay.
+A thread owns the sockets and sleeps while there are no events. It keeps the last batches for
+replay, and the set of stored blocks for a snapshot if the missed batches are too old to replay.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ EPOCH_BYTES = 16
 
 
 class StoredBlocks:
-    """Blocks that subscribers know to be stored; a snapshot is built from them."""
+    """Blocks that subscribers know to be stored, from which a snapshot is built."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._blocks: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
-        """Parent and tokens of each block by its name, in the order of their storing."""
+        """Parent and tokens of each block by digest, in the order in which they were stored."""
 
     def apply(self, event: BlockEvent) -> None:
-        """Applies an event."""
         if isinstance(event, BlocksStored):
             parent, size = event.parent, self._block_size
             for index, digest in enumerate(event.digests):
@@ -84,7 +83,7 @@ class KVEventPublisher:
         self._block_size = block_size
         self._topic = config.topic.encode()
         self._next = 0
-        """Number of the next batch."""
+        """Sequence number of the next batch."""
         self._encoder = msgspec.msgpack.Encoder()
         self._batches: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._stored = StoredBlocks(block_size)
@@ -131,7 +130,9 @@ class KVEventPublisher:
         self._context.destroy(linger=100)
 
     def _bound(self, kind: int, config: KVEventsConfig, name: str) -> Any:
-        """Returns a socket bound to the endpoint in a field; None if the field is empty."""
+        """Returns a socket bound to the endpoint in a config field. Returns None if the field is
+        empty.
+        """
         address = getattr(config, name)
         if address is None:
             return None
@@ -165,24 +166,25 @@ class KVEventPublisher:
                     return
                 self._events.send_multipart([self._topic, *message])
             if self._requests in ready:
-                with contextlib.suppress(zmq.ZMQError):  # the asker has gone
+                with contextlib.suppress(zmq.ZMQError):  # the requester has disconnected
                     self._answer(self._requests.recv_multipart())
 
     def _answer(self, request: list[bytes]) -> None:
-        """Replies to a request from a REQ or DEALER socket: the first wanted sequence number, alone
-        or with its epoch, or SNAPSHOT. Anything else, or another epoch, gets only the end marker.
+        """Replies to a request from a REQ or DEALER socket: the first requested sequence number,
+        alone or with its epoch, or SNAPSHOT. Any other request, or another epoch, gets only the end
+        marker.
         """
-        asker, wanted = request[:-1], request[-1]
+        requester, query = request[:-1], request[-1]
         answers: list[tuple[int, bytes]] = []
         with self._lock:
             epoch = self._epoch
-            if wanted == SNAPSHOT:
-                # All batches below this number are in it.
+            if query == SNAPSHOT:
+                # The snapshot covers all batches below this number.
                 answers = [(self._next, self._encoded(self._stored.events()))]
-            elif len(wanted) == NUMBER_BYTES or wanted[NUMBER_BYTES:] == epoch:
-                first = int.from_bytes(wanted[:NUMBER_BYTES], "big")
+            elif len(query) == NUMBER_BYTES or query[NUMBER_BYTES:] == epoch:
+                first = int.from_bytes(query[:NUMBER_BYTES], "big")
                 answers = [one for one in self._batches if one[0] >= first]
         for number, batch in answers:
-            self._requests.send_multipart([*asker, number.to_bytes(NUMBER_BYTES, "big"), batch])
-        has_epoch = wanted == SNAPSHOT or len(wanted) == NUMBER_BYTES + EPOCH_BYTES
-        self._requests.send_multipart([*asker, END, epoch if has_epoch else b""])
+            self._requests.send_multipart([*requester, number.to_bytes(NUMBER_BYTES, "big"), batch])
+        has_epoch = query == SNAPSHOT or len(query) == NUMBER_BYTES + EPOCH_BYTES
+        self._requests.send_multipart([*requester, END, epoch if has_epoch else b""])

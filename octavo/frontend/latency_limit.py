@@ -1,9 +1,9 @@
 """Early rejection: predicts the time to first token and the time per output token of a new request,
 and rejects it before anything is computed if a limit would be exceeded.
 
-Runs in the frontend process; reads no clock itself. It tracks what was sent and what has returned,
-and gets step costs from the core. The lengths of outputs are estimated from requests that have just
-finished. Source of the idea: Mooncake (Qin et al. 2025).
+Runs in the frontend process; reads no clock itself. It tracks sent requests and their outputs, and
+gets step costs from the core. Output lengths are estimated from recently finished requests. Source
+of the idea: Mooncake (Qin et al. 2025).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
 from octavo.frontend.input_processor import ParentRequest
 
 WEIGHT = 0.1
-"""Weight of the newest request in the running mean of what an answer takes."""
+"""Weight of the newest request in the running mean of decode times."""
 LEAST_CHUNK = 16
-"""Fewest prompt tokens of a step that a bound on steps is taken to leave."""
+"""Minimum number of prompt tokens per step to assume if a bound on step times leaves fewer."""
 FULL_CACHE = 0.9
-"""Share of the KV blocks beyond which blocks are what waiting requests wait for."""
+"""Fraction of used KV blocks above which waiting requests are assumed to wait for blocks."""
 SPREAD = 2.0
-"""Standard deviations of the number of answers that end in a time, by which it is taken to be
-smaller: a request that comes too late has cost others their place.
+"""Number of standard deviations by which the expected number of requests that finish in time is
+reduced: a request that comes too late has cost others their turn.
 """
 RETRY_S = (1.0, 300.0)
-"""Shortest and longest wait that is recommended, in seconds."""
+"""Minimum and maximum recommended wait, in seconds."""
 
 
 @dataclass(slots=True)
@@ -39,9 +39,9 @@ class SentRequest:
 
     num_prompt_tokens: int
     num_tokens: int = 0
-    """Tokens of its answer so far."""
+    """Number of its output tokens so far."""
     first_s: float = 0.0
-    """Moment of its first token."""
+    """Time of its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class PredictedLatency:
     ttft_s: float
     """Time to its first token."""
     tpot_s: float
-    """Time between two of its tokens while no prompt is computed."""
+    """Time per output token while no prompt is computed."""
 
 
 class LatencyLimit:
@@ -66,15 +66,15 @@ class LatencyLimit:
         self._num_engines = num_engines
         self._sent: dict[str, SentRequest] = {}
         self._waiting_tokens = 0
-        """Prompt tokens of the requests that have yielded nothing."""
+        """Prompt tokens of the requests without output."""
         self._num_waiting = 0
-        """Requests that have yielded nothing."""
+        """Number of requests without output."""
         self._num_keys = 0
-        """Tokens of the requests that have yielded something, their prompts included."""
+        """Prompt and output tokens of the requests with output."""
         self._moved_s = 0.0
-        """Moment at which the last prompt was computed, or a first one came to an idle engine."""
+        """Time at which the last prompt was completed, or a request came to an idle engine."""
         self._answer_s: float | None = None
-        """Mean time from the first to the last token of an answer; None before one has ended."""
+        """Mean time from first to last token of a request; None before one has finished."""
         self._costs = UNMEASURED
         self._stats = EngineStats()
 
@@ -114,19 +114,19 @@ class LatencyLimit:
         """Raises Overloaded if a predicted latency of a new request exceeds its limit."""
         if self._max_ttft_s is None and self._max_tpot_s is None:
             return
-        found = self.predict(num_prompt_tokens, num_rows, now)
-        if found is None:
+        predicted = self.predict(num_prompt_tokens, num_rows, now)
+        if predicted is None:
             return
-        late_s = 0.0 if self._max_ttft_s is None else found.ttft_s - self._max_ttft_s
+        late_s = 0.0 if self._max_ttft_s is None else predicted.ttft_s - self._max_ttft_s
         if late_s > 0:
-            raise self._refusal("first token", found.ttft_s, "max_predicted_ttft_s", late_s)
-        if self._max_tpot_s is not None and found.tpot_s > self._max_tpot_s and self._sent:
+            raise self._refusal("first token", predicted.ttft_s, "max_predicted_ttft_s", late_s)
+        if self._max_tpot_s is not None and predicted.tpot_s > self._max_tpot_s and self._sent:
             wait_s = (self._answer_s or 0.0) / len(self._sent)
-            raise self._refusal("each next token", found.tpot_s, "max_predicted_tpot_s", wait_s)
+            raise self._refusal("each next token", predicted.tpot_s, "max_predicted_tpot_s", wait_s)
 
     def predict(self, num_prompt_tokens: int, num_rows: int, now: float) -> PredictedLatency | None:
-        """Returns the predicted latencies of a new request; None before steps were measured. With
-        several engines, each is assumed to have an equal share of the load.
+        """Returns the predicted latencies of a new request. Returns None before steps were
+        measured. With several engines, the load is assumed to be evenly distributed.
         """
         if not self._costs.points:
             return None
@@ -138,7 +138,7 @@ class LatencyLimit:
         uncached = max(1.0, queued * self._miss_share)
         prefill_s = self._prefill_s(uncached, max(0, running - num_rows), keys)
         if self._num_waiting:
-            # What the step in flight has computed since is not known before it ends.
+            # The progress of the step in flight is not known before it ends.
             prefill_s -= min(now - self._moved_s, prefill_s / 2)
         own_s = self._prefill_s(num_prompt_tokens * self._miss_share, 0, keys)
         return PredictedLatency(max(prefill_s, self._queue_s(rows) + own_s), tpot_s)
@@ -165,7 +165,7 @@ class LatencyLimit:
 
     @property
     def _miss_share(self) -> float:
-        """Share of prompt tokens that were not in the prefix cache."""
+        """Fraction of prompt tokens that were not in the prefix cache."""
         queries = self._stats.prefix_query_tokens
         return 1 - self._stats.prefix_hit_tokens / queries if queries else 1.0
 
@@ -185,16 +185,16 @@ class LatencyLimit:
         return seconds + (self._step_s(rest + num_rows, num_keys) if rest else 0.0)
 
     def _queue_s(self, rows: int) -> float:
-        """Returns the expected seconds until the last of `rows` unfinished requests can run. In the
-        mean duration of a request, as many finish as may run at once.
+        """Returns the expected seconds until the last of `rows` unfinished requests can run: during
+        the mean duration of a request, as many requests finish as can run at once.
         """
-        most = self._max_rows
+        max_running = self._max_rows
         if self._stats.num_waiting and self._stats.kv_usage > FULL_CACHE:
-            most = max(1, self._stats.num_running // self._num_engines)
-        excess = rows - most
+            max_running = max(1, self._stats.num_running // self._num_engines)
+        excess = rows - max_running
         if excess <= 0 or self._answer_s is None:
             return 0.0
-        return (excess + SPREAD * math.sqrt(excess)) * self._answer_s / most
+        return (excess + SPREAD * math.sqrt(excess)) * self._answer_s / max_running
 
     def _step_s(self, num_tokens: int, num_keys: int) -> float:
         return self._costs.step_s(max(1, num_tokens), num_keys) or 0.0

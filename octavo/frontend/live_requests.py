@@ -1,7 +1,7 @@
-"""Unfinished and recently finished requests for users: state, reasons, tokens, text.
+"""Unfinished and recently finished requests in a form for users: state, reasons, tokens, text.
 
-Combines what the frontend knows (prompts, texts, tenants) with what the core knows (states, reasons
-to wait).
+Combines data of the frontend (prompts, texts, tenants) with data of the core (states, reasons to
+wait).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LiveSample(msgspec.Struct):
     finish_reason: FinishReason | None
     num_computed_tokens: int = 0
     num_blocks: int = 0
-    """KV blocks that it holds on the device; shared ones count."""
+    """KV blocks that it holds on the device, including shared ones."""
 
 
 class LiveRequest(msgspec.Struct):
@@ -36,15 +36,15 @@ class LiveRequest(msgspec.Struct):
 
     request_id: str
     state: str
-    """State of the sample that is furthest: "running", then "swapped", "waiting", "finished"."""
+    """State of the most advanced sample: "running", then "swapped", "waiting", "finished"."""
     waits_for: str
-    """Reason why it does not run; "" while it does."""
+    """Reason why it does not run; "" while it runs."""
     waited_s: float
     """Seconds without running: until its start, or since it was preempted."""
     waits: dict[str, float]
-    """Seconds in the queue by what it waited for."""
+    """Seconds in the queue, by reason."""
     arrival_time: float
-    """Moment on the machine's monotonic clock, in seconds."""
+    """Time of arrival on the machine's monotonic clock, in seconds."""
     prompt: str | None
     prompt_token_ids: list[int]
     params: RequestParams
@@ -62,16 +62,20 @@ STATES = ("running", "swapped", "waiting", "finished")
 def live_request(
     state: RequestState, views: Mapping[str, RequestView], *, trouble: str = ""
 ) -> LiveRequest:
-    """Returns one request with the core's views of its samples; `trouble` is the reason if there is
-    no core at the moment.
+    """Returns one request combined with the core's views of its samples. `trouble` is the reason
+    why there is no core at the moment, if any.
     """
     request = state.request
-    found = [views.get(one.request_id) for one in request.samples]
-    # A beam search is one request of the core, and its beams are known at its end.
-    views_of = found if len(found) == len(state.samples) else found[:1] * len(state.samples)
-    samples = [_sample(one, view) for one, view in zip(state.samples, views_of, strict=True)]
+    sample_views = [views.get(one.request_id) for one in request.samples]
+    # A beam search is one request of the core; its beams are known only at its end.
+    views_by_sample = (
+        sample_views
+        if len(sample_views) == len(state.samples)
+        else sample_views[:1] * len(state.samples)
+    )
+    samples = [_sample(one, view) for one, view in zip(state.samples, views_by_sample, strict=True)]
     first = min(samples, key=lambda one: STATES.index(one.state), default=None)
-    shown = next((one for one in found if one and first and one.state == first.state), None)
+    shown = next((one for one in sample_views if one and first and one.state == first.state), None)
     waits = "" if first is None or first.state in ("running", "finished") else ON_ITS_WAY
     return LiveRequest(
         request.request_id,
@@ -87,7 +91,7 @@ def live_request(
         tenant=request.origin.tenant,
         owner=request.origin.owner,
         num_cached_tokens=shown.num_cached_tokens if shown else state.num_cached_tokens,
-        num_preemptions=sum(one.num_preemptions for one in found if one),
+        num_preemptions=sum(one.num_preemptions for one in sample_views if one),
         samples=samples,
     )
 

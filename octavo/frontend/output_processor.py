@@ -1,8 +1,8 @@
 """Converts EngineOutputs to RequestOutputs: text, stop strings, logprobs, and the samples of each
 request.
 
-Owns the text so far (Detokenizer). Token ids are detokenized when the text is read, or at once if a
-stop string may match.
+Owns the text so far (Detokenizer). Token ids are detokenized when the text is read, or immediately
+if a stop string may match.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ KEPT_S = 60.0
 """Seconds for which a finished request is kept."""
 MAX_KEPT = 256
 MAX_KEPT_TOKENS = 1 << 20
-"""Most tokens of all kept requests together, prompts included."""
+"""Maximum number of tokens of all kept requests, including prompts."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """One of a request's samples so far."""
+    """State of one sample of a request."""
 
     index: int
     detokenizer: Detokenizer | None
@@ -50,9 +50,9 @@ class Sample:
     score: float | None = None
     num_detokenized: int = 0
     num_given: int = 0
-    """Number of tokens that a reader of deltas has got."""
+    """Number of tokens that were returned to a reader of deltas."""
     end_given: bool = False
-    """Whether a reader of deltas has got the sample's end."""
+    """Whether the end of the sample was returned to a reader of deltas."""
 
     def text(self) -> str:
         """Text so far; "" if the request does not detokenize."""
@@ -67,8 +67,8 @@ class Sample:
             self.detokenizer.change_stops(params)
 
     def catch_up(self, *, hide_last: bool = False) -> str | None:
-        """Detokenizes new tokens; returns the stop string that ends the text, if any. With
-        `hide_last` the last token is not part of the text.
+        """Detokenizes new tokens. Returns the stop string that ends the text, None if there is
+        none. With `hide_last`, the last token is not part of the text.
         """
         if self.detokenizer is None:
             return None
@@ -79,7 +79,7 @@ class Sample:
             else None
         )
         if stop is not None:
-            # The tokens after the stop string were computed for nothing.
+            # Tokens computed after the stop string are discarded.
             del self.token_ids[self.detokenizer.num_tokens :]
         self.num_detokenized = len(self.token_ids)
         return stop
@@ -87,14 +87,14 @@ class Sample:
 
 @dataclass(slots=True)
 class RequestState:
-    """A request between its arrival and its final output."""
+    """State of a request between its arrival and its final output."""
 
     request: ParentRequest
     samples: list[Sample]
     num_unfinished: int
     metrics: RequestMetrics
     is_read_at_end: bool = False
-    """Whether outputs have no samples before the end: ranked samples are chosen when all have
+    """Whether outputs have no samples before the end: ranked samples are selected when all have
     finished, and beams are found then.
     """
     ends_by_text: bool = False
@@ -103,11 +103,11 @@ class RequestState:
     num_cached_tokens: int = 0
     error: str | None = None
     pooled: bytes | None = None
-    """The pooled row of a finished request that wanted one."""
+    """Pooled row of a finished pooling request."""
     timings: list[Timings] = field(default_factory=list)
-    """Timings of the samples that have ended."""
+    """Timings of the finished samples."""
     ended_at: float = 0.0
-    """Moment of its end on the monotonic clock, in seconds; 0 before."""
+    """Time of its end on the monotonic clock, in seconds; 0 before."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -116,14 +116,14 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """Number of its tokens, prompt and samples together."""
+        """Number of its tokens: prompt and all samples."""
         num_tokens = len(self.request.prompt_token_ids)
         for sample in self.samples:
             num_tokens += len(sample.token_ids)
         return num_tokens
 
     def get_returned(self) -> list[Sample]:
-        """Returns the samples that the user receives, by index; if they are ranked, the best ones
+        """Returns the samples that the user receives: by index, or if they are ranked, best
         first.
         """
         if not self.request.params.is_ranked:
@@ -136,15 +136,15 @@ class RequestState:
 
 
 class RecentRequests:
-    """Recently finished requests by id, the oldest first, kept so that they can be forked."""
+    """Recently finished requests by id, oldest first; kept so that they can be forked."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, RequestState] = OrderedDict()
         self._num_tokens = 0
 
     def add(self, request_id: str, request: RequestState) -> None:
-        """Adds a request, replacing an earlier one with that id, and removes the oldest ones if
-        there are too many.
+        """Adds a request, replacing an earlier one with the same id, and removes the oldest ones
+        beyond the limit.
         """
         if request_id in self._kept:
             self.drop(request_id)
@@ -153,14 +153,16 @@ class RecentRequests:
         self._sweep(request.ended_at)
 
     def find(self, request_id: str, now: float) -> RequestState | None:
-        """Returns a request that finished within the last KEPT_S seconds."""
+        """Returns a request that finished within the last KEPT_S seconds. Returns None if there is
+        none.
+        """
         self._sweep(now)
         return self._kept.get(request_id)
 
     def drop(self, request_id: str) -> None:
-        found = self._kept.pop(request_id, None)
-        if found is not None:
-            self._num_tokens -= found.num_tokens
+        removed = self._kept.pop(request_id, None)
+        if removed is not None:
+            self._num_tokens -= removed.num_tokens
 
     def all(self, now: float) -> list[RequestState]:
         """Returns all requests that finished within the last KEPT_S seconds."""
@@ -178,7 +180,7 @@ class RecentRequests:
 
 @dataclass(frozen=True, slots=True)
 class AbortedRequest:
-    """Measurements of a request that was aborted before its end."""
+    """Progress of a request that was aborted before its end."""
 
     num_prompt_tokens: int
     metrics: RequestMetrics
@@ -189,24 +191,24 @@ class StepEffects:
     """Effects of one step's outputs."""
 
     changed: dict[str, bool] = field(default_factory=dict)
-    """Requests with a new output, and whether it is their final one."""
+    """Ids of requests with a new output; True if it is the final one."""
     abort_ids: list[str] = field(default_factory=list)
-    """Core requests to abort because a stop string ended them."""
+    """Ids of core requests to abort because a stop string ended them."""
 
 
 class OutputProcessor:
-    """Keeps the state of every unfinished request, from its arrival to its final output."""
+    """Keeps the state of every request from its arrival to its final output."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._states: dict[str, RequestState] = {}
         self._samples: dict[str, tuple[RequestState, Sample]] = {}
-        """Samples that have not ended, with their requests, by the core's request id."""
+        """Unfinished samples and their requests, by core request id."""
         self._recent = RecentRequests()
 
     @property
     def num_unfinished(self) -> int:
-        """Number of the core's requests that have not finished."""
+        """Number of unfinished core requests."""
         return len(self._samples)
 
     def add(self, request: ParentRequest) -> None:
@@ -234,7 +236,7 @@ class OutputProcessor:
             self._samples[engine_request.request_id] = (state, sample)
 
     def unfinished_ids(self, request_id: str) -> list[str]:
-        """Returns the ids of a request's core requests that still run; [] for an unknown one."""
+        """Returns the ids of a request's unfinished core requests; [] for an unknown request."""
         state = self._states.get(request_id)
         return (
             []
@@ -247,7 +249,7 @@ class OutputProcessor:
         )
 
     def lost(self, request_id: str) -> AbortedRequest | None:
-        """Returns the measurements of a request that is about to be aborted; None if it is
+        """Returns the progress of a request that is about to be aborted. Returns None if it is
         unknown.
         """
         state = self._states.get(request_id)
@@ -256,11 +258,13 @@ class OutputProcessor:
         return AbortedRequest(len(state.request.prompt_token_ids), state.metrics)
 
     def unfinished(self) -> list[RequestState]:
-        """Returns the requests with a waiting or running sample, the oldest first."""
+        """Returns the requests with a waiting or running sample, oldest first."""
         return [state for state in self._states.values() if state.num_unfinished]
 
     def find(self, request_id: str, now: float) -> RequestState | None:
-        """Returns a waiting, running or recently finished request; None if it is unknown."""
+        """Returns a waiting, running or recently finished request. Returns None if it is
+        unknown.
+        """
         return self._states.get(request_id) or self._recent.find(request_id, now)
 
     def recent(self, now: float) -> list[RequestState]:
@@ -269,9 +273,11 @@ class OutputProcessor:
         return ended + self._recent.all(now)
 
     def name_of(self, core_id: str) -> tuple[str, int] | None:
-        """Returns the request and the index of an unfinished sample, by the core's id."""
-        found = self._samples.get(core_id)
-        return None if found is None else (found[0].request.request_id, found[1].index)
+        """Returns the request id and the sample index for a core request id. Returns None if the
+        sample has ended.
+        """
+        entry = self._samples.get(core_id)
+        return None if entry is None else (entry[0].request.request_id, entry[1].index)
 
     def change(self, request: ParentRequest) -> None:
         """Replaces an unfinished request by a changed one with the same id."""
@@ -288,12 +294,12 @@ class OutputProcessor:
         return self._states[request_id].num_unfinished == 0
 
     def process(self, outputs: Iterable[EngineOutput], now: float) -> StepEffects:
-        """Adds a step's outputs to their requests; outputs of finished requests are dropped."""
+        """Adds a step's outputs to their requests; ignores outputs of finished requests."""
         effects = StepEffects()
         for output in outputs:
-            found = self._samples.get(output.request_id)
-            if found is not None:
-                state, sample = found
+            entry = self._samples.get(output.request_id)
+            if entry is not None:
+                state, sample = entry
                 self._update(state, sample, output, now, effects)
                 finished = state.num_unfinished == 0
                 if finished or not state.is_read_at_end:
@@ -301,8 +307,8 @@ class OutputProcessor:
         return effects
 
     def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
-        """Returns a copy of a request's output so far, or with `only_new` what each sample gained
-        since the last call. The final output is returned once and removes the request.
+        """Returns a copy of a request's output so far, or with `only_new` the part since the last
+        call. The final output is returned once; this removes the request.
         """
         state = self._states[request_id]
         finished = state.num_unfinished == 0
@@ -312,7 +318,7 @@ class OutputProcessor:
         merged = None
         if finished and len(state.timings) > 1:
             merged = Timings.merged(state.timings)
-        made = RequestOutput(
+        request_output = RequestOutput(
             request_id=request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
@@ -334,7 +340,7 @@ class OutputProcessor:
             samples = [replace(sample, logprobs=None) for sample in state.samples]
             kept = replace(state, samples=samples, prompt_logprobs=None)
             self._recent.add(request_id, kept)
-        return made
+        return request_output
 
     def discard(self, request_id: str) -> None:
         """Removes a request whose outputs are no longer read."""
@@ -343,7 +349,7 @@ class OutputProcessor:
             self._samples.pop(sample.request_id, None)
 
     def _make_detokenizer(self, request: ParentRequest) -> Detokenizer | None:
-        """Returns the detokenizer of a sample; None if the request does not detokenize."""
+        """Returns the detokenizer of a sample. Returns None if the request does not detokenize."""
         params = request.params
         if self._tokenizer is None or not isinstance(params, SamplingParams):
             return None
@@ -376,7 +382,7 @@ class OutputProcessor:
         num_kept = len(output.token_ids)
         if num_kept:
             sample.token_ids += output.token_ids
-            # Stop strings may end the text, and a stop token is no part of it.
+            # Stop strings may end the text, and a stop token is not part of it.
             if state.ends_by_text or output.finish_reason == "stop":
                 num_kept = self._search_stop(state.request.params, sample, output, effects)
         if num_kept or output.pooled is not None or output.beams is not None:
@@ -403,7 +409,7 @@ class OutputProcessor:
         self, params: RequestParams, sample: Sample, output: EngineOutput, effects: StepEffects
     ) -> int:
         """Ends the sample if its new tokens complete a stop string, and removes the tokens after
-        it; returns the number of tokens kept.
+        it; returns the number of kept tokens.
         """
         num_before = len(sample.token_ids) - len(output.token_ids)
         by_token = output.finish_reason == "stop" and not params.include_stop_str_in_output
@@ -423,7 +429,7 @@ class OutputProcessor:
             sample.logprobs += map(self._readable, logprobs)
 
     def _add_beams(self, state: RequestState, beams: list[BeamOutput]) -> None:
-        """Replaces the single sample of a beam search by the sequences found."""
+        """Replaces the single sample of a beam search by the found sequences."""
         params = state.request.params
         state.samples = [self._make_sample(state.request, index) for index in range(len(beams))]
         for sample, beam in zip(state.samples, beams, strict=True):
@@ -440,7 +446,7 @@ class OutputProcessor:
             state.metrics.num_generation_tokens += len(beam.token_ids)
 
     def _add_start(self, state: RequestState, output: EngineOutput) -> None:
-        """Adds the metadata of a sample's first output; times are those of the first sample."""
+        """Adds the metadata of a sample's first output. The times are those of the first sample."""
         if state.metrics.scheduled_ts is None:
             state.metrics.scheduled_ts = output.scheduled_ts
             state.num_cached_tokens = output.num_cached_tokens
@@ -452,17 +458,17 @@ class OutputProcessor:
 
     def _readable(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         text = self._tokenizer.token_text if self._tokenizer is not None else lambda _: None
-        found: dict[int, Logprob] = {}
+        by_token: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(
             entry.token_ids, entry.logprobs, entry.ranks, strict=True
         ):
-            if token_id not in found:
-                found[token_id] = Logprob(logprob, rank, text(token_id))
-        return found
+            if token_id not in by_token:
+                by_token[token_id] = Logprob(logprob, rank, text(token_id))
+        return by_token
 
 
 def _make_completion(sample: Sample, *, only_new: bool) -> CompletionOutput:
-    """Returns a sample's output so far, or with `only_new` what it gained since the last call."""
+    """Returns a sample's output so far, or with `only_new` the part since the last call."""
     sample.catch_up()
     detokenizer, finished = sample.detokenizer, sample.finish_reason is not None
     start, text = 0, ""

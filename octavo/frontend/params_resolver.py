@@ -1,7 +1,7 @@
 """Checks sampling and stop options against the model: ids within its vocabulary, logprobs within
 the engine's limit; converts texts to tokens.
 
-SamplingParams checks ranges that do not depend on the model. Knows no prompt. Thread-safe.
+SamplingParams checks ranges that do not depend on the model. Thread-safe.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class ParamsResolver:
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """Checks the params against the model and returns a copy of them.
 
-        Their own checks are repeated, since a field may have been changed after construction.
+        The model-independent checks are repeated, since fields may have been changed after
+        construction.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(
@@ -97,17 +98,17 @@ class ParamsResolver:
             )
 
     def _encode_bad_words(self, words: list[str]) -> list[list[int]]:
-        """Returns the token ids of each word, at the start of a text and after a space."""
+        """Returns the token ids of each word: at the start of a text, and after a space."""
         tokenizer = need_tokenizer(
             self._tokenizer,
             "bad_words: strings require a tokenizer, and this engine has none",
             "bad_words",
         )
-        found: dict[tuple[int, ...], None] = {}
+        encodings: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(), " " + word.lstrip()):
-                found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
-        return [list(token_ids) for token_ids in found if token_ids]
+                encodings[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+        return [list(token_ids) for token_ids in encodings if token_ids]
 
 
 def need_tokenizer(tokenizer: Tokenizer | None, message: str, param: str) -> Tokenizer:
@@ -126,11 +127,11 @@ NAME = "dry_sequence_breakers"
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 """Default sequence breakers; those of llama.cpp."""
 MAX_KEPT = 16
-"""Lists of breakers whose tokens are kept."""
+"""Maximum number of lists of sequence breakers whose tokens are cached."""
 
 
 class DrySequenceBreakers:
-    """Finds the tokens of sequence breakers in one vocabulary."""
+    """Finds the tokens that contain sequence breakers, in one vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -138,8 +139,8 @@ class DrySequenceBreakers:
         self._found = lru_cache(maxsize=MAX_KEPT)(self._find)
 
     def ids(self, texts: list[str] | None) -> list[int]:
-        """Returns the tokens that contain one of `texts`; None: the default texts, or no tokens
-        without a tokenizer.
+        """Returns the tokens that contain one of `texts`; None: the default texts. Returns [] for
+        the default texts without a tokenizer.
         """
         if self._tokenizer is None and texts:
             raise InvalidRequest(

@@ -1,6 +1,6 @@
-"""Pins the beginning of prompts: the core computes it, then keeps its blocks.
+"""Pins prompt prefixes: the core computes a prefix, then keeps its blocks.
 
-A pin expires at a wall clock time, since it outlives engines.
+A pin has an expiry time of the wall clock, since it outlives engines.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from octavo.config.cache_options import CacheOptions
 from octavo.engine.protocol.requests import Pin
 
 FOR_GOOD_S = 100 * 365 * 86400.0
-"""Time to live of a pin without an end, in seconds."""
+"""Time to live of a pin without expiry, in seconds."""
 
 COMPUTE = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-"""Sampling that makes the core compute a prompt; the one token that it yields is not read."""
+"""Sampling params that make the core compute a prompt; the generated token is ignored."""
 
 
 def make_pin(output: RequestOutput, prompt: Any, ttl_s: float | None) -> Pin:
-    """Returns the pin of a computed prompt; `ttl_s` None: without limit, 0: unpins it."""
+    """Returns the pin of a computed prompt. `ttl_s` None: never expires; 0: unpins the prompt."""
     if output.error is not None:
         raise WorkerFailed(output.error)
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
@@ -35,7 +35,7 @@ def make_pin(output: RequestOutput, prompt: Any, ttl_s: float | None) -> Pin:
 
 
 def check_pin(ttl_s: float | None, cache: CacheOptions) -> None:
-    """Raises InvalidRequest, before anything is computed, if the engine cannot pin."""
+    """Raises InvalidRequest if the engine cannot pin; to be called before anything is computed."""
     if ttl_s is not None and not (0 <= ttl_s <= FOR_GOOD_S and math.isfinite(ttl_s)):
         raise InvalidRequest(
             f"ttl_s: got {ttl_s!r}, expected None (for good) or seconds from 0 to {FOR_GOOD_S:.0f}",

@@ -1,7 +1,7 @@
 """Pooling requests: validates texts and converts them to EngineRequests, and builds jobs of several
 prompts whose pooled rows are combined.
 
-LLM, AsyncLLM and the server's routes run jobs each in their own way. The input processor tokenizes
+LLM, AsyncLLM and the server's routes run jobs in different ways. The input processor tokenizes
 prompts and checks their length. Thread-safe.
 """
 
@@ -41,7 +41,7 @@ from octavo.frontend.params_resolver import need_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Pooled rows of one model, and how its checkpoint defines its outputs from them."""
+    """Properties of a model's pooled rows, and how its checkpoint derives outputs from them."""
 
     task: PoolingTask
     program: str
@@ -49,21 +49,21 @@ class Pools:
     width: int
     normalize: bool
     lower_case: bool
-    """Whether texts are put into lower case before they are tokenized."""
+    """Whether texts are lowercased before they are tokenized."""
     prefix: str = ""
-    """Text that is put before each text of which an embedding is made."""
+    """Prefix of texts to embed."""
     has_segments: bool = False
-    """Whether the model reads which of two texts a token belongs to."""
+    """Whether the model reads segment ids, which distinguish the two texts of a pair."""
     activation: PoolingActivation = "none"
-    """Function that a classifier's scores go through, unless a request names another."""
+    """Activation of a classifier's scores, unless a request sets another one."""
     labels: tuple[str, ...] = ()
     """Names of a classifier's labels."""
     pair_template: str | None = None
-    """Jinja template of a pair of texts, for a tokenizer whose chat template reads none; "" where
-    only such a chat template will do, None if special tokens stand between the texts.
+    """Jinja template for pairs of texts if the tokenizer's chat template accepts none; "" if only
+    such a chat template works; None if special tokens separate the texts.
     """
     dimensions: Sequence[int] = ()
-    """Widths to which an embedding may be cut, as the checkpoint says."""
+    """Widths to which an embedding may be truncated, according to the checkpoint."""
 
 
 class TokenizedPrompt(NamedTuple):
@@ -71,9 +71,9 @@ class TokenizedPrompt(NamedTuple):
 
     token_ids: list[int]
     text: str | None = None
-    """Text of the token ids, if it is one text."""
+    """Text of the token ids; None for token ids or a pair."""
     second_start: int | None = None
-    """Index of the first token of the second segment; None if there is one segment only."""
+    """Index of the first token of the second segment; None if there is only one segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,8 @@ class PoolingInputs:
         )
 
     def _resolved(self, params: PoolingParams) -> PoolingParams:
-        """Returns the params with the checkpoint's values for unset ones. Their own checks are
-        repeated.
+        """Returns the params with the checkpoint's values for unset fields. The model-independent
+        checks are repeated.
         """
         params = msgspec.structs.replace(params)
         pools = self.pools
@@ -146,32 +146,33 @@ class PoolingInputs:
             activation=params.activation or pools.activation,
         )
 
-    def _check_dimensions(self, wanted: int | None) -> None:
-        """Raises InvalidRequest for a number of dimensions to which the model's embeddings cannot
-        be truncated.
-        """
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        """Raises InvalidRequest if the model's embeddings cannot be truncated to `dimensions`."""
         pools = self.pools
-        if wanted is None or wanted == pools.width or wanted in pools.dimensions:
+        if dimensions is None or dimensions == pools.width or dimensions in pools.dimensions:
             return
         if isinstance(pools.dimensions, range):
             allowed = f"1 to {pools.width}"
         else:
             allowed = ", ".join(map(str, sorted({*pools.dimensions, pools.width})))
         raise InvalidRequest(
-            f"dimensions: got {wanted}, expected {allowed}",
+            f"dimensions: got {dimensions}, expected {allowed}",
             hint="a model declares the supported dimensions as `matryoshka_dimensions`",
             param="dimensions",
         )
 
     def _limit(self, params: PoolingParams) -> int | None:
-        """Returns the number of tokens to which a prompt is truncated; None if it is not."""
+        """Returns the number of tokens to which a prompt is truncated. Returns None without
+        truncation.
+        """
         limit = params.truncate_prompt_tokens
-        most = self.inputs.limits.prompts.most_tokens(params.num_needed_tokens)
+        max_tokens = self.inputs.limits.prompts.most_tokens(params.num_needed_tokens)
         if limit == MODEL_LIMIT:
-            return most
-        if limit is not None and limit > most:
+            return max_tokens
+        if limit is not None and limit > max_tokens:
             raise InvalidRequest(
-                f"truncate_prompt_tokens: got {limit}, expected 1 to {most}, or -1 for {most}",
+                f"truncate_prompt_tokens: got {limit}, expected 1 to {max_tokens}, or -1 for"
+                f" {max_tokens}",
                 param="truncate_prompt_tokens",
             )
         return limit
@@ -188,7 +189,9 @@ class PoolingInputs:
         return TokenizedPrompt(self._cut(text, token_ids, limit), text)
 
     def _read_pair(self, pair: TextPair, limit: int | None) -> TokenizedPrompt:
-        """Returns the tokens of two texts, truncated to the limit from the longer text first."""
+        """Returns the tokens of two texts, truncated to the limit. Tokens of the longer text are
+        removed first.
+        """
         if self.pools.task != "classify":
             raise InvalidRequest(
                 "prompt: got a pair of texts, expected one text; the model embeds each text"
@@ -211,7 +214,7 @@ class PoolingInputs:
         return TokenizedPrompt(encoded.token_ids, second_start=_second_start(segments))
 
     def _cut(self, text: str | None, token_ids: list[int], limit: int) -> list[int]:
-        """Truncates to `limit` tokens and keeps the special tokens around a text. Token ids without
+        """Truncates to `limit` tokens, keeping the special tokens around a text. Token ids without
         a text are truncated at the end.
         """
         if text is None:
@@ -226,7 +229,7 @@ class PoolingInputs:
 
 
 def _check_half(text: object) -> None:
-    """Raises InvalidRequest if one of a pair is not a text."""
+    """Raises InvalidRequest if an element of a pair is not a text."""
     if not isinstance(text, str):
         raise InvalidRequest(
             f"prompt: got {shown(text)} in a pair, expected two texts", param="prompt"
@@ -234,7 +237,7 @@ def _check_half(text: object) -> None:
 
 
 def _second_start(type_ids: list[int]) -> int | None:
-    """Returns where the second segment starts; None if there is none."""
+    """Returns where the second segment starts. Returns None if there is none."""
     if 1 not in type_ids:
         return None
     start = type_ids.index(1)
@@ -255,7 +258,7 @@ def _below_special(limit: int, num_special: int) -> InvalidRequest:
 
 
 def _changed(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
-    """Returns a prompt with a changed text; token ids are unchanged."""
+    """Returns a prompt with its text changed; token ids are unchanged."""
     if isinstance(prompt, str):
         return change(prompt)
     if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
@@ -266,10 +269,10 @@ def _changed(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
 OutputT = TypeVar("OutputT")
 
 Texts: TypeAlias = Prompt | Iterable[Prompt]
-"""One text or several, or token ids of a text to embed."""
+"""One or several texts, or token ids of a text to embed."""
 
 PoolingPrompts: TypeAlias = PoolingPrompt | Iterable[PoolingPrompt]
-"""One prompt or several, pairs of texts among them."""
+"""One or several prompts, which may be pairs of texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +282,7 @@ class PoolingJob(Generic[OutputT]):
     prompts: Sequence[PoolingPrompt]
     params: PoolingParams
     read: Callable[[Sequence[RequestOutput]], list[OutputT]]
-    """Returns the call's outputs from those of the prompts, in the prompts' order."""
+    """Computes the call's outputs from the outputs of the prompts, in the order of the prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +292,9 @@ class PoolingJobs:
     """
 
     pools: Callable[..., PoolingInputs]
-    """Returns the checks of a model that does one of the named tasks, or refuses it."""
+    """Returns the validation of a model that has one of the named tasks; raises InvalidRequest
+    otherwise.
+    """
 
     def embedding(
         self, prompts: Texts, params: PoolingParams | None = None
@@ -310,7 +315,7 @@ class PoolingJobs:
         return PoolingJob(
             [prompts] if isinstance(prompts, TextPair) else prompt_list(prompts),  # type: ignore[arg-type]
             get_pooling_params(params),
-            lambda outputs: [ClassificationRequestOutput.of(each, labels) for each in outputs],
+            lambda outputs: [ClassificationRequestOutput.of(output, labels) for output in outputs],
         )
 
     def scoring(
@@ -322,7 +327,7 @@ class PoolingJobs:
         max_second_tokens: int | None = None,
     ) -> PoolingJob[ScoringRequestOutput]:
         """Returns the job that scores each text of `data_2` with the single text of `data_1`, or
-        with the one at the same index. A classifier with one label reads the pair, with the second
+        with the text at the same index. A classifier with one label reads the pair, with the second
         text truncated to `max_second_tokens`; embeddings are compared by cosine similarity.
         """
         pools = self.pools("classify", "embed").pools
@@ -348,7 +353,7 @@ class PoolingJobs:
 
 
 def _check_scores(pools: Pools) -> None:
-    """Raises InvalidRequest if the model computes more than one score for a pair of texts."""
+    """Raises InvalidRequest if the model computes several scores for a pair of texts."""
     if pools.task == "classify" and pools.width != 1:
         raise InvalidRequest(
             f"model: has {pools.width} labels; scoring requires a model with one label, or an"

@@ -1,4 +1,4 @@
-"""Priorities of requests by the user's function (option `priority_function`)."""
+"""Sets request priorities by a user-defined function (option `priority_function`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.utils.import_function import import_function
 
 
 class PriorityFunction:
-    """Calls the function for each new request, which fails alone if the call fails."""
+    """Calls the function for each new request. If the call fails, only that request fails."""
 
     def __init__(self, name: str) -> None:
         """Imports the function; `name` is MODULE:FUNCTION."""

@@ -1,7 +1,6 @@
 """Converts prompts to token ids: texts, ids, dicts, conversations.
 
-Owns the accepted formats of prompts and the limit on their length before tokenization. Knows no
-request and no params. Thread-safe.
+Owns the accepted formats of prompts and the limit on their length before tokenization. Thread-safe.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt")
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Maximum number of prompt tokens, and the side at which more are cut off."""
+    """Maximum number of prompt tokens, and the side from which excess tokens are removed."""
 
     max_tokens: int
     side: Literal["left", "right"] = "left"
-    """Side at which tokens are cut off."""
+    """Side from which tokens are removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +40,12 @@ class PromptInputs:
     limits: PromptLimits
     images: ImageInputs
     encoder: EncoderInputs | None
-    """Makes the encoder's inputs of prompts; None for a decoder-only model."""
+    """Builds encoder inputs; None for a decoder-only model."""
 
     def read_prompt(
         self, prompt: Prompt, *, add_special_tokens: bool = True, may_be_long: bool = False
     ) -> tuple[str | None, list[int], str]:
-        """Returns a prompt's text if it has one, its token ids and its cache salt."""
+        """Returns a prompt's text (None if it has none), its token ids and its cache salt."""
         text = None
         salt = ""
         has_images = False
@@ -77,24 +76,24 @@ class PromptInputs:
         )
 
     def encode_plain(self, text: str) -> list[int]:
-        """Returns a text's tokens without the special tokens around it."""
+        """Returns a text's tokens without special tokens around it."""
         return self._encode_prompt(text, add_special_tokens=False)
 
     def check_length(self, *texts: str) -> None:
-        """Rejects texts that are too long for any prompt before spending seconds on tokenizing
+        """Rejects texts that are too long for any prompt, before spending seconds on tokenizing
         them.
         """
         if self.tokenizer is None or max(map(len, texts)) <= LONG_TEXT_CHARACTERS:
             return
-        least = sum(map(self.tokenizer.fewest_tokens, texts))
+        min_tokens = sum(map(self.tokenizer.fewest_tokens, texts))
         if self.encoder is not None:
-            self.encoder.check_length(least, at_least=True)
+            self.encoder.check_length(min_tokens, at_least=True)
             return
-        check_can_start(self.limits.judge(least, at_least=True))
+        check_can_start(self.limits.judge(min_tokens, at_least=True))
 
     def _open_dict(self, prompt: Mapping[str, Any]) -> tuple[str | None, str | Sequence[int], str]:
-        """Returns the contents of a prompt's dict: the text of its token ids, the prompt, the cache
-        salt.
+        """Returns the contents of a prompt's dict: the text of its token ids (None if not given),
+        the prompt, and the cache salt.
         """
         for key in prompt:
             if key not in PROMPT_KEYS:
@@ -170,15 +169,15 @@ class PromptInputs:
         }
 
     def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
-        """Returns the infilling prompt for the text between a prefix and a suffix."""
+        """Returns the fill-in-the-middle prompt for the text between a prefix and a suffix."""
         tokenizer = need_tokenizer(self.tokenizer, "suffix: strings require a tokenizer", "suffix")
         self.check_length(prefix)
         self.check_length(suffix)
         return {"prompt_token_ids": tokenizer.infill(prefix, suffix)}
 
     def _check_conversation(self, messages: Messages, rendering: Rendering) -> Tokenizer:
-        """Raises InvalidRequest for what no template can render; returns the tokenizer with the
-        template.
+        """Raises InvalidRequest for conversations that no template can render; returns the
+        tokenizer with the template.
         """
         messages = check_messages(messages)
         for name in rendering.variables:
@@ -195,8 +194,8 @@ class PromptInputs:
 
 
 def to_int_ids(token_ids: list[Any]) -> list[int]:
-    """Returns token ids as Python ints, also from NumPy integers."""
-    if set(map(type, token_ids)) <= {int}:  # the common case, a hundred times faster
+    """Returns token ids as Python ints; converts NumPy integers."""
+    if set(map(type, token_ids)) <= {int}:  # fast path, 100x faster
         return list(token_ids)
     numbers = list(map(whole_number, token_ids))
     for number, token in zip(numbers, token_ids, strict=True):
@@ -217,8 +216,8 @@ def _truncated(token_ids: list[int], truncation: Truncation | None) -> list[int]
 
 
 def _check_continued(messages: Messages, rendering: Rendering) -> None:
-    """Raises InvalidRequest unless the last message of the conversation to continue is an
-    assistant's text.
+    """Raises InvalidRequest unless the last message, which is to be continued, is an assistant's
+    text.
     """
     name = "continue_final_message"
     if rendering.add_generation_prompt:

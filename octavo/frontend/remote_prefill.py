@@ -14,10 +14,11 @@ from octavo.frontend.input_processor import ParentRequest, RequestContext
 from octavo.utils.extensions import load_classes
 
 ComputePrompt: TypeAlias = Callable[[list[int], str, RequestContext], Awaitable[RequestOutput]]
-"""Queues a prompt (token ids, cache salt) for a peer, or raises why not. The awaitable ends with
-its output; cancelling it aborts the prompt."""
+"""Queues a prompt (token ids, cache salt) for a peer, or raises an error. The awaitable returns its
+output; cancelling it aborts the prompt.
+"""
 ComputeHere: TypeAlias = Callable[[str], None]
-"""Has a request compute its prompt in this engine, by the request's id."""
+"""Makes a request compute its prompt in this engine, by request id."""
 
 
 class RemotePrefill:
@@ -46,22 +47,22 @@ class RemotePrefill:
         """Sends a request's prompt to a peer if that is faster."""
 
     def ended(self, request_id: str) -> None:
-        """Withdraws the prompt of a finished request."""
+        """Withdraws the prompt of a request that has ended."""
 
     def note_step(self, step: CoreOutputs) -> None:
         """Updates the engine's cached blocks, step costs and transfer rate."""
 
     def note_blocks(self, events: Iterable[BlockEvent]) -> None:
-        """Updates the blocks in the engine's own prefix cache."""
+        """Updates the hashes of blocks in this engine's prefix cache."""
 
     def close(self) -> None:
-        """Closes the connections; call it in the loop's thread, or after the loop has ended."""
+        """Closes the connections. Call it in the loop's thread, or after the loop has ended."""
 
 
 def build_remote_prefill(
     config: EngineConfig, info: EngineInfo, *, compute: ComputePrompt, compute_here: ComputeHere
 ) -> RemotePrefill:
-    """Builds the extension's RemotePrefill, or the default."""
+    """Builds the extension's RemotePrefill, or the default one without an extension."""
     kind = next(iter(load_classes("remote_prefill")), RemotePrefill)
     built: RemotePrefill = kind(config, info, compute=compute, compute_here=compute_here)
     return built

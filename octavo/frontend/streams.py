@@ -1,7 +1,7 @@
 """Streams of an engine's requests, read in one event loop.
 
 A thread waits for the core's outputs and passes them to the loop, which does everything else. Owns
-the streams, the loop, the thread and the error that ended the engine. Knows no prompt.
+the streams, the loop, the thread and the error that ended the engine.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from octavo.frontend.output_processor import AbortedRequest
 class RequestStream:
     """Outputs of one request as they grow, read by one task.
 
-    Each output contains the whole request so far, or with `deltas` the part since the previous one.
-    A slow reader skips outputs but loses no tokens.
+    Each output contains the complete request so far, or with `deltas` the part since the previous
+    output. A slow reader skips outputs but loses no tokens.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class RequestStream:
         """`drop` aborts the request when the stream is abandoned."""
         self.request_id = request_id
         self.lost: AbortedRequest | None = None
-        """Request that ran when the stream was abandoned; None if it had ended."""
+        """Progress of the request when the stream was abandoned; None if it had ended."""
         self._frontend = frontend
         self._drop = drop
         self._deltas = deltas
         self._changed = False
         self._reader: asyncio.Future[None] | None = None
-        """The future that the reading task waits on; None before its first wait."""
+        """Future that the reading task waits on; None before its first wait."""
         self._finished = False
         self._error: OctavoError | None = None
 
@@ -60,7 +60,7 @@ class RequestStream:
         return output
 
     async def final(self) -> RequestOutput:
-        """Waits for the final output; earlier ones are not even created."""
+        """Waits for the final output without creating earlier ones."""
         while not (self._error or self._frontend.outputs.is_finished(self.request_id)):
             await self._wait()
         self._changed = True
@@ -74,7 +74,7 @@ class RequestStream:
             self.abandon()
 
     def abandon(self) -> bool:
-        """Aborts the request if it still runs; returns whether it did."""
+        """Aborts the request if it is unfinished; returns whether it did."""
         if self._finished:
             return False
         self._finished = True
@@ -83,7 +83,7 @@ class RequestStream:
         return True
 
     async def aclose(self) -> None:
-        """Abandons the request; the standard method name of async generators."""
+        """Abandons the request. Async generators have a method with this name."""
         self.abandon()
 
     def wake(self, error: OctavoError | None = None) -> None:
@@ -94,7 +94,7 @@ class RequestStream:
             self._reader.set_result(None)
 
     async def _wait(self) -> None:
-        """Waits for the next change; cancelling the reader abandons the request."""
+        """Waits for the next change. Cancelling the reader abandons the request."""
         self._reader = asyncio.get_running_loop().create_future()
         try:
             await self._reader
@@ -110,7 +110,7 @@ class StreamEvents:
     step: Callable[[CoreOutputs], None]
     """Called with a step's outputs before the streams are woken."""
     ended: Callable[[str], None]
-    """Called with a request that has finished or was dropped."""
+    """Called with the id of a request that has finished or was dropped."""
     died: Callable[[EngineDead], None]
     """Called with the error that ended the engine."""
 
@@ -122,16 +122,18 @@ class RequestStreams:
         self._frontend = frontend
         self._events = events
         self._streams: dict[str, RequestStream] = {}
-        """Streams whose final output has not come, by request id; touched in the loop's thread."""
+        """Streams whose final output has not arrived, by request id; accessed only in the loop's
+        thread.
+        """
         self._dead: EngineDead | None = None
-        """Error that ended the engine, once it has ended; set by any thread."""
+        """Error that ended the engine; None while it runs. Set by any thread."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """Event loop in which all streams are read; None before the first request."""
         self._reader: threading.Thread | None = None
 
     def start(self) -> bool:
-        """Starts to listen to the core in this event loop; returns False if it already did. Raises
-        InvalidRequest if another open loop does.
+        """Starts receiving the core's outputs in this event loop; returns False if it already did.
+        Raises InvalidRequest if another open loop receives them.
         """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
@@ -159,7 +161,7 @@ class RequestStreams:
             raise EngineDead(self._dead.message, hint=self._dead.hint)
 
     def end(self, error: EngineDead) -> None:
-        """Rejects new requests and ends the streams; thread-safe."""
+        """Rejects new requests and ends the streams. Thread-safe."""
         self._dead = self._dead or error
         self._call(self._end_streams)
 
@@ -171,7 +173,7 @@ class RequestStreams:
             self._call(function)
 
     def join(self) -> None:
-        """Waits for the thread, which ends once the frontend is closed."""
+        """Waits until the thread has ended, which it does once the frontend is closed."""
         if self._reader is not None:
             self._reader.join()
 
@@ -191,8 +193,8 @@ class RequestStreams:
                     self._call(self._take, step)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function in the event loop's thread, after earlier ones; ignored if the loop has
-        ended, since it has no readers then.
+        """Calls a function in the event loop's thread, after earlier calls. Does nothing if the
+        loop has ended, since there are no readers then.
         """
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -202,7 +204,7 @@ class RequestStreams:
         """Wakes the streams of the requests with outputs in a step."""
         self._events.step(step)
         for request_id, is_finished in self._frontend.process_outputs(step).items():
-            # Streams that were ended with the engine may still get what was on its way.
+            # Streams that ended with the engine may still get outputs that were received before.
             stream = self._streams.get(request_id)
             if stream is not None:
                 stream.wake()

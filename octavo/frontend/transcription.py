@@ -1,8 +1,8 @@
 """Speech to text: one request for each window of an audio file, joined to one transcript.
 
-A `AudioDecoder` decodes the audio. Without timestamps the windows are adjacent and may be computed
-together. With timestamps a window begins at the end of the last complete segment, so that no word
-is cut. Source: Radford et al. 2022, section 3.8, and `transcribe` of OpenAI's whisper.
+An `AudioDecoder` decodes the audio. Without timestamps, the windows are adjacent and may be
+computed together. With timestamps, a window begins at the end of the last complete segment, so that
+no word is cut. Source: Radford et al. 2022, section 3.8, and `transcribe` of OpenAI's whisper.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from octavo.frontend.input_processor import (
 SpeechTask = Literal["transcribe", "translate"]
 
 TIMESTAMPS = "octavo-timestamps"
-"""Name of the logits processor that draws timestamps."""
+"""Name of the logits processor that enforces the timestamp rules."""
 
 
 Sound = bytes | str | Path
-"""The bytes of a sound file, or its path."""
+"""Bytes of an audio file, or its path."""
 
 
 def read_audio_bytes(sound: Sound) -> bytes:
@@ -55,22 +55,22 @@ def read_audio_bytes(sound: Sound) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SpeechTokens:
-    """Special tokens that tell a speech decoder the language and the task."""
+    """Special tokens that specify the language and the task for a speech decoder."""
 
     start: int
     languages: Mapping[str, int] = field(default_factory=dict)
-    """Token of each language's code; {} for a model of English alone."""
+    """Token of each language code; {} for an English-only model."""
     tasks: Mapping[str, int] = field(default_factory=dict)
     no_timestamps: int | None = None
-    """Token that asks for text alone; None if the model has none."""
+    """Token that disables timestamps; None if the model has none."""
     banned_at_start: tuple[int, ...] = ()
-    """Tokens that are no beginning of a text."""
+    """Tokens that a text must not begin with."""
     num_timestamps: int = 0
-    """Number of tokens behind `no_timestamps` that stand for times; 0: the model has none."""
+    """Number of timestamp tokens, which follow `no_timestamps`; 0: the model has none."""
     max_tokens: int = 224
-    """Most tokens of a window's text; a decoder's context is twice as long."""
+    """Maximum number of tokens of a window's text; a decoder's context is twice as long."""
     previous: int | None = None
-    """Token before a text that goes before a sound's; None if the model has none."""
+    """Token before the preceding text in a prompt; None if the model has none."""
     ends: tuple[int, ...] = ()
     """Tokens that end a text."""
 
@@ -91,7 +91,7 @@ class WindowInput:
     """A window of an audio file, as encoder input."""
 
     encoder_input: Callable[[], EncoderInput]
-    """Makes the encoder's input, which is large."""
+    """Builds the encoder's input, which is large."""
     start_s: float
     end_s: float
 
@@ -116,7 +116,9 @@ class DecodedAudio(Protocol):
     def duration_s(self) -> float: ...
 
     def window(self, start_s: float) -> WindowInput:
-        """Returns the window that begins there; it ends at the latest with the audio."""
+        """Returns the window that begins at `start_s`; it ends at the end of the audio at the
+        latest.
+        """
         ...
 
 
@@ -125,21 +127,21 @@ class SpeechOptions:
     """Options of a transcription."""
 
     language: str | None = None
-    """Code of the language, such as "en"; None: the model finds it."""
+    """Language code such as "en"; None: detect the language."""
     task: SpeechTask = "transcribe"
     temperature: float = 0.0
     seed: int | None = None
     timestamps: bool | None = False
-    """Whether segments begin and end where the model hears them; else each is a window. None: they
-    do where the model draws times.
+    """Whether segments begin and end at timestamps that the model predicts; otherwise each segment
+    is a window. None: whether the model supports timestamps.
     """
     prompt: str | None = None
-    """Text that goes before the first window's, whose spelling and style the model goes on with."""
+    """Text that precedes the first window; the model continues its spelling and style."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transcriptions:
-    """Builds the requests of audio files, and texts from their outputs."""
+    """Builds the requests for audio files, and transcripts from their outputs."""
 
     decoder: AudioDecoder
     tokens: SpeechTokens
@@ -192,7 +194,7 @@ class Transcriptions:
     def language_request(
         self, request_id: str, window: WindowInput, origin: RequestContext = DEFAULT_CONTEXT
     ) -> ParentRequest:
-        """Returns the request that detects a window's language with one token."""
+        """Returns the request that detects a window's language by generating one token."""
         params = SamplingParams(
             temperature=0,
             max_tokens=1,
@@ -202,10 +204,10 @@ class Transcriptions:
         return self._prepare(request_id, window, [self.tokens.start], params, origin)
 
     def get_language(self, output: RequestOutput) -> str:
-        """Returns the language code from the output of such a request."""
+        """Returns the language code from the output of a language request."""
         drawn = output.outputs[0].token_ids
-        found = (code for code, token in self.tokens.languages.items() if drawn == [token])
-        return next(found, "en")
+        codes = (code for code, token in self.tokens.languages.items() if drawn == [token])
+        return next(codes, "en")
 
     def request(
         self,
@@ -243,7 +245,7 @@ class Transcriptions:
         return self.inputs.prepare(request_id, read, params, origin)
 
     def _before(self, window: WindowInput, options: SpeechOptions) -> list[int]:
-        """Returns the tokens of the preceding text for the first window, the last ones if it is
+        """Returns the tokens of the preceding text for the first window; the last ones if it is too
         long.
         """
         tokenizer, previous = self.inputs.tokenizer, self.tokens.previous
@@ -259,27 +261,28 @@ class Transcriptions:
 
 
 MOST_WINDOWS = 16
-"""Windows that are computed together: their inputs are in memory at once."""
+"""Maximum number of windows that are computed together, since all their inputs are in memory."""
 LEAST_S = 0.01
-"""Shortest rest of a sound that is a window, in seconds: a frame."""
+"""Minimum length of the last window, in seconds: one frame."""
 WINDOWS_A_LENGTH, SPARE_WINDOWS = 4, 16
-"""Windows that a sound may have for each that it is long, and beside them; from then on they follow
-each other without a gap, so that a text that barely moves on ends.
+"""Maximum number of windows, as a multiple of the number that fit the audio end to end, plus a
+constant. Beyond it, windows follow each other without overlap, so that the transcription ends even
+if its segments barely advance.
 """
 
 
 class SegmentedOutput(NamedTuple):
-    """The output of a window, split at its timestamps, in steps from the window's beginning."""
+    """Output of a window, split at its timestamps. Times are in steps from the window's start."""
 
     spans: list[tuple[int, int, list[int]]]
-    """First and last step of each segment, and its tokens of text."""
+    """First and last step of each segment, and its text tokens."""
     num_steps: int
-    """Steps from the window's beginning to the next one's."""
+    """Number of steps from this window's start to the next window's."""
 
 
 def split_at_timestamps(token_ids: Sequence[int], first: int, num_steps: int) -> SegmentedOutput:
-    """Splits a window's tokens at its timestamps; `first` is the token of step 0, and the window is
-    `num_steps` long.
+    """Splits a window's tokens at its timestamps; `first` is the token of step 0, and the window
+    has `num_steps` steps.
 
     Segments end where two timestamps are adjacent. The part after the last such pair is transcribed
     again in the next window, which begins there, unless the output ends with a single timestamp:
@@ -323,14 +326,14 @@ class TranscriptionJob:
     def _step_s(self) -> float:
         return self.speech.decoder.window_s / self._steps_a_window
 
-    def windows(self, most: int) -> list[WindowInput]:
-        """Returns up to `most` windows that can be computed now; none at the end."""
+    def windows(self, max_windows: int) -> list[WindowInput]:
+        """Returns up to `max_windows` windows that can be computed now; [] at the end."""
         if self._error is not None:
             return []
         left_s = self.sound.duration_s - self._step * self._step_s
         if left_s < LEAST_S and self._num_windows:
             return []
-        count = min(most, 1 if self.options.timestamps else math.ceil(left_s / self._step_s))
+        count = min(max_windows, 1 if self.options.timestamps else math.ceil(left_s / self._step_s))
         starts = (self._step + i * self._steps_a_window for i in range(count))
         return [self.sound.window(step * self._step_s) for step in starts]
 
@@ -380,12 +383,12 @@ class TranscriptionJob:
 
 
 def next_windows(
-    listenings: Sequence[TranscriptionJob],
+    jobs: Sequence[TranscriptionJob],
 ) -> list[tuple[TranscriptionJob, WindowInput]]:
-    """Returns the next windows of several audio files; none if all are transcribed."""
-    found: list[tuple[TranscriptionJob, WindowInput]] = []
-    for one in listenings:
-        found += ((one, window) for window in one.windows(MOST_WINDOWS - len(found)))
-        if len(found) >= MOST_WINDOWS:
+    """Returns the next windows of several audio files; [] if all are transcribed."""
+    windows: list[tuple[TranscriptionJob, WindowInput]] = []
+    for job in jobs:
+        windows += ((job, window) for window in job.windows(MOST_WINDOWS - len(windows)))
+        if len(windows) >= MOST_WINDOWS:
             break
-    return found
+    return windows

@@ -1,9 +1,9 @@
 """Admission limits of a frontend: on the requests and prompt tokens in the queue, and on predicted
 latencies; counts rejected requests.
 
-Computes the queue from what was sent and what the core reports (EngineStats), without a round trip.
-A rejected client is told when to retry, from the rate at which requests recently left the queue.
-Reads no clock itself.
+Computes the queue from the requests that were sent and the core's counters (EngineStats), without a
+round trip. A rejected client is told when to retry, based on the rate at which requests recently
+left the queue. Reads no clock itself.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.latency_limit import LatencyLimit
 
 MEASURED_S = 10.0
-"""Span over which the rate is measured, in seconds."""
+"""Period over which the rate is measured, in seconds."""
 SAMPLE_S = 0.5
-"""Time between two samples of the queue's counts, in seconds."""
+"""Interval between two samples of the queue's counts, in seconds."""
 UNKNOWN_S = 1.0
 """Recommended wait in seconds while no rate is known."""
 MAX_S = 300.0
-"""Longest wait that is recommended, in seconds."""
+"""Maximum recommended wait, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Number of requests and of their prompt tokens."""
+    """Number of requests, and of their prompt tokens."""
 
     requests: int = 0
     tokens: int = 0
@@ -48,7 +48,7 @@ class Size:
 
 
 class QueueLimit:
-    """Queue limits `max_num_queued_reqs` and `max_num_queued_tokens`; requests beyond them are
+    """Queue limits `max_num_queued_reqs` and `max_num_queued_tokens`. Requests beyond them are
     rejected with Overloaded.
     """
 
@@ -59,7 +59,9 @@ class QueueLimit:
         self._sent = Size()
         self._stats = EngineStats()
         self._left: deque[tuple[float, Size]] = deque()
-        """Moments of the last seconds, each with what had left the queue until then."""
+        """Times of the last seconds, each with the total size of the requests that had left the
+        queue.
+        """
 
     def sent(self, size: Size) -> None:
         """Counts requests that were sent to the core."""
@@ -74,17 +76,17 @@ class QueueLimit:
             self._left.popleft()
 
     def check(self, more: Size, *, num_unfinished: int, now: float) -> None:
-        """Raises Overloaded if more requests may not be sent now, and InvalidRequest if they never
+        """Raises Overloaded if `more` requests may not be sent now, InvalidRequest if they never
         may. Requests that can run at once do not count as waiting.
 
-        `num_unfinished` counts the frontend's requests, without those aborted since the last step,
-        which the core still counts.
+        `num_unfinished`: number of the frontend's requests, without requests aborted since the last
+        step (the core still counts these).
         """
-        most = self._max_running + self._max_reqs
-        if more.requests > most:
+        max_reqs = self._max_running + self._max_reqs
+        if more.requests > max_reqs:
             hint = "request fewer samples, or raise max_num_queued_reqs"
             raise InvalidRequest(
-                f"n: got {more.requests}, expected at most {most} running and waiting at once",
+                f"n: got {more.requests}, expected at most {max_reqs} running and waiting at once",
                 param="n",
                 hint=hint,
             )
@@ -115,17 +117,20 @@ class QueueLimit:
         )
 
     def _retry_after_s(self, excess: Size, now: float) -> float:
-        """Returns the seconds until the excess has left the queue at the recent rate; if nothing
-        left recently, the length of that period.
+        """Returns the seconds until the excess has left the queue at the recent rate; if nothing left
+        recently, the length of the measured period.
         """
         if not self._left or now <= self._left[0][0]:
             return UNKNOWN_S
         since, earlier = self._left[0]
         left, elapsed_s = _added(self._stats) - _waiting(self._stats) - earlier, now - since
         needed_s = [
-            elapsed_s * wanted / gone if gone > 0 else max(UNKNOWN_S, elapsed_s)
-            for wanted, gone in ((excess.requests, left.requests), (excess.tokens, left.tokens))
-            if wanted > 0
+            elapsed_s * excess_count / num_left if num_left > 0 else max(UNKNOWN_S, elapsed_s)
+            for excess_count, num_left in (
+                (excess.requests, left.requests),
+                (excess.tokens, left.tokens),
+            )
+            if excess_count > 0
         ]
         return min(max(needed_s, default=UNKNOWN_S), MAX_S)
 
@@ -139,14 +144,14 @@ def _waiting(stats: EngineStats) -> Size:
 
 
 class AdmissionLimits:
-    """Limits on the queue and the predicted latencies of one engine; times are from the clock."""
+    """Limits on the queue and on predicted latencies of one engine. Times are from `clock`."""
 
     def __init__(self, config: EngineConfig) -> None:
         num_engines = config.fleet.data_parallel_size
         self._queue = QueueLimit(config.scheduler, num_engines=num_engines)
         self._latency = LatencyLimit(config.scheduler, num_engines=num_engines)
         self.rejections: Counter[str] = Counter()
-        """Requests that were refused, by the limit: queue or latency."""
+        """Number of rejected requests by limit: queue or latency."""
 
     def check_room(self, num_samples: int, *, num_unfinished: int) -> None:
         """Raises Overloaded if the queue has no room for a request whose body has not been read
@@ -158,7 +163,7 @@ class AdmissionLimits:
             )
 
     def check(self, request: ParentRequest, *, num_unfinished: int) -> None:
-        """Raises Overloaded if the queue is full or the predicted latency exceeds its limit."""
+        """Raises Overloaded if the queue is full or a predicted latency exceeds its limit."""
         now = time.monotonic()
         with self._counting("queue"):
             self._queue.check(_size(request), num_unfinished=num_unfinished, now=now)
@@ -192,5 +197,5 @@ def _size(request: ParentRequest) -> Size:
 
 
 def _is_background(request: ParentRequest) -> bool:
-    """Returns whether a request has background priority, so that it delays no other."""
+    """Returns whether a request has background priority, so that it delays no other request."""
     return request.origin.priority == BACKGROUND_PRIORITY

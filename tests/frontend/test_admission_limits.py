@@ -5,7 +5,7 @@ import pytest
 from octavo.api.errors import InvalidRequest, Overloaded
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.protocol.stats import EngineStats
-from octavo.frontend.admission import MAX_S, QueueLimit, Size
+from octavo.frontend.admission_limits import MAX_S, QueueLimit, Size
 
 
 def limit_of(**options):
