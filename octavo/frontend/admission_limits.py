@@ -117,8 +117,8 @@ class QueueLimit:
         )
 
     def _retry_after_s(self, excess: Size, now: float) -> float:
-        """Returns the seconds until the excess has left the queue at the recent rate; if nothing left
-        recently, the length of the measured period.
+        """Returns the seconds until the excess has left the queue at the recent rate; if nothing
+        left recently, the length of the measured period.
         """
         if not self._left or now <= self._left[0][0]:
             return UNKNOWN_S
