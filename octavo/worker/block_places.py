@@ -1,10 +1,10 @@
-"""Places of a plan's blocks in the backend's KV memory: paged, or contiguous per request.
+"""Maps block ids to block indices in the backend's KV memory: paged, or contiguous per request.
 
-The control plane uses block ids in both layouts. In the paged layout a block's id is its place. In
-the virtual layout an id is the right to one block's memory: each running request (row) has a range
-of addresses as long as the context, with its blocks in the order of its tokens. Memory is used once
-a block is written, and released when the request finishes or the id is reused. Source: vAttention
-(Prabhu et al. 2024).
+The control plane uses block ids in both layouts. In the paged layout, the index is the block id. In
+the virtual layout, each running request (row) has a virtual address range of maximum context
+length, which contains its blocks in token order, and a block id only counts against the memory
+limit. Memory is used once a block is written; it is released when the request finishes or the id is
+reused. Source: vAttention (Prabhu et al. 2024).
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from octavo.config.sizes import format_bytes
 from octavo.executor.kv import BLOCK_SIZE, OnDemandKvCache
 
 NOWHERE = -1
-"""Place of a hole, and of a block id without memory."""
+"""Index of a hole, and of a block id without memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class RangeShape:
-    """A request's range in one cache group. Every piece has whole pages, so requests share none."""
+    """A request's address range in one cache group. Every piece consists of full pages, so that
+    requests do not share any.
+    """
 
     num_ids: int
-    """Blocks of the group that may have memory at once."""
+    """Maximum number of blocks of the group that have memory at the same time."""
     num_blocks: int
-    """Blocks of one range."""
+    """Number of blocks in one range."""
     pieces: tuple[int, ...]
-    """Bytes of each contiguous piece of a block in one layer."""
+    """Size in bytes of each contiguous piece of a block in one layer."""
     num_layers: int
 
     @staticmethod
@@ -43,19 +45,21 @@ class RangeShape:
         num_ids: int, context_blocks: int, pieces: tuple[int, ...], num_layers: int
     ) -> RangeShape:
         """Returns the shape of ranges that hold at least `context_blocks` blocks."""
-        # As many blocks as make whole pages of every piece.
+        # the smallest number of blocks for which every piece has full pages
         step = math.lcm(*(mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, piece) for piece in pieces))
         return RangeShape(num_ids, -(-context_blocks // step) * step, pieces, num_layers)
 
     @property
     def most_lost_bytes(self) -> int:
-        """Upper bound on the bytes lost per request if a block is no multiple of a page."""
+        """Upper bound on the bytes lost per request if the block size is not a multiple of the page
+        size.
+        """
         return self.num_layers * sum(
             mmap.PAGESIZE - math.gcd(mmap.PAGESIZE, piece) for piece in self.pieces
         )
 
     def get_num_bytes(self, first: int, end: int) -> int:
-        """Returns the bytes of the range's blocks from `first` up to `end`, in whole pages."""
+        """Returns the bytes of the range's blocks from `first` up to `end`, in full pages."""
         page = mmap.PAGESIZE
         return self.num_layers * sum(
             (-(-end * piece // page) - first * piece // page) * page for piece in self.pieces
@@ -63,8 +67,8 @@ class RangeShape:
 
 
 def check_addressable(ranges: Sequence[RangeShape], *, num_rows: int) -> None:
-    """Raises ConfigError if 32-bit slots cannot address the ranges' tokens, or the system cannot
-    release memory.
+    """Raises ConfigError if 32-bit slots cannot address all tokens of the ranges, or if the system
+    cannot release memory.
     """
     if sys.platform != "linux":
         raise ConfigError(
@@ -83,7 +87,7 @@ def check_addressable(ranges: Sequence[RangeShape], *, num_rows: int) -> None:
 
 
 def describe_ranges(ranges: Sequence[RangeShape], *, num_rows: int) -> str:
-    """Returns the line printed at the start."""
+    """Returns the startup message."""
     addresses = sum(
         num_rows * shape.num_blocks * shape.num_layers * sum(shape.pieces) for shape in ranges
     )
@@ -93,20 +97,20 @@ def describe_ranges(ranges: Sequence[RangeShape], *, num_rows: int) -> str:
 
 
 class VirtualPlaces:
-    """Map from block ids to places in the backend's `KvCache`, in the virtual layout: row r's range
-    in group g begins at block r * ranges[g].num_blocks.
+    """Map from block ids to block indices in the backend's `KvCache`, in the virtual layout. The
+    range of row r in group g begins at index r * ranges[g].num_blocks.
     """
 
     def __init__(self, kv: OnDemandKvCache, ranges: Sequence[RangeShape], *, num_rows: int) -> None:
         self.num_bytes = 0
-        """Bytes of memory in use by requests."""
+        """Bytes of memory that requests currently use."""
         self._groups = [
             _GroupPlaces(kv, group, shape, num_rows) for group, shape in enumerate(ranges)
         ]
 
     def put(self, group: int, row: int, first: int, block_ids: Sequence[int]) -> NDArray[np.int32]:
-        """Places the blocks of a row's table from the index `first` on; returns their places. Holes
-        stay holes.
+        """Assigns the blocks of a row's table from index `first` on to the row's range; returns
+        their indices. Holes stay holes.
         """
         places = self._groups[group].put(row, first, np.array(block_ids, np.int32))
         self._count()
@@ -116,12 +120,12 @@ class VirtualPlaces:
         return int(self._groups[group].places[block_id])
 
     def shorten(self, group: int, row: int, num_blocks: int) -> None:
-        """Releases the memory behind the first `num_blocks` blocks of a row's table."""
+        """Releases the memory after the first `num_blocks` blocks of a row's table."""
         self._groups[group].shorten(row, num_blocks)
         self._count()
 
     def clear(self, row: int) -> None:
-        """Releases the memory of a row that is freed."""
+        """Releases all memory of a row that is freed."""
         for group in self._groups:
             group.clear(row)
         self._count()
@@ -131,20 +135,20 @@ class VirtualPlaces:
 
 
 class _GroupPlaces:
-    """Places of one cache group. A block id has at most one place, so at most as many blocks have
-    memory as there are ids.
+    """Block indices of one cache group. A block id has at most one index, so the number of blocks
+    with memory is at most the number of ids.
     """
 
     def __init__(self, kv: OnDemandKvCache, group: int, shape: RangeShape, num_rows: int) -> None:
         self.places = np.full(shape.num_ids, NOWHERE, np.int32)
-        """Place of each block id."""
+        """Index of each block id."""
         self.num_bytes = 0
         self._ids = np.full(num_rows * shape.num_blocks, NOWHERE, np.int32)
-        """Block id at each place."""
+        """Block id at each index."""
         self._firsts = [0] * num_rows
         """First block of each row's range that may have memory."""
         self._ends = [0] * num_rows
-        """One past the last block of each row's range that may have memory."""
+        """End of the blocks of each row's range that may have memory."""
         self._kv = kv
         self._group = group
         self._shape = shape
@@ -164,10 +168,10 @@ class _GroupPlaces:
         return found
 
     def shorten(self, row: int, num_blocks: int) -> None:
-        """Releases the memory of a row's blocks behind the first `num_blocks`."""
+        """Releases the memory of a row's blocks after the first `num_blocks`."""
         if self._ends[row] <= num_blocks:
             return
-        # To the end of the range, which is one of a page: pages that reach further would stay.
+        # Up to the end of the range, a page boundary: a page that reached further would stay.
         first, end = row * self._shape.num_blocks, (row + 1) * self._shape.num_blocks
         ids = self._ids[first + num_blocks : end]
         self.places[ids[ids >= 0]] = NOWHERE
@@ -179,8 +183,8 @@ class _GroupPlaces:
         self.shorten(row, 0)
 
     def _release(self, place: int) -> None:
-        """Releases the memory of a block whose id is reused. It is outside of the attention window,
-        so nothing reads it or earlier blocks of its range any more.
+        """Releases the memory of a block whose id is reused. The block is outside of the attention
+        window, so neither it nor earlier blocks of its range are read any more.
         """
         row, index = divmod(place, self._shape.num_blocks)
         self._ids[place] = NOWHERE

@@ -1,9 +1,9 @@
-"""Moves whole KV blocks according to a plan: on the device, to and from host memory, and to and
-from a connector's slots.
+"""Moves KV blocks according to a plan: on the device, to and from host memory, and to and from a
+connector's slots.
 
-Owns a worker's KV memory, on the device and for swapped requests; the connector owns its slots.
-Only kernels read the contents of blocks, and only the BlockManager knows which request has which
-block.
+Owns a worker's KV memory on the device, and host memory for swapped requests; the connector owns
+its slots. Only kernels read the contents of blocks; the BlockManager decides which request has
+which block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HostShape:
 
 
 class SingleBlockMover:
-    """Copies blocks of a KvCache one by one, at once. Implements `kv.BlockMover`."""
+    """Copies blocks of a KvCache synchronously, one by one. Implements `kv.BlockMover`."""
 
     def __init__(self, kv: KvCache) -> None:
         self._kv = kv
@@ -49,21 +49,21 @@ class SingleBlockMover:
             self._kv.write_block(group, block_id, memory)
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
-        """No-op: all host memory is copied alike."""
+        """Does nothing: pinned memory has no advantage here."""
 
     def settle(self) -> float:
         return 0.0
 
 
 def batches(moves: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
-    """Yields runs of moves of one kind and group, in order. A block that is the target of a copy is
-    read by a later batch only.
+    """Yields runs of moves of one kind and group, in order. A block that a copy writes is read only
+    by a later batch.
     """
     batch: list[BlockMove] = []
     targets: set[int] = set()
     for move in moves:
         follows = batch and (move.kind, move.group) == (batch[0].kind, batch[0].group)
-        # Only a copy on the device can read what an earlier move of its kind has written.
+        # Only a copy on the device can read a block that an earlier move of its kind has written.
         if not follows or (move.kind == "copy" and targets & {move.source, move.target}):
             if batch:
                 yield batch
@@ -75,7 +75,7 @@ def batches(moves: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
 
 
 class CacheEngine:
-    """The KV memory of a worker: on the device, and on the host for swapped requests."""
+    """KV memory of a worker: on the device, and on the host for swapped requests."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class CacheEngine:
         places: VirtualPlaces | None = None,
         counters: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """`host`: sizes by group; memory that is never written costs nothing. `places`: location of
-        blocks in `kv` in the virtual layout; None: a block's id is its location. `counters`:
-        counters of extensions for `kv`.
+        """`host`: sizes by group; memory that is never written is not allocated. `places`: maps
+        block ids to indices in `kv` in the virtual layout; None: the index is the block id.
+        `counters`: counters of extensions for `kv`.
         """
         self.kv = kv
         self.connector = connector
@@ -98,7 +98,7 @@ class CacheEngine:
             kv.copies if isinstance(kv, BatchedKvCache) else SingleBlockMover(kv)
         )
         self._host = [np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in host]
-        """Host memory by group, `[blocks, bytes of a block in every layer]`."""
+        """Host memory by group, `[blocks, bytes of a block in all layers]`."""
         for memory in self._host:
             self._mover.pin(memory)
 
@@ -122,7 +122,7 @@ class CacheEngine:
         return block_id if self.places is None else self.places.find(group, block_id)
 
     def settle(self, moves: Sequence[BlockMove]) -> float:
-        """Waits until blocks that these moves read from the device are on the host; returns the
+        """Waits until the blocks that these moves read from the device are on the host. Returns the
         seconds spent copying, 0 if not measured.
         """
         return 0.0 if all(move.kind == "copy" for move in moves) else self._mover.settle()

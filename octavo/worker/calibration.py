@@ -1,10 +1,11 @@
-"""Importance of each input of a Program's matrices, by which 4-bit packing weights its errors.
+"""Importance of each input of a Program's matrices, used as weights of the rounding errors in 4-bit
+packing.
 
 A few channels of the residual stream are hundreds of times larger than the rest, which the weights
 alone do not show. Before packing, the Program therefore runs once over random tokens, with the
-weights of one op in memory at a time. Needs neither tokenizer nor text. Because of float64, a fixed
-seed and results that are powers of two, every load packs the same bits, independent of the number
-of BLAS threads. Source of activation-aware weighting: AWQ, Lin et al. 2023.
+weights of one op in memory at a time; no tokenizer or text is needed. Every load packs the same
+bits, independent of the number of BLAS threads: computation is in float64, the seed is fixed and
+results are powers of two. Source of activation-aware weighting: AWQ (Lin et al. 2023).
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ from octavo.program.program import Op, Program
 from octavo.quant.blocks import StoredWeight
 
 NUM_TOKENS = 64
-"""Tokens of the run; SmolLM2's rise in perplexity is the same with 32 and with 256 (4.1% to 4.4%,
-all of Opticks).
+"""Number of tokens in the run. SmolLM2's rise in perplexity is the same with 32 and with 256 (4.1%
+to 4.4% on all of Opticks).
 """
 
 SEED = 0
 FLOOR = 1e-3
-"""Lower bound on importance relative to the mean; SmolLM2's perplexity is the same with a tenth of
+"""Lower bound on importance relative to the mean. SmolLM2's perplexity is the same with a tenth of
 it and with ten times as much.
 """
 
 SMALL_PRODUCT = 1 << 18
-"""Multiplications of a matmul that OpenBLAS computes with one thread."""
+"""Maximum number of multiplications of a matmul that OpenBLAS computes in one thread."""
 
 CHUNK_VALUES = 1 << 17
-"""Values of a matrix converted to float64 at a time, which fit in the L2 cache."""
+"""Number of values of a matrix converted to float64 at a time; they fit in the L2 cache."""
 
 
 def input_powers(
     program: Program, load: LoadWeight, *, context_tokens: int
 ) -> dict[str, NDArray[np.float32]]:
-    """Returns the mean square of each input of every matrix, `[in]` by the weight's name, as powers
-    of two.
+    """Returns the mean square of each input of every matrix, `[in]` by weight name, rounded to
+    powers of two.
     """
     num_tokens = min(NUM_TOKENS, context_tokens)
     token_ids = _random_tokens(num_tokens, program.vocab_size)
@@ -59,7 +60,7 @@ def input_powers(
 
 
 def _random_tokens(num_tokens: int, vocab_size: int) -> NDArray[np.int32]:
-    """Returns `[num_tokens]` uniform random ids, from 53 bits of Philox each."""
+    """Returns `[num_tokens]` uniform random ids, each from 53 bits of Philox."""
     x0, x1, _, _ = philox((SEED, 0), (np.arange(num_tokens), 0, 0, 0))
     u = ((x0 << np.uint64(21)) | (x1 >> np.uint64(11))) * 2.0**-53
     return (u * vocab_size).astype(np.int32)
@@ -68,8 +69,8 @@ def _random_tokens(num_tokens: int, vocab_size: int) -> NDArray[np.int32]:
 def mean_squares(
     program: Program, load: LoadWeight, token_ids: NDArray[np.int32]
 ) -> dict[str, Floats]:
-    """Returns the mean square of each input over one text, by the reference formulas, with matmuls
-    of many rows at once.
+    """Returns the mean square of each input over one text. Uses the reference formulas, with
+    matmuls of many rows at once.
     """
     groups = program.groups
     last_axis = max((op.axis for op in program.ops if isinstance(op, Embedding)), default=0)
@@ -87,7 +88,7 @@ def mean_squares(
                 power = np.square(step.get(op.x)).mean(axis=0)
                 powers |= {weight.name: power for weight in op.weights if len(weight.shape) > 1}
             if op is last:
-                break  # its outputs are not needed
+                break  # no later op needs the outputs
             _compute(op, step, load)
             _forget(op, step, unread)
     return powers
@@ -98,7 +99,7 @@ def _compute(op: Op, step: ReferenceStep, load: LoadWeight) -> None:
         step.weights = {op.table: _floats(load(op.table).rows(step.get(op.ids)))}
         op = replace(
             op, ids=None, by_position=True
-        )  # one row for each position: a whole table would take gigabytes
+        )  # one row for each position: the full table would take gigabytes
     else:
         step.weights = {weight: _floats(load(weight)) for weight in op.weights}
     for value, array in zip(op.outputs, FORMULAS[type(op)](op, step), strict=True):
@@ -106,13 +107,13 @@ def _compute(op: Op, step: ReferenceStep, load: LoadWeight) -> None:
 
 
 def _floats(packed: StoredWeight) -> NDArray:
-    """Returns vectors in float64, and matrices in fp32, which are widened when used."""
+    """Returns vectors in float64. Matrices stay in fp32 and are converted in use."""
     array = packed.dequantize()
     return array.astype(np.float64) if array.ndim == 1 else array
 
 
 def _forget(op: Op, step: ReferenceStep, unread: Counter[str]) -> None:
-    """Drops values that no later op reads."""
+    """Frees values that no later op reads."""
     unread.subtract(value.name for value in op.inputs)
     for value in op.inputs:
         if not unread[value.name]:
@@ -127,8 +128,8 @@ def whole_text(
     first_position: int = 0,
     start: int = 0,
 ) -> StepBatch:
-    """Returns one request's prompt from token `start` as one step, every row sampled; all is in
-    segment 0.
+    """Returns one request's prompt from token `start` on as one step that samples every row; all
+    tokens are in segment 0.
     """
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
@@ -156,9 +157,9 @@ def _multiply(matrix: NDArray, x: Floats) -> Floats:
 
 
 def _small_products(matrix: NDArray, x: Floats) -> Floats:
-    """Multiplies in chunks of 8 outputs and so few rows that BLAS starts no threads. Its waiting
-    threads spin: next to busy processes, whole matmuls took 10x as long on two cores; without them
-    they are a third faster.
+    """Multiplies in chunks of 8 outputs and few rows, so that BLAS starts no threads. Its waiting
+    threads spin: next to busy processes, full matmuls took 10x as long on two cores; without
+    threads, they take two thirds of the time.
     """
     num_outputs, num_inputs = matrix.shape
     wide = np.zeros((-(-num_outputs // 8) * 8, num_inputs))
@@ -173,8 +174,8 @@ def _small_products(matrix: NDArray, x: Floats) -> Floats:
 
 
 def _power_of_two(power: Floats) -> NDArray[np.float32]:
-    """Returns powers of two relative to the mean, at least `FLOOR`; ones if all inputs are zero or
-    some are NaN.
+    """Returns powers of two relative to the mean, at least `FLOOR`. Returns ones if all inputs are
+    zero or some are NaN.
     """
     mean = power.mean()
     if not np.isfinite(mean) or mean == 0:

@@ -1,7 +1,7 @@
 """Estimates an engine's memory and how many requests fit, before anything is loaded.
 
-Knows sizes only: bytes of weights, of a step's buffers, of KV blocks. `memory.py` decides the size
-of the KV cache.
+Computes from sizes only: bytes of weights, of a step's buffers, of KV blocks. `memory.py` decides
+the size of the KV cache.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from octavo.worker.memory import (
 )
 
 PROCESS_BYTES = 192 << 20
-"""Bytes of the two processes themselves: 75 MiB with a vocabulary of 300 tokens, 170 MiB with one
-of 260,000 (November 2026).
+"""Bytes of the two processes without the model: 75 MiB with a vocabulary of 300 tokens, 170 MiB
+with a vocabulary of 260,000 (November 2026).
 """
 
 SPARE = 0.1
-"""Share of the memory left that the KV cache does not get, for safety."""
+"""Fraction of the remaining memory that is kept free as a reserve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The memory of an engine, by use."""
+    """Memory of an engine, by use."""
 
     memory_bytes: int
-    """All memory that the engine may use."""
+    """Total memory that the engine may use."""
     weight_bytes: int
     step_bytes: int
     groups: tuple[GroupSize, ...]
     demand: KvDemand
     wanted_kv_bytes: int | None = None
-    """Bytes of the KV cache that the options set."""
+    """Bytes of the KV cache set by options; None if not set."""
     planner: KvPlanner | None = None
-    """Plans a KV cache that is partly in a file; None if all is in memory."""
+    """Plans a KV cache that is partly in a file; None if all of it is in memory."""
     share: float = SAFE_SHARE
-    """Largest share of the free memory for the KV cache if the options set no size."""
+    """Maximum fraction of the free memory for the KV cache if the options set no size."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -58,13 +58,13 @@ class Capacity:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes left for the KV cache; below 0 if not even the weights fit."""
+        """Bytes left for the KV cache; negative if the weights do not fit."""
         return self.memory_bytes - self.fixed_bytes
 
     @property
     def least_kv_bytes(self) -> int:
-        """Bytes that the options set for the KV cache, else those of one request of the longest
-        context.
+        """Bytes set for the KV cache by options, else the bytes of one request of maximum context
+        length.
         """
         least = sum(group.block_bytes * group.least_blocks(self.demand) for group in self.groups)
         return least if self.wanted_kv_bytes is None else self.wanted_kv_bytes
@@ -76,14 +76,16 @@ class Capacity:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes for the KV cache: as set by the options, else what is left minus a reserve."""
+        """Bytes for the KV cache: as set by options, else the remaining bytes minus a reserve."""
         if self.wanted_kv_bytes is not None:
             return self.wanted_kv_bytes
         return max(0, int(self.left_bytes * (1 - SPARE)))
 
     @property
     def kv_token_bytes(self) -> float:
-        """Bytes of a token in all groups but states, before any window releases it."""
+        """Bytes of a token in all groups except recurrent states, before any window releases
+        blocks.
+        """
         return (
             sum(group.stored_bytes for group in self.groups if not group.spec.is_rewritten)
             / BLOCK_SIZE
@@ -91,14 +93,14 @@ class Capacity:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose K and V fit, in memory or in a file."""
+        """Number of tokens whose K and V fit, in memory or in a file."""
         if self.planner is not None:
             return self.budget().num_tokens
         return round(self.kv_bytes / self.kv_token_bytes)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a request's recurrent states, and of a checkpoint of them; 0 without states."""
+        """Bytes of a request's recurrent states and of one checkpoint of them; 0 without states."""
         return sum(group.block_bytes for group in self.groups if group.spec.is_rewritten)
 
     def request_bytes(self, num_tokens: int) -> int:
@@ -109,8 +111,8 @@ class Capacity:
         )
 
     def max_requests(self, num_tokens: int) -> int:
-        """Returns how many requests of `num_tokens` tokens each fit at once; without KV, as many as
-        may run.
+        """Returns the number of requests of `num_tokens` tokens each that fit at once; without KV,
+        the maximum number of running requests.
         """
         if self.planner is not None:
             return self.kv_tokens // num_tokens
@@ -131,7 +133,7 @@ class Capacity:
         return low
 
     def check(self, name: str) -> None:
-        """Raises ConfigError with the missing bytes if the model cannot fit."""
+        """Raises ConfigError with the missing bytes if the model does not fit."""
         if self.shortfall_bytes:
             kv = f"KV cache {format_bytes(self.least_kv_bytes)}"
             if self.wanted_kv_bytes is None:
@@ -150,7 +152,7 @@ class Capacity:
         self.budget()
 
     def budget(self) -> KvBudget:
-        """Plans the KV cache as the engine will."""
+        """Plans the KV cache in the same way as the engine."""
         return plan_kv(
             self.groups,
             self.demand,

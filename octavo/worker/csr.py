@@ -1,4 +1,4 @@
-"""Lists of varying length, one per entry, concatenated in the layout that backends read."""
+"""Lists of varying length, one per entry, concatenated in the layout that backends read (CSR)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True)
 class Csr:
-    """Lists of (id, value) of varying length, one per entry, joined end to end."""
+    """Lists of (id, value) of varying length, one per entry, concatenated."""
 
     ids: list[NDArray[np.int32]] = field(default_factory=list)
     values: list[NDArray] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Csr:
         self.sizes[entry] = len(ids)
 
     def starts(self, num_entries: int) -> NDArray[np.int32]:
-        """Returns where each entry's list begins, `[num_entries + 1]`."""
+        """Returns the index at which each entry's list begins, `[num_entries + 1]`."""
         sizes = np.zeros(num_entries + 1, np.int32)
         for entry, size in self.sizes.items():
             sizes[entry + 1] = size

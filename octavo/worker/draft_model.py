@@ -1,10 +1,10 @@
-"""A draft model or a draft head of the model: proposes the next tokens of rows one after another,
-each sampled like the row itself.
+"""A draft model or draft head: proposes the next tokens of rows one after another, with each row's
+sampling params.
 
-Its K and V are in separate cache groups with the same block tables. After a step, the blocks that
-it filled are filled for the draft model too, so that prefix hits, swaps and forks include both.
+Its K and V are in separate cache groups with the same block tables. After a step, the blocks filled
+by the step are also filled for the draft model, so that prefix hits, swaps and forks include both.
 Tokens after the last full block are computed only when drafts are requested, so steps without
-drafts cost little. The scheduler decides which rows are drafted for and which drafts are verified.
+drafts cost little. The scheduler decides which rows get drafts and which drafts are verified.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from octavo.worker.sampling.draft_sampling import DraftSampling, DraftVocabulary
 
 @dataclass(slots=True)
 class RowToDraft:
-    """One row in a step of the draft model."""
+    """Tokens of one row to compute in a step of the draft model."""
 
     row: int
-    """Permanent row."""
+    """Index of the permanent row."""
     start: int
     end: int
-    """Number of its tokens once the step is computed."""
+    """Number of its computed tokens after the step."""
     max_drafts: int
-    """Largest number of draft tokens; 0: none."""
+    """Maximum number of draft tokens; 0: none."""
     draft_ids: list[int] = field(default_factory=list)
     others: list[tuple[int, int]] = field(default_factory=list)
-    """Alternatives to draft tokens: the number of draft tokens before each, and its id."""
+    """Alternatives to draft tokens: the number of draft tokens before each one, and its id."""
 
     def get_draft(self) -> tuple[list[int], list[int]]:
-        """Returns the draft tokens with their alternatives, and the parent of each; no parents if
-        each follows the one before.
+        """Returns the draft tokens with their alternatives, and the parent of each. The parents are
+        [] if the tokens are a chain.
         """
         if not self.others:
             return self.draft_ids, []
@@ -50,7 +50,7 @@ class RowToDraft:
 
 
 class DraftModel:
-    """Runs the Program of a draft model over the rows of another."""
+    """Runs the Program of a draft model over the rows of the target model."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class DraftModel:
         features: int | None = None,
         tree_width: int = 1,
     ) -> None:
-        """`max_tokens`: tokens of a step. `features`: cache group of the features that a head
-        reads. `tree_width`: draft tokens at each position.
+        """`max_tokens`: maximum number of tokens in a step. `features`: cache group of the features
+        that a draft head reads. `tree_width`: number of draft tokens at each position.
         """
         self.runnable = runnable
         self._kv = kv
@@ -74,11 +74,13 @@ class DraftModel:
         self._features = features
         self._width = tree_width
         self._followed: dict[int, tuple[str, int]] = {}
-        """Request of each permanent row, and how many of its tokens have their K and V."""
+        """Request in each permanent row, and the number of its tokens whose K and V are
+        computed.
+        """
 
     def follow(self, scheduled: Sequence[ScheduledRequest], results: Sequence[RowResult]) -> None:
-        """Computes the blocks that a step has filled, and adds draft tokens to the results of the
-        rows that request some.
+        """Computes the blocks that a step has filled, and adds draft tokens to the results of rows
+        that request them.
         """
         shares = [
             self._share(row, index, result)
@@ -114,8 +116,9 @@ class DraftModel:
         return share
 
     def _first(self, planned: ScheduledRequest, row: int) -> int:
-        """Returns the first token of a row that may lack its K and V. Full blocks are complete;
-        the last one may lack any if the row was preempted or began elsewhere.
+        """Returns the index of the first token of a row whose K and V may be missing. Full blocks
+        are complete; the last block may be incomplete if the row was preempted or started with
+        cached blocks.
         """
         first = planned.start // BLOCK_SIZE * BLOCK_SIZE
         request_id, num_followed = self._followed.get(row, ("", 0))
@@ -123,7 +126,7 @@ class DraftModel:
         return max(first, num_followed) if is_known else first
 
     def _shorten(self, shares: Sequence[RowToDraft]) -> None:
-        """Computes the beginnings of rows with more tokens than a step may have."""
+        """Computes the first tokens of rows that have more tokens than fit in a step."""
         for share in shares:
             while share.end - share.start > self._max_tokens:
                 end = share.start + self._max_tokens
@@ -131,7 +134,7 @@ class DraftModel:
                 share.start = end
 
     def _parts(self, shares: Sequence[RowToDraft]) -> Iterator[list[RowToDraft]]:
-        """Yields the rows in parts that fit in a step."""
+        """Yields the rows in groups that fit in a step."""
         part: list[RowToDraft] = []
         for share in shares:
             num_tokens = sum(other.end - other.start for other in part) + share.end - share.start
@@ -143,14 +146,14 @@ class DraftModel:
             yield part
 
     def _draft(self, part: list[RowToDraft]) -> None:
-        """Computes a part, then drafts token by token."""
+        """Computes a group of rows, then drafts token by token."""
         self._compute(part)
         while part := [share for share in part if len(share.draft_ids) < share.max_drafts]:
             self._compute(part)
 
     def _compute(self, part: list[RowToDraft]) -> None:
-        """Computes the next tokens of rows, and samples a draft token for those that request one. A
-        row whose sample is not a token of the target model gets no more.
+        """Computes the next tokens of rows, and samples a draft token for each row that requests
+        one. A row stops drafting when it samples a token that the target model does not have.
         """
         batch = gather(
             self._rows,
@@ -185,8 +188,8 @@ class DraftModel:
 
 
 def _keep_slots(slots: NDArray[np.int32], kept: NDArray[np.int32]) -> None:
-    """Removes the slots of all rows but `kept`: a head writes features only where the model has not
-    computed them yet.
+    """Removes the slots of all rows except `kept`: a draft head writes features only for tokens
+    that the target model has not computed yet.
     """
     own = slots[kept].copy()
     slots[:] = -1

@@ -1,4 +1,4 @@
-"""Adds draft trees to a step: token ids, and separate blocks for all paths but the first."""
+"""Adds draft trees to a step: token ids, and separate blocks for all paths except the first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.worker.sampling.draft_layout import DraftLayout
 
 
 def add_draft_trees(model_input: ModelInput, drafts: DraftLayout) -> None:
-    """Sets the token ids of draft trees, and copies the K and V that paths share into the blocks of
+    """Sets the token ids of draft trees. Copies the K and V that paths share into the blocks of
     each further path.
     """
     size, scheduled = BLOCK_SIZE, model_input.scheduled

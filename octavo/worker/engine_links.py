@@ -1,7 +1,8 @@
-"""Connections among engines that share experts: which step each has begun, and which have ended.
+"""Connections between engines that share experts: track which step each engine has begun, and which
+engines have ended.
 
-Every engine computes the same number of steps. The first that begins a step notifies the others,
-and those without work join with a dummy step. Knows only step numbers and sockets.
+Every engine computes the same number of steps. The first engine that begins a step notifies the
+others; those without work take part with a dummy step. Exchanges only step numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from octavo.api.errors import OctavoError, PeerEngineDead
 
 NOTICE_S = 1.0
-"""Seconds within which another engine's end is noticed after an exchange with it fails."""
+"""Timeout in seconds for noticing that another engine ended, after an exchange with it failed."""
 NUMBER_BYTES = 8
 """Size of a message: the number of a step that has begun."""
 
@@ -58,17 +59,19 @@ class EngineLinks:
             self.begun = self._taken
             message = self._taken.to_bytes(NUMBER_BYTES, "little")
         for link in self._sockets.values():
-            with contextlib.suppress(OSError):  # the reader sees that it has ended
+            with contextlib.suppress(OSError):  # the reader thread notices the end
                 link.sendall(message)
 
     def when_called(self, on_call: Callable[[], None]) -> None:
-        """Registers a callback, from another thread, for whenever this engine is behind."""
+        """Registers a callback, called from another thread whenever this engine is behind."""
         self._on_call = on_call
         if self.is_behind:
             on_call()
 
     def when_lost(self, on_loss: Callable[[OctavoError], None]) -> None:
-        """Registers a callback for the end of another engine; called now if one has ended."""
+        """Registers a callback for the end of another engine; called immediately if one has already
+        ended.
+        """
         with self._lock:
             if self._lost is None:
                 self._on_loss.append(on_loss)
@@ -76,12 +79,14 @@ class EngineLinks:
         on_loss(self._lost)
 
     def await_loss(self, timeout_s: float = NOTICE_S) -> OctavoError | None:
-        """Returns the error of another engine's end; None if none ends within the timeout."""
+        """Returns the error for another engine's end. Returns None if none ends within the
+        timeout.
+        """
         self._is_lost.wait(timeout_s)
         return self._lost
 
     def close(self) -> None:
-        """Closes the connections, which ends the other engines too."""
+        """Closes the connections, which also ends the other engines."""
         self._closing = True
         for link in self._sockets.values():
             with contextlib.suppress(OSError):
@@ -102,7 +107,7 @@ class EngineLinks:
                         return
 
     def _receive(self, engine: int, rest: bytearray) -> bool:
-        """Reads an engine's messages; returns False once it has ended."""
+        """Reads an engine's messages; returns False once the engine has ended."""
         try:
             data = self._sockets[engine].recv(4096)
         except OSError:

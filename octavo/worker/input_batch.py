@@ -1,8 +1,8 @@
-"""One permanent row per running request: its tokens, its block tables, its sampling state.
+"""One permanent row per running request: its tokens, block tables and sampling state.
 
-A step's arrays are gathered from these rows, so Python's work does not grow with the length of a
-request. A row is added with a NewRequest and freed when the request finishes or is preempted; the
-scheduler decides which request has one, and what it computes.
+A step's arrays are gathered from these rows, so the work in Python does not grow with the length of
+a request. A row is added with a NewRequest and freed when the request finishes or is preempted. The
+scheduler decides which requests have rows, and what they compute.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from octavo.worker.sampling.sampling_states import SamplingStates
 NO_TOKENS = np.zeros(0, np.int32)
 
 MAX_FORCED = 64
-"""Largest number of forced tokens that a step appends to a row."""
+"""Maximum number of forced tokens that a step appends to a row."""
 
 NO_SECOND = np.iinfo(np.int32).max
-"""Start of the second text of a row that has only one."""
+"""Start of the second text in rows with only one text."""
 
 
 class InputBatch:
-    """The rows of up to `N` requests of `context` tokens in `G` cache groups."""
+    """Rows of up to `N` requests of `context` tokens in `G` cache groups."""
 
     def __init__(
         self,
@@ -55,18 +55,19 @@ class InputBatch:
         drafts_forced: bool = False,
         goes_without_blocks: bool = False,
     ) -> None:
-        """`states`: groups with one block per request, which fills the row's table. `input_groups`:
-        groups of an encoder's input, of at most `max_encoder_len` rows. `closes`: structured
-        outputs are completed before their length limit. `drafts_forced`: forced text becomes draft
-        tokens. `goes_without_blocks`: holes in a table are keys that the row never reads, in every
-        group.
+        """`states`: groups with one block per request, which is repeated in the row's table.
+        `input_groups`: groups with the keys of an encoder input of at most `max_encoder_len` rows.
+        `closes`: complete structured outputs before their length limit. `drafts_forced`: use forced
+        text as draft tokens. `goes_without_blocks`: rows may skip blocks; holes in a table then
+        stand for keys that the row never reads, in every group.
         """
         self._drafts_forced = drafts_forced
         max_blocks = -(-max(max_model_len, max_encoder_len) // BLOCK_SIZE)
         self.token_ids = np.zeros((max_rows, max_model_len + 1), np.int32)
         """Token ids known so far, `[N, context + 1]`."""
         self.block_tables = np.full((num_groups, max_rows, max_blocks), -1, np.int32)
-        """Places of the rows' blocks, `[G, N, B]`, padded with -1; a state's is at every index.
+        """Indices of the rows' blocks, `[G, N, B]`, padded with -1. The block of a recurrent state
+        is repeated at every index.
         """
         self.num_prompt_tokens = np.zeros(max_rows, np.int32)
         """Prompt length of each row, `[N]`."""
@@ -86,22 +87,22 @@ class InputBatch:
         self.first_positions = np.zeros(max_rows, np.int32)
         """Position of each row's first token, `[N]`."""
         self.adapters = np.full(max_rows, -1, np.int32)
-        """Slot of each row's adapter, -1: none, `[N]`."""
+        """Adapter slot of each row, -1: none, `[N]`."""
         self.media: dict[int, list[MediaItem]] = {}
-        """Images of the rows that have any, by permanent row."""
+        """Images of rows, by permanent row; only for rows with images."""
         self.input_groups = np.array(sorted(input_groups), np.intp)
-        """Groups with the keys of the encoder's input, `[I]`."""
+        """Groups with the keys of the encoder input, `[I]`."""
         self.input_lens = np.zeros(max_rows, np.int32)
-        """Rows of each request's encoder input, `[N]`."""
+        """Number of encoder input rows of each request, `[N]`."""
         self.inputs: dict[int, EncoderInput] = {}
-        """Inputs of the encoder, by permanent row."""
+        """Encoder inputs, by permanent row."""
         self.num_unread = np.zeros(max_rows, np.int32)
-        """Blocks at each row's beginning that it does not read, `[N]`."""
+        """Number of blocks at each row's start that it does not read, `[N]`."""
         self._goes_without_blocks = goes_without_blocks
         self._states = frozenset(states)
         self._num_blocks = [[0] * max_rows for _ in range(num_groups)]
         self.row_of: dict[str, int] = {}
-        """Permanent row of each request id."""
+        """Permanent row of each request, by request id."""
         self._free = list(range(max_rows - 1, -1, -1))
 
     def __contains__(self, request_id: str) -> bool:
@@ -125,7 +126,7 @@ class InputBatch:
         self._free.append(row)
 
     def add(self, new: NewRequest) -> None:
-        """Adds a request. If that fails, the request still has its row, which must be freed."""
+        """Adds a request. If this fails, the request still has its row, which must be freed."""
         row = self._free.pop()
         self.row_of[new.request_id] = row
         for num_blocks in self._num_blocks:
@@ -145,17 +146,19 @@ class InputBatch:
             self.pooling[row] = new.params
             self.second_starts[row] = NO_SECOND if new.second_start is None else new.second_start
             return
-        # A row with a grammar is special from here on, so `free` also frees a failed matcher.
+        # From here on, the row is in `special_rows`, so `free` also frees a failed matcher.
         self.sampling.add(row, new)
         if new.grammar is not None:
             self.grammars.add(row, new)
 
     def update_tables(self, scheduled: ScheduledRequest, places: VirtualPlaces | None) -> None:
-        """Sets the blocks that a plan adds to a row or replaces: their ids, or their `places`."""
+        """Sets the blocks that a plan adds to or replaces in a row's table: their ids, or their
+        indices in the virtual layout `places`.
+        """
         row = self.row_of[scheduled.request_id]
         for group, added in enumerate(scheduled.new_block_ids):
             first = self._num_blocks[group][row]
-            # A state's one block fills the row's table.
+            # The single block of a state is repeated in the row's table.
             end = None if group in self._states and added else first + len(added)
             self.block_tables[group, row, first:end] = (
                 added if places is None else places.put(group, row, first, added)
@@ -170,7 +173,7 @@ class InputBatch:
             self.block_tables[group, row, where] = block_id
 
     def shorten_table(self, end: TableEnd, places: VirtualPlaces | None) -> None:
-        """Removes the blocks behind the end of a row's table, if the request has a row."""
+        """Removes the blocks after the end of a row's table, if the request has a row."""
         row = self.row_of.get(end.request_id)
         if row is None:
             return
@@ -183,15 +186,16 @@ class InputBatch:
                     places.shorten(group, row, num_blocks)
 
     def keep_path(self, scheduled: ScheduledRequest, path: int) -> None:
-        """Sets the blocks of a row to those of one path of its draft tree; path 0 has them
-        already. With draft trees, a block's id is its place.
+        """Sets the blocks of a row to those of the accepted path of its draft tree; the blocks of
+        path 0 are already set. Draft trees require the paged layout, in which the index is the
+        block id.
         """
         row = self.row_of[scheduled.request_id]
         for group, index, block_id in scheduled.leaf_blocks[path - 1] if path else ():
             self.block_tables[group, row, index] = block_id
 
     def num_placed_tokens(self, row: int) -> int:
-        """Returns how many tokens a row's blocks hold, in every group."""
+        """Returns the number of tokens for which a row has blocks in every group."""
         return BLOCK_SIZE * min(num_blocks[row] for num_blocks in self._num_blocks)
 
     def indices(self, scheduled: Sequence[ScheduledRequest]) -> NDArray[np.intp]:
@@ -199,26 +203,28 @@ class InputBatch:
         return np.array([self.row_of[entry.request_id] for entry in scheduled], np.intp)
 
     def write_drafts(self, row: int, num_known: int, draft_ids: Sequence[int]) -> None:
-        """Writes draft tokens behind a row's known ones; sampled tokens overwrite them."""
+        """Writes draft tokens after a row's known tokens; sampled tokens overwrite them."""
         self.token_ids[row, num_known : num_known + len(draft_ids)] = draft_ids
         self.grammars.add_drafts(row, draft_ids)
 
     def get_end_tokens(self, rows: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Returns where each row's end tokens begin, `[R+1]`, and the end tokens of `rows [R]`."""
+        """Returns the index at which each row's end tokens begin, `[R+1]`, and the end tokens of
+        `rows [R]`.
+        """
         ids = [self._end_token_ids[row] for row in rows.tolist()]
         starts = np.zeros(len(ids) + 1, np.int32)
         np.cumsum(list(map(len, ids)), out=starts[1:])
         return starts, np.concatenate(ids)
 
     def draft_forced(self, row: int) -> list[int]:
-        """Returns draft tokens that spell the text forced by a row's grammar; [] if they are not
-        wanted.
+        """Returns draft tokens for the text forced by a row's grammar; [] if forced text is not
+        drafted.
         """
         return self.grammars.likely_tokens(row)[:MAX_FORCED] if self._drafts_forced else []
 
     def append_forced(self, row: int, num_tokens: int) -> list[int]:
-        """Appends the tokens that a row's grammar forces after its `num_tokens` known ones; returns
-        them.
+        """Appends the tokens that a row's grammar forces after its `num_tokens` known tokens;
+        returns them.
         """
         forced: list[int] = []
         max_tokens = min(MAX_FORCED, self.token_ids.shape[1] - 1 - num_tokens)
@@ -240,7 +246,7 @@ class InputBatch:
             self.token_ids[row, start : start + len(token_ids)] = token_ids
 
     def accept_tokens(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Updates the sampling and grammar states of rows with their sampled tokens."""
+        """Updates the sampling and grammar states of rows by their sampled tokens."""
         for row, token_id in zip(rows, token_ids, strict=True):
             self.sampling.accept_token(row, token_id)
             self.grammars.accept_token(row, token_id)

@@ -1,7 +1,7 @@
-"""Executor of engines that share experts: all of them compute each step together.
+"""Executor for engines that share experts: all of them compute each step together.
 
-A plan with rows begins the next common step; a dummy step joins one that another engine has begun.
-Any failure ends the engine, since the others wait for it within the step.
+A plan with rows begins the next common step; a dummy step takes part in a step that another engine
+has begun. Any failure ends the engine, since the other engines wait for it within the step.
 """
 
 from __future__ import annotations
@@ -86,14 +86,16 @@ class JoinedExecutor:
         self._executor.close()
 
     def _joined(self, plan: StepPlan) -> StepPlan:
-        """Returns the plan to execute, and begins a common step if it computes one."""
+        """Returns the plan to execute. If it computes a step, notifies the other engines."""
         if not plan.rows and not self._links.is_behind:
             return plan
         self._links.begin()
         return plan if plan.rows else msgspec.structs.replace(plan, joins=True)
 
     def _ended_by(self, error: Exception) -> EngineDead:
-        """Returns the error to raise after a fault: another engine's end, if that is the cause."""
+        """Returns the error to raise after a failure: another engine's end, if that is the
+        cause.
+        """
         lost = self._links.await_loss() if isinstance(error, EngineDead) else None
         if isinstance(lost, EngineDead):
             return lost

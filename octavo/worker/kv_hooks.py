@@ -20,19 +20,23 @@ class KvHooks:
     """KV memory hooks of one extension. The defaults add nothing."""
 
     def planner(self, config: EngineConfig) -> KvPlanner | None:
-        """Returns the planner of the KV cache; None if all of it is in memory."""
+        """Returns the planner of the KV cache. Returns None if all of it is in memory."""
         return None
 
     def counters(self, kv: KvCache, layouts: Sequence[KvLayout]) -> Counters | None:
-        """Returns the counters of moves between memory and a file; None if there are none."""
+        """Returns the counters of moves between memory and a file. Returns None if there are
+        none.
+        """
         return None
 
 
 def kv_planner(config: EngineConfig) -> KvPlanner | None:
-    """Returns the planner of a KV cache that is partly in a file; None if all is in memory."""
+    """Returns the planner of a KV cache that is partly in a file. Returns None if all of it is in
+    memory.
+    """
     return get_first(hooks.planner(config) for hooks in get_hooks("kv", KvHooks))
 
 
 def kv_counters(kv: KvCache, layouts: Sequence[KvLayout]) -> Counters | None:
-    """Returns the counters of moves between memory and a file; None if there are none."""
+    """Returns the counters of moves between memory and a file. Returns None if there are none."""
     return get_first(hooks.counters(kv, layouts) for hooks in get_hooks("kv", KvHooks))

@@ -1,7 +1,7 @@
 """Reads layers of blocks while a step writes them, and streams them through a connector.
 
-Owns no memory and no thread. A layer may be read once the step has counted its write, until the
-step's caller has the result: afterwards the block may be another request's.
+Owns no memory and no thread. A layer may be read after the step has counted its write and before
+the step's caller has the result; later the block may belong to another request.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class KvLayers:
 
     @property
     def written(self) -> tuple[int, int]:
-        """Number of the newest step, and how many of `writes` it has done."""
+        """Number of the newest step, and how many of `writes` it has completed."""
         return self._runnable.kv_written
 
     def layer_bytes(self, group: int) -> int:
         return self._layer_bytes[group]
 
     def read(self, group: int, layer: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """Copies one layer of some blocks, `[blocks, layer_bytes]`."""
+        """Copies one layer of several blocks, `[blocks, layer_bytes]`."""
         found = np.empty((len(block_ids), self._layer_bytes[group]), np.uint8)
         for block_id, into in zip(block_ids, found, strict=True):
             place = block_id if self._places is None else self._places.find(group, block_id)
@@ -62,11 +62,11 @@ class LayerSender(Protocol):
     def sends_layers(self) -> bool: ...
 
     def begin_stream(self, blocks: Sequence[StreamedBlock], layers: KvLayers) -> None:
-        """Begins to send the layers that the next step writes; returns at once."""
+        """Starts to send the layers that the next step writes; returns immediately."""
         ...
 
     def end_stream(self) -> None:
-        """Sends the layers that the step has written by its end; afterwards no block is read."""
+        """Sends the remaining layers at the end of the step; no block is read afterwards."""
         ...
 
 
@@ -84,8 +84,8 @@ class LayerStreaming:
 
     @contextmanager
     def during(self, inputs: Sequence[ModelInput]) -> Iterator[None]:
-        """Streams the blocks of a step while the caller computes it. Blocks of a step of several
-        inputs are not streamed, since it writes each layer several times.
+        """Streams the blocks of a step while the caller computes it. A step with several inputs is
+        not streamed, since it writes each layer several times.
         """
         ids = {row.request_id for row in inputs[0].scheduled} if len(inputs) == 1 else set()
         blocks = [block for block in self._blocks if block.request_id in ids]
@@ -106,8 +106,8 @@ def layer_streaming(
     places: VirtualPlaces | None,
     layouts: Sequence[KvLayout],
 ) -> LayerStreaming | None:
-    """Returns the streaming of a Program's blocks; None if its backend does not report written
-    layers, or the connector sends none.
+    """Returns the streaming of a Program's blocks. Returns None if its backend does not report
+    written layers, or the connector does not send layers.
     """
     if not (isinstance(connector, LayerSender) and connector.sends_layers):
         return None

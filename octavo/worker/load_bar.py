@@ -1,4 +1,4 @@
-"""A progress bar for loading weights, between a backend and the reader of its weights."""
+"""A progress bar for loading weights; wraps the function with which a backend reads weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.quant.blocks import StoredWeight
 from octavo.utils.progress import Bar
 
 PATIENCE_S = 0.5
-"""Seconds before the bar appears; faster loads show nothing."""
+"""Seconds before the bar appears; faster loads show no bar."""
 
 
 class LoadBar:

@@ -1,6 +1,6 @@
 """The KV budget: how many blocks each cache group gets.
 
-Knows a block's bytes, how long blocks live, and what memory is free; allocates nothing.
+Computes from the size and lifetime of blocks and the free memory; allocates nothing.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from octavo.executor.kv import BLOCK_SIZE, KvLayout
 from octavo.program.program import CacheGroup
 
 SAFE_SHARE = 0.5
-"""Share of the free memory for the KV cache; the rest is for the step's buffers, the page cache of
-mapped weights, and other processes.
+"""Fraction of the free memory for the KV cache; the rest is for the step's buffers, the page cache
+of mapped weights, and other processes.
 """
 
 STATE_SHARE = 0.5
-"""Share of the KV cache's bytes for states if they do not all fit."""
+"""Fraction of the KV cache's bytes for recurrent states if not all of them fit."""
 
 CHECKPOINT_TOKENS = 256
-"""Tokens between two hashed states. Each step of a prompt ends at one, and a request with a prefix
-hit computes fewer tokens than this again.
+"""Number of tokens between two hashed states. Each step of a prompt ends at one of them, and a
+request with a prefix hit recomputes fewer tokens than this.
 """
 
 UNKNOWN_BYTES = 2 << 30
@@ -48,12 +48,12 @@ UNKNOWN_BYTES = 2 << 30
 @dataclass(frozen=True, slots=True)
 class GroupSize:
     block_bytes: int
-    """Bytes of a block in memory, even if a part is in a file."""
+    """Bytes of a block, including parts in a file."""
     spec: AnyKVCacheSpec = GROWING
     record_bytes: int = 0
-    """Bytes of a block in one of the layers whose blocks may be in a file."""
+    """Bytes of a block in one of the layers that may be in a file."""
     num_in_file: int = 0
-    """Number of these layers."""
+    """Number of layers that may be in a file."""
 
     @property
     def stored_bytes(self) -> int:
@@ -65,11 +65,13 @@ class GroupSize:
         return self.spec.least_blocks(demand, BLOCK_SIZE)
 
     def most_blocks(self, demand: KvDemand) -> int:
-        """Returns the number of blocks with which no request ever waits for this group."""
+        """Returns the number of blocks that suffices for all requests to run without waiting for
+        blocks.
+        """
         return self.spec.most_blocks(demand, BLOCK_SIZE)
 
     def most_running(self, demand: KvDemand) -> int:
-        """Returns the blocks of `most_blocks` besides those for checkpoints."""
+        """Returns the number of blocks of `most_blocks` without the blocks for checkpoints."""
         return demand.max_num_seqs if self.spec.is_rewritten else self.most_blocks(demand)
 
 
@@ -78,8 +80,8 @@ def get_kv_cache_spec(
 ) -> AnyKVCacheSpec:
     """Returns the spec of a Program's cache group.
 
-    Without `keeps_kv` each step writes whole contexts again, so no window releases blocks. Without
-    prefix caching no state is kept as a checkpoint.
+    Without `keeps_kv`, each step rewrites complete contexts, so no window releases blocks. Without
+    prefix caching, no state is kept as a checkpoint.
     """
     if group.one_step:
         return EncoderSpec(max_encoder_len) if group.of_input else SingleStepSpec()
@@ -91,7 +93,7 @@ def get_kv_cache_spec(
 
 
 def group_sizes(config: EngineConfig, layouts: Sequence[KvLayout]) -> list[GroupSize]:
-    """Returns the sizes of a model's cache groups under the options."""
+    """Returns the sizes of a model's cache groups with these options."""
     max_encoder_len = get_kv_demand(config).max_encoder_len
     return [
         GroupSize(
@@ -110,7 +112,7 @@ def group_sizes(config: EngineConfig, layouts: Sequence[KvLayout]) -> list[Group
 
 
 def get_kv_demand(config: EngineConfig) -> KvDemand:
-    """Returns the largest demand on the KV cache under these options."""
+    """Returns the maximum demand on the KV cache with these options."""
     assert config.model.max_model_len is not None, "derive() has set it"
     options = config.scheduler
     return KvDemand(
@@ -123,18 +125,18 @@ def get_kv_demand(config: EngineConfig) -> KvDemand:
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """The plan of the KV cache: how many blocks each group gets."""
+    """Plan of the KV cache: how many blocks each group gets."""
 
     num_blocks: tuple[int, ...]
-    """Blocks of each of `groups`."""
+    """Number of blocks of each of `groups`."""
     groups: tuple[GroupSize, ...]
     demand: KvDemand
     num_kept: int = 0
-    """Blocks in memory of each layer whose blocks may be in a file."""
+    """Number of blocks kept in memory for each layer that may be in a file."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all requests in the groups that keep every token."""
+        """Number of tokens of all requests, in the groups that keep every token."""
         bounding = [
             count
             for count, group in zip(self.num_blocks, self.groups, strict=True)
@@ -144,7 +146,7 @@ class KvBudget:
 
     @property
     def bounds_tokens(self) -> bool:
-        """Whether blocks limit the number of tokens, not only that of requests."""
+        """Whether blocks limit the number of tokens, not only the number of requests."""
         specs = [group.spec for group in self.groups]
         return any(spec.keeps_every_token for spec in specs) or all(spec.grows for spec in specs)
 
@@ -158,7 +160,7 @@ class KvBudget:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of all blocks of the layers whose blocks may be in a file."""
+        """Bytes of all blocks of the layers that may be in a file."""
         return sum(
             count * group.record_bytes * group.num_in_file
             for count, group in zip(self.num_blocks, self.groups, strict=True)
@@ -166,11 +168,11 @@ class KvBudget:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in every group."""
+        """Bytes of one block in all groups."""
         return sum(group.block_bytes for group in self.groups)
 
     def describe(self) -> str:
-        """Returns the line printed at the start."""
+        """Returns the startup message."""
         requests = min(
             count // group.least_blocks(self.demand)
             for count, group in zip(self.num_blocks, self.groups, strict=True)
@@ -197,12 +199,13 @@ def plan_kv(
     share: float = SAFE_SHARE,
     planner: KvPlanner | None = None,
 ) -> KvBudget:
-    """Plans blocks for `wanted_bytes`; by default for `max_num_seqs` whole contexts, within a share
-    of the free memory. A `planner` plans instead if blocks may be in a file.
+    """Plans blocks for `wanted_bytes`; None: for `max_num_seqs` complete contexts, within the
+    fraction `share` of the free memory. If blocks may be in a file, `planner` makes the plan.
 
-    All groups get the same number, except those that never need as many, and states. States come
-    first: one for each request, within a share of the bytes, then as many checkpoints as the other
-    groups' tokens have. ConfigError if not even one request of `max_model_len` tokens fits.
+    All groups get the same number of blocks, except groups that never need as many, and states.
+    States come first: one for each request, within a fraction of the bytes, then the same number of
+    checkpoints as the other groups' tokens have. Raises ConfigError if not even one request of
+    `max_model_len` tokens fits.
     """
     if planner is not None:
         return planner(groups, demand)
@@ -230,15 +233,15 @@ def plan_kv(
 
 
 def _kept_bytes(group: GroupSize, num_blocks: int, num_kept: int) -> int:
-    """Returns the bytes in memory of the layers whose blocks may be in a file: all blocks of one
-    layer, and the kept ones of each.
+    """Returns the bytes in memory of the layers that may be in a file: all blocks of one layer, and
+    the kept blocks of each layer.
     """
     return (num_blocks + num_kept * group.num_in_file) * group.record_bytes
 
 
 def most_blocks(num_bytes: int, groups: Sequence[GroupSize], demand: KvDemand) -> list[int]:
-    """Returns the largest number of blocks of each group: as many as it ever needs; of states,
-    besides checkpoints, as many as fit in their share, at least one.
+    """Returns the maximum useful number of blocks of each group. For states: the number without
+    checkpoints, limited by their fraction of the bytes, at least one.
     """
     states = sum(group.block_bytes for group in groups if isinstance(group.spec, StateSpec))
     fit = max(1, int(num_bytes * STATE_SHARE) // states) if states else 0
@@ -258,8 +261,8 @@ def _too_little(
     *,
     share: float | None,
 ) -> ConfigError:
-    """Returns the error for `num_blocks` blocks in `given_bytes`, fewer than one request needs.
-    `share`: their share of the free memory, None if the options set the bytes.
+    """Returns the error if `num_blocks` blocks in `given_bytes` are too few for one request.
+    `share`: fraction of the free memory; None if the bytes were set by options.
     """
     length = f"set max_model_len to at most {num_blocks * BLOCK_SIZE}"
     if share is None:
@@ -288,7 +291,7 @@ def memory_table(memory: DeviceMemory, kv_bytes: int) -> str:
 def _most_within(
     num_bytes: int, groups: Sequence[GroupSize], caps: Sequence[int], *, keeps_checkpoints: bool
 ) -> int:
-    """Returns the largest number of blocks for each group, up to its cap, that fits."""
+    """Returns the largest number of blocks per group, up to each group's cap, that fits."""
 
     def cost(num_blocks: int) -> int:
         counts = block_counts(num_blocks, groups, caps, keeps_checkpoints=keeps_checkpoints)
@@ -301,7 +304,9 @@ def _most_within(
 def block_counts(
     num_blocks: int, groups: Sequence[GroupSize], caps: Sequence[int], *, keeps_checkpoints: bool
 ) -> list[int]:
-    """Returns the blocks of each group if growing groups get `num_blocks`, up to their caps."""
+    """Returns the number of blocks of each group, up to their caps, if growing groups get
+    `num_blocks`.
+    """
     num_tokens = num_blocks * BLOCK_SIZE if keeps_checkpoints else 0
     return [
         cap + group.spec.num_checkpoints(num_tokens)

@@ -1,7 +1,7 @@
-"""The best split of one memory between streamed weights and K and V, for many concurrent requests.
+"""The best split of memory between streamed weights and KV, for many concurrent requests.
 
-A byte of K and V replaces a byte of pinned weights, which is then read in each step; decision 0032
-explains why nothing else is tried first. Knows sizes and rates only.
+A byte of K and V replaces a byte of pinned weights, which must then be read in each step; decision
+0032 explains why no alternative is tried first.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from octavo.config.sizes import format_bytes
 from octavo.worker.speed import Roofline
 
 CLEARLY = 1.1
-"""Factor by which a split must be faster than the given one to count as better."""
+"""Speedup over the current split from which a split counts as better."""
 AS_GOOD = 0.99
-"""Share of the highest rate that counts as equally good."""
+"""Fraction of the highest rate that counts as equally good."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySplit:
-    """Memory for weights and for K and V, and the throughput of concurrent requests with them."""
+    """Memory for weights and for KV, and the throughput of concurrent requests with it."""
 
     weights_bytes: int
     kv_bytes: int
     requests: int
     context: int
-    """Tokens of each request."""
+    """Number of tokens of each request."""
     streamed_bytes: int
     """Bytes that each step reads."""
     tokens_per_s: float
-    """Upper bound on tokens per second of all requests together."""
+    """Upper bound on the total tokens per second of all requests."""
 
     def describe(self) -> str:
         return (
@@ -39,9 +39,9 @@ class MemorySplit:
 
 
 def better_split(given: Roofline, context: int) -> MemorySplit | None:
-    """Returns the split of a plan's memory with the highest throughput for requests of `context`
-    tokens. None if the given one is about as good, or no weights are streamed from a disk of known
-    rate.
+    """Returns the split of the roofline's memory with the highest throughput for requests of
+    `context` tokens. Returns None if the current split is about as good, or no weights are streamed
+    from a disk with a known rate.
     """
     footprint, capacity = given.footprint, given.capacity
     if not footprint.streamed_bytes or footprint.read_in_part or given.ceilings.disk is None:
@@ -53,7 +53,9 @@ def better_split(given: Roofline, context: int) -> MemorySplit | None:
 
 
 def best_split(given: Roofline, context: int) -> MemorySplit | None:
-    """Returns an equally good split with the fewest requests; None if not one request fits."""
+    """Returns the split with the fewest requests among the best ones. Returns None if not even one
+    request fits.
+    """
     most = given.capacity.demand.max_num_seqs
     found = (_split(given, context, count) for count in range(1, most + 1))
     splits = [split for split in found if split is not None]
@@ -62,8 +64,8 @@ def best_split(given: Roofline, context: int) -> MemorySplit | None:
 
 
 def _split(given: Roofline, context: int, requests: int) -> MemorySplit | None:
-    """Returns the split for a number of requests; None if they do not fit, nor one of the longest
-    context.
+    """Returns the split for a number of requests. Returns None if they, or one request of maximum
+    context length, do not fit.
     """
     footprint, capacity = given.footprint, given.capacity
     longest_bytes = capacity.request_bytes(capacity.demand.max_model_len)

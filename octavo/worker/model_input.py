@@ -1,5 +1,5 @@
 """A step of one Program: its arrays, gathered from the permanent rows of its requests, and the base
-class of what prepares, runs and launches it.
+class of the runners that prepare, run and launch it.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ class ModelInput(StepBatch):
     """One step of a Program. Its requests and `D` samples stay on the host; the executor reads the
     arrays of `StepBatch`.
 
-    `sample_rows` has the rows of the samples, then of the prompt tokens to score (`prompt_targets`)
-    and of further tokens whose logprobs samples report (`logprob_targets`).
+    `sample_rows` contains first the rows of the samples, then the prompt tokens to score
+    (`prompt_targets`), then further tokens whose logprobs samples report (`logprob_targets`).
     """
 
     runner: ProgramRunner = field(init=False, repr=False)
-    """Runner that prepared it."""
+    """Runner that prepared this step."""
     scheduled: Sequence[ScheduledRequest] = ()
     rows: NDArray[np.intp] = field(default_factory=lambda: NO_ROWS)
     """Permanent row of each of `scheduled`, then of each further path of draft trees, `[R]`."""
     sample_owners: list[int] = field(default_factory=list)
-    """Index in `scheduled` of each sample, `[D]`; one more per draft token."""
+    """Index in `scheduled` of each sample's request, `[D]`; one more sample per draft token."""
     owner_rows: NDArray[np.intp] = field(default_factory=lambda: NO_ROWS)
     """Permanent row of each sample, `[D]`."""
     sample_ends: NDArray[np.int32] = field(default_factory=lambda: NO_SAMPLES)
     """Number of tokens before each sample, `[D]`."""
     has_drafts: bool = False
     prompt_targets: Sequence[tuple[int, int, int]] = ()
-    """Prompt tokens to score: index in `scheduled`, first token, one past the last."""
+    """Prompt tokens to score: (index in `scheduled`, first token, end)."""
     logprob_targets: Sequence[tuple[int, NDArray[np.int32]]] = ()
-    """Index of a sample, and the further tokens whose logprobs it reports."""
+    """Further tokens whose logprobs a sample reports: (index of the sample, token ids)."""
     verifier: SampleVerifier | None = None
-    """Verifies the samples once they are made; None: none is to be verified."""
+    """Verifies the sampled tokens; None if none are to be verified."""
 
 
 class ProgramRunner(ABC):
-    """Runs one Program's share of a step over the KV of the requests that have a row."""
+    """Runs one Program's part of a step, using the KV of the requests that have a row."""
 
     def __init__(self, runnable: Runnable, kv: KvCache, rows: InputBatch) -> None:
         self.runnable = runnable
@@ -64,7 +64,7 @@ class ProgramRunner(ABC):
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:
         """Gathers the first of `num_steps` steps, as several inputs if the backend cannot run all
-        rows at once. A step may be prepared again.
+        rows at once. A step may be prepared repeatedly.
         """
 
     @abstractmethod
@@ -76,24 +76,24 @@ class ProgramRunner(ABC):
         return self.results(model_input, output)
 
     def launch(self, model_input: ModelInput, *, all_known: bool = False) -> Computing:
-        """Starts a step without waiting for it. With `all_known` the tokens of the steps before
-        are on the host already.
+        """Starts a step without waiting for it. With `all_known`, the host already has the tokens
+        of earlier steps.
         """
         return self.runnable.launch(model_input, self._kv)
 
     def run_again(self, model_input: ModelInput) -> list[RowResult]:
-        """Launches a step once the steps before have returned, and waits for its results."""
+        """Launches a step after all earlier steps have returned, and waits for its results."""
         computing = self.launch(model_input, all_known=True)
         return self.results(model_input, computing.result())
 
     def decode(self, model_input: ModelInput, num_steps: int) -> Iterator[list[RowResult]] | None:
         """Returns an iterator that computes up to `num_steps` decode steps, one each time it is
-        advanced; None if these rows are computed one step at a time.
+        advanced. Returns None if these rows must be computed one step at a time.
         """
         return None
 
     def join(self) -> None:
-        """Computes a step without rows, whose experts compute those of other engines."""
+        """Computes a step without rows, in which the experts compute rows of other engines."""
         self.runnable.join(self._kv)
 
 
@@ -104,10 +104,11 @@ def gather(
     query_starts: NDArray[np.int32],
     num_steps: int = 1,
 ) -> ModelInput:
-    """Returns the first of `num_steps` steps, without samples; block tables reach to the last.
+    """Returns the first of `num_steps` steps, without samples; block tables are long enough for the
+    last step.
 
     Takes each request's permanent row `[R]`, its number of tokens at the end of the step `[R]`, and
-    its first token within the step `[R+1]`.
+    the index of its first token within the step `[R+1]`.
     """
     counts = query_starts[1:] - query_starts[:-1]
     owners = row_ids.repeat(counts)
@@ -118,7 +119,7 @@ def gather(
     num_blocks = -(-(int(ends.max()) + num_steps - 1) // BLOCK_SIZE)
     context_lens = ends[None].repeat(len(tables), axis=0)
     if len(rows.input_groups):
-        # Cross-attention reads the encoder's input, whatever the decoder's length.
+        # Cross-attention reads the encoder input, whatever the decoder's length.
         input_lens = rows.input_lens[row_ids]
         slots[rows.input_groups] = -1
         context_lens[rows.input_groups] = input_lens
@@ -145,7 +146,7 @@ def gather(
 
 
 def gather_scheduled(rows: InputBatch, scheduled: Sequence[ScheduledRequest]) -> ModelInput:
-    """Returns a step of requests without draft tokens, without samples."""
+    """Returns a step of requests without draft tokens, and without samples."""
     ends = np.array([row.start + row.num_tokens for row in scheduled], np.int32)
     starts = np.cumsum([0, *(row.num_tokens for row in scheduled)], dtype=np.int32)
     model_input = gather(rows, rows.indices(scheduled), ends, starts)
@@ -154,8 +155,8 @@ def gather_scheduled(rows: InputBatch, scheduled: Sequence[ScheduledRequest]) ->
 
 
 def _close_holes(model_input: ModelInput, unread: NDArray[np.int32]) -> None:
-    """Closes the holes of block tables that lack `unread [R]` blocks. Keys carry their positions,
-    so the places of tokens only count the blocks that are read.
+    """Removes the holes from block tables in which `unread [R]` blocks are missing. Keys contain
+    their rotary positions, so token indices need to count only the blocks that are read.
     """
     counts = model_input.query_starts[1:] - model_input.query_starts[:-1]
     for index in np.flatnonzero(unread):
@@ -171,7 +172,9 @@ def _close_holes(model_input: ModelInput, unread: NDArray[np.int32]) -> None:
 
 
 def gather_inputs(rows: InputBatch, owners: NDArray[np.intp]) -> ModelInput:
-    """Returns the step of an encoder over the whole inputs of the permanent rows `owners [R]`."""
+    """Returns the step of an encoder over the complete inputs of the permanent rows `owners
+    [R]`.
+    """
     lens = rows.input_lens[owners]
     query_starts = np.zeros(len(owners) + 1, np.int32)
     np.cumsum(lens, out=query_starts[1:])
@@ -184,7 +187,7 @@ def gather_inputs(rows: InputBatch, owners: NDArray[np.intp]) -> ModelInput:
     context_lens[groups] = lens
     num_blocks = -(-int(lens.max()) // BLOCK_SIZE)
     inputs = [rows.inputs[row] for row in owners.tolist()]
-    # The row of numbers stands in for an id, which is 0 there.
+    # Rows of numbers replace embeddings; their token id is 0.
     ids = [token_id for each in inputs for token_id in each.token_ids or [0] * each.num_rows]
     given = _join_rows(inputs)
     return ModelInput(
@@ -203,7 +206,9 @@ def gather_inputs(rows: InputBatch, owners: NDArray[np.intp]) -> ModelInput:
 
 
 def _join_rows(inputs: Sequence[EncoderInput]) -> NDArray[np.float32] | None:
-    """Returns the rows of inputs of numbers, end to end `[T, W]`; None if all are texts."""
+    """Concatenates encoder inputs that are rows of numbers, `[T, W]`. Returns None if all inputs
+    are texts.
+    """
     arrays = [
         np.frombuffer(each.rows, "<f4").reshape(each.num_rows, -1) for each in inputs if each.rows
     ]

@@ -1,7 +1,7 @@
 """Turns a step's scheduled requests into one ModelInput, runs the Program over it, and returns each
 request's sampled tokens.
 
-Knows rows and arrays; knows nothing of queues, blocks' owners or text.
+Works on rows and arrays; the scheduler owns queues and block allocation.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ModelRunner(ProgramRunner):
         in_one_part: bool = False,
     ) -> None:
         """`media`: images of the steps, if the Program reads any. `before`: receives the hidden
-        states of the pipeline stage before. `in_one_part`: each step is one run of the Program,
-        since other engines that share its experts count on that.
+        states of the previous pipeline stage. `in_one_part`: each step must be a single run of the
+        Program, since other engines that share its experts rely on that.
         """
         super().__init__(runnable, kv, rows)
         self._media = media
@@ -58,11 +58,11 @@ class ModelRunner(ProgramRunner):
     def prepare(
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:
-        """Gathers the arrays of the first of `num_steps` steps. Writes draft tokens behind the
-        rows' known tokens and changes nothing else of them.
+        """Gathers the arrays of the first of `num_steps` steps. Writes draft tokens after the rows'
+        known tokens; changes nothing else in the rows.
 
-        Returns several inputs if some samples are to be verified and there are more than the
-        backend verifies at once.
+        Returns several inputs if more samples are to be verified than the backend can verify at
+        once.
         """
         if self._rows.sampling.special_rows:
             self._rows.grammars.rollback()
@@ -72,17 +72,17 @@ class ModelRunner(ProgramRunner):
         return [self._prepare(scheduled, num_steps)]
 
     def launch(self, model_input: ModelInput, *, all_known: bool = False) -> Computing:
-        """Starts a step without waiting for it. The device keeps the tokens that it samples, for
-        rows of the next step that are `from_device`; with `all_known` none of these rows is.
+        """Starts a step without waiting for it. The device keeps the sampled tokens for rows of the
+        next step that are `from_device`. With `all_known`, no row is `from_device`.
         """
         model_input.last_tokens = _make_last_tokens(model_input, all_known=all_known)
         return super().launch(model_input)
 
     def decode(self, model_input: ModelInput, num_steps: int) -> Iterator[list[RowResult]] | None:
-        """Returns the decode steps of rows whose masks do not change with their tokens; None for
-        others.
+        """Returns the decode steps of rows whose masks do not depend on sampled tokens. Returns
+        None for other rows.
         """
-        # Images change the rows or masks of a step, which a decode call keeps.
+        # Images change the rows or masks of a step, which must not change between decode steps.
         if model_input.given is not None or model_input.limits is not None:
             return None
         if self._rows.sampling.special_rows and not self._can_decode(model_input):
@@ -131,8 +131,8 @@ class ModelRunner(ProgramRunner):
         num_steps: int,
         sampled_once: Container[int] = (),
     ) -> ModelInput:
-        """Gathers a step. Permanent rows in `sampled_once` are sampled before their draft tokens
-        only, none of which is accepted then.
+        """Gathers a step. Permanent rows in `sampled_once` are sampled only before their draft
+        tokens, none of which is accepted then.
         """
         sampling = self._rows.sampling
         model_input, drafts = self._gather(scheduled, num_steps, sampled_once)
@@ -140,11 +140,11 @@ class ModelRunner(ProgramRunner):
             model_input.logprob_targets = sampling.get_logprob_targets(model_input.owner_rows)
         has_targets = bool(model_input.prompt_targets or model_input.logprob_targets)
         if sampling.special_rows:
-            # Without a verifier, masks are built before the step.
+            # Without a verifier, masks must be built before the step.
             if get_num_entries(model_input) <= self._max_verified:
                 model_input.verifier = self._make_verifier(model_input)
             elif model_input.has_drafts and sampling.mirostat_rules and not sampled_once:
-                # Sequential samples need resampling, which the backend cannot do here.
+                # Sequential sampling requires resampling, which the backend cannot do here.
                 return self._prepare(scheduled, num_steps, sampling.mirostat_rules)
         if drafts is not None:
             add_draft_trees(model_input, drafts)
@@ -165,8 +165,8 @@ class ModelRunner(ProgramRunner):
     def _gather(
         self, scheduled: Sequence[ScheduledRequest], num_steps: int, sampled_once: Container[int]
     ) -> tuple[ModelInput, DraftLayout | None]:
-        """Writes draft tokens, gathers the step's tokens and sets where they are sampled; returns
-        the layout of draft trees, too, if there are any.
+        """Writes draft tokens, gathers the step's tokens and sets where rows are sampled. Also
+        returns the layout of draft trees, None if there are none.
         """
         rows = self._rows
         row_ids: list[int] = []
@@ -184,7 +184,7 @@ class ModelRunner(ProgramRunner):
             end = request.start + count
             known_end, last_known = end - num_drafts, starts[-1] + count - num_drafts - 1
             if request.num_prompt_logprobs is not None:
-                # The successor of the last prompt token is sampled, not scored.
+                # The token after the last prompt token is sampled, not scored.
                 last = min(end, int(rows.num_prompt_tokens[row]) - 1)
                 prompt_targets.append((index, request.start, max(request.start, last)))
             if request.leaf_blocks:
@@ -233,8 +233,8 @@ class ModelRunner(ProgramRunner):
         return self._rows.sampling.make_verifier(model_input.owner_rows, contexts)
 
     def _add_targets(self, model_input: ModelInput) -> None:
-        """Adds the tokens that are scored instead of sampled: those of prompts, then further ones
-        of samples, whose logits are read once more for each of them.
+        """Adds the tokens that are scored instead of sampled: first prompt tokens, then further
+        tokens of samples (their logits are read once more for each token).
         """
         token_ids, batch = self._rows.token_ids, model_input.sampling
         assert batch is not None
@@ -262,14 +262,15 @@ class ModelRunner(ProgramRunner):
     def _append_forced(
         self, model_input: ModelInput, results: Sequence[RowResult], known_ends: Sequence[int]
     ) -> None:
-        """Appends the tokens that grammars force after a result's own, if the rows are not too
-        many; the next step computes them as a chunk, like a prompt. Forced text that several tokens
-        may spell becomes draft tokens. `known_ends [R]`: number of tokens before each result's.
+        """Appends the tokens that grammars force after the sampled ones, up to MAX_FORCED per row;
+        the next step computes them as a chunk, like a prompt. Forced text with several
+        tokenizations becomes draft tokens. `known_ends [R]`: number of tokens before the sampled
+        ones.
         """
         rows = self._rows
         if not rows.grammars or len(results) > self.runnable.max_forced_requests:
             return
-        # `rows` has further entries for the branches of draft trees.
+        # `rows` has additional entries for the branches of draft trees.
         for row, end, result in zip(model_input.rows.tolist(), known_ends, results, strict=False):
             if row in rows.grammars and result.token_ids and result.failure is None:
                 result.token_ids += rows.append_forced(row, end + len(result.token_ids))
@@ -311,8 +312,8 @@ class ModelRunner(ProgramRunner):
         token_ids: Sequence[int],
         failed: Sequence[bool],
     ) -> list[int]:
-        """Returns the samples that follow accepted tokens only, and sets in results how many
-        computed tokens are kept.
+        """Returns the samples that only follow accepted tokens, and sets the number of kept tokens
+        in the results.
         """
         scheduled, owners = model_input.scheduled, model_input.sample_owners
         kept, paths = accept_drafts(scheduled, owners, token_ids, failed)
@@ -333,7 +334,7 @@ class ModelRunner(ProgramRunner):
         kept: Sequence[int],
         failed: Sequence[bool],
     ) -> None:
-        """Sets the failure of requests whose logits are NaN or that no token is left for."""
+        """Sets the failure of requests whose logits are NaN or for which no token is allowed."""
         for sample in kept:
             if failed[sample]:
                 index = model_input.sample_owners[sample]
@@ -347,7 +348,7 @@ class ModelRunner(ProgramRunner):
                 result.num_kept = 0
 
     def _describe_failure(self, model_input: ModelInput, sample: int) -> str:
-        """Returns why nothing could be sampled: a NaN, or bans that leave no token."""
+        """Returns why nothing could be sampled: a NaN, or no allowed token."""
         num_tokens, verifier = int(model_input.sample_ends[sample]), model_input.verifier
         if verifier is not None and (fault := verifier.fault(sample)):
             return f"sampling failed after {num_tokens} tokens: {fault}"
@@ -387,10 +388,10 @@ def _make_last_tokens(model_input: ModelInput, *, all_known: bool) -> LastTokens
 def split_verified(
     scheduled: Sequence[ScheduledRequest], rows: InputBatch, max_verified: int
 ) -> list[Sequence[ScheduledRequest]]:
-    """Returns the requests in parts: those to verify by themselves, of at most `max_verified`
-    sampled rows each.
+    """Splits the requests into parts. Requests to verify are separate from others, with at most
+    `max_verified` sampled rows per part.
 
-    A row's numbers depend on no other row, so any split gives the same results.
+    A row's results do not depend on other rows, so any split gives the same results.
     """
     if sum(map(_get_max_samples, scheduled)) <= max_verified:
         return [scheduled]
@@ -415,7 +416,7 @@ def split_verified(
 
 
 def _get_max_samples(request: ScheduledRequest) -> int:
-    """Returns the largest number of sampled rows of a request."""
+    """Returns the maximum number of sampled rows of a request."""
     num_targets = 0 if request.num_prompt_logprobs is None else request.num_tokens
     return num_targets + (
         len(request.draft_ids) + 1 if request.result_kind == ResultKind.SAMPLE else 0

@@ -1,7 +1,7 @@
-"""Turns a step's scheduled rows into one ModelInput, runs a Program that pools over it, and returns
+"""Turns a step's scheduled rows into one ModelInput, runs a pooling Program over it, and returns
 each row's pooled row.
 
-Knows rows and arrays; knows nothing of queues, blocks' owners or text.
+Works on rows and arrays; the scheduler owns queues and block allocation.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from octavo.worker.input_batch import InputBatch
 from octavo.worker.model_input import ModelInput, ProgramRunner, gather_scheduled
 
 MIN_LENGTH = 1e-12
-"""Length below which a row is divided by this instead, as PyTorch's `normalize` does."""
+"""Minimum norm by which a row is divided, as in PyTorch's `normalize`."""
 
 
 class PoolingRunner(ProgramRunner):
-    """Runs steps of one Program that pools, over the KV of the requests that have a row."""
+    """Runs steps of one pooling Program, using the KV of the requests that have a row."""
 
     def __init__(
         self, runnable: Runnable, kv: KvCache, rows: InputBatch, *, num_position_axes: int = 1
     ) -> None:
-        """Takes the number of position axes that the Program reads: the second one is the
-        segments'.
+        """`num_position_axes`: number of position axes that the Program reads; the second one
+        contains segments.
         """
         super().__init__(runnable, kv, rows)
         self._num_position_axes = num_position_axes
@@ -74,10 +74,10 @@ class PoolingRunner(ProgramRunner):
 
 
 def finished(pooled: NDArray, params: PoolingParams) -> NDArray[np.float64]:
-    """Returns a pooled row `[W]` cut, activated and normalized as its params say."""
+    """Returns a pooled row `[W]` truncated, activated and normalized according to its params."""
     row = pooled[: params.dimensions].astype(np.float64)
     if params.activation == "sigmoid":
-        row = 0.5 * (1 + np.tanh(0.5 * row))  # which never overflows
+        row = 0.5 * (1 + np.tanh(0.5 * row))  # never overflows
     elif params.activation == "softmax":
         row = np.exp(row - row.max())
         row /= row.sum()

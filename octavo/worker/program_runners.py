@@ -1,5 +1,5 @@
-"""The runners of one model's Programs: one that samples or pools for each row, and the encoder
-before a decoder.
+"""The runners of one model's Programs: one for each kind of row (sampled or pooled), and the
+encoder of an encoder-decoder model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ProgramRunners:
         self._runners = runners
         is_single = encoder is None and len(runners) == 1
         self.single = next(iter(runners.values())) if is_single else None
-        """The only runner, which prepares all rows by itself; None if there are several."""
+        """The only runner, which prepares all rows; None if there are several."""
         self._encoder = encoder
         encoders = [] if encoder is None else [encoder]
         self.runnables = [runner.runnable for runner in [*runners.values(), *encoders]]
@@ -29,7 +29,7 @@ class ProgramRunners:
         self.streaming: Sequence[Runnable] = [
             each for each in self.runnables if each.arrivals is not None
         ]
-        """Those that read weights from files while they compute."""
+        """Programs that read weights from files while they compute."""
 
     def get_arrivals(self) -> WeightArrivals:
         """Returns the weights read from files so far."""
@@ -52,6 +52,6 @@ class ProgramRunners:
         return inputs if self._encoder is None else self._encoder.prepare(scheduled) + inputs
 
     def join(self) -> None:
-        """Computes a step without rows, whose experts compute those of other engines."""
+        """Computes a step without rows, in which the experts compute rows of other engines."""
         for runner in self._runners.values():
             runner.join()

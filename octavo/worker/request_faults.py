@@ -1,9 +1,9 @@
-"""Faults of single requests: a request that cannot be set up, prepared or computed fails, and the
-others of its step continue.
+"""Failures of single requests: a request that cannot be set up, prepared or computed fails, and the
+other requests of its step continue.
 
-Preparing depends on the plan alone, so every rank meets the same fault and drops the same request.
-A fault while rows are computed is narrowed to one request by running the requests one by one, which
-other ranks would not know of: with several ranks, it ends the engine.
+Preparing depends only on the plan, so every rank sees the same failure and drops the same request.
+A failure while rows are computed is narrowed to one request by running the requests one by one.
+Other ranks would not see this, so with several ranks such a failure ends the engine.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class RequestFaults:
     """Requests that could not be set up, until their rows are freed."""
 
     def __init__(self, *, is_alone: bool) -> None:
-        """`is_alone`: no other rank has to meet the same faults."""
+        """`is_alone`: whether there are no other ranks that must see the same failures."""
         self._is_alone = is_alone
         self.failed: dict[str, str] = {}
-        """Failure of each request that could not be set up; it fails in each of its steps."""
+        """Error of each request that could not be set up; it fails in each of its steps."""
 
     def add(self, request_id: str, error: Exception) -> None:
-        """Adds what was raised while a request was set up."""
+        """Records the exception that was raised while a request was set up."""
         self.failed.setdefault(request_id, self._describe(request_id, error))
 
     def prepare(
@@ -39,9 +39,11 @@ class RequestFaults:
         prepare: Callable[..., list[ModelInput]],
         num_steps: int,
     ) -> tuple[list[ModelInput], Failures]:
-        """Prepares the requests that do not fail; returns their inputs and the others' failures.
+        """Prepares the requests that do not fail; returns their inputs, and the failures of the
+        others.
 
-        If preparing all of them raises, they are tried one by one, and those that raise alone fail.
+        If preparing all of them raises, they are tried one by one, and each request that raises
+        fails.
         """
         failures = {
             row.request_id: self.failed[row.request_id]
@@ -69,8 +71,8 @@ class RequestFaults:
         error: Exception,
         compute: Callable[[Sequence[ScheduledRequest]], list[RowResult]],
     ) -> list[RowResult]:
-        """Computes each request of a step that raised `error` by itself; one that raises again
-        fails. A position that is computed twice gets the same KV written twice.
+        """Computes each request of a step that raised `error` separately; a request that raises
+        again fails. Recomputing a position writes the same KV again.
         """
         if not self._is_alone:
             raise error
@@ -83,9 +85,9 @@ class RequestFaults:
         return [RowResult(rows[0].request_id, failure=_get_message(error))]
 
     def _describe(self, request_id: str, error: Exception) -> str:
-        """Logs an error and returns the failure to report to the client."""
+        """Logs an error and returns the failure message for the client."""
         if isinstance(error, MemoryError) and not self._is_alone:
-            raise error  # another rank may have had the memory, and would go on without this one
+            raise error  # another rank may have had the memory and would continue
         logger.error("request %s could not be prepared for its step", request_id, exc_info=error)
         return _get_message(error)
 

@@ -1,12 +1,11 @@
 """A directory of KV block files, named by block hash, shared by any number of engines, with LRU
 eviction.
 
-    ROOT/<fingerprint>/<first byte of the digest>/<digest>-<group>.kv
-    ROOT/tmp/ for files being written
+ROOT/<fingerprint>/<first byte of the digest>/<digest>-<group>.kv ROOT/tmp/ for files being written
 
-A file's modification time is that of its last use; a time in the future means that it is pinned
-until then. So engines share no other state, and none has to be repaired after a crash: each lists
-the directory, and a file that another engine removed is a miss.
+A file's modification time is the time of its last use; a time in the future means that it is pinned
+until then. Engines share no other state, so nothing must be repaired after a crash: each engine
+lists the directory, and a file that another engine has removed is a miss.
 """
 
 from __future__ import annotations
@@ -40,15 +39,17 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".kv"
 TOUCH_S = 60.0
-"""Seconds within which a file's time is not updated again."""
+"""Minimum seconds between two updates of a file's modification time."""
 ABANDONED_S = 60.0
-"""Seconds after which an unfinished file counts as left by a crashed engine."""
+"""Age in seconds after which an unfinished file counts as left behind by a crashed engine."""
 ROOM = 0.1
-"""Share of the size that is freed at a time, so the directory is not listed for every block."""
+"""Fraction of the size that is freed at a time, so that the directory is not listed for every
+block.
+"""
 
 
 class DirectoryFull(Exception):
-    """Pinned files use all the space."""
+    """Pinned files use all of the space."""
 
 
 @dataclass(slots=True)
@@ -57,22 +58,22 @@ class StoredFile:
 
     num_bytes: int
     used_at: float
-    """Time of its last use, or until which it is pinned, in seconds since 1970."""
+    """Time of its last use, or end of its pin, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryChanges:
-    """Changes of this fingerprint's blocks since the last listing."""
+    """Changes of the blocks with this fingerprint since the last listing."""
 
     found: list[BlockHashWithGroupId] = field(default_factory=list)
     gone: list[BlockHashWithGroupId] = field(default_factory=list)
     pinned: list[BlockPin] = field(default_factory=list)
-    """All pins of this fingerprint's blocks."""
+    """All pins of blocks with this fingerprint."""
 
 
 class BlockDirectory:
-    """Used by two threads: one reads, the other does everything else. `clock`: seconds since
-    1970.
+    """Stores blocks in files. Used by two threads: one reads, the other does everything else.
+    `clock` returns seconds since 1970.
     """
 
     def __init__(
@@ -100,14 +101,14 @@ class BlockDirectory:
         self._make_folders()
 
     def _make_folders(self) -> None:
-        # Where that fails, because the disk is full, the next write says why.
+        # If this fails because the disk is full, the next write reports it.
         with contextlib.suppress(OSError):
             for folder in (self._root, self._folder, self._temporary):
                 folder.mkdir(mode=0o700, exist_ok=True)
 
     def look(self) -> DirectoryChanges:
         """Lists the directory, removes unfinished files of crashed engines, and evicts files if it
-        is too large. A removed directory is made again.
+        is too large. Recreates a missing directory.
         """
         before = self._names()
         self._make_folders()
@@ -123,15 +124,15 @@ class BlockDirectory:
         return DirectoryChanges(sorted(now - before), sorted(before - now), pins)
 
     def stored(self) -> StoredBytes:
-        """Returns the sizes as of the last listing and this engine's changes."""
+        """Returns the totals as of the last listing plus this engine's changes."""
         pinned = (self._pinned_bytes, self._foreign_pinned_bytes)
         return StoredBytes(self._num_bytes, *pinned, self._num_damaged, self._num_write_errors)
 
-    # -- one block ---------------------------------------------------------------------------------
+    # -- single blocks -----------------------------------------------------------------------------
 
     def write(self, block: SlotBlock, data: memoryview) -> list[BlockHashWithGroupId]:
-        """Writes a block's file; returns the evicted blocks. Raises OSError or DirectoryFull,
-        without leaving a partial file, if it cannot be stored.
+        """Writes a block's file; returns the evicted blocks. Raises OSError or DirectoryFull if it
+        cannot be stored; no partial file remains.
 
         A file that another engine has written and pinned stays pinned.
         """
@@ -158,8 +159,8 @@ class BlockDirectory:
         return gone
 
     def read(self, block: SlotBlock, into: memoryview) -> bool:
-        """Reads a block's bytes; False if its file does not exist, or is damaged, which is logged
-        and removes it.
+        """Reads a block's bytes. Returns False if its file does not exist or is damaged; a damaged
+        file is logged and removed.
         """
         path = self.get_path(block.name)
         try:
@@ -187,7 +188,7 @@ class BlockDirectory:
 
     def pin(self, pins: Iterable[BlockPin]) -> None:
         """Pins blocks; a time in the past unpins them. A block that is not stored yet is pinned
-        when it is stored.
+        once it is stored.
         """
         for name, until in pins:
             path = self.get_path(name)
@@ -215,7 +216,7 @@ class BlockDirectory:
         digest = name.digest.hex()
         return self._folder / digest[:2] / f"{digest}-{name.group}{SUFFIX}"
 
-    # -- the files ---------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     def _list(self) -> Iterator[tuple[Path, StoredFile]]:
         for folder in _folders(self._root):
@@ -257,14 +258,14 @@ class BlockDirectory:
                 _unlink(Path(entry.path))
 
     def _make_room(self, num_bytes: int) -> list[BlockHashWithGroupId]:
-        """Evicts files until `num_bytes` more fit with some reserve; raises DirectoryFull if they
-        cannot. Returns the evicted blocks.
+        """Evicts files until `num_bytes` plus a reserve fit; returns the evicted blocks. Raises
+        DirectoryFull if they cannot fit.
         """
         if self._num_bytes + num_bytes <= self.max_bytes:
             return []
         before = self._names()
         if num_bytes:
-            self._list_again()  # others use and remove blocks too
+            self._list_again()  # other engines also use and remove blocks
         now = self._clock()
         bytes_left = self.max_bytes * (1 - ROOM) - num_bytes
         for path, entry in sorted(self._files.items(), key=lambda item: item[1].used_at):
@@ -287,7 +288,7 @@ class BlockDirectory:
         return True
 
     def _parse_name(self, path: Path) -> BlockHashWithGroupId | None:
-        """Parses a file name; returns None for files of other fingerprints and other kinds."""
+        """Parses a file name. Returns None for files with other fingerprints and other files."""
         if path.parent.parent != self._folder:
             return None
         digest, _, group = path.stem.partition("-")
@@ -298,7 +299,9 @@ class BlockDirectory:
 
 
 def open_root(text: str) -> Path:
-    """Returns the directory of an option, created if necessary; ConfigError if not writable."""
+    """Returns the directory that an option names, created if necessary. Raises ConfigError if it is
+    not writable.
+    """
     root = expand_path(text).absolute()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -333,7 +336,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """Reads a file's status; None if another engine has removed it since it was listed."""
+    """Reads a file's status. Returns None if another engine has removed it since it was listed."""
     try:
         return entry.stat(follow_symlinks=False)
     except OSError:

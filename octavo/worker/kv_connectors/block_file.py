@@ -24,11 +24,11 @@ VERSION = 3
 
 
 class DamagedFile(Exception):
-    """A file is incomplete or does not contain the block of its name."""
+    """A file is incomplete or does not contain the expected block."""
 
 
 def make_header(fingerprint: bytes, group: int, key: BlockKey, num_bytes: int) -> bytes:
-    """Returns the header of a block, with which read files are compared."""
+    """Returns the header of a block, which is compared with the header of the file when reading."""
     count = len(key.token_ids)
     numbers = struct.pack("<8sIIIIQ", MAGIC, VERSION, group, count, len(key.extra), num_bytes)
     token_ids = struct.pack(f"<{count}i", *key.token_ids)
@@ -37,8 +37,8 @@ def make_header(fingerprint: bytes, group: int, key: BlockKey, num_bytes: int) -
 
 
 def write_block_file(path: Path, temporary: Path, header: bytes, data: memoryview) -> int:
-    """Writes a block; returns the file's size in bytes. OSError if it cannot be written, and then
-    nothing of it is left.
+    """Writes a block; returns the file's size in bytes. Raises OSError if it cannot be written; no
+    partial file remains.
     """
     try:
         with open(temporary, "wb", buffering=0, opener=_open_private) as file:
@@ -54,8 +54,8 @@ def write_block_file(path: Path, temporary: Path, header: bytes, data: memoryvie
 
 
 def read_block_file(path: Path, header: bytes, into: memoryview) -> None:
-    """Reads a block's bytes. DamagedFile if the file is not the complete block, FileNotFoundError
-    if there is none.
+    """Reads a block's bytes. Raises DamagedFile if the file is not the complete block,
+    FileNotFoundError if it does not exist.
     """
     with path.open("rb", buffering=0) as file:
         size, wanted = os.fstat(file.fileno()).st_size, len(header) + len(into) + CHECKSUM.size
@@ -70,7 +70,7 @@ def read_block_file(path: Path, header: bytes, into: memoryview) -> None:
 
 
 def _open_private(path: str, flags: int) -> int:
-    # Prompts can be read from these files.
+    # Only the owner may read the files: they reveal prompts.
     return os.open(path, flags, 0o600)
 
 

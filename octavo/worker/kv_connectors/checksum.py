@@ -1,7 +1,7 @@
 """Checksum of KV blocks outside of the engine that computed them.
 
-64-bit XXH3 detects damage, not malice. It is several times faster than a network, which CRC-32 is
-not. Source: xxHash (Collet), through the package `xxhash`.
+64-bit XXH3 detects damage, not tampering. It is several times faster than a network, unlike CRC-32.
+Source: xxHash (Collet), through the package `xxhash`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 CHECKSUM = struct.Struct("<Q")
-"""A checksum as it is stored."""
+"""Format of a stored checksum."""
 
 Data = bytes | memoryview | NDArray[np.uint8]
 

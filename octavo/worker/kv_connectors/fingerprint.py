@@ -1,8 +1,8 @@
 """Fingerprint of stored blocks: a hash of everything that their bytes depend on, such as the
 weights and the options of computation and layout.
 
-Weights are hashed by their files' contents. The hash is cached beside the blocks and is valid while
-a file's size, time and inode are unchanged, so a second start reads no weights.
+Weight files are hashed by content. The hashes are cached next to the blocks and are valid while a
+file's size, time and inode are unchanged, so a second start reads no weights.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, entries: Mapping[str, Any]) -> None:
-    """Writes the hashes atomically; several engines may write at once, and the last one wins.
+    """Writes the hashes atomically. Several engines may write at once; the last one wins.
 
-    If the disk is full, the next start only reads the weights again.
+    Ignores a full disk: the next start then reads the weights again.
     """
     temporary = None
     try:

@@ -40,24 +40,28 @@ logger = logging.getLogger(__name__)
 
 
 OVERDUE_S = 5.0
-"""Seconds after which a request that waits for a file, or for an answer about files, computes
-instead."""
+"""Seconds after which a request stops waiting for a file, or for ratings of blocks, and computes
+instead.
+"""
 LOOK_S = 30.0
-"""Seconds between two listings of the directory for changes of other engines, while there is work.
+"""Interval in seconds at which the directory is listed for changes by other engines, while there is
+work.
 """
 PAUSE_S = 30.0
 """Pause in seconds after a failed write."""
 CLOSE_S = 3.0
-"""Seconds for which writes may continue after the engine has closed."""
+"""Maximum seconds for which writes continue after the engine has closed."""
 NICENESS = 10
-"""Niceness of the writing thread: computing has priority."""
+"""Niceness of the writing thread, which has a lower priority than computing."""
 
 
 class BlockRater(Protocol):
-    """Rates stored blocks for requests that choose among them."""
+    """Rates stored blocks for requests that select some of them."""
 
     def prepare(self, query: BlockQuery) -> Any:
-        """Computes the query's part of a rating; None on failure. May use all compute threads."""
+        """Computes the part of a rating that depends only on the query; None on failure. May use
+        all compute threads.
+        """
         ...
 
     def rate(self, query: BlockQuery, prepared: Any, blocks: NDArray[np.uint8]) -> list[float]:
@@ -76,7 +80,7 @@ class TierWorker:
         directory: BlockDirectory | None = None,
         rater: BlockRater | None = None,
     ) -> None:
-        """`rater`: rates blocks for queries; None without queries."""
+        """`rater`: rates blocks for queries; None if there are no queries."""
         self._slots = [
             np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
         ]
@@ -84,11 +88,11 @@ class TierWorker:
         self._rater = rater
         self._report = ConnectorReport()
         self._changed = threading.Condition()
-        """Guards the report; notified when something is added."""
+        """Protects the report; notified when an entry is added."""
         self._fetching: dict[BlockHashWithGroupId, float] = {}
-        """Start of each fetch that is not overdue, on the monotonic clock."""
+        """Start time of each fetch that is not overdue, on the monotonic clock."""
         self._rating: dict[str, float] = {}
-        """Start of each query by request, likewise."""
+        """Start time of each query by request id, on the monotonic clock."""
         self._num_under_way = 0
         self._closing = False
         self._paused_until = 0.0
@@ -147,8 +151,8 @@ class TierWorker:
         self._writer.close(CLOSE_S)
 
     def _answer(self, query: BlockQuery) -> None:
-        """Queues a query after the fetches of its plan, in the same thread. The query's own part of
-        the rating is computed here, in parallel.
+        """Queues a query after the fetches of its plan, in the same thread. The part of the rating
+        that depends only on the query is computed here, in parallel.
         """
         assert self._rater is not None, "nothing asks an engine that cannot answer"
         prepared = self._rater.prepare(query)
@@ -157,19 +161,19 @@ class TierWorker:
             self._rating[query.request_id] = since
         self._reader.put(partial(self._rate, self._rater, query, prepared, since))
 
-    # -- in the threads ----------------------------------------------------------------------------
+    # -- background threads ------------------------------------------------------------------------
 
     def _rate(self, rater: BlockRater, query: BlockQuery, prepared: Any, since: float) -> None:
         ratings: list[float] = []
         try:
             if prepared is not None and not self._closing:
-                # A slot whose file was gone holds anything; its block is then known to be lost.
+                # The slot of a missing file has arbitrary contents; its block is reported missing.
                 with np.errstate(all="ignore"):
                     ratings = rater.rate(query, prepared, self._slots[query.group][query.slots])
         finally:
             with self._reporting() as report:
                 self._num_under_way -= 1
-                if self._rating.get(query.request_id) == since:  # else it came too overdue
+                if self._rating.get(query.request_id) == since:  # otherwise the query is overdue
                     del self._rating[query.request_id]
                     report.answers.append(BlockAnswer(query.request_id, ratings))
 
@@ -197,7 +201,9 @@ class TierWorker:
                 (report.not_kept if gone is None else report.kept).append(block.name)
 
     def _write(self, block: SlotBlock) -> list[BlockHashWithGroupId] | None:
-        """Writes a block's file; returns the evicted blocks, None if it could not be written."""
+        """Writes a block's file; returns the evicted blocks. Returns None if it could not be
+        written.
+        """
         assert self._directory is not None
         if time.monotonic() < self._paused_until:
             return None
@@ -234,7 +240,9 @@ EMPTY = ConnectorReport()
 
 
 def _remove_overdue(since: dict[Any, float]) -> list[Any]:
-    """Removes and returns the overdue ones, given their start times on the monotonic clock."""
+    """Removes and returns the overdue entries of `since`, which contains start times on the
+    monotonic clock.
+    """
     overdue = [name for name, start in since.items() if time.monotonic() - start > OVERDUE_S]
     for name in overdue:
         del since[name]
@@ -242,7 +250,7 @@ def _remove_overdue(since: dict[Any, float]) -> list[Any]:
 
 
 class _JobThread:
-    """A thread that runs jobs in order; started with the first one."""
+    """A thread that runs jobs in order; started with the first job."""
 
     def __init__(self, name: str, *, niceness: int = 0) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -262,7 +270,7 @@ class _JobThread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        # On Linux a priority belongs to a thread, not to its process.
+        # On Linux, each thread has its own priority.
         if self._niceness and hasattr(os, "setpriority"):
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
