@@ -57,7 +57,7 @@ class LoadedDraft(NamedTuple):
     runnable: Runnable
     ids: DraftVocabulary
     features: int | None = None
-    """Cache group of the features that a head reads."""
+    """Cache group of the features that a draft head reads; None for a draft model."""
 
 
 MakeConnector: TypeAlias = "Callable[[LoadedModel, RankSlots, TellReport], ConnectorWorker]"
@@ -65,30 +65,30 @@ MakeConnector: TypeAlias = "Callable[[LoadedModel, RankSlots, TellReport], Conne
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model or one rank's part of it, with its Programs prepared. All options of `config` are
-    derived.
+    """A model or one rank's part of it, with its Programs prepared. `config` includes all derived
+    options.
     """
 
     config: EngineConfig
     programs: Mapping[str, Program]
-    """The model's Programs by name, that of its requests first."""
+    """The model's Programs by name; the first one computes its requests."""
     backend: Backend
     rows: InputBatch
     """Rows of the running requests."""
     runnables: Mapping[str, Runnable]
-    """The prepared Programs by the same names, which share one KV cache."""
+    """Prepared Programs by the same names, which share one KV cache."""
     adapters: AdapterStore | None = None
-    """Adapters of its rows; None without LoRA."""
+    """Adapters for its rows; None without LoRA."""
     tower: ImageTower | None = None
-    """Image encoder; None if the model reads no images."""
+    """Image encoder; None if the model accepts no images."""
     draft: LoadedDraft | None = None
-    """Draft model over the same cache groups."""
+    """Draft model with the same block tables; None without one."""
     side: Runnable | None = None
-    """Program of an extension, prepared from the first one's weights."""
+    """Program of an extension, prepared with the weights of the first Program; None without one."""
     link: StageLink | None = None
     """Pipes to the neighbouring pipeline stages; None without pipeline parallelism."""
     make_connector: MakeConnector | None = None
-    """Makes the connector of a rank other than the first; None on the first."""
+    """Builds the connector of a rank other than the first; None on the first rank."""
 
     @property
     def program(self) -> Program:
@@ -97,7 +97,7 @@ class LoadedModel:
 
     @property
     def encoder(self) -> str | None:
-        """Name of the Program that encodes inputs before the first one; None without one."""
+        """Name of the Program that encodes inputs for the first Program; None without one."""
         encoders = [name for name, one in self.programs.items() if "encoded" in one.outputs]
         return encoders[0] if encoders else None
 
@@ -113,7 +113,7 @@ class LoadedModel:
         return get_common_layouts({**self.runnables, **drafting})
 
     def kv_budget(self) -> KvBudget:
-        """Returns the size of the KV cache: as set by options, else a safe share of the machine's
+        """Returns the size of the KV cache: as set by options, else a safe fraction of the host's
         memory, or the rest of a device's memory.
         """
         config = self.config
@@ -131,7 +131,7 @@ class LoadedModel:
         return self.kv_budget().num_blocks
 
     def connect(self, slots: RankSlots, tell: TellReport) -> ConnectorWorker:
-        """Makes this rank's connector to other engines."""
+        """Builds this rank's connector to other engines."""
         assert self.make_connector is not None, "the first rank makes its own"
         return self.make_connector(self, slots, tell)
 
@@ -142,8 +142,8 @@ class LoadedModel:
         connector: ConnectorWorker | None = None,
         report: Report = lambda text: None,
     ) -> Worker:
-        """Makes the worker with this many blocks of each group, on the device and for swapped
-        requests.
+        """Builds the worker with these numbers of blocks in each group, on the device and for
+        swapped requests.
         """
         kv, places = self._kv_memory(num_blocks, report)
         host = [
@@ -226,8 +226,8 @@ class LoadedModel:
     def _kv_memory(
         self, num_blocks: Sequence[int], report: Report
     ) -> tuple[KvCache, VirtualPlaces | None]:
-        """Allocates the KV memory in the layout of the options; returns it with its places, None in
-        the paged layout.
+        """Allocates the KV memory in the configured layout. Also returns the places of its blocks;
+        None in the paged layout.
         """
         config, backend, layouts = self.config, self.backend, self.layouts
         if config.cache.kv_layout == "paged":
@@ -254,7 +254,7 @@ class LoadedModel:
 
 
 def get_common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...]:
-    """Returns the layouts that prepared Programs share; ConfigError if two differ."""
+    """Returns the layouts that prepared Programs share; raises ConfigError if they differ."""
     name = ""
     layouts: tuple[KvLayout, ...] = ()
     for other, runnable in runnables.items():
@@ -273,8 +273,8 @@ def get_common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...
 def make_input_batch(
     config: EngineConfig, options: BackendOptions, program: Program, grammars: Grammars
 ) -> InputBatch:
-    """Creates the rows of as many requests as may run; raises ConfigError, before any weight is
-    read, if they do not fit in memory.
+    """Creates the rows for the maximum number of running requests. Raises ConfigError, before any
+    weight is read, if they do not fit in memory.
     """
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "derive() has set it"
@@ -307,12 +307,14 @@ def make_input_batch(
 
 
 def device_memory(backend: Backend) -> DeviceMemory | None:
-    """Returns the memory of a device that has its own; None if it is the machine's."""
+    """Returns the memory of a device that has its own. Returns None if the backend uses host
+    memory.
+    """
     return backend.memory()
 
 
 def get_host_bytes(config: EngineConfig) -> int | None:
-    """Returns the free bytes of the machine's memory, or one rank's share of them; None if the
+    """Returns the free bytes of host memory, divided by the number of ranks. Returns None if the
     system does not report them.
     """
     available = Machine().available_bytes()

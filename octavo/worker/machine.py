@@ -1,7 +1,7 @@
 """Compute threads and memory available to this process, under affinity masks, control groups (v1
 and v2) and `ulimit -v`.
 
-Only reads; every path is below `root`, so tests can describe other machines. Source: the kernel
+Read-only. Every path is below `root`, so tests can simulate other machines. Source: the kernel
 documentation of cgroup-v1, cgroup-v2, sysfs.
 """
 
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 UNLIMITED_BYTES = 1 << 60
-"""Limits from here on count as none: cgroup v1 writes "no limit" as a number near 2^63."""
+"""Limits from here on count as no limit: cgroup v1 reports "no limit" as a number near 2^63."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine as this process sees it."""
+    """Resources of the machine that are available to this process."""
 
     root: Path = Path("/")
 
     def num_threads(self) -> int:
-        """Returns the smallest of the physical cores in the affinity mask and the control groups'
-        quotas, at least 1.
+        """Returns the number of physical cores in the affinity mask, or the CPU quota of the
+        control groups if lower; at least 1.
         """
         limits = [float(self._num_physical_cores()), *self._cpu_quotas()]
         return max(1, int(min(limits)))
@@ -39,8 +39,8 @@ class Machine:
         return "unnamed CPU"
 
     def available_bytes(self) -> int | None:
-        """Returns the memory that can be allocated without swapping or being killed; None if the
-        system does not report it.
+        """Returns the memory that can be allocated without swapping or being killed. Returns None
+        if the system does not report it.
         """
         limits = [
             value
@@ -63,13 +63,13 @@ class Machine:
         return len(cores)
 
     def _get_core(self, cpu: int) -> str:
-        """Returns a key that the hardware threads of one core share."""
+        """Returns a key that is equal for the hardware threads of one core."""
         topology = self.root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         siblings = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")
         return siblings or f"cpu{cpu}"
 
     def _cpu_quotas(self) -> Iterator[float]:
-        """Yields the quotas of the control groups, in cores."""
+        """Yields the CPU quotas of the control groups, in cores."""
         for group in self._groups(""):
             words = (_read(group / "cpu.max") or "").split()
             if len(words) == 2 and words[0] != "max":
@@ -92,7 +92,9 @@ class Machine:
         return None
 
     def _address_space_bytes(self) -> int | None:
-        """Returns the bytes that `ulimit -v` leaves to this process; None without a limit."""
+        """Returns the bytes that `ulimit -v` leaves to this process. Returns None without a
+        limit.
+        """
         limit = re.search(
             r"^Max address space +(\d+)", _read(self.root / "proc/self/limits") or "", re.MULTILINE
         )
@@ -102,8 +104,8 @@ class Machine:
         return int(limit[1]) - int(taken[1]) * 1024 if limit and taken else None
 
     def _group_free_bytes(self) -> Iterator[int]:
-        """Yields what is left of each control group's limit; reclaimable page cache counts as
-        free.
+        """Yields the remaining bytes of each control group's limit; reclaimable page cache counts
+        as free.
         """
         names = {
             "": ("memory.max", "memory.current", "inactive_file"),
@@ -116,8 +118,8 @@ class Machine:
                     yield limit - usage + _statistic(group / "memory.stat", cached_name)
 
     def _groups(self, controller: str) -> Iterator[Path]:
-        """Yields the directories of this process's control group of a v1 controller ("" is v2), and
-        of all above it.
+        """Yields the directories of this process's control group for a v1 controller ("": v2), and
+        of all its parent groups.
         """
         mount = self.root / "sys/fs/cgroup"
         for line in (_read(self.root / "proc/self/cgroup") or "").splitlines():

@@ -1,9 +1,9 @@
 """An executor that computes nothing: a step advances a simulated clock by a tabulated time.
 Implements `ports.Executor`.
 
-For scheduler experiments: tests of starvation and fairness, comparisons of policies, what-if
-questions about a machine. Its tokens mean nothing. The real scheduler drives it, through the real
-EngineCore with `SimulatedClock` as its clock.
+For scheduler experiments: tests of starvation and fairness, comparisons of policies, predictions
+for other machines. Its tokens are meaningless. It is driven by the real scheduler and EngineCore,
+with `SimulatedClock` as the clock.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ November 2026.
 """
 
 TOKEN = 7
-"""Id of the token that every sample has."""
+"""Id of the token that every sample yields."""
 
 
 LIKELY = TokenLogprobs(
     [TOKEN, *range(TOKEN, TOKEN + 64)], [-1.0, *(-1.0 - i for i in range(64))], [1, *range(1, 65)]
 )
-"""Logprobs that a beam search chooses from."""
+"""Logprobs for beam searches."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class SimulatedClock:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCosts:
-    """The time that a step takes."""
+    """Duration of a step."""
 
     table: tuple[tuple[int, float], ...] = SMOLLM2_ON_2_CORES
     """(tokens in the step, seconds), ascending; interpolated and extrapolated linearly."""
@@ -129,7 +129,7 @@ class SimulatedStep:
 
     made: StepResult
     end: float
-    """Time at which the last stage has computed it."""
+    """Time at which the last stage finishes the step."""
     clock: SimulatedClock
 
     def result(self) -> StepResult:
@@ -138,7 +138,7 @@ class SimulatedStep:
 
 
 class SimulatedPipeline:
-    """An executor of equal stages, each of which computes one step at a time. Implements
+    """An executor with equal pipeline stages, each of which computes one step at a time. Implements
     `ports.AsyncExecutor`.
     """
 
@@ -150,13 +150,13 @@ class SimulatedPipeline:
         *,
         whole: SimulatedExecutor | None = None,
     ) -> None:
-        """`whole`: executor with its own clock whose steps the stages divide; by default one with
-        these costs.
+        """`whole`: executor whose steps are divided over the stages, with a separate clock; None:
+        one with `costs`.
         """
         self.clock = clock
         self._whole = whole or SimulatedExecutor(SimulatedClock(), costs)
         self._free = [0.0] * num_stages
-        """Time at which each stage has computed all its steps."""
+        """Time at which each stage has finished all its steps."""
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
         made = self._whole.execute(plan)

@@ -1,10 +1,9 @@
 """The roofline of a model on a machine: upper bounds on tokens per second in prefill and decode.
 
-A step takes at least the time to read its weights, K and V from memory, the time of its matmuls,
-and the time to read its streamed weights from disk; the longest one counts. Source: Williams et al.
-2009. For one decoding request, weights are read at the measured rates of one-row matmuls of their
-sizes, K and V at the rate of attention, and other stages add time: its rate is an estimate rather
-than a bound.
+A step takes at least the longest of three times: reading weights, K and V from memory; matmuls; and
+reading streamed weights from disk. Source: Williams et al. 2009. For one decoding request, the rate
+is an estimate rather than a bound: weights are read at the measured rates of one-row matmuls of
+their sizes, K and V at the rate of attention, and other ops add time.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Roofline:
     ceilings: Ceilings
 
     def prefill_tokens_per_s(self, num_tokens: int) -> float:
-        """Returns the tokens per second of one prompt alone, in the engine's chunks."""
+        """Returns the tokens per second of a single prompt, computed in the engine's chunks."""
         chunk = self.capacity.demand.max_step_tokens
         seconds = 0.0
         for first in range(0, num_tokens, chunk):
@@ -41,8 +40,8 @@ class Roofline:
         return num_tokens / seconds
 
     def decode_tokens_per_s(self, num_requests: int, context: int) -> float:
-        """Returns the tokens per second of `num_requests` decoding together, each with `context`
-        tokens before the new one.
+        """Returns the total tokens per second of `num_requests` requests decoding together, each
+        with `context` tokens before the new one.
         """
         products = (
             self.work.per_token + self.work.per_sample + self.work.pairs(context, context + 1)
@@ -56,7 +55,9 @@ class Roofline:
         return num_requests / self._seconds(num_requests * products, reading)
 
     def _seconds(self, products: int, reading: float) -> float:
-        """Returns the seconds of a step that needs `reading` seconds for its weights, K and V."""
+        """Returns the seconds of a step with `products` multiplications that needs `reading`
+        seconds to read its weights, K and V.
+        """
         return max(
             2 * products / self.ceilings.operations,
             reading,
@@ -64,8 +65,8 @@ class Roofline:
         )
 
     def _one_row_seconds(self) -> float:
-        """Returns the seconds for reading the weights of a one-token step and for its stages
-        besides matmuls.
+        """Returns the seconds for reading the weights of a one-token step, and for its ops besides
+        matmuls.
         """
         footprint, ceilings = self.footprint, self.ceilings
 

@@ -1,9 +1,9 @@
 """The execution plane of one device: applies a plan to its rows and blocks, then runs it.
 Implements `ports.AsyncExecutor`.
 
-Decides nothing. A fault while one request is prepared fails that request only
-(`request_faults.py`); a fault of a whole step is narrowed to the request that causes it by running
-the step's requests one by one.
+Makes no scheduling decisions. If preparing a request fails, only that request fails
+(`request_faults.py`). If a complete step fails, its requests are run one by one to find the one
+that causes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from octavo.worker.request_faults import Failures, RequestFaults
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.005
-"""Upper bound, in seconds, for which a step that computes nothing holds up a request that arrives.
+"""Maximum time that a step without rows waits for background work, in seconds, since an arriving
+request waits as long.
 """
 
 
@@ -46,20 +47,20 @@ class LaunchedStep:
     worker: Worker
     began: float
     outcome: StepResult
-    """The result, except for what is known once the rows are computed."""
+    """The result, except for fields that are known only after the rows are computed."""
     inputs: Sequence[ModelInput] = ()
     computing: Sequence[Computing] = ()
-    """Results of `inputs`, to be waited for."""
+    """Pending results of `inputs`."""
     failures: Failures = field(default_factory=dict)
     rows: list[RowResult] | None = None
-    """Results of requests that had to be computed again, one by one; None for a plain step."""
+    """Results of requests that had to be recomputed one by one; None for a normal step."""
 
     def result(self) -> StepResult:
         return self.worker.finish(self)
 
 
 class Worker:
-    """Runs the plans of one engine on one device."""
+    """Executes the plans of one engine on one device."""
 
     def __init__(
         self,
@@ -75,8 +76,9 @@ class Worker:
         media: StepMedia | None = None,
         streaming: LayerStreaming | None = None,
     ) -> None:
-        """`is_alone`: there are no other ranks, which could not follow a step that is split.
-        `shares_steps`: engines share experts, so each step is computed by all of them together.
+        """`is_alone`: whether there are no other ranks, which could not follow a step that is
+        split. `shares_steps`: whether engines share experts, so that all of them compute each step
+        together.
         """
         self._runners = runners
         self._rows = rows
@@ -87,7 +89,7 @@ class Worker:
         self._launched: deque[LaunchedStep] = deque()
         """Launched steps, in the order in which they are computed and return."""
         self._free_since = 0.0
-        """Time at which the device had computed the last step that returned."""
+        """Time at which the device finished the last step that returned."""
         self._close = close
         self._shares_steps = shares_steps
         self._adapters = adapters
@@ -105,7 +107,7 @@ class Worker:
     def decode(self, plan: StepPlan) -> Generator[StepResult]:
         """Executes a plan of several decode steps, one each time the iterator is advanced.
 
-        If its rows are not decoded together, or the first step raises, computes one step.
+        Computes only one step if its rows cannot be decoded together, or if the first step raises.
         """
         began, outcome = self._begin(plan)
         steps: Iterator[list[RowResult]] = iter(())
@@ -145,7 +147,7 @@ class Worker:
                 "a step of %d requests could not be launched; running them one by one",
                 len(plan.rows),
             )
-            # Rows that are `from_device` need the tokens of the steps before on the host.
+            # Rows that are `from_device` need the tokens of earlier steps on the host.
             for earlier in self._launched:
                 earlier.rows = self._wait_for(earlier, [])
             step.rows = [result for row in plan.rows for result in self._run([row], again=True)]
@@ -160,7 +162,7 @@ class Worker:
         outcome.rows = self._wait_for(step, self._launched)
         moved_s = max(outcome.moved_s, self.cache_engine.settle(step.plan.moves))
         self._begin_connector(step.plan)
-        # A step waits for the one before it: it is busy from that one's end at the earliest.
+        # A step can start only after the previous one, so its busy time starts at that one's end.
         began = max(step.began, self._free_since)
         result = self._finish(step.plan, outcome, began)
         self._free_since = began + result.busy_s
@@ -168,8 +170,8 @@ class Worker:
         return result
 
     def _begin(self, plan: StepPlan) -> tuple[float, StepResult]:
-        """Applies a plan to rows and blocks; returns when it began, and a result without rows."""
-        # Encoding is not part of a step's seconds, by which other steps are predicted.
+        """Applies a plan to rows and blocks; returns its start time, and a result without rows."""
+        # Encoding is not included in a step's seconds, from which other steps are predicted.
         not_encoded = [] if self._media is None else self._media.apply(plan)
         began = time.perf_counter()
         moved_s = self._apply(plan)
@@ -182,8 +184,8 @@ class Worker:
         return began, StepResult(plan.step, [], moved_s=moved_s, not_encoded=not_encoded)
 
     def _run(self, rows: Sequence[ScheduledRequest], *, again: bool = False) -> list[RowResult]:
-        """Computes requests together or, if that raises, one by one. `again`: the last tokens on
-        an asynchronous device may be those of a step that failed.
+        """Computes requests together or, if that raises, one by one. `again`: the last tokens on an
+        asynchronous device may belong to a failed step.
         """
         results: list[RowResult] = []
         try:
@@ -217,8 +219,8 @@ class Worker:
     def _wait_for(
         self, step: LaunchedStep, launched_on_it: Iterable[LaunchedStep]
     ) -> list[RowResult]:
-        """Waits for a step's rows. A step that fails after its launch is computed again, and so
-        are those launched on top of it, which were given wrong last tokens.
+        """Waits for a step's rows. If a step fails after its launch, it is recomputed, together
+        with the steps launched after it, which got wrong last tokens.
         """
         if step.rows is not None:
             return step.rows
@@ -239,8 +241,8 @@ class Worker:
         return results
 
     def _finish(self, plan: StepPlan, outcome: StepResult, began: float) -> StepResult:
-        """Completes the result of a plan's first step with what came beside its rows; a step that
-        computes nothing waits a little for it.
+        """Completes the result of a plan's first step with the results of background work. A step
+        without rows waits for them for a short time.
         """
         result = self._complete(outcome, plan, began)
         wait_s = 0.0 if plan.rows else WAIT_S
@@ -272,10 +274,10 @@ class Worker:
         return drafted + encoded + sum(runnable.progress for runnable in self._runners.runnables)
 
     def _apply(self, plan: StepPlan) -> float:
-        """Applies a plan to rows and blocks; returns for how many seconds blocks were moved.
+        """Applies a plan to rows and blocks; returns the seconds spent moving blocks.
 
-        Blocks move out before their places are given up, and in when they have new ones. Tables
-        are shortened before anything can fail: later plans count on it.
+        Blocks are moved out before their places are freed, and moved in after they have new places.
+        Tables are shortened before anything can fail, since later plans rely on it.
         """
         places, rows, faults = self.cache_engine.places, self._rows, self._faults
         for end in plan.table_ends:
@@ -309,7 +311,7 @@ class Worker:
         return moved_s + self._move(plan.moves[num_out:]) if plan.moves else moved_s
 
     def _begin_connector(self, plan: StepPlan) -> None:
-        """Hands the connector its part of the plan, once the plan's moves are made."""
+        """Passes the connector its part of the plan after the plan's moves."""
         if plan.connector is not None and self._connector is not None:
             self._connector.begin(plan.connector)
         if self._layers is not None:
@@ -341,8 +343,8 @@ class Worker:
 def _in_order(
     rows: Sequence[ScheduledRequest], results: Sequence[RowResult], failures: Failures
 ) -> list[RowResult]:
-    """Returns one result for each request, in order: its failure, or the first of `results`, in
-    which failures of an encoder precede the decoder's.
+    """Returns one result for each request, in order: its failure, or the first of its `results`, in
+    which failures of an encoder precede results of the decoder.
     """
     found = dict(failures)
     for result in results:

@@ -1,7 +1,7 @@
 """An adapter's matrices in their stored precision.
 
-int8 is symmetric, with one scale per rank of A and one of B: their product is the only extra
-multiplication, and sums stay exact in fp32.
+int8 is symmetric, with one scale per rank of A and one per rank of B: the product of both scales is
+the only extra multiplication, and sums stay exact in fp32.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class LoraMatrices:
     """A and B of one module in their stored precision."""
 
     a: NDArray
-    """A `[r, in]`, of a table `[r, V]`."""
+    """A, `[r, in]`; for an embedding table `[r, V]`."""
     b: NDArray
-    """B `[out, r]`."""
+    """B, `[out, r]`."""
     scales: NDArray[np.float64]
-    """Scale of each rank `[r]`, without the adapter's own scale."""
+    """Scale of each rank, `[r]`, without the adapter's scale."""
 
     @staticmethod
     def convert(a: NDArray, b: NDArray, dtype: LoraDtype) -> LoraMatrices:
-        """Converts A and B; `auto` keeps bfloat16 if both are, else float32."""
+        """Converts A and B. `auto` keeps bfloat16 if both have it, else uses float32."""
         if dtype == "int8":
             a_codes, a_scales = _codes(a, axis=1)
             b_codes, b_scales = _codes(b, axis=0)
@@ -46,32 +46,34 @@ class LoraMatrices:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all numbers are finite; large ones of float32 are not in bfloat16."""
+        """Whether all values are finite. Large float32 values are not finite in bfloat16."""
         arrays = (self.a, self.b, self.scales)
         with np.errstate(over="ignore"):
             return all(np.isfinite(each.astype(np.float32)).all() for each in arrays)
 
     def product(self, rows: slice | list[int]) -> NDArray[np.float64]:
-        """Returns these rows of B A `[rows, in]`."""
+        """Returns these rows of the product B A, `[rows, in]`."""
         return (self.b[rows].astype(np.float64) * self.scales) @ self.a.astype(np.float64)
 
 
 def get_stored_digest(digest: bytes, dtype: LoraDtype) -> bytes:
-    """Returns the digest of an adapter's content in its stored precision."""
+    """Returns the digest of an adapter's content combined with its stored precision."""
     if dtype == "auto":
         return digest
     return hashlib.blake2b(digest, digest_size=len(digest), key=dtype.encode()).digest()
 
 
 def describe_lora_dtype(dtype: LoraDtype) -> str:
-    """Returns the startup message on the precision of adapters; "" if it is exact."""
+    """Returns the startup message about the precision of adapters; "" if it is exact."""
     if dtype != "int8":
         return ""
     return "approximate: adapters are kept in int8, with a scale for each rank"
 
 
 def _codes(matrix: NDArray, *, axis: int) -> tuple[NDArray[np.int8], NDArray[np.float64]]:
-    """Returns the codes of a matrix and the scale of each rank; those on `axis` share one."""
+    """Returns the int8 codes of a matrix and the scale of each rank; the codes along `axis` have a
+    common scale.
+    """
     numbers = matrix.astype(np.float64)
     scales = np.abs(numbers).max(axis=axis, initial=0.0) / MAX_CODE
     divisors = np.where(scales > 0, scales, 1.0)

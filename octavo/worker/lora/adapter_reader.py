@@ -1,8 +1,8 @@
-"""Reads an adapter for one Program: finds the site of each module and slices its matrices for the
-Program's weights.
+"""Reads an adapter for one Program: finds the site of each module and slices its matrices to match
+the Program's weights.
 
-Owns no memory: adapters are put into a backend's slots. An adapter is rejected if it has no module
-of the Program, or a module that the model does not have.
+Returns the matrices; a backend's slots store them. Rejects an adapter that has no module of the
+Program, or a module that the model does not have.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from octavo.program.program import Program, Weight
 from octavo.worker.lora.adapter_numbers import LoraDtype, LoraMatrices, get_stored_digest
 
 HEADER_BYTES = 1 << 12
-"""Upper bound on a file header's bytes per module."""
+"""Upper bound on the bytes per module in a file header."""
 
 SAME_MATRIX = 0.2
-"""Largest relative error of a packed matrix against the one it was packed from."""
+"""Maximum relative error between a packed matrix and its original."""
 
 Dequantize = Callable[[Weight], NDArray[np.float32]]
 """Returns the values of a packed weight."""
@@ -37,7 +37,7 @@ class Adapter:
     """An adapter that fits its Program."""
 
     digest: bytes
-    """Digest of its content in its stored precision."""
+    """Digest of its content combined with its stored precision."""
     updates: Updates
 
     @property
@@ -46,7 +46,7 @@ class Adapter:
 
 
 class AdapterReader:
-    """Reads adapters of one Program, one rank's part of it or the whole."""
+    """Reads adapters for one Program, or for one rank's part of it."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class AdapterReader:
         dtype: LoraDtype = "auto",
         whole: Program | None = None,
     ) -> None:
-        """`whole`: the whole Program with its sites, if `program` is one rank's part of it."""
+        """`whole`: the complete Program with its sites if `program` is one rank's part of it."""
         everywhere = dict(iter_sites(whole or program))
         self._elsewhere = frozenset(map(get_bare_name, everywhere))
-        """Modules of this rank or another."""
+        """Names of all modules, including those of other ranks."""
         self._shapes = list(map(_whole_shape, everywhere.values()))
         self._dequantize = dequantize
         self._max_rank = max_rank
@@ -72,7 +72,9 @@ class AdapterReader:
         self._biases = _get_biases(program)
 
     def read(self, path: Path) -> Adapter:
-        """Reads and checks an adapter; WeightMismatch or UnsupportedModel names what is wrong."""
+        """Reads and checks an adapter; raises WeightMismatch or UnsupportedModel if it is
+        invalid.
+        """
         found = read_peft(path, max_rank=self._max_rank, max_bytes=self._max_bytes())
         updates: dict[Site, LowRank] = {}
         num_elsewhere = 0
@@ -91,7 +93,7 @@ class AdapterReader:
         return Adapter(get_stored_digest(found.digest, self._dtype), updates)
 
     def _max_bytes(self) -> int:
-        """Returns the bytes of the largest possible adapter, saved tables included."""
+        """Returns the bytes of the largest possible adapter, including saved tables."""
         numbers = sum(
             self._max_rank * (rows + inputs) + 3 * rows + HEADER_BYTES
             for rows, inputs in self._shapes
@@ -100,7 +102,7 @@ class AdapterReader:
         return 4 * (numbers + tables)
 
     def _get_sites(self, update: ModuleUpdate, found: PeftAdapter) -> list[Site]:
-        """Returns the module's sites: that of a table, or those of matmuls."""
+        """Returns the sites of a module: a table's single site, or its matmuls."""
         sites = [
             site
             for site in self._sites.get(update.module, ())
@@ -115,14 +117,16 @@ class AdapterReader:
         return sites
 
     def _is_base_table(self, update: ModuleUpdate, site: Site) -> bool:
-        """Whether an update has only the table's own rows."""
+        """Whether the update changes none of the table's rows."""
         return update.a is None and update.base is not None and self.is_table(site)
 
     def is_table(self, site: Site) -> bool:
         return site in self._tables
 
     def _fitted(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> LowRank | None:
-        """Returns a site's part of a module's update; None if it changes nothing."""
+        """Returns the part of a module's update for one site. Returns None if it changes
+        nothing.
+        """
         self._check_base(update, site[1], found)
         self._check_shapes(update, site, found)
         kept = self._kept(update, site, found)
@@ -155,12 +159,14 @@ class AdapterReader:
                 )
 
     def _shape(self, site: Site) -> tuple[int, int]:
-        """Returns the outputs and inputs of a module; a table's inputs are its rows."""
+        """Returns the numbers of outputs and inputs of a module; the inputs of a table are its
+        rows.
+        """
         shape = _whole_shape(site[1])
         return shape[::-1] if self.is_table(site) else shape
 
     def _kept(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> LoraMatrices:
-        """Returns the matrices in their stored precision; empty ones if the module has none."""
+        """Returns the matrices in their stored precision; empty matrices if the module has none."""
         rows, inputs = self._shape(site)
         a, b = update.a, update.b
         if a is None or b is None:
@@ -176,8 +182,8 @@ class AdapterReader:
     def _gain(
         self, update: ModuleUpdate, kept: LoraMatrices, weight: Weight, found: PeftAdapter
     ) -> NDArray[np.float32]:
-        """Returns the gain of each output: its magnitude over the norm of its row, W + scale * B A.
-        The norm is of whole rows, even if the rank has only a part.
+        """Returns the gain of each output (DoRA): its magnitude divided by the norm of its row of W
+        + scale * B A. Norms are over complete rows, even if the rank has only a part of them.
         """
         assert update.magnitude is not None
         own = _own(weight)
@@ -200,8 +206,8 @@ class AdapterReader:
         gain: NDArray[np.float32] | None,
         found: PeftAdapter,
     ) -> NDArray[np.float32] | None:
-        """Returns the bias added to the base's; None for none, as on ranks with a later part of the
-        inputs.
+        """Returns the bias to add to the base model's. Returns None without a bias, and on ranks
+        that do not have the first part of the inputs.
         """
         if weight.cut is not None and weight.cut.inputs is not None and weight.cut.inputs[0] > 0:
             return None
@@ -221,7 +227,7 @@ class AdapterReader:
         return total
 
     def _check_base(self, update: ModuleUpdate, weight: Weight, found: PeftAdapter) -> None:
-        """Checks that a base matrix saved with the adapter is this model's own."""
+        """Checks that a base matrix saved with the adapter equals the model's."""
         if update.base is None:
             return
         own = _own(weight)
@@ -241,24 +247,24 @@ class AdapterReader:
 
 
 def _own(weight: Weight) -> slice | list[int]:
-    """Returns a weight's rows of the module's matrix."""
+    """Returns which rows of the module's matrix a weight contains."""
     return slice(None) if weight.row_indices is None else list(weight.row_indices)
 
 
 def _own_inputs(weight: Weight) -> slice:
-    """Returns a weight's inputs of the module's matrix; of a table, its columns."""
+    """Returns which inputs of the module's matrix a weight contains; for a table, which columns."""
     span = None if weight.cut is None else weight.cut.inputs
     return slice(None) if span is None else slice(*span)
 
 
 def _table(kept: LoraMatrices, scales: NDArray[np.float64], table: Weight) -> LowRank:
-    """Returns the update of a table, or of the rank's part of its rows and columns."""
+    """Returns the update of a table, or of the rank's part of it."""
     a = np.ascontiguousarray(kept.a.T[_own(table)])
     return LowRank(a, kept.b[_own_inputs(table)], scales)
 
 
 def _whole_shape(weight: Weight) -> tuple[int, int]:
-    """Returns the outputs and inputs of the whole module of a matrix."""
+    """Returns the numbers of outputs and inputs of the complete module of a matrix."""
     return weight.tensor_rows, weight.whole.shape[-1]
 
 

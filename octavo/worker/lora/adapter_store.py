@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 ReadAdapter = Callable[[Path], Adapter]
 
 Packed = Sequence[PackedAdapter]
-"""An adapter for each of the prepared Programs."""
+"""An adapter, packed for each of the prepared Programs."""
 
 
 class AdapterStore:
-    """Adapters that are being loaded, and those cached in host memory."""
+    """Adapters that are being loaded, and adapters cached in host memory."""
 
     def __init__(self, read: ReadAdapter, slots: Sequence[AdapterSlots], max_kept: int) -> None:
         self._read = read
@@ -39,7 +39,7 @@ class AdapterStore:
         self._pool: ThreadPoolExecutor | None = None
 
     def begin(self, loads: Sequence[AdapterLoad]) -> None:
-        """Frees the slots of these adapters and begins to read those that are not cached."""
+        """Frees the slots of these adapters and starts reading those that are not cached."""
         for load in loads:
             for slots in self._slots:
                 slots.drop(load.slot)
@@ -50,8 +50,8 @@ class AdapterStore:
             self._pending[load.slot] = (load.ref, future)
 
     def pop_loaded(self, *, wait_s: float) -> list[AdapterLoaded]:
-        """Puts adapters that have been read into their slots and returns them; waits at most
-        `wait_s` seconds for the first.
+        """Puts adapters that have been read into their slots and returns them. Waits at most
+        `wait_s` seconds for the first one.
         """
         if not self._pending:
             return []
@@ -60,8 +60,8 @@ class AdapterStore:
         return [self._put(slot, *self._pending.pop(slot)) for slot in done]
 
     def await_slots(self, slots: Iterable[int]) -> None:
-        """Waits for the adapters of these slots. With several ranks, only the first one's are
-        certain to be loaded when rows use them. WorkerFailed if one cannot be loaded here.
+        """Waits until these slots are loaded. With several ranks, other ranks may still be loading
+        when the first one is done. Raises WorkerFailed if an adapter cannot be loaded here.
         """
         for slot in slots:
             if slot in self._pending:
@@ -70,12 +70,12 @@ class AdapterStore:
                     raise WorkerFailed(loaded.fault)
 
     def close(self) -> None:
-        """Ends the thread after the adapter that it reads."""
+        """Stops the thread after the adapter that it is reading."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, ref: AdapterRef, kept: Packed | None) -> Packed:
-        """Reads and packs an adapter that is not cached; called in the thread."""
+        """Reads and packs an adapter unless it is cached; called in the thread."""
         if kept is not None:
             return kept
         found = self._read(Path(ref.path))

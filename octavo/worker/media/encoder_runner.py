@@ -1,7 +1,7 @@
 """Runs the encoder of an encoder-decoder model, once for each request's input.
 
-Writes the keys and values that the decoder attends to. Knows rows and arrays; knows nothing of
-queues, blocks' owners or text.
+Writes the keys and values that the decoder attends to. Works on rows and arrays; the scheduler owns
+queues and block allocation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model's vision tower: encodes an image's pixels as rows of the decoder.
 
-Each image is computed by itself, so its rows depend on nothing else; the keys of its patches are
-kept only while it is computed.
+Each image is computed separately, so its rows depend only on its pixels. The keys of its patches
+are kept only while it is computed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from octavo.worker.media.patches import (
 
 @dataclass(frozen=True, slots=True)
 class ImageTower:
-    """The prepared Programs of a tower and their image layout."""
+    """Prepared Programs of a vision tower, and its image layout."""
 
     layout: ImageLayout
     scale: PixelScale
     programs: dict[str, Program]
     runnables: dict[str, Runnable]
     backend: Backend
-    """Backend that prepared them, with its own limits."""
+    """Backend that prepared the Programs, with separate limits."""
 
     def encode(self, image: MediaPixels) -> Rows:
         """Returns the decoder's rows of an image, in raster order, `[num_tokens, W]`."""

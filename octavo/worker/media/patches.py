@@ -1,7 +1,7 @@
 """Cuts images into patches for a vision tower, and builds the step that encodes them.
 
-Knows pixels, layouts and batches; knows nothing of the tower's ops. Source of the orders: the image
-processors and towers of transformers.
+Independent of the tower's ops. Source of the orders: the image processors and towers of
+transformers.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Patches:
     positions: NDArray[np.int32]
     """Positions of each patch, `[P, T]`."""
     window_starts: NDArray[np.int32]
-    """First patch of each window, `[R+1]`; one window if the tower has none."""
+    """First patch of each window, `[R+1]`; a single window if the tower has none."""
     cell_order: NDArray[np.intp]
-    """Index among the tower's cells of each cell in raster order."""
+    """For each cell in raster order, its index in the tower's order."""
 
 
 def cut_patches(image: MediaPixels, layout: ImageLayout, scale: PixelScale) -> Patches:
@@ -57,7 +57,7 @@ def cut_patches(image: MediaPixels, layout: ImageLayout, scale: PixelScale) -> P
     order, counts = _windows(rows, columns, layout.window)
     size, cell = layout.patch_size, layout.cell
     cut = scale.apply(pixels).reshape((rows, cell, size, columns, cell, size, -1))
-    by_cell = cut.transpose((0, 3, 1, 4, 6, 2, 5))  # cells, patches within, colours, pixels
+    by_cell = cut.transpose((0, 3, 1, 4, 6, 2, 5))  # cells, patches within a cell, colors, pixels
     num_colours = by_cell.shape[4]
     flat = by_cell.reshape((rows * columns, cell * cell, num_colours, 1, size, size))[order]
     whole = np.broadcast_to(flat, (*flat.shape[:3], layout.num_frames, size, size))
@@ -94,8 +94,8 @@ def _positions(rows: int, columns: int, layout: ImageLayout) -> NDArray[np.int32
 
 
 def tower_batch(patches: Patches, groups: tuple[CacheGroup, ...]) -> StepBatch:
-    """Returns the step over all patches. Each window is a request; in groups of the whole image all
-    windows read the same blocks.
+    """Returns the step over all patches. Each window is a request; in groups that span the complete
+    image, all windows read the same blocks.
     """
     starts, count = patches.window_starts, len(patches.rows)
     lengths = np.diff(starts)
@@ -129,12 +129,12 @@ def tower_batch(patches: Patches, groups: tuple[CacheGroup, ...]) -> StepBatch:
 
 
 def get_num_blocks(batch: StepBatch) -> list[int]:
-    """Returns how many blocks of each group a step writes to."""
+    """Returns how many blocks of each group a step writes."""
     return [int(table.max(initial=-1)) + 1 for table in batch.block_tables]
 
 
 def rows_batch(rows: Rows, rows_a_request: int) -> StepBatch:
-    """Returns a step without keys over given rows, `rows_a_request` in each request."""
+    """Returns a step without keys over given rows, `rows_per_request` in each request."""
     count = len(rows)
     starts = np.arange(0, count + 1, rows_a_request, dtype=np.int32)
     num = len(starts) - 1

@@ -1,5 +1,5 @@
-"""The images of an engine's steps: encodes them, keeps their rows by digest, and adds them to
-steps. The scheduler decides which images are kept (`engine/media.py`).
+"""The images of an engine's steps: encodes them, caches their rows by digest, and adds them to
+steps. The scheduler decides which images are cached (`engine/media.py`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ class StepMedia:
         self._made: dict[bytes, Rows] = {}
         self._faults: dict[bytes, str] = {}
         self._dropping: list[bytes] = []
-        """Images that the previous plan dropped; an in-flight step may be computed again."""
+        """Images that the previous plan dropped. They are kept for one more plan, since an
+        in-flight step may be recomputed.
+        """
 
     def apply(self, plan: StepPlan) -> list[bytes]:
-        """Drops and encodes a plan's images; returns those that could not be encoded."""
+        """Drops and encodes a plan's images; returns the digests of images that could not be
+        encoded.
+        """
         for digest in self._dropping:
             self._made.pop(digest, None)
         self._dropping = list(plan.dropped_media)
@@ -94,7 +98,7 @@ class StepMedia:
 
     @property
     def progress(self) -> int:
-        """Counter that grows while an image is encoded; other threads may read it."""
+        """Counter that increases while an image is encoded; other threads may read it."""
         return sum(runnable.progress for runnable in self._tower.runnables.values())
 
     def close(self) -> None:
@@ -104,8 +108,8 @@ class StepMedia:
 def get_positions(
     places: NDArray[np.int32], media: Iterable[MediaItem], num_axes: int
 ) -> NDArray[np.int32]:
-    """Returns the positions of tokens by time, row and column, `[num_axes, T]`: an image's follow
-    its grid, and text continues after the largest of them (M-RoPE, Wang et al. 2024).
+    """Returns the positions of tokens by time, row and column, `[num_axes, T]`: image tokens follow
+    the image's grid, and text continues after the largest position (M-RoPE, Wang et al. 2024).
     """
     positions = np.repeat(places[None], num_axes, axis=0)
     shift = 0

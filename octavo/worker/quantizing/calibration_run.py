@@ -1,10 +1,10 @@
 """Runs a Program op by op over calibration texts, with one op's weights and one layer's keys in
-memory at a time. The caller sees an op's input rows before they are multiplied, and may replace
+memory at a time. The caller sees the input rows of an op before it is computed, and may replace
 weights.
 
-The formulas are the reference backend's, except for matmuls and attention over whole texts, which
-are computed many rows at once in fp32. Values are kept in fp64 between ops. The state can be saved
-and restored at points with few live Values, so a run can continue in another process.
+Uses the formulas of the reference backend, except that matmuls and attention process many rows at
+once in fp32. Values are kept in fp64 between ops. The state can be saved and restored at points
+with few live Values, so a run can continue in another process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from octavo.program.program import Op, Program, Value, Weight
 from octavo.quant.blocks import StoredWeight
 
 FINISHED_SHARE = 2
-"""Largest number of live Values of the residual stream's width when a state is saved."""
+"""Maximum size of the live Values when a state is saved, as a multiple of the residual stream."""
 
 
 class CalibrationRun:
@@ -75,7 +75,7 @@ class CalibrationRun:
         return self._step.get(value)
 
     def advance(self, weights: Mapping[Weight, NDArray] | None = None) -> None:
-        """Computes the next op, with these matrices instead of the model's own."""
+        """Computes the next op, with `weights` instead of the model's own."""
         op = self.op
         assert op is not None, "the run is at its end"
         with np.errstate(all="ignore"):
@@ -87,7 +87,7 @@ class CalibrationRun:
         self.index += 1
 
     def state(self) -> dict[str, NDArray] | None:
-        """Returns the state to resume from; None if it is more than the residual stream."""
+        """Returns the state to resume from. Returns None if it is too large to save at this op."""
         alive = {
             name: array
             for name, array in self._step.values.items()
@@ -98,7 +98,7 @@ class CalibrationRun:
         return None if has_keys or len(floats) > FINISHED_SHARE else alive
 
     def restore(self, index: int, values: Mapping[str, NDArray]) -> None:
-        """Continues at an op with the state saved there."""
+        """Continues at op `index` with a saved state."""
         for op in self._program.ops[:index]:
             self._unread.subtract(value.name for value in op.inputs)
         self._step.values = dict(values)
@@ -123,7 +123,7 @@ class CalibrationRun:
         return tuple(FORMULAS[type(op)](op, self._step))
 
     def _grouped(self, op: GroupedLinear) -> Floats:
-        """Multiplies each expert's rows at once."""
+        """Multiplies the rows of each expert at once."""
         x, experts = self._step.get(op.x), self._step.get(op.ids).reshape(-1)
         matrices = self._step.weights[op.weight]
         made = np.zeros((len(x), op.out.width))
@@ -133,7 +133,7 @@ class CalibrationRun:
         return made if op.bias is None else made + self._step.weights[op.bias][experts]
 
     def _attention(self, op: Attention) -> Floats:
-        """Computes attention text by text, all rows of a text at once."""
+        """Computes attention text by text, with all rows of a text at once."""
         num_texts, length = self._texts
         group = self._program.group(op.group)
         arrays = self._step.kv[self._program.group_index(op.group)]
@@ -159,7 +159,7 @@ class CalibrationRun:
         return made.reshape(num_texts * length, -1)
 
     def _forget(self, op: Op) -> None:
-        """Drops values that no later op reads."""
+        """Frees values that no later op reads."""
         self._unread.subtract(value.name for value in op.inputs)
         for value in (*op.inputs, *op.outputs):
             if not self._unread[value.name]:
@@ -167,19 +167,19 @@ class CalibrationRun:
 
 
 class _LayerLives:
-    """The ops between which each layer of a cache group is in use."""
+    """The range of ops in which each layer of a cache group is in use."""
 
     def __init__(self, spans: Mapping[tuple[str, int], tuple[int, int]]) -> None:
         self._spans = spans
 
     def values_at(self, index: int) -> list[int]:
-        """Returns the last readers of the layers that are written before an op."""
+        """Returns the last readers of the layers that are written before op `index`."""
         return [last for first, last in self._spans.values() if first < index <= last]
 
 
 def _with_few_layers(program: Program) -> tuple[Program, _LayerLives]:
-    """Returns the Program with cache groups of as many layers as are in use at once; layers reuse
-    the memory of finished ones.
+    """Returns the Program with cache groups that have only as many layers as are in use at once;
+    later layers reuse the memory of finished ones.
     """
     spans: dict[tuple[str, int], tuple[int, int]] = {}
     for index, op in enumerate(program.ops):
@@ -201,7 +201,7 @@ def _with_few_layers(program: Program) -> tuple[Program, _LayerLives]:
 
 
 def _get_layer(op: Op) -> tuple[str, int] | None:
-    """Returns the layer of a cache group that an op writes or reads."""
+    """Returns the (cache group, layer) that an op writes or reads. Returns None for other ops."""
     group, layer = getattr(op, "group", None), getattr(op, "layer", None)
     return None if group is None or layer is None else (group, layer)
 
@@ -218,7 +218,7 @@ def _rows_in_order(op: Embedding, table: NDArray) -> Floats:
 
 
 def _is_plain(op: Attention) -> bool:
-    """Returns whether whole texts may be computed at once."""
+    """Returns whether attention over complete texts may be computed at once."""
     return (
         op.latent_width == 0
         and op.mask in ("causal", "window", "chunk", "full")
@@ -227,7 +227,7 @@ def _is_plain(op: Attention) -> bool:
 
 
 def _mask(op: Attention, length: int) -> NDArray[np.bool_]:
-    """Returns which keys each row of a text sees, `[length, length]`."""
+    """Returns which keys each row of a text attends to, `[length, length]`."""
     behind = np.arange(length)[:, None] - np.arange(length)
     if op.mask == "full":
         return np.ones((length, length), np.bool_)
@@ -243,7 +243,7 @@ def _mask(op: Attention, length: int) -> NDArray[np.bool_]:
 def _shares(
     scores: NDArray[np.float32], op: Attention, mask: NDArray[np.bool_], sinks: Floats | None
 ) -> NDArray[np.float32]:
-    """Returns the softmax of scores `[H, length, length]`."""
+    """Returns the softmax of scores, `[H, length, length]`."""
     if op.softcap is not None:
         scores = np.float32(op.softcap) * np.tanh(scores / np.float32(op.softcap))
     if isinstance(op.bias, AlibiBias):

@@ -1,7 +1,8 @@
-"""Progress of a quantization, in its output directory: what is done, and the state to resume from.
+"""Progress of a quantization, stored in its output directory: the finished matrices, and the state
+to resume from.
 
 The directory has a temporary name until everything is written. An interrupted run is resumed by a
-run with the same options; other runs are rejected.
+run with the same options; runs with other options are rejected.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ STATES = 2
 
 
 class Journal:
-    """The journal of one quantization into `output`; locks the directory until it is closed."""
+    """The journal of one quantization into `output`. Locks the directory until it is closed."""
 
     def __init__(self, output: Path, identity: Mapping[str, Any]) -> None:
-        """Opens the journal of an interrupted run, or makes the directory for a new one.
+        """Opens the journal of an interrupted run, or creates the directory for a new one.
 
-        Raises ConfigError if the output exists or cannot be made, if an interrupted run had other
-        options, or if one is running.
+        Raises ConfigError if the output exists or cannot be created, if the interrupted run had
+        other options, or if another run is in progress.
         """
         self._output = output.resolve()
         self._identity = dict(identity)
@@ -46,7 +47,7 @@ class Journal:
         self.index = 0
         self.done: list[str] = []
         self.listed: list[str] = []
-        """Experts that no calibration token reached."""
+        """Experts to which no calibration token was routed."""
         self.goes_on = False
         """Whether an earlier run has reserved disk space and written the unchanged tensors."""
         with writing_to(self.folder):
@@ -65,7 +66,7 @@ class Journal:
         self._write()
 
     def wrote(self, names: Sequence[str]) -> None:
-        """Records matrices that are written."""
+        """Records matrices that were written."""
         self.done.extend(names)
 
     def check_room(self, num_bytes: int) -> None:
@@ -80,7 +81,7 @@ class Journal:
             )
 
     def save(self, index: int, state: Mapping[str, NDArray]) -> None:
-        """Saves the op to resume at, and the state there."""
+        """Saves the index of the op to resume at, and the state there."""
         before = self._state_file
         self.index = index
         with self._state_file.open("wb") as file:
@@ -94,7 +95,7 @@ class Journal:
         self._write()
 
     def state(self) -> dict[str, NDArray]:
-        """Returns the state of the op `index`."""
+        """Returns the state saved at op `index`."""
         try:
             with np.load(self._state_file) as found:
                 return {name: found[name] for name in found.files}
@@ -105,7 +106,7 @@ class Journal:
             ) from None
 
     def finish(self) -> None:
-        """Renames the directory to its final name; only the model's files remain."""
+        """Removes the journal and renames the directory to its final name."""
         for file in self.folder.rglob("*"):
             if file.is_file():
                 sync_path(file)
@@ -124,7 +125,7 @@ class Journal:
 
     def _check_output(self) -> None:
         output = self._output
-        if (output / JOURNAL).exists():  # ended between its new name and the journal's removal
+        if (output / JOURNAL).exists():  # interrupted between renaming and removing the journal
             _remove_journal(output)
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ConfigError(f"output: {output} exists", hint="set another directory")
@@ -135,7 +136,7 @@ class Journal:
             )
 
     def _open(self) -> None:
-        """Makes the directory, or reads its journal; locks it until the end of the run."""
+        """Creates the directory, or reads its journal; locks it until the end of the run."""
         has_journal = (self.folder / JOURNAL).is_file()
         self.folder.mkdir(parents=True, exist_ok=True)
         if not has_journal and any(file.name != NEW_JOURNAL for file in self.folder.iterdir()):
@@ -200,7 +201,7 @@ class Journal:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Raises ConfigError with the folder's name for system errors of writing."""
+    """Raises ConfigError with the folder's name for system errors while writing."""
     try:
         yield
     except BrokenPipeError:
@@ -213,6 +214,6 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def _remove_journal(folder: Path) -> None:
-    """Removes all files that are no part of a finished model, the journal last."""
+    """Removes all files that are not part of a finished model, the journal last."""
     for file in (*folder.glob(STATE.format("*")), folder / NEW_JOURNAL, folder / JOURNAL):
         file.unlink(missing_ok=True)

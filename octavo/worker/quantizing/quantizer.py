@@ -1,8 +1,8 @@
 """Quantizes a model layer by layer: each matrix is rounded when the calibration run reaches it, and
-later ops see the rounded one.
+later ops use the rounded matrix.
 
 Owns the order of the work: a matrix whose rows may still be divided by the factors of a later input
-is written once these are known. Knows formats through `Destination` only.
+is written once these factors are known. Output formats are behind `Destination`.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from octavo.worker.quantizing.targets import (
 )
 
 LARGEST = float(np.finfo(np.float16).max)
-"""Largest value of a matrix for which every format has a scale."""
+"""Largest value in a matrix for which every format has a scale."""
 EXACT = "exact:"
 """Prefix of the exact run's Values in a journal."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizePlan:
-    """The matrices to quantize, by tensor name in order of use, and those that stay floats."""
+    """Matrices to quantize, by tensor name in order of use, and matrices that stay floats."""
 
     matrices: Mapping[str, MatrixPlan]
     left: tuple[str, ...]
-    """Modules of linears that stay floats."""
+    """Modules of linear ops that stay floats."""
 
 
 def plan_matrices(
@@ -59,7 +59,7 @@ def plan_matrices(
     destination: Destination,
     bits_of: Callable[[Weight], int],
 ) -> QuantizePlan:
-    """Returns the plan; UnsupportedModel if nothing can be quantized."""
+    """Returns the plan; raises UnsupportedModel if there is nothing to quantize."""
     matrices: dict[str, MatrixPlan] = {}
     left: dict[str, None] = {}
     chosen = set(map(id, chosen_ops(program)))
@@ -72,7 +72,7 @@ def plan_matrices(
                 shape, bits = stored.shape, bits_of(weight)
                 output_major = checkpoint.output_major or stored.is_quantized
                 is_turned = weight.transposed and not output_major
-                # Experts of one tensor get the names that single ones have.
+                # Experts in one tensor get the names of separate experts.
                 written = name if stored.num_stacked else stored.name
                 module = written.removesuffix(".weight")
                 if id(op) in chosen and not is_turned and destination.supports(name, shape, bits):
@@ -91,7 +91,7 @@ def plan_matrices(
 
 @dataclass(slots=True)
 class Quantizer:
-    """One quantization of a model, from `begin` on."""
+    """One quantization of a model."""
 
     program: Program
     checkpoint: Checkpoint
@@ -103,22 +103,22 @@ class Quantizer:
     _waiting: dict[str, RoundedMatrix] = field(default_factory=dict)
     """Matrices that are not written yet."""
     _values: dict[str, Floats32] = field(default_factory=dict)
-    """Values of rounded matrices that a later op also multiplies with."""
+    """Values of rounded matrices that a later op also uses."""
     _exact: CalibrationRun | None = None
-    """Run of the unrounded model at the same op, if its inputs are needed."""
+    """Run of the unrounded model at the same op; None if its inputs are not needed."""
     _added: Mapping[str, Value] = field(default_factory=dict)
     """Value that is added to the outputs of a matrix, by the outputs' name; the outputs compensate
-    its errors.
+    for its errors.
     """
     _statistics: tuple[str, RowStatistics] | None = None
-    """Statistics of the Value read last."""
+    """Name and statistics of the last Value that was read."""
     _factors: dict[str, Floats32] = field(default_factory=dict)
-    """Factors of the inputs by the Value's name."""
+    """Factors of inputs, by Value name."""
     _folds: Mapping[str, Fold] = field(default_factory=dict)
     _vectors: dict[str, Floats32] = field(default_factory=dict)
 
     def run_plain(self, report: Report) -> None:
-        """Rounds every matrix by itself, without calibration."""
+        """Rounds every matrix independently, without calibration."""
         written = set(self.journal.done)
         if written:
             report(_going_on(len(written), len(self.plan.matrices)))
@@ -132,7 +132,7 @@ class Quantizer:
                 self.checkpoint.release()
 
     def run(self, token_ids: NDArray[np.int32], report: Report) -> None:
-        """Rounds the matrices in their order of use, over calibration texts `[texts, length]`."""
+        """Rounds the matrices in order of use, over calibration texts `[texts, length]`."""
         run = CalibrationRun(self.program, self.load, token_ids)
         if self.recipe.gptaq:
             self._exact = CalibrationRun(self.program, self.load, token_ids)
@@ -197,8 +197,8 @@ class Quantizer:
     def _missed(
         self, run: CalibrationRun, op: Linear, statistics: RowStatistics
     ) -> NDArray[np.float64] | None:
-        """Returns the correlation of the errors of the Value added to an op's outputs with its
-        inputs, `[out, in]`; None if none is added.
+        """Returns the correlation, `[out, in]`, of an op's inputs with the errors of the Value that
+        is added to its outputs. Returns None if no Value is added.
         """
         added = self._added.get(op.outs[0].name)
         if added is None or self._exact is None or op.weights_[0].row_indices is not None:
@@ -208,7 +208,7 @@ class Quantizer:
     def _round_experts(
         self, run: CalibrationRun, op: GroupedLinear, weight: Weight, bar: Bar
     ) -> NDArray:
-        """Rounds the matrices of all experts, each over the rows routed to it."""
+        """Rounds the matrices of all experts, each with the rows routed to it."""
         rows, experts = run.rows(op.x), run.rows(op.ids).reshape(-1)
         made = []
         for expert, name in enumerate(weight.tensor_names):
@@ -237,8 +237,8 @@ class Quantizer:
         return nearest(self._weight(plan), None, self.destination.fit(plan))
 
     def _weight(self, plan: MatrixPlan) -> Floats32:
-        """Returns a matrix in fp32; WeightMismatch if it has a NaN or a value without a scale in
-        fp16.
+        """Returns a matrix in fp32. Raises WeightMismatch if it contains NaN or a value without a
+        scale in fp16.
         """
         weight: Floats32 = self.checkpoint.tensor(plan.name).dequantize()
         if not np.isfinite(weight).all():
@@ -267,8 +267,8 @@ class Quantizer:
     def _get_factors(
         self, run: CalibrationRun, x: Value, statistics: RowStatistics
     ) -> Floats32 | None:
-        """Returns the factors of a Value's columns; None if they cannot be folded. The first call
-        chooses them and divides the Value's producer by them.
+        """Returns the factors of a Value's columns. Returns None if they cannot be folded. The
+        first call chooses them and divides the weights that produce the Value by them.
         """
         fold = self._folds.get(x.name)
         if fold is None or (self.recipe.method == "smoothquant" and isinstance(fold, RowsFold)):
@@ -299,8 +299,8 @@ class Quantizer:
         return awq_factors(weights, statistics.hessian, strength, quick)
 
     def _folded(self, fold: Fold, factors: Floats32) -> Floats32:
-        """Divides the producer of an input by its factors; returns the factors as rounded in the
-        producer's precision.
+        """Divides the weights that produce an input by its factors; returns the factors as rounded
+        in the precision of these weights.
         """
         if isinstance(fold, NormFold):
             whole = self._vector(fold.weight) + np.float32(fold.offset)
@@ -328,7 +328,7 @@ class Quantizer:
         return found
 
     def _divided(self, weight: Weight, factors: Floats32, offset: float) -> Floats32:
-        """Writes a vector divided by factors; returns it as it will be read."""
+        """Writes a vector divided by factors; returns it as it will be read back."""
         name = weight.tensor_names[0]
         whole: Floats32 = self._vectors.get(name, self.checkpoint.tensor(name).dequantize())
         indices = weight.row_indices
@@ -340,10 +340,10 @@ class Quantizer:
         stored: Floats32 = self._vectors[name][own]
         return stored
 
-    # -- what waits ----------------------------------------------------------------------------
+    # -- delayed writes ------------------------------------------------------------------------
 
     def _last_uses(self, ops: Sequence[Op]) -> dict[str, int]:
-        """Returns the last op that multiplies with each matrix."""
+        """Returns the index of the last op that uses each matrix."""
         return {
             name: index
             for index, op in enumerate(ops)
@@ -354,7 +354,7 @@ class Quantizer:
         }
 
     def _last_folds(self, ops: Sequence[Op]) -> dict[str, int]:
-        """Returns the op after which each matrix's rows no longer change."""
+        """Returns the index of the op after which each matrix's rows no longer change."""
         found = {}
         for index, op in enumerate(ops):
             fold = self._folds.get(op.x.name) if isinstance(op, Linear) else None
@@ -369,7 +369,7 @@ class Quantizer:
         self.journal.wrote(ready)
 
     def _save(self, run: CalibrationRun) -> None:
-        """Saves the run's state at ops where it is small."""
+        """Saves the state of the run at ops where it is small."""
         state = None if self._waiting or self._values else run.state()
         if state is not None and sum(array.dtype == np.float64 for array in state.values()) == 1:
             last = self.journal.index
@@ -394,5 +394,5 @@ def _going_on(done: int, total: int) -> str:
 
 
 def _get_rows(values: Floats32, weight: Weight) -> NDArray:
-    """Returns a weight's rows of its tensor."""
+    """Returns the rows of a tensor's values that belong to a weight."""
     return values if weight.row_indices is None else values[np.array(weight.row_indices)]

@@ -29,7 +29,7 @@ class RowStatistics:
 
     @cached_property
     def hessian(self) -> NDArray[np.float64]:
-        """Sum of x x^T, `[in, in]`: matmuls in fp32, sums of some thousand rows in fp64."""
+        """Sum of x x^T, `[in, in]`: matmuls in fp32, summed in fp64 every few thousand rows."""
         total = np.zeros((self._rows.shape[1],) * 2)
         for start in range(0, len(self._rows), CHUNK_ROWS):
             part = self._rows[start : start + CHUNK_ROWS].astype(np.float32)
@@ -38,11 +38,13 @@ class RowStatistics:
 
     @property
     def shift(self) -> NDArray[np.float64] | None:
-        """Sum of (x - y) y^T, `[in, in]`, of the exact rows x and these rows y."""
+        """Sum of (x - y) y^T, `[in, in]`, for the exact rows x and these rows y; None without exact
+        rows.
+        """
         return None if self._exact is None else self.missed(self._exact, self._rows)
 
     def missed(self, exact: NDArray, found: NDArray) -> NDArray[np.float64]:
-        """Returns the sum of r y^T, `[width, in]`, with r = `exact [T, width]` - `found` and these
+        """Returns the sum of r y^T, `[width, in]`, for r = `exact [T, width]` - `found` and these
         rows y.
         """
         total = np.zeros((exact.shape[1], self._rows.shape[1]))

@@ -1,8 +1,8 @@
 """Selects the matrices of a Program to quantize, and where factors of their inputs can be folded:
 into the norm, the gated matmul or the values that produce the input.
 
-Reads only the Program and names no family: a new family with the same order of ops is quantized
-like the others.
+Depends only on the ops of a Program, so a new model family with the same order of ops needs no code
+here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from octavo.program.program import Op, Program, Value, Weight
 
 @dataclass(frozen=True, slots=True)
 class NormFold:
-    """The norm that produces an input: factors are folded into its weight and bias."""
+    """The norm that produces an input. Factors are folded into its weight and bias."""
 
     weight: Weight
     bias: Weight | None
@@ -37,7 +37,7 @@ class NormFold:
 
 @dataclass(frozen=True, slots=True)
 class RowsFold:
-    """The matrix whose rows produce an input: row `rows[i]` for input i."""
+    """The matrix whose rows produce an input: row `rows[i]` produces input i."""
 
     weight: Weight
     bias: Weight | None
@@ -48,7 +48,7 @@ Fold = NormFold | RowsFold
 
 
 def chosen_ops(program: Program) -> list[Linear | GroupedLinear]:
-    """Returns the linear ops to quantize: neither output layers nor routers."""
+    """Returns the linear ops to quantize: all except output layers and routers."""
     routed = {op.logits.name for op in program.ops if isinstance(op, Route)}
     return [
         op
@@ -66,8 +66,8 @@ def get_matrices(op: Linear | GroupedLinear) -> tuple[Weight, ...]:
 
 
 def added_values(program: Program) -> dict[str, Value]:
-    """Returns the Value added to the outputs of a matrix, by the outputs' name: the residual
-    stream, if it is computed before them.
+    """Returns the Value that is added to a matrix's outputs, by the outputs' name: the residual
+    stream if it is computed before them.
     """
     makers = {value.name: index for index, op in enumerate(program.ops) for value in op.outputs}
     readers = Counter(value.name for op in program.ops for value in op.inputs)
@@ -141,7 +141,9 @@ class _Folds:
         return None
 
     def _values_fold(self, attention: Attention) -> RowsFold | None:
-        """Returns the rows of V that produce each column of an attention's output."""
+        """Returns the rows of V that produce each column of an attention's output. Returns None if
+        factors cannot be folded there.
+        """
         layer = (attention.group, attention.layer)
         at_layer = [
             op

@@ -1,8 +1,8 @@
-"""Ranks on other machines: the first rank listens; each other one connects, authenticates with the
-shared secret, and sends its rank.
+"""Ranks on other machines: the first rank listens; every other rank connects, authenticates with
+the shared secret, and sends its rank.
 
-Then the connection serves like a pipe to a local process. Nothing that a peer sends is processed
-before it has authenticated, and nothing is unpickled.
+Then the connection is used like a pipe to a local process. Data from a peer is processed only after
+it has authenticated, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from octavo.worker.ranks.messages import RankSetup
 from octavo.worker.ranks.other_ranks import StartedRank
 
 JOIN_S = 600.0
-"""Seconds for which the first rank waits for the others, and each of them for the first."""
+"""Timeout in seconds for all ranks to connect."""
 HANDSHAKE_S = 5.0
-"""Seconds within which a peer must authenticate and send its rank."""
+"""Timeout in seconds for a peer to authenticate and send its rank."""
 RETRY_S = 0.5
 """Seconds between connection attempts to the first rank."""
 NO_SECRET = b"octavo"
@@ -45,11 +45,11 @@ class JoiningRanks:
     """The first rank's listener for the others."""
 
     def __init__(self, host: str, port: int, secret: str | None) -> None:
-        """Starts listening; ConfigError if that fails."""
+        """Starts listening; raises ConfigError if that fails."""
         self._name = f"{host}:{port}"
         self._secret = _get_key(secret)
         self._connected: dict[int, Connection] = {}
-        """Connected ranks that were not started yet."""
+        """Connected ranks that have not been started yet."""
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
@@ -78,14 +78,14 @@ class JoiningRanks:
         return StartedRank(self._connected.pop(setup.rank), None)
 
     def close(self) -> None:
-        """Stops listening and disconnects ranks that were not started."""
+        """Stops listening, and disconnects ranks that have not been started."""
         self._listener.close()
         for connection in self._connected.values():
             connection.close()
         self._connected.clear()
 
     def _accept(self, peer: socket.socket, address: Sequence[object], num_ranks: int) -> None:
-        """Accepts a connected rank; disconnects it if it fails to authenticate or has another
+        """Accepts a connected rank. Disconnects it if it fails to authenticate or has another
         version.
         """
         where, connection = str(address[0]), _make_connection(peer)
@@ -105,7 +105,7 @@ class JoiningRanks:
             self._refuse(connection, where, what)
         else:
             if before := self._connected.pop(hello.rank, None):
-                before.close()  # it was started again
+                before.close()  # the rank was restarted
             self._connected[hello.rank] = connection
 
     def _refuse(self, connection: Connection, where: str, reason: str) -> None:
@@ -153,9 +153,9 @@ def _get_key(secret: str | None) -> bytes:
 
 
 def _make_connection(peer: socket.socket) -> Connection:
-    """Returns a socket as a blocking connection of messages."""
+    """Wraps a socket in a blocking connection for messages."""
     peer.settimeout(None)
-    with contextlib.suppress(OSError):  # the other side may have gone, as the first read says
+    with contextlib.suppress(OSError):  # the other side may be gone, which the first read reports
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return Connection(peer.detach())
@@ -163,13 +163,13 @@ def _make_connection(peer: socket.socket) -> Connection:
 
 @contextlib.contextmanager
 def _within(connection: Connection, seconds: float) -> Iterator[None]:
-    """Closes a connection if the exchange takes longer in all."""
+    """Closes a connection if the complete exchange takes longer than `seconds`."""
     with socket.socket(fileno=os.dup(connection.fileno())) as peer:
         is_overdue = threading.Event()
 
         def end() -> None:
             is_overdue.set()
-            with contextlib.suppress(OSError):  # the other side may have ended it
+            with contextlib.suppress(OSError):  # the other side may have closed it
                 peer.shutdown(socket.SHUT_RDWR)
 
         timer = threading.Timer(seconds, end)

@@ -1,4 +1,4 @@
-"""The messages between the first rank of an engine and the others: msgpack, over one pipe each."""
+"""Messages between the first rank of an engine and the others: msgpack, over one pipe each."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class RankSetup(msgspec.Struct, tag=True):
     """First message: load this rank's part of the model."""
 
     build: str
-    """Name of a `process.BuildRank`, "module:function"."""
+    """Name of a `process.BuildRank` as "module:function"."""
     options: dict[str, Any]
-    """Engine options by their flat names."""
+    """Engine options by name."""
     rank: int
     num_ranks: int
     address: list[int]
-    """This rank's address of the `RankRendezvous`."""
+    """Arguments with which this rank joins the `RankRendezvous`."""
 
 
 class Measure(msgspec.Struct, tag=True):
-    """All ranks have loaded: count the KV blocks that fit."""
+    """All ranks have loaded: report the number of KV blocks that fit."""
 
 
 class RankSlots(msgspec.Struct):
-    """What all ranks share of a connector to other engines."""
+    """Properties of a connector to other engines that all ranks have in common."""
 
     num_slots: int
-    """Slots of each cache group."""
+    """Number of slots in each cache group."""
     fingerprint: bytes
     """Digest of everything that a block's bytes depend on."""
 
@@ -57,7 +57,7 @@ class Execute(msgspec.Struct, tag=True):
 
 
 class SampledTokens(msgspec.Struct):
-    """Tokens that a step has sampled for a request, from the index `start` on."""
+    """Tokens that a step sampled for a request, from index `start` on."""
 
     request_id: str
     start: int
@@ -94,7 +94,7 @@ class FittingBlocks(msgspec.Struct, tag=True):
 
 
 class RankReady(msgspec.Struct, tag=True):
-    """The rank accepts plans from now on, and no longer replies."""
+    """The rank accepts plans, and sends no more replies."""
 
 
 class RankReport(msgspec.Struct, tag=True):

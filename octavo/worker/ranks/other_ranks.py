@@ -1,7 +1,7 @@
-"""The other ranks, managed by the first one: starts them, sends messages to all, and detects their
-ends.
+"""Management of the other ranks by the first one: starts them, sends messages to all, and detects
+when they end.
 
-The end of any rank ends the engine, since its weights and KV are lost.
+If any rank ends, the engine ends, since the rank's weights and KV are lost.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from octavo.worker.ranks.messages import CloseRank, FromRank, RankReport, RankSe
 
 MAIN = "octavo.worker.ranks.process:main"
 END_S = 5.0
-"""Seconds in which closed ranks must end before they are killed."""
+"""Timeout in seconds for closed ranks to exit before they are killed."""
 NOTICE_S = 5.0
-"""Seconds within which the loss of a rank is noticed after its connections break."""
+"""Timeout in seconds for noticing that a rank is lost after its connections break."""
 
 Message = TypeVar("Message", bound=FromRank)
 OnReport = Callable[[int, ConnectorReport], None]
@@ -42,22 +42,22 @@ OnLoss = Callable[[OctavoError], None]
 
 @dataclass(frozen=True, slots=True)
 class StartedRank:
-    """Another rank, which waits for its first message."""
+    """Another rank that waits for its first message."""
 
     connection: Connection
     process: subprocess.Popen[bytes] | None
-    """Process of the rank; None if it is another machine's."""
+    """Process of the rank; None if it is on another machine."""
 
 
 StartRank = Callable[[RankSetup, tuple[int, ...]], StartedRank]
-"""Starts a rank whose process inherits these descriptors, or waits until it has joined."""
+"""Starts a rank whose process inherits these file descriptors, or waits until it has joined."""
 
 
 def start_here(setup: RankSetup, inherited: tuple[int, ...]) -> StartedRank:
-    """Starts a rank as a local process, which ends with this one."""
+    """Starts a rank as a local process that ends when this one ends."""
     connection, theirs = Pipe()
     # The kernel counts the thread that starts a process as its parent, so the child may be
-    # killed with that thread only if it is the main one, which lives as long as the process.
+    # killed with that thread only if this is the main thread, which lives as long as the process.
     dies_with_parent = int(threading.current_thread() is threading.main_thread())
     arguments = [str(theirs.fileno()), str(dies_with_parent)]
     process = start_bound(MAIN, arguments, pass_fds=[theirs.fileno(), *inherited])
@@ -73,11 +73,11 @@ class RankLink:
         self._rank = setup.rank
         self._on_loss = on_loss
         self.on_report: OnReport | None = None
-        """Set before the rank reports anything."""
+        """Must be set before the rank sends reports."""
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._said: queue.SimpleQueue[FromRank | OctavoError] = queue.SimpleQueue()
         self.is_closing = False
-        """Whether it was asked to end, so its end is no loss."""
+        """Whether the rank was asked to end, so that its end is not an error."""
         self._connection = started.connection
         self.process = started.process
         self._reader = threading.Thread(
@@ -87,7 +87,7 @@ class RankLink:
         self.send(msgspec.msgpack.encode(setup))
 
     def send(self, message: bytes) -> None:
-        """Sends a message; no-op if the rank is gone, which `on_loss` reports."""
+        """Sends a message. Does nothing if the rank is gone, which `on_loss` reports."""
         with contextlib.suppress(OSError):
             self._connection.send_bytes(message)
 
@@ -102,7 +102,7 @@ class RankLink:
     def kill(self) -> None:
         """Kills a local process."""
         if self.process is not None:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # it has already ended
                 self.process.kill()
 
     def close(self, patience_s: float) -> None:
@@ -117,7 +117,7 @@ class RankLink:
                 contextlib.suppress(OSError),
                 socket.socket(fileno=os.dup(self._connection.fileno())) as peer,
             ):
-                peer.shutdown(socket.SHUT_RDWR)  # which ends a read that waits
+                peer.shutdown(socket.SHUT_RDWR)  # unblocks a pending read
         self._reader.join()
         self._connection.close()
 
@@ -146,7 +146,7 @@ class RankLink:
 
 
 class OtherRanks:
-    """Ranks 1 to num_ranks - 1, started at once."""
+    """Ranks 1 to num_ranks - 1, all started at once."""
 
     def __init__(
         self,
@@ -156,12 +156,12 @@ class OtherRanks:
         rendezvous: RankRendezvous,
         start: StartRank = start_here,
     ) -> None:
-        """`build` names a `process.BuildRank`, "module:function"."""
+        """`build` is the name of a `process.BuildRank` as "module:function"."""
         self.num_ranks = num_ranks
         self._encoder = msgspec.msgpack.Encoder()
         self._lost: OctavoError | None = None
         self._dead: EngineDead | None = None
-        """Error of every step after the first fault of any rank."""
+        """Error that every step raises after the first failure of any rank."""
         self._is_lost = threading.Event()
         self._on_loss: list[OnLoss] = []
         self._lock = threading.Lock()
@@ -181,11 +181,11 @@ class OtherRanks:
 
     @property
     def lost(self) -> OctavoError | None:
-        """Reason of the first rank that ended by itself; None while all are alive."""
+        """Reason why the first rank to end unexpectedly ended; None while all are alive."""
         return self._lost
 
     def when_lost(self, on_loss: OnLoss) -> None:
-        """Registers a callback for a rank that ends by itself; called now if one has."""
+        """Registers a callback for a rank that ends unexpectedly; called immediately if one has."""
         with self._lock:
             if self._lost is None:
                 self._on_loss.append(on_loss)
@@ -198,7 +198,7 @@ class OtherRanks:
             rank.on_report = on_report
 
     def check(self) -> None:
-        """Raises EngineDead after the first fault of any rank."""
+        """Raises EngineDead after the first failure of any rank."""
         if self._lost is not None:
             self._die(self._lost, "")
         if self._dead is not None:
@@ -206,7 +206,7 @@ class OtherRanks:
 
     def ended_by(self, error: Exception, place: str) -> EngineDead:
         """Ends all ranks after a step has failed at `place`, this process's part of the model.
-        Returns the error to raise: a rank's own end, if that is the cause.
+        Returns the error to raise: the end of another rank, if that is the cause.
         """
         self._is_lost.wait(NOTICE_S)
         return self._die(self._lost or error, place)
@@ -217,13 +217,16 @@ class OtherRanks:
             rank.send(data)
 
     def expect(self, kind: type[Message]) -> list[Message]:
-        """Returns the next message of each rank, in rank order; raises the reason if one ends."""
+        """Returns the next message of each rank, in rank order; raises the reason if a rank
+        ends.
+        """
         return [rank.expect(kind) for rank in self._ranks]
 
     def close(self, *, patience_s: float = END_S) -> None:
-        """Ends all ranks; a second call is a no-op.
+        """Ends all ranks; later calls do nothing.
 
-        Ranks that wait for a lost one never read the message, so they are killed at once.
+        If a rank was lost, the others wait for it and never read the message, so they are killed at
+        once.
         """
         for rank in self._ranks:
             rank.is_closing = True
@@ -234,7 +237,7 @@ class OtherRanks:
         self._ranks.clear()
 
     def _die(self, error: Exception, place: str) -> EngineDead:
-        """Ends all ranks at the first fault, after which they are out of step."""
+        """Ends all ranks at the first failure, since they are out of step afterwards."""
         if self._dead is None:
             what = (
                 error.message
@@ -246,9 +249,9 @@ class OtherRanks:
         return self._dead
 
     def lose(self, error: OctavoError) -> None:
-        """Stores the first reason for the engine's end and kills all local ranks. In another
-        pipeline stage than the first rank's, nothing else ends their wait for the lost rank, for
-        which this process would wait in turn.
+        """Stores the first reason for the engine's end and kills all local ranks. Pipeline stages
+        may wait for a lost rank, and this process for these stages; only killing them ends the
+        wait.
         """
         with self._lock:
             if self._lost is not None:

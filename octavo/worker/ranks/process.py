@@ -1,9 +1,9 @@
-"""The process of a rank other than the first: loads its part of the model, then executes every
-plan that the first rank sends.
+"""The process of a rank other than the first: loads its part of the model, then executes every plan
+that the first rank sends.
 
 Started by `other_ranks.py` with a pipe to the first rank, or by `octavo rank` on another machine.
-Ends when asked to, when that pipe or its standard input closes, and when anything fails, since it
-is then out of step with the others.
+Ends when asked to, when that pipe or its standard input closes, and on any failure, since it is
+then out of step with the others.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ Message = TypeVar("Message")
 
 
 BuildRank: TypeAlias = "Callable[[RankSetup, Callable[[], None]], LoadedModel]"
-"""Joins the other ranks and loads this one's part.
+"""Joins the other ranks and loads this rank's part of the model.
 
-Calls its second argument before, once everything that it needs is known to exist.
+Calls its second argument once it knows that all required files and devices exist, before joining.
 """
 
 
 def main() -> None:
     """Runs the process; its arguments are FD DIES_WITH_PARENT.
 
-    The first is the file descriptor of its end of the pipe; the second is 1 if the kernel is to
-    kill it with the thread that started it, else 0.
+    FD is the file descriptor of its end of the pipe. DIES_WITH_PARENT is 1 if the kernel is to kill
+    the process with the thread that started it, else 0.
     """
     if sys.argv[2] == "1" and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -72,7 +72,7 @@ def main() -> None:
     try:
         loop.run()
     except (EOFError, ConnectionError):
-        pass  # the first rank has gone
+        pass  # the first rank is gone
     except Exception as error:
         loop.fail(error)
 
@@ -95,12 +95,12 @@ class RankLoop:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        """Held while a message is sent: reports come from other threads."""
+        """Held while a message is sent, since reports come from other threads."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToRank)
 
     def run(self) -> None:
-        """Loads, allocates the KV cache and computes plans until asked to end."""
+        """Loads the model, allocates the KV cache and executes plans until asked to end."""
         setup = self._expect(RankSetup)
         module, _, function = setup.build.partition(":")
         build: BuildRank = getattr(importlib.import_module(module), function)
@@ -123,9 +123,9 @@ class RankLoop:
         worker.close()
 
     def fail(self, error: Exception) -> None:
-        """Sends the error to the first rank, and ends the process at once.
+        """Sends the error to the first rank, and ends the process immediately.
 
-        Nothing is cleaned up: other threads may be blocked in a collective forever.
+        Skips cleanup: other threads may be blocked in a collective forever.
         """
         if not isinstance(error, OctavoError):
             logger.exception("a rank ends", exc_info=error)
@@ -133,7 +133,9 @@ class RankLoop:
         os._exit(1)
 
     def _tell(self, report: ConnectorReport) -> None:
-        """Sends a report; the loop detects the end of the first rank."""
+        """Sends a report. Ignores a closed connection, since the main loop detects the end of the
+        first rank.
+        """
         with contextlib.suppress(OSError):
             self._send(RankReport(report))
 

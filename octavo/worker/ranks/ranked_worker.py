@@ -1,6 +1,6 @@
 """The first rank's worker and the other ranks as one executor.
 
-Every plan is sent to all ranks, which compute it together; the first one's result counts.
+Every plan is sent to all ranks, which compute it together; the first rank's result is returned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from octavo.worker.worker import Worker
 
 
 class RankedWorker:
-    """An executor over several ranks; raises EngineDead after the first fault of any of them.
+    """An executor over several ranks; raises EngineDead after the first failure of any rank.
 
     Implements `ports.Executor`, `ports.Profiler` and `ports.Losable`.
     """

@@ -1,7 +1,7 @@
-"""Startup of the first rank: starts and joins the others, and determines the common number of KV
-blocks.
+"""Startup of the first rank: starts and joins the other ranks, and determines the common number of
+KV blocks.
 
-Every function also works for an engine of one rank, for which `others` is None.
+Every function also works for an engine with one rank, for which `others` is None.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SharedSlots:
 
     slots: RankSlots
     take_report: Callable[[int, ConnectorReport], None]
-    """Receives a rank's report; called by other threads."""
+    """Receives a rank's report; called from other threads."""
 
 
 def start_ranks(
@@ -55,8 +55,8 @@ def start_ranks(
 ) -> tuple[Joined, OtherRanks]:
     """Starts the other ranks and joins them.
 
-    `build` names a `process.BuildRank`, "module:function"; `join` makes this process the first one.
-    Without `start` the others are local processes.
+    `build` is the name of a `process.BuildRank` as "module:function"; `join` makes this process the
+    first rank. Without `start`, the other ranks are local processes.
     """
     from octavo.worker.ranks.other_ranks import OtherRanks, start_here
 
@@ -71,8 +71,8 @@ def start_ranks(
 
 
 def end_ranks(others: OtherRanks, error: BaseException) -> BaseException:
-    """Ends the other ranks because of `error`; returns the error to raise: a rank's own end, if
-    that is the cause.
+    """Ends the other ranks because of `error`. Returns the error to raise: the end of another rank,
+    if that is the cause.
     """
     lost = others.lost
     others.close(patience_s=0.0)
@@ -80,7 +80,7 @@ def end_ranks(others: OtherRanks, error: BaseException) -> BaseException:
 
 
 def common_budget(loaded: LoadedModel, others: OtherRanks | None) -> KvBudget:
-    """Returns the KV blocks that fit on every rank, measured once all have loaded."""
+    """Returns the KV blocks that fit on every rank; measured after all have loaded."""
     if others is None:
         return loaded.kv_budget()
     others.expect(RankLoaded)
@@ -100,8 +100,8 @@ def common_worker(
     sharing: SharedSlots | None,
     report: Report,
 ) -> Worker | RankedWorker | PipelinedWorker:
-    """Allocates the KV cache on every rank, block counts per cache group; returns the executor.
-    `sharing`: connector whose blocks are split over the ranks, if any.
+    """Allocates the KV cache on every rank (block counts are per cache group) and returns the
+    executor. `sharing`: connector whose blocks are split over the ranks; None without one.
     """
     if others is not None:
         if sharing is not None:

@@ -1,8 +1,9 @@
 """Draft tokens in a step: the rows that compute draft trees, and which samples accept them.
 
-A request is sampled after its last known token and after each draft token. Verifying is sampling: a
-draft token is accepted if it equals the token sampled before it. Each path of a draft tree but the
-first is one more request of the step, which computes the tokens that no earlier path has.
+A request is sampled after its last known token and after each draft token. A draft token is
+accepted if it equals the token sampled before it, so verification is plain sampling. Each path of a
+draft tree except the first is an additional request of the step, which computes the tokens that no
+earlier path has.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from octavo.engine.protocol.step import ScheduledRequest
 
 @dataclass(frozen=True, slots=True)
 class DraftLeaf:
-    """Tokens of a path of a draft tree, not its first, that a step computes."""
+    """Tokens that a step computes for a path of a draft tree other than the first."""
 
     index: int
-    """Index of its request among the scheduled ones."""
+    """Index of its request in the scheduled requests."""
     path: int
     tokens: list[int]
-    """Draft tokens that it computes, the end of the path."""
+    """Draft tokens to compute, at the end of the path."""
     end: int
-    """Number of tokens of the request up to the path's end."""
+    """Number of tokens of the request up to the end of the path."""
 
 
 class DraftLayout:
-    """Rows of a step's draft trees: first paths lie within their requests, `leaves` behind them."""
+    """Rows of a step's draft trees. First paths are part of their requests; `leaves` follow all
+    requests.
+    """
 
     def __init__(self) -> None:
         self.trees: dict[int, DraftTree] = {}
@@ -39,7 +42,7 @@ class DraftLayout:
         self._num_requests = 0
 
     def add(self, index: int, request: ScheduledRequest) -> int:
-        """Adds a request's tree; returns how many tokens the request itself computes."""
+        """Adds a request's tree; returns how many tokens the request's first path has."""
         tree = self.trees[index] = DraftTree(request.draft_parents)
         num_known = request.num_tokens - len(request.draft_ids)
         first = request.start + num_known
@@ -51,8 +54,8 @@ class DraftLayout:
         return num_known + len(tree.paths[0])
 
     def append_leaves(self, rows: list[int], ends: list[int], starts: list[int]) -> None:
-        """Appends the leaves to each request's permanent row and end, `[R]`, and to its first token
-        in the step, `[R+1]`.
+        """Appends each leaf's permanent row and end to `rows` and `ends`, `[R]`, and the index of
+        its first token in the step to `starts`, `[R+1]`.
         """
         self._num_requests, self._starts = len(rows), starts
         for leaf in self.leaves:
@@ -62,7 +65,8 @@ class DraftLayout:
 
     def set_samples(self, owners: list[int], ends: list[int], rows: list[int]) -> None:
         """Sets where requests with trees are sampled: after the last known token, then after each
-        draft token. Takes each sample's request, number of tokens before it, and row of the step.
+        draft token. Sets the request of each sample, its number of tokens before the sample, and
+        its row in the step.
         """
         for index, tree in self.trees.items():
             if owners.count(index) < 2:
@@ -90,8 +94,8 @@ class DraftLayout:
         return rows
 
     def get_shared_rows(self, leaf: DraftLeaf, request: ScheduledRequest) -> list[int]:
-        """Returns the rows of the step that compute what a leaf's path shares with earlier paths:
-        the request's own tokens, then draft tokens.
+        """Returns the rows of the step whose tokens a leaf's path shares with earlier paths: the
+        request's known tokens, then draft tokens.
         """
         path = self.trees[leaf.index].paths[leaf.path]
         start = self._starts[leaf.index]
@@ -106,9 +110,9 @@ class AcceptedSamples(NamedTuple):
     """Samples of a step that are kept."""
 
     entries: list[int]
-    """Indices of the samples, those of one request in the order of its tokens."""
+    """Indices of the samples; samples of one request are in token order."""
     paths: dict[int, int]
-    """Accepted path of each draft tree, by index of the request."""
+    """Index of the accepted path of each draft tree, by index of the request."""
 
 
 def accept_drafts(
@@ -117,11 +121,11 @@ def accept_drafts(
     token_ids: Sequence[int],
     failed: Sequence[bool],
 ) -> AcceptedSamples:
-    """Returns the samples that follow sampled tokens only: the first of each request, and those
-    after accepted draft tokens.
+    """Returns the samples to keep: the first one of each request, and samples after accepted draft
+    tokens.
 
-    A failed sample after a draft token is left out: the next step samples it again and reports the
-    fault.
+    A failed sample after a draft token is omitted: the next step samples it again and reports the
+    failure.
     """
     kept: list[int] = []
     paths: dict[int, int] = {}
@@ -145,8 +149,8 @@ def accept_drafts(
 def _accept(
     draft_ids: Sequence[int], tree: DraftTree, sampled: Sequence[int], failed: Sequence[bool]
 ) -> list[int]:
-    """Returns the accepted draft tokens, in order. `sampled` and `failed` are of the sample after
-    the last known token, then of those after each draft token.
+    """Returns the accepted draft tokens, in order. `sampled` and `failed` belong first to the
+    sample after the last known token, then to the samples after each draft token.
     """
     accepted: list[int] = []
     at = ROOT

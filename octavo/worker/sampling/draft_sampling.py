@@ -1,9 +1,9 @@
-"""Samples draft tokens with the noise of the samples that will verify them.
+"""Samples draft tokens with the same noise as the samples that will verify them.
 
-A sample is the argmax of z / T + g. If the draft model's logits are near the model's, the same g
-mostly gives the same token even at random: at temperature 1 about twice as often as the draft
-model's most likely token. Filters of a row apply to its draft tokens, too; penalties, bans and
-grammars, which need more than a record, do not. Source: Daliri, Musco and Suresh 2024.
+A sample is the argmax of z / T + g. If the draft model's logits are close to the model's, the same
+noise g usually gives the same token: at temperature 1 about twice as often as the draft model's
+most likely token. Filters of a row also apply to its draft tokens; penalties, bans and grammars,
+which need more than a sampling record, do not. Source: Daliri, Musco and Suresh 2024.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from octavo.executor.noise import gumbel, noise_words_for
 from octavo.worker.sampling.sampling_states import SamplingStates
 
 NUM_CANDIDATES = 64
-"""Most likely tokens of a head with its own ids among which a draft token is sampled."""
+"""Number of most likely tokens from which a draft head with a separate vocabulary samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabulary:
-    """The ids of a draft model and of the model that it drafts for."""
+    """Token ids of a draft model, and their relation to the target model's ids."""
 
     num_inputs: int
-    """Ids that its embedding has."""
+    """Number of ids in its embedding."""
     num_outputs: int
-    """Ids that it samples."""
+    """Number of ids that it samples."""
     num_common: int
-    """Ids that are tokens of both models."""
+    """Number of ids that are tokens of both models."""
     offsets: NDArray[np.int64] | None = None
-    """Offset from each sampled id to the other model's id; None: the ids are the same."""
+    """Offset from each sampled id to the target model's id; None: the ids are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,11 @@ class DraftSampling:
 
     ids: DraftVocabulary
     records: NDArray[np.void]
-    """How the rows themselves will sample the drafted tokens, `[S]` of SAMPLING_RECORD."""
+    """Sampling records with which the rows will sample the drafted positions, `[S]` of
+    SAMPLING_RECORD.
+    """
     width: int = 1
-    """Draft tokens of each sample, the sampled one first."""
+    """Number of draft tokens at each position: the sampled one and alternatives."""
 
     @staticmethod
     def build(
@@ -59,8 +61,8 @@ class DraftSampling:
         return DraftSampling(ids, records, width)
 
     def make_batch(self) -> SamplingBatch:
-        """Returns how the draft model samples. A head with its own ids returns its most likely
-        tokens instead, to which the noise of the other model's ids is added afterwards.
+        """Returns how the draft model samples. A draft head with a separate vocabulary returns its
+        most likely tokens instead; the noise of the target model's ids is added afterwards.
         """
         records = self.records
         num_candidates = min(NUM_CANDIDATES, self.ids.num_outputs)
@@ -86,8 +88,8 @@ class DraftSampling:
         )
 
     def get_draft_ids(self, samples: SampleResult, entry: int) -> list[int]:
-        """Returns an entry's draft tokens, ids of both models: the sampled one, then the next best
-        ones; [] if the sampled one is no token of both.
+        """Returns an entry's draft tokens as target model ids: the sampled one, then the next best
+        ones; [] if the sampled token does not exist in both models.
         """
         if samples.failed[entry]:
             return []

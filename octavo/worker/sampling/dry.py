@@ -3,11 +3,11 @@
 For each index i of the last `penalty_last_n` tokens, let n be the length of the longest sequence
 that ends at i and also at the last token, without a sequence breaker. If n >= allowed_length, the
 logit of the token after i is reduced by multiplier * base^(n - allowed_length), for its largest n;
-a sequence breaker is not penalized. Prompt and completion count alike. Source: P. E. Weidmann,
-text-generation-webui 5677, 2024.
+a sequence breaker is not penalized. Tokens of the prompt and the completion count equally. Source:
+P. E. Weidmann, text-generation-webui 5677, 2024.
 
-The lengths of a step are updated from those of the step before in one pass. After a preemption or
-a rollback they are computed again, in linear time (Z-function of the reversed tokens).
+The lengths are updated incrementally in each step. After a preemption or a rollback they are
+recomputed in linear time (Z-function of the reversed tokens).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from octavo.api.sampling_params import SamplingParams
 
 MAX_FOLLOWED = 32
-"""Largest number of new tokens for which lengths are updated; beyond it they are recomputed."""
+"""Maximum number of new tokens for an incremental update; with more, lengths are recomputed."""
 LARGEST_PENALTY = 1e30
-"""Upper bound on a penalty, far above any logit and far below the end of fp32."""
+"""Upper bound on a penalty: far above any logit and far below the maximum of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class DryRule:
     base: float
     allowed_length: int
     penalty_last_n: int
-    """Number of last tokens that are searched; -1: all."""
+    """Number of last tokens to search; -1: all."""
     breaker_ids: frozenset[int]
 
 
@@ -46,12 +46,12 @@ class DryMatches:
         self._num_tokens = -1
         self._first = 0
         self._lengths = np.zeros(0, np.int64)
-        """Lengths for the indices `_first` to `_num_tokens - 2`, sequence breakers ignored."""
+        """Lengths for the indices `_first` to `_num_tokens - 2`, ignoring sequence breakers."""
         self._num_unbroken = 0
         """Number of last tokens without a sequence breaker."""
 
     def copy(self) -> DryMatches:
-        """Returns independent matches of the same tokens."""
+        """Returns an independent copy."""
         return copy.copy(self)
 
     def penalties(self, token_ids: NDArray[np.int32]) -> dict[int, float]:
@@ -71,8 +71,8 @@ class DryMatches:
         return {token_id: self._penalty(length) for token_id, length in longest.items()}
 
     def penalties_after(self, token_ids: NDArray[np.int32]) -> dict[tuple[int, int], float]:
-        """Returns the penalties on the logits of the token after `token_ids` and one more, unknown
-        token: by that token and by the penalized one.
+        """Returns the penalties on the logits after `token_ids` and one more, unknown token: by
+        that token and the penalized one.
         """
         rule = self._rule
         first = self._get_first(len(token_ids) + 1)
@@ -103,7 +103,7 @@ class DryMatches:
         return min(penalty, LARGEST_PENALTY)
 
     def _follow(self, token_ids: NDArray[np.int32]) -> None:
-        """Updates the lengths to the last of the tokens."""
+        """Updates the lengths to the end of `token_ids`."""
         num = len(token_ids)
         first = self._get_first(num)
         if num == self._num_tokens:
@@ -130,13 +130,13 @@ class DryMatches:
         self._num_tokens, self._first = num, first
 
     def _get_first(self, num_tokens: int) -> int:
-        """Returns the index of the first token that is searched."""
+        """Returns the index of the first token to search."""
         last_n = self._rule.penalty_last_n
         return 0 if last_n == -1 else max(0, num_tokens - last_n)
 
 
 def make_dry_matches(params: SamplingParams) -> DryMatches | None:
-    """Returns the matches of a request; None without DRY."""
+    """Returns the matches of a request. Returns None without DRY."""
     if not params.dry_multiplier or not params.dry_penalty_last_n:
         return None
     return DryMatches(
@@ -151,8 +151,8 @@ def make_dry_matches(params: SamplingParams) -> DryMatches | None:
 
 
 def get_common_suffixes(token_ids: list[int]) -> list[int]:
-    """Returns, for each index but the last, the length of the longest sequence that ends both there
-    and at the last index.
+    """Returns for each index except the last the length of the longest sequence that ends both
+    there and at the last index.
     """
     turned = token_ids[::-1]
     num = len(turned)

@@ -1,8 +1,8 @@
 """Grammars of the running requests: a cache of compiled grammars, and one matcher per row.
 
-The worker advances matchers itself. A row that returns after a preemption, or in another process,
-gets a matcher rebuilt from its tokens. Owns no logits and knows no sampling option; grammars are
-compiled behind `text.ports.Grammars`.
+The worker advances the matchers. A row that resumes after a preemption, or in another process, gets
+a matcher rebuilt from its tokens. Independent of logits and sampling options; `text.ports.Grammars`
+compiles grammars.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from octavo.executor.batch import Bits, mask_words
 from octavo.text.ports import Grammars, Matcher
 
 MAX_COMPILED_BYTES = 64 << 20
-"""Memory of the cache of compiled grammars."""
+"""Memory limit of the cache of compiled grammars."""
 MIN_BATCHED_MASKS = 2
-"""Number of masks from which they are built together."""
+"""Minimum number of masks to build in one batch."""
 NUM_THREADS = 2
-"""Threads that compile."""
+"""Number of threads that compile grammars."""
 COMPILE_NICE = 5
 """Niceness of these threads: beside a busy engine they get about a quarter of a core. At 19 they
 would get a hundredth, and a large vocabulary takes seconds to read.
@@ -53,10 +53,10 @@ class CompiledGrammars:
         self._pending: dict[bytes, Future[tuple[Matcher, int]]] = {}
         """Grammars that are being compiled, or that failed to compile."""
         self.unreported: list[bytes] = []
-        """Grammars whose compilation has begun and is not reported as ended."""
+        """Grammars whose compilation has started and has not been reported as finished."""
 
     def matcher(self, spec: GrammarSpec) -> Matcher:
-        """Returns a new matcher at the beginning of a text."""
+        """Returns a new matcher at the start of a text."""
         pending = self._pending.pop(spec.digest, None)
         found = self._kept.get(spec.digest)
         if found is None:
@@ -65,7 +65,7 @@ class CompiledGrammars:
         return found[0].copy()
 
     def begin(self, specs: Sequence[GrammarSpec]) -> None:
-        """Begins to compile grammars in threads of low priority."""
+        """Starts to compile grammars in threads of low priority."""
         for spec in specs:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars", _lower_priority)
@@ -74,8 +74,9 @@ class CompiledGrammars:
                 self.unreported.append(spec.digest)
 
     def pop_compiled(self, *, wait_s: float) -> list[bytes]:
-        """Returns the digests of grammars whose compilation has ended since the last call; waits at
-        most `wait_s` seconds for the first. A fault is raised when a row needs the grammar.
+        """Returns the digests of grammars whose compilation has finished since the last call; waits
+        at most `wait_s` seconds for the first one. A compilation error is raised when a row needs
+        the grammar.
         """
         if not self.unreported:
             return []
@@ -89,11 +90,11 @@ class CompiledGrammars:
         return done
 
     def masks(self, matchers: Sequence[Matcher]) -> list[bytes | None]:
-        """Returns the masks of several matchers; None for one that has a fault."""
+        """Returns the masks of several matchers; None for each one that has an error."""
         return self._grammars.masks(matchers)
 
     def close(self) -> None:
-        """Ends the threads after their current compilation."""
+        """Stops the threads after their current compilation."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -117,7 +118,9 @@ class CompiledGrammars:
 
 
 class TextPosition(NamedTuple):
-    """A position in a row's text, after its tokens, the last `num_drafts` of them draft tokens."""
+    """A position in a row's text after its tokens; the last `num_drafts` of them are draft
+    tokens.
+    """
 
     row: int
     num_tokens: int
@@ -125,7 +128,9 @@ class TextPosition(NamedTuple):
 
 
 class CachedCompletion(NamedTuple):
-    """Tokens that complete a row's text after `num_tokens` tokens, the last one `token_id`."""
+    """Tokens that complete a row's text after `num_tokens` tokens, of which the last is
+    `token_id`.
+    """
 
     num_tokens: int
     token_id: int
@@ -134,24 +139,26 @@ class CachedCompletion(NamedTuple):
 
 class GrammarMatchers:
     def __init__(self, grammars: Grammars | None, vocab_size: int) -> None:
-        """`grammars` is None if nothing compiles them; the frontend then rejects them all."""
+        """`grammars` is None if grammars cannot be compiled; the frontend then rejects all of
+        them.
+        """
         self._compiled = None if grammars is None else CompiledGrammars(grammars)
         self.compiling = [] if self._compiled is None else self._compiled.unreported
         """Digests of the grammars that are being compiled."""
         self._mask_words = mask_words(vocab_size)
         self._matchers: dict[int, Matcher] = {}
         self._faults: dict[int, Exception] = {}
-        """Faults of matchers that could not accept a row's last token; raised when the row is
+        """Errors of matchers that could not accept a row's last token; raised when the row is
         sampled next.
         """
         self._ahead: dict[int, list[Matcher]] = {}
-        """Matchers after each draft token of a row, up to the first that is not allowed."""
+        """Matchers after each draft token of a row, up to the first token that is not allowed."""
         self._masks: dict[int, Bits] = {}
-        """Masks that were built together, of rows that have accepted no token since."""
+        """Masks that were built in a batch, for rows that have accepted no token since."""
         self._accepted: dict[int, int] = {}
-        """Tokens that matchers have accepted before `accept_token` was called with them."""
+        """Tokens that matchers have accepted before `accept_token` was called for them."""
         self._closings: dict[int, CachedCompletion] = {}
-        """Last completion found of each row's text."""
+        """The last completion found for each row's text."""
 
     def add(self, row: int, new: NewRequest) -> None:
         """Adds a row's matcher, advanced by its generated tokens."""
@@ -162,13 +169,15 @@ class GrammarMatchers:
         self._matchers[row] = matcher
 
     def begin(self, specs: Sequence[GrammarSpec]) -> None:
-        """Begins to compile the grammars of waiting requests."""
+        """Starts to compile the grammars of waiting requests."""
         if specs:
             assert self._compiled is not None, "the frontend rejects grammars here"
             self._compiled.begin(specs)
 
     def pop_compiled(self, *, wait_s: float) -> list[bytes]:
-        """Returns the digests of the grammars whose compilation has ended since the last call."""
+        """Returns the digests of the grammars whose compilation has finished since the last
+        call.
+        """
         return [] if self._compiled is None else self._compiled.pop_compiled(wait_s=wait_s)
 
     def close(self) -> None:
@@ -184,7 +193,9 @@ class GrammarMatchers:
         self._accepted.pop(row, None)
 
     def add_drafts(self, row: int, draft_ids: Sequence[int]) -> None:
-        """Prepares matchers for the draft tokens of the coming step; the row's own one stays."""
+        """Prepares matchers for the draft tokens of the next step; the row's main matcher does not
+        change.
+        """
         matcher = None if row in self._faults else self._matchers.get(row)
         if matcher is None:
             return
@@ -196,7 +207,7 @@ class GrammarMatchers:
             ahead.append(matcher)
 
     def accept_token(self, row: int, token_id: int) -> None:
-        """Advances a row's matcher; a fault is raised when the row is sampled next."""
+        """Advances a row's matcher. An error is raised when the row is sampled next."""
         matcher = self._matchers.get(row)
         if matcher is None:
             return
@@ -209,7 +220,7 @@ class GrammarMatchers:
         if accepted == token_id:
             return
         if accepted is not None:
-            # Another token was sampled than the one that `try_accept` accepted.
+            # Another token was sampled than the one accepted by `try_accept`.
             matcher.rollback()
         try:
             matcher.accept_tokens([token_id])
@@ -217,8 +228,8 @@ class GrammarMatchers:
             self._faults[row] = error
 
     def try_accept(self, row: int, token_id: int) -> bool:
-        """Returns whether a row allows a token. If so, its matcher accepts it, and `accept_token`
-        is to be called with it next.
+        """Returns whether a row's grammar allows a token. If so, its matcher accepts it, and
+        `accept_token` must be called with it next.
         """
         if row in self._faults or not self._matchers[row].try_accept(token_id):
             return False
@@ -226,7 +237,9 @@ class GrammarMatchers:
         return True
 
     def rollback(self) -> None:
-        """Rolls back tokens without a call of `accept_token`: their step did not complete."""
+        """Rolls back tokens for which `accept_token` was not called, because their step did not
+        complete.
+        """
         for row in self._accepted:
             self._matchers[row].rollback()
         self._accepted.clear()
@@ -238,7 +251,9 @@ class GrammarMatchers:
         return row in self._matchers
 
     def make_masks(self, rows: Sequence[int]) -> None:
-        """Builds the masks of several rows together, which `mask` returns until the next token."""
+        """Builds the masks of several rows in one batch. `mask` returns these until the next
+        token.
+        """
         wanted = [
             row
             for row in rows
@@ -254,8 +269,9 @@ class GrammarMatchers:
         }
 
     def mask(self, row: int, *, num_drafts: int = 0) -> Bits | None:
-        """Returns the tokens allowed after `num_drafts` draft tokens, `[ceil(V / 32)]`. None if any
-        is, or if one of the draft tokens is not, so that nothing after it is kept.
+        """Returns the tokens allowed after `num_drafts` draft tokens, `[ceil(V / 32)]`. Returns
+        None if all tokens are allowed, or if a draft token is not allowed, so that no later sample
+        is kept.
         """
         if num_drafts:
             return self._get_draft_mask(row, num_drafts)
@@ -267,7 +283,7 @@ class GrammarMatchers:
         return None if matcher is None else np.frombuffer(matcher.mask(), np.uint32)
 
     def allows(self, row: int, token_id: int, *, num_drafts: int = 0) -> bool:
-        """Returns whether a row with a grammar allows a token; any is after a draft token that is
+        """Returns whether a row's grammar allows a token; always True after a draft token that is
         not allowed.
         """
         if num_drafts:
@@ -276,13 +292,15 @@ class GrammarMatchers:
         return row not in self._faults and self._matchers[row].allows(token_id)
 
     def make_token_mask(self, token_id: int) -> Bits:
-        """Returns the mask that allows one token alone."""
+        """Returns the mask that allows only one token."""
         mask = np.zeros(self._mask_words, np.uint32)
         mask[token_id // 32] = np.uint32(1 << token_id % 32)
         return mask
 
     def mask_or_empty(self, row: int, *, num_drafts: int = 0) -> Bits:
-        """Returns the tokens allowed next in a row; none on a fault, which `fault` returns."""
+        """Returns the tokens allowed next in a row; no tokens on an error, which `fault`
+        returns.
+        """
         try:
             mask = self.mask(row, num_drafts=num_drafts)
             return np.full(self._mask_words, 0xFFFF_FFFF, np.uint32) if mask is None else mask
@@ -291,7 +309,9 @@ class GrammarMatchers:
             return np.zeros(self._mask_words, np.uint32)
 
     def only_token(self, row: int) -> int | None:
-        """Returns the only token allowed next in a row; None if several, or without a grammar."""
+        """Returns the only token allowed next in a row. Returns None if there are several, or
+        without a grammar.
+        """
         matcher = self._matchers.get(row)
         if matcher is None or row in self._faults:
             return None
@@ -302,7 +322,9 @@ class GrammarMatchers:
             return None
 
     def find_completion(self, position: TextPosition, max_tokens: int) -> list[int] | None:
-        """Returns at most `max_tokens` tokens that complete a row's text; None if not found."""
+        """Returns at most `max_tokens` tokens that complete a row's text. Returns None if it finds
+        none.
+        """
         known = self._closings.get(position.row)
         if (
             known is not None
@@ -314,8 +336,8 @@ class GrammarMatchers:
         return None if matcher is None else self._find_completion(matcher, max_tokens)
 
     def can_complete_after(self, position: TextPosition, token_id: int, max_tokens: int) -> bool:
-        """Returns whether a row's text with one more, allowed token can be completed by at most
-        `max_tokens` tokens; true after a draft token that is not allowed.
+        """Returns whether at most `max_tokens` tokens can complete a row's text after one more,
+        allowed token; True after a draft token that is not allowed.
         """
         matcher = self._matcher_at(position)
         later = None if matcher is None else _advance(matcher, token_id)
@@ -329,7 +351,9 @@ class GrammarMatchers:
         return tokens is not None
 
     def _matcher_at(self, position: TextPosition) -> Matcher | None:
-        """Returns the matcher at a position; None after a draft token that is not allowed."""
+        """Returns the matcher at a position. Returns None after a draft token that is not
+        allowed.
+        """
         if not position.num_drafts:
             return self._matchers[position.row]
         ahead = self._ahead.get(position.row, ())
@@ -339,11 +363,11 @@ class GrammarMatchers:
         try:
             return matcher.closing(max_tokens)
         except Exception:
-            return None  # sampling under its mask will report the fault
+            return None  # sampling with its mask will report the error
 
     def likely_tokens(self, row: int) -> list[int]:
-        """Returns tokens that spell the text that a row's grammar forces next. A fault is met again
-        when the row is sampled.
+        """Returns tokens for the text that a row's grammar forces next. Errors are ignored here;
+        they occur again when the row is sampled.
         """
         matcher = self._matchers.get(row)
         if matcher is None or row in self._faults:
@@ -354,11 +378,13 @@ class GrammarMatchers:
             return []
 
     def fault(self, row: int) -> str:
-        """Returns why a row's grammar cannot be followed any further; "" if it can."""
+        """Returns the error because of which a row's grammar cannot continue; "" if there is
+        none.
+        """
         return str(self._faults.get(row, ""))
 
     def is_complete(self, row: int, *, num_drafts: int = 0) -> bool:
-        """Returns whether a row's text is complete, so only its end may follow."""
+        """Returns whether a row's text is complete, so that only its end may follow."""
         if num_drafts:
             ahead = self._ahead.get(row, ())
             return num_drafts <= len(ahead) and ahead[num_drafts - 1].is_complete
@@ -366,8 +392,8 @@ class GrammarMatchers:
         return matcher is not None and matcher.is_complete
 
     def _get_draft_mask(self, row: int, num_drafts: int) -> Bits | None:
-        """Returns the tokens allowed after draft tokens. A fault bans all: the sample fails, is
-        not kept, and meets the fault again as the row's own.
+        """Returns the tokens allowed after draft tokens. On an error, allows no token: the sample
+        fails, is not kept, and the next step reports the error.
         """
         ahead = self._ahead.get(row, ())
         if num_drafts > len(ahead):
@@ -379,7 +405,7 @@ class GrammarMatchers:
 
 
 def _advance(matcher: Matcher, token_id: int) -> Matcher | None:
-    """Returns a matcher advanced by a token; None if the token is not allowed."""
+    """Returns a matcher advanced by a token. Returns None if the token is not allowed."""
     if not matcher.allows(token_id):
         return None
     ahead = matcher.copy()

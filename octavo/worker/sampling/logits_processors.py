@@ -1,8 +1,8 @@
 """Custom logits processors: functions that change a row's logits before sampling, loaded by name at
-the start and called with a timeout.
+startup and called with a timeout.
 
-A call runs in a separate thread, for which the worker waits at most for the timeout; a failure
-fails only the row. Knows neither rows nor backends.
+A call runs in a separate thread, for which the worker waits until the timeout at most; a failure
+fails only the row. Independent of rows and backends.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from octavo.utils.import_function import import_function
 
 Logits = NDArray[np.float32]
 Processor = Callable[[NDArray[np.int32], Logits], Any]
-"""Takes copies of a request's tokens so far, `[num_tokens]`, and of the logits of the next one,
-`[V]`; returns logits `[V]`, or None if it has changed its copy.
+"""Takes copies of a request's tokens so far, `[num_tokens]`, and of the next token's logits, `[V]`.
+Returns logits `[V]`, or None if it has changed its copy in place.
 """
 
 
 class ProcessorFault(Exception):
-    """A processor raised, took too long, or returned no logits."""
+    """A processor raised an error, timed out, or returned no logits."""
 
 
 def load_processors(entries: Sequence[ProcessorEntry]) -> dict[str, Processor]:
-    """Imports the functions; ConfigError if one does not exist or cannot be called."""
+    """Imports the functions; raises ConfigError if one does not exist or cannot be called."""
     return {
         entry.name: import_function(
             "logits_processors", entry.module, entry.attribute, entry.numbers
@@ -61,7 +61,7 @@ class CallThread:
         return call
 
     def end(self) -> None:
-        """Ends the thread after the calls that it has."""
+        """Ends the thread after its pending calls."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -79,10 +79,12 @@ class LogitsProcessors:
         self._timeout_s = timeout_s
         self._thread: CallThread | None = None
         self._overdue: dict[str, ProcessorCall] = {}
-        """Calls that timed out and have not ended, by name of the processor."""
+        """Calls that timed out and have not ended, by processor name."""
 
     def apply(self, names: Sequence[str], token_ids: NDArray[np.int32], logits: Logits) -> Logits:
-        """Applies processors to a row's logits, one after another; ProcessorFault if one fails."""
+        """Applies processors to a row's logits, one after another; raises ProcessorFault if one
+        fails.
+        """
         for name in names:
             logits = self._call(name, token_ids, logits)
         return logits
@@ -119,7 +121,7 @@ class LogitsProcessors:
 
 
 def _check_result(name: str, returned: Any, own: Logits) -> Logits:
-    """Returns a processor's result as logits of 32 bits; ProcessorFault if it has none."""
+    """Returns a processor's result as fp32 logits; raises ProcessorFault if it is invalid."""
     found = own if returned is None else np.asarray(returned)
     if found.shape != own.shape or found.dtype.kind not in "fiu":
         raise ProcessorFault(

@@ -1,4 +1,4 @@
-"""Sampling options of one request that most requests do not have, and what they add to logits."""
+"""Rarely used sampling options of one request, and what they add to its logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.worker.sampling.token_counts import TokenCounts
 
 MINUS_INFINITY = float("-inf")
 ANY_TOKEN = -1
-"""Last token of a bias that does not depend on it."""
+"""Last token of a bias that is independent of the last token."""
 
 
 @dataclass(slots=True)
@@ -25,34 +25,37 @@ class LogitsState:
     end_token_ids: list[int]
     num_prompt_tokens: int
     num_known: int
-    """Tokens of the row that the host knows, prompt included."""
+    """Number of the row's tokens that are known on the host, prompt included."""
     min_num_tokens: int
-    """Number of tokens, prompt included, below which `end_token_ids` are banned."""
+    """Minimum number of tokens, prompt included; below it, `end_token_ids` are banned."""
     bad_words: list[list[int]]
     counts: TokenCounts | None
     """Tokens that penalties apply to; None without a penalty."""
     allowed_mask: Bits | None
-    """Mask `[ceil(V / 32)]`; None allows all."""
+    """Mask `[ceil(V / 32)]`; None allows all tokens."""
     dry: DryMatches | None
     """Repetitions that DRY penalizes; None without DRY."""
     processors: list[str]
     """Names of its logits processors."""
     to_verify: SampleToVerify | None = None
     """How to verify samples that follow no draft token and are far from the length limit; None:
-    they are not verified."""
+    they are not verified.
+    """
 
     def accept_token(self, token_id: int) -> None:
-        """Counts a sampled token that the host has received."""
+        """Counts a sampled token that has arrived on the host."""
         self.num_known += 1
         if self.counts is not None:
             self.counts.add(token_id)
 
     def lags(self, num_tokens: int) -> bool:
-        """Returns whether only the device knows the last of the row's first `num_tokens`."""
+        """Returns whether the last of the row's first `num_tokens` tokens is known only on the
+        device.
+        """
         return num_tokens > self.num_known
 
     def may_bias(self, num_tokens: int) -> bool:
-        """Returns whether anything may be added to the logits of the next token."""
+        """Returns whether anything may be added to the next token's logits."""
         has_bias = self.logit_bias or self.bad_words or self.dry is not None
         return bool(has_bias) or num_tokens < self.min_num_tokens
 
@@ -64,8 +67,8 @@ class LogitsState:
     def bias(
         self, token_ids: NDArray[np.int32], dry: DryMatches | None, *, must_end: bool
     ) -> dict[int, float]:
-        """Returns the bias of the token after `token_ids [num_tokens]`. `dry` follows these tokens.
-        If the text `must_end`, its end tokens are not banned.
+        """Returns the bias of the token after `token_ids [num_tokens]`; `dry` belongs to these
+        tokens. If the text `must_end`, its end tokens are not banned.
         """
         bias = self._bias(token_ids, must_end=must_end)
         if dry is None:
@@ -74,8 +77,8 @@ class LogitsState:
         return bias | {id_: bias.get(id_, 0.0) - lost for id_, lost in penalties.items()}
 
     def bias_after(self, token_ids: NDArray[np.int32]) -> dict[tuple[int, int], float]:
-        """Returns the bias of the token after `token_ids` and one more, unknown token: by that
-        token, or ANY_TOKEN, and by the token that it is added to.
+        """Returns the bias after `token_ids` and one more, unknown token: by that token (or
+        ANY_TOKEN) and the token whose logit it is added to.
         """
         lasting = self._lasting(len(token_ids) + 1, must_end=False)
         bias = {(ANY_TOKEN, token_id): value for token_id, value in lasting.items()}
@@ -96,7 +99,9 @@ class LogitsState:
         return bias | dict.fromkeys(banned, MINUS_INFINITY) if banned else bias
 
     def _lasting(self, num_tokens: int, *, must_end: bool) -> dict[int, float]:
-        """Returns the bias after `num_tokens` tokens that does not depend on them."""
+        """Returns the part of the bias after `num_tokens` tokens that does not depend on their
+        ids.
+        """
         if num_tokens >= self.min_num_tokens or must_end:
             return self.logit_bias
         return self.logit_bias | dict.fromkeys(self.end_token_ids, MINUS_INFINITY)

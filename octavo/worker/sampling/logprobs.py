@@ -13,7 +13,9 @@ from octavo.worker.model_input import ModelInput
 
 
 def get_prompt_entries(model_input: ModelInput) -> Iterator[tuple[int, range]]:
-    """Yields each request with prompt targets, and their entries among the sampled rows."""
+    """Yields each request with prompt targets, and the range of their entries in the sampled
+    rows.
+    """
     first = len(model_input.sample_owners)
     for index, start, end in model_input.prompt_targets:
         yield index, range(first, first + end - start)
@@ -33,7 +35,7 @@ def add_logprobs(
     kept: Sequence[int],
     samples: SampleResult,
 ) -> None:
-    """Adds the logprobs that requests want, of the kept samples and of their prompts."""
+    """Adds the requested logprobs of the kept samples and of prompts."""
     assert model_input.sampling is not None
     num_logprobs = model_input.sampling.records["num_logprobs"]
     found: dict[int, TokenLogprobs] = {}
@@ -54,7 +56,7 @@ def add_logprobs(
 
 
 def _read(samples: SampleResult, entry: int, num_logprobs: NDArray[np.int32]) -> TokenLogprobs:
-    """Returns an entry's own logprob and rank, then its top alternatives."""
+    """Returns the logprob and rank of an entry's token, then its top alternatives."""
     num = int(num_logprobs[entry])
     found = TokenLogprobs([], [], [])
     _append(found, samples, entry)
@@ -67,7 +69,7 @@ def _read(samples: SampleResult, entry: int, num_logprobs: NDArray[np.int32]) ->
 
 
 def _append(found: TokenLogprobs, samples: SampleResult, entry: int) -> None:
-    """Appends an entry's own logprob and rank."""
+    """Appends the logprob and rank of an entry's token."""
     assert samples.logprobs is not None and samples.ranks is not None
     found.token_ids.append(int(samples.token_ids[entry]))
     found.logprobs.append(float(samples.logprobs[entry]))

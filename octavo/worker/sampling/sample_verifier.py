@@ -1,17 +1,17 @@
-"""Optimistic sampling: sample first, verify the tokens against their grammars, and resample under a
-mask only if needed. Exact, since a sample is the argmax of scores that belong to tokens: if the
-grammar allows the token, it is the one that masked sampling gives.
+"""Optimistic sampling: sample first, verify the tokens against their grammars, and resample with a
+mask only if needed. The result is exact, since a sample is the argmax of per-token scores: if the
+grammar allows the token, masked sampling gives the same token.
 
-A token that is not allowed is replaced by the only allowed token, or by the first allowed one of
-the row's candidates; otherwise the row is resampled under a mask. Rows with top_p, top_k or min_p
-are sampled without these cut-offs, and accepted if a few other allowed tokens prove that the
-cut-offs keep the token (`executor/sampling.py`). Rows whose filters depend on the mask
-(`SamplingParams.depends_on_mask`) are deferred: sampled once, under masks built together. Rows with
-logits processors are resampled from processed logits, and rows with mirostat after each accepted
-draft token.
+A token that is not allowed is replaced by the only allowed token, or by the first allowed candidate
+of the row; if there is none, the row is resampled with a mask. Rows with top_p, top_k or min_p are
+sampled without these cut-offs, and accepted if a few other allowed tokens prove that the cut-offs
+keep the token (`executor/sampling.py`). Rows whose filters depend on the mask
+(`SamplingParams.depends_on_mask`) are deferred: they are sampled only once, with masks built in one
+batch. Rows with logits processors are resampled from processed logits, and rows with mirostat after
+each accepted draft token.
 
-If structured outputs are completed before their length limit, a token after which that is no longer
-possible is replaced by the next token of the shortest completion.
+If structured outputs are to be completed before their length limit, a token that would make this
+impossible is replaced by the next token of the shortest completion.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class SampleToVerify(NamedTuple):
     row: int
     """Permanent row."""
     num_drafts: int
-    """Draft tokens before the sample."""
+    """Number of draft tokens before the sample."""
     allowed: Bits | None
-    """Ids allowed besides what the grammar says; None: any."""
+    """Ids that other options allow; None: all."""
     processors: Sequence[str]
     """Names of the logits processors of the row."""
     is_deferred: bool = False
     """Whether it is sampled only once its grammar's mask is known."""
     is_free: bool = False
-    """Whether only its grammar may ban a token."""
+    """Whether only its grammar may ban tokens."""
     skips_cutoffs: bool = False
     """Whether it is sampled without its cut-offs, with a cut-off proof."""
     closes: bool = False
-    """Whether its text is completed before its length limit."""
+    """Whether its text must be completed before its length limit."""
     is_search: bool = False
-    """Whether a beam search chooses by its best logprobs, which are those of allowed tokens."""
+    """Whether a beam search reads its top logprobs, which must be those of allowed tokens."""
 
 
 class SampleContexts(NamedTuple):
@@ -73,8 +73,8 @@ class ResampleBuilder:
     mirostat_mus: dict[int, float] = field(default_factory=dict)
 
     def build(self, *, is_last: bool) -> Resample | None:
-        """Returns what to resample; None if nothing. The samples are verified again unless
-        `is_last`.
+        """Returns the rows to resample; None if there are none. Their samples are verified again
+        unless `is_last`.
         """
         if not self.masks:
             return None
@@ -107,7 +107,7 @@ class SampleVerifier:
         contexts: SampleContexts,
         sequential: Sequence[SequentialSampling] = (),
     ) -> None:
-        """`to_verify`: by entry among the sampled rows."""
+        """`to_verify`: by entry in the sampled rows."""
         self._to_verify = to_verify
         self._grammars = grammars
         self._processors = processors
@@ -117,31 +117,35 @@ class SampleVerifier:
         self._is_first = True
         """Whether the samples are verified for the first time."""
         self._processed: dict[int, Logits] = {}
-        """Logits of rows after their processors."""
+        """Logits of rows after their logits processors."""
         self._to_close: list[int] = []
-        """Resampled entries to check again for whether their texts can still be completed."""
+        """Resampled entries that must be checked again for whether their texts can be completed."""
 
     def __contains__(self, entry: int) -> bool:
         """Returns whether an entry needs no mask before the step."""
         return entry in self._to_verify
 
     def get_deferred(self, num_samples: int) -> NDArray[np.bool_] | None:
-        """Returns which rows are sampled only once their masks are known, `[S]`; None: no row."""
+        """Returns which rows are sampled only once their masks are known, `[S]`. Returns None if
+        there are none.
+        """
         entries = [entry for entry, sample in self._to_verify.items() if sample.is_deferred]
         return _make_flags(entries, num_samples)
 
     def get_without_cutoffs(self, num_samples: int) -> NDArray[np.bool_] | None:
-        """Returns which rows are sampled without cut-offs, `[S]`; None: no row."""
+        """Returns which rows are sampled without cut-offs, `[S]`. Returns None if there are
+        none.
+        """
         entries = [entry for entry, sample in self._to_verify.items() if sample.skips_cutoffs]
         return _make_flags(entries, num_samples)
 
     def fault(self, entry: int) -> str:
-        """Returns why an entry could not be sampled; "" if nothing failed here."""
+        """Returns why an entry could not be sampled; "" if there was no error."""
         return self._faults.get(entry, "")
 
     def __call__(self, samples: SampleResult, kept: SampledLogits) -> Resample | None:
-        """Replaces tokens that are not allowed by the next allowed ones; returns the rows to
-        resample.
+        """Replaces tokens that are not allowed by allowed candidates. Returns the rows to resample;
+        None if there are none.
         """
         resample = ResampleBuilder()
         to_close, self._to_close = self._to_close, []
@@ -163,8 +167,8 @@ class SampleVerifier:
     def _advance(
         self, sequential: SequentialSampling, samples: SampleResult, resample: ResampleBuilder
     ) -> bool:
-        """Advances a row with mirostat to its next sample once the current one is decided; returns
-        whether any is left.
+        """Advances a row with mirostat to its next sample after the current one is decided; returns
+        whether there is one.
         """
         entry = sequential.entry
         if entry not in resample.masks:
@@ -209,7 +213,7 @@ class SampleVerifier:
     def _search(
         self, entry: int, sample: SampleToVerify, samples: SampleResult, logits: Logits
     ) -> None:
-        """Gives a beam the logprobs of its best allowed tokens."""
+        """Sets the logprobs of a beam to those of its best allowed tokens."""
         if samples.failed[entry]:
             return
         legal = unpacked_mask(self._make_mask(sample), len(logits))
@@ -225,7 +229,7 @@ class SampleVerifier:
         return num_left <= CLOSE_TOKENS
 
     def _close(self, entry: int, samples: SampleResult, resample: ResampleBuilder) -> None:
-        """Replaces a token by the shortest completion's next one if the text could not be
+        """Replaces a token by the next token of the shortest completion if the text could not be
         completed after it.
         """
         sample, num_tokens = self._to_verify[entry], int(self._contexts.ends[entry])
@@ -241,7 +245,9 @@ class SampleVerifier:
     def _set(
         self, entry: int, token_id: int, samples: SampleResult, resample: ResampleBuilder
     ) -> None:
-        """Sets an entry's token; if logprobs are wanted, by resampling."""
+        """Sets an entry's token. If logprobs are requested, resamples it with a mask that allows
+        only this token.
+        """
         if samples.logprobs is None:
             samples.token_ids[entry] = token_id
         else:
@@ -267,7 +273,7 @@ class SampleVerifier:
         return left
 
     def _mask_all(self, entries: Sequence[int], resample: ResampleBuilder) -> None:
-        """Resamples entries under the masks of their grammars, which are built together."""
+        """Resamples entries with the masks of their grammars, which are built in one batch."""
         samples = [self._to_verify[entry] for entry in entries]
         self._grammars.make_masks([sample.row for sample in samples if not sample.num_drafts])
         for entry, sample in zip(entries, samples, strict=True):
@@ -283,7 +289,7 @@ class SampleVerifier:
     ) -> None:
         logits = kept.logits(entry)
         if np.isnan(logits).any():
-            return  # the sample has failed already
+            return  # the sample has already failed
         token_ids = self._contexts.token_ids[sample.row, : self._contexts.ends[entry]]
         try:
             processed = self._processors.apply(sample.processors, token_ids, logits)
@@ -297,7 +303,9 @@ class SampleVerifier:
     def _set_only_token(
         self, entry: int, sample: SampleToVerify, samples: SampleResult, resample: ResampleBuilder
     ) -> bool:
-        """Sets the only token that an entry's grammar allows; returns whether there is one."""
+        """Sets the only token that an entry's grammar allows; returns False if there are
+        several.
+        """
         if sample.num_drafts or not sample.is_free:
             return False
         token_id = self._grammars.only_token(sample.row)
@@ -307,8 +315,8 @@ class SampleVerifier:
         return True
 
     def _accept_proof(self, sample: SampleToVerify, proof: Sequence[int]) -> bool:
-        """Returns whether a token sampled without cut-offs is the masked sample with them, as far
-        as its cut-off proof shows. The token comes first, -1 follows the last one.
+        """Returns whether the cut-off proof shows that the token sampled without cut-offs is also
+        the masked sample with them. The proof begins with the token and is terminated by -1.
         """
         token_id, *others = proof
         for other in others:
@@ -319,8 +327,8 @@ class SampleVerifier:
         return token_id >= 0 and self._accept(sample, token_id)
 
     def _accept(self, sample: SampleToVerify, token_id: int) -> bool:
-        """Returns whether a token is allowed. A row's own matcher accepts it at once, unless it is
-        asked about other tokens first.
+        """Returns whether a token is allowed. A row's main matcher accepts it immediately, unless
+        other tokens are checked first.
         """
         if sample.num_drafts or sample.closes:
             return self._grammars.allows(sample.row, token_id, num_drafts=sample.num_drafts)
@@ -332,7 +340,7 @@ class SampleVerifier:
 
 
 def _make_flags(entries: Sequence[int], num_samples: int) -> NDArray[np.bool_] | None:
-    """Returns `[S]` with some entries true; None if there are none."""
+    """Returns `[S]` with these entries True. Returns None if there are none."""
     if not entries:
         return None
     flags = np.zeros(num_samples, np.bool_)
@@ -346,10 +354,10 @@ def write_best_legal(
     """Sets an entry to the best allowed token, and its top list to the best ones in the order
     (logit down, id up), padded with logprobs of minus infinity.
 
-    `logits [V]` are the row's own, `legal [V]` marks the allowed tokens.
+    `logits [V]` are the row's logits, `legal [V]` marks the allowed tokens.
 
-    Source: transformers' prefix_allowed_tokens_fn, which sets the logprobs of other tokens to
-    minus infinity.
+    Source: transformers' prefix_allowed_tokens_fn, which sets the logprobs of other tokens to minus
+    infinity.
     """
     assert samples.logprobs is not None and samples.ranks is not None
     assert samples.top_ids is not None and samples.top_logprobs is not None

@@ -1,8 +1,8 @@
 """Sampling state of the running requests: one record per permanent row, so that a step's
-SamplingBatch is one gather.
+SamplingBatch is a single gather.
 
-What few requests use (bias, bans, penalties, allowed ids) lies beside the records and costs only
-the requests that use it. Samples nothing itself; the rules are in `executor/sampling.py`.
+Rare options (bias, bans, penalties, allowed ids) are stored outside of the records and cost time
+only for requests that use them. Sampling itself is in `executor/sampling.py`.
 """
 
 from __future__ import annotations
@@ -51,18 +51,17 @@ class SamplingStates:
         processors: LogitsProcessors,
         closes: bool,
     ) -> None:
-        """`closes`: structured outputs are completed before their length limit."""
+        """`closes`: complete structured outputs before their length limit."""
         self._vocab_size = vocab_size
         self._closes = closes
         self._grammars = grammars
         self._processors = processors
         self._records = sampling_records(max_rows)
         self.logits_states: dict[int, LogitsState] = {}
-        """Options beside the records, by row."""
+        """Options outside of the records, by row."""
         self.mirostat_rules: dict[int, MirostatRule] = {}
         self.special_rows: set[int] = set()
-        """Rows with a LogitsState or a MirostatRule. Without any, a step samples by records alone.
-        """
+        """Rows with a LogitsState or a MirostatRule. Without any, a step needs only the records."""
         self.logprob_token_ids: dict[int, NDArray[np.int32]] = {}
         """Further tokens whose logprobs samples report, by row."""
         self._all_tokens = packed_masks(np.ones((1, vocab_size), np.bool_))[0]
@@ -70,7 +69,7 @@ class SamplingStates:
         self._masks: WeakValueDictionary[tuple[int, ...], Bits] = WeakValueDictionary()
 
     def add(self, row: int, new: NewRequest) -> None:
-        """Sets a row from a request's parameters; position and mask are set with each step."""
+        """Sets a row's record from a request's params; position and mask are set in each step."""
         params = new.params
         assert isinstance(params, SamplingParams), "a request that samples has SamplingParams"
         num_logprobs = -1
@@ -106,7 +105,7 @@ class SamplingStates:
         self._processors.close()
 
     def get_num_top(self, num_logprobs: int) -> int:
-        """Returns the number of top alternatives; -1 stands for the whole vocabulary."""
+        """Returns the number of top alternatives; -1 means the complete vocabulary."""
         return self._vocab_size if num_logprobs == -1 else min(num_logprobs, self._vocab_size)
 
     def get_logprob_targets(self, rows: NDArray[np.intp]) -> list[tuple[int, NDArray[np.int32]]]:
@@ -118,8 +117,8 @@ class SamplingStates:
         ]
 
     def update_mirostat(self, row: int, surprise: float) -> float | None:
-        """Updates a row's mirostat bound after a token of `surprise` bits; returns it, rounded as
-        it is kept, or None without mirostat.
+        """Updates a row's mirostat mu after a token of `surprise` bits; returns it, rounded as in
+        the record. Returns None without mirostat.
         """
         rule = self.mirostat_rules.get(row)
         if rule is None:
@@ -134,8 +133,8 @@ class SamplingStates:
             state.accept_token(token_id)
 
     def may_append(self, row: int, token_id: int, num_tokens: int) -> bool:
-        """Returns whether the only token that a grammar allows after `num_tokens` needs no sample:
-        nothing else may ban it, and no logprob of it is wanted.
+        """Returns whether the only token that a grammar allows after `num_tokens` tokens can be
+        appended without sampling: no other option may ban it, and its logprobs are not requested.
         """
         state, record = self.logits_states.get(row), self._records[row]
         if state is None or record["num_logprobs"] >= 0 or row in self.mirostat_rules:
@@ -157,7 +156,9 @@ class SamplingStates:
     def make_verifier(
         self, rows: NDArray[np.intp], contexts: SampleContexts
     ) -> SampleVerifier | None:
-        """Returns the verifier of the samples from `rows [D]`; None if none is to be verified."""
+        """Returns the verifier of the samples from `rows [D]`. Returns None if none are to be
+        verified.
+        """
         to_verify: dict[int, SampleToVerify] = {}
         sequential: dict[int, list[int]] = {}
         known: dict[int, int] = {}
@@ -183,8 +184,8 @@ class SamplingStates:
     def _make_sample(
         self, row: int, num_tokens: int, num_drafts: int, *, is_search: bool
     ) -> SampleToVerify | None:
-        """Returns how to verify a sample after `num_tokens`, the last `num_drafts` of them draft
-        tokens; None if it is not to be verified.
+        """Returns how to verify a sample after `num_tokens` tokens, of which the last `num_drafts`
+        are draft tokens. Returns None if it is not to be verified.
         """
         state = self.logits_states.get(row)
         if state is None or state.to_verify is None:
@@ -193,7 +194,7 @@ class SamplingStates:
             return state.to_verify._replace(
                 num_drafts=num_drafts, is_search=True, skips_cutoffs=False
             )
-        # A text is completed before its length limit if its grammar alone restricts it.
+        # A text is completed before its length limit if only its grammar restricts it.
         closes = (
             self._closes
             and row in self._grammars
@@ -208,7 +209,7 @@ class SamplingStates:
     def _make_sequential(
         self, row: int, entries: list[int], draft_ids: list[int]
     ) -> SequentialSampling:
-        """Returns the samples of a row with mirostat, of which each but the first follows a draft
+        """Returns the samples of a row with mirostat; each except the first follows a draft
         token.
         """
         state = self.logits_states.get(row)
@@ -226,7 +227,7 @@ class SamplingStates:
 
     def plain_records(self, rows: NDArray[np.intp], ends: NDArray[np.int32]) -> NDArray[np.void]:
         """Returns the records of `rows [S]` after their first `ends [S]` tokens, without logprobs
-        and without what needs more than a record or changes with each sample.
+        and without options that need more than a record or change with each sample.
         """
         records: NDArray[np.void] = self._records[rows]
         records["position"] = ends
@@ -243,10 +244,10 @@ class SamplingStates:
         ends: NDArray[np.int32],
         verifier: SampleVerifier | None = None,
     ) -> SamplingBatch:
-        """Returns how to sample from `rows [S]`, each after the first `ends [S]` of its `token_ids
-        [N, context]`. Samples of the verifier get no grammar mask. If a row occurs several times,
-        its tokens behind its first end are draft tokens. The last token of a row may be known to
-        the device alone.
+        """Returns the sampling arrays for `rows [S]`, each after the first `ends [S]` of its
+        `token_ids [N, context]`. Samples of the verifier get no grammar mask. If a row occurs
+        several times, its tokens after its first end are draft tokens. The last token of a row may
+        be known only on the device.
         """
         records = self._records[rows]
         records["position"] = ends
@@ -270,7 +271,7 @@ class SamplingStates:
         return batch
 
     def follows_tokens(self, rows: NDArray[np.intp]) -> bool:
-        """Returns whether a bias or mirostat bound of `rows [S]` changes with each token."""
+        """Returns whether a bias or mirostat mu of `rows [S]` changes with each token."""
         return any(
             row in self.mirostat_rules
             or (row in self.logits_states and self.logits_states[row].follows_tokens)
@@ -284,8 +285,8 @@ class SamplingStates:
         token_ids: NDArray[np.int32],
         ends: NDArray[np.int32],
     ) -> None:
-        """Updates the biases and mirostat bounds of a batch that was gathered from `rows [S]`,
-        which have `ends [S]` tokens by now. Further entries of the batch stay as they are.
+        """Updates the biases and mirostat values of a batch gathered from `rows [S]`, which now
+        have `ends [S]` tokens. Other entries of the batch do not change.
         """
         batch.records["mirostat_mu"][: len(rows)] = self._records["mirostat_mu"][rows]
         self._add_bias(batch, rows.tolist(), token_ids, ends.tolist())
@@ -335,7 +336,7 @@ class SamplingStates:
     def _add_bias(
         self, batch: SamplingBatch, rows: list[int], token_ids: NDArray[np.int32], ends: list[int]
     ) -> None:
-        """Sets what is added to the logits of the rows, each after its first tokens."""
+        """Sets the values added to the logits of the rows, each after its first `ends` tokens."""
         bias, known = Csr(), dict[int, int]()
         after: list[NDArray[np.int32]] = []
         dries: dict[int, DryMatches] = {}
@@ -345,10 +346,10 @@ class SamplingStates:
             if state is None or not state.may_bias(end):
                 continue
             if num_drafts == 1 and state.dry is not None:
-                # Draft tokens must not advance the row's own matches.
+                # Draft tokens must not advance the row's matches.
                 dries[row] = state.dry.copy()
             if state.lags(end - num_drafts):
-                # Only the device knows the last token: it selects the entries that apply.
+                # The last token is known only on the device, which selects the entries that apply.
                 added = state.bias_after(token_ids[row, : end - 1])
             else:
                 must_end = self._grammars.is_complete(row, num_drafts=num_drafts)
@@ -366,7 +367,7 @@ class SamplingStates:
         batch.bias_values = np.concatenate([NO_VALUES, *bias.values])
 
     def _get_masked_rows(self, rows: list[int], verifier: SampleVerifier | None) -> list[int]:
-        """Returns the rows whose first samples have the masks of their grammars."""
+        """Returns the rows whose first samples are masked by their grammars."""
         found = dict.fromkeys(
             row
             for entry, row in enumerate(rows)
@@ -375,8 +376,8 @@ class SamplingStates:
         return list(found)
 
     def _make_mask(self, row: int, state: LogitsState, num_drafts: int) -> Bits | None:
-        """Returns the tokens that a row's grammar and its allowed ids allow after `num_drafts`
-        draft tokens.
+        """Returns the tokens that both a row's grammar and its allowed ids allow after `num_drafts`
+        draft tokens. Returns None if all are allowed.
         """
         allowed = state.allowed_mask
         legal = self._grammars.mask(row, num_drafts=num_drafts)
@@ -439,8 +440,8 @@ class SamplingStates:
         return state
 
     def _get_allowed_mask(self, params: SamplingParams) -> Bits | None:
-        """Returns the mask `[ceil(V / 32)]` of the allowed ids, one array for all requests with the
-        same ones.
+        """Returns the mask `[ceil(V / 32)]` of the allowed ids; requests with the same ids share
+        one array. Returns None if all are allowed.
         """
         if params.allowed_token_ids is None:
             return None
@@ -454,7 +455,7 @@ class SamplingStates:
 
 
 def append_targets(batch: SamplingBatch, targets: NDArray[np.void]) -> None:
-    """Appends records `[num]` of SAMPLING_RECORD that have neither bias nor history."""
+    """Appends records, `[num]` of SAMPLING_RECORD, without bias and history."""
     num = len(targets)
     batch.records = np.concatenate([batch.records, targets])
     if batch.deferred is not None:

@@ -1,6 +1,6 @@
-"""Sequential sampling: with mirostat each sample depends on the surprise of the token before it, so
-the sample after a draft token can be made only once the sample before is decided. Such a row is
-resampled, one sample after the other, as far as its draft tokens are accepted.
+"""Sequential sampling: with mirostat, each sample depends on the surprise of the token before it,
+so the sample after a draft token can be decided only after the previous sample. Such a row is
+resampled, one sample after the other, as long as its draft tokens are accepted.
 """
 
 from __future__ import annotations
@@ -15,34 +15,36 @@ from octavo.executor.batch import Bits, SampleResult
 
 
 class MirostatRule(NamedTuple):
-    """How a row's mirostat bound is updated."""
+    """Parameters for updating a row's mirostat mu."""
 
     tau: float
     """Target surprise, in bits."""
     eta: float
-    """Share of the error that is corrected."""
+    """Fraction of the error that is corrected."""
 
     def after(self, mu: float, surprise: float) -> float:
-        """Returns the bound after a token of `surprise` bits, rounded as records keep it."""
+        """Returns mu after a token of `surprise` bits, rounded as in sampling records."""
         return float(np.float32(mu - self.eta * (surprise - self.tau)))
 
 
 @dataclass(slots=True)
 class SequentialSampling:
-    """The samples of one row with mirostat, each but the first after a draft token."""
+    """The samples of one row with mirostat; each except the first follows a draft token."""
 
     rule: MirostatRule
     mu: float
-    """Bound of the current sample."""
+    """Mirostat's mu for the current sample."""
     entry: int
-    """Current sample among the sampled rows."""
+    """Index of the current sample in the sampled rows."""
     draft_ids: Sequence[int]
-    """Draft tokens after it."""
+    """Draft tokens after the current sample."""
     masks: Sequence[Bits]
-    """Tokens that the samples after the first may have."""
+    """Tokens allowed in the samples after the first."""
 
     def advance(self, samples: SampleResult) -> bool:
-        """Advances to the next sample if the draft token before it is accepted; returns whether."""
+        """Advances to the next sample if the draft token before it was accepted; returns whether it
+        did.
+        """
         assert samples.surprises is not None, "a row with mirostat reports its surprise"
         if not self.draft_ids or samples.failed[self.entry]:
             return False
@@ -55,5 +57,5 @@ class SequentialSampling:
 
     @property
     def mask(self) -> Bits:
-        """Tokens allowed in the current sample; the first one is never resampled."""
+        """Tokens allowed in the current sample; the first sample is never resampled."""
         return self.masks[-1 - len(self.draft_ids)]

@@ -1,8 +1,8 @@
 """Timestamp rules of Whisper-like speech models, as a built-in logits processor.
 
-Timestamps come in pairs, never decrease, begin the text, and are sampled if they are together more
-likely than any word. Source: Radford et al. 2022, and `WhisperTimeStampLogitsProcessor` of
-transformers.
+Timestamps come in pairs, never decrease, and begin the text. A timestamp is forced if the total
+probability of timestamps exceeds that of every text token. Source: Radford et al. 2022, and
+`WhisperTimeStampLogitsProcessor` of transformers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class TimestampRules:
         *banned: int,
     ) -> None:
         """`start`: token that begins the last part of a prompt, which has `prompt_tokens` tokens.
-        `end`: token that ends a text. `no_timestamps`: token before that of 0 s. `max_initial`:
-        largest initial timestamp in steps (-1: any). `banned`: tokens that are never sampled.
+        `end`: token that ends a text. `no_timestamps`: token before the timestamp 0 s.
+        `max_initial`: largest initial timestamp in steps (-1: no limit). `banned`: tokens that are
+        never sampled.
         """
         self._start = start
         self._prompt_tokens = prompt_tokens
@@ -36,7 +37,7 @@ class TimestampRules:
         self._banned = list(banned)
 
     def __call__(self, token_ids: NDArray[np.int32], logits: NDArray[np.float32]) -> None:
-        """Bans the tokens that may not come next in the logits `[V]`, in place."""
+        """Bans the tokens that must not come next in the logits `[V]`, in place."""
         first, behind = self._first, int(np.argmax(token_ids == self._start))
         sampled = token_ids[behind + self._prompt_tokens :]
         logits[[self._no_timestamps, *self._banned]] = NEVER
@@ -59,7 +60,6 @@ class TimestampRules:
 
 
 def _logsumexp(logits: NDArray[np.float32]) -> float:
-    """Returns the log-sum-exp of logits."""
     most = float(logits.max())
     if most == -np.inf:
         return most

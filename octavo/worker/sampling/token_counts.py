@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class TokenCounts:
-    """Distinct tokens of a request and how often each was generated (0: only in the prompt)."""
+    """Distinct tokens of a request, and how often each was generated (0: only in the prompt)."""
 
     def __init__(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         self._index: dict[int, int] = {}
@@ -36,7 +36,7 @@ class TokenCounts:
         return self._ids[:num], self._counts[:num]
 
     def arrays_after(self, token_ids: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Returns `arrays` as after these generated tokens, without counting them."""
+        """Returns `arrays` as if these generated tokens had been added, without adding them."""
         if not token_ids:
             return self.arrays()
         later = copy.copy(self)

@@ -1,7 +1,7 @@
 """Sends hidden states from one pipeline stage's process to the next, over a pipe.
 
-A message is one step's rows with their requests. Knows arrays and pipes, nothing of Programs. A
-stage that ends closes its pipe, which raises EngineDead in the next one.
+A message contains one step's rows with their request ids. When a stage ends, its pipe closes, which
+raises EngineDead in the next stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 DTYPES = ("float32", "float64")
-"""Types of hidden states."""
+"""Data types of hidden states."""
 
 
 class HiddenHeader(msgspec.Struct):
@@ -30,13 +30,15 @@ class HiddenHeader(msgspec.Struct):
 
     request_ids: list[str]
     counts: list[int]
-    """Rows of each request."""
+    """Number of rows of each request."""
     width: int
     dtype: str
 
 
 class HiddenSender:
-    """The sending end. A thread writes, so the stage can continue with the next step."""
+    """The sending end. A thread writes to the pipe, so the stage can continue with the next
+    step.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -46,7 +48,7 @@ class HiddenSender:
         self._thread.start()
 
     def send(self, rows: Sequence[ScheduledRequest], hidden: NDArray) -> None:
-        """Queues the hidden states `[T, W]` of a step's rows, which must not change later."""
+        """Queues the hidden states `[T, W]` of a step's rows; the array must not change later."""
         header = HiddenHeader(
             [row.request_id for row in rows],
             [row.num_tokens for row in rows],
@@ -67,21 +69,21 @@ class HiddenSender:
                 self._connection.send_bytes(self._encoder.encode(header))
                 self._connection.send_bytes(hidden.tobytes())
             except OSError:
-                return  # the next stage has gone, which the first rank sees
+                return  # the next stage is gone, which the first rank detects
 
 
 class HiddenReceiver:
     """The receiving end, which holds the hidden states of the current step."""
 
     def __init__(self, connection: Connection, source: str) -> None:
-        """`source`: name of the previous stage in errors."""
+        """`source`: name of the previous stage in error messages."""
         self._connection = connection
         self._source = source
         self._decoder = msgspec.msgpack.Decoder(HiddenHeader)
         self._held: dict[str, NDArray] = {}
 
     def receive(self) -> None:
-        """Waits for the next step's rows, which replace the current ones; EngineDead if the
+        """Waits for the next step's rows, which replace the current ones; raises EngineDead if the
         previous stage has ended.
         """
         try:
@@ -104,7 +106,9 @@ class HiddenReceiver:
         }
 
     def get(self, rows: Sequence[ScheduledRequest]) -> NDArray:
-        """Returns the hidden states `[T, W]` of some requests of the step, in their order."""
+        """Returns the hidden states `[T, W]` of some requests of the step, in the order of
+        `rows`.
+        """
         if len(rows) == 1:
             return self._held[rows[0].request_id]
         return np.concatenate([self._held[row.request_id] for row in rows])

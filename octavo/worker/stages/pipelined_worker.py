@@ -1,8 +1,9 @@
-"""The last stage's worker and the other stages as one executor, with a plan of each micro-batch in
-flight.
+"""The last stage's worker and the other stages as one executor, with one plan of each micro-batch
+in flight.
 
-A plan is sent to all stages when it is launched. The first stages compute it at once; the last one,
-in this process, computes it when its result is requested, and sends its samples to the others.
+A plan is sent to all stages when it is launched. The first stages compute it immediately; the last
+one, in this process, computes it when its result is requested, and sends its sampled tokens to the
+others.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class PipelinedStep:
 
 
 class PipelinedWorker:
-    """An executor over several stages; raises EngineDead after the first fault of any of them.
+    """An executor over several stages; raises EngineDead after the first failure of any stage.
 
     Implements `ports.AsyncExecutor`, `ports.Profiler` and `ports.Losable`.
     """
@@ -80,7 +81,7 @@ class PipelinedWorker:
         self._others.when_lost(on_loss)
 
     def start_profile(self) -> None:
-        """Times the last stage alone."""
+        """Measures only the last stage."""
         self._worker.start_profile()
 
     def stop_profile(self) -> Profile:

@@ -17,7 +17,7 @@ NO_PIPE = -1
 
 @dataclass(frozen=True, slots=True)
 class StageLink:
-    """A stage's number, and its ends of the pipes to its neighbours.
+    """A stage's number, and its ends of the pipes to the adjacent stages.
 
     Implements `ranks.Abortable`.
     """
@@ -25,12 +25,12 @@ class StageLink:
     stage: int
     num_stages: int
     before: HiddenReceiver | None
-    """Hidden states of the previous stage; None on the first stage."""
+    """Receives hidden states from the previous stage; None on the first stage."""
     behind: HiddenSender | None
-    """Hidden states for the next stage; None on the last stage."""
+    """Sends hidden states to the next stage; None on the last stage."""
 
     def abort(self) -> None:
-        """No-op: the pipe of a stage that ends breaks, which ends the wait for it."""
+        """Does nothing: when a stage ends, its pipe breaks, which ends any wait for it."""
 
     def close(self) -> None:
         if self.before is not None:
@@ -40,7 +40,8 @@ class StageLink:
 
 
 class StagePipes:
-    """The pipes of all stages, made by the process of the last one before it starts the others.
+    """The pipes of all stages, created by the process of the last stage before it starts the
+    others.
 
     The last stage is rank 0, which samples; rank r is stage r - 1. Implements
     `ranks.RankRendezvous`.
@@ -53,7 +54,7 @@ class StagePipes:
         self._pipes = [Pipe(duplex=False) for _ in range(num_stages - 1)]
 
     def get_address(self, rank: int) -> list[int]:
-        """Returns the descriptors of the pipe that a rank reads and the one that it writes."""
+        """Returns the descriptors of the pipes that a rank reads from and writes to."""
         before, behind = self._get_ends(rank)
         return [NO_PIPE if end is None else end.fileno() for end in (before, behind)]
 
@@ -61,7 +62,7 @@ class StagePipes:
         return tuple(end.fileno() for end in self._get_ends(rank) if end is not None)
 
     def join(self) -> StageLink:
-        """Makes this process the last stage and closes the other stages' ends here, so a pipe
+        """Makes this process the last stage. Closes the other stages' ends here, so that a pipe
         breaks when its stage ends.
         """
         last, _ = self._get_ends(0)
@@ -91,12 +92,12 @@ def get_stage(rank: int, num_stages: int) -> int:
 
 
 def get_stage_name(stage: int, num_stages: int) -> str:
-    """Returns a stage's name for messages."""
+    """Returns a stage's name for error messages."""
     return f"stage {stage} of {num_stages}"
 
 
 def join_stage(rank: int, num_stages: int, address: Sequence[int]) -> StageLink:
-    """Makes this process a stage, or another rank of the last one, by its address."""
+    """Makes this process a stage (or another rank of the last stage), given its address."""
     from multiprocessing.connection import Connection
 
     before, behind = address

@@ -1,7 +1,7 @@
-"""Runs the steps of a pipeline stage but the last, and sends its hidden states to the next stage.
+"""Runs the steps of a pipeline stage other than the last, and sends its hidden states to the next
+stage.
 
-Knows rows and arrays; samples nothing. The tokens that the last stage samples come back through
-`InputBatch.write_tokens`.
+Samples nothing: the tokens that the last stage samples arrive through `InputBatch.write_tokens`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.worker.stages.stage_link import StageLink
 
 
 class StageRunner(ProgramRunner):
-    """Runs steps of one stage but the last, over the KV of its own layers."""
+    """Runs steps of a stage other than the last, using the KV of its layers."""
 
     def __init__(self, runnable: Runnable, kv: KvCache, rows: InputBatch, link: StageLink) -> None:
         super().__init__(runnable, kv, rows)
@@ -35,7 +35,7 @@ class StageRunner(ProgramRunner):
         return [model_input]
 
     def results(self, model_input: ModelInput, output: StepOutput) -> list[RowResult]:
-        """Hands hidden states to the next stage; returns results without tokens."""
+        """Sends hidden states to the next stage; returns results without tokens."""
         scheduled = model_input.scheduled
         assert self._link.behind is not None, "the last stage samples"
         self._link.behind.send(scheduled, output.arrays["hidden"])
