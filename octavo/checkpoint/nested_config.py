@@ -8,6 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+GEMMA4 = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131_072,
+}
+QWEN3_5 = {
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32_768,
+}
 LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {
         "vocab_size": 262_208,
@@ -17,7 +33,21 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": 131_072,
-    }
+    },
+    "gemma4": GEMMA4,
+    "gemma4_unified": GEMMA4
+    | {
+        "max_position_embeddings": 262_144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    },
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+    },
 }
 """Values of keys that `text_config` may omit, by model type."""
 
@@ -27,8 +57,11 @@ def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
     precedence. Other configs are unchanged.
     """
     text = config.get("text_config")
-    if not isinstance(text, dict) or not isinstance(config.get("vision_config"), dict):
+    left_out = LEFT_OUT.get(str(config.get("model_type")))
+    if not isinstance(text, dict) or not (
+        left_out or isinstance(config.get("vision_config"), dict)
+    ):
         return config
     own = {name: value for name, value in config.items() if value is not None}
     own.pop("text_config")
-    return {**LEFT_OUT.get(str(config.get("model_type")), {}), **text, **own}
+    return {**(left_out or {}), **text, **own}

@@ -77,6 +77,14 @@ READ_ELSEWHERE = _names("""
 """Keys read outside of the families: context, vocabulary, dtype and weight format, pooling and its
 activation."""
 
+TOWERS = _names("""
+    audio_config audio_token_id audio_token_index boa_token_id boa_token_index boi_token_id
+    boi_token_index eoa_token_id eoa_token_index eoi_token_id eoi_token_index image_token_id
+    image_token_index video_token_id vision_config vision_end_token_id
+    vision_soft_tokens_per_image vision_start_token_id
+""")
+"""Towers of multimodal models and their tokens, which have no effect on text."""
+
 INERT = ORIGIN | TRAINING | GENERATION | RUNTIME | READ_ELSEWHERE
 
 

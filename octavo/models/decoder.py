@@ -106,12 +106,27 @@ def query_growth(max_positions: int, growth: Growth) -> Weight | None:
 
 
 def plan_cache(
-    shape: DecoderShape, windows: Sequence[int | None], *, chunks: bool = False
+    shape: DecoderShape,
+    windows: Sequence[int | None],
+    *,
+    chunks: bool = False,
+    num_shared: int = 0,
 ) -> CachePlan:
     """Assigns full and sliding-window layers to separate groups; `windows` has an entry per layer.
 
-    With `chunks` the entries are chunk lengths.
+    With `chunks` the entries are chunk lengths. The last `num_shared` layers read KV of the last
+    earlier layer with the same window.
     """
+    if num_shared:
+        own, shared = windows[:-num_shared], windows[-num_shared:]
+        if set(windows) != set(own):
+            raise UnsupportedModel(
+                f"config.json: num_kv_shared_layers is {num_shared}, which leaves a layer type"
+                f" without its own KV cache"
+            )
+        plan = plan_cache(shape, own, chunks=chunks)
+        last = dict(zip(own, plan.layers, strict=True))
+        return CachePlan(plan.groups, (*plan.layers, *(last[window] for window in shared)))
     full = [i for i, window in enumerate(windows) if window is None]
     sliding = [i for i, window in enumerate(windows) if window is not None]
     heads = (shape.num_kv_heads, shape.head_dim, shape.head_dim)

@@ -12,20 +12,14 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from octavo.api.errors import UnsupportedModel
-from octavo.models.decoder import (
-    CachePlan,
-    DecoderShape,
-    Frame,
-    finish_decoder,
-    plan_cache,
-)
+from octavo.models.decoder import DecoderShape, Frame, finish_decoder, plan_cache
+from octavo.models.gemma_parts import PerLayerInputs, SharedKvAttention, scale_columns
 from octavo.models.hf_config import HfConfig
-from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.rope import tables_by_layer_type
 from octavo.program.builder import Builder
 from octavo.program.family_ops import KeepLargest, MatchMagnitude, Mix
-from octavo.program.ops import Activation, Embedding, RopeTable
-from octavo.program.program import Program, Span, Value, Weight
+from octavo.program.ops import Activation
+from octavo.program.program import CacheGroup, Program, Value
 
 LEAST_SQUARE = 1e-5
 """Lower bound of the mean square when a stream is rescaled."""
@@ -39,7 +33,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     shape = DecoderShape.read(config, num_kv_heads=2, head_dim=256, tied=True)
     windows = config.layer_windows(shape.num_layers, config.window(512), lambda i: (i + 1) % 5 != 0)
     layers = Gemma3nLayers.read(config, shape, windows)
-    b = Builder("decoder", layers.cache.groups, shape.vocab_size)
+    b = Builder("decoder", layers.groups, shape.vocab_size)
     ids, name = b.token_ids(), "model.embed_tokens"
     scale = shape.hidden_size**0.5
     embedded = b.embedding(ids, name, shape.vocab_size, shape.hidden_size, scale=scale)
@@ -48,7 +42,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         other = b.linear(embedded, f"model.altup_projections.{i}", shape.hidden_size)
         streams.append(match_magnitude(b, other, embedded, least=LEAST_SQUARE))
     for i in range(shape.num_layers):
-        streams = layers(b, streams, layers.own_input(b, ids, embedded, i), i)
+        streams = layers(b, streams, layers.own(b, ids, embedded, i), i)
     x = streams[0]
     for i, stream in enumerate(streams[1:]):
         other = b.linear(stream, f"model.altup_unembed_projections.{i}", shape.hidden_size)
@@ -58,52 +52,29 @@ def build(config: HfConfig) -> dict[str, Program]:
     return finish_decoder(b, x, shape, Frame(logit_softcap=cap))
 
 
-def _plan_cache(
-    config: HfConfig, shape: DecoderShape, windows: Sequence[int | None]
-) -> tuple[CachePlan, int]:
-    """Returns the cache plan and the number of layers that write KV; the last layers read KV of the
-    last earlier layer with the same window.
-    """
-    num_own = shape.num_layers - config.integer("num_kv_shared_layers", 15)
-    own = windows[: max(num_own, 0)]
-    if set(windows) != set(own):
-        raise UnsupportedModel(
-            f"config.json: num_kv_shared_layers is {shape.num_layers - num_own}, which leaves a"
-            f" layer type without its own KV cache"
-        )
-    plan = plan_cache(shape, own)
-    last = dict(zip(own, plan.layers, strict=True))
-    shared = tuple(last[window] for window in windows[num_own:])
-    return CachePlan(plan.groups, (*plan.layers, *shared)), num_own
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3nLayers:
     """Appends layers; each call takes and returns all streams."""
 
     shape: DecoderShape
-    cache: CachePlan
-    num_own: int
-    """Number of layers that write KV."""
-    ropes: Sequence[RopeTable]
+    groups: tuple[CacheGroup, ...]
+    attention: SharedKvAttention
     num_streams: int
     active: int
     """Index of the stream that attention and MLP are applied to."""
     scales_active: bool
-    own_width: int
-    """Width of per-layer embeddings."""
-    own_vocab_size: int
+    own: PerLayerInputs
     laurel_rank: int
     widths: Sequence[int]
     """MLP width of each layer."""
     deviations: Sequence[float | None]
     """Gate threshold per layer, in standard deviations above the mean; None: not sparse."""
     activation: Activation
-    bias: bool
 
     @staticmethod
     def read(config: HfConfig, shape: DecoderShape, windows: Sequence[int | None]) -> Gemma3nLayers:
-        cache, num_own = _plan_cache(config, shape, windows)
+        num_layers, num_shared = shape.num_layers, config.integer("num_kv_shared_layers", 15)
+        cache = plan_cache(shape, windows, num_shared=num_shared)
         sliding, full = tables_by_layer_type(
             config,
             shape.head_dim,
@@ -113,32 +84,27 @@ class Gemma3nLayers:
         num_streams = config.integer("altup_num_inputs", 4, low=1, most=MOST_STREAMS)
         return Gemma3nLayers(
             shape=shape,
-            cache=cache,
-            num_own=num_own,
-            ropes=[full if window is None else sliding for window in windows],
+            groups=cache.groups,
+            attention=SharedKvAttention(
+                shapes=[shape] * num_layers,
+                caches=cache.layers,
+                ropes=[full if window is None else sliding for window in windows],
+                num_own=num_layers - num_shared,
+                bias=config.flag("attention_bias", False),
+            ),
             num_streams=num_streams,
             active=config.integer("altup_active_idx", 0, most=num_streams - 1),
             scales_active=config.flag("altup_correct_scale", True),
-            own_width=config.size("hidden_size_per_layer_input", 256),
-            own_vocab_size=config.integer("vocab_size_per_layer_input", 262_144, low=1),
+            own=PerLayerInputs(
+                shape,
+                config.size("hidden_size_per_layer_input", 256),
+                config.integer("vocab_size_per_layer_input", 262_144, low=1),
+            ),
             laurel_rank=config.size("laurel_rank", 64),
-            widths=_by_layer(config, "intermediate_size", shape.num_layers),
-            deviations=_deviations(config, shape.num_layers),
+            widths=_by_layer(config, "intermediate_size", num_layers),
+            deviations=_deviations(config, num_layers),
             activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
-            bias=config.flag("attention_bias", False),
         )
-
-    def own_input(self, b: Builder, ids: Value, embedded: Value, i: int) -> Value:
-        """Appends layer i's per-layer embeddings plus the projection of the common ones."""
-        width, total = self.own_width, self.shape.num_layers * self.own_width
-        table = Weight("model.embed_tokens_per_layer.weight", (self.own_vocab_size, total))
-        span = (i * width, (i + 1) * width)
-        own = table_part(b, ids, table, span, scale=width**0.5)
-        rows = Rows(width, total, span[0])
-        made = linear_part(b, embedded, "model.per_layer_model_projection", rows)
-        made = b.scale(made, self.shape.hidden_size**-0.5)
-        made = b.rms_norm(made, "model.per_layer_projection_norm", self.shape.norm_eps)
-        return b.scale(b.add(made, own), 2**-0.5)
 
     def __call__(self, b: Builder, streams: list[Value], own: Value, i: int) -> list[Value]:
         name = f"model.layers.{i}"
@@ -149,7 +115,7 @@ class Gemma3nLayers:
         laurel = b.linear(rows, f"{name}.laurel.linear_left", self.laurel_rank)
         laurel = b.linear(laurel, f"{name}.laurel.linear_right", rows.width)
         laurel = b.add(rows, self._norm(b, laurel, f"{name}.laurel.post_laurel_norm"))
-        h = self._norm(b, self._attend(b, rows, i), f"{name}.post_attention_layernorm")
+        h = self._norm(b, self.attention(b, rows, i), f"{name}.post_attention_layernorm")
         h = b.scale(b.add(b.add(active, h), laurel), 1 / math.sqrt(2))
         rows = self._norm(b, h, f"{name}.pre_feedforward_layernorm")
         rows = self._norm(b, self._mlp(b, rows, i), f"{name}.post_feedforward_layernorm")
@@ -170,28 +136,6 @@ class Gemma3nLayers:
         router = b.linear(rows, f"{layer}.altup.modality_router", self.num_streams)
         return b.linear(b.act(router, "tanh"), f"{layer}.altup.{name}", count)
 
-    def _attend(self, b: Builder, x: Value, i: int) -> Value:
-        shape, cache = self.shape, self.cache.layers[i]
-        name = f"model.layers.{i}.self_attn"
-        q_width, kv_width, _ = shape.qkv_widths
-        dim, eps = shape.head_dim, shape.norm_eps
-        q = b.linear(x, f"{name}.q_proj", q_width, bias=self.bias)
-        q = b.rms_norm(q, f"{name}.q_norm", eps, group_width=dim)
-        q = b.rope(q, shape.num_heads, self.ropes[i])
-        if i < self.num_own:
-            k, v = (
-                b.linear(x, f"{name}.{part}", kv_width, bias=self.bias)
-                for part in ("k_proj", "v_proj")
-            )
-            k = b.rms_norm(k, f"{name}.k_norm", eps, group_width=dim)
-            k = b.rope(k, shape.num_kv_heads, self.ropes[i])
-            v = b.rms_norm(v, f"{name}.v_norm", eps, has_weight=False, group_width=dim)
-            b.kv_write(cache.group, cache.layer, (k,), v)
-        out = b.attention(
-            q, cache.group, cache.layer, num_heads=shape.num_heads, scale=1.0, mask=cache.mask
-        )
-        return b.linear(out, f"{name}.o_proj", shape.hidden_size, bias=self.bias)
-
     def _mlp(self, b: Builder, x: Value, i: int) -> Value:
         name, deviations = f"model.layers.{i}.mlp", self.deviations[i]
         gate = b.linear(x, f"{name}.gate_proj", self.widths[i])
@@ -204,7 +148,7 @@ class Gemma3nLayers:
         """Appends the contribution of per-layer embeddings to all streams but the first."""
         if self.scales_active:
             x = scale_columns(b, x, f"{name}.altup.correct_output_scale")
-        gate = b.linear(x, f"{name}.per_layer_input_gate", self.own_width)
+        gate = b.linear(x, f"{name}.per_layer_input_gate", self.own.width)
         rows = b.act_mul(gate, own, self.activation)
         rows = b.linear(rows, f"{name}.per_layer_projection", self.shape.hidden_size)
         return self._norm(b, rows, f"{name}.post_per_layer_input_norm")
@@ -266,19 +210,3 @@ def mix(
     outs = tuple(b.like("mixed", base) for base in bases)
     b.append(Mix(tuple(xs), tuple(bases), coefs, outs, offset))
     return outs
-
-
-def table_part(b: Builder, ids: Value, table: Weight, columns: Span, *, scale: float) -> Value:
-    """Looks up some columns of a table; ids beyond the table read its first row."""
-    part = table.part(inputs=columns)
-    out = b.value(table.name.removesuffix(".weight"), ids.axis, part.shape[1])
-    b.append(Embedding(out, part, ids, scale, others_first=True))
-    return out
-
-
-def scale_columns(b: Builder, x: Value, name: str) -> Value:
-    """Multiplies each column by its value in the named tensor."""
-    factors = b.like(name, x)
-    table = Weight(name, (1, x.width), (name,))
-    b.append(Embedding(factors, table, by_position=True, others_first=True))
-    return b.mul(x, factors)

@@ -4,29 +4,28 @@
 
 from __future__ import annotations
 
-from octavo.models.decoder import (
-    DecoderShape,
-    Frame,
-    build_decoder,
-    rms_norm,
-)
+from octavo.models.decoder import DecoderShape, Frame, Sublayer, build_decoder, rms_norm
 from octavo.models.gated_delta import gated_attention, make_cache_groups, read_mixer, read_plan
 from octavo.models.hf_config import HfConfig
 from octavo.models.mlps import gated_mlp
-from octavo.program.builder import Builder
-from octavo.program.program import Program, Value
+from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    shape = DecoderShape.read(config, num_kv_heads=4, head_dim=256)
+    width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
+    return build_qwen3_5(
+        config,
+        num_kv_heads=4,
+        mlp=lambda b, x, i: gated_mlp(b, x, f"model.layers.{i}.mlp", width, activation),
+    )
+
+
+def build_qwen3_5(config: HfConfig, *, num_kv_heads: int, mlp: Sublayer) -> dict[str, Program]:
+    """Builds the decoder with the given MLP; `num_kv_heads` is the family's default."""
+    shape = DecoderShape.read(config, num_kv_heads=num_kv_heads, head_dim=256)
     plan = read_plan(config, shape.num_layers)
     mixer = read_mixer(config, shape, plan, stacked=False)
     attention = gated_attention(config, shape, plan.caches)
-    width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
-
-    def mlp(b: Builder, x: Value, layer: int) -> Value:
-        return gated_mlp(b, x, f"model.layers.{layer}.mlp", width, activation)
-
     frame = Frame(norm=rms_norm(shape.norm_eps, offset=1.0))
     groups = make_cache_groups(shape, plan, mixer)
     return build_decoder(shape, groups, plan.mix(attention, mixer), mlp, frame)

@@ -51,6 +51,9 @@ FAMILIES: dict[str, ModelFamily] = {
     "gemma3": ModelFamily("Gemma 3 with images"),
     "gemma3_text": ModelFamily("Gemma 3"),
     "gemma3n_text": ModelFamily("Gemma 3n"),
+    "gemma4": ModelFamily("Gemma 4 with towers, text only"),
+    "gemma4_text": ModelFamily("Gemma 4"),
+    "gemma4_unified": ModelFamily("Gemma 4 12B, text only"),
     "glm": ModelFamily("GLM-4 9B"),
     "glm4": ModelFamily("GLM-4-0414"),
     "glm4_moe": ModelFamily("GLM-4.5, GLM-4.6", "experts"),
@@ -95,6 +98,9 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen2_moe": ModelFamily("Qwen1.5-MoE, Qwen2-57B-A14B", "experts"),
     "qwen2_vl": ModelFamily("Qwen2-VL"),
     "qwen3": ModelFamily("Qwen3"),
+    "qwen3_5": ModelFamily("Qwen3.5 with a vision tower, text only"),
+    "qwen3_5_moe": ModelFamily("Qwen3.5 MoE with a vision tower, text only", "experts"),
+    "qwen3_5_moe_text": ModelFamily("Qwen3.5-35B-A3B", "experts"),
     "qwen3_5_text": ModelFamily("Qwen3.5"),
     "qwen3_moe": ModelFamily("Qwen3-30B-A3B", "experts"),
     "qwen3_next": ModelFamily("Qwen3-Next", "experts"),
@@ -128,7 +134,8 @@ def image_layout(config: Mapping[str, Any]) -> ImageLayout | None:
     if not isinstance(config.get("vision_config"), dict):
         return None
     hf = HfConfig(config)
-    found: ImageLayout = _module(hf.model_type).image_layout(hf)
+    module = _module(hf.model_type)
+    found: ImageLayout | None = module.image_layout(hf) if hasattr(module, "image_layout") else None
     return found
 
 

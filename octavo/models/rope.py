@@ -1,9 +1,11 @@
-"""RoPE tables of a config: types default, linear, dynamic, llama3, yarn and longrope.
+"""RoPE tables of a config: types default, linear, dynamic, llama3, yarn, longrope and
+proportional.
 
 Reads old keys (`rope_theta` and a `rope_scaling` dict with `type`) and new ones (`rope_parameters`
 with `rope_type`). Sources: Su et al. 2021; linear: position interpolation, Chen et al. 2023;
 llama3: Meta's Llama 3.1 release; yarn: Peng et al. 2023, with the attention factor as in
-transformers; longrope: Ding et al. 2024.
+transformers; longrope: Ding et al. 2024; proportional: Gemma 4 in
+transformers.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ class RopeParameters:
             raise UnsupportedModel("config.json: mrope_section is not supported for this family")
 
         self.share = self.number("partial_rotary_factor", partial or 1.0)
+        partial = self.share if self.kind == "proportional" else partial
         if not 0 < self.share <= 1 or (partial is None and self.share != 1):
             raise UnsupportedModel(
                 f"config.json: partial_rotary_factor is {self.share}, expected "
@@ -107,7 +110,7 @@ class RopeParameters:
 
     def table(self, head_dim: int) -> RopeTable:
         """Returns the table for heads of `head_dim` columns."""
-        rotary_dim = int(head_dim * self.share)
+        rotary_dim = head_dim if self.kind == "proportional" else int(head_dim * self.share)
         # An odd number rotates one more column, as in transformers.
         if rotary_dim < 2 or rotary_dim + rotary_dim % 2 > head_dim:
             raise UnsupportedModel(
@@ -150,11 +153,13 @@ def tables_by_layer_type(
     sliding_theta: float,
     full_theta: float,
     scales_both: bool = False,
+    full_head_dim: int | None = None,
 ) -> tuple[RopeTable, RopeTable]:
     """Returns the tables of sliding and full layers.
 
     New configs have a set of parameters for each; old ones scale only the full layers, or all with
-    `scales_both`. The bases are defaults.
+    `scales_both`. The bases are defaults. `full_head_dim` is the full layers' head size, if it
+    differs.
     """
     by_type, scaling = config.table("rope_parameters"), config.table("rope_scaling")
     others = sorted(by_type.keys() - {"sliding_attention", "full_attention"})
@@ -168,7 +173,9 @@ def tables_by_layer_type(
     positions = config.integer("max_position_embeddings", low=1)
     return (
         RopeParameters(sliding, theta=sliding_theta, max_positions=positions).table(head_dim),
-        RopeParameters(full, theta=full_theta, max_positions=positions).table(head_dim),
+        RopeParameters(full, theta=full_theta, max_positions=positions).table(
+            full_head_dim or head_dim
+        ),
     )
 
 
@@ -280,6 +287,15 @@ def _longrope(p: RopeParameters, dim: int) -> RopeTable:
     )
 
 
+def _proportional(p: RopeParameters, dim: int) -> RopeTable:
+    """Rotates the first share of a head's pairs, with frequencies as if all rotated; the other
+    pairs have frequency 0.
+    """
+    count, factor = int(p.share * dim // 2), p.positive("factor", 1.0)
+    rotated = [f / factor for f in _plain(p, dim)[:count]]
+    return RopeTable((*rotated, *[0.0] * (dim // 2 - count)))
+
+
 _MAKERS: dict[str, Callable[[RopeParameters, int], RopeTable]] = {
     "default": _default,
     "linear": _linear,
@@ -287,4 +303,5 @@ _MAKERS: dict[str, Callable[[RopeParameters, int], RopeTable]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

@@ -384,6 +384,7 @@ class Builder:
         scale: float = 1.0,
         scales_rows: bool = False,
         jitter: float = 0.0,
+        factors: Weight | None = None,
     ) -> tuple[Value, Value, Value]:
         """Returns rows, ids and weights of the chosen experts.
 
@@ -411,6 +412,7 @@ class Builder:
                 scale=scale,
                 scales_rows=scales_rows,
                 jitter=jitter,
+                factors=factors,
             )
         )
         return outs

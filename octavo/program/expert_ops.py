@@ -29,8 +29,8 @@ class Route(Op):
     `softmax_top_k` or `sigmoid_top_k` over the chosen logits only, with experts chosen by logits;
     or `sparsemixer` (see `jitter`). Experts are chosen by score plus `bias [E]` (DeepSeek-V3),
     within the best `top_groups` of `num_groups` expert groups, ranked by `group_rank`. Weights are
-    the scores without the bias, divided by their sum if `normalize`, times `scale`. Ties go to the
-    lower id.
+    the scores without the bias, divided by their sum if `normalize`, times `scale` and times
+    `factors [E]` (Gemma 4). Ties go to the lower id.
     """
 
     x: Value
@@ -50,6 +50,8 @@ class Route(Op):
     jitter: float = 0.0
     """Margin of `sparsemixer`: an expert's weight is its softmax over itself and the later experts
     with z[best] - z[e] <= 2 * jitter * max(|z[e]|, z[best])."""
+    factors: Weight | None = None
+    """A factor per expert; None: 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from tests.support.tiny_models import (
     in_float64,
     tiny_model,
 )
+from tests.support.tiny_other_shapes import TEXT_ONLY
 
 torch.set_num_threads(1)
 
@@ -41,6 +42,7 @@ LONGROPE = {
 }
 CASES = {
     **{family: (family, {}) for family in FAMILIES},
+    **{family: (family, options) for family, options in TEXT_ONLY.items()},
     "llama-bias-tied": (
         "llama",
         {
@@ -105,6 +107,20 @@ CASES = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             }
+        },
+    ),
+    "gemma4-experts": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 36,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 5.0,
+            "attention_bias": True,
         },
     ),
     "gpt2-scales": (
@@ -354,7 +370,9 @@ def oracle(case):
     """Returns the model, token ids, and transformers' logits for them."""
     family, overrides = CASES[case]
     tiny = tiny_model(family, **overrides)
-    ids = np.random.default_rng(1).integers(0, tiny.config["vocab_size"], 270)
+    ids = np.random.default_rng(1).integers(
+        0, tiny.config.get("text_config", tiny.config)["vocab_size"], 270
+    )
     with double_precision():
         model = in_float64(tiny.model, attention="sdpa" if case in SDPA else "eager")
         if case == "phimoe-outgrown":
@@ -376,7 +394,8 @@ RUNS = [
     (case, backend)
     for case, (family, _) in CASES.items()
     for backend in TOLERANCE
-    if backend != "native" or family in (*NATIVE_FAMILIES, "mistral")
+    if backend != "native"
+    or (family in (*NATIVE_FAMILIES, *TEXT_ONLY, "mistral") and case != "gemma4-experts")
 ]
 
 

@@ -21,10 +21,12 @@ from tests.support.tiny_models import (
     session_directory,
     tiny_model,
 )
-from tests.support.tiny_other_shapes import CONFIGS, ENCODERS
+from tests.support.tiny_other_shapes import CONFIGS, ENCODERS, TEXT_ONLY
 from tests.support.tiny_shapes import ENCODER_DECODERS
 
-EVERY_FAMILY = tuple(sorted({*FAMILIES, *ENCODERS, *ENCODER_DECODERS, *CONFIGS, "mistral"}))
+EVERY_FAMILY = tuple(
+    sorted({*FAMILIES, *ENCODERS, *ENCODER_DECODERS, *CONFIGS, *TEXT_ONLY, "mistral"})
+)
 WITHOUT_ORACLE = ("chatglm",)
 """Families that transformers does not have."""
 MODULES = ("modules.json", "1_Pooling", "sentence_bert_config.json")
@@ -50,7 +52,7 @@ def tiny_of(family: str) -> TinyModel:
     if family in ENCODERS:
         path = save_encoder(session_directory() / f"tiny-{family}", family)
         return TinyModel(json.loads((path / "config.json").read_text()), path, encoder(family))
-    options = CONFIGS.get(family, MISTRAL if family == "mistral" else {})
+    options = (CONFIGS | TEXT_ONLY).get(family, MISTRAL if family == "mistral" else {})
     return tiny_model(family, **options)
 
 

@@ -146,9 +146,9 @@ def _draw_weights(model: Any, seed: int) -> None:
                 tensor.copy_(0.5 * noise)
             elif name.endswith("A_log"):
                 tensor.copy_(noise - 2)  # states that last for some tens of tokens
-            elif "norm" in name or "ln_" in name:
+            elif "norm" in name or "ln_" in name or name.endswith(("scale", "_scalar")):
                 tensor.add_(0.2 * noise)
-            elif tensor.ndim == 1 or name.endswith("_bias"):
+            elif tensor.ndim < 2 or name.endswith("_bias"):
                 tensor.copy_(0.3 * noise)
             elif "relative_attention_bias" in name:
                 tensor.copy_(noise)

@@ -93,3 +93,70 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **QWEN_TOKENS,
     },
 }
+
+QWEN3_5_TEXT = {
+    **TEXT,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+QWEN3_5_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "out_hidden_size": 64,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
+GEMMA4_TEXT = {
+    **TEXT,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+TEXT_ONLY: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "text_config": GEMMA4_TEXT
+        | {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 20},
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "position_embedding_size": 32,
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [8, 4],
+            "output_proj_dims": 40,
+        },
+    },
+    "gemma4_unified": {
+        "text_config": GEMMA4_TEXT,
+        "vision_config": {"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 20},
+    },
+    "qwen3_5": {"text_config": QWEN3_5_TEXT, "vision_config": QWEN3_5_VISION, **QWEN_TOKENS},
+    "qwen3_5_moe": {
+        "text_config": QWEN3_5_TEXT
+        | {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 34,
+            "shared_expert_intermediate_size": 46,
+        },
+        "vision_config": QWEN3_5_VISION,
+        **QWEN_TOKENS,
+    },
+}
+"""Tiny models with towers that are not read."""

@@ -56,6 +56,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "num_attention_heads": 4,
     },
+    "gemma4_text": {
+        "vocab_size": 320,
+        "hidden_size": 56,
+        "intermediate_size": 70,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+    },
     "qwen3_next": {
         "vocab_size": 290,
         "hidden_size": 64,
@@ -67,6 +74,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 280,
         "hidden_size": 56,
         "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    },
+    "qwen3_5_moe_text": {
+        "vocab_size": 282,
+        "hidden_size": 56,
         "num_hidden_layers": 3,
         "num_attention_heads": 2,
     },

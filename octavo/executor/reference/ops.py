@@ -315,6 +315,8 @@ def route(op: expert_ops.Route, step: ReferenceStep) -> Made:
     if op.normalize:
         weights = weights / weights.sum(axis=1, keepdims=True)
     rows, weights = np.repeat(step.get(op.x), op.top_k, axis=0), weights * op.scale
+    if op.factors is not None:
+        weights = weights * step.weights[op.factors][ids]
     if op.scales_rows:
         rows, weights = rows * weights.reshape(-1, 1), np.ones_like(weights)
     return rows, ids.astype(np.int32), weights

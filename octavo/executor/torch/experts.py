@@ -40,6 +40,8 @@ def route(op: expert_ops.Route, step: Step) -> Made:
     if op.normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     rows, weights = step.get(op.x).repeat_interleave(op.top_k, dim=0), weights * op.scale
+    if op.factors is not None:
+        weights = weights * step.weights.vector(op.factors)[ids]
     if op.scales_rows:
         rows, weights = (rows * weights.reshape(-1, 1)).to(rows.dtype), torch.ones_like(weights)
     return rows, ids, weights

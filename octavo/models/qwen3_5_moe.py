@@ -1,0 +1,13 @@
+"""Qwen3.5 MoE checkpoints with a vision tower; only text is supported."""
+
+from __future__ import annotations
+
+from octavo.models import qwen3_5_moe_text
+from octavo.models.config_keys import TOWERS
+from octavo.models.hf_config import HfConfig
+from octavo.program.program import Program
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    config.without_effect(*TOWERS)
+    return qwen3_5_moe_text.build(config)
