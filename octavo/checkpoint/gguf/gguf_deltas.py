@@ -31,7 +31,10 @@ CONVOLUTION = Restored(lambda shape: (shape[0], 1, shape[1]))
 
 def _delta_config(header: Header, *, experts: bool) -> Config:
     """Returns the sizes of attention and mixers, and the type of each layer."""
-    config = rms_config(header, experts=experts)
+    # Files whose layers all have experts may lack a width of dense layers.
+    is_dense = header.get("feed_forward_length") is not None
+    mlp_widths = None if is_dense else [header.count("expert_feed_forward_length")]
+    config = rms_config(header, experts=experts, widths=mlp_widths)
     predictors = header.number("nextn_predict_layers", 0)
     num_layers = config["num_hidden_layers"] - predictors
     attends = [header.has(f"blk.{layer}.attn_q.weight") for layer in range(num_layers)]
@@ -63,6 +66,11 @@ def qwen3_next_config(header: Header) -> Config:
 
 def qwen3_5_config(header: Header) -> Config:
     return _delta_config(header, experts=False)
+
+
+def qwen3_5_moe_config(header: Header) -> Config:
+    experts = experts_config(header, normalize=True)
+    return _delta_config(header, experts=True) | widths(header) | experts
 
 
 def _by_key_head(width_key: str | None, keys_before: int = 0) -> RowOrder:
@@ -135,24 +143,32 @@ _ONE_A_HEAD = _by_key_head(None)
 _VALUES = _by_key_head("linear_value_head_dim")
 _BEHIND_KEYS = _by_key_head("linear_value_head_dim", keys_before=2)
 
+_QWEN3_5 = replace(
+    _NEXT,
+    model_type="qwen3_5_text",
+    config=qwen3_5_config,
+    layer_tensors=_LAYER
+    | _DENSE
+    | {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"},
+    row_orders={
+        "attn_qkv": _BEHIND_KEYS,
+        "ssm_conv1d": _BEHIND_KEYS,
+        "attn_gate": _VALUES,
+        "ssm_beta": _ONE_A_HEAD,
+        "ssm_alpha": _ONE_A_HEAD,
+        "ssm_a": _ONE_A_HEAD,
+        "ssm_dt": _ONE_A_HEAD,
+    },
+    column_orders={"ssm_out": _VALUES},
+)
+
 DELTA_FAMILIES: dict[str, Family] = {
     "qwen3next": _NEXT,
-    "qwen35": replace(
-        _NEXT,
-        model_type="qwen3_5_text",
-        config=qwen3_5_config,
-        layer_tensors=_LAYER
-        | _DENSE
-        | {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"},
-        row_orders={
-            "attn_qkv": _BEHIND_KEYS,
-            "ssm_conv1d": _BEHIND_KEYS,
-            "attn_gate": _VALUES,
-            "ssm_beta": _ONE_A_HEAD,
-            "ssm_alpha": _ONE_A_HEAD,
-            "ssm_a": _ONE_A_HEAD,
-            "ssm_dt": _ONE_A_HEAD,
-        },
-        column_orders={"ssm_out": _VALUES},
+    "qwen35": _QWEN3_5,
+    "qwen35moe": replace(
+        _QWEN3_5,
+        model_type="qwen3_5_moe_text",
+        config=qwen3_5_moe_config,
+        layer_tensors=_QWEN3_5.layer_tensors | EXPERTS | SHARED_EXPERT,
     ),
 }

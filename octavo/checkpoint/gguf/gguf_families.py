@@ -23,6 +23,7 @@ from octavo.checkpoint.gguf.gguf_configs import (
     gemma2_config,
     gemma3_config,
     gemma3n_config,
+    gemma4_config,
     gemma_config,
     glm4_moe_config,
     gpt2_config,
@@ -102,6 +103,16 @@ _PREDICTOR = {
     "nextn.hnorm": "hnorm",
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
+}
+_PER_LAYER_TOP = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+_PER_LAYER = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
 }
 _SIDES = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _PLAIN_MLP = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
@@ -215,20 +226,16 @@ FAMILIES: dict[str, Family] = {
         "gemma3n_text",
         gemma3n_config,
         TOP
+        | _PER_LAYER_TOP
         | {
-            "per_layer_token_embd": "model.embed_tokens_per_layer",
-            "per_layer_model_proj": "model.per_layer_model_projection",
-            "per_layer_proj_norm": "model.per_layer_projection_norm",
             "altup_proj": "model.altup_projections.{}",
             "altup_unembd_proj": "model.altup_unembed_projections.{}",
         },
         _BLOCK
         | _HEAD_NORMS
         | _NORMS_AROUND
+        | _PER_LAYER
         | {
-            "inp_gate": "per_layer_input_gate",
-            "proj": "per_layer_projection",
-            "post_norm": "post_per_layer_input_norm",
             "altup_correct_coef": "altup.correction_coefs",
             "altup_correct_scale": "altup.correct_output_scale",
             "altup_predict_coef": "altup.prediction_coefs",
@@ -239,6 +246,13 @@ FAMILIES: dict[str, Family] = {
             "laurel_post_norm": "laurel.post_laurel_norm",
         },
         whole_names=frozenset({"altup_correct_scale"}),
+    ),
+    "gemma4": Family(
+        "gemma4_text",
+        gemma4_config,
+        TOP | _PER_LAYER_TOP,
+        _BLOCK | _HEAD_NORMS | _NORMS_AROUND | _PER_LAYER | {"layer_output_scale": "layer_scalar"},
+        whole_names=frozenset({"layer_output_scale"}),
     ),
     "phi2": Family(
         "phi",

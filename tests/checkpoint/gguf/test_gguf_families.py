@@ -102,6 +102,17 @@ NEMOTRON_H_DENSE_WRITTEN = {
     "hybrid_override_pattern": "M-*-",
     "without": ("num_experts_per_tok", "n_routed_experts"),
 }
+GEMMA4 = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+}
+GEMMA4_LARGE = {
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "use_double_wide_mlp": False,
+    "final_logit_softcapping": 5.0,
+}
 FALCON_40B = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 256}
 
 CASES = (
@@ -118,6 +129,8 @@ CASES = (
     Case("gemma2", "gemma2", {"query_pre_attn_scalar": 24}),
     Case("gemma3_text", "gemma3", GEMMA3),
     Case("gemma3n_text", "gemma3n", {"vocab_size": 320}),
+    Case("gemma4_text", "gemma4", {}, GEMMA4),
+    Case("gemma4_text", "gemma4", GEMMA4_LARGE, GEMMA4),
     Case("phi", "phi2", {"intermediate_size": 256, "num_key_value_heads": 4}),
     Case("phi3", "phi3"),
     Case("phi3", "phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 512}),
@@ -168,6 +181,7 @@ CASES = (
     Case("llama4_text", "llama4", LLAMA4 | {"interleave_moe_layer_step": 1}),
     Case("qwen3_next", "qwen3next", {"mlp_only_layers": []}),
     Case("qwen3_5_text", "qwen35"),
+    Case("qwen3_5_moe_text", "qwen35moe"),
     Case("smollm3", "smollm3"),
     Case("cohere", "command-r"),
     Case("cohere", "command-r", {"use_qk_norm": True}),
