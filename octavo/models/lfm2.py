@@ -14,6 +14,7 @@ from octavo.models.decoder import (
     Frame,
     LayerCache,
     NormNames,
+    Sublayer,
     build_decoder,
 )
 from octavo.models.hf_config import HfConfig
@@ -29,6 +30,20 @@ MAX_TAPS = 64
 
 
 def build(config: HfConfig) -> dict[str, Program]:
+    _refuse_other_blocks(config, config.size("hidden_size"))
+    width = feed_forward_width(config)
+    return build_lfm2(config, lambda b, x, i: feed_forward(b, x, i, width))
+
+
+def feed_forward(b: Builder, x: Value, layer: int, width: int) -> Value:
+    """Appends a layer's gated MLP."""
+    name = f"model.layers.{layer}.feed_forward"
+    gate, up = (b.linear(x, f"{name}.{part}", width) for part in ("w1", "w3"))
+    return b.linear(b.act_mul(gate, up, "silu"), f"{name}.w2", x.width)
+
+
+def build_lfm2(config: HfConfig, mlp: Sublayer) -> dict[str, Program]:
+    """Builds the decoder with the given MLP."""
     tied = config.flag("tie_embedding", config.flag("tie_word_embeddings", True))
     shape = DecoderShape.read(
         config.with_values(tie_word_embeddings=tied),
@@ -36,7 +51,6 @@ def build(config: HfConfig) -> dict[str, Program]:
         norm_eps=1e-5,
         eps_name="norm_eps",
     )
-    _refuse_other_blocks(config, shape.hidden_size)
     is_attention = layers_with_attention(config, shape.num_layers)
     caches, groups = _plan_cache(config, shape, is_attention)
     rope = rope_parameters(config, default_theta=1_000_000.0).table(shape.head_dim)
@@ -50,15 +64,9 @@ def build(config: HfConfig) -> dict[str, Program]:
         norm_names=("q_layernorm", "k_layernorm"),
     )
     convolution = Convolution(caches, bias=config.flag("conv_bias", False))
-    width = feed_forward_width(config)
 
     def mix(b: Builder, x: Value, layer: int) -> Value:
         return (attention if is_attention[layer] else convolution)(b, x, layer)
-
-    def mlp(b: Builder, x: Value, layer: int) -> Value:
-        name = f"model.layers.{layer}.feed_forward"
-        gate, up = (b.linear(x, f"{name}.{part}", width) for part in ("w1", "w3"))
-        return b.linear(b.act_mul(gate, up, "silu"), f"{name}.w2", x.width)
 
     frame = Frame(norms=NormNames("operator_norm", "ffn_norm"), final_norm="model.embedding_norm")
     return build_decoder(shape, groups, mix, mlp, frame)

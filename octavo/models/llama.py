@@ -42,6 +42,7 @@ def build_llama(
     row_norms: bool = False,
     own_norms: OwnNorms = "",
     norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+    norms_last: bool = False,
     interleaved: bool = False,
     clip: float | None = None,
     growth: Weight | None = None,
@@ -70,6 +71,7 @@ def build_llama(
         row_norms=row_norms,
         own_norms=own_norms,
         norm_names=norm_names,
+        norms_last=norms_last,
         clip=clip,
         growths=(growth,) * shape.num_layers,
     )

@@ -22,6 +22,9 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 def build_qwen3_5(config: HfConfig, *, num_kv_heads: int, mlp: Sublayer) -> dict[str, Program]:
     """Builds the decoder with the given MLP; `num_kv_heads` is the family's default."""
+    config.refuse_unless("attn_output_gate", True)
+    config.without_effect("mamba_ssm_dtype", "mlp_only_layers")
+    config.without_effect("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     shape = DecoderShape.read(config, num_kv_heads=num_kv_heads, head_dim=256)
     plan = read_plan(config, shape.num_layers)
     mixer = read_mixer(config, shape, plan, stacked=False)

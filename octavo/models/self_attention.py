@@ -96,6 +96,8 @@ class SelfAttention:
     own_norms: OwnNorms = ""
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
     """Module names of those norms."""
+    norms_last: bool = False
+    """Whether those norms follow RoPE (Hunyuan)."""
     norm_offset: float = 0.0
     clip: float | None = None
     """Clips q, k and v after their norms (OLMo)."""
@@ -127,11 +129,9 @@ class SelfAttention:
             (q, gate), (k, v) = self._with_gate(b, x, name), self._keys(b, x, name)
         else:
             q, k, v = project(b, x, name)
-        if self.head_norms or self.row_norms or self.own_norms:
-            q, k = (
-                self._normed(b, x, f"{name}.{norm}")
-                for x, norm in zip((q, k), self.norm_names, strict=True)
-            )
+        has_norms = self.head_norms or self.row_norms or bool(self.own_norms)
+        if has_norms and not self.norms_last:
+            q, k = self._both_normed(b, (q, k), name)
         q, k, v = (b.clip(part, self.clip) for part in (q, k, v))
         k = b.scale(k, self.k_factor)
         if rope is not None:
@@ -139,6 +139,8 @@ class SelfAttention:
             k = b.rope(k, shape.num_kv_heads, rope, style=self.rope_style)
             if self.turned_norms:
                 q, k = self._scaled(b, q, f"{name}.q"), self._scaled(b, k, f"{name}.k")
+        if has_norms and self.norms_last:
+            q, k = self._both_normed(b, (q, k), name)
         growth = self.growths[layer] if self.growths else None
         if growth is not None:
             q = b.mul(q, b.embed_positions(growth))
@@ -184,6 +186,10 @@ class SelfAttention:
         return b.rms_norm(
             x, name, self.shape.norm_eps, has_weight=False, group_width=self.shape.head_dim
         )
+
+    def _both_normed(self, b: Builder, parts: tuple[Value, Value], name: str) -> list[Value]:
+        names = zip(parts, self.norm_names, strict=True)
+        return [self._normed(b, x, f"{name}.{norm}") for x, norm in names]
 
     def _normed(self, b: Builder, x: Value, name: str) -> Value:
         eps, dim = self.shape.norm_eps, self.shape.head_dim

@@ -29,8 +29,8 @@ from tests.support.llm_tools import (
     prompts_of,
 )
 from tests.support.native_harness import require_native
+from tests.support.tiny_details import WIDTHS_OF_32
 from tests.support.tiny_models import tiny_model
-from tests.support.tiny_shapes import WIDTHS_OF_32
 from tests.support.tiny_tokenizer import save_tiny_tokenizer, tiny_model_with_text
 
 PROMPTS = prompts_of(5, 40, 33, 17)

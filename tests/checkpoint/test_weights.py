@@ -17,9 +17,9 @@ from octavo.program.ops import Embedding, Linear
 from octavo.program.program import Program, Value, Weight
 from octavo.quant.online import pack_int4
 from octavo.quant.packed import PackedWeight
+from tests.support.tiny_details import WIDTHS_OF_32
 from tests.support.tiny_encoders import encoder_config
 from tests.support.tiny_models import tiny_model
-from tests.support.tiny_shapes import WIDTHS_OF_32
 
 
 class Memory:

@@ -20,10 +20,10 @@ from octavo.executor.native.backend import NativeBackend
 from octavo.executor.native.disk import measure_disk
 from octavo.wiring.engine import build_in_process
 from octavo.worker.machine import Machine
+from tests.support.tiny_details import WIDTHS_OF_32
 from tests.support.tiny_encoders import save_encoder
 from tests.support.tiny_images import FAMILIES, seeing_model
 from tests.support.tiny_models import tiny_model
-from tests.support.tiny_shapes import WIDTHS_OF_32
 
 pytestmark = pytest.mark.sampled(one_in=2)
 

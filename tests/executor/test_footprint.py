@@ -14,8 +14,8 @@ from octavo.executor.torch.backend import TorchBackend
 from octavo.executor.torch.footprint import FLOATS, PACKED
 from octavo.models.registry import build_programs
 from octavo.quant.gguf import BLOCK_TYPES
+from tests.support.tiny_details import WIDTHS_OF_32
 from tests.support.tiny_models import each_family, tiny_model
-from tests.support.tiny_shapes import WIDTHS_OF_32
 
 NATIVE = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
 FORMATS = [("auto", None), ("bfloat16", None), ("float32", None), ("auto", "int8")]

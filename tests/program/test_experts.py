@@ -22,8 +22,8 @@ from octavo.program.passes.shard import shard
 from octavo.program.program import Program
 from tests.support.paged_runner import PagedRunner
 from tests.support.ranks_in_threads import in_threads
+from tests.support.tiny_details import WIDTHS_OF_32
 from tests.support.tiny_models import tiny_model
-from tests.support.tiny_shapes import WIDTHS_OF_32
 
 FAMILIES = ("qwen2_moe", "gpt_oss", "deepseek_v3", "mixtral", "llama4_text", "granitemoe")
 """Experts with and without biases, of a tensor each and of one for all, and rows with weights."""

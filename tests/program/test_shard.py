@@ -29,8 +29,8 @@ from octavo.program.passes.splits import kv_spans, query_spans, shares
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 from tests.support.paged_runner import PagedRunner
 from tests.support.ranks_in_threads import in_threads
+from tests.support.tiny_details import WIDTHS_OF_32
 from tests.support.tiny_models import DISTINCT, tiny_model
-from tests.support.tiny_shapes import WIDTHS_OF_32
 
 torch.set_num_threads(1)
 

@@ -42,7 +42,7 @@ def convert(
     vocabulary = {"model": words, "added_tokens": []}
     (copy / "tokenizer.json").write_text(json.dumps(vocabulary))
     out = folder / "model.gguf"
-    _import_deepseek()
+    _import_newer()
     logging.disable(logging.CRITICAL)
     try:
         with _written_to(out, copy, config, kind) as model:
@@ -73,15 +73,21 @@ def _written_to(
 
 
 @cache
-def _import_deepseek() -> None:
-    """Imports the converter's module of DeepSeek, other classes of which name tensors that the gguf
-    package released with it lacks; other families' modules import it.
+def _import_newer() -> None:
+    """Imports the converter's modules whose classes name tensors and architectures that the gguf
+    package released with it lacks; other families' modules import them.
     """
-    real = gguf.MODEL_TENSOR
 
     class Named:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(real, name, None)
+        def __init__(self, real: Any) -> None:
+            self._real = real
 
-    with mock.patch.object(gguf, "MODEL_TENSOR", Named()):
-        importlib.import_module("conversion.deepseek")
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name, None)
+
+    with (
+        mock.patch.object(gguf, "MODEL_TENSOR", Named(gguf.MODEL_TENSOR)),
+        mock.patch.object(gguf, "MODEL_ARCH", Named(gguf.MODEL_ARCH)),
+    ):
+        for module in ("deepseek", "hunyuan"):
+            importlib.import_module(f"conversion.{module}")

@@ -5,6 +5,14 @@ They were written by transformers 4, or by code that came with the model.
 
 from typing import Any
 
+QWEN3_5 = {
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "bloom": {
         "apply_residual_connection_post_layernorm": False,
@@ -91,6 +99,30 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
         "unsloth_version": "2024.9",
     },
+    "glm4_moe_lite": {
+        "first_k_dense_replace": 1,
+        "head_dim": 64,
+        "num_nextn_predict_layers": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    "minimax_m2": {
+        "attn_type_list": [1, 1],
+        "layernorm_full_attention_beta": 1.0,
+        "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_beta": 1.0,
+        "mlp_intermediate_size": 8192,
+        "mtp_transformer_layers": 1,
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "rotary_dim": 64,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "sliding_window": None,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
     "mixtral": {"output_router_logits": False, "router_aux_loss_coef": 0.02},
     "mpt": {
         "embedding_fraction": 1.0,
@@ -111,6 +143,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "phi3": {"embd_pdrop": 0.0, "full_attn_mod": 1, "interpolate_factor": 1, "resid_pdrop": 0.0},
     "qwen2": {"max_window_layers": 21, "sliding_window": 32768, "use_mrope": False},
+    "qwen3_5_moe_text": QWEN3_5,
+    "qwen3_5_text": QWEN3_5,
     "qwen3_moe": {"max_window_layers": 48, "router_aux_loss_coef": 0.001, "sliding_window": None},
     "smollm3": {"max_window_layers": 28, "transformers.js_config": {}, "use_sliding_window": False},
     "stablelm": {"hidden_dropout": 0.0},

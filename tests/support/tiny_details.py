@@ -214,6 +214,53 @@ DETAILS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 28,
         "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
     },
+    "ernie4_5": {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048},
+    "lfm2_moe": {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 34,
+        "routed_scaling_factor": 1.5,
+    },
+    "minimax_m2": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "hunyuan_v1_dense": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+    },
+    "hunyuan_v1_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "num_experts": 6,
+        "moe_topk": 2,
+    },
+    "glm4_moe_lite": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        "moe_intermediate_size": 30,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 20,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 14,
+        "v_head_dim": 18,
+    },
     "gemma": {"num_key_value_heads": 2, "max_position_embeddings": 2048, "head_dim": 24},
     "gemma2": {
         "num_key_value_heads": 2,
@@ -365,3 +412,26 @@ DETAILS: dict[str, dict[str, Any]] = {
     "seed_oss": {"num_key_value_heads": 2, "max_position_embeddings": 2048, "head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, "max_position_embeddings": 2048},
 }
+
+WIDTHS_OF_32: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 96},
+    "qwen2": {"hidden_size": 96, "intermediate_size": 96},
+    "qwen3": {"hidden_size": 96, "intermediate_size": 96},
+    "gemma3_text": {"intermediate_size": 128},
+    "gpt2": {"n_embd": 96, "n_inner": 160},
+    "qwen2_moe": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
+    "deepseek_v3": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "v_head_dim": 24,
+    },
+}
+"""Overrides with which everything that int4 packs has rows of a multiple of 32."""

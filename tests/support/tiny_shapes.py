@@ -332,6 +332,48 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
     },
+    "ernie4_5": {
+        "vocab_size": 281,
+        "hidden_size": 64,
+        "intermediate_size": 76,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "lfm2_moe": {
+        "vocab_size": 279,
+        "hidden_size": 48,
+        "intermediate_size": 70,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "minimax_m2": {
+        "vocab_size": 277,
+        "hidden_size": 44,
+        "intermediate_size": 38,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "hunyuan_v1_dense": {
+        "vocab_size": 275,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "hunyuan_v1_moe": {
+        "vocab_size": 273,
+        "hidden_size": 64,
+        "intermediate_size": 38,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "glm4_moe_lite": {
+        "vocab_size": 271,
+        "hidden_size": 52,
+        "intermediate_size": 66,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    },
     "mamba": {
         "vocab_size": 283,
         "hidden_size": 40,
@@ -439,26 +481,3 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     },
 }
 """Sizes of each tiny model of an encoder and a decoder."""
-
-WIDTHS_OF_32: dict[str, dict[str, Any]] = {
-    "llama": {"intermediate_size": 96},
-    "qwen2": {"hidden_size": 96, "intermediate_size": 96},
-    "qwen3": {"hidden_size": 96, "intermediate_size": 96},
-    "gemma3_text": {"intermediate_size": 128},
-    "gpt2": {"n_embd": 96, "n_inner": 160},
-    "qwen2_moe": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64,
-    },
-    "deepseek_v3": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "v_head_dim": 24,
-    },
-}
-"""Overrides with which everything that int4 packs has rows of a multiple of 32."""

@@ -9,8 +9,8 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, packing_plan
 from octavo.models.registry import build_programs
 from octavo.worker.calibration import input_powers, mean_squares
+from tests.support.tiny_details import WIDTHS_OF_32
 from tests.support.tiny_models import TinyModel, double_precision, in_float64, tiny_model
-from tests.support.tiny_shapes import WIDTHS_OF_32
 
 FAMILIES = ("llama", "gemma3_text", "gpt2", "qwen2_moe", "deepseek_v3")
 

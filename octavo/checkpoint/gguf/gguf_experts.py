@@ -7,7 +7,7 @@ graph of the architecture.
 
 from __future__ import annotations
 
-from octavo.checkpoint.gguf.gguf_family import Config, Header
+from octavo.checkpoint.gguf.gguf_family import Config, Header, rms_config
 
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -34,6 +34,18 @@ GRANITE_EXPERTS = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
     "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
 }
+HUNYUAN_EXPERTS = EXPERTS | {
+    "ffn_gate_inp": "mlp.gate.wg",
+    "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+    "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+    "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+}
+LFM2_EXPERTS = {
+    "ffn_gate_inp": "feed_forward.gate",
+    "ffn_gate_exps": "feed_forward.experts.{}.w1",
+    "ffn_up_exps": "feed_forward.experts.{}.w3",
+    "ffn_down_exps": "feed_forward.experts.{}.w2",
+}
 CORRECTION = "exp_probs_b"
 """Stem of the correction of DeepSeek-V3's scores; its safetensors name has no ".weight" suffix."""
 SHARED_EXPERTS = {
@@ -54,6 +66,22 @@ def experts_config(header: Header, *, normalize: bool) -> Config:
         "num_experts": header.count("expert_count"),
         "num_experts_per_tok": header.count("expert_used_count"),
         "norm_topk_prob": normalize,
+    }
+
+
+def hunyuan_moe_config(header: Header) -> Config:
+    return rms_config(header, experts=True) | {
+        "intermediate_size": header.count("expert_feed_forward_length"),
+        "num_experts": header.count("expert_count"),
+        "moe_topk": header.count("expert_used_count"),
+    }
+
+
+def minimax_m2_config(header: Header) -> Config:
+    return rms_config(header, experts=True) | {
+        "intermediate_size": header.count("expert_feed_forward_length"),
+        "num_local_experts": header.count("expert_count"),
+        "num_experts_per_tok": header.count("expert_used_count"),
     }
 
 

@@ -23,7 +23,6 @@ from octavo.checkpoint.gguf.gguf_configs import (
     gemma2_config,
     gemma3_config,
     gemma3n_config,
-    gemma4_config,
     gemma_config,
     glm4_moe_config,
     gpt2_config,
@@ -59,10 +58,13 @@ from octavo.checkpoint.gguf.gguf_experts import (
     CORRECTION,
     EXPERTS,
     GRANITE_EXPERTS,
+    HUNYUAN_EXPERTS,
     MIXTRAL_EXPERTS,
     SHARED_EXPERT,
     SHARED_EXPERTS,
     has_experts,
+    hunyuan_moe_config,
+    minimax_m2_config,
 )
 from octavo.checkpoint.gguf.gguf_family import (
     TOP,
@@ -73,6 +75,7 @@ from octavo.checkpoint.gguf.gguf_family import (
     halves,
     rms_config,
 )
+from octavo.checkpoint.gguf.gguf_gemma4 import gemma4_config
 from octavo.checkpoint.gguf.gguf_states import STATE_FAMILIES
 
 _BLOCK = {
@@ -87,6 +90,10 @@ _BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_LAST_NORMS = {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
 _NORMS_AROUND = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -295,6 +302,21 @@ FAMILIES: dict[str, Family] = {
             "ffn_gate_inp": "mlp.router",
         },
         whole_names=frozenset({"attn_sinks"}),
+    ),
+    "ernie4_5": Family("ernie4_5", rms_config, TOP, _BLOCK),
+    "hunyuan-dense": Family("hunyuan_v1_dense", rms_config, TOP, _BLOCK | _LAST_NORMS),
+    "hunyuan-moe": Family(
+        "hunyuan_v1_moe", hunyuan_moe_config, TOP, _BLOCK | _LAST_NORMS | HUNYUAN_EXPERTS
+    ),
+    "minimax-m2": Family(
+        "minimax_m2",
+        minimax_m2_config,
+        TOP,
+        _BLOCK
+        | _HEAD_NORMS
+        | MIXTRAL_EXPERTS
+        | {CORRECTION: "block_sparse_moe.e_score_correction_bias"},
+        whole_names=frozenset({CORRECTION}),
     ),
     "starcoder": Family(
         "gpt_bigcode", starcoder_config, _GPT2_TOP, _GPT2_BLOCK, layer_prefix="transformer.h"

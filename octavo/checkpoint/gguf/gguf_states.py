@@ -13,7 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from octavo.api.errors import UnsupportedModel
-from octavo.checkpoint.gguf.gguf_experts import CORRECTION, GRANITE_EXPERTS
+from octavo.checkpoint.gguf.gguf_experts import (
+    CORRECTION,
+    GRANITE_EXPERTS,
+    LFM2_EXPERTS,
+    experts_config,
+    widths,
+)
 from octavo.checkpoint.gguf.gguf_family import (
     TOP,
     Config,
@@ -246,8 +252,8 @@ def nemotron_h_config(header: Header) -> Config:
     }
 
 
-def lfm2_config(header: Header) -> Config:
-    config, attends = _hybrid_config(header)
+def lfm2_config(header: Header, *, experts: bool = False) -> Config:
+    config, attends = _hybrid_config(header, experts=experts)
     return {
         **config,
         "norm_eps": config["rms_norm_eps"],
@@ -255,6 +261,18 @@ def lfm2_config(header: Header) -> Config:
         "conv_L_cache": header.count("shortconv.l_cache"),
         "conv_bias": header.has(f"blk.{attends.index(False)}.shortconv.conv.bias"),
         "layer_types": ["full_attention" if attending else "conv" for attending in attends],
+    }
+
+
+def lfm2_moe_config(header: Header) -> Config:
+    num_dense = header.number("leading_dense_block_count", 0)
+    return {
+        **lfm2_config(header, experts=True),
+        **experts_config(header, normalize=True),
+        **widths(header),
+        "num_dense_layers": num_dense,
+        "use_expert_bias": header.has(f"blk.{num_dense}.{CORRECTION}.bias"),
+        "routed_scaling_factor": float(header.number("expert_weights_scale", 1.0)),
     }
 
 
@@ -332,6 +350,32 @@ _NEMOTRON_H = Family(
     restored=_RESTORED_2,
 )
 
+_LFM2 = Family(
+    "lfm2",
+    lfm2_config,
+    {
+        "token_embd": "model.embed_tokens",
+        "token_embd_norm": "model.embedding_norm",
+        "output_norm": "model.embedding_norm",
+        "output": "lm_head",
+    },
+    {
+        "attn_norm": "operator_norm",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+        **_ATTENTION,
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "shortconv.conv": "conv.conv",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.out_proj": "conv.out_proj",
+    },
+    restored={"conv": _CONVOLUTION},
+)
+
 STATE_FAMILIES: dict[str, Family] = {
     "mamba": _MAMBA,
     "mamba2": replace(
@@ -383,29 +427,12 @@ STATE_FAMILIES: dict[str, Family] = {
     ),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
-    "lfm2": Family(
-        "lfm2",
-        lfm2_config,
-        {
-            "token_embd": "model.embed_tokens",
-            "token_embd_norm": "model.embedding_norm",
-            "output_norm": "model.embedding_norm",
-            "output": "lm_head",
-        },
-        {
-            "attn_norm": "operator_norm",
-            "ffn_norm": "ffn_norm",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-            **_ATTENTION,
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "shortconv.conv": "conv.conv",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.out_proj": "conv.out_proj",
-        },
-        restored={"conv": _CONVOLUTION},
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        config=lfm2_moe_config,
+        layer_tensors=_LFM2.layer_tensors | LFM2_EXPERTS | {CORRECTION: "feed_forward.expert_bias"},
+        whole_names=frozenset({CORRECTION}),
     ),
 }

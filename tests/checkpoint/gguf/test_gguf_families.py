@@ -20,8 +20,8 @@ from tests.checkpoint.gguf.test_gguf_encoders import CASES as ENCODER_CASES
 from tests.support.chatglm import save_as_chatglm
 from tests.support.gguf_conversion import convert
 from tests.support.paged_runner import PagedRunner, backend_named
+from tests.support.tiny_details import WIDTHS_OF_32
 from tests.support.tiny_models import tiny_model
-from tests.support.tiny_shapes import WIDTHS_OF_32
 
 
 class Case(NamedTuple):
@@ -113,6 +113,11 @@ GEMMA4_LARGE = {
     "use_double_wide_mlp": False,
     "final_logit_softcapping": 5.0,
 }
+HUNYUAN_MOE = {
+    "moe_intermediate_size": [38, 38],
+    "moe_topk": [2, 2],
+    "num_shared_expert": [1, 1],
+}
 FALCON_40B = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 256}
 
 CASES = (
@@ -171,6 +176,12 @@ CASES = (
     Case("nemotron_h", "nemotron_h_moe", NEMOTRON_H, NEMOTRON_H_WRITTEN),
     Case("nemotron_h", "nemotron_h", NEMOTRON_H_DENSE, NEMOTRON_H_DENSE_WRITTEN),
     Case("lfm2", "lfm2", {}, {"block_ffn_dim_multiplier": 1.0}),
+    Case("lfm2_moe", "lfm2moe", {"routed_scaling_factor": 1.0}),
+    Case("minimax_m2", "minimax-m2", {}, {"rotary_dim": 8}),
+    Case("hunyuan_v1_dense", "hunyuan-dense"),
+    Case("hunyuan_v1_moe", "hunyuan-moe", {}, HUNYUAN_MOE),
+    Case("ernie4_5", "ernie4_5"),
+    Case("glm4_moe_lite", "deepseek2", {}, {"scoring_func": "sigmoid"}),
     Case("gpt_oss", "gpt-oss"),
     Case("ernie4_5_moe", "ernie4_5-moe", {}, {"moe_layer_interval": 1}),
     Case("deepseek_v2", "deepseek2", {}, SOFTMAX),

@@ -22,8 +22,8 @@ from octavo.models import registry
 from octavo.models.registry import build_programs
 from tests.support.native_harness import require_native
 from tests.support.paged_runner import PagedRunner
+from tests.support.tiny_details import WIDTHS_OF_32
 from tests.support.tiny_models import NATIVE_FAMILIES, double_precision, in_float64, tiny_model
-from tests.support.tiny_shapes import WIDTHS_OF_32
 
 torch.set_num_threads(1)
 
