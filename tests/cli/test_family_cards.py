@@ -61,7 +61,7 @@ def test_a_checkpoint_has_the_size_in_its_name(name):
         size = estimate_memory(each, card.bits[:1])
         if each.repository in PUBLISHED:
             assert size.num_parameters == PUBLISHED[each.repository]
-        elif named := re.search(r"(\d+(?:\.\d+)?)[bB]", each.repository):
+        elif named := re.search(r"(?<![\d.E])(\d+(?:\.\d+)?)[bB]", each.repository):
             assert size.num_parameters == pytest.approx(float(named[1]) * 1e9, rel=0.3)
         least = size.num_parameters * card.bits[0] / 8  # scales and 8-bit embeddings come on top
         assert least < size.weight_bytes[card.bits[0]] < 2 * least

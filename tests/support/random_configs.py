@@ -15,7 +15,10 @@ import transformers
 from tests.support.tiny_details import DETAILS
 from tests.support.tiny_shapes import SHAPES
 
-SIZED_ELSEWHERE = ("mamba", "mamba2", "qwen3_next", "qwen3_5_text", "gemma3n_text")
+SIZED_ELSEWHERE = (
+    *("mamba", "mamba2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3n_text"),
+    *("gemma4_text", "glm4_moe_lite"),
+)
 """Families whose heads' sizes depend on one another in ways of their own."""
 NO_NUMBERS = frozenset(
     (
@@ -32,6 +35,7 @@ FIXED = {
     "bamba": {"num_hidden_layers"},
     "phimoe": {"num_experts_per_tok"},
     "gemma3n_text": {"num_hidden_layers"},
+    "gemma4_text": {"num_hidden_layers", "enable_moe_block"},
     "deepseek_v2": {"norm_topk_prob", "mlp_bias"},
     "gemma": {"use_bidirectional_attention"},
     "gemma2": {"use_bidirectional_attention"},
@@ -40,7 +44,10 @@ FIXED = {
     "mpt": {"no_bias"},
 }
 """Options in which a family knows one value only."""
-OWN_ROPES = ("gemma3_text", "gemma3n_text", "olmo3", "ministral3", "phimoe")
+OWN_ROPES = (
+    *("gemma3_text", "gemma3n_text", "gemma4_text", "olmo3", "ministral3", "phimoe"),
+    "hunyuan_v1_moe",
+)
 """Families whose ropes differ by layer or need keys of their own."""
 FACTORS = ("multiplier", "scaling", "logit_scale", "softcapping")
 """Parts of the names of factors and caps."""

@@ -12,7 +12,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -95,7 +95,21 @@ def in_float64(model: Any, *, attention: str = "eager") -> Any:
             .eval()
         )
         twin.load_state_dict(model.state_dict())
+    for module in twin.modules():
+        if type(module).__name__ == "Lfm2MoeTopKRouter":
+            module.forward = partial(_route_without_addend, module)
     return twin
+
+
+def _route_without_addend(router: Any, rows: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    """Routes as LFM2 MoE's router, without the 1e-6 that it adds to the sum of a row's weights."""
+    logits = torch.nn.functional.linear(rows, router.weight)
+    scores = logits.sigmoid()
+    ids = (scores if bias is None else scores + bias).topk(router.top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if router.norm_topk_prob:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return logits, weights * router.routed_scaling_factor, ids
 
 
 @contextlib.contextmanager
