@@ -146,8 +146,9 @@ def loaded_formats(
     wide = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(dtype)
 
     def format_of(weight: Weight) -> str:
-        if weight.whole in packed:
-            return PACKED_FORMATS[packed[weight.whole]]
+        packing = packed.get(weight, packed.get(weight.whole))
+        if packing is not None:
+            return PACKED_FORMATS[packing]
         if weight.fill is not None:
             return "F32"
         return (
@@ -275,7 +276,7 @@ class WeightReader:
         return PackedWeight.plain(np.ascontiguousarray(packed.packed().codes)) if turned else packed
 
     def _in_precision(self, packed: StoredWeight, weight: Weight) -> StoredWeight:
-        quantization = self._plan.get(weight.whole)
+        quantization = self._plan.get(weight, self._plan.get(weight.whole))
         if quantization == "int8":
             return pack_int8(packed.dequantize())
         if quantization == "int8_groups":

@@ -286,7 +286,12 @@ CASES = {
     "hunyuan-stretched": (
         "hunyuan_v1_dense",
         {
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0},
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10000.0,
+                "alpha": 1000.0,
+                "factor": 1.0,
+            },
             "attention_bias": True,
         },
     ),

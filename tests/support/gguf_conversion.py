@@ -89,5 +89,5 @@ def _import_newer() -> None:
         mock.patch.object(gguf, "MODEL_TENSOR", Named(gguf.MODEL_TENSOR)),
         mock.patch.object(gguf, "MODEL_ARCH", Named(gguf.MODEL_ARCH)),
     ):
-        for module in ("deepseek", "hunyuan"):
+        for module in ("deepseek", "hunyuan", "minimax"):
             importlib.import_module(f"conversion.{module}")

@@ -35,7 +35,7 @@ FIXED = {
     "bamba": {"num_hidden_layers"},
     "phimoe": {"num_experts_per_tok"},
     "gemma3n_text": {"num_hidden_layers"},
-    "gemma4_text": {"num_hidden_layers", "enable_moe_block"},
+    "gemma4_text": {"num_hidden_layers", "vocab_size", "enable_moe_block"},
     "deepseek_v2": {"norm_topk_prob", "mlp_bias"},
     "gemma": {"use_bidirectional_attention"},
     "gemma2": {"use_bidirectional_attention"},
