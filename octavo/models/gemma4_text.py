@@ -34,9 +34,13 @@ def build(config: HfConfig) -> dict[str, Program]:
     windows = (*windows[:-1], None)  # the last layer is always a full one, as in transformers
     layers = Gemma4Layers.read(config, shape, windows)
     full = layers.attention.shapes[-1]
-    heads = {"num_kv_heads": full.num_kv_heads, "k_width": full.head_dim, "v_width": full.head_dim}
-    groups = plan_cache(shape, windows, num_shared=layers.num_shared).groups
-    groups = tuple(replace(group, **heads) if group.window is None else group for group in groups)
+    dim, num_kv_heads = full.head_dim, full.num_kv_heads
+    groups = tuple(
+        group
+        if group.window is not None
+        else replace(group, num_kv_heads=num_kv_heads, k_width=dim, v_width=dim)
+        for group in plan_cache(shape, windows, num_shared=layers.num_shared).groups
+    )
     b = Builder("decoder", groups, shape.vocab_size)
     ids, scale = b.token_ids(), shape.hidden_size**0.5
     x = embedded = b.embedding(
