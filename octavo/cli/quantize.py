@@ -173,7 +173,8 @@ def _print(result: Quantized) -> None:
     share = result.num_bytes / result.source_bytes
     print(
         f"{result.output}: {result.num_matrices} matrices quantized,"
-        f" {format_bytes(result.num_bytes)}, {share:.0%} of the source's {format_bytes(result.source_bytes)}"
+        f" {format_bytes(result.num_bytes)},"
+        f" {share:.0%} of the source's {format_bytes(result.source_bytes)}"
     )
     for what, names in (
         ("stay as they are", result.left),
