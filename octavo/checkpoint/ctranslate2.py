@@ -76,7 +76,7 @@ def read_variables(path: Path) -> Variables:
             f"{path}: got version {version} of {spec or 'no model'}, expected version {VERSION}"
             f" of {SPEC}"
         )
-    reader.number("<I")  # the specification's revision
+    reader.number("<I")  # revision of the specification
     found: Variables = {}
     for _ in range(reader.number("<I")):
         name = reader.text()
@@ -145,7 +145,7 @@ def _layer(variables: Variables, source: str, module: str) -> Iterator[tuple[str
         for kind in ("weight", "bias"):
             pieces = np.split(variables[f"{source}/{ours}/{kind}"], len(parts))
             for part, piece in zip(parts, pieces, strict=True):
-                if (part, kind) != ("k_proj", "bias"):  # which is zeros, and transformers has none
+                if (part, kind) != ("k_proj", "bias"):  # all zeros; transformers has none
                     yield f"{module}.{name}.{part}.{kind}", np.ascontiguousarray(piece)
 
 

@@ -1,8 +1,8 @@
-"""The digest of a model's content, by which clients distinguish its versions.
+"""The digest of a model's content, which lets clients distinguish its versions.
 
-huggingface-hub's cache names files by their hashes, and the catalogue lists those of its files. For
-other files, only the size and the first and last MiB are hashed, because reading a large model
-would take minutes.
+huggingface-hub's cache names files by their hashes, and the catalogue lists the hashes of its
+files. For other files, only the size and the first and last MiB are hashed, because reading a large
+model would take minutes.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class DummyCheckpoint:
         return ()
 
     def tokenizer_source(self) -> TokenizerSource | None:
-        """Returns the tokenizer next to the config, or None."""
+        """Returns the tokenizer next to the config; None if there is none."""
         folder = self.path if self.path.is_dir() else self.path.parent
         return tokenizer_source(folder, self.config, self.generation_config)
 

@@ -1,5 +1,5 @@
-"""A checkpoint with extra tensors added, such as trained predictors. Knows only names and arrays,
-not the purpose of the extra tensors.
+"""A checkpoint with extra tensors added, such as trained predictors. Independent of the purpose of
+the extra tensors.
 """
 
 from __future__ import annotations

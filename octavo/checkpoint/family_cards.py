@@ -2,7 +2,7 @@
 
 The facts are in family_cards.toml: sampling values, chat template, tool and reasoning formats, EOS
 tokens, notes and sizes. `octavo models NAME` prints a card and docs/generate.py writes its page. A
-card changes no default; octavo/wiring/sampling_defaults.py chooses those.
+card does not change defaults; octavo/wiring/sampling_defaults.py chooses these.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class CardCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repository: str
     config: Mapping[str, Any]
     nulls: tuple[str, ...] = ()
-    """Keys of config.json that are null, which TOML cannot express."""
+    """Keys of config.json with the value null, which TOML cannot express."""
     gguf: str | None = None
-    """Repository with GGUF files of it."""
+    """Repository with GGUF files of the checkpoint."""
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -41,9 +41,9 @@ class CardSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sampling values that the maker recommends."""
 
     use: str
-    """Checkpoints or mode that they are for."""
+    """Checkpoints or mode to which they apply."""
     values: Mapping[str, int | float] = {}
-    """Values by the keys of generation_config.json; {} if `use` says it in words."""
+    """Values by the keys of generation_config.json; {} if `use` describes them in words."""
 
     def describe(self) -> str:
         values = ", ".join(f"{name} {value:g}" for name, value in self.values.items())
@@ -67,11 +67,11 @@ class FamilyCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parts of its checkpoints' names, in lower case and without punctuation."""
     license: str
     example: str
-    """Model to name in `octavo serve`."""
+    """Model name for the example command `octavo serve`."""
     source: str
-    """Address of a model card of the maker."""
+    """URL of the maker's model card."""
     template: str
-    """Chat template in words."""
+    """Description of the chat template."""
     checkpoints: tuple[CardCheckpoint, ...]
     tools: tuple[str, ...] = ()
     """Names of tool-call formats (octavo/text/parsers/formats.py); () if it has none."""
@@ -84,7 +84,7 @@ class FamilyCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flags: tuple[CardFlag, ...] = ()
     notes: tuple[str, ...] = ()
     bits: tuple[Bits, ...] = (4, 8)
-    """Precisions of the weights to state sizes for."""
+    """Weight precisions for which sizes are shown."""
 
 
 @cache
@@ -93,9 +93,11 @@ def get_cards() -> dict[str, FamilyCard]:
 
 
 def find_card(model_type: str, *names: str | None) -> tuple[str, FamilyCard] | None:
-    """Returns the card of a checkpoint by the first of `names` that tells its family, and its key.
+    """Returns the key and card of the family to which the first matching one of `names` belongs;
+    None if there is none.
 
-    Of several families in one name, the first counts: DeepSeek-R1-0528-Qwen3-8B is a DeepSeek.
+    If a name contains several families, the first one counts: DeepSeek-R1-0528-Qwen3-8B is a
+    DeepSeek.
     """
     cards = [item for item in get_cards().items() if model_type in item[1].model_types]
     for name in filter(None, names):

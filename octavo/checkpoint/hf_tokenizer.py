@@ -17,7 +17,7 @@ from octavo.checkpoint.placeholder import refuse_placeholder
 from octavo.checkpoint.ports import CONTROL, UNUSED, USER_DEFINED, TokenizerSource, Vocabulary
 
 BPE = 2
-"""Number of byte-pair encoding among the trainer's model types."""
+"""Number that stands for byte-pair encoding in the trainer's model types."""
 MODEL_TYPES = {1: "unigram", BPE: "bpe", 3: "word", 4: "char"}
 CHATGLM_TOKENS = (
     *("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"),
@@ -25,7 +25,7 @@ CHATGLM_TOKENS = (
 )
 """Tokens that ChatGLM's code adds after the pieces, in this order."""
 CHATGLM_PREFIX = ("[gMASK]", "sop")
-"""Tokens that ChatGLM's code puts before every text."""
+"""Tokens that ChatGLM's code prepends to every text."""
 MAX_PIECES = 1 << 21
 AddedTokens = Mapping[int, tuple[str, bool]]
 """Added tokens by id: the text, and whether it is special."""
@@ -43,8 +43,8 @@ SPECIAL_NAMES = (
 def tokenizer_source(
     path: Path, config: dict[str, Any], generation_config: dict[str, Any]
 ) -> TokenizerSource | None:
-    """Returns a directory's tokenizer, tokenizer.json before tokenizer.model; None if it has
-    neither.
+    """Returns a directory's tokenizer: tokenizer.json if it exists, else tokenizer.model; None if
+    it has neither.
     """
     file, pieces = path / "tokenizer.json", path / "tokenizer.model"
     if not file.exists() and not pieces.exists():
@@ -186,13 +186,14 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> Vocabulary:
-    """Returns the pieces of the file, followed by the tokens that `added_behind` returns for their
-    number.
+    """Returns the pieces of the file, followed by the tokens that `added_behind` returns for the
+    number of pieces.
 
     Raises UnsupportedModel for model types other than BPE, WeightMismatch for a damaged file.
 
-    Llama 2, Mistral, Gemma and ChatGLM are published with it, some with nothing else. The file
-    is a protobuf message; sentencepiece, which parses it, is imported lazily.
+    Llama 2, Mistral, Gemma and ChatGLM are published with this file, some without any other
+    tokenizer file. The file is a protobuf message; sentencepiece, which parses it, is imported
+    lazily.
     """
     from google.protobuf.message import DecodeError
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
@@ -217,7 +218,7 @@ def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> V
             " 'bpe'",
             hint="save the tokenizer with transformers, which writes tokenizer.json",
         )
-    # Both change texts: a table of characters, and the removal of double spaces (the default).
+    # Both change texts: the character table, and the removal of double spaces (the default).
     normalizer = message.normalizer_spec
     if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
         raise UnsupportedModel(

@@ -50,7 +50,7 @@ class Listing:
     """Commit hash."""
     names: Sequence[str]
     large: Mapping[str, BlobLfsInfo] = field(default_factory=dict)
-    """Hash and size of the files stored by SHA-256."""
+    """Hash and size of the files that the hub stores by SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ class HubModel:
                 raise
             return None
         except Exception:
-            # Offline, by choice or not: which error says so depends on huggingface-hub's HTTP
-            # library. The cache is asked instead.
+            # Offline, intentionally or not; the error's class depends on huggingface-hub's HTTP
+            # library. Use the cache instead.
             return None
         siblings = info.siblings or []
         large = {each.rfilename: each.lfs for each in siblings if each.lfs is not None}
@@ -196,7 +196,7 @@ class HubModel:
             raise OSError(errno.ENOSPC, needed)
 
     def _fetch_one(self, file: str, revision: str, lfs: BlobLfsInfo) -> None:
-        """Downloads a file into the cache and resumes an earlier try; a lock prevents duplicate
+        """Downloads a file into the cache, resuming an earlier attempt; a lock prevents duplicate
         downloads.
         """
         blob, part = self._blobs() / lfs.sha256, self._part(lfs.sha256)
@@ -239,7 +239,7 @@ class HubModel:
 
         url = hf_hub_url(self.reference.repository, file, revision=revision)
         location = get_hf_file_metadata(url, timeout=TIMEOUT_S).location
-        # A token is for the hub alone, not for the store of files that it names.
+        # The access token is only sent to the hub, not to the file store that the URL refers to.
         is_hub = urlsplit(location).netloc == urlsplit(url).netloc
         return location, build_hf_headers() if is_hub else build_hf_headers(token=False)
 

@@ -1,4 +1,4 @@
-"""Chooses the files of a repository that a model reference stands for.
+"""Chooses the files of a repository that a model reference refers to.
 
 Works on file names, from the hub or the cache. GGUF files are grouped into models: parts of a split
 model belong together, and companion files (image projectors, importance matrices) are skipped.
@@ -26,8 +26,9 @@ PREFERRED = (
     *("Q4_K", "Q5_K_M", "Q5_K_S", "Q5_0", "Q5_1", "Q6_K", "Q8_0", "Q3_K_M", "Q3_K_L", "Q3_K_S"),
     *("Q2_K", "BF16", "F16", "F32"),
 )
-"""Quantizations in order of preference: first the two of llama.cpp's -hf, then those near 4 bits,
-then larger ones."""
+"""Quantizations in order of preference: first llama.cpp's two defaults for -hf, then those near 4
+bits, then larger ones.
+"""
 
 QUANT_NAME = re.compile(
     r"(?<![A-Za-z0-9])(UD-)?((?:I?Q|TQ)\d\w*|MXFP\d\w*|NVFP\d\w*|BF16|FP?16|FP?32)(?![A-Za-z0-9_])",

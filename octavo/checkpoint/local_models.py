@@ -74,7 +74,7 @@ def list_local_models() -> list[CachedModel]:
 def find_local_model(name: str) -> CachedModel | None:
     """Returns the cached model for a `--model` name; None if there is none.
 
-    OWNER/REPO stands for everything cached of a repository. Incomplete downloads are found too, so
+    OWNER/REPO refers to everything cached of a repository. Incomplete downloads are found too, so
     that they can be removed.
     """
     short = short_name(name)
@@ -89,7 +89,9 @@ def find_local_model(name: str) -> CachedModel | None:
 
 
 def match_local_model(name: str, models: Sequence[CachedModel]) -> CachedModel | None:
-    """Returns the model that a `--model` name refers to, without a network."""
+    """Returns the model that a `--model` name refers to, without network access; None if there is
+    none.
+    """
     by_name = {model.name: model for model in models}
     short, reference = short_name(name), parse_hub_reference(name)
     if short is not None or reference is None:
@@ -125,7 +127,9 @@ def _catalogue_model(name: str) -> CachedModel | None:
 
 
 def _repository(name: str) -> CachedModel | None:
-    """Returns everything cached of a repository, with incomplete downloads."""
+    """Returns everything cached of a repository, including incomplete downloads; None if there is
+    nothing.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.file_download import repo_folder_name
@@ -171,7 +175,7 @@ def _list_repo_models(repo: CachedRepoInfo) -> Iterator[CachedModel]:
         yield whole
     for file, paths in found.items():
         blobs = {path.resolve() for path in paths}
-        # Without its only model a repository has nothing left to run.
+        # If its only model is removed, the rest of the repository is useless.
         is_only = len(found) == 1 and not has_safetensors
         own = [blob for blob in blobs if blob.is_relative_to(repo.repo_path.resolve())]
         removed = [repo.repo_path] if is_only else [*paths, *own]

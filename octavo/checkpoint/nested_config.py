@@ -1,6 +1,6 @@
 """Configs of multimodal models that nest the text model's keys in a table.
 
-Has the defaults that some files omit. Source: the configuration classes of transformers 5.
+Adds defaults that some files omit. Source: the configuration classes of transformers 5.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ WITHOUT_EFFECT = {
     *("megatron_config", "megatron_core", "runtime_config", "velora_config"),
     *("ensure_weight_tying", "qalora_group_size"),
 }
-"""Config keys that are read here, or that only describe the training."""
+"""Config keys that are read here or only describe the training."""
 
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` that change the base model's weights."""
@@ -76,11 +76,11 @@ class ModuleUpdate:
     magnitude: NDArray[np.float32] | None = None
     """Norms of the output rows `[out]` (DoRA): gain = magnitude / norm(W + scale * B A)."""
     bias: NDArray[np.float32] | None = None
-    """Biases that replace the base's, `[out]`."""
+    """Biases that replace the base model's biases, `[out]`."""
     added_bias: NDArray[np.float32] | None = None
     """Biases of B, times the scale, `[out]`."""
     base: NDArray | None = None
-    """The base's own matrix, if it was saved with the adapter."""
+    """The base model's matrix, if it was saved with the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ def _patterns(
 
 
 def _matching(patterns: Patterns, full_name: str, otherwise: float) -> float:
-    """Returns the number of the first matching pattern, else `otherwise`. Patterns match the full
+    """Returns the value of the first matching pattern, else `otherwise`. Patterns match the full
     name or a suffix of it.
     """
     return next((number for pattern, number in patterns if pattern.fullmatch(full_name)), otherwise)

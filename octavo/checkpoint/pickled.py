@@ -107,7 +107,7 @@ def _load(file: Path) -> Mapping[str, torch.Tensor]:
 
     try:
         found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
-    except Exception as error:  # PyTorch raises many kinds for a damaged or unsafe pickle
+    except Exception as error:  # PyTorch raises many kinds of errors for a damaged or unsafe pickle
         reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
         reason = reason.partition(" Please use ")[0].partition("\n")[0] or type(error).__name__
         raise WeightMismatch(

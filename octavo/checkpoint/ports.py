@@ -44,7 +44,7 @@ class Vocabulary:
     lowercase: bool | None = None
     """Whether texts are lower-cased ("bert", "whitespace"); None for the model's default."""
     strips_accents: bool | None = None
-    """Whether accents are removed ("bert"); None: as `lowercase`."""
+    """Whether accents are removed ("bert"); None: the same as `lowercase`."""
     stripped_sides: Mapping[bytes, Side] = field(default_factory=dict)
     """Side of special tokens on which white space is stripped, by token text."""
 
@@ -107,8 +107,9 @@ class Checkpoint(ModelHeader, Protocol):
     """
 
     output_major: bool
-    """Whether every matrix is `[out, in]`, even those that the family's safetensors store as `[in,
-    out]` (Weight.transposed)."""
+    """Whether every matrix is `[out, in]`, even if the family's safetensors store it as `[in, out]`
+    (Weight.transposed).
+    """
 
     weight_files: Sequence[Path]
     """Files that together contain every tensor."""
@@ -120,7 +121,7 @@ class Checkpoint(ModelHeader, Protocol):
         ...
 
     def tokenizer_source(self) -> TokenizerSource | None:
-        """Returns the tokenizer; None if the checkpoint has none."""
+        """Returns the tokenizer; None if the checkpoint contains none."""
         ...
 
     def tensor(self, name: str) -> Any:
@@ -128,7 +129,7 @@ class Checkpoint(ModelHeader, Protocol):
         ...
 
     def release(self) -> None:
-        """Releases resident pages of the mapped files, which would count as this process's
+        """Releases resident pages of the mapped files; otherwise they count as this process's
         memory.
         """
         ...

@@ -268,7 +268,7 @@ class SafetensorsCheckpoint:
 
     def _with_conversions(self, entries: dict[str, _Entry]) -> dict[str, _Entry]:
         """Sets the type that tensors are converted to, the model's dtype. Integers of a quantized
-        model are codes and stay.
+        model are codes and are not converted.
         """
         named = str(self.config.get("dtype") or self.config.get("torch_dtype") or "")
         kind = {"bfloat16": "BF16", "float16": "F16"}.get(named.removeprefix("torch."), "F32")
@@ -279,8 +279,8 @@ class SafetensorsCheckpoint:
         }
 
     def _check_index(self, entries: Mapping[str, _Entry]) -> None:
-        """Warns of tensors in the index that are missing in the shards; reading one is an error
-        later.
+        """Warns about tensors in the index that are missing in the shards; reading such a tensor
+        later raises an error.
         """
         indices = [self.path / name for name in (INDEX, PICKLE_INDEX)]
         index = next((each for each in indices if each.exists()), None)

@@ -47,7 +47,8 @@ def with_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     Its keys are `mode`, `normalize`, `do_lower_case`, `max_seq_length` if given, and `prompt` if
     there is a default prompt. A cross-encoder has `activation_fn`; one that compares token logits
     has `score_tokens`, the id of the scored token and, if any, the id whose logit is subtracted.
-    Combined or unsupported modes are spelled out, as "cls + mean" or "mean, then Dense".
+    Combined or unsupported modes are described in words, such as "cls + mean" or "mean, then
+    Dense".
     """
     settings = read_json_if_there(folder / SETTINGS)
     saved = settings.get("activation_fn")
@@ -78,7 +79,7 @@ def with_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _default_prompt(settings: Mapping[str, Any], path: Path) -> str:
-    """Returns the default prompt, "" if there is none."""
+    """Returns the default prompt; "" if there is none."""
     name = settings.get("default_prompt_name")
     if name is None:
         return ""
@@ -114,7 +115,7 @@ def _modules(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _mode(path: Path, *, has_prompt: bool) -> str:
-    """Returns the pooling mode; says so if it excludes the prompt."""
+    """Returns the pooling mode, with a note if it excludes the prompt."""
     config = read_json(path)
     mode = _named_mode(config, path)
     leaves_out = has_prompt and config.get("include_prompt") is False
@@ -143,7 +144,7 @@ def _score_tokens(path: Path) -> list[int]:
     for name in ("true_token_id", "false_token_id"):
         token_id = config.get(name)
         if token_id is None and ids:
-            break  # a score is the logit of one token
+            break  # the score is the logit of a single token
         if type(token_id) is not int or token_id < 0:
             raise WeightMismatch(f"{path}: {name} should be 0 or more, is {shown(token_id)}")
         ids.append(token_id)

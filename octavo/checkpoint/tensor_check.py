@@ -1,6 +1,6 @@
-"""Compares a checkpoint's tensors with those that its Programs read, from headers alone.
+"""Compares a checkpoint's tensors with the tensors that its Programs read, using only headers.
 
-Missing, misshapen and unexpected tensors are errors before any weight is read.
+Missing, misshapen and unexpected tensors raise errors before any weight is read.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ LEFT_OUT = re.compile(
         )
     )
 )
-"""Names of tensors that may exist and are not read: buffers that are computed here, tied output
+"""Names of tensors that may exist but are not read: buffers that are computed here, tied output
 layers, heads of other tasks, towers for images and sound, drafting heads, activation scales (rows
-are scaled dynamically), Gemma 3n's tensors that its config disables."""
+are scaled dynamically), Gemma 3n's tensors that its config disables.
+"""
 
 HEAD_BIAS = re.compile(r"(^|\.)(lm_head|output_layer|embed_out|proj_out)\.bias$")
 """Names of the bias of an output layer; it is read if a Program has logits."""
@@ -89,7 +90,7 @@ def find_unread_tensors(
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
         if layer and _reads_others_keys(config, int(layer[1])) and KEYS.search(name):
             continue
-        # Layers beyond the last are heads that draft tokens (DeepSeek's multi-token prediction).
+        # Layers after the last one are draft heads (DeepSeek's multi-token prediction).
         if layer and isinstance(num_layers, int) and int(layer[1]) >= num_layers:
             continue
         yield name
@@ -109,7 +110,9 @@ def drafting_tensors(names: Iterable[str], config: dict[str, object]) -> list[st
 
 
 def _reads_others_keys(config: dict[str, object], layer: int) -> bool:
-    """Returns whether a layer reuses the keys of an earlier one, so that its own have no effect."""
+    """Returns whether a layer reuses the keys of an earlier one, so that its own keys have no
+    effect.
+    """
     num_layers, num_shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
     if not isinstance(num_layers, int) or not isinstance(num_shared, int):
         return False

@@ -1,7 +1,7 @@
 """Tied output layers: whether a checkpoint has a separate one, and the names of tied matrices.
 
 A file may contain a head that differs from the embeddings although its config ties them, like the
-published mT5; transformers 5 uses the head, and so does the engine. Source:
+published mT5; like transformers 5, the engine then uses the head. Source:
 `PreTrainedModel.tie_weights` of transformers 5.
 """
 
@@ -32,7 +32,8 @@ CHUNK_BYTES = 1 << 22
 def other_names(name: str) -> Iterator[str]:
     """Yields other names under which a tied matrix may be stored; nothing for other tensors.
 
-    Files of tied models keep one of several names, not always that of the embeddings.
+    Files of tied models contain the matrix under one of several names, not always the embeddings'
+    name.
     """
     module = name.removesuffix(".weight")
     if module not in (*EMBEDDINGS, *HEADS) or module == name:
@@ -43,7 +44,8 @@ def other_names(name: str) -> Iterator[str]:
 
 
 def has_own_head(matrix: Callable[[str], NDArray | None]) -> bool:
-    """Returns whether a checkpoint has an output layer with the embeddings' shape and other values.
+    """Returns whether a checkpoint has an output layer with the embeddings' shape but different
+    values.
 
     `matrix` returns the stored values by name, None if missing.
     """

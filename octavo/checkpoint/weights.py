@@ -50,13 +50,14 @@ def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, P
     embeddings.
 
     Raises UnsupportedModel if one cannot be packed. int4 keeps 8 bits for `sensitive_weights` and
-    for embeddings (and tied output layers), which in 4 bits alone raise SmolLM2's perplexity by 6%.
-    fp8 leaves embeddings and output layers unpacked, as fp8 checkpoints do: in e4m3 they add 3% to
-    the cost of the rest. int8 gives matrices of encoders a scale per group of 32 inputs and leaves
-    their tables and value projections unpacked: MiniLM's embeddings then have a cosine of 0.9997 to
-    the originals, with packed value projections 0.9995, with one scale per output 0.998. Routers
-    are never packed, since sending a token to other experts is more than a rounding error; nor are
-    norms, biases and position tables.
+    for embeddings (and tied output layers), which in 4 bits would by themselves raise SmolLM2's
+    perplexity by 6%. fp8 leaves embeddings and output layers unpacked, as fp8 checkpoints do: in
+    e4m3 they would add 3% to the perplexity increase of the other weights. int8 gives matrices of
+    encoders a scale per group of 32 inputs and leaves their tables and value projections unpacked:
+    MiniLM's embeddings then have a cosine similarity of 0.9997 to the originals, compared with
+    0.9995 with packed value projections and 0.998 with one scale per output. Routers are never
+    packed, since routing a token to a different expert is more than a rounding error. Norms, biases
+    and position tables are not packed either.
     """
     routed = {op.logits.name for op in program.ops if isinstance(op, Route)}
     sensitive = sensitive_weights(program) if quantization == "int4" else set()
@@ -103,8 +104,8 @@ def sensitive_weights(program: Program) -> set[Weight]:
     after a gate or activation (a block's `down`).
 
     That half is the first and last eighth of the blocks and every third between, as in llama.cpp's
-    k-quants. With none, these, or all of them in 8 bits, SmolLM2's perplexity rises by 6.1%, 4.3%
-    and 3.8% (channels shuffled, all of Opticks).
+    k-quants. SmolLM2's perplexity rises by 6.1% with none of them in 8 bits, by 4.3% with these,
+    and by 3.8% with all of them (shuffled channels, full text of Opticks).
     """
     activated = {
         out.name for op in program.ops if isinstance(op, Act | ActMul) for out in op.outputs
@@ -138,7 +139,7 @@ PACKED_FORMATS: dict[Packing, str] = {
 def loaded_formats(
     header: ModelHeader, dtype: Dtype, quantization: Quantization | None, program: Program
 ) -> Callable[[Weight], str]:
-    """Returns a function from a weight to its format after `WeightReader.load`, from headers alone.
+    """Returns a function from a weight to its format after `WeightReader.load`, using only headers.
 
     Names are GGUF's, plus I8 and F8_E4M3 for one scale per output.
     """
@@ -179,8 +180,8 @@ class WeightReader:
     `dtype` "auto" keeps the file's precision; others convert every matrix (and dequantize), while
     vectors keep the file's precision. `quantization` packs the weights of `packing_plan(program)`
     and requires the Program. `importance` has a number per input of a matrix, by weight name, for
-    packing to 4 bits. A rank's slice of a weight has the same bits as in the whole weight; for
-    plain floats only the slice is read.
+    packing to 4 bits. A rank's slice has the same bits as in the complete weight; for plain floats,
+    only the slice is read.
     """
 
     def __init__(
@@ -202,14 +203,14 @@ class WeightReader:
         )
 
     def load(self, weight: Weight) -> StoredWeight:
-        """Returns the weight in its own shape; raises WeightMismatch if the checkpoint has
-        another.
+        """Returns the weight in its own shape; raises WeightMismatch if the checkpoint's shape
+        differs.
         """
         if weight.fill is not None:
             return PackedWeight.plain(_filled(weight.shape, weight.fill))
         with np.errstate(
             invalid="ignore", over="ignore"
-        ):  # a damaged file's NaN fails the requests that meet it
+        ):  # NaN from a damaged file fails the requests that read it
             if weight.stored_as:
                 return _remade([self._load(part) for part in weight.stored_parts], weight)
             return self._load(weight)

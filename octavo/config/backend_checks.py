@@ -17,7 +17,7 @@ MAX_ENGINES = 64
 
 TORCH_ONLY = ("device", "attention_backend", "torch_kernels", "enforce_eager")
 NATIVE_ONLY = ("cpu_level",)
-"""Options without effect on other backends, which are always batch-invariant."""
+"""Options that only apply to the torch backend; the other backends are always batch-invariant."""
 
 
 def check_backend(config: EngineConfig) -> None:
@@ -105,7 +105,7 @@ def _check_ranks(config: EngineConfig) -> None:
     if config.offload.weights_memory_bytes is not None:
         what = f"weights_memory_bytes: requires {option} 1, got {num_ranks}"
         raise ConfigError(what, hint="with more ranks, more weights fit in memory")
-    # Blocks that go to other engines pass through slots that each rank has.
+    # Blocks for other engines pass through slots that every rank has.
     sized = () if transfer_option(config) else ("kv_offloading_size",)
     for name in ("prefix_cache_dir", *sized):
         if getattr(config.cache, name) is not None:

@@ -12,7 +12,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.scheduler_options import PROGRAM_METHODS, ObserveOptions, SchedulerOptions
 
 MIN_STALL_S = 1.0
-"""Minimum of stall_timeout: steps report progress several times in this time."""
+"""Minimum of stall_timeout; within this time, steps report progress several times."""
 
 MAX_LORA_RANK = 1024
 
@@ -202,8 +202,8 @@ def _check_trees(config: EngineConfig) -> None:
 
 
 def get_async_scheduling_conflict(config: EngineConfig) -> str:
-    """Returns the reason why async scheduling is impossible with these options on any device, or ""
-    if it is possible.
+    """Returns the reason why async scheduling is impossible with these options on any device; "" if
+    it is possible.
     """
     if config.backend.backend != "torch":
         return f"the {config.backend.backend} backend computes in the scheduler's process"

@@ -42,7 +42,9 @@ class DataFile:
     places: Mapping[Keys, Place] = field(default_factory=dict)
 
     def where(self, *keys: str | int) -> str:
-        """Returns "path:line:column" of a value, or of its nearest parent with a position."""
+        """Returns "path:line:column" of a value, or of its nearest ancestor with a known
+        position.
+        """
         while keys and keys not in self.places:
             keys = keys[:-1]
         return ":".join(map(str, (self.path, *self.places.get(keys, ()))))
@@ -152,7 +154,7 @@ def _parse_yaml(text: str) -> tuple[Any, dict[Keys, Place]]:
         reason = " ".join(filter(None, [error.context, error.problem]))
         mark = error.problem_mark or error.context_mark
         raise _Broken(reason, _get_place(mark) if mark else (1, 1)) from None
-    except ValueError as error:  # a date that there is not
+    except ValueError as error:  # an invalid date
         raise _Broken(str(error), (1, 1)) from None
     return content, {} if node is None else dict(_places(node, (), set()))
 
@@ -175,7 +177,7 @@ def _parse_json(text: str) -> tuple[Any, dict[Keys, Place]]:
     except json.JSONDecodeError as error:
         raise _Broken(error.msg, (error.lineno, error.colno)) from None
     try:
-        node = yaml.compose(text, yaml.SafeLoader)  # JSON is YAML, but for tabs
+        node = yaml.compose(text, yaml.SafeLoader)  # JSON is valid YAML, except for tabs
     except yaml.YAMLError:
         return content, {}
     return content, dict(_places(node, (), set()))

@@ -14,7 +14,7 @@ from octavo.config.paths import public_name
 BackendName = Literal["native", "torch", "reference"]
 
 NUM_STEPS = 8
-"""Default number of decode steps in one call. At eight steps Python's overhead is negligible."""
+"""Default number of decode steps per call. With eight steps, Python's overhead is negligible."""
 
 LOGGED_ONLY = '{"enable_kv_cache_events": true, "publisher": "null"}'
 """Value of kv_events_config for engines whose own frontend reads the block events."""
@@ -28,7 +28,7 @@ def derive(
     backend: BackendName = "native",
 ) -> EngineConfig:
     """Fills in max_model_len from the model, threads and backend from the machine, and the served
-    name; given values stay. Raises ConfigError if options conflict.
+    name. Options that are already set are unchanged. Raises ConfigError if options conflict.
     """
     config = replace(
         config, backend=replace(config.backend, backend=config.backend.backend or backend)

@@ -3,7 +3,7 @@
 A field's name with dashes is its flag. `EngineConfig.from_options` takes flat names (LLM's
 keywords, the CLI's flags) and rejects unknown ones. Names and defaults are vLLM's if they mean the
 same. Options that depend on the model or the machine are None here and derived in
-`config/derive.py`. The options are declared by subject in `model_options.py`, `cache_options.py`,
+`config/derive.py`. The options are declared in `model_options.py`, `cache_options.py`,
 `scheduler_options.py` and `backend_options.py`.
 """
 

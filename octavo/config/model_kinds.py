@@ -24,7 +24,7 @@ NOT_FOR_ENCODERS = (
 
 
 def configure_encoder(config: EngineConfig) -> EngineConfig:
-    """Returns the config for an encoder: each text is computed whole in one step, without chunked
+    """Returns the config for an encoder: each text is computed in a single step, without chunked
     prefill and prefix caching.
     """
     return replace(
@@ -35,8 +35,8 @@ def configure_encoder(config: EngineConfig) -> EngineConfig:
 
 
 def configure_encoder_decoder(config: EngineConfig, max_input_len: int) -> EngineConfig:
-    """Returns the config for an encoder-decoder whose longest input has `max_input_len` rows:
-    inputs are encoded whole in one step, without prefix caching.
+    """Returns the config for an encoder-decoder whose longest input has `max_input_len` rows: each
+    input is encoded in a single step, without prefix caching.
 
     Raises ConfigError for options that such a model does not support.
     """

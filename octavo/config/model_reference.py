@@ -50,7 +50,7 @@ class HubReference:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """Equal for different spellings of one reference."""
+        """Key that is equal for different spellings of the same reference."""
         return (self.repository.lower(), self.file, self.quant.lower(), self.revision)
 
 
@@ -71,7 +71,9 @@ def same_model(name: str, other: str) -> bool:
 
 
 def _parse_url(text: str) -> HubReference | None:
-    """Parses the URL of a repository or a file, as copied from a browser."""
+    """Parses the URL of a repository or a file, as copied from a browser; returns None if it is not
+    one.
+    """
     try:
         url, endpoint = urlsplit(text), urlsplit(os.environ.get("HF_ENDPOINT", ""))
     except ValueError:
@@ -95,7 +97,9 @@ def _parse_url(text: str) -> HubReference | None:
 
 
 def _parse_path(path: str) -> HubReference | None:
-    """Parses OWNER/REPO with an optional quantization or file."""
+    """Parses OWNER/REPO with an optional quantization or file; returns None if the text is not of
+    this form.
+    """
     parts = path.split("/")
     if not _is_inside(parts):
         return None

@@ -61,7 +61,7 @@ def option(
     `text` is the help text: one line, imperative. `details` is added on the reference page.
     `derived` describes what a default of None becomes. `common` options are shown by `--help`,
     others only by `--help-all`. `unit` allows texts such as "2GiB", "8k" or "5m" for numbers; `low`
-    is the minimum; `short` is a short flag. A `secret` is left out of recordings.
+    is the minimum; `short` is a short flag. A `secret` is omitted from recordings.
     """
     return field(
         default=default,
@@ -190,7 +190,7 @@ def convert(spec: OptionField, value: Any) -> Any:
 
 
 def _parse_number(text: str, kind: type[int] | type[float]) -> Any:
-    """Parses a number; returns the text itself if it is none."""
+    """Parses a number; returns the text itself if it is not a number."""
     try:
         return kind(text)
     except ValueError:

@@ -9,7 +9,7 @@ from octavo.config.model_reference import parse_hub_reference
 
 
 def expand_path(text: str) -> Path:
-    """Returns the path with `~` expanded; `~name` stays as it is if there is no such user."""
+    """Returns the path with `~` expanded; `~name` is unchanged if there is no such user."""
     try:
         return Path(text).expanduser()
     except RuntimeError:

@@ -60,7 +60,7 @@ class PillowReader:
     def _image(self, source: object) -> Image:
         if isinstance(source, str):
             return decoded(read_source(source, self.limits), self.limits)
-        if isinstance(source, Path):  # which no client of a server can send
+        if isinstance(source, Path):  # a server's clients cannot send these
             return decoded(_own_file(source, self.limits), self.limits)
         if isinstance(source, bytes):
             return decoded(source, self.limits)
@@ -74,7 +74,9 @@ class PillowReader:
         return DecodedImage(pixels, rows * columns, (rows, columns), self.is_whole)
 
     def _digest(self, height: int, width: int, data: bytes) -> bytes:
-        """Returns a digest of all inputs of the vision tower except its weights."""
+        """Returns a digest of everything that determines the vision tower's output, except its
+        weights.
+        """
         scale = (self.rules.factor, *self.rules.mean, *self.rules.std)
         digest = blake2b(digest_size=DIGEST_BYTES, person=b"octavo image")
         digest.update(struct.pack("<QQ7d", height, width, *scale))
@@ -83,7 +85,7 @@ class PillowReader:
 
 
 def _own_file(path: Path, limits: ImageLimits) -> bytes:
-    """Reads a file that the embedding program names."""
+    """Reads a file whose path comes from the program that embeds the engine."""
     own = ImageLimits(limits.max_images, limits.max_bytes, limits.max_pixels, folder=path.parent)
     return read_file(path.name, own)
 

@@ -43,7 +43,7 @@ class ImageRules:
     max_pixels: int
     """Area limits of an image that keeps its aspect ratio."""
     resample: int
-    """Pillow's number of the resampling filter."""
+    """Resampling filter, by Pillow's number."""
     factor: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -81,7 +81,8 @@ def scaled_size(height: int, width: int, rules: ImageRules) -> PixelSize:
 def image_rules(
     given: Mapping[str, Any], *, side: int | None, multiple: int, max_tokens: int
 ) -> ImageRules:
-    """Reads the rules from a preprocessor_config.json; {} for a model without one.
+    """Reads the rules from the contents of preprocessor_config.json; {} for a model without this
+    file.
 
     `side` and `multiple` are the tower's; an image has at most `max_tokens` tokens.
     """
@@ -110,7 +111,7 @@ def image_rules(
 
 
 def rules_file(path: Path) -> Path | None:
-    """Returns the preprocessor config file in a checkpoint folder, or None."""
+    """Returns the preprocessor config file in a checkpoint folder; None if there is none."""
     return next((path / name for name in FILES if (path / name).is_file()), None)
 
 

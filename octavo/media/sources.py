@@ -64,7 +64,7 @@ def read_file(name: str, limits: ImageLimits) -> bytes:
 
 
 def _inside(folder: Path, path: Path) -> Path | None:
-    """Resolves a path; returns None if it is no file inside the folder."""
+    """Resolves a path; returns None if it is not a file inside the folder."""
     try:
         found = path.resolve(strict=True)
         return found if found.is_relative_to(folder) and found.is_file() else None

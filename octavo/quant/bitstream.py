@@ -1,6 +1,6 @@
 """Packs and unpacks integers of a few bits in 32-bit words, low bits first.
 
-An integer may straddle two words if its width does not divide 32. GPTQ, AWQ and compressed-tensors
+An integer may span two words if its width does not divide 32. GPTQ, AWQ and compressed-tensors
 store codes and zeros like this.
 """
 

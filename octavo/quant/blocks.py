@@ -34,15 +34,15 @@ NUM_SHARED: dict[NumberKind, int] = {
     "mins4": 16,
     "signed6": 16,
 }
-"""Values that share the bytes of one packed kind."""
+"""Number of values in the bytes of each packed kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
     """A bit plane of a block's codes; planes are ordered from low to high bits.
 
-    `run` bytes from `start` hold run * 8 / bits neighbouring inputs: input i is the `bits` bits of
-    byte i % run from bit i // run * bits up. The next run follows.
+    `run` bytes from `start` hold run * 8 / bits neighbouring inputs: input i is in byte i % run, in
+    `bits` bits starting at bit i // run * bits. The next run follows.
     """
 
     start: int
@@ -65,7 +65,7 @@ class Numbers:
     count: int = 1
 
     def view(self, blocks: Bytes) -> NDArray:
-        """Returns the values `[..., blocks, count]`; packed kinds as raw bytes."""
+        """Returns the values `[..., blocks, count]`; packed kinds are returned as raw bytes."""
         part = blocks[..., self.start : self.start + self.count * NUMBER_BYTES[self.kind]]
         return part if self.kind in NUM_SHARED else part.view(self.kind)
 

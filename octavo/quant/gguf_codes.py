@@ -1,9 +1,9 @@
 """Decoders for GGUF's nonlinear tensor types: 4-bit codebooks, vector codebooks with signs, ternary
 digits, and low-bit scales.
 
-Each has at most sixteen distinct integers, so it converts without loss to 4-bit codes into a lookup
-table, with a scale per 16 inputs or more. Source: ggml's `ggml-common.h`; tests compare with
-gguf-py's `dequantize`.
+Each type has at most sixteen distinct integers, so it is converted without loss to 4-bit codes that
+index a lookup table, with a scale per 16 or more inputs. Source: ggml's `ggml-common.h`; tests
+compare with gguf-py's `dequantize`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ NONLINEAR = np.array(
 """Codebook of IQ4_NL and IQ4_XS."""
 TWICE_E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.float32)
 CHUNK_BLOCKS = 1 << 13
-"""Blocks decoded at a time, so that temporaries take a few megabytes."""
+"""Number of blocks decoded at a time, so that temporaries take only a few megabytes."""
 
 
 class CodeLayout(NamedTuple):
-    """How the blocks of a type are decoded."""
+    """Decoding of the blocks of a type."""
 
     decode: Callable[[Bytes], Decoded]
     group: int
@@ -77,7 +77,7 @@ class CodeLayout(NamedTuple):
         factors = np.empty((len(blocks), 1), np.float32) if self.levels == "small" else None
         for start in range(0, len(blocks), CHUNK_BLOCKS):
             part = slice(start, start + CHUNK_BLOCKS)
-            with np.errstate(invalid="ignore", over="ignore"):  # a damaged file's scales
+            with np.errstate(invalid="ignore", over="ignore"):  # scales of a damaged file
                 found, scales[part], own = self.decode(blocks[part])
             if factors is not None:
                 factors[part] = own
@@ -162,7 +162,7 @@ def _iq4_xs(blocks: Bytes) -> Decoded:
 def _mxfp4(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
     exponents = parts.take(1).astype(np.int32)
-    # Half of 2 ** (e - 127), as twice of every e2m1 is a whole number.
+    # Half of 2 ** (e - 127): codes stand for twice the e2m1 value, which is an integer.
     scale = np.ldexp(np.float32(1), exponents - 128).astype(np.float32)
     return Decoded(parts.take(16), scale)
 

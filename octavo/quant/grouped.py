@@ -17,7 +17,9 @@ from octavo.quant.packed import Levels, PackedWeight
 SCALE_NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 MIDDLE_OF_8 = 128
 GROUP_UNIT = 32
-"""A single group per row is padded to a multiple of this, so that kernels can split it."""
+"""If each row is a single group, its length is padded to a multiple of this, so that kernels can
+split it.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The packed weight: every quantized or plain tensor takes this form before a backend tiles it.
 
-Owns codes, scales, mins and the formula that combines them; `checkpoint/` and `quant/gguf.py`
+Defines codes, scales, mins and the formula that combines them; `checkpoint/` and `quant/gguf.py`
 create it. Lossless: `dequantize()` equals the format's reference dequantization bit for bit, in
 float32.
 """
@@ -83,13 +83,13 @@ class PackedWeight:
     `bits` 16 and 32 are plain floats: `codes [..., out, in]` of the dtype that `code` names,
     nothing else set. `bits` 8 or fewer: value = (code - zero_point - zero) * scale + min, in
     float32, per group of `group` neighbouring inputs (a last group may be shorter). `codes` is
-    - bits 5, 6, 8: `[..., out, in]`, one code a byte, int8 where `code` is "int", uint8 where
-      "uint", float8_e4m3fn where "e4m3";
+    - bits 5, 6, 8: `[..., out, in]`, one code per byte: int8 if `code` is "int", uint8 if "uint",
+      float8_e4m3fn if "e4m3";
     - bits 4: `[..., out, in / 2] uint8`, low nibble first. `nibbles` "pairs": byte j holds inputs
       2j and 2j+1; "halves": within each group the byte j holds inputs j and j + group/2 (GGUF's
-      order). Strided views into a mapped file are welcome. `lookup [16] fp32` gives the meaning of
-      4-bit codes where `code` is "lookup" (NF4, MXFP4's e2m1). `activation`: how a kernel may
-      quantise what it multiplies with; "none" asks for floats.
+      order). Arrays may be strided views into a mapped file. `lookup [16] fp32` contains the values
+      of 4-bit codes if `code` is "lookup" (NF4, MXFP4's e2m1). `activation` is how a kernel may
+      quantize the activations; with "none" they must be floats.
     """
 
     shape: tuple[int, ...]
@@ -117,7 +117,7 @@ class PackedWeight:
         raise TypeError(f"a plain weight is fp32, fp16 or bf16, got {array.dtype}")
 
     def packed(self) -> PackedWeight:
-        """Returns itself; counterpart of `BlockWeight.packed`."""
+        """Returns the weight itself; counterpart of `BlockWeight.packed`."""
         return self
 
     @property
@@ -156,7 +156,7 @@ class PackedWeight:
         )
 
     def dequantize(self) -> NDArray[np.float32]:
-        """Returns the values `[..., out, in] fp32`, bit for bit those of the format's reference."""
+        """Returns the values `[..., out, in] fp32`, bit for bit equal to the format's reference."""
         if self.is_float:
             return self.codes.astype(np.float32)
         assert self.scales is not None
@@ -168,7 +168,7 @@ class PackedWeight:
         )
         if self.zeros is not None:
             values = values - self._each(self.zeros)
-        # A damaged file's scales stay what they are: NaN or infinite.
+        # Scales of a damaged file are kept, even NaN or infinity.
         with np.errstate(invalid="ignore", over="ignore"):
             values = values * self._spread(self.scales)
             if self.mins is not None:
@@ -225,7 +225,7 @@ class PackedWeight:
 
     def inputs(self, first: int, last: int) -> PackedWeight:
         """Returns the inputs `first` to `last - 1`, which must start and end at a group boundary; a
-        single group for all inputs may be cut anywhere.
+        single group of all inputs may be split anywhere.
         """
         width = self.shape[-1]
         if self.is_float:

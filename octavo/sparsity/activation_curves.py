@@ -1,9 +1,9 @@
-"""Calibration file of activation sparsity: for each share of small activations, the threshold that
-cuts it and the error that doing so causes.
+"""Calibration file of activation sparsity: for each fraction of small activations, the threshold
+below which they are zeroed and the error that this causes.
 
-Owns the file format and the choice of thresholds from it; contains no arrays. `activation_meter.py`
-measures. Source of the greedy choice: TEAL (Liu et al. 2024), algorithm 1, with measured losses per
-matmul instead of per block.
+Defines the file format and chooses thresholds from a file; contains no arrays.
+`activation_meter.py` does the measurements. Source of the greedy choice: TEAL (Liu et al. 2024),
+algorithm 1, with measured losses per matmul instead of per block.
 """
 
 from __future__ import annotations
@@ -22,27 +22,30 @@ from octavo.sparsity.passes.sparsify import Thresholds
 
 VERSION = 1
 LEVELS = tuple(round(0.05 * step, 2) for step in range(1, 20))
-"""Shares of activations for which a curve has a threshold: 5% to 95%."""
+"""Fractions of activations for which a curve has a threshold: 5% to 95%."""
 
 USED_SHARE = 0.3
-"""Share of a token's neurons that count as used (those with the largest gates) if the activation
-function makes no zeros."""
+"""Fraction of a token's neurons that count as used (those with the largest gates) if the activation
+function produces no zeros.
+"""
 
 
 class ActivationCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Threshold curve of one matmul input, or of one gate."""
+    """Threshold curve of a matmul input or of a gate."""
 
     weights: list[str]
     """Matrices that multiply the input, or the first matrix that computes the gate."""
     size: int
     """Number of weights in all these matrices."""
     thresholds: list[float]
-    """Magnitude threshold for each share in LEVELS."""
+    """Magnitude threshold for each fraction in LEVELS."""
     losses: list[float]
-    """Share of the output's power lost at each share in LEVELS, if inputs were independent."""
+    """Fraction of the output's power that is lost at each fraction in LEVELS, assuming independent
+    inputs.
+    """
 
     def threshold(self, share: float) -> float:
-        """Returns the threshold for a share, interpolated linearly between LEVELS."""
+        """Returns the threshold for a fraction, interpolated linearly between LEVELS."""
         known = [(0.0, 0.0), *zip(LEVELS, self.thresholds, strict=True)]
         for (left, low), (right, high) in pairwise(known):
             if share <= right:
@@ -134,7 +137,7 @@ def find_thresholds(
     gate_share: float,
     plan: Literal["uniform", "greedy"],
 ) -> Thresholds:
-    """Returns the thresholds that zero these shares of inputs and gates."""
+    """Returns the thresholds that zero these fractions of inputs and gates."""
     curves = calibration.inputs if input_share else []
     shares = dict.fromkeys(range(len(curves)), input_share)
     if plan == "greedy":
@@ -152,9 +155,10 @@ def find_thresholds(
 
 
 def greedy_shares(curves: Mapping[int, ActivationCurve], target: float) -> dict[int, float]:
-    """Returns the share to zero on each curve so that `target` of all weights are skipped.
+    """Returns the fraction to zero on each curve so that the fraction `target` of all weights is
+    skipped.
 
-    Raises shares in steps of 5%, each time on the curve that loses least per weight saved.
+    Increases fractions in steps of 5%, each time on the curve that loses least per skipped weight.
     """
     steps = dict.fromkeys(curves, 0)
     wanted = target * sum(curve.size for curve in curves.values())

@@ -116,8 +116,8 @@ class ActivationMeter:
             self._used[weight.name] += np.count_nonzero(self._observed[weight][:num_rows], axis=0)
 
     def strongest(self, num_rows: int, share: float) -> list[NDArray[np.int64]]:
-        """Returns for each gate the neurons with the largest |f(gate)| in each row of the last
-        step, `[num_rows, share * neurons]`, sorted by index.
+        """Returns for each gate the indices of the neurons with the largest |f(gate)| in each row
+        of the last step, `[num_rows, share * neurons]`, sorted.
         """
         found = []
         for gate in self._gates.values():
@@ -146,8 +146,8 @@ class ActivationMeter:
     def neurons(self) -> list[NeuronUse]:
         """Returns how often each layer's neurons were used.
 
-        A neuron counts as used if its activation is not zero; without a zeroing activation, if its
-        gate is among the largest.
+        A neuron counts as used if its activation is not zero or, if the activation function
+        produces no zeros, if its gate is among the largest.
         """
         return [NeuronUse(name, counts.tolist()) for name, counts in self._used.items()]
 
@@ -197,7 +197,7 @@ def _last_product(program: Program, value: Value) -> Weight | None:
 
 
 def _zeroed(program: Program, observed: Mapping[Weight, Floats]) -> list[Weight]:
-    """Returns the matrices whose inputs come from a zeroing activation."""
+    """Returns the matrices whose inputs come from an activation function that produces zeros."""
     last = [
         _last_product(program, op.out)
         for op in program.ops

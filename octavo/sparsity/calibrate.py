@@ -35,7 +35,7 @@ from octavo.wiring.model import (
 from octavo.worker.calibration import whole_text
 
 WINDOW = 256
-"""Tokens per window; each window is computed as a separate sequence."""
+"""Number of tokens per window; each window is computed as a separate sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,9 @@ def calibrate_model(
 
 
 def describe_recall(found: Calibration) -> list[str]:
-    """Returns one sentence per share about the recall of a calibration's predictors."""
+    """Returns one sentence per fraction in SHARES about the recall of a calibration's
+    predictors.
+    """
     if not found.predictors:
         return []
     return [

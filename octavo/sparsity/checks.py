@@ -15,13 +15,13 @@ from octavo.sparsity.options import (
 )
 
 MAX_SPARSITY = 0.95
-"""Largest share of inputs or gates that may be zeroed."""
+"""Maximum fraction of inputs or gates that may be zeroed."""
 
 MAX_LOOKAHEAD = 4
-"""Largest number of layers to predict ahead."""
+"""Maximum number of layers to predict ahead."""
 
 MIN_LOAD = 0.05
-"""Smallest share of a stored prefix's blocks that may be loaded."""
+"""Minimum fraction of a stored prefix's blocks that may be loaded."""
 
 AGAINST_STAGES = ("ffn_sparsity", "activation_sparsity", "sparsity_predictor", "kv_selection")
 """Options that are not supported with pipeline parallelism."""
@@ -238,8 +238,8 @@ def _check_activations(config: EngineConfig) -> None:
 def _check_share(config: EngineConfig, name: str, share: str, *, changed: str) -> None:
     """Checks an option that selects keys or neurons.
 
-    `name` is the option that enables selection, `share` the one that sets how many are selected,
-    `changed` names the inputs on which LoRA adapters are not supported with it.
+    `name` is the option that enables selection, `share` the option that sets the selected fraction.
+    `changed` describes the inputs on which LoRA adapters are not supported together with it.
     """
     options, usual = config.of(SparsityOptions), SparsityOptions()
     got: float = getattr(options, share)

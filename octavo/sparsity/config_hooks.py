@@ -1,4 +1,4 @@
-"""How the sparsity options change results, prefix reuse and speculation."""
+"""Effects of the sparsity options on results, prefix reuse and speculation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SparsityConfigHooks(ConfigHooks):
         check_sparsity(config)
 
     def draft_config(self, config: EngineConfig) -> EngineConfig:
-        """Drops options calibrated for the target's weights."""
+        """Resets options that are calibrated for the target's weights."""
         options, usual = config.of(SparsityOptions), SparsityOptions()
         return config.replace_options(
             replace(

@@ -1,6 +1,4 @@
-"""Registers this package's options, commands and hooks. No code outside of the package refers to
-it.
-"""
+"""Registers this package's options, commands and hooks. No other package refers to it."""
 
 from octavo.utils.extensions import Extension
 

@@ -1,10 +1,10 @@
 """Chooses the stored prefix blocks that a prompt does not load: those with the least attention from
 its last tokens.
 
-The keys of one layer (a cache group of their own) and the blocks that are always loaded are fetched
-first; the worker scores all blocks by these keys (`prefix_weigher.py`), then only the chosen blocks
-are fetched. Blocks in host memory are always used. A preempted request keeps its choice. Works on
-block hashes only. Source: IMPRESS (Chen et al. 2025, FAST).
+First, the keys of one layer (a separate cache group) and the blocks that are always loaded are
+fetched. The worker scores all blocks by these keys (`prefix_weigher.py`), and then only the chosen
+blocks are fetched. Blocks in host memory are always used. A preempted request keeps its choice.
+Handles only block hashes. Source: IMPRESS (Chen et al. 2025, FAST).
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from octavo.engine.kv.kv_connector import BlockChoiceSpec, KVConnector
 from octavo.engine.protocol.kv_messages import BlockKey, BlockQuery
 
 MAX_TOKENS = 128
-"""Most prompt tokens computed to obtain queries: the first block and the last tokens."""
+"""Maximum number of prompt tokens that are computed to obtain queries: the first block and the last
+tokens.
+"""
 
 MAX_QUERIES = 32
-"""Most of the last tokens whose attention counts."""
+"""Maximum number of last tokens whose attention counts."""
 
 FEWEST = 4
 """Number of blocks that are always loaded."""
 
 NUM_LAST = 2
-"""Last blocks of a stored prefix that are always loaded, besides the first one."""
+"""Number of last blocks of a stored prefix that are always loaded, in addition to the first one."""
 
 MAX_CHOICES = 1024
-"""Requests whose choices are kept; older ones choose again after a preemption."""
+"""Maximum number of requests whose choices are stored; older requests choose again after a
+preemption.
+"""
 
 
 @dataclass(slots=True)
@@ -71,7 +75,7 @@ class ImportantBlocks:
         return frozenset() if choice is None else choice.left_out
 
     def prepare(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> bool:
-        """Advances a request's choice; returns whether the request has to wait for it."""
+        """Advances a request's choice; returns whether the request must wait for its result."""
         choice = self._choices.get(request_id)
         if choice is None:
             choice = self._choices[request_id] = self._begin(request_id, keys, prompt)
@@ -88,8 +92,8 @@ class ImportantBlocks:
     def _begin(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> _Choice:
         """Starts scoring the blocks beyond host memory.
 
-        Fetches their keys and the blocks that are always loaded. If all blocks are near, nothing is
-        scored.
+        Fetches their keys and the blocks that are always loaded. If all blocks are in host memory,
+        nothing is scored.
         """
         connector = self._connector
         hit = self._finder.find_whole(keys, connector.can_fetch)
@@ -118,7 +122,7 @@ class ImportantBlocks:
             self._connector.cancel_query(request_id)
 
     def _decide(self, choice: _Choice, masses: Sequence[float]) -> None:
-        """Leaves out the blocks with the least attention; none if scoring failed."""
+        """Excludes the blocks with the least attention; excludes none if scoring failed."""
         choice.stage = "made"
         if len(masses) != len(choice.asked):
             return
@@ -131,7 +135,7 @@ class ImportantBlocks:
         )
 
     def _is_near(self, key: BlockKey) -> bool:
-        """Returns whether host memory holds the block in every group."""
+        """Returns whether host memory contains the block of every cache group."""
         return all(self._connector.has(group, key) for group in range(self._num_groups))
 
 
@@ -141,9 +145,10 @@ def always_loaded(count: int) -> set[int]:
 
 
 def important(masses: Sequence[float], share: float) -> set[int]:
-    """Returns the indices of the share of blocks to load.
+    """Returns the indices of the blocks to load, a fraction `share` of all.
 
-    The first and last blocks, then those with the most attention; ties go to the earlier block.
+    The first and last blocks are always included, then the blocks with the most attention; ties go
+    to the earlier block.
     """
     count = min(len(masses), max(FEWEST, math.ceil(share * len(masses) - 1e-9)))
     fixed = always_loaded(len(masses))
@@ -152,7 +157,7 @@ def important(masses: Sequence[float], share: float) -> set[int]:
 
 
 def query_about(prompt: PromptPart, request_id: str, num_stored_blocks: int) -> BlockQuery:
-    """Returns the query about a prompt's stored blocks, without their slots."""
+    """Returns the query that scores a prompt's stored blocks, without their slots."""
     num_tokens, size = len(prompt.token_ids), prompt.block_size
     first_of_last = max(size, num_tokens - (MAX_TOKENS - size))
     places = [*range(min(size, num_tokens)), *range(first_of_last, num_tokens)]

@@ -29,7 +29,7 @@ from octavo.worker.memory import GroupSize, KvBudget, KvPlanner, block_counts, m
 NAME = "kv_spill_dir"
 
 DEPTH = 16
-"""Reads and writes in flight; each uses a thread."""
+"""Number of reads and writes in flight; each uses a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class KvOffDevice:
     directory: Path
     file_bytes: int
     memory_bytes: int
-    """Memory for the whole KV cache, in bytes."""
+    """Memory for the complete KV cache, in bytes."""
     prefetches: bool = False
     """Whether to prefetch the blocks that the next layer may select."""
 
@@ -65,10 +65,11 @@ def spilled_layers(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 def next_chosen(in_order: Sequence[Op]) -> dict[int, Attention]:
-    """Maps the id of each attention to the next one if its key selection can be prefetched.
+    """Maps the id of each attention to the next attention, if that one's key selection can be
+    prefetched.
 
-    That one must select keys of the same cache group with queries computed before the first of
-    both.
+    The next attention must select keys of the same cache group, with queries that are computed
+    before the first attention.
     """
     found: dict[int, Attention] = {}
     made: set[Value] = set()
@@ -94,7 +95,7 @@ COUNTERS = (
     "kv_spill_foreseen",
     "kv_spill_foreseen_used",
 )
-"""Counters that the KV memory returns first for each cache group, in this order."""
+"""First counters that the KV memory returns for each cache group, in this order."""
 
 
 def check_spill(options: KvOffDevice) -> None:
@@ -141,8 +142,8 @@ def num_kept(
 ) -> int:
     """Returns how many blocks of each spilled layer fit into memory.
 
-    Memory also holds the resident part of each group and one complete spilled layer; negative if
-    these alone do not fit.
+    Memory also contains the resident part of each group and one complete spilled layer; the result
+    is negative if these do not fit.
     """
     resident = sum(size * count for size, count in zip(resident_bytes, num_blocks, strict=True))
     fixed = resident + max(num_blocks) * record_bytes
@@ -150,7 +151,9 @@ def num_kept(
 
 
 class KvSpillHooks(KvHooks):
-    """Plans memory and file size of the KV cache, and counts blocks moved between them."""
+    """Plans the KV cache's memory and file size, and counts the blocks moved between memory and
+    file.
+    """
 
     def planner(self, config: EngineConfig) -> KvPlanner | None:
         file_bytes = config.of(KvSpillOptions).kv_spill_bytes
@@ -177,8 +180,8 @@ def _plan(
 ) -> KvBudget:
     """Plans as many blocks as the file can hold.
 
-    Memory holds the resident bytes of all blocks, one complete spilled layer, and as many blocks of
-    each spilled layer as fit beside them.
+    Memory contains the resident bytes of all blocks, one complete spilled layer, and as many blocks
+    of each spilled layer as fit in addition.
     """
     (spilled,) = (group for group in groups if group.num_in_file)
     caps = most_blocks(memory_bytes, groups, demand)

@@ -61,7 +61,7 @@ COUNTERS: dict[str, Series] = {
 
 
 def _shares(config: EngineConfig) -> Mapping[str, float]:
-    """Returns the share that each kind of sparsity omits."""
+    """Returns the fraction of work that each kind of sparsity omits."""
     options, weighing = config.of(SparsityOptions), config.of(PrefixWeighingOptions)
     return {
         "inputs": options.activation_sparsity,

@@ -1,5 +1,5 @@
-"""Sparsity's changes to a model: passes, predictor tensors, native backend hooks and the prefix
-weigher.
+"""Changes that the sparsity options make to a model: passes, predictor tensors, native backend
+hooks and the prefix weigher.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class SparsityModelHooks(ModelHooks):
         return SideProgram(probing_part(program), MAX_TOKENS) if weighs else None
 
     def block_choice(self, loaded: LoadedModel) -> tuple[BlockChoiceSpec, BlockRater] | None:
-        """Creates the weigher with a KV memory of its own."""
+        """Creates the prefix weigher with a separate KV memory. Returns None if the option is
+        off.
+        """
         options = loaded.config.of(PrefixWeighingOptions)
         if not options.weighs_prefixes:
             return None
@@ -103,8 +105,8 @@ class SparsityModelHooks(ModelHooks):
 
 
 def _neuron_cache(config: EngineConfig, checkpoint: Checkpoint | None) -> NeuronCacheOptions | None:
-    """Returns the options of the neuron cache; without a checkpoint (when only planning) no neuron
-    is pinned.
+    """Returns the options of the neuron cache; None if it is off. Without a checkpoint (when only
+    planning), no neuron is pinned.
     """
     options = config.of(NeuronOptions)
     if options.neuron_cache_bytes is None:

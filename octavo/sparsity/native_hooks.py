@@ -41,7 +41,9 @@ class NativeSparsity(NativeHooks):
     """Location of spilled KV blocks; None: all KV is in memory."""
 
     def keeps_rows(self, program: Program) -> bool:
-        """True if neurons are read record by record: the last layer then needs all rows as well."""
+        """Returns whether neurons are read record by record; the last layer then computes the rows
+        of all tokens.
+        """
         return self.neurons is not None or predicts_neurons(program)
 
     def optimize(self, program: Program) -> Program:

@@ -16,15 +16,15 @@ Trace = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class NdpMachine:
-    """Simulated memory modules, host and link."""
+    """The simulated machine: memory modules, host and link."""
 
     num_modules: int
     module_rate: float
-    """Bytes per second that a module multiplies from its own memory."""
+    """Rate in bytes per second at which a module multiplies weights from its own memory."""
     host_rate: float
-    """Bytes per second that the host multiplies."""
+    """Rate in bytes per second at which the host multiplies weights."""
     link_rate: float
-    """Bytes per second between modules."""
+    """Transfer rate between modules in bytes per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,11 @@ def simulate(
 
 
 def skewed(trace: Trace, share: float) -> list[list[list[int]]]:
-    """Returns a trace in which a share of each layer's active neurons is replaced by the lowest
-    even numbers.
+    """Returns a trace in which the fraction `share` of each layer's active neurons is replaced by
+    the lowest even indices.
 
-    These become far more active than others and lie in half of the modules under round robin.
+    These neurons become far more active than others and are in half of the modules with round-robin
+    placement.
     """
     return [[_skewed(active, share) for active in token] for token in trace]
 

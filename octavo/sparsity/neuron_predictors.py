@@ -1,8 +1,8 @@
 """Low-rank predictors of active feed-forward neurons, computed from the attention's input so that
 neurons can be prefetched before the layer starts.
 
-Owns their part of the calibration file; `predictor_fit.py` fits them. Based on DejaVu (Liu et al.
-2023, arXiv 2310.17157), with reduced-rank regression instead of a trained network.
+Defines their part of the calibration file; `predictor_fit.py` fits them. Based on DejaVu (Liu et
+al. 2023, arXiv 2310.17157), with reduced-rank regression instead of a trained network.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 SHARES = tuple(round(0.05 * step, 2) for step in range(1, 20))
-"""Shares of a layer's neurons for which a predictor has a threshold: 5% to 95%."""
+"""Fractions of a layer's neurons for which a predictor has a threshold: 5% to 95%."""
 
 WANTED_SHARE = 0.1
-"""Share of a token's neurons (those that contribute most to the output) that recall is measured on.
+"""Fraction of a token's neurons (those that contribute most to the output) for which recall is
+measured.
 """
 
 
@@ -40,9 +41,9 @@ class NeuronPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bias: bytes
     """`[num_neurons]` fp32"""
     least: list[float]
-    """Score threshold for each share in SHARES."""
+    """Score threshold for each fraction in SHARES."""
     recall: list[float]
-    """Recall of the most contributing neurons at each share in SHARES, on held-out text."""
+    """Recall of the most contributing neurons at each fraction in SHARES, on held-out text."""
 
     @property
     def is_whole(self) -> bool:
@@ -58,8 +59,8 @@ class NeuronPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def least_score(self, share: float) -> float:
-        """Returns the score threshold that selects a share of the neurons, interpolated between
-        SHARES; below every score if the share is 1.
+        """Returns the score threshold that selects the fraction `share` of the neurons,
+        interpolated between SHARES. For 1, the threshold is below every score.
         """
         if share >= 1:
             return -float(np.finfo(np.float32).max) / 4

@@ -23,11 +23,12 @@ from octavo.program.passes.offload import ALIGN
 from octavo.sparsity.neurons import LINE, NeuronLayer, Neurons, round_up
 
 READ_BYTES = 256 << 10
-"""Largest read, in bytes."""
+"""Maximum size of a read, in bytes."""
 
 GAP_BYTES = 32 << 10
-"""Gaps of up to this many bytes are read through: a further read takes about as long on the disks
-that were measured."""
+"""Maximum gap in bytes that is read along with its neighbours: on the disks that were measured, a
+separate read takes about as long.
+"""
 
 DEPTH = 16
 """Reads in flight; each uses a thread."""
@@ -42,8 +43,9 @@ class NeuronCacheOptions:
     window: int = 0
     """Steps after which an unused neuron is evicted; 0: only when space is needed."""
     hot: Mapping[str, Sequence[int]] | None = None
-    """Neurons of each down projection, most used first; each layer pins up to half of its slots.
-    None: nothing is pinned."""
+    """Most used neurons of each down projection, in order; each layer pins up to half of its slots
+    with them. None: nothing is pinned.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,8 @@ class NeuronPlan:
 
 
 def plan_neurons(layers: Sequence[NeuronLayer], options: NeuronCacheOptions) -> NeuronPlan:
-    """Divides the cache among the layers: each keeps the same share of its neurons and pins up to
-    half of it.
+    """Divides the cache among the layers: each layer caches the same fraction of its neurons and
+    pins up to half of these.
 
     Raises ConfigError, with the smallest allowed size, if two layers do not fit.
     """
@@ -152,13 +154,15 @@ class OpenedNeurons:
         self.columns: list[Any] = []
         """PackedTiles of each layer's down projection."""
         self.layers: dict[int, tuple[int, list[NDArray[np.float32]]]] = {}
-        """By op id: index in the cache, and row scales of each matrix."""
+        """Index in the cache and row scales of each matrix, by op id."""
         self.of_gate: dict[str, int] = {}
         """Cache index of layers with gate rows, by the name of that matrix."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the records without columns, which count as tiles of the down projections."""
+        """Bytes of the records without their columns: these count as tiles of the down
+        projections.
+        """
         return int(self.cache.memory_bytes) - sum(int(each.num_bytes) for each in self.columns)
 
     def add(self, layer: NeuronLayer, scales: NDArray[np.float32]) -> None:

@@ -26,8 +26,8 @@ class NeuronTrace:
 def record_neurons(
     config: EngineConfig, text: str, *, num_tokens: int, share: float, report: Report
 ) -> NeuronTrace:
-    """Runs a text through a model. A neuron is active if its gate is among the layer's largest
-    `share`.
+    """Runs a text through a model. A neuron is active if its gate is among the largest fraction
+    `share` of the layer.
     """
     seen = measure_text(config, text, num_tokens=num_tokens, report=report)
     gates = [op for op in seen.program.ops if isinstance(op, ActMul)]

@@ -1,4 +1,5 @@
-"""Feed-forward layers that are read neuron by neuron: which layers, and the contents of a record.
+"""Feed-forward layers that are read neuron by neuron: selects the layers and defines the contents
+of a record.
 
 A layer is split after its gates, which determine the neurons a row uses: gates are computed
 completely; a neuron's up row and down column form one record. With a predictor the gate row is part
@@ -60,7 +61,7 @@ class Neurons(RecordOp):
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
-        """Matrices with a row in each record, then the one with a column."""
+        """Matrices with a row in each record, followed by the matrix with a column."""
         rows = (each for each in (self.gate_row, self.up) if each is not None)
         return (*rows, self.down)
 
@@ -178,7 +179,7 @@ def check_neurons(program: Program, formats: Mapping[Weight, TileFormat]) -> Non
 
 
 def _last_product(op: Op, downs: dict[Value, Linear], readers: Counter[Value]) -> Linear | None:
-    """Returns the down projection that reads an op's zeros, if it is the only reader."""
+    """Returns the down projection that reads an op's zeros if it is the only reader; else None."""
     if not _makes_zeros(op) or len(op.outputs) != 1 or readers[op.outputs[0]] != 1:
         return None
     down = downs.get(op.outputs[0])

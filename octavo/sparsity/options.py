@@ -11,7 +11,7 @@ from octavo.config.option import option
 
 @dataclass(frozen=True, slots=True)
 class KvSpillOptions:
-    """Options of keys and values that are not all in memory."""
+    """Options of the KV spill file, for keys and values that do not fit into memory."""
 
     kv_spill_dir: str | None = option(
         None,
@@ -39,7 +39,7 @@ class KvSpillOptions:
 
 @dataclass(frozen=True, slots=True)
 class PrefixWeighingOptions:
-    """Options of stored blocks that are weighed by the attention that prompts pay to them."""
+    """Options of scoring stored blocks by the attention of prompts to them."""
 
     prefix_cache_policy: Literal["lru", "importance"] = option(
         "lru",
@@ -64,12 +64,12 @@ class PrefixWeighingOptions:
 
     @property
     def loads_in_part(self) -> bool:
-        """Whether prompts may skip a part of their stored prefix."""
+        """Whether prompts may skip parts of their stored prefix."""
         return self.prefix_sparsity > 0
 
     @property
     def prefix_sparsity(self) -> float:
-        """Share of a stored prefix's blocks that a prompt does not load."""
+        """Fraction of a stored prefix's blocks that a prompt does not load."""
         return 1.0 - self.prefix_cache_load if self.weighs_prefixes else 0.0
 
 
@@ -113,7 +113,7 @@ class NeuronOptions:
 
 @dataclass(frozen=True, slots=True)
 class SparsityOptions:
-    """Options of work that need not be done."""
+    """Options of activation sparsity and key selection."""
 
     ffn_sparsity: str | None = option(
         None,
@@ -174,7 +174,7 @@ class SparsityOptions:
 
     @property
     def gate_sparsity(self) -> float:
-        """Share of gates to zero; NaN if the option is malformed."""
+        """Fraction of gates to zero; NaN if the option is malformed."""
         if self.ffn_sparsity is None or not self.ffn_sparsity.startswith("gate:"):
             return 0.0
         try:
@@ -201,10 +201,10 @@ class SparsityOptions:
 
     @property
     def neuron_sparsity(self) -> float:
-        """Share of a feed-forward layer's neurons that the predictor skips."""
+        """Fraction of a feed-forward layer's neurons that the predictor skips."""
         return 0.0 if self.sparsity_predictor is None else 1.0 - self.predicted_share
 
     @property
     def key_sparsity(self) -> float:
-        """Share of key blocks that generated tokens do not read."""
+        """Fraction of key blocks that generated tokens do not read."""
         return 0.0 if self.kv_selection is None else 1.0 - self.kv_budget

@@ -2,7 +2,7 @@
 text.
 
 The target is the square root of a neuron's contribution to the output: |f(gate) * up| times the
-norm of its down column. The gate alone says little when it is near zero or negative; the root
+norm of its down column. The gate alone is not informative near or below zero; the square root
 limits the influence of a few large values. Source of reduced-rank regression: Izenman 1975.
 """
 
@@ -21,7 +21,7 @@ from octavo.sparsity.activation_meter import Floats, MeasuredGate, measured_gate
 from octavo.sparsity.neuron_predictors import SHARES, WANTED_SHARE, NeuronPredictor
 
 RIDGE = 1e-3
-"""Ridge term, as a share of the inputs' mean power."""
+"""Ridge term, as a fraction of the inputs' mean power."""
 
 Doubles = NDArray[np.float64]
 
@@ -186,7 +186,7 @@ def _attention_input(
 def _last_product(
     program: Program, gate: MeasuredGate, observed: Mapping[Weight, Floats]
 ) -> Weight:
-    """Returns the down projection behind a gate."""
+    """Returns the down projection that follows a gate."""
     if gate.last is None or gate.last not in observed:
         raise UnsupportedModel(
             f"{program.name} has no product of their own behind the gates of"
@@ -197,9 +197,9 @@ def _last_product(
 
 
 def _solve(sums: _Sums, rank: int) -> _Solved:
-    """Returns the best predictor of y from x of a rank.
+    """Returns the best predictor of y from x with the given rank.
 
-    y is scaled to a mean of 1, which fp16 represents well.
+    y is scaled to a mean of 1, so that fp16 represents it well.
     """
     mean_x, mean_y = sums.x / sums.count, sums.y / sums.count
     scale = 1 / max(float(mean_y.mean()), 1e-30)

@@ -31,7 +31,7 @@ NAME = "sparsity_predictor"
 
 @dataclass(frozen=True)
 class Predictors:
-    """Predictors of one model and the share of neurons that they select."""
+    """Predictors of one model, and the fraction of neurons that they select."""
 
     path: Path
     found: tuple[NeuronPredictor, ...]
@@ -84,7 +84,7 @@ def predictors_in(header: ModelHeader) -> Predictors | None:
 
 
 def open_predictors(config: EngineConfig, checkpoint: Checkpoint | None) -> Predictors | None:
-    """Reads the predictors that the options name, if any.
+    """Reads the predictors that the options name; returns None if they name none.
 
     Raises ConfigError if they were fitted to other weights; without a checkpoint (when only
     planning) this is not checked.

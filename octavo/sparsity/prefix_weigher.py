@@ -1,10 +1,10 @@
 """Scores stored prefix blocks by the attention that a prompt's last tokens pay to them, from the
 keys of one layer, before the blocks are read.
 
-The queries come from the prompt's first block and last tokens, run as a sequence of their own at
-their original positions through the Program up to that layer, on a separate KV memory, while the
-keys are still being read. `important_blocks.py` chooses by the scores. Source: IMPRESS (Chen et al.
-2025, FAST).
+For the queries, the prompt's first block and last tokens are computed as a separate sequence, at
+their original positions, by the part of the Program up to that layer. This uses a separate KV
+memory and runs while the keys are still being read. `important_blocks.py` chooses blocks by the
+scores. Source: IMPRESS (Chen et al. 2025, FAST).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from octavo.executor.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.sparsity.passes.probe_prefixes import Probe
 
 MAX_TOKENS = 128
-"""Most tokens of the sequence that computes queries."""
+"""Maximum number of tokens of the sequence that computes queries."""
 
 NUM_BLOCKS = MAX_TOKENS // BLOCK_SIZE
-"""Blocks of each cache group for that sequence."""
+"""Number of blocks of each cache group for this sequence."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class PrefixWeigher:
     kv: KvCache
     """Separate KV memory: NUM_BLOCKS blocks of each cache group of the part."""
     layout: KvLayout
-    """Layout of the key blocks, from the whole Program."""
+    """Layout of the key blocks, from the complete Program."""
     probe: Probe
 
     def prepare(self, query: BlockQuery) -> NDArray[np.float32] | None:
@@ -58,7 +58,7 @@ class PrefixWeigher:
     def rate(
         self, query: BlockQuery, prepared: NDArray[np.float32], blocks: NDArray[np.uint8]
     ) -> list[float]:
-        """Returns the share of attention on each block of `blocks [B, block_bytes]`, in prompt
+        """Returns the fraction of attention on each block of `blocks [B, block_bytes]`, in prompt
         order.
 
         Returns [] and logs the error if that fails. Thread-safe.
@@ -91,8 +91,8 @@ class PrefixWeigher:
 def attention_masses(
     queries: NDArray[np.float32], keys: NDArray[np.float32], scale: float
 ) -> NDArray[np.float64]:
-    """Returns the share of attention, over all heads of `queries [Q, H, D]`, on each block of `keys
-    [B, S, K, D]`: `[B]`.
+    """Returns the fraction of attention, over all heads of `queries [Q, H, D]`, on each block of
+    `keys [B, S, K, D]`: `[B]`.
     """
     num_blocks, block_size, num_kv_heads, width = keys.shape
     by_head = queries.reshape(len(queries), num_kv_heads, -1, width).transpose(1, 0, 2, 3)

@@ -35,7 +35,7 @@ def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program)
             hint=f"leave {name} and ffn_sparsity out",
         )
     if options.calibration is None:
-        return program  # what is predicted stands in it already
+        return program  # it already contains the predictors
     found = read_calibration(expand_path(options.calibration), weights_name(checkpoint))
     gate_share = options.gate_sparsity
     if gate_share and not found.gates:
@@ -53,7 +53,9 @@ def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program)
 
 
 def hot_neurons(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, list[int]] | None:
-    """Returns the neurons of each down projection, most used first, if `hot_neurons` is set."""
+    """Returns the neurons of each down projection, most used first; None if `hot_neurons` is not
+    set.
+    """
     named = config.of(NeuronOptions).hot_neurons
     if named is None:
         return None
@@ -79,6 +81,8 @@ def add_placeholder_thresholds(config: EngineConfig, program: Program) -> Progra
 
 
 def weights_name(checkpoint: Checkpoint) -> str:
-    """Returns the fingerprint of a model's weights, to which a calibration belongs."""
+    """Returns the fingerprint of a model's weights, which identifies the weights of a
+    calibration.
+    """
     parts = {"config": checkpoint.config}
     return fingerprint(parts, checkpoint.weight_files, cache=open_state_home()).hex()

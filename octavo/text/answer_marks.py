@@ -12,7 +12,7 @@ class AnswerMarks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Output markers of one request."""
 
     shown_token_ids: list[int] = []
-    """Special tokens to show although others are skipped."""
+    """Special tokens to show even if other special tokens are skipped."""
     reasoning_opening: str = ""
     """Text that starts the reasoning; "" if the model does not reason."""
     reasoning_closing: str = ""

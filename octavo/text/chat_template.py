@@ -76,7 +76,7 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
             }
             return render(compiled, {"tools": None, "documents": None} | known | dict(variables))
-        except Exception as error:  # a template can fail with any error of the values it is given
+        except Exception as error:  # depending on its input, a template can raise any error
             said = str(error) or type(error).__name__
             raise InvalidRequest(
                 f"messages: the chat template failed: {said}", param="messages"

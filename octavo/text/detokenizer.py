@@ -17,11 +17,11 @@ from octavo.text.answer_marks import AnswerMarks
 from octavo.text.ports import Tokenizer
 
 MAX_UNFINISHED_BYTES = 3
-"""Largest incomplete UTF-8 sequence in bytes."""
+"""Maximum length of an incomplete UTF-8 sequence in bytes."""
 
 
 class SpelledText:
-    """The end of a text, including special tokens that are skipped in the output."""
+    """The last characters of a text, including special tokens that are skipped in the output."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -65,8 +65,9 @@ class Detokenizer:
         self._num_tokens = 0
         self._recent = ""
         self._spelled: SpelledText | None = None
-        """Last characters including skipped special tokens, once a stop string contains such a
-        token."""
+        """The last characters including skipped special tokens; only maintained if a stop string
+        contains such a token.
+        """
         self._given = 0
         self.num_reasoning_tokens = 0
         """Number of tokens up to the end of reasoning, including its markers."""
@@ -122,7 +123,7 @@ class Detokenizer:
     def text(self, *, finished: bool = True) -> str:
         """Returns the text so far.
 
-        While unfinished, holds back the longest stop string's length minus one.
+        Until finished, holds back as many characters as the longest stop string has, minus one.
         """
         whole = self._whole()
         if finished:
@@ -130,7 +131,7 @@ class Detokenizer:
         return whole[: self._shown()]
 
     def delta(self, *, finished: bool = False) -> str:
-        """Returns the text added since the last call, in proportional time."""
+        """Returns the text added since the last call; takes time proportional to its length."""
         end = self._length if finished else self._shown()
         new = self._tail(self._given)[: max(0, end - self._given)]
         self._given = max(self._given, end)
@@ -182,8 +183,8 @@ class Detokenizer:
         spelled.keep(stops.reach)
 
     def _answer_in(self, watch: ReasoningWatch, piece: str) -> str:
-        """Returns the part of a token's characters outside of reasoning, in which stop strings
-        count.
+        """Returns the part of a token's characters that is outside of the reasoning, where stop
+        strings apply.
         """
         found = watch.add(piece)
         if watch.has_reasoned and watch.is_over:
@@ -288,7 +289,7 @@ class ReasoningWatch:
 
 @dataclass(frozen=True, slots=True)
 class FoundStop:
-    """A match, with positions in the searched text."""
+    """A match of a stop string or pattern, with positions in the searched text."""
 
     stop: str
     """The stop string or pattern."""
@@ -299,7 +300,7 @@ class FoundStop:
 class StopSearch:
     """Stop strings and patterns of one request.
 
-    Knows how far back a match may begin; the Detokenizer holds the text.
+    Determines how far back a match may begin; the Detokenizer stores the text.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -308,13 +309,17 @@ class StopSearch:
         widths = [len(stop) for stop in self._strings]
         widths += [pattern.width for pattern in self._patterns]
         self.reach = max(widths, default=1) - 1
-        """Characters before a new piece in which a match that ends in the piece may begin."""
-        # `\b` and `^` look at one more.
+        """Number of characters before a new piece at which a match that ends in the piece may
+        begin.
+        """
+        # `\b` and `^` examine one more character.
         self.num_kept = self.reach + 1 if self._patterns else self.reach
         """Number of last characters that the next search needs."""
 
     def first(self, text: str, num_old: int) -> FoundStop | None:
-        """Returns the earliest match that ends after the first `num_old` characters."""
+        """Returns the earliest match that ends after the first `num_old` characters; None if there
+        is none.
+        """
         return min(self._hits(text, num_old), key=lambda hit: hit.start, default=None)
 
     def holds(self, text: str) -> bool:

@@ -35,8 +35,8 @@ def added_runs(added: Mapping[int, AddedToken]) -> list[tuple[bool, list[AddedTo
     """Groups added tokens into runs of special and normal ones, by id, which is how `tokenizers`
     numbers them.
 
-    `tokenizers` rebuilds its search for all added tokens on every call that adds some; Gemma has
-    6,400.
+    `tokenizers` rebuilds its search structure for all added tokens on every call that adds tokens;
+    Gemma has 6,400.
     """
     in_order = [added[token_id] for token_id in sorted(added)]
     return [(special, list(run)) for special, run in groupby(in_order, attrgetter("special"))]
@@ -45,8 +45,8 @@ def added_runs(added: Mapping[int, AddedToken]) -> list[tuple[bool, list[AddedTo
 def without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """Returns a tokenizer with the same ids that treats special token text as plain text.
 
-    Shares the vocabulary. The package has this as mutable state, which is not safe while other
-    threads encode.
+    Shares the vocabulary. The package only offers this as a mutable setting, which must not change
+    while other threads encode.
     """
     plain = Tokenizer(tokenizer.model)
     plain.normalizer = tokenizer.normalizer

@@ -1,8 +1,8 @@
-"""Determines a model's control tokens and end tokens: those that the files specify and those with
-well-known texts.
+"""Determines a model's control tokens and end tokens, from the files and from well-known token
+texts.
 
-Files often list the eos, eot and eom ids incompletely. Texts, and rules for vocabularies in which
-they mean something else, follow llama.cpp's `llama-vocab.cpp`.
+Files often list the eos, eot and eom ids incompletely. The texts, and the exceptions for
+vocabularies in which they have other meanings, follow llama.cpp's `llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ MEDIA_TEXTS = (
     *("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"),
     *("<|image_start|>", "<|image_end|>", "<|image|>", "<|audio|>"),
 )
-"""Tokens around and in place of images and audio. Models may generate them; they are not shown, as
-in transformers."""
+"""Tokens that delimit or stand for images and audio. Models may generate them; as in transformers,
+they are not shown.
+"""
 
 CONTROL_TEXTS = frozenset(
     text.encode() for text in (*END_TEXTS, *INFILL_END_TEXTS, *INFILL_TEXTS, *MEDIA_TEXTS)
@@ -80,7 +81,7 @@ CONTROL_TEXTS = frozenset(
 
 
 def find_end_tokens(tokens: Mapping[str, int], named: Iterable[int]) -> tuple[int, ...]:
-    """Returns the end token ids, those specified by the files first.
+    """Returns the end token ids; ids specified by the files come first.
 
     `tokens` maps non-plain token texts to ids.
     """
@@ -98,7 +99,7 @@ def _other_meanings(tokens: Collection[str]) -> set[str]:
     if has_calls and ("<|return|>" in tokens or "<|flush|>" in tokens):
         found.add("<|end|>")  # ends a message within the answer (gpt-oss, Solar Open)
     if "<end_of_turn>" in tokens or "<|tool_response>" in tokens:
-        found.add("</s>")  # a tag of HTML (Gemma)
+        found.add("</s>")  # an HTML tag (Gemma)
     return found
 
 

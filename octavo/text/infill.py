@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TokenOf = Callable[[str], int | None]
-"""Maps a token's text to its id, or None."""
+"""Maps a token's text to its id; None if there is no such token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ FORMATS: tuple[tuple[str, str, str, str | None], ...] = (
 
 
 def find_infill_format(token_of: TokenOf) -> InfillFormat | None:
-    """Returns the first format whose tokens the vocabulary has."""
+    """Returns the first format whose tokens are in the vocabulary; None if there is none."""
     for name, *texts in FORMATS:
         wanted = [text for text in texts if text is not None]
         ids = [token_id for text in wanted if (token_id := token_of(text)) is not None]

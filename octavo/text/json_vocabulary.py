@@ -1,7 +1,8 @@
 """Converts a tokenizer.json to a GGUF header's vocabulary: the inverse of `vocabulary.py`.
 
-A header names the pre-tokenization that a tokenizer.json defines; each known one is tried until its
-ids match the file's on a multilingual text, similar to llama.cpp's converter.
+A tokenizer.json defines its pre-tokenization in full, a header only by name. Each known
+pre-tokenization is tried until its ids for a multilingual text equal the file's, similar to
+llama.cpp's converter.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def json_vocabulary(path: Path) -> Vocabulary:
         described = json.loads(path.read_bytes())
         oracle = tokenizers.Tokenizer.from_str(json.dumps(described))
         candidates = list(_candidates(described))
-    except Exception as error:  # the package raises nothing narrower
+    except Exception as error:  # the package raises no more specific error
         raise _unknown(path, f"its model cannot be read: {error}") from error
     for vocabulary in candidates:
         if _is_alike(vocabulary, oracle, path):

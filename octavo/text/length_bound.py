@@ -15,7 +15,9 @@ from octavo.text.token_bytes import byte_level_table
 
 NEVER_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 NFC_SHRINKS = 4
-"""Most bytes that NFC combines into one: 3.5 (seven bytes of decomposed U+0390 become two)."""
+"""Maximum number of bytes that NFC combines into one: 3.5 (seven bytes of decomposed U+0390 become
+two).
+"""
 
 
 class LengthBound:
@@ -27,9 +29,9 @@ class LengthBound:
         is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
         shrinks = _normalizer_shrinks(_state(tokenizer.normalizer))
         self._lost = _lost_bytes(tokenizer, is_byte_level=is_byte_level)
-        """Bytes without a token, which must not be counted."""
+        """Bytes that belong to no token and must not be counted."""
         self._bytes_per_token = 0
-        """Most bytes per token; 0 if unbounded."""
+        """Maximum number of bytes per token; 0 if unbounded."""
         may_lose = shrinks is None or self._lost is None or (shrinks > 1 and self._lost)
         if shrinks is not None and not may_lose and all(map(_keeps_text, steps)):
             self._bytes_per_token = shrinks * _longest_token(tokenizer, is_byte_level=is_byte_level)
@@ -66,7 +68,7 @@ def _lost_bytes(tokenizer: Tokenizer, *, is_byte_level: bool) -> bytes | None:
 
 
 def _longest_token(tokenizer: Tokenizer, *, is_byte_level: bool) -> int:
-    """Returns the longest token in bytes."""
+    """Returns the length of the longest token in bytes."""
     added = tokenizer.get_added_tokens_decoder()
     longest = max((len(token.content.encode()) for token in added.values()), default=1)
     for token_id in range(tokenizer.get_vocab_size(with_added_tokens=False)):
@@ -84,7 +86,9 @@ def _keeps_text(cut: dict[str, Any]) -> bool:
 
 
 def _normalizer_shrinks(state: dict[str, Any] | None) -> int | None:
-    """Returns how many bytes a normalizer combines into one at most; None if it drops text."""
+    """Returns the maximum number of bytes that a normalizer combines into one; None if it drops
+    text.
+    """
     factor = 1
     for part in _parts(state, "normalizers"):
         if part["type"] == "NFC":
@@ -108,7 +112,7 @@ def _parts(state: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def _state(component: Any) -> dict[str, Any] | None:
-    """Returns the serialized state of a tokenizer component."""
+    """Returns the serialized state of a tokenizer component; None if there is no component."""
     if component is None:
         return None
     state: dict[str, Any] = json.loads(component.__getstate__())

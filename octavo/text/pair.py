@@ -17,7 +17,7 @@ from octavo.text.encoding import encode_with_offsets
 from octavo.text.unicode import is_long
 
 ROLES = [re.compile(f"""["']{role}["']""") for role in ("query", "document")]
-"""Patterns of the roles in a pair template."""
+"""Patterns that match the roles in a pair template."""
 
 
 def reads_pairs(template: str | None) -> bool:
@@ -61,7 +61,7 @@ def cut_pair(encoding: Encoding, max_tokens: int | None, max_second_tokens: int 
     if max_tokens is not None:
         kept = longest_first(*kept, room=max(0, max_tokens - counts[None]))
     places = _kept(texts, lambda text, number: text is None or number < kept[text])
-    ids, type_ids = encoding.ids, encoding.type_ids  # each access makes a list
+    ids, type_ids = encoding.ids, encoding.type_ids  # each access creates a new list
     return PairIds(
         [ids[place] for place in places], [type_ids[place] for place in places], counts[None]
     )

@@ -18,7 +18,7 @@ class Rendering:
     add_generation_prompt: bool = True
     """Whether the prompt ends with the start of an assistant message."""
     continue_final_message: bool = False
-    """Whether the prompt ends within the last message, which the model continues."""
+    """Whether the prompt ends inside the last message, which the model continues."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Additional template variables."""
     template: str | None = None
@@ -39,23 +39,27 @@ class RoleRules:
     """Role sequences that a chat template renders without losing text, and its form of calls."""
 
     system: bool = True
-    """A system message at the start."""
+    """Whether a system message at the start is supported."""
     developer: bool = True
-    """A developer message at the start; otherwise it becomes a system message."""
+    """Whether a developer message at the start is supported; otherwise it becomes a system
+    message.
+    """
     system_alone: bool = True
-    """A system message alone."""
+    """Whether a conversation of only a system message is supported."""
     system_anywhere: bool = True
-    """A system message after others."""
+    """Whether a system message after other messages is supported."""
     repeats: bool = True
-    """Consecutive user or assistant messages."""
+    """Whether consecutive user or assistant messages are supported."""
     assistant_first: bool = True
-    """An assistant message at the start."""
+    """Whether an assistant message at the start is supported."""
     user_after_tool: bool = True
-    """A user message directly after a tool result."""
+    """Whether a user message directly after a tool result is supported."""
     calls_have_content: bool = True
-    """Messages with calls have text content, possibly empty; otherwise null."""
+    """Whether messages with calls have text content, possibly empty; otherwise their content is
+    null.
+    """
     arguments_are_objects: bool = True
-    """Call arguments are objects; otherwise JSON text."""
+    """Whether call arguments are objects; otherwise they are JSON text."""
 
 
 class Matcher(Protocol):
@@ -86,13 +90,15 @@ class Matcher(Protocol):
         ...
 
     def only_token(self) -> int | None:
-        """Returns the only legal next token; None if there are several or finding out would need a
-        mask.
+        """Returns the only legal next token; None if there are several, or if determining it would
+        require a mask.
         """
         ...
 
     def closing(self, most: int) -> list[int] | None:
-        """Returns a short completion of at most `most` tokens including an end token, or None."""
+        """Returns a short completion of at most `most` tokens including an end token; None if there
+        is none.
+        """
         ...
 
     def likely_tokens(self) -> list[int]:
@@ -119,8 +125,8 @@ class Grammars(Protocol):
         ...
 
     def masks(self, matchers: Sequence[Matcher]) -> list[bytes | None]:
-        """Returns the masks of several matchers, computed without the GIL; None for one whose own
-        `mask` raises the error.
+        """Returns the masks of several matchers, computed without the GIL; None for matchers whose
+        `mask` would raise an error.
         """
         ...
 
@@ -183,7 +189,7 @@ class Tokenizer(Protocol):
 
     @property
     def chat_template(self) -> str | None:
-        """The model's Jinja chat template, or None."""
+        """The model's Jinja chat template; None if it has none."""
         ...
 
     def get_role_rules(self, rendering: Rendering) -> RoleRules:
@@ -192,7 +198,7 @@ class Tokenizer(Protocol):
 
     @property
     def tool_chat_template(self) -> str | None:
-        """Chat template for conversations with tools, or None."""
+        """Chat template for conversations with tools; None if there is none."""
         ...
 
     @property
@@ -207,7 +213,7 @@ class Tokenizer(Protocol):
 
     @property
     def infill_format(self) -> str | None:
-        """Name of the fill-in-the-middle format, or None."""
+        """Name of the fill-in-the-middle format; None if the model has none."""
         ...
 
     def infill(self, prefix: str, suffix: str) -> list[int]:
@@ -264,5 +270,5 @@ class ImageReader(Protocol):
         ...
 
     def read(self, sources: Sequence[Any]) -> list[DecodedImage]:
-        """Reads images from paths, URLs or bytes; raises InvalidRequest for a bad one."""
+        """Reads images from paths, URLs or bytes; raises InvalidRequest for an invalid image."""
         ...

@@ -35,14 +35,14 @@ class PreTokenization:
     matches; later expressions apply to the pieces of earlier ones."""
     normalizer: Callable[[], Normalizer] | None = None
     ignore_merges: bool = False
-    """Whether a piece that is a token is used without merging."""
+    """Whether a piece that is itself a token is used without merging."""
     adds_bos: bool = False
     """Default for adding a BOS token if the header does not specify it."""
     space: str | None = None
     """Character for spaces in a vocabulary of UTF-8 text with byte tokens such as <0x0A>; None for
     a byte-level vocabulary."""
     starts_words: bool = False
-    """Whether each `space` starts a piece, and each line starts with one."""
+    """Whether each `space` starts a new piece, and each line begins with a `space`."""
     joins_newlines: bool = False
     """Whether a run of newlines that is a token stays one token regardless of merges."""
     drops_spaces: bool = False
@@ -261,7 +261,8 @@ PRE_TOKENIZATIONS: dict[str, PreTokenization] = {
 def find_pre_tokenization(name: str, origin: Path, *, strict: bool = False) -> PreTokenization:
     """Returns the pre-tokenization of a name.
 
-    An unknown or missing name gives the default with a warning, or UnsupportedModel if `strict`.
+    For an unknown or missing name, returns the default with a warning, or raises UnsupportedModel
+    if `strict`.
     """
     found = PRE_TOKENIZATIONS.get(name)
     if found is not None:
@@ -272,7 +273,7 @@ def find_pre_tokenization(name: str, origin: Path, *, strict: bool = False) -> P
         else f"{origin}: the header has no pre-tokenizer (tokenizer.ggml.pre)"
     )
     if strict:
-        from difflib import get_close_matches  # takes 5 ms to import
+        from difflib import get_close_matches  # importing it takes 5 ms
 
         raise UnsupportedModel(
             f"{message}; {len(PRE_TOKENIZATIONS)} names are supported"

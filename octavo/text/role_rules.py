@@ -20,14 +20,14 @@ ARGUMENT = "Fir"
 CALL_FORMS = tuple(
     (has_content, is_object) for has_content in (True, False) for is_object in (True, False)
 )
-"""Rows of (calls_have_content, arguments_are_objects), the usual form first."""
+"""Combinations of (calls_have_content, arguments_are_objects), the most common one first."""
 PARAMETERS = {"type": "object", "properties": {}}
 TOOL = {
     "type": "function",
     "function": {"name": "find", "description": "Finds it.", "parameters": PARAMETERS},
 }
 VARIABLES: tuple[dict[str, Any], ...] = ({}, {"tools": [TOOL]})
-"""Variables to try: a template for tools may need some."""
+"""Template variables to try: a template for tools may require some."""
 WORDS = ("Amber", "Birch", "Cedar", "Dahlia", "Elder")
 """Contents of the probe messages; each must appear in the rendered text."""
 LATE_SYSTEM = (
@@ -41,8 +41,8 @@ Render = Callable[[Sequence[Any], bool, Mapping[str, Any]], str]
 
 
 def find_role_rules(render: Render) -> RoleRules:
-    """Returns what a template supports; everything if it cannot render even a single user
-    message.
+    """Returns the role sequences that a template supports; all of them if it cannot even render a
+    single user message.
     """
     for variables in VARIABLES:
         probe = RoleProbe(render, variables)

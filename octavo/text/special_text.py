@@ -1,10 +1,10 @@
 """Keeps special token text in user messages distinct from real special tokens when rendering a chat
 template.
 
-User strings are passed to the template with special token text replaced by an unguessable number,
-which survives trimming, case changes and JSON. In the rendered text all special tokens are then the
-template's own, and the numbers are replaced back. Strings without special token text are unchanged,
-so templates can inspect them.
+User strings are passed to the template with special token text replaced by unguessable numbers,
+which survive trimming, case changes and JSON encoding. All special tokens in the rendered text are
+then the template's own, and the numbers are replaced by the original texts. Strings without special
+token text are unchanged, so templates can inspect them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SpecialText:
         texts = [token.content for token in tokens.values()]
         self._ids = list(tokens)
         self._contents = re.compile("|".join(map(re.escape, texts)) or "(?!)")
-        """Pattern of all special tokens: a quick check that is 100x faster than the package."""
+        """Pattern of all special tokens: a quick check, 100x faster than the package."""
         self._finder = Tokenizer(models.BPE())
         self._finder.add_special_tokens(list(tokens.values()))
         self._beginnings = {text[:end] for text in texts for end in range(1, len(text))}
@@ -67,7 +67,7 @@ class SpecialText:
         return end
 
     def guard(self) -> Guard:
-        """Makes the guard of one rendering."""
+        """Creates the guard for one rendering."""
         return Guard(self)
 
     def may_continue(self, text: str) -> bool:
@@ -99,7 +99,7 @@ class Guard:
 
     @property
     def end_mark(self) -> str:
-        """Marker that survives the template; stands for no text."""
+        """Marker that survives the template and represents no text."""
         return f"{self._key}end"
 
     def protect(self, value: Any) -> Any:
@@ -146,7 +146,7 @@ class Guard:
         return text
 
     def _hide(self, text: str) -> str:
-        """Returns the number that stands for a text."""
+        """Returns the number that represents a text."""
         self._hidden.append(text)
         return f"{self._key}{len(self._hidden) - 1:06d}"
 

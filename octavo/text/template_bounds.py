@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import jinja2
 
 MAX_STEPS = 5_000_000
-"""Loop iterations and calls per rendering."""
+"""Maximum number of loop iterations and calls per rendering."""
 
 MAX_SECONDS = 10.0
 """Time limit of a rendering in seconds, checked every few hundred steps."""
@@ -32,7 +32,7 @@ MAX_CHARACTERS = 64 << 20
 STEPS_A_LOOK = 256
 
 SCOPES = ("_loop_vars", "_block_vars")
-"""Arguments that jinja2 adds to calls in loops and blocks, and removes before calling."""
+"""Arguments that jinja2 adds to calls in loops and blocks and removes before the actual call."""
 
 
 class Effort:
@@ -167,7 +167,7 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
 
 def _bounded_filter(function: Any, length: Callable[..., int]) -> Any:
     """Returns a filter that rejects results that are too long."""
-    # A mark on the function has jinja2 pass its context before the value.
+    # This attribute of the function makes jinja2 pass the context before the value.
     num_before_value = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)

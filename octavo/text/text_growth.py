@@ -1,4 +1,4 @@
-"""Upper bounds on the length of results of template filters and string methods.
+"""Upper bounds for the length of results of template filters and string methods.
 
 Most calls do not lengthen their input; a few multiply lengths and could exhaust memory in one step,
 so their result size is computed before they run.
@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
 MAX_JSON_INDENT = 64
-"""Widest JSON indent or separator in characters; templates use 2 or 4."""
+"""Maximum width of a JSON indent or separator in characters; templates use 2 or 4."""
 WIDE_PERCENT = re.compile(r"%[^%a-zA-Z]*(\d{7,}|\*)")
-"""A %-format width or precision that turns one value into megabytes."""
+"""Matches a %-format width or precision that turns one value into megabytes."""
 WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*\d{7,}")
-"""The same in a brace format."""
+"""Matches such a width in a brace format."""
 
 
 NESTED_BRACES = re.compile(r"\{[^{}]*:[^{}]*\{")
-"""A brace format with a value as width."""
+"""Matches a brace format whose width is another value."""
 
 
 def largest_number(values: Iterable[Any], named: Mapping[str, Any]) -> int:
@@ -29,47 +29,47 @@ def largest_number(values: Iterable[Any], named: Mapping[str, Any]) -> int:
 
 
 def padded(text: Any, width: Any = 80, *_: Any) -> int:
-    """Bounds the length of a padded text."""
+    """Returns an upper bound for the length of a padded text."""
     return width if isinstance(width, int) else 0
 
 
 def translated(text: str | bytes, table: Any, *_: Any) -> int:
-    """Bounds the length of a translated text."""
+    """Returns an upper bound for the length of a translated text."""
     longest = max((len(each) for each in table.values() if isinstance(each, str)), default=1)
     return len(text) * max(1, longest)
 
 
 def batched(values: Any, linecount: Any, fill_with: Any = None) -> int:
-    """Returns the most fill values that `batch` adds."""
+    """Returns the maximum number of fill values that `batch` adds."""
     return linecount if isinstance(linecount, int) and fill_with is not None else 0
 
 
 def filtered(value: Any, old: Any, new: Any, count: int | None = None) -> int:
-    """Bounds the length of a value's text after replacement."""
+    """Returns an upper bound for the length of a value's text after replacement."""
     return replaced(str(value), str(old), str(new), count)
 
 
 def replaced(text: Any, old: Any, new: Any, count: int | None = None) -> int:
-    """Bounds the length of a text after replacement."""
+    """Returns an upper bound for the length of a text after replacement."""
     found: int = text.count(old)
     return len(text) + (found if count is None or count < 0 else min(found, count)) * len(new)
 
 
 def expanded(text: Any, tabsize: int = 8) -> int:
-    """Bounds the length of a text after tab expansion."""
+    """Returns an upper bound for the length of a text after tab expansion."""
     num_tabs: int = text.count("\t" if isinstance(text, str) else b"\t")
     return len(text) + num_tabs * tabsize
 
 
 def indented(text: str, width: int | str = 4, *_: Any, **__: Any) -> int:
-    """Bounds the length of an indented text."""
+    """Returns an upper bound for the length of an indented text."""
     size = width if isinstance(width, int) else len(width)
     return len(text) + (text.count("\n") + 1) * size
 
 
 def joined(separator: Any, items: Iterable[Any]) -> int:
-    """Returns the joined length; 0 for an iterator, which counting would exhaust and whose items
-    count as steps.
+    """Returns the joined length; 0 for an iterator: counting would exhaust it, and its items are
+    counted as steps.
     """
     if not isinstance(items, Sized):
         return 0

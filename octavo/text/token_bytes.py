@@ -20,8 +20,8 @@ Spelling = Literal["byte_level", "sentencepiece"]
 
 
 def byte_level_table() -> dict[str, int]:
-    """Returns the byte of each character in byte-level tokens: printable Latin-1 stands for itself,
-    characters from U+0100 for the other bytes in order.
+    """Returns the byte of each character in byte-level tokens: printable Latin-1 characters
+    represent themselves, characters from U+0100 the other bytes in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -41,7 +41,9 @@ def format_token(content: bytes) -> str:
 
 
 class TokenBytes(dict[int, bytes]):
-    """Cached token bytes. `strips_space`: the tokenizer's decoder drops a text's first space."""
+    """Cached token bytes. `strips_space` means that the tokenizer's decoder drops a text's first
+    space.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -75,7 +77,9 @@ class TokenBytes(dict[int, bytes]):
 
 
 def _spelling(tokenizer: Tokenizer) -> tuple[Spelling, bool]:
-    """Determines the token encoding and leading-space stripping from the tokenizer's decoder."""
+    """Returns the token encoding, and whether leading spaces are stripped, from the tokenizer's
+    decoder.
+    """
     decoder: dict[str, Any] = (
         {"type": "none"}
         if tokenizer.decoder is None

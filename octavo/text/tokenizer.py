@@ -48,7 +48,7 @@ def load_tokenizer(
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(source.json))
-    except Exception as error:  # the package raises nothing narrower
+    except Exception as error:  # the package raises no more specific error
         raise WeightMismatch(
             f"{source.json}: not a readable tokenizer: {error}",
             hint="download the file again",
@@ -71,7 +71,7 @@ class TextTokenizer:
         """`space_prefix` adds a space before each text (SentencePiece's dummy prefix). `adds_bos`
         controls the BOS token; None leaves it to the post-processor.
         """
-        # A tokenizer.json may ask for texts to be cut or filled up, which no prompt may be.
+        # A tokenizer.json may enable truncation or padding, which must not apply to prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -219,7 +219,7 @@ class TextTokenizer:
         """Renders and encodes a conversation; special token text in messages or variables is plain
         text.
 
-        Without any, the ids are those of the rendered text as a whole. `check` is called with the
+        Without such text, the rendered text is encoded as a whole. `check` is called with the
         rendered text before tokenizing.
         """
         guard = self._special_text.guard()
@@ -307,7 +307,7 @@ class TextTokenizer:
 
     @cached_property
     def token_bytes(self) -> Callable[[int], bytes]:
-        """Function that returns the bytes of a token; none for an id without one."""
+        """Function that returns the bytes of a token; b"" for an id without a token."""
         return self._bytes.__getitem__
 
     @cached_property
@@ -343,7 +343,9 @@ class TextTokenizer:
 
 
 def _templates(source: TokenizerSource, option: str | None) -> ChatTemplates:
-    """Returns a model's chat templates, including or selected by the option `chat_template`."""
+    """Returns a model's chat templates, with the option `chat_template` added, or selected by
+    it.
+    """
 
     def template(text: str | None) -> ChatTemplate:
         return ChatTemplate(text, source.special_tokens)
@@ -376,8 +378,8 @@ def _read_template(option: str, names: Collection[str]) -> str:
 def encode_text(
     tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
 ) -> tokenizers.Encoding:
-    """Encodes a text; has character offsets only if it is short."""
+    """Encodes a text; the result has character offsets only for short texts."""
     if len(text) <= LONG_TEXT_CHARACTERS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    # Only the package's batch calls give up the interpreter lock while they work.
+    # Only the package's batch calls release the GIL.
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]

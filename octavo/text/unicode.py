@@ -5,11 +5,13 @@ from __future__ import annotations
 from octavo.api.errors import InvalidRequest
 
 LONG_TEXT_CHARACTERS = 20_000
-"""Length of a long text: at 1 to 2 MB/s, shorter ones take about 10 ms to tokenize."""
+"""Length in characters from which a text counts as long; shorter ones take up to about 10 ms to
+tokenize, at 1 to 2 MB/s.
+"""
 
 
 def is_long(text: str) -> bool:
-    """Returns whether tokenizing a text would delay others."""
+    """Returns whether tokenizing a text would delay other requests."""
     return len(text) > LONG_TEXT_CHARACTERS
 
 

@@ -1,4 +1,5 @@
-"""Builds a `tokenizers` object from a GGUF vocabulary that gives the original tokenizer's ids.
+"""Builds a `tokenizers` object from a GGUF vocabulary; it returns the same ids as the original
+tokenizer.
 
 Four kinds: BPE with merges ("gpt2", "gemma4", "whitespace") with a named pre-tokenization
 (`pre_tokenization.py`), SentencePiece BPE by scores ("llama"), its unigram model ("t5"), and
@@ -42,8 +43,8 @@ CONTINUES, UNKNOWN_WORD = "##", "[UNK]"
 
 @dataclass(frozen=True, slots=True)
 class BuiltTokenizer:
-    """A tokenizer and what its user has to add: a space before each text (SentencePiece's dummy
-    prefix), and a BOS token if the header does not specify it.
+    """A tokenizer, and the steps that its user must add: a space before each text (SentencePiece's
+    dummy prefix), and a BOS token if the header does not specify it.
     """
 
     tokenizer: Tokenizer
@@ -58,7 +59,7 @@ def build_tokenizer(
     """Builds a tokenizer.
 
     Raises UnsupportedModel for an unknown kind and WeightMismatch for an inconsistent vocabulary.
-    An unknown `pre` gives the default with a warning, or UnsupportedModel if `strict`.
+    For an unknown `pre`, uses the default with a warning, or raises UnsupportedModel if `strict`.
     """
     by_merges = partial(_by_merges, strict=strict)
     builders: dict[str, Callable[[Vocabulary, list[str], Path], BuiltTokenizer]] = {
@@ -85,7 +86,7 @@ def build_tokenizer(
         built = build(vocabulary, tokens, origin)
     except (UnsupportedModel, WeightMismatch, MemoryError):
         raise
-    except Exception as error:  # the builder raises bare Exceptions
+    except Exception as error:  # the package raises plain Exceptions
         raise WeightMismatch(f"{origin}: damaged vocabulary: {error}") from error
     _add_tokens(built.tokenizer, vocabulary, tokens)
     return _with_affixes(built, vocabulary)
@@ -144,7 +145,7 @@ def _by_merges(
 
 
 def _unknown_token(vocabulary: Vocabulary, tokens: list[str]) -> str | None:
-    """Returns the unknown token, or None."""
+    """Returns the unknown token; None if there is none."""
     kinds = zip(tokens, vocabulary.types, strict=False)
     return next((token for token, kind in kinds if kind == UNKNOWN), None)
 
@@ -175,7 +176,7 @@ def _sentencepiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> B
     )
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    # The package normalises each text between two added tokens by itself.
+    # The package normalizes each text between two added tokens separately.
     prefixes = vocabulary.add_space_prefix and vocabulary.prefixes_segments
     if prefixes:
         tokenizer.normalizer = normalizers.Sequence(

@@ -1,7 +1,7 @@
 """Child processes that run Octavo's code: start, stop and exit codes.
 
-A bound child ends when its parent ends, however that happens: its standard input is a pipe from the
-parent, which closes then.
+A bound child ends whenever its parent ends: its standard input is a pipe from the parent, which is
+then closed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ RUN_MAIN = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN);"
     " from {module} import {function}; {function}()"
 )
-"""Code of a bound child. Ctrl-C reaches the whole process group but is handled by the parent, so
-the child ignores it before it imports anything else.
+"""Python code of a bound child. Ctrl-C reaches the entire process group but is handled by the
+parent, so the child first ignores it, before importing anything else.
 """
 
 
@@ -58,8 +58,8 @@ def start_python(
 ) -> subprocess.Popen[Any]:
     """Starts this interpreter with the same module search path.
 
-    `unset` names environment variables that the child does not inherit, `environment` adds some;
-    `options` are Popen's. -P keeps the current directory out of the search path.
+    `unset` names environment variables that the child does not inherit, `environment` adds
+    variables, and `options` are Popen's. -P excludes the current directory from the search path.
     """
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)

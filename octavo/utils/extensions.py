@@ -1,7 +1,8 @@
 """Extensions: optional subpackages of octavo that register options, commands and hooks.
 
-Each subpackage with a module `extension` is one; its EXTENSION declares what it adds. Classes are
-named as strings and imported on first use, so that nothing outside an extension refers to it.
+Each subpackage with a module `extension` is an extension; EXTENSION in this module declares what it
+adds. Classes are given as strings and imported on first use, so that no code outside an extension
+refers to it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CommandGroup = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """What a package adds. Classes are named as "module:class"."""
+    """The options, commands and hooks that a package adds. Classes are given as "module:class"."""
 
     options: Sequence[str] = ()
     """Option dataclasses."""
@@ -67,7 +68,7 @@ def load_classes(layer: Layer) -> tuple[Any, ...]:
 
 
 def get_first(answers: Iterable[Answer | None]) -> Answer | None:
-    """Returns the first answer that is not None."""
+    """Returns the first answer that is not None; None if all are."""
     return next((answer for answer in answers if answer is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""HTTP client of the CLI commands, for whole and streamed responses.
+"""HTTP client of the CLI commands, for complete and streamed responses.
 
 Benchmarks use `stream_client.py`, which records times. httpx2 is imported with the first client,
 since the import takes 0.1 s.
@@ -33,7 +33,7 @@ class HttpClient:
             base_url=self.url,
             headers={"User-Agent": "octavo", "Content-Type": "application/json"}
             | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
-            # Loading the certificates takes 0.1 s, and plain HTTP needs none.
+            # Loading certificates takes 0.1 s, and plain HTTP needs none.
             verify=ssl.create_default_context() if address.is_tls else False,
             trust_env=False,
             timeout=TIMEOUT_S,

@@ -12,8 +12,8 @@ from octavo.api.errors import ConfigError, shown
 def import_function(
     option: str, module: str, attribute: str, arguments: Sequence[int] | None = None
 ) -> Callable[..., Any]:
-    """Imports a function; with `arguments`, calls it to make one. Raises ConfigError if there is
-    none.
+    """Imports a function; with `arguments`, calls it as a factory and returns its result. Raises
+    ConfigError if it does not exist.
     """
     where = f"{module}:{attribute}"
     try:

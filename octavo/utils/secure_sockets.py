@@ -1,9 +1,9 @@
-"""The lock on the sockets of engines that exchange KV blocks.
+"""Authentication and encryption of the sockets of engines that exchange KV blocks.
 
-A socket with a secret speaks CURVE (CurveZMQ, RFC 26): its long-term key is made of the secret, so
-that nothing can begin a conversation without knowing it, and all of it is encrypted. Without one
-the socket is open to everything that reaches it, which is why `address.check_address` wants
-one beyond this machine.
+A socket with a secret uses CURVE (CurveZMQ, RFC 26): its long-term key is derived from the secret,
+so that only peers that know the secret can connect, and all traffic is encrypted. Without a secret
+the socket accepts every connection, so `address.check_address` requires a secret if other machines
+can reach it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ KEY_DOMAIN = b"octavo transfer"
 
 
 def lock_server(socket: zmq.Socket[Any], secret: str | None) -> None:
-    """Has a socket talk only to those that know the secret; to all where there is none."""
+    """Restricts a listening socket to peers that know the secret; without a secret, all peers are
+    accepted.
+    """
     _set_common(socket)
     if secret:
         public, private = _server_keys(secret)
@@ -28,7 +30,7 @@ def lock_server(socket: zmq.Socket[Any], secret: str | None) -> None:
 
 
 def lock_client(socket: zmq.Socket[Any], secret: str | None) -> None:
-    """Has a socket that will connect prove that it knows the secret."""
+    """Sets up a connecting socket to prove that it knows the secret."""
     _set_common(socket)
     if secret:
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()

@@ -1,5 +1,5 @@
-"""compressed-tensors (llm-compressor's format), whose config says for groups of modules how their
-weights are stored.
+"""compressed-tensors (llm-compressor's format), whose config specifies the weight format for groups
+of modules.
 
     pack-quantized    integers of 1 to 8 bits: `weight_packed [out, words]` along the inputs, signed
                       numbers plus 2 ** (bits - 1); `weight_scale [out, groups]`, `weight_shape`,
@@ -10,7 +10,7 @@ weights are stored.
                       e2m1 pairs as `weight_packed [out, in / 2] u8`, scales as e4m3 (divided by
                       `weight_global_scale`) or e8m0
 
-Scales of activations are left: rows get their own.
+Activation scales are ignored: rows are quantized with their own scales.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class CompressedTensors(ByModule):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         groups = config.get("config_groups")
-        # A cache alone may be meant to be quantised, which is left as scales of rows are.
+        # A config may only quantize the KV cache; like activation scales, this is ignored.
         if groups or not isinstance(config.get("kv_cache_scheme"), dict):
             choice(config, "format", FORMATS, None)
             if not isinstance(groups, dict) or not groups:
@@ -211,7 +211,7 @@ class IntLevels:
 
 
 def _read(module: str, tensors: Tensors, scheme: IntScheme) -> IntLevels:
-    """Reads and checks everything except the codes."""
+    """Reads and checks all tensors except the codes."""
     shape = _shape(module, tensors, scheme)
     outputs, inputs = shape
     group = min(scheme.group or inputs, inputs)

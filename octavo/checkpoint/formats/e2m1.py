@@ -1,8 +1,8 @@
 """4-bit floats (e2m1) with a scale per 16 or 32 inputs: NVFP4 and MXFP4.
 
-Codes are kept and read as twice their value, an integer from -12 to 12; scales are halved, which is
-exact, so products do not change. Sources: OCP Microscaling Formats 1.0 (MXFP4, e8m0 scales),
-NVIDIA's NVFP4 as saved by compressed-tensors.
+Codes stand for twice their value, an integer from -12 to 12. Scales are halved, which is exact, so
+the weights do not change. Sources: OCP Microscaling Formats 1.0 (MXFP4, e8m0 scales), NVIDIA's
+NVFP4 as saved by compressed-tensors.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Described(NamedTuple):
 class QuantizedFormat(Protocol):
     """Reader of the matrices of one format.
 
-    Each method raises WeightMismatch if tensors do not fit each other or the config, and
+    Methods raise WeightMismatch if tensors are inconsistent with each other or with the config, and
     UnsupportedModel for unsupported options.
     """
 

@@ -3,7 +3,7 @@
 Each layer's experts have `gate_up_proj_blocks [E, out, in / 32, 16] u8`, pairs of e2m1 codes with
 the first one low, and `gate_up_proj_scales [E, out, in / 32] u8`, powers of two as e8m0;
 `down_proj` likewise. In bf16 the same matrices are `[E, in, out]`. Source: transformers'
-`integrations/mxfp4.py`; its `convert_moe_packed_tensors` is the oracle.
+`integrations/mxfp4.py`; tests compare with its `convert_moe_packed_tensors`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Mxfp4:
     matrix = ""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Ignores the config: its `modules_to_not_convert` repeats what the tensor names say."""
+        """Ignores the config: tensor names already show which modules are quantized."""
 
     def parts(self, names: Collection[str]) -> dict[str, list[str]]:
         found = modules_with(names, "blocks", ("scales",), self.joint)

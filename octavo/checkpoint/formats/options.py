@@ -31,7 +31,7 @@ def choice(config: Mapping[str, Any], key: str, allowed: Collection[Any], defaul
 
 def layout(config: Mapping[str, Any], keys: Collection[str], allowed: Collection[str]) -> str:
     """Returns the layout named by the first key that has a value, case-insensitively; the first
-    allowed one if no key has.
+    allowed one if no key has a value.
     """
     key = next((key for key in keys if config.get(key) is not None), None)
     if key is None:

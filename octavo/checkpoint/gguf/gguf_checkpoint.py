@@ -130,7 +130,7 @@ class GgufCheckpoint:
         return packed
 
     def _joined_tensor(self, name: str, parts: Sequence[str]) -> PackedWeight:
-        """Returns a split tensor, in the common precision of its parts or else in float32."""
+        """Returns a split tensor in the precision of its parts, or in float32 if these differ."""
         found = [self.file.tensor(part) for part in parts]
         arrays = [each.packed().codes if each.is_float else each.dequantize() for each in found]
         if len({array.dtype for array in arrays}) > 1:
@@ -138,7 +138,7 @@ class GgufCheckpoint:
         return PackedWeight.plain(np.ascontiguousarray(self._joined(name).numbers(*arrays)))
 
     def _joined(self, name: str) -> Joined:
-        """Returns how to join a split tensor."""
+        """Returns the rule for joining the parts of a split tensor."""
         return next(each for own, each in self._family.joined.items() if name.endswith(own))
 
     def stored(self, name: str) -> StoredTensor:
@@ -365,8 +365,8 @@ class GgufCheckpoint:
         }
 
     def _end_ids(self) -> tuple[int, ...]:
-        """Returns the ids of tokens that end a text: the valid ones in the header, and those known
-        by their texts.
+        """Returns the ids of tokens that end a text: valid ids in the header, and tokens with
+        well-known texts.
         """
         found = [self._token_id(kind) for kind in END_KEYS]
         named = [i for i in found if i is not None]
@@ -418,7 +418,7 @@ class GgufCheckpoint:
 
 
 def _with_inputs(packed: StoredWeight, order: NDArray[np.intp]) -> PackedWeight:
-    """Reorders a matrix's inputs: the i-th is the file's order[i]-th."""
+    """Reorders a matrix's inputs: input i of the result is input order[i] of the file."""
     whole = packed.packed()
     if whole.is_float:
         return PackedWeight.plain(np.ascontiguousarray(whole.codes[..., order]))
@@ -439,5 +439,5 @@ def _stem(source: str) -> str:
 
 
 def _rounded(value: float) -> float:
-    """Rounds a float32 to the decimal number that it was written as; integers stay."""
+    """Rounds a float32 to the decimal number that it was converted from; integers are unchanged."""
     return value if isinstance(value, int) else float(f"{value:.{FLOAT32_DIGITS}g}")

@@ -1,6 +1,6 @@
 """Converts GGUF headers to Hugging Face configs, one function per family.
 
-Values missing in a header are those that llama.cpp uses. Source: llama.cpp's
+For values missing in a header, llama.cpp's defaults are used. Source: llama.cpp's
 `gguf-py/gguf/constants.py` (keys) and its model implementations (defaults).
 """
 
@@ -31,8 +31,9 @@ GEMMA3_PERIOD = 6
 GEMMA3_27B_LAYERS = 62
 GEMMA3N_PERIOD = 5
 GEMMA2_27B_LAYERS = 46
-"""Numbers of layers of the two models that scale queries by hidden_size / heads and not by
-head_dim; headers do not contain it."""
+"""Layer counts of the two models that scale queries by hidden_size / heads instead of head_dim;
+headers do not contain this property.
+"""
 
 SIGMOID = 2
 """llama.cpp's number of the sigmoid gating function of experts."""
@@ -242,7 +243,7 @@ def gpt_neox_config(header: Header) -> Config:
 def gpt_oss_config(header: Header) -> Config:
     config = rms_config(header, experts=True)
     if config["rope_scaling"] is not None:
-        config["rope_scaling"]["truncate"] = False  # no header says so; the models are so made
+        config["rope_scaling"]["truncate"] = False  # not in headers; true of all models
     return {
         **config,
         **windows_by_pattern(header, 2),
@@ -354,7 +355,7 @@ def deepseek_config(header: Header) -> Config:
     is_grouped = config["n_group"] > 1
     scaling = config["rope_scaling"]
     if scaling is not None and scaling.get("mscale") is not None:
-        # The converter writes a tenth of the factor of the logarithm.
+        # The converter writes one tenth of the logarithm's factor.
         factor = float(np.float32(scaling["mscale"]) / np.float32(0.1))
         config["rope_scaling"] = scaling | {"mscale": factor, "mscale_all_dim": factor}
     return {

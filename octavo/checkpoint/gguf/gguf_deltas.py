@@ -1,7 +1,7 @@
 """GGUF headers of families with gated delta rules: Qwen3-Next and Qwen3.5.
 
-Files of Qwen3.5 have another order of value heads: the first one of every key head, then the
-second. Source: as in `gguf_families.py`.
+Qwen3.5's files order value heads differently: first the first value head of every key head, then
+the second ones. Source: as in `gguf_families.py`.
 """
 
 from __future__ import annotations

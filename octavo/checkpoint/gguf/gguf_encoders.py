@@ -22,7 +22,9 @@ T5_BUCKETS = 32
 
 
 def pooling_config(header: Header) -> Config:
-    """Returns the pooling in the header, if any; llama.cpp normalizes whatever it pools."""
+    """Returns the pooling specified by the header; {} if there is none. llama.cpp always normalizes
+    pooled embeddings.
+    """
     kind = header.get("pooling_type")
     if kind is None or kind == 0:
         return {}

@@ -1,6 +1,6 @@
 """Mapping from GGUF architectures to Hugging Face families: config keys, tensor names, row orders.
 
-Values missing in a header are those that llama.cpp uses. Sources: llama.cpp's
+For values missing in a header, llama.cpp's defaults are used. Sources: llama.cpp's
 `gguf-py/gguf/constants.py` and `tensor_mapping.py` (keys, names), its converter (row orders, norms
 plus one) and its model implementations (defaults).
 """

@@ -28,8 +28,9 @@ YARN_KEYS = {
     "mscale": "yarn_log_multiplier",
     "mscale_all_dim": "yarn_log_multiplier",
 }
-"""Config keys of YaRN, and their keys in a header. Headers have one number for mscale and
-mscale_all_dim, and only if they are equal."""
+"""Config keys of YaRN, and their keys in a header. A header has one number for mscale and
+mscale_all_dim, and only if they are equal.
+"""
 
 NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "rope.scaling.attn_factor": (1.0,),
@@ -53,8 +54,9 @@ NEUTRAL: Mapping[str, tuple[float, ...]] = {
 Config = dict[str, Any]
 Affixes = Literal["", "around", "behind"]
 RowOrder = Callable[[Mapping[str, Any], int], NDArray[np.intp]]
-"""Returns the row (or input) of the file for each one of the safetensors weight, given the config
-and the number of rows."""
+"""Returns, for each row (or input) of the safetensors weight, its index in the file, given the
+config and the number of rows.
+"""
 
 
 class Header:
@@ -134,10 +136,10 @@ class Header:
 
 
 class Restored(NamedTuple):
-    """Inverse of a change that the converter made to a tensor."""
+    """Inverse of a conversion that the converter applied to a tensor."""
 
     shape: Callable[[tuple[int, ...]], tuple[int, ...]]
-    """Shape in safetensors, given that in the file."""
+    """Computes the shape in safetensors from the shape in the file."""
     numbers: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda numbers: numbers
 
 
@@ -147,7 +149,7 @@ class Joined(NamedTuple):
     stems: tuple[str, ...]
     """Stems of the parts in the file."""
     shape: Callable[..., tuple[int, ...]]
-    """Shape in safetensors, given those of the parts."""
+    """Computes the shape in safetensors from the shapes of the parts."""
     numbers: Callable[..., NDArray]
 
 
@@ -159,7 +161,7 @@ class Family:
     "blk.N.attn_q") to safetensors names. `row_orders` and `column_orders` give the order of rows or
     inputs that differ from safetensors. `norm_offset` is the number that the converter added to the
     weights of all norms except `plain_norms`. `whole_names` are stems without ".weight" or ".bias",
-    `restored` those whose shape or values the converter changed, `joined` the tensors that it
+    `restored` are tensors whose shape or values the converter changed, `joined` are tensors that it
     split. `stacks` are the prefixes of layers if a model has several stacks. `affixes` is the
     position of special tokens around a text. `variants` are other families with the same
     architecture, each with a test for its files.

@@ -60,7 +60,7 @@ class TensorEntry:
     kind: BlockType
     start: int
     part: int = 0
-    """Index of the file that holds it, for split models."""
+    """Index of the file that contains it, for split models."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,8 +71,8 @@ class TensorEntry:
 class GgufFile:
     """An opened file.
 
-    `metadata` values are numbers, bools and texts; arrays of numbers are NumPy views, arrays of
-    texts lists of bytes.
+    Values in `metadata` are numbers, bools and texts; arrays of numbers are NumPy views, arrays of
+    texts are lists of bytes.
     """
 
     path: Path
@@ -91,7 +91,7 @@ class GgufFile:
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """Bytes of the whole file, memory-mapped."""
+        """Bytes of the complete file, memory-mapped."""
         return np.frombuffer(self.mapped, np.uint8)
 
     @property

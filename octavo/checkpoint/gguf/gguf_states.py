@@ -112,7 +112,7 @@ def _hybrid_config(header: Header, *, experts: bool = False) -> tuple[Config, li
             " for all layers that attend"
         )
     config = base_config(header, experts=experts, kv_heads=next(iter(kv_heads), 1))
-    epsilon = header.get("attention.layer_norm_epsilon")  # Nemotron-H's, whose norms have no mean
+    epsilon = header.get("attention.layer_norm_epsilon")  # Nemotron-H, whose norms subtract no mean
     config["rms_norm_eps"] = header.number("attention.layer_norm_rms_epsilon", epsilon)
     first = next((layer for layer, count in enumerate(by_layer) if count), 0)
     config["attention_bias"] = header.has(f"blk.{first}.attn_q.bias")

@@ -62,8 +62,8 @@ class Destination(Protocol):
         ...
 
     def begin(self, matrices: Sequence[MatrixPlan], folder: Path, *, keeps: bool) -> None:
-        """Reserves disk space in a folder and writes the tensors that stay as they are; with
-        `keeps`, an earlier run has done so.
+        """Reserves disk space in a folder and writes the tensors that are not quantized; with
+        `keeps`, an earlier run has already done this.
         """
         ...
 
@@ -263,8 +263,8 @@ class GgufDirectory:
         return kind
 
     def _table_kind(self, name: str) -> BlockType | None:
-        """Returns the type of an embedding or output layer, with at least 6 bits; None if it stays
-        as it is.
+        """Returns the type of an embedding or output layer, with at least 6 bits; None if it is
+        stored unchanged.
         """
         entry = self._checkpoint.file.tensors[name]
         is_float = entry.kind.dtype is not None
@@ -297,8 +297,8 @@ class GgufDirectory:
 
 
 def _generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the model's own values over the catalogue's recommendations; those are looked up by
-    file, which the copy would lose.
+    """Returns the catalogue's recommended values, overridden by the model's own. The catalogue
+    finds models by file, so the copy would lose its recommendations.
     """
     recommended = recommended_sampling(checkpoint.path)
     return {**(recommended[1] if recommended else {}), **checkpoint.generation_config}

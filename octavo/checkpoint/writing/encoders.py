@@ -22,7 +22,8 @@ Arrays = dict[str, NDArray]
 WORD_BITS = 32
 OWN_ORDER = np.argsort(PLACES)
 HEAD = "lm_head"
-"""Output layer; other programs treat it as a separate linear even if it is tied to the embeddings.
+"""Module of the output layer; other software treats it as a separate linear even if it is tied to
+the embeddings.
 """
 
 
@@ -41,7 +42,7 @@ class Encoder(Protocol):
 
     def config(self, left: Sequence[str], bits_of: dict[str, int]) -> dict[str, Any]:
         """Returns the `quantization_config`; `left` are the modules of linears that are not
-        quantized, `bits_of` those whose bits differ from the recipe's.
+        quantized, `bits_of` gives the bits of modules whose bits differ from the recipe's.
         """
         ...
 

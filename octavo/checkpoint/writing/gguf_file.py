@@ -35,7 +35,7 @@ FILE_TYPES = {
     "Q5_K": 17,
     "Q6_K": 18,
 }
-"""llama.cpp's file types, by the type of most matrices."""
+"""llama.cpp's file type numbers, by the most common matrix type."""
 
 
 class GgufWriter:
@@ -76,12 +76,12 @@ class GgufWriter:
             write_at(path, 0, np.frombuffer(header, np.uint8))
 
     def write(self, name: str, data: NDArray, *, matrix: int = 0) -> None:
-        """Writes a tensor's bytes at its offset, or those of one of the matrices stacked in it."""
+        """Writes the bytes of a tensor, or of one of the matrices stacked in it, at its offset."""
         write_at(self._path, self._data + self._starts[name] + matrix * data.nbytes, data)
 
 
 def tensor_entry(name: str, shape: tuple[int, ...], number: int, start: int) -> bytes:
-    """Returns a tensor's entry in the directory; `number` is that of its type."""
+    """Returns a tensor's entry in the directory; `number` is the number of its type."""
     text = name.encode()
     sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
     return struct.pack("<Q", len(text)) + text + sizes + struct.pack("<IQ", number, start)

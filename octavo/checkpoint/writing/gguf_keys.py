@@ -1,7 +1,7 @@
 """Encodes the metadata of a GGUF file.
 
-Source: ggml's `docs/gguf.md`, version 3. Number types are those of llama.cpp's converter: uint32
-for non-negative integers, int32 for negative ones, float32 for others.
+Source: ggml's `docs/gguf.md`, version 3. Numbers have the same types as in llama.cpp's converter:
+uint32 for non-negative integers, int32 for negative ones, float32 for others.
 """
 
 from __future__ import annotations

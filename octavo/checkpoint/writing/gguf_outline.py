@@ -48,7 +48,7 @@ NUMBERS = {
     "embedding_scale": ("embedding_multiplier",),
     "logit_scale": ("logits_scaling", "logit_scale"),
 }
-"""Keys under the architecture's prefix, and the config keys that may have their values."""
+"""Keys under the architecture's prefix, and the config keys from which their values may come."""
 NEEDED = ("context_length", "embedding_length", "block_count", "attention.head_count")
 FLOATS = {
     "attention.layer_norm_rms_epsilon",
@@ -173,7 +173,9 @@ class GgufOutline:
         return found | self._windows() | self._rope_scaling(rope)
 
     def _windows(self) -> dict[str, KeyValue]:
-        """Returns the layers' sliding windows; empty if none has one, or all except every sixth."""
+        """Returns the layers' sliding windows; empty if no layer has a window, or all layers except
+        every sixth have one.
+        """
         types = self._config.get("layer_types") or []
         flags = [kind == "sliding_attention" for kind in types]
         usual = [bool((layer + 1) % USUAL_PERIOD) for layer in range(len(flags))]
@@ -182,7 +184,7 @@ class GgufOutline:
         return {"attention.sliding_window_pattern": np.array(flags, np.bool_)}
 
     def _rope(self) -> Mapping[str, Any]:
-        """Returns the rope parameters, those of full attention if layers differ."""
+        """Returns the RoPE parameters; if layers differ, the parameters of full attention."""
         rope = self._config.get("rope_parameters") or self._config.get("rope_scaling") or {}
         nested = rope.get("full_attention")
         return nested if isinstance(nested, dict) else rope
@@ -237,7 +239,7 @@ class GgufOutline:
     # -- tensors -------------------------------------------------------------------------------
 
     def _tensors(self) -> Iterator[tuple[str, tuple[tuple[int, ...], BlockType]]]:
-        """Yields each tensor's name, shape and type: matrices in their own type, all others in
+        """Yields each tensor's name, shape and type: matrices in their stored type, all others in
         fp32.
         """
         if self._factors is not None:

@@ -39,10 +39,10 @@ class TensorSpec(NamedTuple):
 
 
 class SafetensorsWriter:
-    """Files in a directory that together hold the given tensors."""
+    """Files in a directory that together contain the given tensors."""
 
     def __init__(self, folder: Path, specs: Sequence[TensorSpec], *, keeps: bool) -> None:
-        """Creates the files, or with `keeps` opens those of an earlier run with the same
+        """Creates the files, or with `keeps` opens the files of an earlier run with the same
         tensors.
         """
         shards = _shards(specs)

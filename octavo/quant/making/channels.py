@@ -1,9 +1,9 @@
 """Per-input scaling factors applied before rounding: weights are multiplied by the factor and the
 op that produces the input is divided by it.
 
-AWQ (Lin et al. 2023) uses a power of the input's magnitude, searched for the least error.
-SmoothQuant (Xiao et al. 2022) splits an input's range between input and weights, for 8-bit
-activations.
+AWQ (Lin et al. 2023) uses a power of the input's magnitude; the exponent with the least error is
+searched. SmoothQuant (Xiao et al. 2022) splits an input's range between input and weights, for
+8-bit activations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.quant.making.grid import Floats32, RoundedMatrix, round_to
 
 NUM_POWERS = 20
 MAX_ROWS = 512
-"""Outputs used to evaluate a power."""
+"""Number of outputs used to evaluate an exponent."""
 
 
 def awq_factors(
@@ -29,7 +29,7 @@ def awq_factors(
 ) -> Floats32:
     """Returns the AWQ factors `[in]` with the least output error.
 
-    `strength [in]` is the mean magnitude of each input, `hessian [in, in]` the sum of x x^T.
+    `strength [in]` is the mean magnitude of each input, `hessian [in, in]` is the sum of x x^T.
     """
     rows = np.concatenate(weights)
     rows = rows[:: max(1, len(rows) // MAX_ROWS)]

@@ -51,7 +51,9 @@ def type_for(num_inputs: int, bits: int, *, symmetric: bool) -> BlockType | None
 
 
 def fit_blocks(weight: Floats32, importance: Floats32 | None, kind: BlockType) -> Grid:
-    """Returns the grid of least squared error that a type's scales can represent."""
+    """Returns the grid with the least squared error among those that a type's scales can
+    represent.
+    """
     layout = kind.layout
     assert layout is not None
     group = kind.block_size // layout.scales.per_block
@@ -65,7 +67,7 @@ def fit_blocks(weight: Floats32, importance: Floats32 | None, kind: BlockType) -
         return Grid(group, spec.top, Levels(stored, supers), zero_point=spec.middle)
     assert grid.mins is not None
     lows = grid.mins.expand()
-    # A minimum above zero cannot be said: the grid begins at zero, and reaches as far.
+    # A minimum above zero cannot be represented: the grid starts at zero and has the same end.
     ends = lows + steps * np.float32(spec.top)
     steps = np.where(lows > 0, ends / np.float32(spec.top), steps)
     small, supers = _two_levels(steps, kind, np.dtype(np.uint8), SIX_BITS_TOP)

@@ -24,16 +24,17 @@ BITS: dict[OutputFormat, tuple[int, ...]] = {
 MIN_GROUP = 16
 MAX_DAMP_PERCENT = 100.0
 DAMP_PERCENT = 5.0
-"""Damping that is best or nearly so on SmolLM2's matrices, for texts like the calibration's and
-others; with 1 the error on a different kind of text is up to 8% larger."""
+"""Damping in percent; best or nearly best for SmolLM2's matrices, on texts similar to the
+calibration texts and on others. With 1%, the error on a different kind of text is up to 8% larger.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Validated choices.
 
-    `group` 0: entire rows; None: the largest common group size that divides the inputs of every
-    matrix, set once the model is known.
+    `group` 0 means entire rows; None means the largest common group size that divides the inputs of
+    every matrix, which is set once the model is known.
     """
 
     method: Method
@@ -74,7 +75,7 @@ class Recipe:
     def _check_knobs(self) -> None:
         if self.desc_act and self.method != "gptq":
             raise ConfigError(f"desc-act is for the method gptq, got {self.method}")
-        # compressed-tensors once had an order, which its package and vLLM refuse by now.
+        # Act-order of compressed-tensors is rejected by its current package and by vLLM.
         if self.desc_act and self.output_format != "gptq":
             raise ConfigError(
                 f"desc-act: {self.output_format} does not store the order of inputs",
@@ -116,5 +117,5 @@ class Recipe:
         group = 0 if self.rows_are_int8 else self.group
         if symmetric:
             return GridSpec(bits, group, "middle")
-        # GPTQ's first version stores zeros less 1, so that it has no zero of 0.
+        # GPTQ's first version stores zeros minus 1 and therefore cannot represent a zero of 0.
         return GridSpec(bits, group, "zero", int(self.output_format == "gptq"))

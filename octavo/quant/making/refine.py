@@ -1,7 +1,7 @@
 """Coordinate descent on the codes and scales of a rounded matrix.
 
-GPTQ decides each code once, before it knows the later ones. Here each group's scale and each code
-is optimized repeatedly while the others stay fixed, so the output error only falls. Source: Behdin
+GPTQ chooses each code once, before the later ones. Here each group's scale and each code are
+optimized repeatedly while the others are fixed, so the output error never increases. Source: Behdin
 et al. 2023, "QuantEase", started from GPTQ's solution.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Floats32 = NDArray[np.float32]
 
 SWEEPS = 6
-"""Passes over all groups; later ones change less than 0.1% of the codes."""
+"""Number of passes over all groups; more would change less than 0.1% of the codes."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ def refine(columns: Floats32, made: GroupedColumns, hessian: Floats32) -> None:
     """Updates codes in place to reduce the error of `columns [in, out]` under `hessian [in, in]`;
     also updates steps (in fp16 precision) if zeros are known.
     """
-    # The slope of the error at each number: H (Q - W).
+    # The gradient of the error for each value: H (Q - W).
     slopes = hessian @ (made.values() - columns)
     for _ in range(SWEEPS):
         changed = 0
@@ -92,7 +92,7 @@ def _refined_group(
 def _refitted(
     made: GroupedColumns, index: int, centred: Floats32, hessian: Floats32, slopes: Floats32
 ) -> Floats32:
-    """Sets a group's steps to those of least error; returns the change of its values.
+    """Sets a group's steps to the values with the least error; returns the change of its values.
 
     `centred [group, out]` are its codes relative to the zero.
     """

@@ -14,7 +14,7 @@ from octavo.cli.common.flags import with_engine_flags
 from octavo.sparsity.cli.calibrate import LEFT_OUT
 
 SKEWS = (0.0, 0.25, 0.5)
-"""Shares of the active neurons that are identical for every token."""
+"""Fractions of the active neurons that are identical for every token."""
 
 RATES = (0.5, 1.0, 2.0)
 """Multiples of the modules' rate to simulate."""

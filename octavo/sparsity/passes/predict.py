@@ -1,7 +1,7 @@
 """Predict pass: predictor scores, computed from the attention's input, select the feed-forward
 neurons of generated rows.
 
-Adds two small matmuls before the attention and sets `ActMul.scores`. Runs first, on the whole
+Adds two small matmuls before the attention and sets `ActMul.scores`. Runs first, on the complete
 Program. Sources: DejaVu (Liu et al. 2023, arXiv 2310.17157); for the lookahead, ActiveFlow (Jia et
 al. 2025, arXiv 2504.08378).
 """
@@ -34,9 +34,9 @@ def predict(
 ) -> Program:
     """Adds predictors to a Program.
 
-    With `lookahead`, each layer's neurons are also predicted that many layers earlier, by the same
-    predictor on the input of that layer's attention. Raises ConfigError if a predictor does not fit
-    the Program or a gate has none.
+    With `lookahead`, each layer's neurons are also predicted `lookahead` layers earlier, by the
+    same predictor applied to the earlier layer's attention input. Raises ConfigError if a predictor
+    does not fit the Program or a gate has none.
     """
     shapes = _by_gate(program, predictors)
     places = _find_insertion_points(program, shapes)
@@ -116,8 +116,8 @@ def _products(
 ) -> tuple[Linear, Linear]:
     """Returns the two matmuls that compute scores.
 
-    Lookahead predictors have weights of their own with the same values: a streamed weight may have
-    only one reader.
+    Lookahead predictors have separate weights with the same values, because a streamed weight may
+    have only one reader.
     """
     names = PredictorNames(shape.gate)
     low = Value(f"{out.name}.predicted{suffix}", x.axis, shape.rank)

@@ -1,10 +1,10 @@
-"""Probe_prefixes pass: stores one layer's keys a second time, in a cache group of their own, to
-score the blocks of a stored prefix; also extracts the part of the Program that computes this
-layer's queries.
+"""Probe_prefixes pass: stores one layer's keys a second time, in a separate cache group, to score
+the blocks of a stored prefix; also extracts the part of the Program that computes this layer's
+queries.
 
-The group's blocks are saved and fetched like others, but first. Runs on the whole Program, before
-the other passes. Source: IMPRESS (Chen et al. 2025, FAST), which probes three heads of every layer;
-here all heads of one layer stand for all layers, because a file block holds all of them.
+The group's blocks are saved and fetched like others, but before them. Runs on the complete Program,
+before the other passes. Source: IMPRESS (Chen et al. 2025, FAST), which probes three heads of every
+layer. Here all heads of one layer are used instead, because a file block contains all heads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.program.program import CacheGroup, Op, Program, Value
 GROUP = "prefix_probe"
 
 DEPTH = 0.4
-"""Depth of the probed layer, as a share of all layers."""
+"""Depth of the probed layer, as a fraction of the number of layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """Select_keys pass: generated rows read only the key blocks with the most attention, predicted from
 the previous layer.
 
-For each attention except the first ones, stores some key columns in a cache group of their own and
+For each attention except the first ones, stores some key columns in a separate cache group and
 computes the same columns of the queries from the previous attention's input. Sets
-`Attention.partial_q` and `Attention.selection`. Runs on the whole Program, before the other passes.
-Source: InfiniGen (Lee et al. 2024, arXiv 2406.19707), which picks columns by SVD; here they are the
-slowest RoPE frequencies, which carry content rather than position.
+`Attention.partial_q` and `Attention.selection`. Runs on the complete Program, before the other
+passes. Source: InfiniGen (Lee et al. 2024, arXiv 2406.19707), which picks columns by SVD; here they
+are the slowest RoPE frequencies, which carry content rather than position.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 GROUP = "partial_keys"
 
 WHOLE_LAYERS = 2
-"""First attentions, which read all keys: their attention is predicted badly (0.45 of the mass for
-SmolLM2's second layer, against 0.91 later)."""
+"""Number of first attentions that read all keys, because their attention is predicted badly: 0.45
+of the mass for SmolLM2's second layer, compared with 0.91 later.
+"""
 
 KEY_SHARE = 0.3
-"""Share of the key columns that are stored separately."""
+"""Fraction of the key columns that are stored separately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,9 @@ class _Turned:
 
     @property
     def pairs(self) -> int:
-        """Columns kept from each half of a head: those with the slowest frequencies."""
+        """Number of columns selected from each half of a head: those with the slowest
+        frequencies.
+        """
         return max(1, round(KEY_SHARE * len(self.rope.table.inv_freq)))
 
     def part(self, x: Value, name: str) -> tuple[Value, list[Op]]:
@@ -69,7 +72,9 @@ class _Turned:
         return out, [Linear(x, (flat,), (part,), of_bias), turned]
 
     def _rows(self, weight: Weight, shape: tuple[int, ...]) -> Weight:
-        """Returns the weight rows of the columns: a run in each half of each head."""
+        """Returns the weight rows of the selected columns: a contiguous run in each half of each
+        head.
+        """
         half = self.rope.head_width // 2
         return replace(
             weight,
@@ -84,7 +89,7 @@ class _Turned:
 
 
 def select_keys(program: Program, budget: float) -> Program:
-    """Returns a Program in which generated rows read a share of the key blocks.
+    """Returns a Program in which generated rows read only the fraction `budget` of the key blocks.
 
     Raises ConfigError if the Program does not support it.
     """
@@ -113,7 +118,9 @@ class _Changes:
         """Attentions that select keys."""
 
     def select(self, op: Attention, before: Attention) -> None:
-        """Makes an attention select keys by the input of the previous attention."""
+        """Changes an attention to select keys, predicted from the input of the previous
+        attention.
+        """
         program = self._program
         group = program.group(op.group)
         if op.bias is not None:

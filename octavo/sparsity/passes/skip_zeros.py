@@ -40,7 +40,7 @@ def skip_zeros(program: Program) -> Program:
 
 
 def _get_activation(op: Op) -> str | None:
-    """Returns the activation applied to an op's outputs, or None."""
+    """Returns the activation applied to an op's outputs; None if there is none."""
     if isinstance(op, Linear):
         return op.activation if op.gate is None else op.gate.activation
     return op.activation if isinstance(op, Act | ActMul) else None

@@ -1,7 +1,7 @@
 """Converts StructuredOutputs to a GrammarSpec that compiles, or raises an error.
 
-Runs in the frontend process on request validation threads; bounded by input size and the compiler's
-limits.
+Runs in the frontend process, on request validation threads. Its work is bounded by the input's size
+and the compiler's limits.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from octavo.text.grammar.strings import escape_options, rewrite_patterns
 from octavo.text.unicode import check_unicode
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,8}"
-"""Optional whitespace between JSON tokens, bounded so that output cannot consist of it."""
+"""Pattern of optional whitespace between JSON tokens; bounded, so that output cannot be endless
+whitespace.
+"""
 MAX_TAGS = 256
-"""Structures per structural tag."""
+"""Maximum number of structures in a structural tag."""
 MAX_RULE_DEPTH = 200
-"""Longest chain of rule references; llguidance's error messages grow with its cube."""
+"""Maximum length of a chain of rule references; llguidance's error messages grow with its cube."""
 
 Grammar = dict[str, Any]
 """A grammar in llguidance's format: a name and a JSON schema or Lark text."""
@@ -147,7 +149,7 @@ def _lark(form: StructuredOutputs) -> str:
         return made
     try:
         made = str(any_to_lark(text))
-    except (RecursionError, Exception) as error:  # the converter raises what it likes
+    except (RecursionError, Exception) as error:  # the converter may raise any error
         raise grammar_error(form.given_as, f"grammar: cannot be parsed: {error}"[:500]) from None
     for schema in schemas_in(text):
         check_chains(schema)
@@ -168,7 +170,7 @@ def _check_length(form: StructuredOutputs, num_chars: int) -> None:
 
 
 def find_schema_error(grammar: Grammar) -> SchemaError | None:
-    """Returns the location of a compile error in a schema, or None."""
+    """Returns the location of a compile error in a schema; None if it cannot be located."""
     options = grammar["json_schema"][OPTIONS]
 
     def check(schema: dict[str, Any]) -> str:

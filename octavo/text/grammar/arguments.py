@@ -32,10 +32,10 @@ INLINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator"
 EMPTY = literal("")
 TEXT_ONLY = frozenset({"string"})
 PLAIN_NAME = r'/[^"\\\x00-\x1f\x7f]*/'
-"""Names that can be quoted without escapes."""
+"""Matches names that can be quoted without escapes."""
 QUOTED_FRONT, QUOTED_BACK = literal('**{"'), literal('": ')
 WORDS = {"None": None, "True": True, "False": False}
-"""Python constants that models write instead of JSON's."""
+"""Python constants that models write instead of JSON constants."""
 
 
 class ArgumentTypes:
@@ -169,8 +169,8 @@ def _sequence(
 
 
 def _free_names(shape: ObjectShape) -> list[tuple[str, Schema]]:
-    """Returns the terminals of names that a shape does not list, with their schemas; excludes names
-    that match two patterns.
+    """Returns terminals for names that a shape does not list, and the schemas of their values;
+    excludes names that match two patterns.
     """
     whole = {pattern: f"/{whole_pattern(pattern)}/" for pattern, _ in shape.patterns}
     found = []
@@ -256,7 +256,7 @@ class PairLayout:
 
 @dataclass(frozen=True, slots=True)
 class PythonKeywords:
-    """Keyword arguments with JSON values; names that are no identifiers use `**{...}`."""
+    """Keyword arguments with JSON values; names that are not identifiers use `**{...}`."""
 
     separator: str = ", "
 

@@ -14,7 +14,7 @@ from octavo.text.grammar.schema import SubSchema, children, places, resolved
 
 UNIONS = ("anyOf", "oneOf")
 CONDITIONS = ("not", "if", "contains", "propertyNames")
-"""Keywords whose subschemas are conditions; closing them would change the result."""
+"""Keywords whose subschemas are conditions; closing these would change the schema's meaning."""
 APPLICATORS = ("allOf", *UNIONS, "if", "then", "else", "not", "dependentSchemas", "$ref")
 """Keywords whose subschemas apply to the same value."""
 OBJECT_KEYWORDS = (
@@ -34,7 +34,7 @@ def close_objects(root: dict[str, Any]) -> None:
     specify others.
 
     Schemas that apply to one value together (`allOf`, `$ref` beside `properties`) are closed
-    jointly, because each knows only some of the properties.
+    jointly, because each lists only some of the properties.
     """
     found = [place.schema for place in places(root) if isinstance(place.schema, dict)]
     parts = {id(part) for schema in found for part in _iter_open_subschemas(root, schema)}

@@ -1,8 +1,8 @@
 """Finds a short completion of a grammar, for output that reaches its length limit.
 
 A fixed rule picks each next byte from the matcher's state, then the bytes are split into the fewest
-tokens. The rule knows JSON brackets; for other grammars it succeeds if its byte orders lead to an
-end. Source: greedy completion of partial JSON, and Viterbi segmentation.
+tokens. The rule handles JSON brackets; for other grammars, it succeeds if its byte orders lead to
+an end. Source: greedy completion of partial JSON, and Viterbi segmentation.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from llguidance import LLMatcher
 from octavo.text.grammar.vocabulary import SPECIAL, VocabularyTexts
 
 MAX_BYTES = 256
-"""Longest completion in bytes."""
+"""Maximum length of a completion in bytes."""
 MAX_TRIED = 32
-"""Most legal bytes that are tried for one that completes the text."""
+"""Maximum number of legal bytes that are tried to find one that completes the text."""
 QUOTE = b'"'
 INSIDE_A_STRING = 64
-"""More legal bytes than this indicate a string, in which brackets close nothing."""
+"""If more bytes than this are legal, the text is inside a string, where brackets close nothing."""
 CLOSERS = b'}])",:0123456789ntf-[{'
 """Byte order that closes JSON: terminators first, then the shortest values."""
 
 JSON_ORDER = bytes([*CLOSERS, *(byte for byte in range(256) if byte not in CLOSERS)])
 LAST_ORDER = bytes(reversed(range(256)))
-"""Byte order that leaves repetitions whose first bytes continue forever."""
+"""Byte order that ends repetitions whose first legal bytes would continue forever."""
 
 
 def closing(
     matcher: LLMatcher, texts: VocabularyTexts, orders: Sequence[bytes], most: int
 ) -> list[int] | None:
-    """Returns the shortest completion found, at most `most` tokens, or None."""
+    """Returns the shortest completion found, of at most `most` tokens; None if there is none."""
     ways = [_way(matcher.deep_copy(), texts, order) for order in orders]
     found = [_cut(way, texts) for way in ways if way is not None]
     return min((tokens for tokens in found if len(tokens) <= most), key=len, default=None)
 
 
 def _way(matcher: LLMatcher, texts: VocabularyTexts, order: bytes) -> bytes | None:
-    """Returns the bytes that complete a text (special tokens in llguidance's notation), or None if
-    the byte order does not lead to an end.
+    """Returns the bytes that complete a text (special tokens in llguidance's notation), None if the
+    byte order does not lead to an end.
     """
     way = bytearray()
     while len(way) <= MAX_BYTES:

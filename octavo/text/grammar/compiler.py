@@ -1,7 +1,7 @@
 """Compiles grammars with llguidance and advances them token by token.
 
-The only module that calls llguidance. Limits count work, not seconds, so a grammar that compiles in
-the frontend also compiles in the worker.
+The only module that calls llguidance. Limits count units of work instead of seconds, so a grammar
+that compiles in the frontend also compiles in the worker.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from octavo.text.grammar.vocabulary import VocabularyTexts
 from octavo.text.ports import Matcher, Tokenizer
 
 SHALLOW_BYTES = 2 << 10
-"""Texts up to this length compile on any thread's stack."""
+"""Maximum length of a text that compiles with any thread's stack."""
 LARGE_BYTES = 64 << 10
-"""Larger texts compile one at a time, because their stacks may take much memory."""
+"""Length above which texts compile one at a time, because their stacks may use much memory."""
 LEAST_STACK_BYTES = 8 << 20
 STACK_BYTES_PER_BYTE = 1024
-"""Stack per byte of text: chains of rules, terminals and references need 120 to 550."""
+"""Stack bytes per byte of text; chains of rules, terminals and references need 120 to 550."""
 STARTS = threading.Lock()
-"""Held while starting a thread with another stack size, which is a process-wide setting."""
+"""Lock held while a thread with a different stack size is started, because the size is a
+process-wide setting.
+"""
 LARGE = threading.Lock()
-"""Held while a large text compiles."""
+"""Lock held while a large text compiles."""
 Returned = TypeVar("Returned")
 MAX_LEXER_STATES = 20_000
 """Regex states per grammar, about 1.5 KB each."""
@@ -45,19 +47,19 @@ STEP_LEXER_FUEL = 200_000
 STEP_MAX_ITEMS = 50_000
 """Parser work per mask, about 3 ms."""
 PROBE_TOKENS = 8
-"""Tokens tried at validation, which detects many grammars that are too large."""
+"""Number of tokens tried at validation; this detects many grammars that are too large."""
 BYTES_OF_TEXT, LEAST_BYTES = 100, 64 << 10
 """Estimated memory of a compiled grammar per byte of text, and its minimum; measured with
 enumerations and objects of thousands of names."""
 
 
 MOST_MASK_THREADS = 8
-"""Threads that compute the masks of one step; a mask takes about 50 us."""
+"""Maximum number of threads that compute the masks of one step; a mask takes about 50 us."""
 
 PANIC = "panic"
 """Prefix of llguidance's internal errors."""
 JSON_KINDS = ("json", "json_object", "structural_tag")
-"""Kinds of structured output that are completed like JSON."""
+"""Kinds of structured output for which the JSON byte order is used to complete a text."""
 
 
 class GrammarError(Exception):
@@ -148,7 +150,7 @@ class TokenMatcher:
     def mask(self) -> bytes:
         found = self._matcher.compute_bitmask()
         self._check()
-        # llguidance counts words of a mask in its own way.
+        # llguidance's masks may have a different number of words.
         return found[: self._mask_bytes].ljust(self._mask_bytes, b"\0")
 
     def only_token(self) -> int | None:
@@ -226,7 +228,7 @@ class GrammarCompiler:
         )
 
     def masks(self, matchers: Sequence[Matcher]) -> list[bytes | None]:
-        """Returns the masks of matchers of this vocabulary; None for those that exceeded a
+        """Returns the masks of matchers of this vocabulary; None for matchers that exceeded a
         limit.
         """
         if self._executor is None:
@@ -285,7 +287,7 @@ def probe(matcher: TokenMatcher) -> None:
 
 
 def fault_in(whole: str) -> str:
-    """Returns llguidance's error for grammars in its own format; "" if they compile."""
+    """Returns llguidance's error for grammars in llguidance's format; "" if they compile."""
     validate = partial(LLMatcher.validate_grammar, whole, limits=limits())
     try:
         return first_line(with_deep_stack(validate, len(whole)))
@@ -318,8 +320,8 @@ def with_deep_stack(run: Callable[[], Returned], num_bytes: int) -> Returned:
     """Calls `run`, which compiles a text of `num_bytes` bytes; long texts run on a thread with a
     larger stack.
 
-    Runs llguidance with enough stack: it recurses as deep as rules and schemas refer to one
-    another, and a stack overflow kills the process.
+    llguidance recurses as deep as rules and schemas refer to one another, and a stack overflow
+    would kill the process.
 
     The recursion depth is bounded by the text's length. Computing masks does not recurse.
     """

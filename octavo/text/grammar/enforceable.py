@@ -32,7 +32,7 @@ from octavo.text.grammar.string_patterns import FORMATS, whole_pattern
 from octavo.text.grammar.strings import escape_options, rewrite_patterns
 
 MAX_REPAIRS = 64
-"""Errors that are dropped one by one before the entire schema is."""
+"""Maximum number of errors that are dropped one by one; with more, the entire schema is dropped."""
 REPAIR_S = 1.0
 """Time limit of the search for errors, in seconds."""
 NOT_ENFORCED = (
@@ -184,7 +184,7 @@ def _is_never_enforced(place: SubSchema, key: str) -> bool:
         return key in NOT_ENFORCED
     types = place.schema.get("type", "string")
     if types != "string" and not (isinstance(types, list) and "string" in types):
-        return False  # says nothing of other types
+        return False  # does not restrict other types
     return not isinstance(place.schema["format"], str) or place.schema["format"] not in FORMATS
 
 

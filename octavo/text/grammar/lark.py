@@ -39,7 +39,7 @@ def depth(grammar: str) -> int:
 
 
 def literal(text: str, special: Mapping[str, int] | None = None) -> str:
-    """Returns a rule that matches a text, with special tokens by id."""
+    """Returns a rule that matches a text, with special tokens referenced by id."""
     if not special:
         return _quoted(text)
     names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
@@ -110,7 +110,7 @@ def build_message_grammar(
 ) -> str:
     """Returns the grammar of messages, some or all of them structures, optionally after reasoning.
 
-    Message headers cannot contain texts of the structures' headers.
+    The headers of other messages cannot contain the texts of the structures' headers.
     """
     own = " | ".join(f"tag_{index}" for index in range(len(structures)))
     opening, text, between = (
@@ -119,7 +119,7 @@ def build_message_grammar(
     thought = f"{opening} {literal(frame.thought, special)} {text}"
     limit = "" if frame.most_tokens is None else f"[max_tokens={frame.most_tokens}]"
     unlike = frame.unlike if frame.most_tokens is None else (*frame.unlike, frame.thought)
-    # A thought that the answer begins itself is a message, after which it may end.
+    # Reasoning that the output itself begins is a message, after which the output may end.
     may_end = frame.may_end_in_thought and frame.has_begun and frame.most_tokens is None
     last = " | think" if may_end else ""
     lark = [
@@ -162,7 +162,7 @@ def has_marks(frame: MessageFrame, special: Mapping[str, int]) -> bool:
 
 
 def _without(texts: Iterable[str]) -> str:
-    """Returns the pattern of texts that contain none of some others."""
+    """Returns a pattern for texts that contain none of `texts`."""
     banned = "|".join(re.escape(text).replace("/", "\\/") for text in texts)
     return f"/(.|\\n)*/ & ~/(.|\\n)*({banned})(.|\\n)*/"
 
@@ -193,10 +193,10 @@ def _tag_rules(
 
 def build_after_grammar(spec: GrammarSpec, name: str, special: Mapping[str, int]) -> str:
     """Returns the grammar of free text up to `starts_after`, followed by grammar `name`; with
-    `may_end_before` the output may end within the free text.
+    `may_end_before`, the output may also end within the free text.
 
     Whitespace between the two is allowed, as models write it. If the free text is bounded, `cut`
-    comes first: at the bound llguidance completes the first rule that reached it.
+    comes first: when the bound is reached, llguidance completes the first rule that reached it.
     """
     closing = literal(spec.starts_after, special)
     most = spec.most_tokens_before

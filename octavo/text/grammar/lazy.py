@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSetup:
-    """What grammars are compiled for: tokenizer, vocabulary size, end tokens."""
+    """Inputs for compiling grammars: tokenizer, vocabulary size, end tokens."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -75,7 +75,7 @@ class LazyGrammars:
     """Compiles and validates grammars. Thread-safe."""
 
     def __init__(self, read: Callable[[], GrammarSetup], *, opens_objects: bool = False) -> None:
-        """`opens_objects`: objects without `additionalProperties` allow other properties."""
+        """With `opens_objects`, objects without `additionalProperties` allow other properties."""
         self._read = read
         self._opens_objects = opens_objects
         self._admitted = AdmittedForms()
@@ -89,7 +89,7 @@ class LazyGrammars:
         return self.compiler.num_bytes(spec)
 
     def knows(self, form: StructuredOutputs) -> bool:
-        """Returns whether a request is cached, so that `admit` is fast."""
+        """Returns whether a request's grammar is cached, so that `admit` is fast."""
         digest = get_digest(self._configured(form))
         return digest is not None and self._admitted.find(digest) is not None
 

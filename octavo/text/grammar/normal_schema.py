@@ -19,9 +19,11 @@ from octavo.text.grammar.schema_faults import UNMET
 from octavo.text.grammar.strings import rewrite_patterns
 
 MAX_ALTERNATIVES = 64
-"""Alternatives per schema; allOf of unions multiplies them."""
+"""Maximum number of alternatives per schema; an allOf of unions multiplies alternatives."""
 NUMBERS = frozenset({"integer", "number"})
-"""A number schema also allows integers, so that intersections work as on sets."""
+"""Types implied by each type: a number schema also allows integers, so that types can be
+intersected as sets.
+"""
 TYPES = NUMBERS | {"null", "boolean", "string", "array", "object"}
 LIMITS = (
     *("minLength", "maxLength", "pattern", "format"),
@@ -56,7 +58,7 @@ class Leaf:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether string limits may contradict each other."""
+        """Whether the string limits may contradict each other, so that no value may remain."""
         keys = [key for key, _ in self.limits]
         return len(keys) > 1 and ("pattern" in keys or "format" in keys)
 
@@ -155,7 +157,8 @@ def _alternatives(
 ) -> list[Part]:
     """Returns the alternatives of a schema.
 
-    `own` returns those of its own keywords, `meet` intersects two. A recursive reference adds none.
+    `own` returns the alternatives of the schema's own keywords, `meet` intersects two alternatives.
+    A recursive reference adds none.
     """
     if not isinstance(schema, Mapping):
         return [] if schema is False else own({})

@@ -2,13 +2,12 @@ r"""Rules for values in tool-call formats that write strings unquoted, up to a c
 grammar and the parser both use them:
 
 - A parameter that does not admit strings is written as JSON.
-- A string is written as it is. If the parameter also admits other types, a text that is JSON of one
+- A string is written unquoted. If the parameter also admits other types, a text that is JSON of one
   of them is that value: `null` is null, `12` a number, and a text that begins with `{` or `[` an
   object or a list. Any other text is the string itself.
-- A string that cannot be written so, because it contains the closing text or would be parsed as
-  another type, is written as a JSON string in which the closing text is escaped:
-  `"\u003c/parameter>"`. Only the spelling that `quote` returns is unquoted; `"a phrase"` is a
-  string with its quotes.
+- A string that contains the closing text or would be parsed as another type is written as a JSON
+  string in which the closing text is escaped: `"\u003c/parameter>"`. Only text in the exact form
+  that `quote` returns is unquoted; `"a phrase"` is a string that includes its quotes.
 - A closing text inside a string of a list or an object does not end the value.
 """
 
@@ -23,7 +22,9 @@ from octavo.text.grammar.normal_schema import NUMBERS, Leaf
 from octavo.text.grammar.string_patterns import FORMATS, whole_pattern
 
 MAX_QUOTED = 1024
-"""Longest JSON string that is interpreted as a quoted text; longer ones are taken literally."""
+"""Maximum length of a JSON string that is interpreted as a quoted text; longer ones are used
+literally.
+"""
 INTEGER = r"-?(0|[1-9][0-9]*)"
 NUMBER = rf"{INTEGER}(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 BEGUN_NUMBER = re.compile(r"-?([0-9]+(\.[0-9]*)?([eE][+\-]?[0-9]*)?)?")
@@ -154,7 +155,7 @@ def raw_terminal(leaves: Sequence[Leaf], closing: str, types: Collection[str]) -
         others = leaf.having(leaf.types - STRING - by_json)
         if others is not None:
             options += _others(others)
-    if not options and not by_json:  # an enumeration of strings for which no text stands
+    if not options and not by_json:  # an enumeration of strings none of which can be written
         options.append(plain)
     return " | ".join(dict.fromkeys(options))
 
@@ -174,8 +175,8 @@ def _beginnings(chars: str, digits: str) -> str:
     """Returns the terminal of texts that do not begin with some characters, nor with a quote
     followed by one of `chars`.
 
-    A positive pattern: as a negation, one mask takes 20x the regex work, and with a further pattern
-    more than `STEP_LEXER_FUEL`.
+    The pattern is positive, because as a negation one mask would take 20x the regex work, and with
+    a further pattern more than `STEP_LEXER_FUEL`.
     """
     quoted = rf"[^{chars}](.|\n)*" if chars else r"(.|\n)*"
     return rf'/([^"{chars}{digits}](.|\n)*|"({quoted})?)?/'
@@ -195,7 +196,7 @@ def _strings(leaf: Leaf, closing: str, types: Collection[str], plain: str) -> li
 
 
 def _spelled(text: str, closing: str, types: Collection[str]) -> str | None:
-    """Returns how a string is written; None if it cannot be."""
+    """Returns the text with which a string is written; None if it cannot be written."""
     written = quote(text, closing) if needs_quotes(text, closing, types) else text
     is_read = json.loads(read_raw(written, closing, types)) == text
     return written if is_read and closing not in written else None

@@ -17,15 +17,16 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 MAX_BYTES = 1 << 20
-"""Bytes of a schema or grammar."""
+"""Maximum size of a schema or grammar in bytes."""
 MAX_DEPTH = 64
-"""Nesting depth of objects and arrays."""
+"""Maximum nesting depth of objects and arrays."""
 MAX_NODES = 20_000
-"""Number of objects and arrays."""
+"""Maximum number of objects and arrays."""
 MAX_PROPERTIES = 2_000
-"""Properties per object; compile time grows with the square."""
+"""Maximum number of properties per object; compile time grows with the square."""
 MAX_REFERENCES = 200
-"""Longest chain of references to any part of a schema; the compiler takes over a second for 4,000.
+"""Maximum length of the chain of references to any part of a schema; the compiler takes over a
+second for 4,000.
 """
 
 OPTIONS = "x-guidance"
@@ -180,8 +181,8 @@ def children(place: SubSchema) -> Iterator[SubSchema]:
 
 
 def places(root: Schema) -> Iterator[SubSchema]:
-    """Yields a schema and all subschemas in document order, then those only reachable by reference,
-    such as `#/components/schemas/Pet`.
+    """Yields a schema and all subschemas in document order, then subschemas that are only reachable
+    by reference, such as `#/components/schemas/Pet`.
     """
     stack = [SubSchema("#", root)]
     references: list[Any] = []
@@ -304,7 +305,7 @@ def _target(root: Schema, schema: Schema) -> Mapping[str, Any]:
 
 
 def _constants(root: Schema, schema: Schema) -> set[str] | None:
-    """Returns the normalized values that a schema enumerates, or None."""
+    """Returns the normalized values that a schema enumerates; None if it is not an enumeration."""
     schema = _target(root, schema)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return {_spelled(value) for value in values} if isinstance(values, list) else None
@@ -323,7 +324,7 @@ def _required(root: Schema, schema: Schema) -> list[str]:
 
 
 def _get_constants(root: Schema, schema: Schema, name: str) -> set[str] | None:
-    """Returns the values that a schema enumerates for a required property, or None."""
+    """Returns the values that a schema enumerates for a required property; None if it does not."""
     if name not in _required(root, schema):
         return None
     properties = _target(root, schema).get("properties")
@@ -395,7 +396,9 @@ def check_cycles(root: Schema) -> None:
 
 
 def _has_end(root: Schema, schema: Schema, endless: Container[int]) -> bool:
-    """Returns whether a schema has a finite instance, given the `endless` ones."""
+    """Returns whether a schema has a finite instance, given that the schemas in `endless` have
+    none.
+    """
 
     def ends(part: Any) -> bool:
         return id(part) not in endless

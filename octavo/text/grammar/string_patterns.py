@@ -13,7 +13,7 @@ from octavo.text.grammar.strings import rewrite_pattern
 
 ANYTHING = r"(.|\n)*"
 ASCII_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
-"""ECMA-262's classes; the compiler's are Unicode."""
+"""ECMA-262's character classes; the compiler's classes are Unicode."""
 DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
 TIME = rf"{CLOCK}:([0-5][0-9]|60)(\.[0-9]+)?([zZ]|[+\-]{CLOCK})"
@@ -38,7 +38,7 @@ FORMATS = {
 
 
 def whole_pattern(pattern: str) -> str:
-    """Returns the regex of texts that match a pattern, for a Lark terminal."""
+    """Returns a regex for complete texts that match a pattern, for a Lark terminal."""
     pattern = re.sub(r"\\(.)", _ascii, rewrite_pattern(pattern), flags=re.DOTALL)
     whole = "|".join(_whole(branch) for branch in _branches(pattern))
     return whole.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
@@ -49,7 +49,7 @@ def _ascii(found: re.Match[str]) -> str:
 
 
 def _whole(branch: str) -> str:
-    """Extends one alternative with any text on sides without an anchor."""
+    """Extends an alternative by arbitrary text on each side that has no anchor."""
     begins, ends = branch.startswith("^"), _ends_with_anchor(branch)
     inner = branch[1:] if begins else branch
     inner = inner[:-1] if ends else inner

@@ -1,10 +1,11 @@
-r"""Prepares the strings of a JSON schema for llguidance: patterns, and which escapes may be used.
+r"""Prepares the strings of a JSON schema for llguidance: patterns and allowed escapes.
 
-A `pattern` is ECMA-262's and applies to the decoded string; llguidance reads Rust's syntax.
+A `pattern` has ECMA-262's syntax and applies to the decoded string; llguidance expects Rust's
+syntax.
 
-llguidance 1.9 lets a character class that holds every control character match `\"` and `\\` as
-well: `[^"]` admits a quote. Without U+0000 a class is read exactly, so that character is taken out
-of each class. Source of the syntaxes: ECMA-262 (Patterns), the documentation of Rust's regex.
+In llguidance 1.9, a character class that contains every control character also matches `\"` and
+`\\`: `[^"]` admits a quote. Without U+0000 a class is handled exactly, so this character is removed
+from each class. Source of the syntaxes: ECMA-262 (Patterns), the documentation of Rust's regex.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ INSIDE = {
     "~~": r"~\~",
     "--": r"-\-",
 }
-"""The same within a class, in which Rust has operators (`&&`, `--`, `~~`, `[`)."""
+"""The same mapping within a character class, where Rust has operators (`&&`, `--`, `~~`, `[`)."""
 
 
 def rewrite_pattern(pattern: str) -> str:
@@ -48,7 +49,7 @@ def rewrite_pattern(pattern: str) -> str:
             made.append(_rewrite_class(found[1], found[2]))
         else:
             found = TOKEN.match(pattern, at)
-            if found is None:  # a backslash at the end, which llguidance refuses
+            if found is None:  # a trailing backslash, which llguidance rejects
                 made.append(pattern[at:])
                 break
             made.append(OUTSIDE.get(found[0], _control(found[0])))

@@ -1,6 +1,6 @@
 """Looks up tokens by bytes: which tokens start a text, and which extend it.
 
-Special tokens have no text; llguidance writes them into forced text by id.
+Special tokens have no text; in forced text, llguidance represents them by id.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 SPECIAL = b"\xff["
 """Marker before a special token id in forced text; no text contains this byte."""
 MOST_EXTENSIONS = 16
-"""Tokens beyond a forced text that are tried before assuming that several are legal."""
+"""Maximum number of tokens that extend beyond a forced text and are tried; with more, several are
+assumed to be legal.
+"""
 
 
 class VocabularyTexts:
@@ -45,7 +47,7 @@ class VocabularyTexts:
         return legal[0] if len(legal) == 1 else None
 
     def byte_token(self, byte: int) -> int | None:
-        """Returns the token of a single byte, or None."""
+        """Returns the token of a single byte; None if there is none."""
         found = self._ids.get(bytes([byte]))
         return None if found is None else found[0]
 
@@ -55,7 +57,7 @@ class VocabularyTexts:
         """
         if text.startswith(SPECIAL):
             return [int(text[len(SPECIAL) : -1])]
-        # Number of tokens of each rest of the text, and the length of the first of them.
+        # For each suffix of the text: its number of tokens, and the length of the first one.
         best: list[tuple[int, int] | None] = [None] * len(text) + [(0, 0)]
         for start in range(len(text) - 1, -1, -1):
             for length in range(1, min(len(text) - start, self._longest) + 1):

@@ -119,7 +119,7 @@ class NamedJson:
     separators: Sequence[str] = ()
     """Texts after the name; () if the arguments follow directly."""
     id_mark: str = ""
-    """Text between the name and a call id, if the model gives one."""
+    """Text between the name and the call id, if the model writes one."""
     openings: Sequence[str] = ()
 
     @property
@@ -161,7 +161,7 @@ def _plain_name(name: str) -> str:
 
 
 def _given_id(name: str) -> str:
-    """Returns a name that doubles as a call id, such as functions.look_up:0."""
+    """Returns a name that is also a call id, such as functions.look_up:0; "" for other names."""
     return name if ":" in name else ""
 
 

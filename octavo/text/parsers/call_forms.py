@@ -29,7 +29,7 @@ class CallRules:
     must_call: bool = False
     may_call_several: bool = True
     given_as: str = "tools"
-    """Request field of the functions, for errors."""
+    """Request field that contains the functions, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,7 @@ def build_response_form(
     rules: CallRules,
     before: ReasoningSpan,
 ) -> StructuredOutputs:
-    """Returns the structured output of a response with tool calls, or with `own` if it
-    calls none.
-    """
+    """Returns the structured output of a response that contains tool calls, or else `own`."""
     if isinstance(tools, ChannelFormat) and not rules.must_call:
         return _framed_form(own, tools, rules, before)
     if own is None or rules.must_call:
@@ -134,7 +132,9 @@ def _part(own: StructuredOutputs) -> dict[str, Any]:
 
 
 def start_after(own: StructuredOutputs, before: ReasoningSpan, **changed: Any) -> StructuredOutputs:
-    """Returns a structured output that starts after the reasoning, with some fields changed."""
+    """Returns a structured output that starts after the reasoning, with `changes` applied to its
+    fields.
+    """
     return msgspec.structs.replace(own, **before.fields, **changed)
 
 

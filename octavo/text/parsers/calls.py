@@ -15,7 +15,7 @@ from octavo.text.parsers.parts import PartList
 from octavo.text.parsers.source import MalformedText, Steps, TextSource
 
 MAX_NAME = 256
-"""Longest function name in characters."""
+"""Maximum length of a function name in characters."""
 NAME = re.compile(r"[\w.:/\-]+")
 """Characters of an unquoted name."""
 QUOTED_NAME = re.compile(r"[\w.:/ \-]+")
@@ -54,7 +54,7 @@ class CallWriter:
     """Writes the current call; emits nothing before its name is known."""
 
     def __init__(self, parts: PartList, known: Collection[str] | None = None) -> None:
-        """`known` restricts the names that make a call; None allows all."""
+        """`known` restricts the function names that are accepted; None allows all."""
         self._parts = parts
         self._known = known
         self._has_arguments = False
@@ -82,7 +82,7 @@ class CallWriter:
 
 
 class CallBody(Protocol):
-    """How a format writes calls between its markers."""
+    """The part of a format that reads calls between its markers."""
 
     @property
     def openings(self) -> Sequence[str]:

@@ -25,7 +25,7 @@ class AnswerFormats:
     """Tool-call and reasoning formats of a model."""
 
     tools: ToolFormat | ChannelFormat | None
-    """None if neither option nor template specifies one."""
+    """None if neither the option nor the template specifies one."""
     reasoning: ReasoningFormat | ChannelFormat | None
 
 

@@ -37,7 +37,7 @@ class ToolFormat:
 
     name: str
     models: str
-    """Models that use it, for the docs."""
+    """Models that use the format, for the docs."""
     body: CallBody
     written: tuple[str, str]
     """Texts before and after the arguments of a single call."""
@@ -48,13 +48,13 @@ class ToolFormat:
     call_begin: str = ""
     call_end: str = ""
     found_by: Sequence[Sequence[str]] = ()
-    """Sets of texts; a chat template with all texts of one set belongs to this format."""
+    """Sets of texts; a chat template that contains all texts of one set uses this format."""
     id_length: int = 0
     """Length of call ids in letters and digits if the template checks it; 0: any."""
 
     @property
     def triggers(self) -> Sequence[str]:
-        """Texts that only begin calls."""
+        """Texts that only occur at the beginning of calls."""
         return self.begin
 
     def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class ReasoningFormat:
     opening: str
     closing: str
     dropped: Sequence[str] = ()
-    """Markers around the answer that are not part of it."""
+    """Markers around the content that are not part of it."""
     found_by: Sequence[Sequence[str]] = ()
     aliases: Sequence[str] = ()
 
@@ -106,7 +106,7 @@ class ChannelFormat:
     before_call: str = "<|end|><|start|>assistant"
     """Text between the analysis and a call."""
     before_content: str = "<|end|><|start|>assistant<|channel|>final<|message|>"
-    """Text between the analysis and the answer."""
+    """Text between the analysis and the content."""
     id_length: int = 0
     aliases: Sequence[str] = ()
     marks: tuple[str, ...] = (
@@ -361,16 +361,16 @@ REASONING_FORMATS: Sequence[ReasoningFormat | ChannelFormat] = (
 )
 
 DEFAULT_TOOL_FORMAT = "hermes"
-"""Tool-call format that the prompt teaches models without tool support in their template."""
+"""Tool-call format described in the prompt for models whose template does not support tools."""
 
 
 def find_tool_format(template: str | None) -> ToolFormat | ChannelFormat | None:
-    """Returns the first tool format that a chat template matches, or None."""
+    """Returns the first tool format that a chat template matches; None if there is none."""
     return next((row for row in TOOL_FORMATS if _shows(template, row.found_by)), None)
 
 
 def find_reasoning_format(template: str | None) -> ReasoningFormat | ChannelFormat | None:
-    """Returns the first reasoning format that a chat template matches, or None."""
+    """Returns the first reasoning format that a chat template matches; None if there is none."""
     return next((row for row in REASONING_FORMATS if _shows(template, row.found_by)), None)
 
 

@@ -16,7 +16,7 @@ from octavo.text.parsers.reader import MessageForm, read_message
 PLAIN = re.compile(r"[\w./:-]+( [\w./:-]+)*")
 """Names without characters that are special in JSON, tags or chat templates."""
 MAX_ALIAS = 64
-"""Longest alias in characters."""
+"""Maximum length of an alias in characters."""
 
 
 def get_aliases(tools: ToolFormat | ChannelFormat, names: Sequence[str]) -> dict[str, str]:
@@ -32,7 +32,7 @@ def get_aliases(tools: ToolFormat | ChannelFormat, names: Sequence[str]) -> dict
 
 @functools.lru_cache(maxsize=4096)
 def _is_writable(format_name: str, name: str) -> bool:
-    """Returns whether a format reads back a call with this name."""
+    """Returns whether a format correctly parses a call with this name."""
     tools = named_tool_format(format_name)
     assert tools is not None, "formats come from the table"
     if PLAIN.fullmatch(name) is None:

@@ -1,6 +1,6 @@
 """Incremental JSON parsing that copies values as written.
 
-Only brackets and strings are tracked; clients get what the model wrote.
+Only brackets and strings are tracked; clients receive exactly the text that the model wrote.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(slots=True)
 class FunctionText:
-    """A call, as far as it was written."""
+    """A call, possibly incomplete."""
 
     name: str
     arguments: str = ""
@@ -45,7 +45,7 @@ class FunctionText:
 
 
 def parse_arguments(call: FunctionText) -> dict[str, Any]:
-    """Parses a call's arguments, as far as they were written."""
+    """Parses a call's arguments, which may be incomplete."""
     try:
         found = from_json(call.arguments, allow_partial="trailing-strings")
     except ValueError:
@@ -55,7 +55,7 @@ def parse_arguments(call: FunctionText) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class MessageText:
-    """A message, as far as it was written."""
+    """A message, possibly incomplete."""
 
     reasoning: str = ""
     content: str = ""

@@ -1,4 +1,4 @@
-"""Calls in Python notation: `[look_up(city="Oslo", days=3), now()]`; names that are no identifiers
+"""Calls in Python notation: `[look_up(city="Oslo", days=3), now()]`; names that are not identifiers
 use a dictionary: `f(**{"a-b": 1})`.
 
 A call begins at its first keyword, or at the closing parenthesis if it has none; each argument is

@@ -26,7 +26,7 @@ ANYTHING = re.compile(r"[\s\S]+")
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """What an output may contain."""
+    """The parts that an output may contain."""
 
     tools: ToolFormat | ChannelFormat | None = None
     """Tool-call format; None if the request offers no functions."""
@@ -50,12 +50,14 @@ class MessageReader:
         self._source = TextSource()
         self._types = FunctionTypes(form.functions)
         self._space = ""
-        """Trailing whitespace, emitted if more text of its kind follows."""
+        """Trailing whitespace that is held back and emitted only if more text of the same kind
+        follows.
+        """
         self._steps = self._message()
         self._has_ended = False
 
     def read(self, text: str, *, finished: bool = False) -> list[Part]:
-        """Returns the parts that are certain after more text; everything if finished."""
+        """Adds text; returns the parts that are now certain, or all parts if finished."""
         self._source.add(text)
         if finished:
             self._source.end()
@@ -119,12 +121,12 @@ class MessageReader:
         yield from self._rest()
 
     def _at_front(self, tools: ToolFormat) -> Steps[bool]:
-        """Returns whether the text continues with anything but an unmarked call."""
+        """Returns whether the text continues with something other than a call without a marker."""
         char = yield from self._source.peek_past_space()
         return char not in tools.body.openings if char else True
 
     def _unmarked(self, tools: ToolFormat) -> Steps[None]:
-        """Reads calls without a marker; only functions of the request count."""
+        """Reads calls without a marker; only functions of the request are accepted."""
         while not (yield from self._at_front(tools)):
             section = CallSection(self._source, self._parts, self._types, self._types.names)
             self._source.hold()
@@ -188,7 +190,7 @@ class MessageReader:
 class ContinuedReader:
     """Parser of an output that continues an earlier text.
 
-    Of that text, only a call with incomplete arguments is emitted, completely.
+    Of the earlier text, only a call with incomplete arguments is emitted, from its beginning.
     """
 
     def __init__(self, form: MessageForm, given: str) -> None:
@@ -202,7 +204,7 @@ class ContinuedReader:
             self._open = _make_parts(before.calls[-1])
 
     def read(self, text: str, *, finished: bool = False) -> list[Part]:
-        """Returns the parts that are certain after more text; calls are numbered from 0."""
+        """Adds text; returns the parts that are now certain. Calls are numbered from 0."""
         parts, self._open = self._open, []
         for part in self._reader.read(text, finished=finished):
             is_of_call = part.kind in (PartKind.CALL, PartKind.ARGUMENTS)
@@ -219,7 +221,7 @@ def _is_whole(arguments: str) -> bool:
 
 
 def _make_parts(call: FunctionText) -> list[Part]:
-    """Returns a call as parts, as far as it was written."""
+    """Returns a possibly incomplete call as parts."""
     begun = [Part(PartKind.CALL, call.name, 0, call.call_id)]
     return [*begun, Part(PartKind.ARGUMENTS, call.arguments, 0)] if call.arguments else begun
 

@@ -1,7 +1,7 @@
 """Text source for incremental parsers.
 
-A parser is a generator that yields when it needs more text, so it reads as if the text were
-complete; results do not depend on how the text is split.
+A parser is a generator that yields when it needs more text, so its code is written as if the text
+were complete; results do not depend on how the text is split.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Emit: TypeAlias = Callable[[str], None]
 
 
 class MalformedText(Exception):
-    """Raised if the text does not match the format that its opening announced."""
+    """Raised if the text does not match the format that its opening marker started."""
 
 
 class CutText(MalformedText):
-    """Raised if the text ends inside the format."""
+    """Raised if the text ends before the format is complete."""
 
 
 class TextSource:
@@ -91,7 +91,7 @@ class TextSource:
             count += 1
 
     def at(self, marks: Sequence[str]) -> Steps[str]:
-        """Consumes the longest marker that follows; returns it, or ""."""
+        """Consumes and returns the longest marker that follows; "" if none does."""
         while True:
             found, could_grow = self._mark_at(self._place, marks)
             if not could_grow or self._has_ended:
@@ -100,7 +100,9 @@ class TextSource:
             yield
 
     def at_or_cut(self, marks: Sequence[str]) -> Steps[str]:
-        """Consumes the longest marker, or at the end of the text a partial one."""
+        """Consumes and returns the longest marker that follows; at the end of the text also a
+        partial marker.
+        """
         found = yield from self.at(marks)
         rest = self._text[self._place :]
         if not found and any(mark.startswith(rest) for mark in marks):
