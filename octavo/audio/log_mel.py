@@ -50,8 +50,8 @@ class LogMel:
         hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
         power = np.abs(np.fft.rfft(frames * hann, axis=1)) ** 2
         decades = np.log10(np.maximum(power @ mel_filters(self.num_bands), FLOOR))
-        kept = np.maximum(decades, decades.max() - RANGE)
-        features: NDArray[np.float32] = ((kept + 4.0) / 4.0).astype(np.float32)
+        clipped = np.maximum(decades, decades.max() - RANGE)
+        features: NDArray[np.float32] = ((clipped + 4.0) / 4.0).astype(np.float32)
         return features
 
 

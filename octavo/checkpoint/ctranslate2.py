@@ -57,9 +57,9 @@ def convert_whisper(source: Path, target: Path) -> None:
     save_file(tensors, target / "model.safetensors", {"format": "np"})
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     ids = {entry["content"]: entry["id"] for entry in tokenizer["added_tokens"]}
-    given = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text())
     _write(target / "config.json", _config(variables, ids))
-    _write(target / "generation_config.json", _generation_config(given, ids))
+    _write(target / "generation_config.json", _generation_config(config, ids))
     (target / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     _write(
         target / "tokenizer_config.json",
@@ -77,7 +77,7 @@ def read_variables(path: Path) -> Variables:
             f" of {SPEC}"
         )
     reader.number("<I")  # revision of the specification
-    found: Variables = {}
+    variables: Variables = {}
     for _ in range(reader.number("<I")):
         name = reader.text()
         shape = tuple(reader.number("<I") for _ in range(reader.number("<B")))
@@ -87,11 +87,11 @@ def read_variables(path: Path) -> Variables:
         data = np.frombuffer(reader.take(reader.number("<I")), DTYPES[kind])
         if data.size != int(np.prod(shape)):
             raise UnsupportedModel(f"{path}: {name} has {data.size} numbers, its shape is {shape}")
-        found[name] = data.reshape(shape)
+        variables[name] = data.reshape(shape)
     for _ in range(reader.number("<I")):
         alias, name = reader.text(), reader.text()
-        found[alias] = found[name]
-    return found
+        variables[alias] = variables[name]
+    return variables
 
 
 class _Reader:
@@ -190,22 +190,22 @@ def _config(variables: Variables, ids: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _generation_config(given: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
+def _generation_config(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
     """Returns generation_config.json; an English-only model has no language tokens."""
     start, end = ids["<|startoftranscript|>"], ids["<|endoftext|>"]
     is_multilingual = end == start - 1 and end >= 50257
     languages = {
         f"<|{name}|>": ids[f"<|{name}|>"]
         for name in (text.strip("<|>") for text in ids)
-        if ids[f"<|{name}|>"] in given.get("lang_ids", [])
+        if ids[f"<|{name}|>"] in config.get("lang_ids", [])
     }
     return {
         "decoder_start_token_id": start,
         "eos_token_id": end,
         "no_timestamps_token_id": ids["<|notimestamps|>"],
         "prev_sot_token_id": ids["<|startofprev|>"],
-        "suppress_tokens": given.get("suppress_ids", []),
-        "begin_suppress_tokens": given.get("suppress_ids_begin", []),
+        "suppress_tokens": config.get("suppress_ids", []),
+        "begin_suppress_tokens": config.get("suppress_ids_begin", []),
         "is_multilingual": is_multilingual,
         "lang_to_id": languages if is_multilingual else {},
         "task_to_id": (

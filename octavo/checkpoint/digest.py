@@ -30,8 +30,8 @@ def get_model_digest(path: Path) -> str:
     elif path.is_file():
         hashes = {path.name: _get_hash(path)}
     else:
-        found = (file for file in path.rglob("*") if file.is_file())
-        hashes = {file.relative_to(path).as_posix(): _get_hash(file) for file in found}
+        files = (file for file in path.rglob("*") if file.is_file())
+        hashes = {file.relative_to(path).as_posix(): _get_hash(file) for file in files}
     only = next(iter(hashes.values()), "")
     if len(hashes) == 1 and SHA256.fullmatch(only):
         return only

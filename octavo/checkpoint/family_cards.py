@@ -102,9 +102,9 @@ def find_card(model_type: str, *names: str | None) -> tuple[str, FamilyCard] | N
     cards = [item for item in get_cards().items() if model_type in item[1].model_types]
     for name in filter(None, names):
         plain = re.sub(r"[^a-z0-9]", "", name.lower())
-        found = [
+        matches = [
             (plain.index(part), item) for item in cards for part in item[1].names if part in plain
         ]
-        if found:
-            return min(found, key=lambda each: each[0])[1]
+        if matches:
+            return min(matches, key=lambda each: each[0])[1]
     return None

@@ -50,14 +50,14 @@ def fused_parts(name: str) -> Iterator[FusedPart]:
     """Yields the candidate locations of an expert's matrix in newer checkpoints; nothing for other
     names.
     """
-    found = _EXPERT.fullmatch(name)
-    if found is None:
+    match = _EXPERT.fullmatch(name)
+    if match is None:
         return
-    tensor, half = _TENSORS[found[3]]
-    module, expert = _newer(found[1]), int(found[2])
+    tensor, half = _TENSORS[match[3]]
+    module, expert = _newer(match[1]), int(match[2])
     yield FusedPart(f"{module}.{tensor}", expert, half)
     if half is not None:
-        yield FusedPart(f"{module}.{found[3]}", expert, None)  # experts without gates
+        yield FusedPart(f"{module}.{match[3]}", expert, None)  # experts without gates
 
 
 def newer_names(name: str) -> Iterator[str]:

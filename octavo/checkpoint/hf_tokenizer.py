@@ -114,22 +114,22 @@ def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
     )
     if template is not None and not isinstance(template, str | list | dict):
         raise _not_a_template(path, "chat_template", template)
-    found = _named(template)
+    templates = _named(template)
     file = path / "chat_template.jinja"
     if file.exists():
-        found = {"default": _read_text(file)}
+        templates = {"default": _read_text(file)}
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        found[file.stem] = _read_text(file)
-    for name, text in found.items():
+        templates[file.stem] = _read_text(file)
+    for name, text in templates.items():
         if not isinstance(text, str):
             which = "" if name == "default" else f"{name!r} of "
             raise _not_a_template(path, f"{which}chat_template", text)
-    return found
+    return templates
 
 
-def _not_a_template(path: Path, name: str, got: Any) -> WeightMismatch:
+def _not_a_template(path: Path, name: str, value: Any) -> WeightMismatch:
     return WeightMismatch(
-        f"{path}: {name} is a {type(got).__name__}, expected a string or a list of named ones"
+        f"{path}: {name} is a {type(value).__name__}, expected a string or a list of named ones"
     )
 
 

@@ -208,10 +208,10 @@ class HubModel:
             if out.tell() > lfs.size:
                 out.truncate(0)
             self._transfer(file, revision, lfs, part, resume_bytes=out.seek(0, os.SEEK_END))
-            found = _digest(part, hashlib.sha256())
-            if found != lfs.sha256:
+            digest = _digest(part, hashlib.sha256())
+            if digest != lfs.sha256:
                 part.unlink()
-                raise _other_hash(self.reference.repository, file, "SHA-256", found, lfs.sha256)
+                raise _other_hash(self.reference.repository, file, "SHA-256", digest, lfs.sha256)
             os.replace(part, blob)
 
     def _transfer(
@@ -374,9 +374,9 @@ def _digest(path: Path, digest: hashlib._Hash) -> str:
     return digest.hexdigest()
 
 
-def _other_hash(name: str, file: str, kind: str, found: str, expected: str) -> DownloadFailed:
+def _other_hash(name: str, file: str, kind: str, actual: str, expected: str) -> DownloadFailed:
     return DownloadFailed(
-        f"{name}: {file} has {kind} {found}, expected {expected}; the download was discarded",
+        f"{name}: {file} has {kind} {actual}, expected {expected}; the download was discarded",
         hint="download it again; if it fails again, a proxy may be modifying the file",
     )
 

@@ -113,8 +113,8 @@ def gguf_models(names: Iterable[str]) -> list[GgufModel]:
     for name in sorted(names):
         if not name.lower().endswith(".gguf") or COMPANIONS.search(name.rpartition("/")[2]):
             continue
-        found = PART_NAME.fullmatch(name)
-        parts[(found["stem"], int(found["count"])) if found else (name, 1)].append(name)
+        match = PART_NAME.fullmatch(name)
+        parts[(match["stem"], int(match["count"])) if match else (name, 1)].append(name)
     return [GgufModel(tuple(files), count) for (_, count), files in parts.items()]
 
 
@@ -134,13 +134,13 @@ def choose_default(models: Sequence[GgufModel]) -> GgufModel:
 
 def _named(reference: HubReference, models: Sequence[GgufModel]) -> GgufModel:
     if reference.file:
-        found = [model for model in models if reference.file in model.files]
+        matching = [model for model in models if reference.file in model.files]
         what = f"no file {reference.file}"
     else:
-        found = find_quant(models, reference.quant)
+        matching = find_quant(models, reference.quant)
         what = f"no quantization {reference.quant}"
-    if found:
-        return found[0]
+    if matching:
+        return matching[0]
     raise NotOnHub(
         f"{reference.repository} has {what}: {_described(models)}", hint=_hint(reference, models)
     )
@@ -152,11 +152,11 @@ def find_quant(models: Sequence[GgufModel], quant: str) -> list[GgufModel]:
     Exact names come before the UD- variant (Q4_K_XL also matches UD-Q4_K_XL), then file names and
     folders that contain it.
     """
-    wanted = quant.upper()
-    contained = re.compile(rf"(?<![A-Z0-9]){re.escape(wanted)}(?![A-Z0-9_])")
+    upper_quant = quant.upper()
+    contained = re.compile(rf"(?<![A-Z0-9]){re.escape(upper_quant)}(?![A-Z0-9_])")
     ways = (
-        lambda model: model.quant == wanted,
-        lambda model: model.quant == f"UD-{wanted}",
+        lambda model: model.quant == upper_quant,
+        lambda model: model.quant == f"UD-{upper_quant}",
         lambda model: contained.search(model.main.upper()) is not None,
     )
     return next((found for way in ways if (found := [*filter(way, models)])), [])

@@ -67,8 +67,8 @@ def list_local_models() -> list[CachedModel]:
     """Returns the complete models in both caches, newest first."""
     names = (name for name in CATALOGUE if find_downloaded(name) is not None)
     catalogued = (model for name in names if (model := _catalogue_model(name)) is not None)
-    found = [*catalogued, *_hub_models()]
-    return sorted(found, key=lambda model: (-model.modified_s, model.name))
+    models = [*catalogued, *_hub_models()]
+    return sorted(models, key=lambda model: (-model.modified_s, model.name))
 
 
 def find_local_model(name: str) -> CachedModel | None:
@@ -102,8 +102,8 @@ def match_local_model(name: str, models: Sequence[CachedModel]) -> CachedModel |
     if not reference.quant and reference.repository in by_name:
         return by_name[reference.repository]
     files = [GgufModel((each.removeprefix(start),), 1) for each in by_name if start in each]
-    found = find_quant(files, reference.quant) if reference.quant else files
-    return by_name[start + choose_default(found).main] if found else None
+    matching = find_quant(files, reference.quant) if reference.quant else files
+    return by_name[start + choose_default(matching).main] if matching else None
 
 
 def find_cached(model: str, models: Sequence[CachedModel]) -> CachedModel | None:
@@ -160,7 +160,7 @@ def _hub_models() -> Iterator[CachedModel]:
 def _list_repo_models(repo: CachedRepoInfo) -> Iterator[CachedModel]:
     """Yields a repository's safetensors as one model, and each of its GGUF models."""
     has_safetensors = False
-    found: dict[str, list[Path]] = {}
+    files_by_model: dict[str, list[Path]] = {}
     for revision in sorted(repo.revisions, key=lambda each: -each.last_modified):
         names = [
             file.file_path.relative_to(revision.snapshot_path).as_posix() for file in revision.files
@@ -169,14 +169,14 @@ def _list_repo_models(repo: CachedRepoInfo) -> Iterator[CachedModel]:
         for model in gguf_models(names):
             if model.is_whole:
                 paths = [revision.snapshot_path / file for file in model.files]
-                found.setdefault(model.main, []).extend(paths)
+                files_by_model.setdefault(model.main, []).extend(paths)
     whole = _repository(repo.repo_id) if has_safetensors else None
     if whole is not None:
         yield whole
-    for file, paths in found.items():
+    for file, paths in files_by_model.items():
         blobs = {path.resolve() for path in paths}
         # If its only model is removed, the rest of the repository is useless.
-        is_only = len(found) == 1 and not has_safetensors
+        is_only = len(files_by_model) == 1 and not has_safetensors
         own = [blob for blob in blobs if blob.is_relative_to(repo.repo_path.resolve())]
         removed = [repo.repo_path] if is_only else [*paths, *own]
         local = _local_model(f"{repo.repo_id}/{file}", paths[0], blobs, removed)
@@ -188,8 +188,8 @@ def _local_model(
     name: str, path: Path, files: Iterable[Path], removed: Iterable[Path]
 ) -> CachedModel | None:
     """Returns a model with the total size and newest time of its files; None if there are none."""
-    found = [file.stat() for file in files if file.is_file()]
-    if not found:
+    stats = [file.stat() for file in files if file.is_file()]
+    if not stats:
         return None
-    num_bytes, modified_s = sum(f.st_size for f in found), max(f.st_mtime for f in found)
+    num_bytes, modified_s = sum(f.st_size for f in stats), max(f.st_mtime for f in stats)
     return CachedModel(name, path, num_bytes, modified_s, tuple(removed))

@@ -59,8 +59,8 @@ def _make_part_test(first: Path) -> Callable[[Path], bool]:
     named = PART_NAME.fullmatch(first.name)
 
     def is_part(file: Path) -> bool:
-        found = PART_NAME.fullmatch(file.name)
-        return named is not None and found is not None and found["stem"] == named["stem"]
+        match = PART_NAME.fullmatch(file.name)
+        return named is not None and match is not None and match["stem"] == named["stem"]
 
     return is_part
 

@@ -112,14 +112,14 @@ def read_peft(path: Path, *, max_rank: int, max_bytes: int) -> PeftAdapter:
     _check_size(path / CONFIG, MAX_CONFIG_BYTES)
     config = _Config(path / CONFIG, read_json(path / CONFIG), max_rank)
     _check_size(path / TENSORS, max_bytes)
-    found: dict[str, _Module] = {}
+    modules: dict[str, _Module] = {}
     for name, array in read_tensors(path / TENSORS).items():
         full_name, part = _named(name, path)
-        module = found.setdefault(get_bare_name(full_name), _Module(full_name))
+        module = modules.setdefault(get_bare_name(full_name), _Module(full_name))
         if part in module.parts:
             raise WeightMismatch(f"{path}: two tensors are {part} of {full_name}, one is {name}")
         module.parts[part] = _numbers(array, name, path)
-    updates = {name: _update(name, module, config, path) for name, module in found.items()}
+    updates = {name: _update(name, module, config, path) for name, module in modules.items()}
     return PeftAdapter(path, _digest(updates.values()), updates)
 
 
@@ -132,11 +132,11 @@ class _Module:
     parts: dict[str, NDArray] = field(default_factory=dict)
 
 
-def _check_size(file: Path, most: int) -> None:
+def _check_size(file: Path, max_bytes: int) -> None:
     size = file.stat().st_size
-    if size > most:
+    if size > max_bytes:
         raise WeightMismatch(
-            f"{file}: {size:,} bytes, an adapter of this model has at most {most:,}",
+            f"{file}: {size:,} bytes, an adapter of this model has at most {max_bytes:,}",
             hint="if its rank is higher, raise max_lora_rank",
         )
 
@@ -225,10 +225,10 @@ def _flag(file: Path, values: Mapping[str, Any], key: str) -> bool:
     return bool(value)
 
 
-def _rank(file: Path, what: str, value: Any, most: int) -> float:
-    if type(value) is not int or not 1 <= value <= most:
+def _rank(file: Path, what: str, value: Any, max_rank: int) -> float:
+    if type(value) is not int or not 1 <= value <= max_rank:
         raise WeightMismatch(
-            f"{file}: {what} is {shown(value)}, expected integers from 1 to {most}",
+            f"{file}: {what} is {shown(value)}, expected integers from 1 to {max_rank}",
             hint="max_lora_rank sets the highest" if type(value) is int and value > 0 else None,
         )
     return value
@@ -250,13 +250,13 @@ def _patterns(
     file: Path, values: Mapping[str, Any], key: str, check: Callable[[str, Any], float]
 ) -> Patterns:
     """Compiles patterns of module names; RE2 matches in linear time."""
-    found = values.get(key) or {}
-    if not isinstance(found, dict) or len(found) > MAX_PATTERNS:
+    patterns = values.get(key) or {}
+    if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
         raise WeightMismatch(f"{file}: {key} is not an object of at most {MAX_PATTERNS} patterns")
     options = re2.Options()
     options.log_errors = False
     compiled: Patterns = []
-    for pattern, value in found.items():
+    for pattern, value in patterns.items():
         number = check(f"{key}[{shown(pattern)}]", value)
         try:
             if len(pattern) > MAX_PATTERN:
@@ -276,8 +276,8 @@ def _matching(patterns: Patterns, full_name: str, otherwise: float) -> float:
     return next((number for pattern, number in patterns if pattern.fullmatch(full_name)), otherwise)
 
 
-def _update(module: str, found: _Module, config: _Config, path: Path) -> ModuleUpdate:
-    parts = found.parts
+def _update(module: str, tensors: _Module, config: _Config, path: Path) -> ModuleUpdate:
+    parts = tensors.parts
     table = "lora_embedding_A" in parts or "lora_embedding_B" in parts
     names = ("lora_embedding_A", "lora_embedding_B") if table else ("lora_A", "lora_B")
     if table and ("lora_A" in parts or "lora_B" in parts):
@@ -298,10 +298,10 @@ def _update(module: str, found: _Module, config: _Config, path: Path) -> ModuleU
             f"{path}: {module} is an embedding table with DoRA, which is not supported"
         )
     if a is not None and b is not None:
-        _check_ranks(module, a, b, config.get_rank(found.full_name), path)
+        _check_ranks(module, a, b, config.get_rank(tensors.full_name), path)
     return ModuleUpdate(
         module,
-        scale=config.get_scale(found.full_name) if a is not None else 0.0,
+        scale=config.get_scale(tensors.full_name) if a is not None else 0.0,
         a=a,
         b=b,
         is_table=table,

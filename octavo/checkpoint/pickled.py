@@ -106,7 +106,7 @@ def _load(file: Path) -> Mapping[str, torch.Tensor]:
     import torch
 
     try:
-        found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
+        loaded: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
     except Exception as error:  # PyTorch raises many kinds of errors for a damaged or unsafe pickle
         reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
         reason = reason.partition(" Please use ")[0].partition("\n")[0] or type(error).__name__
@@ -115,11 +115,11 @@ def _load(file: Path) -> Mapping[str, torch.Tensor]:
             hint="download the file again, or convert it: " + CONVERT.format(path=file.parent),
         ) from error
     for key in ("state_dict", "model"):
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping):
-        raise WeightMismatch(f"{file}: holds a {type(found).__name__}, expected a state dict")
-    return {str(name): each for name, each in found.items() if isinstance(each, torch.Tensor)}
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+    if not isinstance(loaded, Mapping):
+        raise WeightMismatch(f"{file}: holds a {type(loaded).__name__}, expected a state dict")
+    return {str(name): each for name, each in loaded.items() if isinstance(each, torch.Tensor)}
 
 
 def _is_zip(file: Path) -> bool:
@@ -142,10 +142,10 @@ def no_weights(message: str, path: Path) -> WeightMismatch:
     """
     folder = path if path.is_dir() else path.parent
     for pattern, kind in OTHER_WEIGHTS.items():
-        found = sorted(folder.glob(pattern)) if path.is_dir() else [path]
-        if found and fnmatch(found[0].name, pattern):
+        paths = sorted(folder.glob(pattern)) if path.is_dir() else [path]
+        if paths and fnmatch(paths[0].name, pattern):
             return WeightMismatch(
-                f"{message}; {found[0].name} is {kind}, which is not supported",
+                f"{message}; {paths[0].name} is {kind}, which is not supported",
                 hint=HINTS.get(pattern, CONVERT).format(path=folder),
             )
     return WeightMismatch(message, hint="download *.safetensors, pytorch_model.bin or *.gguf")

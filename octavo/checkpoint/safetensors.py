@@ -198,18 +198,18 @@ class SafetensorsCheckpoint:
 
     def tensor(self, name: str) -> PackedWeight:
         """Returns a view of the mapped file, or a copy for codes stored in another order."""
-        found, entry = self._find(name)
+        stored_name, entry = self._find(name)
         if entry.format_name == FP8 and isinstance(entry, _Entry):
             missing = (
                 "has no scales" if self._is_quantized else "config.json has no quantization_config"
             )
-            raise WeightMismatch(f"{self.path}: {found} is stored as {FP8}, but {missing}")
-        return entry.weight(found)
+            raise WeightMismatch(f"{self.path}: {stored_name} is stored as {FP8}, but {missing}")
+        return entry.weight(stored_name)
 
     def stored(self, name: str) -> StoredTensor:
-        found, entry = self._find(name)
+        stored_name, entry = self._find(name)
         is_quantized = isinstance(entry, _Quantized)
-        return StoredTensor(found, entry.shape, entry.file, entry.num_stacked, is_quantized)
+        return StoredTensor(stored_name, entry.shape, entry.file, entry.num_stacked, is_quantized)
 
     def release(self) -> None:
         for buffer in self._buffers.values():
@@ -224,20 +224,20 @@ class SafetensorsCheckpoint:
         or in a fused tensor of experts.
         """
         for each in (name, *newer_names(name)):
-            found = self._stored_name(each)
-            if found is not None:
-                return found, self._entries[found]
+            stored_name = self._stored_name(each)
+            if stored_name is not None:
+                return stored_name, self._entries[stored_name]
         for part in fused_parts(name):
-            found = self._stored_name(part.tensor)
-            whole = self._entries[found] if found else None
+            stored_name = self._stored_name(part.tensor)
+            whole = self._entries[stored_name] if stored_name else None
             entry = whole.part(part) if isinstance(whole, _Entry) else None
-            if found and entry:
-                return found, entry
+            if stored_name and entry:
+                return stored_name, entry
         if self.config.get("tie_word_embeddings") is not False:
             for each in other_names(name):
-                found = self._stored_name(each)
-                if found is not None:
-                    return found, self._entries[found]
+                stored_name = self._stored_name(each)
+                if stored_name is not None:
+                    return stored_name, self._entries[stored_name]
         raise WeightMismatch(
             f"{self.path}: the tensor {name} is missing",
             hint=f"the files hold {len(self._entries)} tensors",
@@ -245,11 +245,11 @@ class SafetensorsCheckpoint:
 
     def _plain(self, name: str) -> NDArray | None:
         """Returns a matrix in fp32, fp16 or bf16; None if there is no such matrix."""
-        found = self._stored_name(name)
-        entry = self._entries[found] if found else None
-        if not found or not isinstance(entry, _Entry) or entry.format_name not in DTYPES:
+        stored_name = self._stored_name(name)
+        entry = self._entries[stored_name] if stored_name else None
+        if not stored_name or not isinstance(entry, _Entry) or entry.format_name not in DTYPES:
             return None
-        return entry.array(found)
+        return entry.array(stored_name)
 
     def _stored_name(self, name: str) -> str | None:
         """Returns a tensor's name in this checkpoint, which may add or omit prefixes; None if it is
@@ -316,13 +316,13 @@ def _by_matrix(
     entries: Mapping[str, _Entry], quantized: QuantizedFormat
 ) -> dict[str, _Entry | _Quantized]:
     """Replaces the tensors of each quantized module by one matrix, "...weight"."""
-    found: dict[str, _Entry | _Quantized] = dict(entries)
+    locations: dict[str, _Entry | _Quantized] = dict(entries)
     for module, rests in quantized.parts(entries.keys()).items():
         parts = {rest: entries[f"{module}{quantized.joint}{rest}"] for rest in rests}
         for rest in rests:
-            del found[f"{module}{quantized.joint}{rest}"]
-        found[f"{module}{quantized.matrix}"] = _Quantized(module, quantized, parts)
-    return found
+            del locations[f"{module}{quantized.joint}{rest}"]
+        locations[f"{module}{quantized.matrix}"] = _Quantized(module, quantized, parts)
+    return locations
 
 
 def _array(
@@ -334,8 +334,8 @@ def _array(
             f"{entry.file}: {name} has dtype {entry.dtype}, supported:"
             f" {', '.join(dict.fromkeys([*allowed, *CONVERTED]))}"
         )
-    found: NDArray = np.frombuffer(entry.buffer, dtype, math.prod(entry.shape), entry.start)
-    return found.reshape(entry.shape)
+    array: NDArray = np.frombuffer(entry.buffer, dtype, math.prod(entry.shape), entry.start)
+    return array.reshape(entry.shape)
 
 
 def _weight_files(path: Path) -> list[Path]:

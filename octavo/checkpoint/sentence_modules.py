@@ -64,14 +64,14 @@ def with_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         return config | {"pooling": config.get("pooling", {}) | tokens | _limits(folder)}
     if "Pooling" not in kinds:
         return config
-    at = kinds.index("Pooling")
+    index = kinds.index("Pooling")
     prompt = _default_prompt(settings, folder / SETTINGS)
-    mode = _mode(modules[at][1] / "config.json", has_prompt=bool(prompt))
-    before = [kind for kind in kinds[:at] if kind != "Transformer"]
-    behind = [kind for kind in kinds[at + 1 :] if kind != "Normalize"]
+    mode = _mode(modules[index][1] / "config.json", has_prompt=bool(prompt))
+    before = [kind for kind in kinds[:index] if kind != "Transformer"]
+    behind = [kind for kind in kinds[index + 1 :] if kind != "Normalize"]
     pooling = {
         "mode": ", then ".join([*before, mode, *behind]),
-        "normalize": "Normalize" in kinds[at + 1 :],
+        "normalize": "Normalize" in kinds[index + 1 :],
         **({"prompt": prompt} if prompt else {}),
         **_limits(folder),
     }
@@ -84,12 +84,12 @@ def _default_prompt(settings: Mapping[str, Any], path: Path) -> str:
     if name is None:
         return ""
     prompts = settings.get("prompts")
-    found = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
-    if not isinstance(found, str):
+    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if not isinstance(prompt, str):
         raise WeightMismatch(
             f"{path}: default_prompt_name is {shown(name)}, which is not in prompts"
         )
-    return found
+    return prompt
 
 
 def module_folders(folder: Path) -> list[Path]:
@@ -152,8 +152,8 @@ def _score_tokens(path: Path) -> list[int]:
 
 
 def _limits(folder: Path) -> dict[str, Any]:
-    found = (folder / name for name in TRANSFORMER_CONFIGS)
-    path = next((path for path in found if path.exists()), folder / TRANSFORMER_CONFIGS[0])
+    paths = (folder / name for name in TRANSFORMER_CONFIGS)
+    path = next((path for path in paths if path.exists()), folder / TRANSFORMER_CONFIGS[0])
     config = read_json_if_there(path)
     limits: dict[str, Any] = {"do_lower_case": _flag(config, "do_lower_case", path)}
     length = config.get("max_seq_length")

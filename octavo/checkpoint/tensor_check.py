@@ -55,11 +55,11 @@ def check_tensors(checkpoint: Checkpoint, programs: Iterable[Program]) -> None:
         has_logits |= "logits" in program.outputs
     names = checkpoint.names()
     biases = {name for name in names if has_logits and HEAD_BIAS.search(name)} - read
-    left = sorted({*find_unread_tensors(names, read, checkpoint.config), *biases})
-    if left:
-        more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+    unread = sorted({*find_unread_tensors(names, read, checkpoint.config), *biases})
+    if unread:
+        more = f" and {len(unread) - SHOWN} more" if len(unread) > SHOWN else ""
         raise WeightMismatch(
-            f"{checkpoint.path}: the tensors {', '.join(left[:SHOWN])}{more} are not read by"
+            f"{checkpoint.path}: the tensors {', '.join(unread[:SHOWN])}{more} are not read by"
             f" {checkpoint.config.get('model_type')} with this config.json",
             hint="config.json and the weights belong to different models, or the model has a part"
             " that is not supported",
@@ -101,10 +101,10 @@ def drafting_tensors(names: Iterable[str], config: dict[str, object]) -> list[st
     num_layers = config.get("num_hidden_layers")
     if not isinstance(num_layers, int):
         return []
-    found = ((name, re.search(r"(?:^|\.)layers\.(\d+)\.", name)) for name in names)
+    matches = ((name, re.search(r"(?:^|\.)layers\.(\d+)\.", name)) for name in names)
     return [
         name
-        for name, layer in found
+        for name, layer in matches
         if name.startswith("mtp.") or (layer and int(layer[1]) >= num_layers)
     ]
 
@@ -126,11 +126,11 @@ def _checked(checkpoint: Checkpoint, weight: Weight) -> Iterator[str]:
     for name in weight.tensor_names:
         stored = checkpoint.stored(name)
         output_major = checkpoint.output_major or stored.is_quantized
-        wanted = _shapes(weight, output_major=output_major)
-        if stored.shape not in wanted:
+        allowed_shapes = _shapes(weight, output_major=output_major)
+        if stored.shape not in allowed_shapes:
             raise WeightMismatch(
                 f"{stored.file}: {stored.name} has shape {stored.shape}, expected"
-                f" {' or '.join(map(str, wanted))}",
+                f" {' or '.join(map(str, allowed_shapes))}",
                 hint="config.json and the weights belong to different models, or the file is"
                 " damaged",
             )
@@ -149,10 +149,10 @@ def _shapes(weight: Weight, *, output_major: bool) -> list[tuple[int, ...]]:
     if weight.kernel:
         return [(*shape[:-1], *weight.kernel)]
     stacked = len(weight.tensor_names) > 1
-    found = [shape[1:]] if stacked else [shape]
+    shapes = [shape[1:]] if stacked else [shape]
     if not stacked and weight.sources and shape[0] == 1:
-        found.append(shape[1:])
+        shapes.append(shape[1:])
     turned = weight.transposed and not output_major
     return [
-        (*one[:-2], one[-1], one[-2]) if turned and len(one) > 1 else tuple(one) for one in found
+        (*one[:-2], one[-1], one[-2]) if turned and len(one) > 1 else tuple(one) for one in shapes
     ]

@@ -113,8 +113,10 @@ def sensitive_weights(program: Program) -> set[Weight]:
     linears = [op for op in program.ops if isinstance(op, Linear)]
     downs = [op for op in linears if op.x.name in activated]
     eighth, inner = len(downs) // 8, range(len(downs) // 8, 7 * len(downs) // 8)
-    kept = [op for at, op in enumerate(downs) if at not in inner or (at - eighth) % 3 == 2]
-    return {weight for op in kept for weight in op.weights_} | value_weights(program)
+    selected = [
+        op for index, op in enumerate(downs) if index not in inner or (index - eighth) % 3 == 2
+    ]
+    return {weight for op in selected for weight in op.weights_} | value_weights(program)
 
 
 def value_weights(program: Program) -> set[Weight]:
@@ -232,17 +234,17 @@ class WeightReader:
 
     def _stacked(self, parts: Sequence[StoredWeight], weight: Weight) -> PackedWeight:
         """Stacks a weight's parts; parts of different formats are allowed if they are converted."""
-        found = [part.packed() for part in parts]
-        if len({_format(part) for part in found}) > 1:
+        packed_parts = [part.packed() for part in parts]
+        if len({_format(part) for part in packed_parts}) > 1:
             wide = WIDE_TYPES.get(self._dtype)
             if wide is not None or weight.whole in self._plan:
-                found = [
+                packed_parts = [
                     PackedWeight.plain(part.dequantize().astype(wide or np.float32))
-                    for part in found
+                    for part in packed_parts
                 ]
             else:
-                found = [_with_zeros(part) for part in found]
-        return stack(found, weight.name)
+                packed_parts = [_with_zeros(part) for part in packed_parts]
+        return stack(packed_parts, weight.name)
 
     def _num_read(self, weight: Weight) -> int:
         """Returns the number of inputs to read: all for a weight packed here, because its scales
@@ -441,15 +443,15 @@ def _remade(parts: Sequence[StoredWeight], weight: Weight) -> StoredWeight:
     """Returns a weight in its own shape, built from the checkpoint's tensors."""
     first, *others = (part.packed().codes if part.is_float else part.dequantize() for part in parts)
     if weight.stored_as == "row":
-        made = first.reshape(weight.shape)
+        reshaped = first.reshape(weight.shape)
     elif weight.stored_as == "heads":
-        made = np.concatenate([first.reshape(-1), *others])
+        reshaped = np.concatenate([first.reshape(-1), *others])
     elif weight.stored_as == "tap":
-        made = first[:, :, weight.tap]
+        reshaped = first[:, :, weight.tap]
     else:
         outputs, width = weight.shape[0], weight.shape[1] // TAPS
-        made = np.zeros(weight.shape, first.dtype)
-        run = made[:, weight.tap * width :][:, :width]
+        reshaped = np.zeros(weight.shape, first.dtype)
+        run = reshaped[:, weight.tap * width :][:, :width]
         run[:, :-1] = first.transpose(0, 2, 1).reshape(outputs, -1)
         run[:, -1] = others[0]
-    return PackedWeight.plain(np.ascontiguousarray(made))
+    return PackedWeight.plain(np.ascontiguousarray(reshaped))

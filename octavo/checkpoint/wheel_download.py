@@ -200,9 +200,9 @@ def pip_command() -> list[str]:
     """Returns the pip command: this Python's pip, pip on PATH, or pip through uv."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
-    found = shutil.which("pip3") or shutil.which("pip")
-    if found:
-        return [found]
+    pip = shutil.which("pip3") or shutil.which("pip")
+    if pip:
+        return [pip]
     uv = shutil.which("uv")
     if uv:
         return [uv, "tool", "run", "pip"]

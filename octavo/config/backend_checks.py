@@ -35,10 +35,10 @@ def check_backend(config: EngineConfig) -> None:
 
 def _check_choice(options: BackendChoice) -> None:
     usual = BackendChoice()
-    given = [name for name in TORCH_ONLY if getattr(options, name) != getattr(usual, name)]
-    if given and options.backend != "torch":
+    set_options = [name for name in TORCH_ONLY if getattr(options, name) != getattr(usual, name)]
+    if set_options and options.backend != "torch":
         raise ConfigError(
-            f"{given[0]}: requires the torch backend, got {options.backend!r}",
+            f"{set_options[0]}: requires the torch backend, got {options.backend!r}",
             hint="set backend to torch",
         )
     native_only = [name for name in NATIVE_ONLY if getattr(options, name) != getattr(usual, name)]
@@ -129,10 +129,10 @@ def _check_stages(config: EngineConfig) -> None:
         ("cache", "kv_offloading_size"),
         ("cache", "kv_cache"),
     ):
-        given = getattr(getattr(config, part), name)
-        if given not in (getattr(getattr(usual, part), name), "none"):
+        value = getattr(getattr(config, part), name)
+        if value not in (getattr(getattr(usual, part), name), "none"):
             raise ConfigError(
-                f"{got}, not supported with {name} {given}",
+                f"{got}, not supported with {name} {value}",
                 hint=f"remove {name}, or set pipeline_parallel_size to 1",
             )
 
@@ -185,9 +185,9 @@ def _check_shared_experts(config: EngineConfig) -> None:
         ("cache", "prefix_cache_dir"),
         ("cache", "kv_offloading_size"),
     ):
-        given = getattr(getattr(config, part), name)
-        if given != getattr(getattr(usual, part), name):
+        value = getattr(getattr(config, part), name)
+        if value != getattr(getattr(usual, part), name):
             raise ConfigError(
-                f"enable_expert_parallel: not supported with {name} {given}",
+                f"enable_expert_parallel: not supported with {name} {value}",
                 hint=f"remove {name}, or set enable_expert_parallel to False",
             )

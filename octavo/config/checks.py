@@ -36,11 +36,11 @@ def check(config: EngineConfig) -> None:
         hooks.check(config)
     check_backend(config)
     if not 0 < config.cache.gpu_memory_utilization <= 1:
-        got = f"gpu_memory_utilization: got {config.cache.gpu_memory_utilization:g}"
-        raise ConfigError(f"{got}, expected a fraction above 0 and at most 1")
+        given_utilization = f"gpu_memory_utilization: got {config.cache.gpu_memory_utilization:g}"
+        raise ConfigError(f"{given_utilization}, expected a fraction above 0 and at most 1")
     if config.scheduler.watermark >= 1:
-        got = f"watermark: got {config.scheduler.watermark:g}"
-        raise ConfigError(f"{got}, expected a fraction below 1")
+        given_utilization = f"watermark: got {config.scheduler.watermark:g}"
+        raise ConfigError(f"{given_utilization}, expected a fraction below 1")
     _check_adapters(config)
     _check_sampler(config)
     _check_speculation(config)
@@ -50,9 +50,10 @@ def _check_tenants(options: SchedulerOptions) -> None:
     tenant_weights(options)
     of_tenants = options.tenant_weight or options.max_num_seqs_per_tenant is not None
     if options.scheduling_policy != "fair" and of_tenants:
-        got = f"got {options.scheduling_policy!r}"
+        given = f"got {options.scheduling_policy!r}"
         raise ConfigError(
-            f"scheduling_policy: {got}, but tenant_weight and max_num_seqs_per_tenant require fair",
+            f"scheduling_policy: {given},"
+            " but tenant_weight and max_num_seqs_per_tenant require fair",
             hint="set scheduling_policy to fair",
         )
 
@@ -141,8 +142,11 @@ def _check_adapters(config: EngineConfig) -> None:
 
 def _check_sampler(config: EngineConfig) -> None:
     sampler = config.sampler
-    given = {"logits_processors": sampler.processors, "structured_close": sampler.structured_close}
-    for name, value in given.items():
+    set_options = {
+        "logits_processors": sampler.processors,
+        "structured_close": sampler.structured_close,
+    }
+    for name, value in set_options.items():
         if value and config.backend.backend == "torch":
             raise ConfigError(
                 f"{name}: requires the native or reference backend, got 'torch'",

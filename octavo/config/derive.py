@@ -54,19 +54,19 @@ def derive(
     )
 
 
-def _max_model_len(wanted: int | None, model_context_tokens: int) -> int:
-    if wanted is None:
+def _max_model_len(requested: int | None, model_context_tokens: int) -> int:
+    if requested is None:
         return model_context_tokens
-    if wanted > model_context_tokens:
+    if requested > model_context_tokens:
         raise ConfigError(
-            f"max_model_len: got {wanted}, expected at most the model's context,"
+            f"max_model_len: got {requested}, expected at most the model's context,"
             f" {model_context_tokens}"
         )
-    if wanted < 2:
+    if requested < 2:
         raise ConfigError(
-            f"max_model_len: got {wanted}, expected at least 2 (one prompt token, one new one)"
+            f"max_model_len: got {requested}, expected at least 2 (one prompt token, one new one)"
         )
-    return wanted
+    return requested
 
 
 def _num_processes(config: EngineConfig) -> int:
@@ -75,26 +75,26 @@ def _num_processes(config: EngineConfig) -> int:
 
 
 def _num_scheduler_steps(config: EngineConfig) -> int:
-    given, backend = config.scheduler.num_scheduler_steps, config.backend.backend
-    if given not in (None, 1) and backend != "native":
+    num_steps, backend = config.scheduler.num_scheduler_steps, config.backend.backend
+    if num_steps not in (None, 1) and backend != "native":
         raise ConfigError(
-            f"num_scheduler_steps: got {given}, expected 1 with the backend {backend}",
+            f"num_scheduler_steps: got {num_steps}, expected 1 with the backend {backend}",
             hint="remove it, or use native",
         )
-    if given not in (None, 1) and config.backend.num_ranks > 1:
+    if num_steps not in (None, 1) and config.backend.num_ranks > 1:
         name, size = _parallel_size(config)
         raise ConfigError(
-            f"num_scheduler_steps: got {given}, expected 1 with {name} {size}",
+            f"num_scheduler_steps: got {num_steps}, expected 1 with {name} {size}",
             hint="remove it: multi-step decoding requires a single rank",
         )
-    if given not in (None, 1) and config.fleet.num_expert_engines > 1:
+    if num_steps not in (None, 1) and config.fleet.num_expert_engines > 1:
         raise ConfigError(
-            f"num_scheduler_steps: got {given}, expected 1 with enable_expert_parallel",
+            f"num_scheduler_steps: got {num_steps}, expected 1 with enable_expert_parallel",
             hint="remove it: engines with expert parallelism synchronize at each step",
         )
     is_alone = config.backend.num_ranks == config.fleet.num_expert_engines == 1
     is_several = backend == "native" and is_alone
-    return given or (NUM_STEPS if is_several else 1)
+    return num_steps or (NUM_STEPS if is_several else 1)
 
 
 def _parallel_size(config: EngineConfig) -> tuple[str, int]:

@@ -56,13 +56,13 @@ def configure_encoder_decoder(config: EngineConfig, max_input_len: int) -> Engin
             f" decoder-only model; this model is an encoder-decoder",
             hint=f"remove {name}",
         )
-    wanted = config.model.max_encoder_len
-    if wanted is not None and wanted > max_input_len:
+    requested_len = config.model.max_encoder_len
+    if requested_len is not None and requested_len > max_input_len:
         raise ConfigError(
-            f"max_encoder_len: got {wanted}, expected at most the model's, {max_input_len}",
+            f"max_encoder_len: got {requested_len}, expected at most the model's, {max_input_len}",
             hint="remove max_encoder_len",
         )
-    max_encoder_len = wanted or max_input_len
+    max_encoder_len = requested_len or max_input_len
     if config.scheduler.max_num_batched_tokens <= max_encoder_len:
         raise ConfigError(
             f"max_num_batched_tokens: got {config.scheduler.max_num_batched_tokens}, but an input"

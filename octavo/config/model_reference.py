@@ -82,18 +82,18 @@ def _parse_url(text: str) -> HubReference | None:
     if url.scheme not in ("http", "https") or not is_hub:
         return None
     path = unquote(url.path).strip("/")
-    found = INSIDE.fullmatch(path)
-    if found is None:
+    match = INSIDE.fullmatch(path)
+    if match is None:
         return _parse_path(path)
-    reference = _parse_path(found["repository"])
-    inside = found["inside"] or ""
-    below = [found["revision"], *(inside.split("/") if inside else ())]
+    reference = _parse_path(match["repository"])
+    inside = match["inside"] or ""
+    below = [match["revision"], *(inside.split("/") if inside else ())]
     if reference is None or not _is_inside(below):
         return None
     if FILE.fullmatch(inside):
-        return replace(reference, file=inside, revision=found["revision"])
-    folder = inside.rpartition("/")[2] if found["view"] == "tree" else ""
-    return replace(reference, quant=folder, revision=found["revision"])
+        return replace(reference, file=inside, revision=match["revision"])
+    folder = inside.rpartition("/")[2] if match["view"] == "tree" else ""
+    return replace(reference, quant=folder, revision=match["revision"])
 
 
 def _parse_path(path: str) -> HubReference | None:

@@ -28,16 +28,16 @@ def processor_entries(texts: Iterable[str]) -> list[ProcessorEntry]:
     """Parses NAME=MODULE:FUNCTION or MODULE:FUNCTION (named like the function). Raises ConfigError
     for an invalid text or a duplicate name.
     """
-    found: dict[str, ProcessorEntry] = {}
+    entries: dict[str, ProcessorEntry] = {}
     for text in texts:
         entry = _entry(text)
-        if entry.name in found:
+        if entry.name in entries:
             raise ConfigError(
                 f"logits_processors: got {entry.name!r} twice, expected one function per name",
                 hint="rename one with NAME=MODULE:FUNCTION",
             )
-        found[entry.name] = entry
-    return list(found.values())
+        entries[entry.name] = entry
+    return list(entries.values())
 
 
 def _entry(text: str) -> ProcessorEntry:
@@ -47,8 +47,8 @@ def _entry(text: str) -> ProcessorEntry:
         raise ConfigError(
             f"logits_processors: got {text!r}, expected NAME=MODULE:FUNCTION or MODULE:FUNCTION"
         )
-    made = MAKER.fullmatch(attribute)
-    if made is None:
+    match = MAKER.fullmatch(attribute)
+    if match is None:
         return ProcessorEntry(name or attribute, module, attribute)
-    numbers = tuple(int(number) for number in made["numbers"].split(",") if number)
-    return ProcessorEntry(name or made["attribute"], module, made["attribute"], numbers)
+    numbers = tuple(int(number) for number in match["numbers"].split(",") if number)
+    return ProcessorEntry(name or match["attribute"], module, match["attribute"], numbers)

@@ -131,24 +131,24 @@ def decoded(data: bytes, limits: ImageLimits) -> Image:
         ) from None
 
 
-def as_image(given: object, limits: ImageLimits) -> Image:
+def as_image(image: object, limits: ImageLimits) -> Image:
     """Converts a Python image: a Pillow image or an array `[rows, columns, 3] u8`."""
     import PIL.Image
 
-    if isinstance(given, PIL.Image.Image):
-        check_size(*given.size, limits)
-        return given.convert("RGB")
-    if isinstance(given, np.ndarray):
-        if given.dtype != np.uint8 or given.ndim != 3 or given.shape[2] != 3:
+    if isinstance(image, PIL.Image.Image):
+        check_size(*image.size, limits)
+        return image.convert("RGB")
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
             raise image_error(
-                f"got an array {given.shape} of {given.dtype}, expected [rows, columns, 3] of"
+                f"got an array {image.shape} of {image.dtype}, expected [rows, columns, 3] of"
                 " uint8",
                 "pass RGB bytes",
             )
-        check_size(given.shape[1], given.shape[0], limits)
-        return PIL.Image.fromarray(given)
+        check_size(image.shape[1], image.shape[0], limits)
+        return PIL.Image.fromarray(image)
     raise image_error(
-        f"got {type(given).__name__}, expected an image of Pillow, bytes of a file, an array, a"
+        f"got {type(image).__name__}, expected an image of Pillow, bytes of a file, an array, a"
         " path, or a string with a data URL",
         "open the file with PIL.Image.open",
     )

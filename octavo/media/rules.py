@@ -79,34 +79,34 @@ def scaled_size(height: int, width: int, rules: ImageRules) -> PixelSize:
 
 
 def image_rules(
-    given: Mapping[str, Any], *, side: int | None, multiple: int, max_tokens: int
+    config: Mapping[str, Any], *, side: int | None, multiple: int, max_tokens: int
 ) -> ImageRules:
     """Reads the rules from the contents of preprocessor_config.json; {} for a model without this
     file.
 
     `side` and `multiple` are the tower's; an image has at most `max_tokens` tokens.
     """
-    given = given.get("image_processor", given)
+    config = config.get("image_processor", config)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-        if given.get(name) is False:
+        if config.get(name) is False:
             raise _wrong(name, False, "true")
-    if given.get("do_pan_and_scan"):
+    if config.get("do_pan_and_scan"):
         raise _wrong("do_pan_and_scan", True, "false")
-    size = given.get("size") or {}
+    size = config.get("size") or {}
     mean, std = STANDARD if side is not None else CLIP
     if side is not None and size and {size.get("height"), size.get("width")} != {side}:
         raise _wrong("size", size, f"the {side} pixels of the tower's images")
-    low = given.get("min_pixels") or size.get("shortest_edge") or 56 * 56
-    high = given.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+    low = config.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+    high = config.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
     return ImageRules(
         side=side,
         multiple=multiple,
         min_pixels=_number("min_pixels", low),
         max_pixels=min(_number("max_pixels", high), max_tokens * multiple**2),
-        resample=given.get("resample", BICUBIC if side is None else BILINEAR),
-        factor=float(given.get("rescale_factor", 1 / 255)),
-        mean=_colours("image_mean", given.get("image_mean") or mean),
-        std=_colours("image_std", given.get("image_std") or std),
+        resample=config.get("resample", BICUBIC if side is None else BILINEAR),
+        factor=float(config.get("rescale_factor", 1 / 255)),
+        mean=_colours("image_mean", config.get("image_mean") or mean),
+        std=_colours("image_std", config.get("image_std") or std),
     )
 
 

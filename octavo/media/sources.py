@@ -53,21 +53,21 @@ def read_file(name: str, limits: ImageLimits) -> bytes:
         )
     folder = limits.folder.resolve()
     path = urllib.parse.unquote(name[5:]) if name.startswith("file:") else name
-    found = _inside(folder, Path(path)) or _inside(folder, folder / path.lstrip("/"))
-    if found is None:
+    path_inside = _inside(folder, Path(path)) or _inside(folder, folder / path.lstrip("/"))
+    if path_inside is None:
         raise image_error(
             f"there is no file {name[:80]!r} in the media directory",
             "use a file in --media-dir",
         )
-    check_bytes(found.stat().st_size, limits)
-    return _bounded(found, limits)
+    check_bytes(path_inside.stat().st_size, limits)
+    return _bounded(path_inside, limits)
 
 
 def _inside(folder: Path, path: Path) -> Path | None:
     """Resolves a path; returns None if it is not a file inside the folder."""
     try:
-        found = path.resolve(strict=True)
-        return found if found.is_relative_to(folder) and found.is_file() else None
+        resolved = path.resolve(strict=True)
+        return resolved if resolved.is_relative_to(folder) and resolved.is_file() else None
     except (OSError, ValueError, RuntimeError):
         return None
 

@@ -22,8 +22,8 @@ def unpack_bits(words: NDArray, bits: int, count: int) -> NDArray[np.uint8]:
     unsigned = np.ascontiguousarray(words).view(np.uint32)
     if WORD_BITS % bits == 0:
         shifts = np.arange(0, WORD_BITS, bits, dtype=np.uint32)
-        found = (unsigned[..., None] >> shifts & np.uint32((1 << bits) - 1)).astype(np.uint8)
-        return found.reshape(*words.shape[:-1], -1)[..., :count]
+        fields = (unsigned[..., None] >> shifts & np.uint32((1 << bits) - 1)).astype(np.uint8)
+        return fields.reshape(*words.shape[:-1], -1)[..., :count]
     first = np.arange(count) * bits
     index, shift = first // WORD_BITS, (first % WORD_BITS).astype(np.uint64)
     following = np.minimum(index + 1, unsigned.shape[-1] - 1)

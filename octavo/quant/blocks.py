@@ -75,14 +75,14 @@ class Numbers:
 
     def unpack(self, blocks: Bytes) -> NDArray:
         """Returns unpacked values as a copy `[..., blocks * count]`; packed mins are unsigned."""
-        found = self.view(blocks)
+        values = self.view(blocks)
         if self.kind in ("scales6", "mins6"):
-            found = _six_bits(found, is_min=self.kind == "mins6")
+            values = _six_bits(values, is_min=self.kind == "mins6")
         elif self.kind == "signed6":
-            found = _signed_six_bits(found)
+            values = _signed_six_bits(values)
         elif self.kind in NUM_SHARED:
-            found = found >> 4 if self.kind == "mins4" else found & 0x0F
-        return np.ascontiguousarray(found).reshape(*blocks.shape[:-2], -1)
+            values = values >> 4 if self.kind == "mins4" else values & 0x0F
+        return np.ascontiguousarray(values).reshape(*blocks.shape[:-2], -1)
 
 
 def _six_bits(packed: Bytes, *, is_min: bool) -> Bytes:

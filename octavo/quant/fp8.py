@@ -92,9 +92,9 @@ def check_fp8(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) -> 
             f"{name}: scales of shape {scales.shape} for a matrix {codes.shape}, and config.json"
             f" has no weight_block_size"
         )
-    wanted = (-(-outputs // block[0]), -(-inputs // block[1]))
-    if scales.shape != wanted:
+    needed = (-(-outputs // block[0]), -(-inputs // block[1]))
+    if scales.shape != needed:
         raise WeightMismatch(
-            f"{name}: scales of shape {scales.shape}, expected {wanted}: one for each block of"
+            f"{name}: scales of shape {scales.shape}, expected {needed}: one for each block of"
             f" {block[0]} x {block[1]}"
         )

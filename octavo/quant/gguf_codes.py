@@ -78,10 +78,12 @@ class CodeLayout(NamedTuple):
         for start in range(0, len(blocks), CHUNK_BLOCKS):
             part = slice(start, start + CHUNK_BLOCKS)
             with np.errstate(invalid="ignore", over="ignore"):  # scales of a damaged file
-                found, scales[part], own = self.decode(blocks[part])
+                decoded, scales[part], own = self.decode(blocks[part])
             if factors is not None:
                 factors[part] = own
-            codes[part] = _paired(places[found.view(np.uint8)]) if found.dtype == np.int8 else found
+            codes[part] = (
+                _paired(places[decoded.view(np.uint8)]) if decoded.dtype == np.int8 else decoded
+            )
         levels = Levels(
             scales.reshape(*shape[:-1], shape[-1] // self.group),
             None if factors is None else factors.reshape(*shape[:-1], -1),
@@ -109,8 +111,8 @@ def _make_inverse_lookup(lookup: NDArray[np.float32]) -> Bytes:
 
 def _paired(codes: Bytes) -> Bytes:
     """Packs two codes per byte, the first in the low nibble."""
-    found: Bytes = codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
-    return found
+    pairs: Bytes = codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
+    return pairs
 
 
 class _Parts:
@@ -127,15 +129,15 @@ class _Parts:
 
     def half(self, share: float = 1) -> NDArray[np.float32]:
         """Reads an fp16 and scales it by a power of two: `[blocks, 1]`."""
-        found: NDArray[np.float32] = self.take(2, "<f2").astype(np.float32) * np.float32(share)
-        return found
+        scale: NDArray[np.float32] = self.take(2, "<f2").astype(np.float32) * np.float32(share)
+        return scale
 
 
 def _fields(words: NDArray, bits: int, count: int) -> NDArray:
     """Returns the `count` lowest bit fields of each word, `[blocks, words, count]`."""
     shifts = np.arange(count, dtype=words.dtype) * words.dtype.type(bits)
-    found: NDArray = words[..., None] >> shifts & words.dtype.type((1 << bits) - 1)
-    return found
+    fields: NDArray = words[..., None] >> shifts & words.dtype.type((1 << bits) - 1)
+    return fields
 
 
 def _runs(part: Bytes, bits: int, run: int) -> Bytes:
@@ -224,14 +226,14 @@ def _signs(part: Bytes) -> NDArray[np.int8]:
 
 def _vectors(name: str, indices: NDArray, signs: NDArray[np.int8]) -> NDArray[np.int8]:
     """Looks up codebook vectors and applies signs, `[blocks, inputs]`."""
-    found: NDArray[np.int8] = codebook(name)[indices].reshape(len(indices), -1)
-    return found * signs.reshape(found.shape)
+    vectors: NDArray[np.int8] = codebook(name)[indices].reshape(len(indices), -1)
+    return vectors * signs.reshape(vectors.shape)
 
 
 def _odd(steps: NDArray) -> NDArray[np.int8]:
     """Returns 2 n + 1: scale steps start at one half."""
-    found: NDArray[np.int8] = steps.astype(np.int8) * np.int8(2) + np.int8(1)
-    return found
+    odd: NDArray[np.int8] = steps.astype(np.int8) * np.int8(2) + np.int8(1)
+    return odd
 
 
 def _iq2_xxs(blocks: Bytes) -> Decoded:
@@ -322,14 +324,14 @@ EIGHTHS = (-9, -7, -1, 1, 7, 9)
 
 def _table(numbers: Iterable[int]) -> NDArray[np.float32]:
     """Returns a lookup of sixteen values, padded with the last one."""
-    found = sorted(numbers)
-    return np.array([*found, *[found[-1]] * (16 - len(found))], np.float32)
+    values = sorted(numbers)
+    return np.array([*values, *[values[-1]] * (16 - len(values))], np.float32)
 
 
 def _signed(name: str) -> NDArray[np.float32]:
     """Returns a codebook's levels with both signs, at most sixteen."""
     magnitudes = CODEBOOKS[name].levels
-    return _table([*magnitudes, *(-each for each in magnitudes)])
+    return _table([*magnitudes, *(-level for level in magnitudes)])
 
 
 CODE_LAYOUTS: dict[str, CodeLayout] = {

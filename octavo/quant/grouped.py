@@ -40,22 +40,22 @@ class GroupedCodes:
     """Original input index of each column of `codes` (act-order); None: unpermuted."""
 
 
-def grouped_weight(found: GroupedCodes) -> PackedWeight:
+def grouped_weight(grouped: GroupedCodes) -> PackedWeight:
     """Makes the packed weight: 4-bit codes if `bits` <= 4, otherwise bytes."""
-    zero = common_zero(found.zeros)
-    is_narrow = found.bits <= 4
-    width = found.codes.shape[-1]
+    zero = common_zero(grouped.zeros)
+    is_narrow = grouped.bits <= 4
+    width = grouped.codes.shape[-1]
     middle = 0 if is_narrow else MIDDLE_OF_8
     return PackedWeight(
-        found.codes.shape,
+        grouped.codes.shape,
         4 if is_narrow else 8,
         "uint",
-        _nibbles(found.codes) if is_narrow else found.codes,
-        found.group if found.group < width else -(-width // GROUP_UNIT) * GROUP_UNIT,
-        Levels(found.scales),
-        zeros=None if zero is not None else _beyond(found.zeros, middle),
+        _nibbles(grouped.codes) if is_narrow else grouped.codes,
+        grouped.group if grouped.group < width else -(-width // GROUP_UNIT) * GROUP_UNIT,
+        Levels(grouped.scales),
+        zeros=None if zero is not None else _beyond(grouped.zeros, middle),
         zero_point=middle if zero is None else zero,
-        input_permutation=found.permutation,
+        input_permutation=grouped.permutation,
         activation="per_group",
     )
 

@@ -95,32 +95,32 @@ def read_calibration(
     is the option shown in the error.
     """
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Calibration)
+        calibration = msgspec.json.decode(path.read_bytes(), type=Calibration)
     except OSError as error:
         raise _config_error(name, path, error.strerror or str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _config_error(name, path, f"not a calibration file: {error}") from None
-    if found.version != VERSION:
-        raise _config_error(name, path, f"its version is {found.version}, expected {VERSION}")
-    if fingerprint is not None and found.fingerprint != fingerprint:
+    if calibration.version != VERSION:
+        raise _config_error(name, path, f"its version is {calibration.version}, expected {VERSION}")
+    if fingerprint is not None and calibration.fingerprint != fingerprint:
         raise _config_error(name, path, "it was made for other weights")
-    for curve in (*found.inputs, *found.gates):
+    for curve in (*calibration.inputs, *calibration.gates):
         numbers = curve.thresholds + curve.losses
         fits = len(curve.thresholds) == len(curve.losses) == len(LEVELS) and curve.size > 0
         if not fits or not curve.weights or not all(0 <= each < 1e30 for each in numbers):
             raise _config_error(
                 name, path, f"the curve of {', '.join(curve.weights) or 'nothing'} is damaged"
             )
-    for layer in found.neurons:
-        if not all(0 <= each <= found.num_tokens for each in layer.counts):
+    for layer in calibration.neurons:
+        if not all(0 <= each <= calibration.num_tokens for each in layer.counts):
             raise _config_error(
                 name, path, f"the counts of {layer.weight or 'nothing'} are damaged"
             )
-    for predictor in found.predictors:
+    for predictor in calibration.predictors:
         if not predictor.is_whole:
             what = f"the predictor of {predictor.gate or 'nothing'} is damaged"
             raise _config_error(name, path, what)
-    return found
+    return calibration
 
 
 def _config_error(name: str, path: Path, why: str) -> ConfigError:
@@ -161,7 +161,7 @@ def greedy_shares(curves: Mapping[int, ActivationCurve], target: float) -> dict[
     Increases fractions in steps of 5%, each time on the curve that loses least per skipped weight.
     """
     steps = dict.fromkeys(curves, 0)
-    wanted = target * sum(curve.size for curve in curves.values())
+    target_weights = target * sum(curve.size for curve in curves.values())
     saved = 0.0
 
     def price(index: int) -> float:
@@ -173,8 +173,8 @@ def greedy_shares(curves: Mapping[int, ActivationCurve], target: float) -> dict[
         open_ones = [index for index in curves if steps[index] < len(LEVELS)]
         best = min(open_ones, key=price)
         gain = LEVELS[0] * curves[best].size
-        if saved + gain >= wanted:
-            rest = (wanted - saved) / curves[best].size
+        if saved + gain >= target_weights:
+            rest = (target_weights - saved) / curves[best].size
             shares = {index: LEVELS[0] * step for index, step in steps.items()}
             return shares | {best: shares[best] + rest}
         saved += gain
@@ -183,8 +183,8 @@ def greedy_shares(curves: Mapping[int, ActivationCurve], target: float) -> dict[
 
 def _blocks(curves: Iterable[ActivationCurve]) -> list[list[int]]:
     """Groups curve indices by layer: the first number in the weight's name."""
-    found: dict[str, list[int]] = {}
+    blocks: dict[str, list[int]] = {}
     for index, curve in enumerate(curves):
         match = re.search(r"\.(\d+)\.", curve.weights[0])
-        found.setdefault(match.group(1) if match else "", []).append(index)
-    return list(found.values())
+        blocks.setdefault(match.group(1) if match else "", []).append(index)
+    return list(blocks.values())

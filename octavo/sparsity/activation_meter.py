@@ -47,9 +47,9 @@ class Magnitudes:
     def curve(self, weights: list[str], size: int) -> ActivationCurve:
         """Returns thresholds (upper bin edges) and losses for LEVELS."""
         below, lost = np.cumsum(self.counts), np.cumsum(self.powers)
-        at = np.searchsorted(below, np.array(LEVELS) * below[-1])
-        ends = ((at + 1).astype(np.uint32) << DROPPED_BITS).view(np.float32)
-        losses = lost[at] / max(float(lost[-1]), 1e-30)
+        bins = np.searchsorted(below, np.array(LEVELS) * below[-1])
+        ends = ((bins + 1).astype(np.uint32) << DROPPED_BITS).view(np.float32)
+        losses = lost[bins] / max(float(lost[-1]), 1e-30)
         return ActivationCurve(weights, size, ends.tolist(), losses.tolist())
 
 
@@ -119,13 +119,13 @@ class ActivationMeter:
         """Returns for each gate the indices of the neurons with the largest |f(gate)| in each row
         of the last step, `[num_rows, share * neurons]`, sorted.
         """
-        found = []
+        neurons = []
         for gate in self._gates.values():
             opened = np.abs(self._open(gate, num_rows))
             count = max(1, round(share * opened.shape[1]))
             widest = np.argpartition(-opened, count - 1, axis=1)[:, :count]
-            found.append(np.sort(widest, axis=1))
-        return found
+            neurons.append(np.sort(widest, axis=1))
+        return neurons
 
     def inputs(self) -> list[ActivationCurve]:
         """Returns the curves of matmul inputs, in the Program's order."""
@@ -163,29 +163,29 @@ class ActivationMeter:
 
 def _by_input(program: Program, observed: Mapping[Weight, Floats]) -> dict[Value, list[Weight]]:
     """Returns the matrices that multiply each recorded input, in the Program's order."""
-    found: dict[Value, list[Weight]] = {}
+    weights_by_input: dict[Value, list[Weight]] = {}
     for op in program.ops:
         if (
             isinstance(op, Linear)
             and op.x.axis == "tokens"
             and all(weight in observed for weight in op.weights_)
         ):
-            found.setdefault(op.x, []).extend(op.weights_)
-    return found
+            weights_by_input.setdefault(op.x, []).extend(op.weights_)
+    return weights_by_input
 
 
 def measured_gates(program: Program, observed: Mapping[Weight, Floats]) -> dict[str, MeasuredGate]:
     """Returns the gates whose matmul inputs were recorded, by the name of their matrix."""
     makers = {value: op for op in program.ops for value in op.outputs}
-    found: dict[str, MeasuredGate] = {}
+    gates: dict[str, MeasuredGate] = {}
     for op in program.ops:
         if not isinstance(op, ActMul):
             continue
         maker, name = makers.get(op.gate), get_gate_name(op, makers)
         if isinstance(maker, Linear) and name and maker.weights_[0] in observed:
             first = sum(out.width for out in maker.outs[: maker.outs.index(op.gate)])
-            found[name] = MeasuredGate(op, maker, first, _last_product(program, op.out))
-    return found
+            gates[name] = MeasuredGate(op, maker, first, _last_product(program, op.out))
+    return gates
 
 
 def _last_product(program: Program, value: Value) -> Weight | None:

@@ -86,16 +86,16 @@ def calibrate_model(
     )
 
 
-def describe_recall(found: Calibration) -> list[str]:
+def describe_recall(calibration: Calibration) -> list[str]:
     """Returns one sentence per fraction in SHARES about the recall of a calibration's
     predictors.
     """
-    if not found.predictors:
+    if not calibration.predictors:
         return []
     return [
         f"predictors that compute {share:.0%} of the neurons find"
-        f" {np.mean([each.recall[SHARES.index(share)] for each in found.predictors]):.0%} of the"
-        f" {WANTED_SHARE:.0%} that add most"
+        f" {np.mean([one.recall[SHARES.index(share)] for one in calibration.predictors]):.0%} of"
+        f" the {WANTED_SHARE:.0%} that add most"
         for share in (0.2, 0.3, 0.5, 0.7)
     ]
 

@@ -43,15 +43,15 @@ def _check_processes(config: EngineConfig) -> None:
     options, usual = config.of(SparsityOptions), SparsityOptions()
     num_stages = config.backend.pipeline_parallel_size
     for name in AGAINST_STAGES if num_stages > 1 else ():
-        if (given := getattr(options, name)) != getattr(usual, name):
+        if (value := getattr(options, name)) != getattr(usual, name):
             raise ConfigError(
-                f"pipeline_parallel_size: got {num_stages}, not supported with {name} {given}",
+                f"pipeline_parallel_size: got {num_stages}, not supported with {name} {value}",
                 hint=f"remove {name}, or set pipeline_parallel_size to 1",
             )
     for name in AGAINST_SHARED_EXPERTS if config.fleet.num_expert_engines > 1 else ():
-        if (given := getattr(options, name)) != getattr(usual, name):
+        if (value := getattr(options, name)) != getattr(usual, name):
             raise ConfigError(
-                f"enable_expert_parallel: not supported with {name} {given}",
+                f"enable_expert_parallel: not supported with {name} {value}",
                 hint=f"remove {name}, or set enable_expert_parallel to False",
             )
 
@@ -97,8 +97,11 @@ def _check_spill(config: EngineConfig) -> None:
     """Raises ConfigError if the KV spill options are invalid or incomplete."""
     options, cache = config.of(KvSpillOptions), config.cache
     if options.kv_spill_dir is None:
-        given = {"kv_spill_bytes": options.kv_spill_bytes, "kv_spill_ahead": options.kv_spill_ahead}
-        for name, value in given.items():
+        values = {
+            "kv_spill_bytes": options.kv_spill_bytes,
+            "kv_spill_ahead": options.kv_spill_ahead,
+        }
+        for name, value in values.items():
             if value:
                 raise ConfigError(
                     f"{name}: requires kv_spill_dir",
@@ -147,8 +150,8 @@ def _check_neurons(config: EngineConfig) -> None:
                     hint="set neuron_cache_bytes to the memory for neurons",
                 )
         return
-    most = config.offload.weights_memory_bytes
-    if most is None:
+    max_bytes = config.offload.weights_memory_bytes
+    if max_bytes is None:
         raise ConfigError(
             "neuron_cache_bytes: requires weights_memory_bytes",
             hint="set weights_memory_bytes to the memory available for weights",
@@ -171,10 +174,10 @@ def _check_neurons(config: EngineConfig) -> None:
         )
     if config.lora.enable_lora:
         raise ConfigError("neuron_cache_bytes: not supported with enable_lora", hint=hint)
-    if options.neuron_cache_bytes >= most:
+    if options.neuron_cache_bytes >= max_bytes:
         raise ConfigError(
             f"neuron_cache_bytes: got {format_bytes(options.neuron_cache_bytes)}, expected less"
-            f" than weights_memory_bytes, {format_bytes(most)}, which includes it",
+            f" than weights_memory_bytes, {format_bytes(max_bytes)}, which includes it",
             hint="raise weights_memory_bytes",
         )
 
@@ -212,13 +215,13 @@ def _check_activations(config: EngineConfig) -> None:
         return
     name = next(
         name
-        for name, given in (
+        for name, value in (
             ("activation_sparsity", options.activation_sparsity),
             ("ffn_sparsity", options.gate_sparsity),
             ("sparsity_predictor", options.sparsity_predictor),
             ("kv_selection", options.kv_selection),
         )
-        if given
+        if value
     )
     if backend == "torch":
         raise ConfigError(
@@ -242,13 +245,13 @@ def _check_share(config: EngineConfig, name: str, share: str, *, changed: str) -
     `changed` describes the inputs on which LoRA adapters are not supported together with it.
     """
     options, usual = config.of(SparsityOptions), SparsityOptions()
-    got: float = getattr(options, share)
+    value: float = getattr(options, share)
     if getattr(options, name) is None:
-        if got != getattr(usual, share):
+        if value != getattr(usual, share):
             raise ConfigError(f"{share}: requires {name}", hint=f"remove {share}")
         return
-    if not 1 - MAX_SPARSITY <= got + 1e-9 <= 1 + 1e-9:
-        raise ConfigError(f"{share}: got {got:g}, expected {1 - MAX_SPARSITY:.2f} to 1")
+    if not 1 - MAX_SPARSITY <= value + 1e-9 <= 1 + 1e-9:
+        raise ConfigError(f"{share}: got {value:g}, expected {1 - MAX_SPARSITY:.2f} to 1")
     if config.lora.enable_lora:
         raise ConfigError(
             f"{name}: not supported with enable_lora, which changes {changed}",

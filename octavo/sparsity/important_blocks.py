@@ -104,7 +104,7 @@ class ImportantBlocks:
             return _Choice()
         asked = [keys[index] for index in indices]
         groups = [each for each in range(self._num_groups) if each != self._group]
-        certain = [asked[at] for at in sorted(always_loaded(len(asked)))]
+        certain = [asked[block_index] for block_index in sorted(always_loaded(len(asked)))]
         wanted = [(self._group, key) for key in asked]
         connector.fetch(request_id, wanted + [(each, key) for key in certain for each in groups])
         query = query_about(prompt, request_id, hit.num_blocks)

@@ -54,14 +54,17 @@ def spilled_layers(program: Program) -> dict[str, tuple[int, ...]]:
     for op in program.ops:
         if isinstance(op, Attention):
             (whole if op.selection is None else chosen)[op.group].add(op.layer)
-    found = {group: tuple(sorted(layers - whole[group])) for group, layers in chosen.items()}
-    found = {group: layers for group, layers in found.items() if layers}
-    if len(found) > 1:
+    layers_by_group = {
+        group: tuple(sorted(layers - whole[group])) for group, layers in chosen.items()
+    }
+    layers_by_group = {group: layers for group, layers in layers_by_group.items() if layers}
+    if len(layers_by_group) > 1:
         raise ConfigError(
-            f"{NAME}: {program.name} chooses keys in several cache groups, {', '.join(found)}",
+            f"{NAME}: {program.name} chooses keys in several cache groups,"
+            f" {', '.join(layers_by_group)}",
             hint=f"remove {NAME}",
         )
-    return found
+    return layers_by_group
 
 
 def next_chosen(in_order: Sequence[Op]) -> dict[int, Attention]:
@@ -71,8 +74,8 @@ def next_chosen(in_order: Sequence[Op]) -> dict[int, Attention]:
     The next attention must select keys of the same cache group, with queries that are computed
     before the first attention.
     """
-    found: dict[int, Attention] = {}
-    made: set[Value] = set()
+    next_attentions: dict[int, Attention] = {}
+    produced: set[Value] = set()
     before: Attention | None = None
     known: set[Value] = set()
     for op in in_order:
@@ -80,10 +83,10 @@ def next_chosen(in_order: Sequence[Op]) -> dict[int, Attention]:
             if before is not None and op.partial_q in known:
                 alike = (op.group, op.num_heads, op.scale, op.mask)
                 if alike == (before.group, before.num_heads, before.scale, before.mask):
-                    found[id(before)] = op
-            before, known = op, set(made)
-        made.update(op.outputs)
-    return found
+                    next_attentions[id(before)] = op
+            before, known = op, set(produced)
+        produced.update(op.outputs)
+    return next_attentions
 
 
 COUNTERS = (
@@ -164,7 +167,7 @@ class KvSpillHooks(KvHooks):
         return partial(_plan, memory_bytes=memory_bytes, file_bytes=file_bytes)
 
     def counters(self, kv: Any, layouts: Sequence[KvLayout]) -> Counters | None:
-        groups = [at for at, layout in enumerate(layouts) if layout.in_file]
+        groups = [group_index for group_index, layout in enumerate(layouts) if layout.in_file]
         if not groups:
             return None
 
@@ -185,15 +188,15 @@ def _plan(
     """
     (spilled,) = (group for group in groups if group.num_in_file)
     caps = most_blocks(memory_bytes, groups, demand)
-    least = max(group.least_blocks(demand) for group in groups)
+    min_blocks = max(group.least_blocks(demand) for group in groups)
     of_layers = spilled.record_bytes * spilled.num_in_file
     num_blocks = min(file_bytes // of_layers, max(caps))
-    if num_blocks < least:
+    if num_blocks < min_blocks:
         raise ConfigError(
             f"kv_spill_bytes: got {format_bytes(file_bytes)}, expected"
-            f" {format_bytes(least * of_layers)} for one request of {demand.max_model_len:,}"
+            f" {format_bytes(min_blocks * of_layers)} for one request of {demand.max_model_len:,}"
             " tokens",
-            hint=f"set kv_spill_bytes to {least * of_layers} or more, or lower max_model_len",
+            hint=f"set kv_spill_bytes to {min_blocks * of_layers} or more, or lower max_model_len",
         )
     counts = block_counts(num_blocks, groups, caps, keeps_checkpoints=False)
     fixed = sum(group.block_bytes * count for group, count in zip(groups, counts, strict=True))
@@ -207,11 +210,11 @@ def _plan(
             hint=f"set kv_cache_memory_bytes to {least_bytes} or more, or lower kv_spill_bytes or"
             " max_num_seqs",
         )
-    kept = num_kept(
+    num_in_memory = num_kept(
         memory_bytes,
         [group.block_bytes for group in groups],
         counts,
         record_bytes=spilled.record_bytes,
         num_layers=spilled.num_in_file,
     )
-    return KvBudget(tuple(counts), tuple(groups), demand, kept)
+    return KvBudget(tuple(counts), tuple(groups), demand, num_in_memory)

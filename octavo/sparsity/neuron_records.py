@@ -76,21 +76,21 @@ def plan_neurons(layers: Sequence[NeuronLayer], options: NeuronCacheOptions) -> 
     record = max(layer.record_bytes for layer in layers)
     landing = max(layer.all_records_bytes for layer in layers)
     fixed = DEPTH * (READ_BYTES + 2 * ALIGN) + landing + record + LINE
-    least = fixed + landing
-    if cache_bytes < least:
+    min_bytes = fixed + landing
+    if cache_bytes < min_bytes:
         raise ConfigError(
             f"neuron_cache_bytes: got {format_bytes(cache_bytes)}, expected at least"
-            f" {format_bytes(least)}: two layers of neurons and the read buffers",
-            hint=f"set neuron_cache_bytes to {least} or more",
+            f" {format_bytes(min_bytes)}: two layers of neurons and the read buffers",
+            hint=f"set neuron_cache_bytes to {min_bytes} or more",
         )
     share = min(1.0, (cache_bytes - fixed) / sum(layer.all_records_bytes for layer in layers))
     slots = tuple(max(1, int(share * layer.num_neurons)) for layer in layers)
-    kept = sum(count * each.record_bytes for count, each in zip(slots, layers, strict=True))
+    cached_bytes = sum(count * each.record_bytes for count, each in zip(slots, layers, strict=True))
     pinned = tuple(
         _pinned(layer, options.hot, count // 2) for layer, count in zip(layers, slots, strict=True)
     )
     own = tuple(count - len(each) for count, each in zip(slots, pinned, strict=True))
-    return NeuronPlan(tuple(layers), own, pinned, fixed + kept)
+    return NeuronPlan(tuple(layers), own, pinned, fixed + cached_bytes)
 
 
 def _pinned(
@@ -163,7 +163,9 @@ class OpenedNeurons:
         """Bytes of the records without their columns: these count as tiles of the down
         projections.
         """
-        return int(self.cache.memory_bytes) - sum(int(each.num_bytes) for each in self.columns)
+        return int(self.cache.memory_bytes) - sum(
+            int(columns.num_bytes) for columns in self.columns
+        )
 
     def add(self, layer: NeuronLayer, scales: NDArray[np.float32]) -> None:
         """Adds the scales of the cache's next layer."""
@@ -284,7 +286,7 @@ class NeuronRecords:
 def _make_tiles(device: Any, layer: NeuronLayer, load: LoadWeight, dtype: str) -> list[bytes]:
     """Returns the tiles of a layer's matrices."""
     weights = NativeWeights(device, load, dtype, apart=True)
-    handles = [weights.table(each).handle for each in layer.op.matrices]
+    handles = [weights.table(matrix).handle for matrix in layer.op.matrices]
     weights.pack()
     return [handle.raw(handle.num_bytes) for handle in handles]
 

@@ -96,10 +96,11 @@ class PredictorFit:
             for name, gate in self._gates.items()
         }
         for name, gate in self._gates.items():
-            most = min(self._inputs[name].shape[1], gate.op.out.width)
-            if rank > most:
+            max_rank = min(self._inputs[name].shape[1], gate.op.out.width)
+            if rank > max_rank:
                 raise ConfigError(
-                    f"predictor_rank: got {rank}, expected at most {most}, the width of the model",
+                    f"predictor_rank: got {rank}, expected at most {max_rank},"
+                    " the width of the model",
                     hint="64 is a usual one",
                 )
         self._lasts = {
@@ -131,12 +132,12 @@ class PredictorFit:
         for name in self._gates:
             scores = self._solved[name].scores(self._observed[self._inputs[name]][:num_rows])
             added = self._added(name, num_rows)
-            wanted = added >= np.quantile(added, 1 - WANTED_SHARE, axis=1, keepdims=True)
-            least = np.quantile(scores, 1 - np.array(SHARES))
-            of_wanted = np.sort(scores[wanted])
-            found = 1 - np.searchsorted(of_wanted, least) / len(of_wanted)
-            self._least[name].append(least)
-            self._recall[name].append(found)
+            is_wanted = added >= np.quantile(added, 1 - WANTED_SHARE, axis=1, keepdims=True)
+            thresholds = np.quantile(scores, 1 - np.array(SHARES))
+            of_wanted = np.sort(scores[is_wanted])
+            recall = 1 - np.searchsorted(of_wanted, thresholds) / len(of_wanted)
+            self._least[name].append(thresholds)
+            self._recall[name].append(recall)
 
     def _added(self, name: str, num_rows: int) -> Floats:
         """Returns the norm of each neuron's contribution to the output, `[num_rows, neurons]`."""

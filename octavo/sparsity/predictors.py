@@ -44,20 +44,23 @@ class Predictors:
         """Arrays of all predictors, by weight name."""
         return {
             name: np.asarray(array)
-            for each in self.found
-            for name, array in each.tensors(self.share).items()
+            for predictor in self.found
+            for name, array in predictor.tensors(self.share).items()
         }
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the arrays."""
-        found = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for name, array in self.tensors.items():
-            found.update(name.encode() + array.tobytes())
-        return found.hexdigest()
+            sha256.update(name.encode() + array.tobytes())
+        return sha256.hexdigest()
 
     def apply(self, program: Program) -> Program:
-        shapes = [PredictorShape(each.gate, each.input, each.rank) for each in self.found]
+        shapes = [
+            PredictorShape(predictor.gate, predictor.input, predictor.rank)
+            for predictor in self.found
+        ]
         return predict(program, shapes, lookahead=self.lookahead)
 
 
@@ -94,11 +97,11 @@ def open_predictors(config: EngineConfig, checkpoint: Checkpoint | None) -> Pred
         return None
     path = expand_path(options.sparsity_predictor)
     weights = None if checkpoint is None else weights_name(checkpoint)
-    found = read_calibration(path, weights, name=NAME)
-    if not found.predictors:
+    calibration = read_calibration(path, weights, name=NAME)
+    if not calibration.predictors:
         raise ConfigError(
             f"{NAME}: {path}: it has no predictors",
             hint="make some: octavo calibrate MODEL --text FILE --out FILE --predictor-rank 64",
         )
     lookahead = config.of(NeuronOptions).weights_lookahead
-    return Predictors(path, tuple(found.predictors), options.predicted_share, lookahead)
+    return Predictors(path, tuple(calibration.predictors), options.predicted_share, lookahead)

@@ -36,15 +36,15 @@ def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program)
         )
     if options.calibration is None:
         return program  # it already contains the predictors
-    found = read_calibration(expand_path(options.calibration), weights_name(checkpoint))
+    calibration = read_calibration(expand_path(options.calibration), weights_name(checkpoint))
     gate_share = options.gate_sparsity
-    if gate_share and not found.gates:
+    if gate_share and not calibration.gates:
         raise ConfigError(
             f"ffn_sparsity: got {options.ffn_sparsity}, but {program.name} has no gates",
             hint="use activation_sparsity",
         )
     thresholds = find_thresholds(
-        found,
+        calibration,
         input_share=options.activation_sparsity,
         gate_share=gate_share,
         plan=options.activation_sparsity_plan,
@@ -60,13 +60,13 @@ def hot_neurons(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, list[
     if named is None:
         return None
     path = expand_path(named)
-    found = read_calibration(path, weights_name(checkpoint), name="hot_neurons")
-    if not found.neurons:
+    calibration = read_calibration(path, weights_name(checkpoint), name="hot_neurons")
+    if not calibration.neurons:
         raise ConfigError(
             f"hot_neurons: {path}: it has no neuron data",
             hint="create one: octavo calibrate MODEL --text FILE --out FILE",
         )
-    return {layer.weight: layer.hottest(len(layer.counts)) for layer in found.neurons}
+    return {layer.weight: layer.hottest(len(layer.counts)) for layer in calibration.neurons}
 
 
 def add_placeholder_thresholds(config: EngineConfig, program: Program) -> Program:

@@ -115,21 +115,27 @@ class ChatTemplates:
     named: Mapping[str, ChatTemplate]
     """The model's own templates by name."""
 
-    def choose(self, wanted: str | None = None, *, has_tools: bool = False) -> ChatTemplate:
+    def choose(self, requested: str | None = None, *, has_tools: bool = False) -> ChatTemplate:
         """Returns the template for a request, by name or as Jinja text; by default the model's
         choice.
         """
-        if wanted is None:
+        if requested is None:
             return self.with_tools if has_tools else self.default
-        return self.named[wanted] if wanted in self.named else self.default.replaced(wanted)
+        return (
+            self.named[requested] if requested in self.named else self.default.replaced(requested)
+        )
 
 
 def _with_reasoning(message: Any) -> Any:
     """Adds the key names for reasoning that templates read: `thinking` (gpt-oss) and
     `reasoning_content`.
     """
-    found = next((message[key] for key in REASONING if message.get(key) is not None), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    return (
+        message
+        if reasoning is None
+        else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    )
 
 
 def _as_system(messages: Sequence[Any]) -> list[Any]:

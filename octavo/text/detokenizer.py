@@ -150,10 +150,10 @@ class Detokenizer:
             return
         window = self._recent + piece
         if self._num_tokens > self._min_tokens:
-            found = stops.first(window, len(self._recent))
-            if found is not None:
-                self.stop = found.stop
-                self._cut(len(window) - (found.end if self._keeps_stop else found.start))
+            match = stops.first(window, len(self._recent))
+            if match is not None:
+                self.stop = match.stop
+                self._cut(len(window) - (match.end if self._keeps_stop else match.start))
         if self._spelled is not None and self.stop is None:
             self._search_spelled(stops, self._spelled, piece, is_shown=True)
         self._recent = window[-stops.num_kept :] if stops.num_kept else ""
@@ -173,23 +173,23 @@ class Detokenizer:
         num_old = len(spelled.text)
         spelled.add(piece, is_shown=is_shown)
         if self._num_tokens > self._min_tokens:
-            found = stops.first_string(spelled.text, num_old)
-            if found is not None:
-                self.stop = found.stop
-                self._cut(spelled.num_shown_after(found.start))
+            match = stops.first_string(spelled.text, num_old)
+            if match is not None:
+                self.stop = match.stop
+                self._cut(spelled.num_shown_after(match.start))
                 if self._keeps_stop:
-                    self._parts.append(found.stop)
-                    self._length += len(found.stop)
+                    self._parts.append(match.stop)
+                    self._length += len(match.stop)
         spelled.keep(stops.reach)
 
     def _answer_in(self, watch: ReasoningWatch, piece: str) -> str:
         """Returns the part of a token's characters that is outside of the reasoning, where stop
         strings apply.
         """
-        found = watch.add(piece)
+        outside = watch.add(piece)
         if watch.has_reasoned and watch.is_over:
             self.num_reasoning_tokens = self._num_tokens
-        return found
+        return outside
 
     def _cut(self, length: int) -> None:
         """Drops the last characters."""

@@ -86,21 +86,24 @@ def find_end_tokens(tokens: Mapping[str, int], named: Iterable[int]) -> tuple[in
     `tokens` maps non-plain token texts to ids.
     """
     listed = tuple(named)
-    found = [*listed, *(tokens[text] for text in END_TEXTS + INFILL_END_TEXTS if text in tokens)]
+    token_ids = [
+        *listed,
+        *(tokens[text] for text in END_TEXTS + INFILL_END_TEXTS if text in tokens),
+    ]
     excluded = _other_meanings(tokens) - ({"</s>"} if tokens.get("</s>") in listed else set())
     excluded_ids = {tokens.get(text) for text in excluded}
-    return tuple(i for i in dict.fromkeys(found) if i not in excluded_ids)
+    return tuple(i for i in dict.fromkeys(token_ids) if i not in excluded_ids)
 
 
 def _other_meanings(tokens: Collection[str]) -> set[str]:
     """Returns texts of END_TEXTS with a different meaning in this vocabulary."""
-    found = set()
+    texts = set()
     has_calls = "<|call|>" in tokens or "<|calls|>" in tokens
     if has_calls and ("<|return|>" in tokens or "<|flush|>" in tokens):
-        found.add("<|end|>")  # ends a message within the answer (gpt-oss, Solar Open)
+        texts.add("<|end|>")  # ends a message within the answer (gpt-oss, Solar Open)
     if "<end_of_turn>" in tokens or "<|tool_response>" in tokens:
-        found.add("</s>")  # an HTML tag (Gemma)
-    return found
+        texts.add("</s>")  # an HTML tag (Gemma)
+    return texts
 
 
 def find_control_tokens(vocabulary: Vocabulary) -> dict[str, int]:
@@ -109,18 +112,18 @@ def find_control_tokens(vocabulary: Vocabulary) -> dict[str, int]:
 
     A token that merges produce is plain text: Qwen2's `</s>` is an HTML tag.
     """
-    found = {
+    tokens = {
         text.decode(): vocabulary.tokens.index(text)
         for text in CONTROL_TEXTS.intersection(vocabulary.tokens)
     }
     types = vocabulary.types
     wrong = {
-        text for text, i in found.items() if i >= len(types) or types[i] not in (CONTROL, UNKNOWN)
+        text for text, i in tokens.items() if i >= len(types) or types[i] not in (CONTROL, UNKNOWN)
     }
     if wrong:
         spelled = {merge.replace(b" ", b"").decode(errors="replace") for merge in vocabulary.merges}
-        wrong &= spelled | _other_meanings(found)
-    return {text: i for text, i in found.items() if text not in wrong}
+        wrong &= spelled | _other_meanings(tokens)
+    return {text: i for text, i in tokens.items() if text not in wrong}
 
 
 def correct_token_types(vocabulary: Vocabulary) -> list[int]:

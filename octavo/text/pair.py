@@ -35,13 +35,13 @@ def pair_messages(pair: TextPair) -> list[dict[str, Any]]:
 
 def cut_second(tokenizer: Tokenizer, pair: TextPair) -> TextPair:
     """Truncates the second text to `max_second_tokens`."""
-    most = pair.max_second_tokens
-    if most is None:
+    max_tokens = pair.max_second_tokens
+    if max_tokens is None:
         return pair
     offsets = encode_with_offsets(tokenizer, pair.second).offsets
-    if len(offsets) <= most:
+    if len(offsets) <= max_tokens:
         return pair
-    return replace(pair, second=pair.second[: offsets[most - 1][1]])
+    return replace(pair, second=pair.second[: offsets[max_tokens - 1][1]])
 
 
 def encode_texts(tokenizer: Tokenizer, first: str, second: str) -> Encoding:
@@ -55,12 +55,12 @@ def cut_pair(encoding: Encoding, max_tokens: int | None, max_second_tokens: int 
     """Truncates an encoded pair; keeps all special tokens."""
     texts: list[int | None] = encoding.sequence_ids
     counts = Counter(texts)
-    kept = (counts[0], counts[1])
+    kept_counts = (counts[0], counts[1])
     if max_second_tokens is not None:
-        kept = (kept[0], min(kept[1], max_second_tokens))
+        kept_counts = (kept_counts[0], min(kept_counts[1], max_second_tokens))
     if max_tokens is not None:
-        kept = longest_first(*kept, room=max(0, max_tokens - counts[None]))
-    places = _kept(texts, lambda text, number: text is None or number < kept[text])
+        kept_counts = longest_first(*kept_counts, room=max(0, max_tokens - counts[None]))
+    places = _kept(texts, lambda text, number: text is None or number < kept_counts[text])
     ids, type_ids = encoding.ids, encoding.type_ids  # each access creates a new list
     return PairIds(
         [ids[place] for place in places], [type_ids[place] for place in places], counts[None]

@@ -264,9 +264,9 @@ def find_pre_tokenization(name: str, origin: Path, *, strict: bool = False) -> P
     For an unknown or missing name, returns the default with a warning, or raises UnsupportedModel
     if `strict`.
     """
-    found = PRE_TOKENIZATIONS.get(name)
-    if found is not None:
-        return found
+    pre_tokenization = PRE_TOKENIZATIONS.get(name)
+    if pre_tokenization is not None:
+        return pre_tokenization
     message = (
         f"{origin}: unknown pre-tokenizer {name!r} (tokenizer.ggml.pre)"
         if name

@@ -51,10 +51,10 @@ class SpecialText:
         check_unicode(text)
         if self._contents.search(text) is None:
             return []
-        found = encode_with_offsets(self._finder, text)
+        encoding = encode_with_offsets(self._finder, text)
         return [
             Spelled(self._ids[i], start, stop)
-            for i, (start, stop) in zip(found.ids, found.offsets, strict=True)
+            for i, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
         ]
 
     def leading(self, text: str) -> int:

@@ -50,10 +50,10 @@ def render_apart(
     asked = RenderingJob(
         template.source or "", template.special_tokens, messages, add_generation_prompt, variables
     )
-    found = _computed(msgspec.json.encode(asked))
-    if found.error is not None:
-        raise InvalidRequest(found.error, param="messages")
-    return found.text
+    rendered = _computed(msgspec.json.encode(asked))
+    if rendered.error is not None:
+        raise InvalidRequest(rendered.error, param="messages")
+    return rendered.text
 
 
 def _computed(asked: bytes) -> Rendered:
@@ -87,12 +87,12 @@ def main() -> None:
     template = ChatTemplate(asked.source, asked.special_tokens)
     try:
         text = template.render(asked.messages, asked.add_generation_prompt, asked.variables)
-        found = Rendered(text)
+        rendered = Rendered(text)
     except InvalidRequest as error:
-        found = Rendered(error=error.message)
+        rendered = Rendered(error=error.message)
         if isinstance(error.__cause__, MemoryError):
-            found = _failure(f"it takes more than {MAX_BYTES >> 20} MiB")
-    sys.stdout.buffer.write(msgspec.json.encode(found))
+            rendered = _failure(f"it takes more than {MAX_BYTES >> 20} MiB")
+    sys.stdout.buffer.write(msgspec.json.encode(rendered))
 
 
 if __name__ == "__main__":

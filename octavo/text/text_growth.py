@@ -24,7 +24,7 @@ NESTED_BRACES = re.compile(r"\{[^{}]*:[^{}]*\{")
 
 def largest_number(values: Iterable[Any], named: Mapping[str, Any]) -> int:
     """Returns the largest integer argument of a call; 0 without one."""
-    numbers = (each for each in (*values, *named.values()) if isinstance(each, int))
+    numbers = (value for value in (*values, *named.values()) if isinstance(value, int))
     return max(numbers, default=0)
 
 
@@ -51,8 +51,10 @@ def filtered(value: Any, old: Any, new: Any, count: int | None = None) -> int:
 
 def replaced(text: Any, old: Any, new: Any, count: int | None = None) -> int:
     """Returns an upper bound for the length of a text after replacement."""
-    found: int = text.count(old)
-    return len(text) + (found if count is None or count < 0 else min(found, count)) * len(new)
+    occurrences: int = text.count(old)
+    return len(text) + (
+        occurrences if count is None or count < 0 else min(occurrences, count)
+    ) * len(new)
 
 
 def expanded(text: Any, tabsize: int = 8) -> int:
@@ -85,8 +87,8 @@ def json_length(
     sort_keys: bool = False,
 ) -> int:
     """Returns 0; raises ValueError for an indent or separator that is too wide."""
-    given = (indent, *(separators or ()))
-    width = max(each if isinstance(each, int) else len(each or "") for each in given)
+    widths = (indent, *(separators or ()))
+    width = max(each if isinstance(each, int) else len(each or "") for each in widths)
     if width > MAX_JSON_INDENT:
         raise ValueError(
             f"it formats JSON with an indent or separator of {width} characters, expected at most"

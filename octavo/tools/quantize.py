@@ -129,12 +129,12 @@ def quantize_checkpoint(
 
 def _describe_larger(checkpoint: Checkpoint, folder: Path) -> str | None:
     """Returns a warning if the result is not smaller than its source."""
-    made, source = _folder_bytes(folder), _weight_bytes(checkpoint)
-    if made < source:
+    num_bytes, source = _folder_bytes(folder), _weight_bytes(checkpoint)
+    if num_bytes < source:
         return None
     return (
-        f"WARNING: the result has {format_bytes(made)}, the source only {format_bytes(source)}:"
-        " its weights are quantized already; quantize the original model instead"
+        f"WARNING: the result has {format_bytes(num_bytes)},"
+        f" the source only {format_bytes(source)}: its weights are quantized already; quantize the original model instead"
     )
 
 

@@ -17,16 +17,16 @@ def import_function(
     """
     where = f"{module}:{attribute}"
     try:
-        found: Any = importlib.import_module(module)
+        function: Any = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            function = getattr(function, part)
         if arguments is not None:
-            found = found(*arguments)
+            function = function(*arguments)
     except Exception as error:
         raise ConfigError(
             f"{option}: {where} cannot be imported: {type(error).__name__}: {error}",
             hint="install its module, or add its directory to PYTHONPATH",
         ) from error
-    if not callable(found):
-        raise ConfigError(f"{option}: {where} is {shown(found)}, expected a function")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise ConfigError(f"{option}: {where} is {shown(function)}, expected a function")
+    return function  # type: ignore[no-any-return]

@@ -64,23 +64,23 @@ class Bitsandbytes(ByModule):
 
     def parts(self, names: Collection[str]) -> dict[str, list[str]]:
         known = set(names)
-        found: dict[str, list[str]] = {}
+        suffixes: dict[str, list[str]] = {}
         for kind in KINDS:
             ending = f".{STATE}{kind}"
             for name in (name for name in names if name.endswith(ending)):
                 module = name.removesuffix(ending)
                 rests = [rest for rest in FOUR_BITS if f"{module}.{rest}" in known]
-                found[module] = ["weight", *rests, f"{STATE}{kind}"]
+                suffixes[module] = ["weight", *rests, f"{STATE}{kind}"]
         for name in (name for name in names if name.endswith(".SCB")):
             module = name.removesuffix(".SCB")
             rests = [rest for rest in EIGHT_BITS if f"{module}.{rest}" in known]
-            found[module] = ["weight", *rests]
-        for module, rests in found.items():
+            suffixes[module] = ["weight", *rests]
+        for module, rests in suffixes.items():
             if f"{module}.weight" not in known:
                 raise WeightMismatch(
                     f"{module}: weight is missing, found only {', '.join(rests[1:])}"
                 )
-        return found
+        return suffixes
 
     def describe(self, module: str, tensors: Tensors) -> Described:
         if "SCB" in tensors:
@@ -141,9 +141,9 @@ def _state(module: str, tensors: Tensors) -> BlockState:
             f"{module}.{name} is {raw.dtype} of {raw.size} bytes, expected JSON as uint8"
         )
     try:
-        found = json.loads(raw.tobytes())
-        shape, block = found["shape"], found["blocksize"]
-        nested, offset = found.get("nested_blocksize", 256), found.get("nested_offset", 0.0)
+        parsed = json.loads(raw.tobytes())
+        shape, block = parsed["shape"], parsed["blocksize"]
+        nested, offset = parsed.get("nested_blocksize", 256), parsed.get("nested_offset", 0.0)
         sizes = (*shape, block, nested)
         if len(shape) != 2 or not all(type(size) is int and 0 < size < 1 << 31 for size in sizes):
             raise ValueError("shape and blocksize are integers above 0")

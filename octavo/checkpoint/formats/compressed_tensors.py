@@ -119,18 +119,18 @@ class CompressedTensors(ByModule):
     def parts(self, names: Collection[str]) -> dict[str, list[str]]:
         packed = modules_with(names, "weight_packed", (*SCALES, *MODULE_TENSORS))
         plain = modules_with(names, "weight", (*SCALES, *MODULE_TENSORS))
-        found = packed | {
+        suffixes = packed | {
             module: rests for module, rests in plain.items() if set(rests) & set(SCALES)
         }
         for group in self._groups:
             named = [target for target in group.targets if target not in CLASSES]
-            if named and not any(map(group.closeness, found)):
+            if named and not any(map(group.closeness, suffixes)):
                 raise WeightMismatch(
                     f"quantization_config: {group.name}: its targets {', '.join(named)} match none"
                     f" of the quantized modules",
                     hint="config.json and the weights belong to different models",
                 )
-        return found
+        return suffixes
 
     def describe(self, module: str, tensors: Tensors) -> Described:
         scheme = self._get_scheme(module)
@@ -237,15 +237,15 @@ def _read(module: str, tensors: Tensors, scheme: IntScheme) -> IntLevels:
 def _shape(module: str, tensors: Tensors, scheme: IntScheme) -> tuple[int, int]:
     """Returns the numbers of outputs and inputs."""
     if "weight" in tensors:
-        found = tensors["weight"].shape
-        if len(found) != 2 or tensors["weight"].dtype != np.int8:
+        stored_shape = tensors["weight"].shape
+        if len(stored_shape) != 2 or tensors["weight"].dtype != np.int8:
             kind = tensors["weight"].dtype.name
             raise WeightMismatch(
-                f"{module}.weight is {kind} of shape {found}, expected int8 [out, in]",
+                f"{module}.weight is {kind} of shape {stored_shape}, expected int8 [out, in]",
                 hint="config.json and the weights belong to different models, or the file is"
                 " damaged",
             )
-        return found[0], found[1]
+        return stored_shape[0], stored_shape[1]
     check_type(tensors["weight_packed"], WORDS, "weight_packed", module)
     stored = get_required(tensors, "weight_shape", module)
     check_type(stored, INDICES, "weight_shape", module)
@@ -334,16 +334,16 @@ def _scheme(weights: Mapping[str, Any], quantises_rows: bool) -> IntScheme | Fp8
     return IntScheme(int(bits or 0), group, flag(weights, "symmetric", default=True))
 
 
-def _patterns(found: Any, key: str) -> tuple[str, ...]:
-    if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
-        raise quantization_error(f"{key} is {shown(found)}, expected a list of names")
-    for one in found:
+def _patterns(values: Any, key: str) -> tuple[str, ...]:
+    if not isinstance(values, list | tuple) or not all(isinstance(one, str) for one in values):
+        raise quantization_error(f"{key} is {shown(values)}, expected a list of names")
+    for one in values:
         if one.startswith("re:"):
             try:
                 re.compile(one[3:])
             except re.error as error:
                 raise quantization_error(f"{key} holds {shown(one)}: {error}") from None
-    return tuple(found)
+    return tuple(values)
 
 
 def _closeness(target: str, module: str) -> int:

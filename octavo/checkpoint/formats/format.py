@@ -91,31 +91,31 @@ def modules_with(
 
 def get_required(tensors: Tensors, rest: str, module: str) -> NDArray:
     """Returns a required tensor; raises WeightMismatch if it is missing."""
-    found = tensors.get(rest)
-    if found is None:
+    tensor = tensors.get(rest)
+    if tensor is None:
         raise WeightMismatch(
             f"{module}: {rest} is missing, found only {', '.join(sorted(tensors))}",
             hint="download the files again, or use another copy of the model",
         )
-    return found
+    return tensor
 
 
-def check_type(found: NDArray, allowed: Collection[str], rest: str, module: str) -> None:
+def check_type(tensor: NDArray, allowed: Collection[str], rest: str, module: str) -> None:
     """Raises WeightMismatch if a tensor does not have an allowed dtype."""
-    if found.dtype.name not in allowed:
+    if tensor.dtype.name not in allowed:
         raise WeightMismatch(
-            f"{module}.{rest} is {found.dtype.name}, expected {' or '.join(allowed)}",
+            f"{module}.{rest} is {tensor.dtype.name}, expected {' or '.join(allowed)}",
             hint="download the files again, or use another copy of the model",
         )
 
 
 def check_shape(
-    found: NDArray, expected: tuple[int, ...], rest: str, module: str, why: str
+    tensor: NDArray, expected: tuple[int, ...], rest: str, module: str, why: str
 ) -> None:
     """Raises WeightMismatch if a tensor does not have the expected shape."""
-    if found.shape != expected:
+    if tensor.shape != expected:
         raise WeightMismatch(
-            f"{module}.{rest} has shape {found.shape}, expected {expected}: {why}",
+            f"{module}.{rest} has shape {tensor.shape}, expected {expected}: {why}",
             hint="quantization_config and the weights belong to different models, or the file is"
             " damaged",
         )

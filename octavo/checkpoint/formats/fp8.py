@@ -50,8 +50,8 @@ class Fp8(ByModule):
 
 def with_scales(names: Collection[str]) -> dict[str, list[str]]:
     """Returns the modules whose weight has scales."""
-    found = modules_with(names, "weight", SCALES)
-    return {module: rests for module, rests in found.items() if len(rests) > 1}
+    modules = modules_with(names, "weight", SCALES)
+    return {module: rests for module, rests in modules.items() if len(rests) > 1}
 
 
 def describe_fp8(module: str, tensors: Tensors, scheme: Fp8Scheme) -> Described:

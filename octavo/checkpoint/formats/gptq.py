@@ -182,11 +182,11 @@ def _schemes_by_pattern(
     """Returns the overrides in `dynamic` by pattern: None for "-:" (not quantized), else the scheme
     of "+:" or no prefix.
     """
-    found = config.get("dynamic") or {}
-    if not isinstance(found, dict):
-        raise quantization_error(f"dynamic is {shown(found)}, expected an object")
+    overrides = config.get("dynamic") or {}
+    if not isinstance(overrides, dict):
+        raise quantization_error(f"dynamic is {shown(overrides)}, expected an object")
     schemes: list[tuple[re.Pattern[str], GptqScheme | None]] = []
-    for key, changes in found.items():
+    for key, changes in overrides.items():
         text = key[2:] if key[:2] in ("+:", "-:") else key
         try:
             pattern = re.compile(text)

@@ -38,11 +38,11 @@ class Mxfp4:
         """Ignores the config: tensor names already show which modules are quantized."""
 
     def parts(self, names: Collection[str]) -> dict[str, list[str]]:
-        found = modules_with(names, "blocks", ("scales",), self.joint)
-        lone = modules_with(names, "scales", ("blocks",), self.joint).keys() - found.keys()
+        modules = modules_with(names, "blocks", ("scales",), self.joint)
+        lone = modules_with(names, "scales", ("blocks",), self.joint).keys() - modules.keys()
         if lone:
             raise WeightMismatch(f"{min(lone)}: blocks are missing")
-        return found
+        return modules
 
     def describe(self, module: str, tensors: Tensors) -> Described:
         return Described(_shape(module, tensors), e2m1_name(GROUP))

@@ -44,8 +44,8 @@ def with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         return rest | {"quantization_config": {"quant_method": "compressed-tensors", **older}}
     for name, method in OLDER_FILES.items():
         if (folder / name).exists():
-            found = {"quant_method": method, **read_json(folder / name)}
-            return config | {"quantization_config": found}
+            quantization = {"quant_method": method, **read_json(folder / name)}
+            return config | {"quantization_config": quantization}
     return config
 
 
@@ -54,12 +54,12 @@ def quantized_format(config: Mapping[str, Any]) -> QuantizedFormat | None:
 
     Raises UnsupportedModel if the format or one of its options is not supported.
     """
-    found = config.get("quantization_config")
-    if found is None:
+    quantization = config.get("quantization_config")
+    if quantization is None:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else found
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         supported = ", ".join(map(repr, READERS))
         raise quantization_error(f"quant_method is {shown(method)}, supported: {supported}")
-    return reader(found)
+    return reader(quantization)

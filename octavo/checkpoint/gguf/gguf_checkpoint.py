@@ -104,7 +104,7 @@ class GgufCheckpoint:
 
     def get_format(self, name: str) -> str:
         place = self.place(name)
-        kinds = [self.file.tensors[each].kind for each in place.joined or (place.tensor,)]
+        kinds = [self.file.tensors[part_name].kind for part_name in place.joined or (place.tensor,)]
         is_one_type = len({kind.name for kind in kinds}) == 1 and kinds[0].dtype is not None
         return kinds[0].form if not place.joined or is_one_type else "F32"
 
@@ -131,8 +131,11 @@ class GgufCheckpoint:
 
     def _joined_tensor(self, name: str, parts: Sequence[str]) -> PackedWeight:
         """Returns a split tensor in the precision of its parts, or in float32 if these differ."""
-        found = [self.file.tensor(part) for part in parts]
-        arrays = [each.packed().codes if each.is_float else each.dequantize() for each in found]
+        parts_read = [self.file.tensor(part) for part in parts]
+        arrays = [
+            weight.packed().codes if weight.is_float else weight.dequantize()
+            for weight in parts_read
+        ]
         if len({array.dtype for array in arrays}) > 1:
             arrays = [array.astype(np.float32) for array in arrays]
         return PackedWeight.plain(np.ascontiguousarray(self._joined(name).numbers(*arrays)))
@@ -229,13 +232,13 @@ class GgufCheckpoint:
     def _chat_templates(self) -> dict[str, str]:
         """Returns the chat templates by name; the main one is "default"."""
         main, start = "tokenizer.chat_template", "tokenizer.chat_template."
-        found = {
+        templates = {
             key.removeprefix(start): self._get(key, str, "")
             for key in self.file.metadata
             if key.startswith(start)
         }
         default = self._get(main, str, None)
-        return found if default is None else found | {"default": default}
+        return templates if default is None else templates | {"default": default}
 
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(
@@ -256,19 +259,19 @@ class GgufCheckpoint:
             or self.architecture in ("nomic-bert-moe", "jina-bert-v3"),
             b"[MASK]": "modern-bert" in name,
         }
-        found: dict[bytes, Side] = {token: "left" for token, strips in masks.items() if strips}
+        sides: dict[bytes, Side] = {token: "left" for token, strips in masks.items() if strips}
         if "phi-3" in name or "phi3" in name:
             kinds = zip(vocabulary.tokens, vocabulary.types, strict=False)
             special = {token for token, kind in kinds if kind in (UNKNOWN, CONTROL, USER_DEFINED)}
             plain = {b"<unk>", b"<s>", b"<|endoftext|>"}
-            found |= dict.fromkeys((special | {b"</s>"}) - plain, "right")
-        return found
+            sides |= dict.fromkeys((special | {b"</s>"}) - plain, "right")
+        return sides
 
     def _charsmap(self) -> NDArray[np.uint8]:
         """Returns the compiled normalization of a unigram model; empty if there is none."""
         key = "tokenizer.ggml.precompiled_charsmap"
-        found: NDArray = self._get(key, np.ndarray, np.empty(0, np.uint8))
-        return found.astype(np.uint8)
+        charsmap: NDArray = self._get(key, np.ndarray, np.empty(0, np.uint8))
+        return charsmap.astype(np.uint8)
 
     def _affixes(self, tokens: list[bytes]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Returns the special tokens before and after a text."""
@@ -292,12 +295,12 @@ class GgufCheckpoint:
         """Maps safetensors names to tensors of the file. Rejects tensors unknown to the family,
         because ignoring them would change results.
         """
-        found: dict[str, TensorLocation] = {}
+        locations: dict[str, TensorLocation] = {}
         for source, entry in self.file.tensors.items():
             if source in IGNORED_TENSORS:
                 continue
             if (whole := self._family.joined_name(source)) is not None:
-                found[whole] = self._joined_place(whole, source)
+                locations[whole] = self._joined_place(whole, source)
                 continue
             name = self._family.name(source)
             if name is None:
@@ -306,10 +309,12 @@ class GgufCheckpoint:
                     f" {self._family.model_type}"
                 )
             if "{}" in name and len(entry.shape) > 2:
-                found |= {name.format(e): TensorLocation(source, e) for e in range(entry.shape[0])}
+                locations |= {
+                    name.format(e): TensorLocation(source, e) for e in range(entry.shape[0])
+                }
             else:
-                found[name.replace(".{}", "")] = TensorLocation(source)
-        return found
+                locations[name.replace(".{}", "")] = TensorLocation(source)
+        return locations
 
     def _joined_place(self, name: str, source: str) -> TensorLocation:
         """Returns the location of a split tensor, given any part of it."""
@@ -355,11 +360,11 @@ class GgufCheckpoint:
         )
 
     def _generation_config(self) -> dict[str, Any]:
-        found = {name: self._get(key, (int, float), None) for key, name in SAMPLING_KEYS.items()}
-        found = {name: _rounded(value) for name, value in found.items() if value is not None}
-        if "temperature" in found:
-            found["do_sample"] = found["temperature"] > 0
-        return found | {
+        values = {name: self._get(key, (int, float), None) for key, name in SAMPLING_KEYS.items()}
+        values = {name: _rounded(value) for name, value in values.items() if value is not None}
+        if "temperature" in values:
+            values["do_sample"] = values["temperature"] > 0
+        return values | {
             "bos_token_id": self.config["bos_token_id"],
             "eos_token_id": list(self._eos_ids),
         }
@@ -368,8 +373,8 @@ class GgufCheckpoint:
         """Returns the ids of tokens that end a text: valid ids in the header, and tokens with
         well-known texts.
         """
-        found = [self._token_id(kind) for kind in END_KEYS]
-        named = [i for i in found if i is not None]
+        token_ids = [self._token_id(kind) for kind in END_KEYS]
+        named = [i for i in token_ids if i is not None]
         vocabulary = self._vocabulary()
         return find_end_tokens(find_control_tokens(vocabulary), named)
 

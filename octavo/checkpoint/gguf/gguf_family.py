@@ -126,11 +126,11 @@ class Header:
         """
         stated = self.count(key)
         names = (name for name in self.file.tensors if name.startswith(f"{stack}."))
-        found = len({name.removeprefix(f"{stack}.").split(".")[0] for name in names})
-        if stated != found:
+        count = len({name.removeprefix(f"{stack}.").split(".")[0] for name in names})
+        if stated != count:
             raise WeightMismatch(
                 f"{self.file.path}: {self.architecture}.{key} is {stated}, the file has"
-                f" tensors of {found} blocks"
+                f" tensors of {count} blocks"
             )
         return stated
 
@@ -212,8 +212,8 @@ class Family:
 
 def log_negative(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
     """Returns log(-x): files store a state's rates as -exp(rate)."""
-    made: NDArray[np.float32] = np.log(-numbers)
-    return made
+    logs: NDArray[np.float32] = np.log(-numbers)
+    return logs
 
 
 def halves(heads_key: str) -> RowOrder:
@@ -329,8 +329,8 @@ def rope_scaling(header: Header) -> Config | None:
 
 def _rope_factor(header: Header) -> float:
     """Returns the divisor of positions under its current or old key; 1 if it is missing or 0."""
-    found = header.number("rope.scaling.factor", header.get("rope.scale_linear", 0.0))
-    return float(found) or 1.0
+    factor = header.number("rope.scaling.factor", header.get("rope.scale_linear", 0.0))
+    return float(factor) or 1.0
 
 
 def _longrope(header: Header, factor: float) -> Config:

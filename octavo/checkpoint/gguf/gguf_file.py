@@ -163,10 +163,10 @@ def read_gguf_model(path: Path) -> GgufFile:
         if twice:
             raise WeightMismatch(f"{part.path}: {twice[0]} is already in an earlier part")
         tensors |= {name: replace(entry, part=number) for name, entry in part.tensors.items()}
-    wanted = parts[0].metadata.get("split.tensors.count", len(tensors))
-    if wanted != len(tensors):
+    num_expected = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if num_expected != len(tensors):
         raise WeightMismatch(
-            f"{path}: its {count} parts hold {len(tensors)} tensors, expected {wanted}"
+            f"{path}: its {count} parts hold {len(tensors)} tensors, expected {num_expected}"
         )
     return replace(parts[0], tensors=tensors, parts=tuple(parts))
 
@@ -317,15 +317,15 @@ class _HeaderReader:
         weights.
         """
         buffer, offset, unpack = self.buffer, self.offset, _U64.unpack_from
-        found: list[bytes] = []
-        append = found.append
+        texts: list[bytes] = []
+        append = texts.append
         for _ in range(count):
             start = offset + 8
             offset = start + unpack(buffer, offset)[0]
             append(buffer[start:offset])
         self.offset = offset
         self._skip(0)
-        return found
+        return texts
 
     def _text(self) -> str:
         length = self._u64()

@@ -162,8 +162,8 @@ class HfDirectory:
         because a null in it differs from a missing key.
         """
         if self._checkpoint.has_config_file:
-            found = read_json(self._checkpoint.path / CONFIG)
-            return {key: found[key] for key in found if key not in QUANTIZATION_KEYS}
+            config = read_json(self._checkpoint.path / CONFIG)
+            return {key: config[key] for key in config if key not in QUANTIZATION_KEYS}
         known = {key: one for key, one in self._checkpoint.config.items() if one is not None}
         return known | {"dtype": "float16", "torch_dtype": "float16"}
 
@@ -251,8 +251,8 @@ class GgufDirectory:
         moved = stored.astype(np.float32) - self._checkpoint.in_file_numbers(
             name, np.zeros_like(numbers)
         )
-        found: NDArray[np.float32] = moved
-        return found
+        rounded: NDArray[np.float32] = moved
+        return rounded
 
     def finish(self, left: Sequence[str]) -> None:
         """Does nothing: all data is in the file."""
@@ -278,15 +278,15 @@ class GgufDirectory:
             return file.tensor_bytes(name)
         dtype = file.tensors[name].kind.dtype
         assert dtype is not None, "an outline has floats"
-        found = []
+        parts = []
         for own in self._checkpoint.names_in(name):
             weight = self._source.tensor(own)
             kept = weight.packed().codes if weight.is_float else weight.dequantize()
             moved = self._checkpoint.in_file_order(own, kept)
             if self._checkpoint.has_offset(own):
                 moved = self._checkpoint.in_file_numbers(own, moved.astype(np.float32))
-            found.append(moved.astype(dtype, copy=False))
-        return np.ascontiguousarray(np.stack(found) if len(found) > 1 else found[0])
+            parts.append(moved.astype(dtype, copy=False))
+        return np.ascontiguousarray(np.stack(parts) if len(parts) > 1 else parts[0])
 
     def _write_table(self, name: str, kind: BlockType) -> None:
         (own,) = self._checkpoint.names_in(name)

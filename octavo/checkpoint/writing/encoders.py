@@ -153,30 +153,30 @@ class CompressedTensorsEncoder:
         scale = TensorSpec(f"{module}.weight_scale", "F16", (outputs, groups))
         if self._recipe.rows_are_int8:
             return [TensorSpec(f"{module}.weight", "I8", (outputs, inputs)), scale]
-        found = [
+        specs = [
             TensorSpec(f"{module}.weight_packed", "I32", (outputs, num_words(inputs, bits))),
             scale,
             TensorSpec(f"{module}.weight_shape", "I64", (2,)),
         ]
         if spec.kind == "zero":
             words = (num_words(outputs, bits), groups)
-            found.append(TensorSpec(f"{module}.weight_zero_point", "I32", words))
-        return found
+            specs.append(TensorSpec(f"{module}.weight_zero_point", "I32", words))
+        return specs
 
     def tensors(self, matrix: RoundedMatrix, bits: int) -> Arrays:
         codes, scales = matrix.codes, matrix.grid.scales.values
         if self._recipe.rows_are_int8:
             signed = codes.astype(np.int16) - matrix.grid.zero_point
             return {"weight": signed.astype(np.int8), "weight_scale": scales}
-        found = {
+        tensors = {
             "weight_packed": pack_bits(codes, bits),
             "weight_scale": scales,
             "weight_shape": np.array(codes.shape, np.int64),
         }
         if matrix.grid.zeros is not None:
             zeros = matrix.grid.zeros.astype(np.uint8)
-            found["weight_zero_point"] = np.ascontiguousarray(pack_bits(zeros.T, bits).T)
-        return found
+            tensors["weight_zero_point"] = np.ascontiguousarray(pack_bits(zeros.T, bits).T)
+        return tensors
 
     def config(self, left: Sequence[str], bits_of: dict[str, int]) -> dict[str, Any]:
         recipe = self._recipe
@@ -222,12 +222,12 @@ class CompressedTensorsEncoder:
 
 def make_encoder(recipe: Recipe) -> Encoder:
     """Returns the encoder of the recipe's output format."""
-    found: dict[str, Callable[[Recipe], Encoder]] = {
+    encoders: dict[str, Callable[[Recipe], Encoder]] = {
         "gptq": GptqEncoder,
         "awq": AwqEncoder,
         "compressed-tensors": CompressedTensorsEncoder,
     }
-    return found[recipe.output_format](recipe)
+    return encoders[recipe.output_format](recipe)
 
 
 def _zeros(matrix: RoundedMatrix) -> NDArray[np.int16]:

@@ -96,8 +96,8 @@ def _with_number(keys: bytes, key: bytes, number: bytes) -> bytes:
     starts with the type.
     """
     name = struct.pack("<Q", len(key)) + key
-    at = keys.find(name + number[:4])
-    if at < 0:
+    offset = keys.find(name + number[:4])
+    if offset < 0:
         return keys
-    value = at + len(name)
+    value = offset + len(name)
     return keys[:value] + number + keys[value + len(number) :]

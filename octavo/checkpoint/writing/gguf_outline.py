@@ -146,12 +146,12 @@ class GgufOutline:
     # -- keys ----------------------------------------------------------------------------------
 
     def _model_keys(self) -> dict[str, KeyValue]:
-        found: dict[str, KeyValue] = {}
+        keys: dict[str, KeyValue] = {}
         for key, names in NUMBERS.items():
             value = next((self._config[name] for name in names if self._config.get(name)), None)
             if value is not None and not isinstance(value, bool):
-                found[key] = float(value) if key in FLOATS else int(value)
-        missing = [key for key in NEEDED if key not in found]
+                keys[key] = float(value) if key in FLOATS else int(value)
+        missing = [key for key in NEEDED if key not in keys]
         if missing:
             raise UnsupportedModel(
                 f"format gguf: config.json has no value for {', '.join(missing)}",
@@ -163,14 +163,14 @@ class GgufOutline:
         share = float(
             rope.get("partial_rotary_factor", self._config.get("partial_rotary_factor", 1))
         )
-        found |= {
+        keys |= {
             "attention.key_length": width,
             "attention.value_length": width,
             "rope.dimension_count": int(width * share),
             "rope.freq_base": float(rope.get("rope_theta", self._config.get("rope_theta", 1e4))),
             "vocab_size": self._num_rows(),
         }
-        return found | self._windows() | self._rope_scaling(rope)
+        return keys | self._windows() | self._rope_scaling(rope)
 
     def _windows(self) -> dict[str, KeyValue]:
         """Returns the layers' sliding windows; empty if no layer has a window, or all layers except
@@ -193,19 +193,19 @@ class GgufOutline:
         kind = str(rope.get("rope_type") or rope.get("type") or "default")
         if kind not in ("linear", "yarn"):
             return {}
-        found: dict[str, KeyValue] = {
+        keys: dict[str, KeyValue] = {
             "rope.scaling.type": kind,
             "rope.scaling.factor": float(rope["factor"]),
         }
         if kind == "yarn":
             original = rope.get("original_max_position_embeddings")
-            found["rope.scaling.original_context_length"] = int(
+            keys["rope.scaling.original_context_length"] = int(
                 original or self._config["max_position_embeddings"]
             )
             for name, key in YARN_KEYS.items():
                 if rope.get(name) is not None:
-                    found[f"rope.scaling.{key}"] = float(rope[name])
-        return found
+                    keys[f"rope.scaling.{key}"] = float(rope[name])
+        return keys
 
     def _llama3_factors(self) -> NDArray[np.float32] | None:
         """Returns the divisor of each frequency for Llama 3's rope; None for other ropes."""
@@ -224,17 +224,17 @@ class GgufOutline:
                 "original_max_position_embeddings",
             )
         )
-        found = []
+        factors = []
         for i in range(0, width, 2):
             wavelength = 2 * math.pi * theta ** (i / width)
             if wavelength < length / high:
-                found.append(1.0)
+                factors.append(1.0)
             elif wavelength > length / low:
-                found.append(factor)
+                factors.append(factor)
             else:
                 smooth = (length / wavelength - low) / (high - low)
-                found.append(1 / ((1 - smooth) / factor + smooth))
-        return np.array(found, np.float32)
+                factors.append(1 / ((1 - smooth) / factor + smooth))
+        return np.array(factors, np.float32)
 
     # -- tensors -------------------------------------------------------------------------------
 
@@ -288,19 +288,19 @@ def _vocabulary_keys(vocabulary: Vocabulary | None, num_rows: int) -> dict[str, 
         return {}
     missing = range(len(vocabulary.tokens), num_rows)
     types = vocabulary.types or [NORMAL] * len(vocabulary.tokens)
-    found: dict[str, KeyValue] = {
+    keys: dict[str, KeyValue] = {
         "tokenizer.ggml.model": vocabulary.model,
         "tokenizer.ggml.pre": vocabulary.pre or "default",
         "tokenizer.ggml.tokens": [*vocabulary.tokens, *(b"[PAD%d]" % i for i in missing)],
         "tokenizer.ggml.token_type": np.array([*types, *(UNUSED for _ in missing)], np.int32),
     }
     if vocabulary.merges:
-        found["tokenizer.ggml.merges"] = list(vocabulary.merges)
+        keys["tokenizer.ggml.merges"] = list(vocabulary.merges)
     if vocabulary.scores:
         low = min(vocabulary.scores) - 1
-        found["tokenizer.ggml.scores"] = np.array(
+        keys["tokenizer.ggml.scores"] = np.array(
             [*vocabulary.scores, *(low for _ in missing)], np.float32
         )
     if vocabulary.model == "llama":
-        found["tokenizer.ggml.add_space_prefix"] = vocabulary.add_space_prefix
-    return found
+        keys["tokenizer.ggml.add_space_prefix"] = vocabulary.add_space_prefix
+    return keys

@@ -35,14 +35,14 @@ def awq_factors(
     rows = rows[:: max(1, len(rows) // MAX_ROWS)]
     inner = hessian.astype(np.float32)
     ones = np.ones(rows.shape[1], np.float32)
-    best, least = ones, np.inf
+    best, least_error = ones, np.inf
     for power in np.arange(NUM_POWERS) / NUM_POWERS:
         factors = _balanced(strength**power)
         grid = fit(rows * factors, ones)
         missed = RoundedMatrix(round_to(grid, rows * factors), grid).values() / factors - rows
         error = float(np.einsum("oi,oi->", missed @ inner, missed, optimize=True))
-        if error < least:
-            best, least = factors, error
+        if error < least_error:
+            best, least_error = factors, error
     return best
 
 

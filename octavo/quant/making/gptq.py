@@ -90,10 +90,10 @@ class GptqInputs:
             moved = own if missed is None else own + missed
         if moved is None:
             return weight
-        found = weight.copy()
+        compensated = weight.copy()
         in_order = moved[:, self.order].astype(np.float32)
-        found[:, self.order] += in_order @ self._factor.T @ self._factor
-        return found
+        compensated[:, self.order] += in_order @ self._factor.T @ self._factor
+        return compensated
 
     def round_by_groups(self, weight: Floats32, fit: FitGrid) -> RoundedMatrix:
         """Rounds a matrix with groups of neighbouring inputs, to grids fitted beforehand."""
@@ -101,7 +101,7 @@ class GptqInputs:
         steps, lows = (np.ascontiguousarray(each.T) for each in grid.lines())
         groups = self.order // grid.group
 
-        def lines(index: int, left: Floats32) -> Lines:
+        def lines(index: int, columns_left: Floats32) -> Lines:
             return steps[groups[index]], lows[groups[index]]
 
         ordered = _rounded(weight.T[self.order], self._factor, lines, grid.top)
@@ -132,12 +132,10 @@ class GptqInputs:
         scales: list[Floats32] = []
         seconds: list[Floats32] = []
 
-        def lines(index: int, left: Floats32) -> Lines:
-            """Returns the grid lines of an input's group; `left` are the columns from this input
-            on.
-            """
+        def lines(index: int, columns_left: Floats32) -> Lines:
+            """Returns the grid lines of an input's group; `columns_left` starts at this input."""
             if index % group == 0:
-                values = np.ascontiguousarray(left[:group].T)[:, None, :]
+                values = np.ascontiguousarray(columns_left[:group].T)[:, None, :]
                 shares = np.maximum(importance[index : index + group], 1e-30)[None]
                 scale, second = best_lines(values, shares, spec)
                 scales.append(scale[:, 0])
@@ -206,18 +204,18 @@ def _rounded(
 
     Blocks are multiples of `unit`, so that a group's values are current when its grid is fitted.
     """
-    left = np.array(columns, np.float32, order="C")
-    codes = np.empty(left.shape, np.uint8)
-    block = max(1, BLOCK // unit) * unit if unit <= len(left) else len(left)
-    for start in range(0, len(left), block):
-        stop = min(start + block, len(left))
-        errors = np.empty((stop - start, left.shape[1]), np.float32)
+    remaining = np.array(columns, np.float32, order="C")
+    codes = np.empty(remaining.shape, np.uint8)
+    block = max(1, BLOCK // unit) * unit if unit <= len(remaining) else len(remaining)
+    for start in range(0, len(remaining), block):
+        stop = min(start + block, len(remaining))
+        errors = np.empty((stop - start, remaining.shape[1]), np.float32)
         for index in range(start, stop):
-            step, low = lines(index, left[index:])
-            code = np.clip(np.rint((left[index] - low) * inverse(step)), 0, top)
+            step, low = lines(index, remaining[index:])
+            code = np.clip(np.rint((remaining[index] - low) * inverse(step)), 0, top)
             codes[index] = code
-            error = (left[index] - (code * step + low)) / factor[index, index]
+            error = (remaining[index] - (code * step + low)) / factor[index, index]
             errors[index - start] = error
-            left[index + 1 : stop] -= np.outer(factor[index, index + 1 : stop], error)
-        left[stop:] -= factor[start:stop, stop:].T @ errors
+            remaining[index + 1 : stop] -= np.outer(factor[index, index + 1 : stop], error)
+        remaining[stop:] -= factor[start:stop, stop:].T @ errors
     return codes

@@ -100,14 +100,14 @@ class RoundedMatrix:
     def values(self) -> Floats32:
         """Returns the dequantized values, `[out, in]` in original input order."""
         steps, lows = (
-            np.repeat(each, self.grid.group, axis=1)[:, : self.codes.shape[1]]
-            for each in self.grid.lines()
+            np.repeat(line, self.grid.group, axis=1)[:, : self.codes.shape[1]]
+            for line in self.grid.lines()
         )
-        found: Floats32 = self.codes * steps + lows
+        dequantized: Floats32 = self.codes * steps + lows
         if self.permutation is None:
-            return found
-        own = np.empty_like(found)
-        own[:, self.permutation] = found
+            return dequantized
+        own = np.empty_like(dequantized)
+        own[:, self.permutation] = dequantized
         return own
 
     def divided(self, rows: NDArray[np.intp], factors: Floats32) -> RoundedMatrix:

@@ -35,29 +35,29 @@ class GroupedColumns:
     def values(self) -> Floats32:
         """Returns the dequantized values, `[in, out]`."""
         own = np.arange(len(self.codes)) // self.group
-        found: Floats32 = self.codes * self.steps[own] + self.lows[own]
-        return found
+        dequantized: Floats32 = self.codes * self.steps[own] + self.lows[own]
+        return dequantized
 
 
-def refine(columns: Floats32, made: GroupedColumns, hessian: Floats32) -> None:
+def refine(columns: Floats32, rounded: GroupedColumns, hessian: Floats32) -> None:
     """Updates codes in place to reduce the error of `columns [in, out]` under `hessian [in, in]`;
     also updates steps (in fp16 precision) if zeros are known.
     """
     # The gradient of the error for each value: H (Q - W).
-    slopes = hessian @ (made.values() - columns)
+    slopes = hessian @ (rounded.values() - columns)
     for _ in range(SWEEPS):
         changed = 0
-        for index, start in enumerate(range(0, len(columns), made.group)):
-            own = slice(start, min(start + made.group, len(columns)))
-            moves, count = _refined_group(made, index, own, hessian[own, own], slopes[own])
+        for index, start in enumerate(range(0, len(columns), rounded.group)):
+            own = slice(start, min(start + rounded.group, len(columns)))
+            moves, count = _refined_group(rounded, index, own, hessian[own, own], slopes[own])
             changed += count
             slopes += hessian[:, own] @ moves
-        if changed * 10_000 < made.codes.size:
+        if changed * 10_000 < rounded.codes.size:
             break
 
 
 def _refined_group(
-    made: GroupedColumns,
+    rounded: GroupedColumns,
     index: int,
     own: slice,
     hessian: Floats32,
@@ -67,37 +67,40 @@ def _refined_group(
     changed codes.
     """
     slopes = slopes.copy()
-    codes = made.codes[own].astype(np.float32)
+    codes = rounded.codes[own].astype(np.float32)
     moves = np.zeros_like(codes)
-    if made.zeros is not None:
-        moves += _refitted(made, index, codes - made.zeros[index], hessian, slopes)
+    if rounded.zeros is not None:
+        moves += _refitted(rounded, index, codes - rounded.zeros[index], hessian, slopes)
         slopes += hessian @ moves
-    step = made.steps[index]
+    step = rounded.steps[index]
     inverse = np.divide(np.float32(1), step, out=np.zeros_like(step), where=step != 0)
     changed = 0
-    for at in range(len(codes)):
-        if hessian[at, at] <= 0:
+    for index_in_group in range(len(codes)):
+        if hessian[index_in_group, index_in_group] <= 0:
             continue
-        wish = codes[at] - slopes[at] / hessian[at, at] * inverse
-        better = np.clip(np.rint(wish), 0, made.top)
-        move = (better - codes[at]) * step
+        wish = (
+            codes[index_in_group]
+            - slopes[index_in_group] / hessian[index_in_group, index_in_group] * inverse
+        )
+        better = np.clip(np.rint(wish), 0, rounded.top)
+        move = (better - codes[index_in_group]) * step
         changed += int(np.count_nonzero(move))
-        codes[at] = better
-        moves[at] += move
-        slopes += np.outer(hessian[:, at], move)
-    made.codes[own] = codes
+        codes[index_in_group] = better
+        moves[index_in_group] += move
+        slopes += np.outer(hessian[:, index_in_group], move)
+    rounded.codes[own] = codes
     return moves, changed
 
 
 def _refitted(
-    made: GroupedColumns, index: int, centred: Floats32, hessian: Floats32, slopes: Floats32
+    rounded: GroupedColumns, index: int, centred: Floats32, hessian: Floats32, slopes: Floats32
 ) -> Floats32:
     """Sets a group's steps to the values with the least error; returns the change of its values.
 
     `centred [group, out]` are its codes relative to the zero.
     """
-    assert made.zeros is not None
-    step = made.steps[index]
+    assert rounded.zeros is not None
+    step = rounded.steps[index]
     square = np.einsum("io,io->o", centred, hessian @ centred)
     slope = np.einsum("io,io->o", centred, slopes)
     wish = step - np.divide(slope, square, out=np.zeros_like(slope), where=square > 0)
@@ -105,6 +108,6 @@ def _refitted(
     moved = better - step
     usable = (wish > 0) & np.isfinite(better) & (slope * moved + square * moved**2 / 2 < 0)
     moved = np.where(usable, moved, np.float32(0))
-    made.steps[index] = step + moved
-    made.lows[index] = -made.zeros[index] * made.steps[index]
+    rounded.steps[index] = step + moved
+    rounded.lows[index] = -rounded.zeros[index] * rounded.steps[index]
     return np.asarray(centred * moved, np.float32)

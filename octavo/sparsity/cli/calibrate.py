@@ -51,17 +51,17 @@ def calibrate(
     from octavo.sparsity.calibrate import calibrate_model, describe_recall, read_text
 
     config = EngineConfig.from_options(**options, model=model)
-    found = calibrate_model(
+    calibration = calibrate_model(
         config,
         read_text(text),
         num_tokens=tokens,
         predictor_rank=predictor_rank,
         report=lambda line: print(line, file=sys.stderr),
     )
-    found.save(out)
+    calibration.save(out)
     print(
-        f"{out}: {len(found.inputs)} matmul inputs and {len(found.gates)} gates, from"
-        f" {found.num_tokens} tokens"
+        f"{out}: {len(calibration.inputs)} matmul inputs and {len(calibration.gates)} gates, from"
+        f" {calibration.num_tokens} tokens"
     )
-    for line in describe_recall(found):
+    for line in describe_recall(calibration):
         print(f"  {line}")

@@ -47,13 +47,15 @@ def predict(
         before.setdefault(places[index], []).extend(added)
         scored[gate] = added[-1].outs[0]
         if lookahead and index >= lookahead:
-            at = places[index - lookahead]
-            guess = _products(shape, _read_at(program, at), gate.out, suffix=".guessed")
+            insertion_point = places[index - lookahead]
+            guess = _products(
+                shape, _read_at(program, insertion_point), gate.out, suffix=".guessed"
+            )
             hint = PrefetchNeurons(guess[-1].outs[0], shape.gate)
-            before.setdefault(at, []).extend([*guess, hint])
+            before.setdefault(insertion_point, []).extend([*guess, hint])
     ops: list[Op] = []
-    for at, op in enumerate(program.ops):
-        ops += before.get(at, [])
+    for insertion_point, op in enumerate(program.ops):
+        ops += before.get(insertion_point, [])
         scores = scored.get(op) if isinstance(op, ActMul) else None
         ops.append(replace(op, scores=scores) if isinstance(op, ActMul) and scores else op)
     result = replace(program, ops=tuple(ops))
@@ -76,7 +78,7 @@ def _by_gate(
             f"sparsity_predictor: {program.name} has no gates to predict",
             hint="remove sparsity_predictor",
         )
-    by_gate = {each.gate: each for each in predictors}
+    by_gate = {predictor.gate: predictor for predictor in predictors}
     if wrong := sorted(gates.keys() ^ by_gate.keys()):
         what = "has no predictor of" if wrong[0] in gates else "predicts"
         raise ConfigError(
@@ -89,24 +91,24 @@ def _by_gate(
 def _find_insertion_points(program: Program, shapes: Mapping[ActMul, PredictorShape]) -> list[int]:
     """Returns the index of the matmul before which each predictor is inserted."""
     readers = {
-        weight.name: at
-        for at, op in enumerate(program.ops)
+        weight.name: index
+        for index, op in enumerate(program.ops)
         if isinstance(op, Linear)
         for weight in op.weights_
     }
-    found = [readers.get(shape.input, len(program.ops)) for shape in shapes.values()]
-    for at, (gate, shape) in zip(found, shapes.items(), strict=True):
-        if at >= program.ops.index(gate):
+    points = [readers.get(shape.input, len(program.ops)) for shape in shapes.values()]
+    for index, (gate, shape) in zip(points, shapes.items(), strict=True):
+        if index >= program.ops.index(gate):
             raise ConfigError(
                 f"sparsity_predictor: {shape.input} is no product before {shape.gate}",
                 hint="calibrate this model",
             )
-    return found
+    return points
 
 
-def _read_at(program: Program, at: int) -> Value:
+def _read_at(program: Program, index: int) -> Value:
     """Returns the input of the matmul at an index."""
-    reader = program.ops[at]
+    reader = program.ops[index]
     assert isinstance(reader, Linear), "it is one of them"
     return reader.x
 

@@ -61,7 +61,7 @@ def probing_part(program: Program) -> Program:
     op = _get_probed_attention(program)
     needed: set[Value] = {op.q}
     read: set[tuple[str, int]] = set()
-    kept: list[Op] = []
+    ops: list[Op] = []
     before = next(at for at, each in enumerate(program.ops) if each is op)
     for each in reversed(program.ops[:before]):
         if isinstance(each, KvWrite):
@@ -72,8 +72,8 @@ def probing_part(program: Program) -> Program:
         if isinstance(each, Attention):
             read.add((each.group, each.layer))
         needed.update(each.inputs)
-        kept.append(each)
-    part = extract_part(program, tuple(reversed(kept)), program.inputs, {"hidden": op.q})
+        ops.append(each)
+    part = extract_part(program, tuple(reversed(ops)), program.inputs, {"hidden": op.q})
     return replace(part, groups=tuple(group for group in part.groups if group.num_layers))
 
 
@@ -95,9 +95,9 @@ def _get_probed_attention(program: Program) -> Attention:
         raise _config_error(program, "its positions have several axes")
     if len(attentions) == 1:
         raise _config_error(program, "it has one layer, and nothing before it to make queries of")
-    found = attentions[max(1, int(DEPTH * len(attentions)))]
-    assert isinstance(found, Attention), "the others were refused"
-    return found
+    attention = attentions[max(1, int(DEPTH * len(attentions)))]
+    assert isinstance(attention, Attention), "the others were refused"
+    return attention
 
 
 def _keys(program: Program, op: Attention) -> KvWrite:

@@ -147,9 +147,9 @@ class _Changes:
     def build(self) -> Program:
         assert self._group is not None, "there are such layers"
         ops: list[Op] = []
-        for at, op in enumerate(self._program.ops):
-            ops += self._in_front.get(at, [])
-            ops.append(self._replaced.get(at, op))
+        for index, op in enumerate(self._program.ops):
+            ops += self._in_front.get(index, [])
+            ops.append(self._replaced.get(index, op))
         group = replace(self._group, num_layers=self.num_layers)
         result = replace(self._program, ops=tuple(ops), groups=(*self._program.groups, group))
         result.check()

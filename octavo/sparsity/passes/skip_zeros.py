@@ -30,10 +30,10 @@ def skip_zeros(program: Program) -> Program:
         for op in program.ops
     )
     if ops == program.ops:
-        found = ", ".join(sorted(str(each) for each in activations)) or "no activation"
+        listed = ", ".join(sorted(str(activation) for activation in activations)) or "no activation"
         raise ConfigError(
             "ffn_sparsity: exact is for feed-forward layers with the activation"
-            f" {' or '.join(ZEROING)}, {program.name} has {found}",
+            f" {' or '.join(ZEROING)}, {program.name} has {listed}",
             hint="remove ffn_sparsity",
         )
     return replace(program, ops=ops)

@@ -33,13 +33,13 @@ def sparsify(program: Program, thresholds: Thresholds) -> Program:
     placed: set[str] = set()
     ops: list[Op] = []
     for op in program.ops:
-        made = _with_threshold(op, makers, thresholds)
-        placed |= _names(made, makers)
-        if isinstance(made, ActMul) and made.threshold:
-            cut.add(made.out)
-        if isinstance(made, Linear) and (made.threshold or made.x in cut):
-            made = replace(made, skips_zeros=True)
-        ops.append(made)
+        changed = _with_threshold(op, makers, thresholds)
+        placed |= _names(changed, makers)
+        if isinstance(changed, ActMul) and changed.threshold:
+            cut.add(changed.out)
+        if isinstance(changed, Linear) and (changed.threshold or changed.x in cut):
+            changed = replace(changed, skips_zeros=True)
+        ops.append(changed)
     for name in (*thresholds.inputs, *thresholds.gates):
         if name not in placed:
             raise ConfigError(
@@ -60,9 +60,9 @@ def get_gate_name(op: ActMul, makers: Mapping[Value, Op]) -> str | None:
 
 def _with_threshold(op: Op, makers: Mapping[Value, Op], thresholds: Thresholds) -> Op:
     if isinstance(op, Linear) and op.x.axis == "tokens":
-        found = {thresholds.inputs.get(weight.name, 0.0) for weight in op.weights_}
-        assert len(found) == 1, "matrices of one product have one input"
-        (threshold,) = found
+        values = {thresholds.inputs.get(weight.name, 0.0) for weight in op.weights_}
+        assert len(values) == 1, "matrices of one product have one input"
+        (threshold,) = values
         return replace(op, threshold=threshold) if threshold else op
     if isinstance(op, ActMul):
         threshold = thresholds.gates.get(get_gate_name(op, makers) or "", 0.0)

@@ -96,8 +96,8 @@ def _own_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Gr
     if form.structural_tag is not None:
         return _tag_grammars(form, compiler)
     if form.json is not None or form.json_object is not None:
-        given = {"type": "object"} if form.json is None else form.json
-        return [_json(form, given, "answer", spaced=form.disable_any_whitespace is None)]
+        schema = {"type": "object"} if form.json is None else form.json
+        return [_json(form, schema, "answer", spaced=form.disable_any_whitespace is None)]
     return [{"name": "answer", "lark_grammar": _lark(form)}]
 
 
@@ -214,23 +214,25 @@ def _tag_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Gr
 
 def _structures(form: StructuredOutputs) -> list[dict[str, Any]]:
     tag = read(form.structural_tag or {})
-    given: Any = tag.get("structures")
+    structures: Any = tag.get("structures")
     triggers = tag.get("triggers")
     for name in ("at_least_one", "stop_after_first"):
         if not isinstance(tag.get(name, False), bool):
             raise _bad_tag(form, f"{name} is true or false")
-    if not _is_list(given, dict) or not _is_list(triggers, str):
+    if not _is_list(structures, dict) or not _is_list(triggers, str):
         raise _bad_tag(form, "expected structures and triggers, lists of at least one")
-    if len(given) > MAX_TAGS:
-        raise _bad_tag(form, f"got {len(given)} structures, expected at most {MAX_TAGS}")
-    return [_structure(form, one, triggers) for one in given]
+    if len(structures) > MAX_TAGS:
+        raise _bad_tag(form, f"got {len(structures)} structures, expected at most {MAX_TAGS}")
+    return [_structure(form, one, triggers) for one in structures]
 
 
-def _structure(form: StructuredOutputs, given: Mapping[str, Any], triggers: Any) -> dict[str, Any]:
-    unknown = sorted(set(given) - {"begin", "end", "schema", "grammar", "regex"})
+def _structure(
+    form: StructuredOutputs, structure_fields: Mapping[str, Any], triggers: Any
+) -> dict[str, Any]:
+    unknown = sorted(set(structure_fields) - {"begin", "end", "schema", "grammar", "regex"})
     if unknown:
         raise _bad_tag(form, f"a structure has the keys begin, schema and end; got {unknown[0]!r}")
-    begin, end = given.get("begin"), given.get("end", "")
+    begin, end = structure_fields.get("begin"), structure_fields.get("end", "")
     if not isinstance(begin, str) or not isinstance(end, str):
         raise _bad_tag(form, "begin and end must be strings")
     trigger = next((one for one in triggers if one and begin.startswith(one)), None)
@@ -238,7 +240,7 @@ def _structure(form: StructuredOutputs, given: Mapping[str, Any], triggers: Any)
         raise _bad_tag(form, f"no trigger is a prefix of {begin[:80]!r}")
     for text in (begin, end):
         check_unicode(text, form.given_as)
-    return {**given, "begin": begin, "end": end, "trigger": trigger}
+    return {**structure_fields, "begin": begin, "end": end, "trigger": trigger}
 
 
 def _body(form: StructuredOutputs, structure: Mapping[str, Any], name: str) -> Grammar:
@@ -252,8 +254,8 @@ def _body(form: StructuredOutputs, structure: Mapping[str, Any], name: str) -> G
     return {"name": name, "lark_grammar": _lark(part)}
 
 
-def _is_list(given: object, kind: type) -> bool:
-    return isinstance(given, list) and bool(given) and all(isinstance(one, kind) for one in given)
+def _is_list(value: object, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, kind) for one in value)
 
 
 def _bad_tag(form: StructuredOutputs, message: str) -> InvalidRequest:

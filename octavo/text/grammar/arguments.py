@@ -55,13 +55,13 @@ class ArgumentTypes:
     def of(self, name: str) -> frozenset[str]:
         """Returns a property's types; only strings if the schema does not allow the property."""
         if name not in self._named:
-            found = [
+            types = [
                 get_types(self._root, shape.properties[name])
                 if name in shape.properties
                 else self._others
                 for shape in self.shapes
             ]
-            self._named[name] = frozenset().union(*found)
+            self._named[name] = frozenset().union(*types)
         return self._named[name] or TEXT_ONLY
 
     @property
@@ -178,17 +178,22 @@ def _free_names(shape: ObjectShape) -> list[tuple[str, Schema]]:
         others = [f"~{other}" for key, other in whole.items() if key != pattern]
         found.append((" & ".join([whole[pattern], *others]), schema))
     found.append((" & ".join(f"~{other}" for other in whole.values()), shape.additional))
-    taken = " | ".join(map(literal, shape.properties))
+    listed_names = " | ".join(map(literal, shape.properties))
     return [
-        (" & ".join([*([names] if names else []), *([f"~({taken})"] if taken else [])]), schema)
+        (
+            " & ".join(
+                [*([names] if names else []), *([f"~({listed_names})"] if listed_names else [])]
+            ),
+            schema,
+        )
         for names, schema in found
     ]
 
 
 def _json(value: ArgumentValue, options: Mapping[str, Any]) -> str:
-    made = {} if isinstance(value.schema, bool) else standalone(value.root, value.schema)
-    rewrite_patterns(made)
-    return json.dumps(made | {OPTIONS: {**options, **escape_options(made)}})
+    schema = {} if isinstance(value.schema, bool) else standalone(value.root, value.schema)
+    rewrite_patterns(schema)
+    return json.dumps(schema | {OPTIONS: {**options, **escape_options(schema)}})
 
 
 # -- pairs between tags ----------------------------------------------------------------------------
@@ -236,13 +241,13 @@ class PairLayout:
         ending = literal(f"{self.line}{self.value_end}\n")
         if "string" not in value.types:
             return f"{rule}_json {ending}", [f"{rule}_json: %json {_json(value, INLINE)}"]
-        found = leaves(value.root, value.schema)
-        texts = raw_values.raw_terminal(found, self.value_end, value.types)
+        alternatives = leaves(value.root, value.schema)
+        texts = raw_values.raw_terminal(alternatives, self.value_end, value.types)
         lines, options = [], []
         if texts:
             options.append(f"{rule}_text")
             lines += [f"{rule}_text[suffix={ending}]: {rule.upper()}", f"{rule.upper()}: {texts}"]
-        if by_json := raw_values.json_types(found):
+        if by_json := raw_values.json_types(alternatives):
             types = {"type": sorted(by_json)}
             schema = types if isinstance(value.schema, bool) else {"allOf": [value.schema, types]}
             options.append(f"{rule}_json {ending}")
@@ -279,11 +284,11 @@ class PythonKeywords:
         ]
 
     def _value(self, rule: str, value: ArgumentValue) -> tuple[str, list[str]]:
-        found = leaves(value.root, value.schema)
+        alternatives = leaves(value.root, value.schema)
         words = [
             literal(text)
             for text, constant in WORDS.items()
-            if any(leaf.admits(constant) for leaf in found)
+            if any(leaf.admits(constant) for leaf in alternatives)
         ]
         options = " | ".join([f"{rule}_json", *words])
         return f"({options})", [f"{rule}_json: %json {_json(value, INLINE)}"]

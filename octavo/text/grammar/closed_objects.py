@@ -36,9 +36,9 @@ def close_objects(root: dict[str, Any]) -> None:
     Schemas that apply to one value together (`allOf`, `$ref` beside `properties`) are closed
     jointly, because each lists only some of the properties.
     """
-    found = [place.schema for place in places(root) if isinstance(place.schema, dict)]
-    parts = {id(part) for schema in found for part in _iter_open_subschemas(root, schema)}
-    for schema in found:
+    schemas = [place.schema for place in places(root) if isinstance(place.schema, dict)]
+    parts = {id(part) for schema in schemas for part in _iter_open_subschemas(root, schema)}
+    for schema in schemas:
         if id(schema) not in parts and not _is_transparent(schema):
             _close(root, schema)
 
@@ -54,14 +54,14 @@ def _iter_open_subschemas(root: dict[str, Any], schema: dict[str, Any]) -> Itera
 
 def _within(root: dict[str, Any], schema: Any) -> list[dict[str, Any]]:
     """Returns a schema and all schemas that apply to the same value."""
-    found: dict[int, dict[str, Any]] = {}
+    schemas_by_id: dict[int, dict[str, Any]] = {}
     waiting = [schema]
     while waiting:
         one = waiting.pop()
-        if isinstance(one, dict) and id(one) not in found:
-            found[id(one)] = one
+        if isinstance(one, dict) and id(one) not in schemas_by_id:
+            schemas_by_id[id(one)] = one
             waiting += reversed(list(_applied(root, one)))
-    return list(found.values())
+    return list(schemas_by_id.values())
 
 
 def _applied(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
@@ -99,8 +99,8 @@ def _close(root: dict[str, Any], schema: dict[str, Any]) -> None:
         names |= dict.fromkeys(properties, True) if isinstance(properties, dict) else {}
         if isinstance(required, list):
             names |= dict.fromkeys((name for name in required if isinstance(name, str)), True)
-    least = max((one.get("minProperties", 0) for one in whole), key=_number)
-    if _number(least) > len(names) and "patternProperties" not in schema:
+    min_properties = max((one.get("minProperties", 0) for one in whole), key=_number)
+    if _number(min_properties) > len(names) and "patternProperties" not in schema:
         return
     own = schema.get("properties")
     schema["properties"] = {**(own if isinstance(own, dict) else {}), **_missing(names, own)}

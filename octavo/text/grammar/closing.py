@@ -29,12 +29,14 @@ LAST_ORDER = bytes(reversed(range(256)))
 
 
 def closing(
-    matcher: LLMatcher, texts: VocabularyTexts, orders: Sequence[bytes], most: int
+    matcher: LLMatcher, texts: VocabularyTexts, orders: Sequence[bytes], max_tokens: int
 ) -> list[int] | None:
-    """Returns the shortest completion found, of at most `most` tokens; None if there is none."""
+    """Returns the shortest completion found, of at most `max_tokens` tokens, or None."""
     ways = [_way(matcher.deep_copy(), texts, order) for order in orders]
-    found = [_cut(way, texts) for way in ways if way is not None]
-    return min((tokens for tokens in found if len(tokens) <= most), key=len, default=None)
+    candidates = [_cut(way, texts) for way in ways if way is not None]
+    return min(
+        (tokens for tokens in candidates if len(tokens) <= max_tokens), key=len, default=None
+    )
 
 
 def _way(matcher: LLMatcher, texts: VocabularyTexts, order: bytes) -> bytes | None:
@@ -49,8 +51,8 @@ def _way(matcher: LLMatcher, texts: VocabularyTexts, order: bytes) -> bytes | No
         step = forced or _next_byte(matcher, texts, order)
         if not step or matcher.is_error():
             return None
-        taken = matcher.try_consume_tokens(_cut(step, texts))
-        if matcher.is_error() or not taken:
+        num_taken = matcher.try_consume_tokens(_cut(step, texts))
+        if matcher.is_error() or not num_taken:
             return None
         way += step
     return None

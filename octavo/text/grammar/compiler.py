@@ -122,10 +122,10 @@ class TokenMatcher:
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         ends = bool(token_ids) and token_ids[-1] in self._end_token_ids
         rest = list(token_ids[:-1] if ends else token_ids)
-        taken = self._matcher.try_consume_tokens(rest)
+        num_taken = self._matcher.try_consume_tokens(rest)
         self._check()
-        if taken < len(rest):
-            raise GrammarError(f"the token {rest[taken]} does not continue the grammar's text")
+        if num_taken < len(rest):
+            raise GrammarError(f"the token {rest[num_taken]} does not continue the grammar's text")
         if ends and not self._matcher.is_accepting():
             raise GrammarError("the output ended before the grammar was complete")
         self._has_ended = ends
@@ -148,10 +148,10 @@ class TokenMatcher:
         return self._matcher.validate_tokens([token_id]) == 1
 
     def mask(self) -> bytes:
-        found = self._matcher.compute_bitmask()
+        bitmask = self._matcher.compute_bitmask()
         self._check()
         # llguidance's masks may have a different number of words.
-        return found[: self._mask_bytes].ljust(self._mask_bytes, b"\0")
+        return bitmask[: self._mask_bytes].ljust(self._mask_bytes, b"\0")
 
     def only_token(self) -> int | None:
         if self.is_complete:

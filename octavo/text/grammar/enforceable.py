@@ -122,9 +122,9 @@ def _compiled(root: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema prepared for the compiler; raises SchemaError with the location of an
     error.
     """
-    made = prepared(root)
-    check_cycles(made)
-    close_objects(made)
+    prepared_schema = prepared(root)
+    check_cycles(prepared_schema)
+    close_objects(prepared_schema)
 
     def check(part: dict[str, Any]) -> str:
         part = json.loads(json.dumps(part))
@@ -132,11 +132,11 @@ def _compiled(root: dict[str, Any]) -> dict[str, Any]:
         options = {"coerce_one_of": False, "lenient": False, **escape_options(part)}
         return _fault_in({"json_schema": part | {OPTIONS: options}})
 
-    if check(made):
-        raise blame(made, check)
-    _check_patterns(made)
-    object_shapes(made)
-    return made
+    if check(prepared_schema):
+        raise blame(prepared_schema, check)
+    _check_patterns(prepared_schema)
+    object_shapes(prepared_schema)
+    return prepared_schema
 
 
 def _check_patterns(root: dict[str, Any]) -> None:
@@ -144,10 +144,10 @@ def _check_patterns(root: dict[str, Any]) -> None:
     for place in places(root):
         if not isinstance(place.schema, Mapping):
             continue
-        found = [(f"{place.pointer}/pattern", place.schema.get("pattern"))]
+        patterns = [(f"{place.pointer}/pattern", place.schema.get("pattern"))]
         names = place.schema.get("patternProperties", {})
-        found += [(f"{place.pointer}/patternProperties", name) for name in names]
-        for pointer, pattern in found:
+        patterns += [(f"{place.pointer}/patternProperties", name) for name in names]
+        for pointer, pattern in patterns:
             if isinstance(pattern, str) and (fault := _pattern_fault(pattern)):
                 raise SchemaError(pointer, fault)
 

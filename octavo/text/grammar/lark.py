@@ -22,9 +22,11 @@ def depth(grammar: str) -> int:
     """Returns the length of the longest chain of references among a grammar's rules and
     terminals.
     """
-    found = list(DEFINED.finditer(grammar))
-    ends = [*(match.start() for match in found[1:]), len(grammar)]
-    bodies = {match[1]: grammar[match.end() : end] for match, end in zip(found, ends, strict=True)}
+    definitions = list(DEFINED.finditer(grammar))
+    ends = [*(match.start() for match in definitions[1:]), len(grammar)]
+    bodies = {
+        match[1]: grammar[match.end() : end] for match, end in zip(definitions, ends, strict=True)
+    }
     met: set[str] = set()
     deepest, open_names = 0, [iter(bodies)]
     while open_names:
@@ -199,22 +201,24 @@ def build_after_grammar(spec: GrammarSpec, name: str, special: Mapping[str, int]
     comes first: when the bound is reached, llguidance completes the first rule that reached it.
     """
     closing = literal(spec.starts_after, special)
-    most = spec.most_tokens_before
-    limit = "" if most is None else f"[max_tokens={most}]"
-    if most == 0:
+    max_tokens = spec.most_tokens_before
+    limit = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
+    if max_tokens == 0:
         before = f"before: {closing}"
     elif any(spec.starts_after.startswith(one) for one in special):
         before = f"before: cut {closing}\ncut{limit}: /(.|\\n)*/"
-    elif most is None:
+    elif max_tokens is None:
         before = f"before: closed\nclosed[suffix={closing}]: /(.|\\n)*/"
     else:
         before = (
             f"before: cut {closing} | closed\ncut{limit}: /(.|\\n)*/\n"
-            f"closed[suffix={closing},max_tokens={most}]: /(.|\\n)*/"
+            f"closed[suffix={closing},max_tokens={max_tokens}]: /(.|\\n)*/"
         )
     opening = literal(spec.begins_with, special) if spec.begins_with else ""
     start = f"({opening} before)?" if opening else "before"
-    last = f" | {opening} FREE\nFREE: /(.|\\n)*/" if spec.may_end_before and most is None else ""
+    last = (
+        f" | {opening} FREE\nFREE: /(.|\\n)*/" if spec.may_end_before and max_tokens is None else ""
+    )
     return f"start: {start} BETWEEN @{name}{last}\n{before}\n{BETWEEN}\n"
 
 

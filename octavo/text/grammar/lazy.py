@@ -102,12 +102,12 @@ class LazyGrammars:
 
         form = self._configured(form)
         digest = get_digest(form)
-        found = None if digest is None else self._admitted.find(digest)
-        if found is None:
-            found = admit(form, self.compiler)
+        spec = None if digest is None else self._admitted.find(digest)
+        if spec is None:
+            spec = admit(form, self.compiler)
             if digest is not None:
-                self._admitted.add(digest, found)
-        return found
+                self._admitted.add(digest, spec)
+        return spec
 
     def _configured(self, form: StructuredOutputs) -> StructuredOutputs:
         """Fills in the engine's default of `disable_additional_properties`."""

@@ -46,15 +46,19 @@ class Leaf:
 
     def having(self, types: Iterable[str]) -> Leaf | None:
         """Restricts the leaf to some types; None if no value remains."""
-        kept = self.types & frozenset(types)
+        remaining_types = self.types & frozenset(types)
         values = self.values
         if values is not None:
             values = tuple(
                 value
                 for value in values
-                if get_json_type(value) in kept and is_within(value, self.limits)
+                if get_json_type(value) in remaining_types and is_within(value, self.limits)
             )
-        return None if not kept or values == () else replace(self, types=kept, values=values)
+        return (
+            None
+            if not remaining_types or values == ()
+            else replace(self, types=remaining_types, values=values)
+        )
 
     @property
     def may_be_empty(self) -> bool:
@@ -88,8 +92,8 @@ class ObjectShape:
     def get_schema(self, name: str) -> Schema:
         if name in self.properties:
             return self.properties[name]
-        found = [schema for pattern, schema in self.patterns if matches(pattern, name)]
-        return intersect(*found) if found else self.additional
+        schemas = [schema for pattern, schema in self.patterns if matches(pattern, name)]
+        return intersect(*schemas) if schemas else self.additional
 
 
 def get_json_type(value: Any) -> str:
@@ -136,13 +140,13 @@ def intersect(*schemas: Schema) -> Schema:
     """Returns the intersection of schemas."""
     if any(schema is False for schema in schemas):
         return False
-    kept: list[Schema] = []
+    remaining: list[Schema] = []
     for schema in schemas:
-        if schema is not True and schema != {} and schema not in kept:
-            kept.append(schema)
-    if not kept:
+        if schema is not True and schema != {} and schema not in remaining:
+            remaining.append(schema)
+    if not remaining:
         return True
-    return kept[0] if len(kept) == 1 else {"allOf": kept}
+    return remaining[0] if len(remaining) == 1 else {"allOf": remaining}
 
 
 # -- alternatives ----------------------------------------------------------------------------------
@@ -170,40 +174,40 @@ def _alternatives(
         unions.append([place.schema])
     unions += [[part] for part in schema.get("allOf", ())]
     unions += [schema[key] for key in ("anyOf", "oneOf") if key in schema]
-    found = own(schema)
+    alternatives = own(schema)
     for union in unions:
         others = [
             part for branch in union for part in _alternatives(root, branch, own, meet, inside)
         ]
-        met = (meet(one, other) for one in found for other in others)
-        found = _unique(part for part in met if part is not None)
-        if len(found) > MAX_ALTERNATIVES:
+        met = (meet(one, other) for one in alternatives for other in others)
+        alternatives = _unique(part for part in met if part is not None)
+        if len(alternatives) > MAX_ALTERNATIVES:
             raise SchemaError("#", f"has more than {MAX_ALTERNATIVES} alternatives")
-    return found
+    return alternatives
 
 
 def _unique(parts: Iterable[Part]) -> list[Part]:
     """Removes duplicates and merges enumerated leaves of the same types."""
-    kept: list[Part] = []
+    unique: list[Part] = []
     for part in parts:
         if isinstance(part, Leaf) and part.values is not None and not part.limits:
             same = next(
                 (
                     index
-                    for index, one in enumerate(kept)
+                    for index, one in enumerate(unique)
                     if isinstance(one, Leaf) and one.values is not None and not one.limits
                 ),
                 None,
             )
             if same is not None:
-                one: Any = kept[same]
+                one: Any = unique[same]
                 more = [value for value in part.values if not _is_in(value, one.values)]
                 values = (*one.values, *more)
-                kept[same] = replace(one, types=one.types | part.types, values=values)
+                unique[same] = replace(one, types=one.types | part.types, values=values)
                 continue
-        if part not in kept:
-            kept.append(part)
-    return kept
+        if part not in unique:
+            unique.append(part)
+    return unique
 
 
 def _is_in(value: Any, values: Iterable[Any]) -> bool:
@@ -343,29 +347,29 @@ def can_be(root: Schema, schema: Schema) -> bool:
 
 
 def _counted(shape: ObjectShape | None) -> list[ObjectShape]:
-    """Returns shapes whose `least` and `most` count only unnamed properties."""
+    """Returns shapes whose `min_count` and `max_count` count only unnamed properties."""
     if shape is None:
         return []
     num_required = len(shape.required)
-    least = max(0, shape.least - num_required)
-    most = None if shape.most is None else shape.most - num_required
-    if most is not None and most < 0:
+    min_count = max(0, shape.least - num_required)
+    max_count = None if shape.most is None else shape.most - num_required
+    if max_count is not None and max_count < 0:
         return []
     can_be = [name for name, part in shape.properties.items() if part is not False]
     optional = [name for name in can_be if name not in shape.required]
     is_open = shape.additional is not False or any(part is not False for _, part in shape.patterns)
-    if not optional or (least == 0 and most is None):
-        return [replace(shape, least=least, most=most)] if is_open or not least else []
-    kept = replace(shape, least=0, most=None)
-    if least > 1 or most not in (None, 1):
-        return [kept]
-    one_of = [replace(kept, required=shape.required | {name}) for name in optional]
-    if most == 1:
+    if not optional or (min_count == 0 and max_count is None):
+        return [replace(shape, least=min_count, most=max_count)] if is_open or not min_count else []
+    uncounted = replace(shape, least=0, most=None)
+    if min_count > 1 or max_count not in (None, 1):
+        return [uncounted]
+    one_of = [replace(uncounted, required=shape.required | {name}) for name in optional]
+    if max_count == 1:
         one_of = [_without(one, set(optional) - one.required, is_closed=True) for one in one_of]
-    rest = _without(kept, set(optional), is_closed=False)
+    rest = _without(uncounted, set(optional), is_closed=False)
     if is_open:
-        return [*one_of, replace(rest, least=least, most=most)]
-    return one_of if least else [*one_of, rest]
+        return [*one_of, replace(rest, least=min_count, most=max_count)]
+    return one_of if min_count else [*one_of, rest]
 
 
 def _without(shape: ObjectShape, names: set[str], *, is_closed: bool) -> ObjectShape:
@@ -383,13 +387,13 @@ def standalone(root: Schema, schema: Schema) -> dict[str, Any]:
     """Returns a subschema on its own, with the definitions that it refers to."""
     names: dict[str, str] = {}
     definitions: dict[str, Schema] = {}
-    made = _with_names(root, schema, names)
+    definition = _with_names(root, schema, names)
     while len(definitions) < len(names):
         reference = list(names)[len(definitions)]
         place = resolved(root, reference)
         target = True if place is None else place.schema
         definitions[names[reference]] = _with_names(root, target, names)
-    whole = dict(made) if isinstance(made, Mapping) else {"allOf": [made]}
+    whole = dict(definition) if isinstance(definition, Mapping) else {"allOf": [definition]}
     return {**whole, "$defs": definitions} if definitions else whole
 
 

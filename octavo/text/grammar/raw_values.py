@@ -59,10 +59,10 @@ def is_other_type(text: str, types: Collection[str]) -> bool:
 
 def _scalars(types: Collection[str]) -> str:
     """Returns the pattern of JSON scalars of some non-string types."""
-    found = [*(["null"] if "null" in types else []), *_booleans(types)]
+    patterns = [*(["null"] if "null" in types else []), *_booleans(types)]
     if not NUMBERS.isdisjoint(types):
-        found.append(NUMBER if "number" in types else INTEGER)
-    return "|".join(found) or r"[^\s\S]"
+        patterns.append(NUMBER if "number" in types else INTEGER)
+    return "|".join(patterns) or r"[^\s\S]"
 
 
 def _booleans(types: Collection[str]) -> list[str]:
@@ -126,13 +126,13 @@ def json_types(leaves: Sequence[Leaf]) -> frozenset[str]:
     """Returns the types of a string parameter that are written as JSON, because no regex describes
     them: lists, objects, bounded numbers.
     """
-    found: set[str] = set()
+    types: set[str] = set()
     for leaf in leaves:
-        found |= leaf.types & set(BRACKETS)
+        types |= leaf.types & set(BRACKETS)
         numbers = leaf.having(NUMBERS)
         if numbers is not None and numbers.values is None and _has_bounds(numbers):
-            found |= numbers.types
-    return frozenset(found)
+            types |= numbers.types
+    return frozenset(types)
 
 
 def _has_bounds(leaf: Leaf) -> bool:
@@ -188,10 +188,10 @@ def _strings(leaf: Leaf, closing: str, types: Collection[str], plain: str) -> li
         return [literal(text) for text in spelled if text is not None]
     limits = [f"/{whole_pattern(pattern)}/" for pattern in leaf.get_limits("pattern")]
     limits += [f"/{FORMATS[name]}/" for name in leaf.get_limits("format") if name in FORMATS]
-    least = max(leaf.get_limits("minLength"), default=0)
-    most = min(leaf.get_limits("maxLength"), default=None)
-    if least or most is not None:
-        limits.append(rf"/(.|\n){{{least},{'' if most is None else most}}}/")
+    min_length = max(leaf.get_limits("minLength"), default=0)
+    max_length = min(leaf.get_limits("maxLength"), default=None)
+    if min_length or max_length is not None:
+        limits.append(rf"/(.|\n){{{min_length},{'' if max_length is None else max_length}}}/")
     return [" & ".join([*limits, plain])]
 
 

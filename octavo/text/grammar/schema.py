@@ -69,18 +69,18 @@ class SubSchema:
     schema: Schema
 
 
-def read(given: Mapping[str, Any] | str | bool) -> dict[str, Any]:
+def read(schema: Mapping[str, Any] | str | bool) -> dict[str, Any]:
     """Returns a schema as an object, from an object, JSON text or boolean."""
-    if isinstance(given, str):
-        given = _parsed(given)
-    if given is False:
+    if isinstance(schema, str):
+        schema = _parsed(schema)
+    if schema is False:
         raise SchemaError("#", "the schema false matches nothing")
-    if given is True:
+    if schema is True:
         return {}
-    if not isinstance(given, Mapping):
+    if not isinstance(schema, Mapping):
         raise SchemaError("#", "expected a JSON object")
-    _check_size(given)
-    return dict(given)
+    _check_size(schema)
+    return dict(schema)
 
 
 def _parsed(text: str) -> Any:
@@ -169,15 +169,15 @@ def children(place: SubSchema) -> Iterator[SubSchema]:
     if not isinstance(schema, Mapping):
         return
     for key, value in schema.items():
-        at = f"{place.pointer}/{escape_pointer(key)}"
+        pointer = f"{place.pointer}/{escape_pointer(key)}"
         if key in MAPS and isinstance(value, Mapping):
             for name, part in value.items():
-                yield SubSchema(f"{at}/{escape_pointer(name)}", part)
+                yield SubSchema(f"{pointer}/{escape_pointer(name)}", part)
         elif isinstance(value, list | tuple) and (key in LISTS or key == "items"):
             for index, part in enumerate(value):
-                yield SubSchema(f"{at}/{index}", part)
+                yield SubSchema(f"{pointer}/{index}", part)
         elif key in SINGLES and isinstance(value, Mapping | bool):
-            yield SubSchema(at, value)
+            yield SubSchema(pointer, value)
 
 
 def places(root: Schema) -> Iterator[SubSchema]:
@@ -213,15 +213,15 @@ def resolved(root: Schema, reference: object) -> SubSchema | None:
         return None
     if reference != "#" and not reference.startswith("#/"):
         return None
-    found = root
+    target = root
     for key in pointer_keys(unquote(reference)):
-        if isinstance(found, Mapping) and key in found:
-            found = found[key]
-        elif isinstance(found, list | tuple) and key.isdigit() and int(key) < len(found):
-            found = found[int(key)]
+        if isinstance(target, Mapping) and key in target:
+            target = target[key]
+        elif isinstance(target, list | tuple) and key.isdigit() and int(key) < len(target):
+            target = target[int(key)]
         else:
             return None
-    return SubSchema(reference, found)
+    return SubSchema(reference, target)
 
 
 # -- what is prepared ------------------------------------------------------------------------------
@@ -248,17 +248,17 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _point_references(root: dict[str, Any]) -> None:
     """Converts references to an `$anchor` or `$id` of the schema itself to pointers."""
-    given = root.get("$id")
-    base = given if isinstance(given, str) else ""
+    own_id = root.get("$id")
+    base = own_id if isinstance(own_id, str) else ""
     named: dict[str, str] = {}
-    found = [place for place in places(root) if isinstance(place.schema, dict)]
-    for place in found:
+    subschemas = [place for place in places(root) if isinstance(place.schema, dict)]
+    for place in subschemas:
         own = place.schema.get("$id")
         if isinstance(own, str):
             named.setdefault(urljoin(base, own).rstrip("#"), place.pointer)
         if isinstance(anchor := place.schema.get("$anchor"), str):
             named.setdefault(f"#{anchor}", place.pointer)
-    for place in found if named else ():
+    for place in subschemas if named else ():
         reference = place.schema.get("$ref")
         if not isinstance(reference, str) or resolved(root, reference) is not None:
             continue

@@ -201,8 +201,8 @@ class KeyValues:
     def marks(self) -> Sequence[str]:
         pair = self.layout
         opens = (self.name_open, pair.key_open, pair.value_open.strip())
-        found = (*opens, pair.key_end, pair.value_end, self.call_end)
-        return [mark for mark in found if mark]
+        marks = (*opens, pair.key_end, pair.value_end, self.call_end)
+        return [mark for mark in marks if mark]
 
     def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         return {"grammar": arguments_grammar(schema, self.layout)}
@@ -297,9 +297,11 @@ class RawValue:
     def _emit_string(self) -> None:
         """Emits the received text except a trailing newline that may belong to the delimiter."""
         line = self._layout.line
-        kept = line if line and self._waiting.endswith(line) else ""
-        self._emit(json_piece(self._waiting.removesuffix(kept) if kept else self._waiting))
-        self._waiting = kept
+        held_back = line if line and self._waiting.endswith(line) else ""
+        self._emit(
+            json_piece(self._waiting.removesuffix(held_back) if held_back else self._waiting)
+        )
+        self._waiting = held_back
 
 
 def _json_value(text: str) -> str:

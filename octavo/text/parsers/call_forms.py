@@ -100,12 +100,12 @@ def _framed_form(
         tag["structures"].append({"begin": begin, "end": end, **_part(own)})
         tag["triggers"] = sorted({*tag["triggers"], begin})
         tag["stop_after_first"] = True
-    given = rules if own is None else own
+    source_of_rules = rules if own is None else own
     options = {} if own is None else {name: getattr(own, name) for name in OPTIONS}
     return StructuredOutputs(
         structural_tag=tag,
         frame=_frame(tools.frame, before, may_end=own is None),
-        given_as=given.given_as,
+        given_as=source_of_rules.given_as,
         **options,
     )
 
@@ -126,9 +126,9 @@ def _part(own: StructuredOutputs) -> dict[str, Any]:
     """Returns a structured output as the content of a structure."""
     if own.choice is not None:
         return {"grammar": lark.choice(own.choice)}
-    found = {"schema": own.json, "regex": own.regex, "grammar": own.grammar}
-    given = {kind: value for kind, value in found.items() if value is not None}
-    return given or {"schema": {"type": "object"}}
+    fields = {"schema": own.json, "regex": own.regex, "grammar": own.grammar}
+    present = {kind: value for kind, value in fields.items() if value is not None}
+    return present or {"schema": {"type": "object"}}
 
 
 def start_after(own: StructuredOutputs, before: ReasoningSpan, **changed: Any) -> StructuredOutputs:

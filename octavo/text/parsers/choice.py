@@ -53,7 +53,7 @@ def choose_formats(
     return AnswerFormats(tools, reasoning)
 
 
-def _unknown(option: str, got: str, names: list[str]) -> ConfigError:
+def _unknown(option: str, name: str, names: list[str]) -> ConfigError:
     return ConfigError(
-        f"{option}: got {got!r}, expected {', '.join(names)}", hint=did_you_mean(got, names)
+        f"{option}: got {name!r}, expected {', '.join(names)}", hint=did_you_mean(name, names)
     )

@@ -64,8 +64,8 @@ class ToolFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that must be visible even if they are special tokens."""
-        found = (*self.begin, *self.end, self.call_begin, self.call_end, *self.body.marks)
-        return tuple(mark for mark in dict.fromkeys(found) if mark)
+        texts = (*self.begin, *self.end, self.call_begin, self.call_end, *self.body.marks)
+        return tuple(mark for mark in dict.fromkeys(texts) if mark)
 
 
 @dataclass(frozen=True, slots=True)

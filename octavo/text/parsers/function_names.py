@@ -21,12 +21,12 @@ MAX_ALIAS = 64
 
 def get_aliases(tools: ToolFormat | ChannelFormat, names: Sequence[str]) -> dict[str, str]:
     """Returns unique aliases for names that a format cannot represent."""
-    taken = set(names)
+    used_names = set(names)
     aliases: dict[str, str] = {}
     for name in names:
         if not _is_writable(tools.name, name):
-            aliases[name] = _build_alias(name, taken)
-            taken.add(aliases[name])
+            aliases[name] = _build_alias(name, used_names)
+            used_names.add(aliases[name])
     return aliases
 
 
@@ -45,12 +45,12 @@ def _is_writable(format_name: str, name: str) -> bool:
     return [call.name for call in message.calls] == [name] and not message.content
 
 
-def _build_alias(name: str, taken: set[str]) -> str:
+def _build_alias(name: str, used_names: set[str]) -> str:
     """Returns a unique identifier that resembles a name."""
     alias = re.sub(r"\W+", "_", name).strip("_")[:MAX_ALIAS] or "function"
     number = 1
-    found = alias
-    while found in taken:
+    candidate = alias
+    while candidate in used_names:
         number += 1
-        found = f"{alias[: MAX_ALIAS - 6]}_{number}"
-    return found
+        candidate = f"{alias[: MAX_ALIAS - 6]}_{number}"
+    return candidate

@@ -47,10 +47,10 @@ class FunctionText:
 def parse_arguments(call: FunctionText) -> dict[str, Any]:
     """Parses a call's arguments, which may be incomplete."""
     try:
-        found = from_json(call.arguments, allow_partial="trailing-strings")
+        parsed = from_json(call.arguments, allow_partial="trailing-strings")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 @dataclass(slots=True)

@@ -124,9 +124,9 @@ def _quoted(source: TextSource, pieces: list[str]) -> Steps[None]:
     end = quote * 3 if (yield from source.peek(3)) == quote * 3 else quote
     for _ in end:
         pieces.append(source.take())
-    while (found := (yield from source.at([end, "\\"]))) != end:
-        if found:
-            pieces.append(found)
+    while (mark := (yield from source.at([end, "\\"]))) != end:
+        if mark:
+            pieces.append(mark)
         yield from source.next()
         pieces.append(source.take())
     pieces.append(end)

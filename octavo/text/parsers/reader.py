@@ -193,10 +193,10 @@ class ContinuedReader:
     Of the earlier text, only a call with incomplete arguments is emitted, from its beginning.
     """
 
-    def __init__(self, form: MessageForm, given: str) -> None:
+    def __init__(self, form: MessageForm, earlier_text: str) -> None:
         self._reader = MessageReader(form)
         before = MessageText()
-        before.add(self._reader.read(given))
+        before.add(self._reader.read(earlier_text))
         self._num_told = len(before.calls)
         self._open: list[Part] = []
         if before.calls and not _is_whole(before.calls[-1].arguments):
@@ -236,17 +236,17 @@ class PlainReader:
 PartReader = MessageReader | ContinuedReader | PlainReader
 
 
-def make_reader(form: MessageForm | None, given: str) -> PartReader:
-    """Returns a parser; with `given`, one for an output that continues that text."""
+def make_reader(form: MessageForm | None, earlier_text: str) -> PartReader:
+    """Returns a parser; with `earlier_text`, one for an output that continues that text."""
     if form is None:
         return PlainReader()
-    return ContinuedReader(form, given) if given else MessageReader(form)
+    return ContinuedReader(form, earlier_text) if earlier_text else MessageReader(form)
 
 
-def read_message(form: MessageForm, text: str, given: str = "") -> MessageText:
-    """Parses a complete output, which may continue the text `given`."""
+def read_message(form: MessageForm, text: str, earlier_text: str = "") -> MessageText:
+    """Parses a complete output, which may continue the text `earlier_text`."""
     message = MessageText()
-    message.add(make_reader(form, given).read(text, finished=True))
+    message.add(make_reader(form, earlier_text).read(text, finished=True))
     return message
 
 

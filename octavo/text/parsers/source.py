@@ -93,10 +93,10 @@ class TextSource:
     def at(self, marks: Sequence[str]) -> Steps[str]:
         """Consumes and returns the longest marker that follows; "" if none does."""
         while True:
-            found, could_grow = self._mark_at(self._place, marks)
+            mark, could_grow = self._mark_at(self._place, marks)
             if not could_grow or self._has_ended:
-                self._place += len(found)
-                return found
+                self._place += len(mark)
+                return mark
             yield
 
     def at_or_cut(self, marks: Sequence[str]) -> Steps[str]:
@@ -111,16 +111,16 @@ class TextSource:
 
     def expect(self, mark: str) -> Steps[None]:
         """Consumes a marker; raises MalformedText if it does not follow."""
-        for wanted in mark:
-            if (yield from self.next()) != wanted:
+        for character in mark:
+            if (yield from self.next()) != character:
                 raise MalformedText
             self._place += 1
 
     def run(self, pattern: re.Pattern[str], emit: Emit) -> Steps[None]:
         """Consumes and emits characters that match a one-character-class pattern."""
         while True:
-            found = pattern.match(self._text, self._place)
-            end = self._place if found is None else found.end()
+            match = pattern.match(self._text, self._place)
+            end = self._place if match is None else match.end()
             if end > self._place:
                 start, self._place = self._place, end
                 emit(self._text[start:end])
@@ -159,6 +159,6 @@ class TextSource:
     def _mark_at(self, place: int, marks: Sequence[str]) -> tuple[str, bool]:
         """Returns the longest marker at a position, and whether more text could make it longer."""
         rest = self._text[place : place + max(map(len, marks), default=0)]
-        found = max((mark for mark in marks if rest.startswith(mark)), key=len, default="")
+        longest = max((mark for mark in marks if rest.startswith(mark)), key=len, default="")
         could_grow = any(len(mark) > len(rest) and mark.startswith(rest) for mark in marks)
-        return found, could_grow
+        return longest, could_grow

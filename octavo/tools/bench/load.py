@@ -121,9 +121,9 @@ def _check_fits(requests: Sequence[TrafficRequest], context: int | None) -> None
     """
     for request in requests:
         if context is not None and request.input_len + request.output_len > context:
-            wanted = f"{request.input_len} + {request.output_len} tokens"
+            requested = f"{request.input_len} + {request.output_len} tokens"
             raise ConfigError(
-                f"{request.name}: {wanted} exceed the server's context of {context}",
+                f"{request.name}: {requested} exceed the server's context of {context}",
                 hint="use a smaller --scale, or shorter lengths",
             )
 
@@ -133,6 +133,6 @@ def _allow_many_files() -> None:
     started by this process inherits the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -90,7 +90,7 @@ def compute_metrics(
     per_token = [seconds for streamed in done if (seconds := per_token_s(streamed)) is not None]
     num_prompt = sum(_num_prompt(outcome) for outcome in outcomes if outcome.streamed is not None)
     num_output = sum(map(num_tokens, done))
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "completed": len(done),
         "failed": len(outcomes) - len(done),
         "elapsed_s": elapsed_s,
@@ -112,23 +112,23 @@ def compute_metrics(
     }
     if goodput:
         good = sum(_is_good(streamed, goodput) for streamed in done)
-        found["goodput"] = {
+        metrics["goodput"] = {
             "limits_ms": dict(goodput),
             "requests": good,
             "requests_per_s": good / elapsed_s,
             "share": good / len(outcomes),
         }
-    return found
+    return metrics
 
 
-def table(found: Mapping[str, Any], shared: float | None) -> str:
+def table(metrics: Mapping[str, Any], shared: float | None) -> str:
     """Formats the metrics as a table; `shared` is the result of `shared_share`, if known."""
     lines = [
-        f"{'completed':26}{found['completed']} in {found['elapsed_s']:.1f} s, failed"
-        f" {found['failed']}"
+        f"{'completed':26}{metrics['completed']} in {metrics['elapsed_s']:.1f} s, failed"
+        f" {metrics['failed']}"
     ]
     for name in ("requests", "prompt_tokens", "output_tokens", "total_tokens"):
-        lines.append(f"{name.replace('_', ' ') + '/s':26}{found[name + '_per_s']:10.2f}")
+        lines.append(f"{name.replace('_', ' ') + '/s':26}{metrics[name + '_per_s']:10.2f}")
     for name in (
         "time_to_first_token_ms",
         "inter_token_ms",
@@ -138,9 +138,9 @@ def table(found: Mapping[str, Any], shared: float | None) -> str:
     ):
         lines.append(
             f"{name.replace('_', ' '):26}"
-            + "  ".join(f"{key} {value:9.2f}" for key, value in found[name].items())
+            + "  ".join(f"{key} {value:9.2f}" for key, value in metrics[name].items())
         )
-    hit_rate = found["prefix_hit_rate"]
+    hit_rate = metrics["prefix_hit_rate"]
     known = (
         ""
         if shared is None
@@ -150,8 +150,8 @@ def table(found: Mapping[str, Any], shared: float | None) -> str:
         f"{'prefix hit rate':26}"
         + ("the server does not say" if hit_rate is None else f"{hit_rate:.1%}{known}")
     )
-    if "goodput" in found:
-        good = found["goodput"]
+    if "goodput" in metrics:
+        good = metrics["goodput"]
         limits = ", ".join(f"{name} <= {value:g} ms" for name, value in good["limits_ms"].items())
         lines.append(
             f"{'goodput':26}{good['requests_per_s']:.2f} requests/s, {good['share']:.1%} of all:"
@@ -159,7 +159,7 @@ def table(found: Mapping[str, Any], shared: float | None) -> str:
         )
     lines += [
         f"failed {one['count']} times, first {one['first']}: {one['message']}"
-        for one in found["errors"]
+        for one in metrics["errors"]
     ]
     return "\n".join(lines)
 

@@ -125,15 +125,15 @@ def _decades(low: float, high: float) -> list[float]:
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1, 2, 5), (1, 3), (1,)):
-        found = [
+        ticks = [
             digit * 10.0**power
             for power in powers
             for digit in digits
             if low <= digit * 10.0**power <= high
         ]
-        if len(found) <= 8:
+        if len(ticks) <= 8:
             break
-    return found if len(found) > 1 else [float(f"{low:.3g}"), float(f"{high:.3g}")]
+    return ticks if len(ticks) > 1 else [float(f"{low:.3g}"), float(f"{high:.3g}")]
 
 
 def _polyline(points: Sequence[tuple[float, float]]) -> str:

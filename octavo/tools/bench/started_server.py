@@ -49,10 +49,10 @@ def _url(process: subprocess.Popen[str]) -> str:
     """Waits for the server's URL; a thread forwards the rest of its stderr."""
     assert process.stderr is not None
     for line in process.stderr:
-        found = re.match(r"serving .* on (http\S+)$", line)
-        if found:
+        match = re.match(r"serving .* on (http\S+)$", line)
+        if match:
             threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True).start()
-            return found[1]
+            return match[1]
         sys.stderr.write(line)
     raise ConfigError(f"the server did not start (exit code {process.wait()})")
 

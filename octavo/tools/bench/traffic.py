@@ -228,7 +228,7 @@ def _number(
     row: dict[str, Any],
     field: str,
     low: int,
-    most: float | Fraction,
+    maximum: float | Fraction,
     *,
     whole: bool = False,
 ) -> Any:
@@ -240,8 +240,8 @@ def _number(
         raise ConfigError(
             f"{name}: {field}: got {_short(value)}, expected {kind} of at least {low}"
         )
-    if value > most:
-        raise ConfigError(f"{name}: {field}: got {value}, expected at most {int(most):,}")
+    if value > maximum:
+        raise ConfigError(f"{name}: {field}: got {value}, expected at most {int(maximum):,}")
     return value
 
 
