@@ -134,7 +134,8 @@ def _describe_larger(checkpoint: Checkpoint, folder: Path) -> str | None:
         return None
     return (
         f"WARNING: the result has {format_bytes(num_bytes)},"
-        f" the source only {format_bytes(source)}: its weights are quantized already; quantize the original model instead"
+        f" the source only {format_bytes(source)}: its weights are quantized"
+        " already; quantize the original model instead"
     )
 
 
