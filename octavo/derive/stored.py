@@ -25,7 +25,7 @@ class Piece:
 
     tensor: str
     rows: tuple[int, ...]
-    """Rows of the tensor."""
+    """Which rows of the tensor these are."""
     total: int
     """Number of rows of the tensor."""
 

@@ -38,7 +38,7 @@ class HeadRows(NamedTuple):
     """
 
     num_rows: int
-    """Rows in all layers."""
+    """Number of rows, summed over all layers."""
     head_bytes: int
     """Bytes of one head in a row."""
 

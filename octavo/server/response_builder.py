@@ -98,7 +98,9 @@ class ResponseOptions:
     """Whether a stream has deltas for tokens without text."""
     shows_reasoning: bool = True
     new_call_id: Callable[[], str] | None = None
-    """Generates ids of tool calls without one; None: the parser's."""
+    """Generates an id for each tool call to which the model gave none; None: ids of the output
+    parser are used.
+    """
 
 
 class ResponseFormatter(ABC):

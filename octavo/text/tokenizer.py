@@ -327,7 +327,7 @@ class TextTokenizer:
     def _encode(
         self, text: str, *, add_special_tokens: bool, allow_special_text: bool
     ) -> list[int]:
-        """Encodes with the package, without BOS or space rules."""
+        """Encodes with the `tokenizers` package, without adding BOS tokens or spaces."""
         tokenizer = self._tokenizer if allow_special_text else self._plain_tokenizer
         ids: list[int] = encode_text(tokenizer, text, add_special_tokens=add_special_tokens).ids
         return ids

@@ -40,7 +40,7 @@ def adapter_store(
     load: Callable[[Weight], StoredWeight],
 ) -> AdapterStore | None:
     """Builds the adapter store of a rank; None if LoRA is disabled. `programs` are the rank's
-    Program and the unsharded one.
+    Program and the unsharded Program.
     """
     program, whole = programs
     lora = config.lora
@@ -67,7 +67,7 @@ def adapter_names(config: EngineConfig, program: Program, model: Path) -> Adapte
         return None
 
     def dequantize(weight: Weight) -> NDArray[np.float32]:
-        # What is kept here keeps no checkpoint: its file would stay mapped.
+        # Keeps no reference to the checkpoint, whose file would stay mapped.
         return WeightReader(open_checkpoint(model)).load(weight).dequantize()
 
     reader = AdapterReader(

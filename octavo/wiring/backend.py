@@ -99,7 +99,7 @@ def _torch_backend(
     options: BackendOptions, choice: BackendChoice, ranks: TorchRanks | None
 ) -> Backend:
     """Builds the torch backend. `choose_device` has checked that PyTorch is installed; it is not
-    imported before.
+    imported before this call.
     """
     device = choose_device(choice.device)
     from octavo.executor.torch.backend import TorchBackend

@@ -1,4 +1,4 @@
-"""Divides one memory among the KV caches of several engines, before any is loaded.
+"""Divides memory among the KV caches of several engines, before any of them is loaded.
 
 Uses the capacities computed from model headers (`plan.py`). Each model gets the KV of one request
 of maximum length; the rest is divided in proportion to the weights' bytes.
@@ -15,7 +15,7 @@ from octavo.worker.capacity import Capacity
 from octavo.worker.memory import SAFE_SHARE, plan_kv
 
 PLENTY_BYTES = 1 << 50
-"""Memory at which no KV cache is limited."""
+"""Memory in bytes with which no KV cache is limited."""
 
 
 @dataclass(slots=True)
@@ -31,8 +31,8 @@ class KvShare:
 def share_memory(capacities: Mapping[str, Capacity], memory_bytes: int) -> dict[str, int]:
     """Returns the KV cache bytes of each engine.
 
-    Engines with kv_cache_memory_bytes get those. Raises InsufficientMemory if the models do not fit
-    together.
+    Engines with kv_cache_memory_bytes get exactly this size. Raises InsufficientMemory if the
+    models do not fit together.
     """
     fixed = sum(capacity.fixed_bytes for capacity in capacities.values())
     own = sum(capacity.wanted_kv_bytes or 0 for capacity in capacities.values())
@@ -69,8 +69,8 @@ def _make_share(capacity: Capacity) -> KvShare:
 
 
 def _fill(shares: list[KvShare], rest: int) -> None:
-    """Divides the rest in proportion to weight bytes; what exceeds an engine's maximum goes to the
-    others.
+    """Divides the rest in proportion to weight bytes. Bytes beyond an engine's maximum are divided
+    among the others.
     """
     while shares and rest > 0:
         total = sum(share.weight_bytes for share in shares)

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 
 AnyWorker: TypeAlias = "Worker | RankedWorker | PipelinedWorker | JoinedExecutor"
-"""Executor of a core's plans, depending on the parallelism."""
+"""Type of a core's executor, which depends on the parallelism."""
 
 WhenStarted: TypeAlias = Callable[[Callable[[], None]], None]
 """Receives a function that ends the process that is loading a model."""
@@ -94,7 +94,7 @@ class CoreTexts:
 
 @dataclass(frozen=True, slots=True)
 class BuiltCore:
-    """A core, what frontends need to know about it, and its worker."""
+    """A core, its description for frontends, and its worker."""
 
     core: EngineCore
     info: EngineInfo
@@ -105,7 +105,9 @@ class BuiltCore:
 
 
 def build_in_process(config: EngineConfig, report: Report) -> Frontend:
-    """Builds an engine with the core in this process; data-parallel engines run in their own."""
+    """Builds an engine with the core in this process; data-parallel engines run in separate
+    processes.
+    """
     if config.fleet.data_parallel_size > 1:
         return build_with_process(config, report)
     publishers = open_publishers(config)
@@ -301,7 +303,7 @@ def build_core(
 
 
 def _make_abort(place: RankPlace, others: OtherRanks | None) -> Callable[[OctavoError], None]:
-    """Returns a function that aborts this engine's waits after another engine with a part of the
+    """Returns a function that aborts this engine's waits when another engine that shares the
     experts has ended.
     """
 

@@ -2,8 +2,8 @@
 connection between each two engines.
 
 Created by the process that starts the engines, which closes its ends once the engines have
-inherited theirs. If an engine dies, all others end too, since none can compute without it; they
-restart together as the next generation.
+inherited theirs. If an engine dies, all others end too, because they cannot compute without its
+experts; all restart together as the next generation.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class EngineRendezvous:
         )
 
     def leave(self, engine: int) -> None:
-        """Closes an engine's ends in this process: its process has inherited them, or will never
-        start, which ends the others' wait. Idempotent.
+        """Closes an engine's ends of the connections in this process: either its process has
+        inherited them, or it will never start, and closing them ends the others' wait. Idempotent.
         """
         for end in self._ends.pop(engine, {}).values():
             end.close()
@@ -81,7 +81,7 @@ class EngineGenerations:
         self._num_stages = num_stages
         self._rendezvous: dict[int, EngineRendezvous] = {}
         self._next = [0] * num_engines
-        """First generation that each engine has neither joined nor skipped."""
+        """For each engine, the first generation that it has neither joined nor skipped."""
         self._lock = threading.Lock()
 
     @contextmanager

@@ -12,7 +12,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.wiring.plan import plan_model
 
 KV_TOKENS = 8192
-"""Tokens of the request whose KV cache is stated."""
+"""Number of tokens of the request whose KV cache size is shown."""
 UNLIMITED = 1 << 60
 """Memory to plan for, in bytes."""
 QUANTIZATION: dict[Bits, str | None] = {4: "int4", 8: "int8", 16: None}
@@ -25,7 +25,7 @@ class CheckpointMemory:
     num_parameters: int
     max_context_tokens: int
     weight_bytes: dict[Bits, int]
-    """Weights as packed by the native backend, by bits."""
+    """Bytes of the weights as packed by the native backend, by bits."""
     kv_bytes: int
     """KV cache and states of a request of KV_TOKENS tokens, or of the context if it is shorter; 0
     for an encoder."""

@@ -38,7 +38,7 @@ def gguf_outline(checkpoint: Checkpoint, program: Program) -> GgufCheckpoint:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "outline.gguf"
         GgufOutline(checkpoint, vocabulary, keys).write(path)
-        outline = GgufCheckpoint(path)  # its pages stay, also without a name
+        outline = GgufCheckpoint(path)  # the mapped pages remain after the file is deleted
     built_program = build_programs(outline.config).get(program.name)
     if built_program is None or not _is_alike(built_program, program):
         raise UnsupportedModel(

@@ -17,7 +17,7 @@ def end_token_ids(info: ModelInfo, tokenizer: Tokenizer | None) -> tuple[int, ..
 
 def lazy_grammars(model: Model, read: Callable[[], Tokenizer | None]) -> LazyGrammars:
     """Builds the model's grammar compiler; `read` loads the tokenizer on first use."""
-    # What is kept here keeps no checkpoint: its file would stay mapped as long as the engine lives.
+    # Keeps no reference to the checkpoint, whose file would stay mapped as long as the engine runs.
     info = model.info
 
     def setup() -> GrammarSetup:

@@ -31,7 +31,9 @@ from octavo.worker.media.patches import PixelScale
 
 
 def get_image_layout(config: EngineConfig, checkpoint: ModelHeader) -> ImageLayout | None:
-    """Returns how images become rows of the model; None if it reads none with this config."""
+    """Returns the layout of images as rows of the model; None if the model reads no images with
+    this config.
+    """
     if config.backend.num_stage_ranks > 1:
         return None
     return image_layout(checkpoint.config)
@@ -40,7 +42,7 @@ def get_image_layout(config: EngineConfig, checkpoint: ModelHeader) -> ImageLayo
 def make_image_reader(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None
 ) -> ImageReader | None:
-    """Builds the reader of images in prompts; None if the model reads none."""
+    """Builds the reader of images in prompts; None if the model reads no images."""
     layout = get_image_layout(config, checkpoint)
     if layout is None:
         return None

@@ -103,7 +103,7 @@ class Model:
         return [transform(self.config, self.checkpoint, program), *others]
 
     def pools(self) -> Pools | None:
-        """Returns how the model pools; None for a generative model."""
+        """Returns the model's pooling; None for a generative model."""
         program = self.program()
         return get_pools(self.checkpoint.config, program) if "pooled" in program.outputs else None
 
@@ -156,7 +156,7 @@ def derive_from(
     program = build_model_programs(info, header)[0]
     if "pooled" in program.outputs:
         context_tokens = get_max_tokens(header.config, program, context_tokens)
-        get_pools(header.config, program)  # which refuses what cannot be made of the rows
+        get_pools(header.config, program)  # raises an error for unsupported pooling
     if needs_whole_text(program):
         config = configure_encoder(config)
     config = with_spec_method(config, header, program, names)
@@ -184,7 +184,7 @@ def derive_from(
 def load_model(
     model: Model, report: Report, grammars: Grammars, place: RankPlace | None = None
 ) -> LoadedModel:
-    """Loads the whole model, or one rank's part."""
+    """Loads the complete model, or one rank's part of it."""
     config, (whole, *encoders) = model.config, model.programs()
     place = place or RankPlace()
     link, ranks = place.link, place.ranks
@@ -197,7 +197,7 @@ def load_model(
         checkpoint=model.checkpoint,
         weights_key=_weights_key(model),
     )
-    # Everything that can be refused is refused before the first weight is read.
+    # All checks are done before the first weight is read.
     if config.model.load_format != "dummy":
         check_tensors(model.checkpoint, [whole, *encoders, *tower_programs(model.checkpoint)])
     formats = get_loaded_formats(config, model.checkpoint, whole)
@@ -287,7 +287,7 @@ def _prepare(
 def _prepare_with_side(
     side: SideProgram, checkpoint: Checkpoint, program: Program, reader: Reader, backend: Backend
 ) -> tuple[dict[str, Runnable], Runnable]:
-    """As `_prepared`, and prepares the side Program from the same weights."""
+    """Like `_prepare`; also prepares the side Program from the same weights."""
     with LoadBar(reader.load, len(program.weights)) as bar:
         whole, prepared = backend.prepare_with_part(
             program, side.program, bar.load, part_tokens=side.max_tokens
@@ -362,7 +362,9 @@ def get_loaded_formats(config: EngineConfig, header: ModelHeader, whole: Program
 
 
 def _weights_key(model: Model) -> str:
-    """Returns a fingerprint of the weights and their packing, for offloaded weights; else ""."""
+    """Returns a fingerprint of the weights and their packing, for offloaded weights; "" without
+    offloading.
+    """
     options = model.config.offload
     if options.weights_memory_bytes is None:
         return ""
@@ -459,7 +461,7 @@ def _weight_reader(model: Model, program: Program, report: Report) -> WeightRead
 def build_tokenizer(model: Model) -> Tokenizer | None:
     """Loads the tokenizer; None with skip_tokenizer_init.
 
-    With `--tokenizer`, the model's end tokens end texts too.
+    With `--tokenizer`, the model's own end tokens also end a text.
     """
     options = model.config.model
     if options.skip_tokenizer_init:

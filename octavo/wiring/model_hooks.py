@@ -19,7 +19,7 @@ from octavo.worker.loaded_model import LoadedModel
 
 
 class SideProgram(NamedTuple):
-    """A Program prepared from the same weights beside the model's."""
+    """A Program that is prepared in addition to the model's, from the same weights."""
 
     program: Program
     max_tokens: int
@@ -29,7 +29,7 @@ class ModelHooks:
     """Model hooks of one extension. The defaults add nothing."""
 
     def add_family(self, config: Mapping[str, Any]) -> None:
-        """Makes the Programs of a config.json whose model type has no module, if it can."""
+        """Creates the Programs of a config.json whose model type has no module, if possible."""
 
     def open_checkpoint(self, config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint:
         """Adds the tensors that the extension's passes need."""
@@ -46,8 +46,8 @@ class ModelHooks:
     def transform_part(
         self, config: EngineConfig, checkpoint: Checkpoint | None, program: Program
     ) -> Program:
-        """Adds the extension's ops to one rank's Program. Without a checkpoint, only what planning
-        needs.
+        """Adds the extension's ops to one rank's Program. Without a checkpoint, only adds the ops
+        that planning needs.
         """
         return program
 
@@ -64,7 +64,7 @@ class ModelHooks:
         """Raises ConfigError if the backend does not support the extension's options."""
 
     def side_program(self, config: EngineConfig, program: Program) -> SideProgram | None:
-        """Returns a Program to prepare beside the model's."""
+        """Returns a Program to prepare in addition to the model's; None if there is none."""
         return None
 
     def block_choice(self, loaded: LoadedModel) -> tuple[BlockChoiceSpec, BlockRater] | None:
@@ -101,7 +101,7 @@ def transform_part(
 
 
 def side_program(config: EngineConfig, program: Program) -> SideProgram | None:
-    """Returns the Program to prepare beside the model's, if any."""
+    """Returns the Program to prepare in addition to the model's; None if there is none."""
     return get_first(hooks.side_program(config, program) for hooks in model_hooks())
 
 

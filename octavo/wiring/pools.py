@@ -72,8 +72,8 @@ def needs_whole_text(program: Program) -> bool:
 
 
 def get_max_tokens(config: Mapping[str, Any], program: Program, context_tokens: int) -> int:
-    """Returns the maximum length of a text: the least of `context_tokens`, the position embeddings
-    and the checkpoint's max_seq_length.
+    """Returns the maximum length of a text: the minimum of `context_tokens`, the number of position
+    embeddings and the checkpoint's max_seq_length.
     """
     tables = [
         op.table.shape[0] - op.offset

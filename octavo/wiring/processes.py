@@ -108,7 +108,7 @@ def _shared_options(model: Model, num_engines: int) -> dict[str, Any]:
     available_bytes = Machine().available_bytes()
     if model.config.backend.backend == "torch" or available_bytes is None:
         return options
-    available_bytes //= model.config.backend.num_ranks  # each rank has an equal share
+    available_bytes //= model.config.backend.num_ranks  # each rank gets an equal part
     capacity = plan_model(model.config, memory_bytes=available_bytes).capacity
     shares = share_memory(
         {f"engine {index}": capacity for index in range(num_engines)}, available_bytes

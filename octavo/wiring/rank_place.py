@@ -34,7 +34,9 @@ class RankPlace:
     """Index of its engine among these."""
 
     def abort(self) -> None:
-        """Aborts a wait for a rank that has ended. Pipes between stages break by themselves."""
+        """Aborts a wait for a rank that has ended. Pipes between stages need no abort: they break
+        when a rank ends.
+        """
         if self.ranks is not None:
             self.ranks.abort()
         if self.engines is not None:

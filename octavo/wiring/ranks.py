@@ -43,7 +43,7 @@ def start_other_ranks(
     experts.
     """
     config = model.config
-    # A model that cannot be split is refused before any process is started.
+    # A model that cannot be split is rejected before any process is started.
     get_rank_program(config, model.checkpoint, model.program(), 0)
     options = model.options() | {"record": None}
     joining_ranks = _listen_for_ranks(config)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 NUM_PIPES = 2
-"""Numbers of an address for pipes: to the previous stage and the next."""
+"""How many numbers of an address are for pipes: to the previous stage and to the next."""
 NUM_OF_ENGINE = 2
-"""Numbers of an address for expert sharing: the engine's index and the shared memory's
+"""How many numbers of an address are for expert sharing: the engine's index and the shared memory's
 descriptor.
 """
 

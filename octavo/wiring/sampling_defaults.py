@@ -2,7 +2,8 @@
 its kind of model.
 
 They apply to requests without temperature, top_p, repetition penalty or max_tokens.
-`--generation-config` selects another source, `--override-generation-config` single values.
+`--generation-config` selects a different source, `--override-generation-config` overrides
+individual values.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from octavo.config.paths import expand_path
 from octavo.frontend.sampling_defaults import NAMES, SAMPLED, SamplingDefaults
 
 CHAT = {**SAMPLED, "repetition_penalty": 1.05}
-"""Values for chat models without recommended ones: between llama.cpp's temperature of 0.8 with
+"""Values for chat models without recommended values: between llama.cpp's temperature of 0.8 with
 top_p 0.95 and the 0.6 to 0.7 that most instruct models recommend.
 """
 BASE = {**CHAT, "repetition_penalty": 1.1, "max_new_tokens": 256}
-"""Values for base models, which rarely end a text and soon repeat themselves."""
+"""Values for base models, which rarely end a text and tend to repeat themselves."""
 ENCODER_DECODER = {"temperature": 0.0}
 """Values for translation and transcription: greedy."""
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -1,5 +1,5 @@
-"""The option `classifier_from_token`: makes a decoder a classifier that scores by a token's logit
-minus another's.
+"""The option `classifier_from_token`: turns a decoder into a classifier whose score is the
+difference of two tokens' logits.
 
 sentence-transformers stores the same in modules.json, which the loader reads.
 """

@@ -60,7 +60,7 @@ class BackendVerdict(NamedTuple):
 
     backend: str
     refusal: str | None
-    """Reason why not; None if it does."""
+    """Reason why the backend does not run it; None if it does."""
     is_installed: bool = True
 
 

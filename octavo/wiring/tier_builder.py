@@ -28,19 +28,19 @@ class BuiltTiers:
     facts: TransferFacts | None = None
     """Facts that engines compare when they connect; None without KV transfer."""
     sharing: SharedSlots | None = None
-    """Lets other ranks take part in the worker half; None if they do not."""
+    """Includes other ranks in the worker half; None if they take no part."""
 
 
 class TierBuilder(ABC):
-    """Builds tiers in place of those in host memory and files; `groups` are the unsharded
-    model's.
+    """Builds tiers that replace host memory and files. `groups` are the unsharded model's cache
+    groups.
     """
 
     @abstractmethod
     def check(
         self, config: EngineConfig, layouts: Sequence[KvLayout], groups: Sequence[CacheGroup]
     ) -> None:
-        """Raises ConfigError if the options do not suit blocks of these layouts."""
+        """Raises ConfigError if the options do not support blocks with these layouts."""
 
     @abstractmethod
     def build(

@@ -53,7 +53,7 @@ class RouterCounts:
     """Event counters of a router."""
 
     counts: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    """Counts by series and the values of its labels."""
+    """Counts, by series and label values."""
 
     def add(self, series: str, *labels: str, by: int = 1) -> None:
         """Adds to a series of `COUNTERS`."""

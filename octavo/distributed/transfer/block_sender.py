@@ -127,7 +127,9 @@ class BlockSender:
         self._num_sent: dict[tuple[Ask, BlockHashWithGroupId], int] = {}
         """Number of layers sent so far, for each request for the stream's blocks."""
         self._streamed: set[BlockHashWithGroupId] = set()
-        """Blocks sent by layers, until they are buffered or their prompt has finished."""
+        """Blocks that were sent layer by layer; kept until they are buffered or their prompt has
+        finished.
+        """
         self._requests = msgspec.msgpack.Decoder(WorkerRequestMessage)
         self._encode = msgspec.msgpack.Encoder().encode
 

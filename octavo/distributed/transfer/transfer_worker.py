@@ -179,7 +179,7 @@ class TransferWorker:
 class TransferChannel:
     """Sends and fetches the blocks of one worker.
 
-    Used by a single thread, which `transfer.py` owns.
+    Used only by the worker's thread.
     """
 
     def __init__(

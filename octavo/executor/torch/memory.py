@@ -16,8 +16,8 @@ from octavo.executor.kv import BLOCK_SIZE
 
 
 def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> StepBatch:
-    """Returns the largest step that the options allow, in requests of maximum length, with sampling
-    for each request.
+    """Returns the largest step that the options allow: requests of maximum length, each with a
+    sampled row.
     """
     num_rows = options.max_tokens
     lengths = [options.max_context] * (num_rows // options.max_context)

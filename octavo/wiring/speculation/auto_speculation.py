@@ -1,8 +1,8 @@
 """Chooses the speculation method if the options do not.
 
 spec_method auto means suffix lookup, plus the checkpoint's MTP head if it is usable. Without
-spec_method, drafts come from structured output if they change no bit of the results. No choice made
-here is an error.
+spec_method, structured output drafts tokens if this leaves results bitwise unchanged. Automatic
+choices never raise an error.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _has_head(header: ModelHeader, program: Program, names: Collection[str] | No
         head = mtp_head(header.config, program, names or ())
     except (ConfigError, UnsupportedModel):
         return False
-    # Some checkpoints are published without the layer that their config names.
+    # Some checkpoints are published without the layer that their config declares.
     module = next(
         weight.name.removesuffix("weight")
         for weight in head.program.weights

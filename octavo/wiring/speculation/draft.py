@@ -1,4 +1,4 @@
-"""Opens a draft model and checks that its vocabulary is the target's.
+"""Opens a draft model and checks that its vocabulary equals the target's.
 
 Uses headers and tokenizers; the Program is loaded with the target's (`octavo/wiring/model.py`).
 """
@@ -94,7 +94,7 @@ def _get_token(tokenizer: Tokenizer, token_id: int) -> bytes | str:
 
 
 def add_footprints(target: Footprint, draft: Footprint, role: str = "draft") -> Footprint:
-    """Returns the memory of both Programs, which run one after the other. The draft's weights are
+    """Returns the memory of both Programs, which run one after another. The draft's weights are
     counted separately, named by `role`.
     """
     own = {

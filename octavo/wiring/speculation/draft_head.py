@@ -44,7 +44,7 @@ class OpenedHead:
     target: Checkpoint
     own: Checkpoint
     offsets: NDArray[np.int64] | None = None
-    """Added to the head's token ids to get the model's."""
+    """Offsets that are added to the head's token ids to get the model's."""
 
     def add_to(self, target: Program) -> tuple[Program, Program]:
         """Returns the target's Program with feature outputs, and the head's, over the cache groups
@@ -99,10 +99,10 @@ class JoinedReader:
 
 
 def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> OpenedHead | None:
-    """Opens the draft head and checks its tensors; None if the options select none."""
+    """Opens the draft head and checks its tensors; returns None if the options select none."""
     method = config.scheduler.spec_method
     if method == "auto":
-        method = "mtp"  # a head was found when the options were derived
+        method = "mtp"  # `derive` has already checked that there is a head
     if method not in ("eagle3", "mtp"):
         return None
     check_keeps_tokens(program, "the model", method)

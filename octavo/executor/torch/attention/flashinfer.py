@@ -62,7 +62,7 @@ class PlannedWrapper:
     """A FlashInfer wrapper with a plan for this step."""
 
     wrapper: Any
-    """None if no request has pages."""
+    """FlashInfer's wrapper; None if no request has pages."""
     rows: Tensor | None
     """`Pages.rows` on the device."""
 

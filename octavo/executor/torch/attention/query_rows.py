@@ -46,8 +46,9 @@ class QueryRows:
     last_block: int = 0
     """End of the block table entries that single rows read."""
     singles: Tensor | None = None
-    """Requests with one row, `[n] int64` on the device; None if these are all rows of the step, in
-    order."""
+    """Indices of the requests with one row, `[n] int64` on the device. None if every request of the
+    step has one row.
+    """
     rows: Tensor | None = None
     """Rows of `singles`, `[n] int64` on the device; None if `singles` is."""
 

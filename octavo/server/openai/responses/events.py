@@ -21,7 +21,7 @@ DELTAS = {
     PartKind.REASONING: "reasoning_text",
     PartKind.CALL: "function_call_arguments",
 }
-"""Event name prefixes of deltas, by kind of item."""
+"""Prefix of the delta events' names, by kind of item."""
 
 
 class EventWriter:
