@@ -134,7 +134,7 @@ class AsyncLLM:
 
         Invalid requests are rejected here, before anything runs; raises Overloaded if the queue is
         full or the deadline cannot be met. An exception of `admit` rejects the request too. With
-        `deltas` each output holds only what is new. Tokenizing a long text or compiling a new
+        `deltas`, each output has only its new part. Tokenizing a long text or compiling a new
         grammar would block the event loop: call `tokenize` and `check_grammar` first.
         """
         self._streams.check_alive()
@@ -326,8 +326,8 @@ class AsyncLLM:
             self.start()
             with contextlib.suppress(Unavailable):  # the core ends while it is asked
                 view = await asyncio.to_thread(self._frontend.view)
-        found = self._frontend.requests(view)
-        return found + self._frontend.recent_requests() if recent else found
+        requests = self._frontend.requests(view)
+        return requests + self._frontend.recent_requests() if recent else requests
 
     async def update(
         self,

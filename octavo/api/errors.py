@@ -83,10 +83,10 @@ def make_error(kind: str, message: str, hint: str | None) -> OctavoError | None:
     """Recreates an error received from another process by its class name; None if the class is not
     defined here.
     """
-    found = globals().get(kind)
+    error_class = globals().get(kind)
     return (
-        found(message, hint=hint)
-        if isinstance(found, type) and issubclass(found, OctavoError)
+        error_class(message, hint=hint)
+        if isinstance(error_class, type) and issubclass(error_class, OctavoError)
         else None
     )
 

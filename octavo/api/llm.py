@@ -181,33 +181,36 @@ class LLM:
         and style.
         """
         transcriptions = self.frontend.get_transcriptions()
-        given = SpeechOptions(
+        options_given = SpeechOptions(
             language, task, temperature, timestamps=timestamps, prompt=prompt, seed=seed
         )
-        options = transcriptions.checked(given)
+        options = transcriptions.checked(options_given)
         files = [sounds] if isinstance(sounds, bytes | str | Path) else list(sounds)
-        audio_files = [transcriptions.decoder.sound(one) for one in map(read_audio_bytes, files)]
-        asked = [options] * len(files)
+        audio_files = [transcriptions.decoder.sound(data) for data in map(read_audio_bytes, files)]
+        options_by_file = [options] * len(files)
         if transcriptions.needs_language(options):
             first = [
                 transcriptions.language_request(str(next(self._request_ids)), sound.window(0.0))
                 for sound in audio_files
             ]
-            found = self._finals("languages", first, use_tqdm=False)
-            asked = [replace(options, language=transcriptions.get_language(one)) for one in found]
-        listenings = [
-            TranscriptionJob(transcriptions, sound, own)
-            for sound, own in zip(audio_files, asked, strict=True)
+            language_outputs = self._finals("languages", first, use_tqdm=False)
+            options_by_file = [
+                replace(options, language=transcriptions.get_language(output))
+                for output in language_outputs
+            ]
+        jobs = [
+            TranscriptionJob(transcriptions, sound, file_options)
+            for sound, file_options in zip(audio_files, options_by_file, strict=True)
         ]
-        while parts := next_windows(listenings):
+        while parts := next_windows(jobs):
             requests = [
-                transcriptions.request(str(next(self._request_ids)), window, one.options)
-                for one, window in parts
+                transcriptions.request(str(next(self._request_ids)), window, job.options)
+                for job, window in parts
             ]
             finals = self._finals("windows", requests, use_tqdm=use_tqdm)
-            for (one, window), output in zip(parts, finals, strict=True):
-                one.add_output(window, output)
-        return [one.result() for one in listenings]
+            for (job, window), output in zip(parts, finals, strict=True):
+                job.add_output(window, output)
+        return [job.result() for job in jobs]
 
     def _pool(self, job: PoolingJob[OutputT], *, use_tqdm: bool) -> list[OutputT]:
         requests = [
@@ -217,12 +220,12 @@ class LLM:
         return job.read(self._finals("texts", requests, use_tqdm=use_tqdm))
 
     def _finals(
-        self, what: str, requests: list[ParentRequest], *, use_tqdm: bool
+        self, description: str, requests: list[ParentRequest], *, use_tqdm: bool
     ) -> list[RequestOutput]:
         """Runs requests to completion and returns their final outputs, in order."""
         done: dict[str, RequestOutput] = {}
         is_shown = use_tqdm and sys.stderr.isatty()
-        with Bar(what, len(requests)) if is_shown else nullcontext() as bar:
+        with Bar(description, len(requests)) if is_shown else nullcontext() as bar:
             for output in self._run(requests, streaming=False):
                 done[output.request_id] = output
                 if bar is not None:

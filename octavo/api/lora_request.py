@@ -30,13 +30,13 @@ class LoRARequest:
     """
 
     def __post_init__(self) -> None:
-        for name, text, most in (
+        for name, text, max_length in (
             ("lora_name", self.lora_name, MAX_NAME),
             ("lora_path", self.lora_path, MAX_PATH),
         ):
-            if not isinstance(text, str) or not 0 < len(text) <= most or "\0" in text:
+            if not isinstance(text, str) or not 0 < len(text) <= max_length or "\0" in text:
                 raise InvalidRequest(
-                    f"{name}: got {shown(text)}, expected a string of 1 to {most} characters",
+                    f"{name}: got {shown(text)}, expected a string of 1 to {max_length} characters",
                     param=name,
                 )
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:

@@ -38,8 +38,8 @@ class RepetitionDetection(msgspec.Struct, kw_only=True, frozen=True, metaclass=C
         """Returns whether the output tokens end with a repeated pattern."""
         num_tokens, last = len(token_ids), token_ids[-1]
         longest = (num_tokens - num_prompt_tokens) // max(2, self.min_count)
-        most = min(self.max_pattern_size, longest)
-        for size in range(max(1, self.min_pattern_size), most + 1):
+        max_size = min(self.max_pattern_size, longest)
+        for size in range(max(1, self.min_pattern_size), max_size + 1):
             # Most sizes fail at the last token, before anything is copied.
             if token_ids[-1 - size] != last:
                 continue

@@ -135,10 +135,10 @@ def _check_structure(params: Params) -> None:
         )
 
 
-def _parse_processors(params: Params, given: object) -> list[str] | None:
+def _parse_processors(params: Params, value: object) -> list[str] | None:
     """Returns the names of logits processors; None if there are none."""
     name = "logits_processors"
-    names = _parse_texts(name, given, f"a list of at most {MAX_PROCESSORS} names")
+    names = _parse_texts(name, value, f"a list of at most {MAX_PROCESSORS} names")
     check(name, names, len(names) <= MAX_PROCESSORS, f"at most {MAX_PROCESSORS} names")
     for other in ("prompt_logprobs", "logprob_token_ids"):
         if names and getattr(params, other) is not None:
@@ -162,12 +162,12 @@ def _check_beam_search(params: Params, width: int, options: SamplingOptions) -> 
         f"n ({params.n}) in a beam search",
         hint="beam_width sets the number of beams",
     )
-    penalty, most = to_float(params.length_penalty), MAX_LENGTH_PENALTY
+    penalty, max_width = to_float(params.length_penalty), MAX_LENGTH_PENALTY
     check(
         "length_penalty",
         params.length_penalty,
-        abs(penalty) <= most,
-        f"a number from {-most:g} to {most:g}",
+        abs(penalty) <= max_width,
+        f"a number from {-max_width:g} to {max_width:g}",
     )
     params.length_penalty = penalty
     check(

@@ -182,11 +182,11 @@ class SamplingOptions(dict[str, Option]):
         """Values allowed in a beam search, for fields that would change the model's logprobs and
         for stop conditions that it does not check.
         """
-        found: dict[str, tuple[Any, ...]] = {"temperature": (0.0, 1.0)}
+        values: dict[str, tuple[Any, ...]] = {"temperature": (0.0, 1.0)}
         for name, option in self.items():
             if name in self.filters or not option.in_beam_search:
-                found[name] = (option.default,)
-        return found
+                values[name] = (option.default,)
+        return values
 
     @cached_property
     def record(self) -> dict[str, Number]:
@@ -206,14 +206,14 @@ STRUCTURED_OUTPUT_VALUES: dict[str, tuple[Any, ...]] = {"ignore_eos": (False,)}
 def read_options(kind: type[msgspec.Struct]) -> SamplingOptions:
     """Returns the declarations from a class's annotations; fields without one are internal."""
     hints = get_type_hints(kind, include_extras=True)
-    found = SamplingOptions()
+    options = SamplingOptions()
     for name, default in zip(kind.__struct_fields__, kind.__struct_defaults__, strict=True):
         for option in getattr(hints[name], "__metadata__", ()):
             if isinstance(option, Option):
-                found[name] = replace(
+                options[name] = replace(
                     option, name=name, type=hints[name].__origin__, default=default
                 )
-    return found
+    return options
 
 
 def whole_number(value: object) -> int | None:

@@ -33,9 +33,11 @@ class StopPattern:
         self.width = _get_max_length(text)
 
     def find(self, text: str, start: int, least_end: int) -> tuple[int, int] | None:
-        """Returns the span of the first match from `start` on that ends at or after `least_end`."""
-        while (found := self._pattern.search(text, start)) is not None:
-            begin, end = found.span()
+        """Returns the span of the first match from `start` on that ends at or after `least_end`.
+        Returns None if there is none.
+        """
+        while (match := self._pattern.search(text, start)) is not None:
+            begin, end = match.span()
             if end >= least_end:
                 return begin, end
             start = begin + 1
@@ -72,18 +74,18 @@ def _get_max_length(text: str) -> int:
     if "[:" in text and ":]" in text:
         raise _make_error(text, r"classes such as \d or a-z, without [:name:]")
     try:
-        least, most = _parser.parse(text).getwidth()
+        min_length, max_length = _parser.parse(text).getwidth()
     except (re.error, RecursionError, OverflowError) as error:
         raise _make_error(text, f"a syntax that both Python and RE2 support ({error})") from None
-    if least == 0:
+    if min_length == 0:
         raise _make_error(text, "a pattern that does not match the empty string")
-    if most > MAX_MATCH:
+    if max_length > MAX_MATCH:
         raise _make_error(
             text,
             f"a pattern whose matches have at most {MAX_MATCH} characters",
             hint="limit its repetitions: a{1,20} instead of a+",
         )
-    return int(most)
+    return int(max_length)
 
 
 def _make_error(text: str, allowed: str, hint: str | None = None) -> InvalidRequest:

@@ -104,16 +104,16 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
     """Request field that set this, for error messages."""
 
     def __post_init__(self) -> None:
-        given = [name for name in FORMS if getattr(self, name) is not None]
-        if len(given) != 1:
-            got = ", ".join(given) or "none"
+        set_fields = [name for name in FORMS if getattr(self, name) is not None]
+        if len(set_fields) != 1:
+            got = ", ".join(set_fields) or "none"
             raise InvalidRequest(
                 f"{self.given_as}: got {got}, expected exactly one of {', '.join(FORMS)}",
                 param=self.given_as,
             )
-        types, words = ALLOWED[given[0]]
-        value = getattr(self, given[0])
-        self._check(given[0], isinstance(value, types) and value not in ("", [], ()), words)
+        types, words = ALLOWED[set_fields[0]]
+        value = getattr(self, set_fields[0])
+        self._check(set_fields[0], isinstance(value, types) and value not in ("", [], ()), words)
         if self.json_object is not None:
             self._check("json_object", self.json_object, words)
         if self.choice is not None:
@@ -151,8 +151,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
             self._check(name, isinstance(getattr(self, name), str), "a string")
         frame = self.frame
         self._check("frame", frame is None or isinstance(frame, MessageFrame), "None")
-        most = self.most_tokens_before
-        self._check("most_tokens_before", most is None or _is_count(most), "None, or a count")
+        max_tokens = self.most_tokens_before
+        self._check(
+            "most_tokens_before", max_tokens is None or _is_count(max_tokens), "None, or a count"
+        )
         if pattern is not None and self.disable_any_whitespace:
             raise InvalidRequest(
                 f"{self.given_as}: got whitespace_pattern with disable_any_whitespace, expected"

@@ -1,9 +1,9 @@
 """Measures the utilisation of KV memory at each step (PagedAttention, Kwon et al. 2023).
 
-Reserved bytes are the blocks that requests hold, or what the worker reports if it allocates on
-demand; used bytes are those filled by tokens, shared blocks counted once. For comparison, it also
-measures the bytes of a layout that reserves one contiguous range of maximum context length for each
-request.
+Reserved bytes are the blocks that requests hold, or the bytes that the worker reports if it
+allocates on demand; used bytes are those filled by tokens, shared blocks counted once. For
+comparison, it also measures the bytes of a layout that reserves one contiguous range of maximum
+context length for each request.
 """
 
 from __future__ import annotations

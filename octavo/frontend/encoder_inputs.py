@@ -60,17 +60,17 @@ class EncoderInputs:
                 max_tokens=self.max_tokens,
             )
 
-    def prompt_of(self, named: Sequence[int] | None) -> list[int]:
-        """Returns the tokens that the decoder begins with: `named` if the request specifies them,
-        else the model's.
+    def prompt_of(self, named_ids: Sequence[int] | None) -> list[int]:
+        """Returns the tokens that the decoder begins with: the request's `named_ids` or, if None,
+        the model's.
         """
-        if named is None:
-            named = self.decoder_prompt
-        if not named:
+        if named_ids is None:
+            named_ids = self.decoder_prompt
+        if not named_ids:
             raise InvalidRequest(
                 "decoder_prompt_token_ids: got none, and the model's config has no"
                 " decoder_start_token_id; expected at least one token",
                 hint="set the tokens that the decoder starts with",
                 param="prompt",
             )
-        return list(named)
+        return list(named_ids)

@@ -89,9 +89,9 @@ class ParamsResolver:
                 )
 
     def _check_logprobs(self, name: str, value: int) -> None:
-        wanted = self._vocab_size if value == -1 else value
-        if wanted > self._max_logprobs:
-            whole = f" (the whole vocabulary, {wanted})" if value == -1 else ""
+        num_logprobs = self._vocab_size if value == -1 else value
+        if num_logprobs > self._max_logprobs:
+            whole = f" (the whole vocabulary, {num_logprobs})" if value == -1 else ""
             message = f"{name}: got {value}{whole}, expected at most {self._max_logprobs}"
             raise InvalidRequest(
                 message, hint="this limit is set by the engine option max_logprobs", param=name
@@ -152,10 +152,10 @@ class DrySequenceBreakers:
         return list(self._found(parts))
 
     def _find(self, texts: tuple[str, ...]) -> tuple[int, ...]:
-        wanted = [text.encode() for text in texts]
+        breakers = [text.encode() for text in texts]
         if self._tokenizer is None:
             return ()
         held = (self._tokenizer.token_bytes(token_id) for token_id in range(self._vocab_size))
         return tuple(
-            token_id for token_id, text in enumerate(held) if any(part in text for part in wanted)
+            token_id for token_id, text in enumerate(held) if any(part in text for part in breakers)
         )

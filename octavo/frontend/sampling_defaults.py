@@ -71,12 +71,12 @@ class SamplingDefaults:
 
     @staticmethod
     def from_generation_config(
-        given: Mapping[str, Any], source: str, *, limits_chats_only: bool = False
+        config: Mapping[str, Any], source: str, *, limits_chats_only: bool = False
     ) -> SamplingDefaults:
         """Reads the sampling values of a generation_config; raises ConfigError if one is
         invalid.
         """
-        values = {ours: given[key] for key, ours in NAMES.items() if given.get(key) is not None}
+        values = {ours: config[key] for key, ours in NAMES.items() if config.get(key) is not None}
         try:
             SamplingParams(**values)
         except InvalidRequest as error:

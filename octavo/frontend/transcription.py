@@ -205,8 +205,8 @@ class Transcriptions:
 
     def get_language(self, output: RequestOutput) -> str:
         """Returns the language code from the output of a language request."""
-        drawn = output.outputs[0].token_ids
-        codes = (code for code, token in self.tokens.languages.items() if drawn == [token])
+        token_ids = output.outputs[0].token_ids
+        codes = (code for code, token in self.tokens.languages.items() if token_ids == [token])
         return next(codes, "en")
 
     def request(
@@ -349,8 +349,8 @@ class TranscriptionJob:
             self._add(window, (window.start_s, window.end_s), list(answer.token_ids), answer.text)
             return
         tokens = self.speech.tokens
-        drawn = [token for token in answer.token_ids if token not in tokens.ends]
-        cut = split_at_timestamps(drawn, tokens.first_timestamp, self._steps_a_window)
+        token_ids = [token for token in answer.token_ids if token not in tokens.ends]
+        cut = split_at_timestamps(token_ids, tokens.first_timestamp, self._steps_a_window)
         for first, last, words in cut.spans:
             start_s = min(window.start_s + first * self._step_s, window.end_s)
             end_s = min(window.start_s + last * self._step_s, window.end_s)

@@ -154,18 +154,18 @@ class _GroupPlaces:
         self._shape = shape
 
     def put(self, row: int, first: int, block_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        found = (
+        new_places = (
             np.arange(first, first + len(block_ids), dtype=np.int32) + row * self._shape.num_blocks
         )
-        found[block_ids < 0] = NOWHERE
+        new_places[block_ids < 0] = NOWHERE
         live = block_ids[block_ids >= 0]
         for place in self.places[live]:
             if place != NOWHERE:
                 self._release(int(place))
-        self.places[live] = found[block_ids >= 0]
-        self._ids[found[block_ids >= 0]] = live
+        self.places[live] = new_places[block_ids >= 0]
+        self._ids[new_places[block_ids >= 0]] = live
         self._set_range(row, self._firsts[row], max(self._ends[row], first + len(block_ids)))
-        return found
+        return new_places
 
     def shorten(self, row: int, num_blocks: int) -> None:
         """Releases the memory of a row's blocks after the first `num_blocks`."""

@@ -18,23 +18,23 @@ def add_draft_trees(model_input: ModelInput, drafts: DraftLayout) -> None:
     copies: list[tuple[int, list[int]]] = []
     for index in drafts.trees:
         model_input.token_ids[drafts.get_token_rows(index)] = scheduled[index].draft_ids
-    for at, leaf in enumerate(drafts.leaves, start=len(scheduled)):
+    for row, leaf in enumerate(drafts.leaves, start=len(scheduled)):
         request = scheduled[leaf.index]
         blocks = request.leaf_blocks[leaf.path - 1]
         for group, index, block_id in blocks:
-            model_input.block_tables[group, at, index] = block_id
-        first, end = model_input.query_starts[at : at + 2]
+            model_input.block_tables[group, row, index] = block_id
+        first, end = model_input.query_starts[row : row + 2]
         places = model_input.places[first:end]
-        own = {group for group, _, _ in blocks}
-        for group in own:
-            table = model_input.block_tables[group, at]
+        groups = {group for group, _, _ in blocks}
+        for group in groups:
+            table = model_input.block_tables[group, row]
             model_input.slots[group, first:end] = table[places // size] * size + places % size
         shared = drafts.get_shared_rows(leaf, request)
-        for place, source in enumerate(shared, start=request.start):
+        for token, source in enumerate(shared, start=request.start):
             slots = [-1] * len(model_input.slots)
-            for group in own:
-                block_id = model_input.block_tables[group, at, place // size]
-                slots[group] = block_id * size + place % size
+            for group in groups:
+                block_id = model_input.block_tables[group, row, token // size]
+                slots[group] = block_id * size + token % size
             copies.append((source, slots))
     copies.sort(key=lambda copy: copy[0])
     sources = np.array([source for source, _ in copies], np.int64)

@@ -47,11 +47,11 @@ class KvLayers:
 
     def read(self, group: int, layer: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Copies one layer of several blocks, `[blocks, layer_bytes]`."""
-        found = np.empty((len(block_ids), self._layer_bytes[group]), np.uint8)
-        for block_id, into in zip(block_ids, found, strict=True):
+        copies = np.empty((len(block_ids), self._layer_bytes[group]), np.uint8)
+        for block_id, into in zip(block_ids, copies, strict=True):
             place = block_id if self._places is None else self._places.find(group, block_id)
             self._kv.read_layer(group, layer, place, into)
-        return found
+        return copies
 
 
 @runtime_checkable

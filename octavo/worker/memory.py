@@ -210,25 +210,25 @@ def plan_kv(
     if planner is not None:
         return planner(groups, demand)
     if wanted_bytes is not None:
-        given = wanted_bytes
+        kv_bytes = wanted_bytes
     else:
-        given = UNKNOWN_BYTES if available_bytes is None else int(available_bytes * share)
-    caps = most_blocks(given, groups, demand)
-    least = max(group.least_blocks(demand) for group in groups)
+        kv_bytes = UNKNOWN_BYTES if available_bytes is None else int(available_bytes * share)
+    caps = most_blocks(kv_bytes, groups, demand)
+    min_blocks = max(group.least_blocks(demand) for group in groups)
     keeps = True
-    num_blocks = _most_within(given, groups, caps, keeps_checkpoints=keeps)
-    if num_blocks < least:
+    num_blocks = _most_within(kv_bytes, groups, caps, keeps_checkpoints=keeps)
+    if num_blocks < min_blocks:
         keeps = False
-        num_blocks = _most_within(given, groups, caps, keeps_checkpoints=keeps)
-    wanted = num_blocks
+        num_blocks = _most_within(kv_bytes, groups, caps, keeps_checkpoints=keeps)
+    wanted_blocks = num_blocks
     if wanted_bytes is None:
         one_each = blocks_for(demand.max_model_len, BLOCK_SIZE) * demand.max_num_seqs
-        wanted = min(num_blocks, max(least, one_each))
-    if wanted < least:
+        wanted_blocks = min(num_blocks, max(min_blocks, one_each))
+    if wanted_blocks < min_blocks:
         raise _too_little(
-            groups, demand, given, num_blocks, share=None if wanted_bytes is not None else share
+            groups, demand, kv_bytes, num_blocks, share=None if wanted_bytes is not None else share
         )
-    counts = block_counts(wanted, groups, caps, keeps_checkpoints=keeps)
+    counts = block_counts(wanted_blocks, groups, caps, keeps_checkpoints=keeps)
     return KvBudget(tuple(counts), tuple(groups), demand)
 
 
@@ -297,8 +297,8 @@ def _most_within(
         counts = block_counts(num_blocks, groups, caps, keeps_checkpoints=keeps_checkpoints)
         return sum(group.block_bytes * count for group, count in zip(groups, counts, strict=True))
 
-    most = min(max(caps), num_bytes // min(group.block_bytes for group in groups))
-    return bisect_right(range(most + 1), num_bytes, key=cost) - 1
+    max_blocks = min(max(caps), num_bytes // min(group.block_bytes for group in groups))
+    return bisect_right(range(max_blocks + 1), num_bytes, key=cost) - 1
 
 
 def block_counts(

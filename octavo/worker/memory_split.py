@@ -38,36 +38,36 @@ class MemorySplit:
         )
 
 
-def better_split(given: Roofline, context: int) -> MemorySplit | None:
+def better_split(roofline: Roofline, context: int) -> MemorySplit | None:
     """Returns the split of the roofline's memory with the highest throughput for requests of
     `context` tokens. Returns None if the current split is about as good, or no weights are streamed
     from a disk with a known rate.
     """
-    footprint, capacity = given.footprint, given.capacity
-    if not footprint.streamed_bytes or footprint.read_in_part or given.ceilings.disk is None:
+    footprint, capacity = roofline.footprint, roofline.capacity
+    if not footprint.streamed_bytes or footprint.read_in_part or roofline.ceilings.disk is None:
         return None
     batch = min(capacity.max_requests(context), capacity.demand.max_num_seqs)
-    rate = given.decode_tokens_per_s(batch, context) if batch else 0.0
-    best = best_split(given, context)
+    rate = roofline.decode_tokens_per_s(batch, context) if batch else 0.0
+    best = best_split(roofline, context)
     return best if best is not None and best.tokens_per_s > CLEARLY * rate else None
 
 
-def best_split(given: Roofline, context: int) -> MemorySplit | None:
+def best_split(roofline: Roofline, context: int) -> MemorySplit | None:
     """Returns the split with the fewest requests among the best ones. Returns None if not even one
     request fits.
     """
-    most = given.capacity.demand.max_num_seqs
-    found = (_split(given, context, count) for count in range(1, most + 1))
-    splits = [split for split in found if split is not None]
+    max_requests = roofline.capacity.demand.max_num_seqs
+    candidates = (_split(roofline, context, count) for count in range(1, max_requests + 1))
+    splits = [split for split in candidates if split is not None]
     best = max((split.tokens_per_s for split in splits), default=0.0)
     return next((split for split in splits if split.tokens_per_s >= AS_GOOD * best), None)
 
 
-def _split(given: Roofline, context: int, requests: int) -> MemorySplit | None:
+def _split(roofline: Roofline, context: int, requests: int) -> MemorySplit | None:
     """Returns the split for a number of requests. Returns None if they, or one request of maximum
     context length, do not fit.
     """
-    footprint, capacity = given.footprint, given.capacity
+    footprint, capacity = roofline.footprint, roofline.capacity
     longest_bytes = capacity.request_bytes(capacity.demand.max_model_len)
     kv_bytes = max(longest_bytes, requests * capacity.request_bytes(context))
     everything = footprint.resident_bytes + footprint.streamed_bytes
@@ -75,6 +75,6 @@ def _split(given: Roofline, context: int, requests: int) -> MemorySplit | None:
     if weights_bytes < footprint.least_memory_bytes:
         return None
     streamed_bytes = everything - weights_bytes
-    other = replace(given, footprint=replace(footprint, streamed_bytes=streamed_bytes))
+    other = replace(roofline, footprint=replace(footprint, streamed_bytes=streamed_bytes))
     rate = other.decode_tokens_per_s(requests, context)
     return MemorySplit(weights_bytes, kv_bytes, requests, context, streamed_bytes, rate)

@@ -188,8 +188,12 @@ def gather_inputs(rows: InputBatch, owners: NDArray[np.intp]) -> ModelInput:
     num_blocks = -(-int(lens.max()) // BLOCK_SIZE)
     inputs = [rows.inputs[row] for row in owners.tolist()]
     # Rows of numbers replace embeddings; their token id is 0.
-    ids = [token_id for each in inputs for token_id in each.token_ids or [0] * each.num_rows]
-    given = _join_rows(inputs)
+    ids = [
+        token_id
+        for encoder_input in inputs
+        for token_id in encoder_input.token_ids or [0] * encoder_input.num_rows
+    ]
+    input_rows = _join_rows(inputs)
     return ModelInput(
         token_ids=np.array(ids, np.int32),
         places=places,
@@ -199,8 +203,8 @@ def gather_inputs(rows: InputBatch, owners: NDArray[np.intp]) -> ModelInput:
         slots=slots,
         block_tables=np.ascontiguousarray(tables[:, owners, :num_blocks]),
         sample_rows=NO_SAMPLES,
-        given=given,
-        given_rows=None if given is None else np.arange(len(places), dtype=np.int32),
+        given=input_rows,
+        given_rows=None if input_rows is None else np.arange(len(places), dtype=np.int32),
         rows=owners,
     )
 
@@ -210,6 +214,8 @@ def _join_rows(inputs: Sequence[EncoderInput]) -> NDArray[np.float32] | None:
     are texts.
     """
     arrays = [
-        np.frombuffer(each.rows, "<f4").reshape(each.num_rows, -1) for each in inputs if each.rows
+        np.frombuffer(encoder_input.rows, "<f4").reshape(encoder_input.num_rows, -1)
+        for encoder_input in inputs
+        if encoder_input.rows
     ]
     return np.concatenate(arrays).astype(np.float32) if arrays else None

@@ -262,10 +262,10 @@ class ModelRunner(ProgramRunner):
     def _append_forced(
         self, model_input: ModelInput, results: Sequence[RowResult], known_ends: Sequence[int]
     ) -> None:
-        """Appends the tokens that grammars force after the sampled ones, up to MAX_FORCED per row;
-        the next step computes them as a chunk, like a prompt. Forced text with several
-        tokenizations becomes draft tokens. `known_ends [R]`: number of tokens before the sampled
-        ones.
+        """Appends the tokens that grammars force after the sampled ones; the next step computes
+        them as a chunk, like a prompt. Does nothing for more than `max_forced_requests` rows.
+        Forced text with several tokenizations becomes draft tokens. `known_ends [R]`: number of
+        tokens before the sampled ones.
         """
         rows = self._rows
         if not rows.grammars or len(results) > self.runnable.max_forced_requests:

@@ -27,7 +27,7 @@ class ProgramRunners:
         self.runnables = [runner.runnable for runner in [*runners.values(), *encoders]]
         """The prepared Programs."""
         self.streaming: Sequence[Runnable] = [
-            each for each in self.runnables if each.arrivals is not None
+            runnable for runnable in self.runnables if runnable.arrivals is not None
         ]
         """Programs that read weights from files while they compute."""
 

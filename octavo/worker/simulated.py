@@ -159,12 +159,12 @@ class SimulatedPipeline:
         """Time at which each stage has finished all its steps."""
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
-        made = self._whole.execute(plan)
+        result = self._whole.execute(plan)
         end = self.clock.now
         for stage, free in enumerate(self._free):
-            end = max(end, free) + made.busy_s / len(self._free)
+            end = max(end, free) + result.busy_s / len(self._free)
             self._free[stage] = end
-        return SimulatedStep(made, end, self.clock)
+        return SimulatedStep(result, end, self.clock)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()

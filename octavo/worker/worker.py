@@ -141,7 +141,7 @@ class Worker:
         step = LaunchedStep(plan, self, began, outcome)
         try:
             step.inputs, step.failures = self._prepare(plan.rows)
-            step.computing = [each.runner.launch(each) for each in step.inputs]
+            step.computing = [model_input.runner.launch(model_input) for model_input in step.inputs]
         except Exception:
             logger.exception(
                 "a step of %d requests could not be launched; running them one by one",
@@ -346,7 +346,7 @@ def _in_order(
     """Returns one result for each request, in order: its failure, or the first of its `results`, in
     which failures of an encoder precede results of the decoder.
     """
-    found = dict(failures)
+    results_by_id = dict(failures)
     for result in results:
-        found.setdefault(result.request_id, result)
-    return [found[row.request_id] for row in rows]
+        results_by_id.setdefault(result.request_id, result)
+    return [results_by_id[row.request_id] for row in rows]

@@ -153,7 +153,9 @@ class ProcessClient:
         self._command(WatchEngine(period_s))
 
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
-        """Returns the next outputs of the core; raises EngineDead if the process has ended."""
+        """Returns the next outputs of the core; raises EngineDead if the process has ended. Returns
+        None after a timeout or if the client is closed.
+        """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             reply = self._next(None if end is None else max(0.0, end - time.monotonic()))

@@ -273,6 +273,7 @@ class SupervisedClient:
 
     def _replace(self, reason: str, *, hung: bool, by_peer: bool = False) -> CoreOutputs | None:
         """Ends the core; returns its last outputs, and the final outputs of the requests that fail.
+        Returns None if the client is closing.
 
         The next `receive` starts another core after the delay.
         """
@@ -291,7 +292,7 @@ class SupervisedClient:
 
     def _recover(self, failure: CoreFailure, outputs: list[EngineOutput]) -> CoreOutputs | None:
         """Fails the requests that caused the failure, adds their final outputs to `outputs`, and
-        schedules the next start.
+        schedules the next start. Returns None if the client is closing.
         """
         with self._lock:
             if self._closing:

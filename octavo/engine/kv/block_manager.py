@@ -1,7 +1,7 @@
 """Allocates KV blocks to requests, shares them through the prefix cache and forks, swaps them to
 host memory, and frees them.
 
-Adds to `BlockTables` (blocks of running requests) the prefix cache (`HashedBlocks`,
+Extends `BlockTables` (blocks of running requests) by the prefix cache (`HashedBlocks`,
 `PrefixFinder`), the blocks of swapped requests (`HostBlocks`) and the connector to blocks outside
 the device. Works on block ids only: copies are returned as BlockMoves. Source: PagedAttention (Kwon
 et al. 2023).

@@ -281,12 +281,12 @@ class BlockTables:
             for pool, count, entries in zip(self.pools, missing, replaced, strict=True)
         ):
             return None
-        grant = BlockAllocation()
+        allocation = BlockAllocation()
         for group, entries in enumerate(replaced):
-            for place in entries:
-                self._replace(group, tables[group], place, grant)
-        grant.new_block_ids.extend(self._append(tables, missing))
-        return grant
+            for entry in entries:
+                self._replace(group, tables[group], entry, allocation)
+        allocation.new_block_ids.extend(self._append(tables, missing))
+        return allocation
 
     def _to_replace(self, group: int, table: list[int], index: int, num_blocks: int) -> list[int]:
         """Returns the entries that need another block before they are written: a shared block, and
@@ -305,9 +305,9 @@ class BlockTables:
             return []
         end = min(num_blocks, len(table))
         return [
-            place
-            for place in range(index, end)
-            if table[place] == HOLE or (place == index and pool.is_shared(table[place]))
+            entry
+            for entry in range(index, end)
+            if table[entry] == HOLE or (entry == index and pool.is_shared(table[entry]))
         ]
 
     def _replace(self, group: int, table: list[int], index: int, grant: BlockAllocation) -> None:

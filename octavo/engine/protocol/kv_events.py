@@ -130,7 +130,9 @@ def parse_events_config(text: str | None) -> KVEventsConfig:
 
 
 def logged_only(text: str | None) -> str | None:
-    """Returns the option with publishing turned off; the same events are still logged."""
+    """Returns the option with publishing turned off; the same events are still logged. Returns None
+    if events are disabled.
+    """
     if not parse_events_config(text).enable_kv_cache_events:
         return None
     return '{"enable_kv_cache_events": true, "publisher": "null"}'

@@ -182,9 +182,9 @@ class BeamSearch:
     ) -> list[Continuation]:
         """Returns the best continuations of all rows, best first."""
         every = [
-            Continuation(row, token_id, _cumulative(row) + logprob, place)
+            Continuation(row, token_id, _cumulative(row) + logprob, alternative)
             for row in rows
-            for place, token_id, logprob in self._allowed(row, yields[row.request_id])
+            for alternative, token_id, logprob in self._allowed(row, yields[row.request_id])
         ]
         return heapq.nlargest(
             self._width.num_candidates, every, key=lambda best: best.cumulative_logprob
@@ -195,15 +195,15 @@ class BeamSearch:
         end tokens are excluded unless a grammar allows no other token.
         """
         num_output_tokens = row.num_tokens - self._num_prompt_tokens
-        every = [
-            (place, token_id, logprob)
-            for place, (token_id, logprob) in enumerate(_alternatives(result))
+        continuations = [
+            (index, token_id, logprob)
+            for index, (token_id, logprob) in enumerate(_alternatives(result))
             if logprob > -math.inf
         ]
         if num_output_tokens >= self._params.min_tokens:
-            return every
-        others = [one for one in every if one[1] not in self._end_token_ids]
-        return every if self._has_grammar and not others else others
+            return continuations
+        others = [one for one in continuations if one[1] not in self._end_token_ids]
+        return continuations if self._has_grammar and not others else others
 
     def _get_finish(self, best: Continuation, num_output_tokens: int) -> Finish | None:
         if best.token_id in self._end_token_ids:

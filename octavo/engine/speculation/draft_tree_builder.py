@@ -51,12 +51,12 @@ class DraftTreeBuilder:
         """Returns the draft of the row with an index in the step, likeliest tokens first. A parent
         is at least as likely as its children and precedes them.
         """
-        order = sorted(range(len(self._token_ids)), key=lambda at: -self._reached[at])
-        new = {ROOT: ROOT} | {old: at for at, old in enumerate(order)}
+        order = sorted(range(len(self._token_ids)), key=lambda position: -self._reached[position])
+        new_index = {ROOT: ROOT} | {old: position for position, old in enumerate(order)}
         return RowDraft(
             index,
             [self._token_ids[old] for old in order],
-            [new[self._parents[old]] for old in order],
+            [new_index[self._parents[old]] for old in order],
             self._num_matched,
             [self._reached[old] for old in order],
         )

@@ -150,8 +150,12 @@ class Speculation:
             return [], drafts
         is_given = [draft.num_matched == WORKER_MATCH for draft in drafts]
         return (
-            [draft for draft, given in zip(drafts, is_given, strict=True) if given],
-            [draft for draft, given in zip(drafts, is_given, strict=True) if not given],
+            [draft for draft, worker_drafts in zip(drafts, is_given, strict=True) if worker_drafts],
+            [
+                draft
+                for draft, worker_drafts in zip(drafts, is_given, strict=True)
+                if not worker_drafts
+            ],
         )
 
     def _schedule_worker_drafts(self, drafts: list[RowDraft], builder: StepBuilder) -> None:
@@ -385,21 +389,27 @@ class Speculation:
         return num_accepted
 
     def _record_tree(
-        self, scheduled: ScheduledRequest, drawn: Sequence[int], num_matched: int
+        self, scheduled: ScheduledRequest, sampled_ids: Sequence[int], num_matched: int
     ) -> None:
         """Records the result of a draft tree: of the first path as for a chain, and of runner-up
         tokens whose likelier siblings were rejected.
         """
         token_ids = scheduled.draft_ids
         tree = DraftTree.of(len(token_ids), scheduled.draft_parents)
-        held = tree.held(token_ids, drawn)
+        accepted = tree.held(token_ids, sampled_ids)
         spine = tree.paths[0]
         num_accepted_spine = next(
-            (at for at, (one, other) in enumerate(zip(held, spine, strict=False)) if one != other),
-            min(len(held), len(spine)),
+            (
+                depth
+                for depth, (accepted_token, spine_token) in enumerate(
+                    zip(accepted, spine, strict=False)
+                )
+                if accepted_token != spine_token
+            ),
+            min(len(accepted), len(spine)),
         )
         self._acceptance.record(scheduled.request_id, num_matched, len(spine), num_accepted_spine)
-        for token_id, parent in zip(drawn, [-1, *held], strict=False):
+        for token_id, parent in zip(sampled_ids, [-1, *accepted], strict=False):
             for rank, token in enumerate(tree.children.get(parent, ())[1:]):
                 first = tree.children[parent][: rank + 1]
                 if any(token_ids[earlier] == token_id for earlier in first):

@@ -58,9 +58,12 @@ def read_block_file(path: Path, header: bytes, into: memoryview) -> None:
     FileNotFoundError if it does not exist.
     """
     with path.open("rb", buffering=0) as file:
-        size, wanted = os.fstat(file.fileno()).st_size, len(header) + len(into) + CHECKSUM.size
-        if size != wanted:
-            raise DamagedFile(f"it has {size} bytes, expected {wanted}")
+        size, expected_size = (
+            os.fstat(file.fileno()).st_size,
+            len(header) + len(into) + CHECKSUM.size,
+        )
+        if size != expected_size:
+            raise DamagedFile(f"it has {size} bytes, expected {expected_size}")
         if _read(file.fileno(), len(header)) != header:
             raise DamagedFile("its header does not match its name")
         _read_into(file.fileno(), into)

@@ -26,9 +26,9 @@ def fingerprint(parts: Mapping[str, Any], weight_files: Sequence[Path], *, cache
     known = _read(cache / DIGESTS)
     with ThreadPoolExecutor() as pool:
         entries = list(pool.map(lambda path: _entry(path, known), weight_files))
-    found = dict(zip(map(str, weight_files), entries, strict=True))
-    if any(known.get(path) != entry for path, entry in found.items()):
-        _write(cache / DIGESTS, known | found)
+    cached_hashes = dict(zip(map(str, weight_files), entries, strict=True))
+    if any(known.get(path) != entry for path, entry in cached_hashes.items()):
+        _write(cache / DIGESTS, known | cached_hashes)
     digests = sorted(entry["sha256"] for entry in entries)
     return hashlib.sha256(
         json.dumps({**parts, "weights": digests}, sort_keys=True, default=str).encode()
@@ -52,10 +52,10 @@ def _entry(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     """Reads the cached hashes; {} if there are none or they cannot be read."""
     try:
-        found = json.loads(path.read_text())
+        entries = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return entries if isinstance(entries, dict) else {}
 
 
 def _write(path: Path, entries: Mapping[str, Any]) -> None:

@@ -103,8 +103,8 @@ class TierWorker:
             self._look()
 
     def slot(self, group: int, slot: int) -> NDArray[np.uint8]:
-        found: NDArray[np.uint8] = self._slots[group][slot]
-        return found
+        slot_bytes: NDArray[np.uint8] = self._slots[group][slot]
+        return slot_bytes
 
     def begin(self, plan: ConnectorPlan) -> None:
         if self._directory is None:

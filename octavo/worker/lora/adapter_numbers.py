@@ -40,9 +40,9 @@ class LoraMatrices:
         if dtype == "auto":
             both = {a.dtype.name, b.dtype.name}
             dtype = "bfloat16" if both == {"bfloat16"} else "float32"
-        wanted = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+        target_dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
         with np.errstate(over="ignore"):
-            return LoraMatrices(a.astype(wanted), b.astype(wanted), np.ones(len(a)))
+            return LoraMatrices(a.astype(target_dtype), b.astype(target_dtype), np.ones(len(a)))
 
     @property
     def is_finite(self) -> bool:

@@ -75,22 +75,22 @@ class AdapterReader:
         """Reads and checks an adapter; raises WeightMismatch or UnsupportedModel if it is
         invalid.
         """
-        found = read_peft(path, max_rank=self._max_rank, max_bytes=self._max_bytes())
+        adapter = read_peft(path, max_rank=self._max_rank, max_bytes=self._max_bytes())
         updates: dict[Site, LowRank] = {}
         num_elsewhere = 0
-        for update in found.updates.values():
+        for update in adapter.updates.values():
             if update.module not in self._sites and update.module in self._elsewhere:
                 num_elsewhere += 1
                 continue
-            for site in self._get_sites(update, found):
-                if (low_rank := self._fitted(update, site, found)) is not None:
+            for site in self._get_sites(update, adapter):
+                if (low_rank := self._fitted(update, site, adapter)) is not None:
                     updates[site] = low_rank
         if not (updates or num_elsewhere):
             raise WeightMismatch(
                 f"{path}: no tensor of the adapter changes a module of this model",
                 hint="it was made for another model, or its files are damaged",
             )
-        return Adapter(get_stored_digest(found.digest, self._dtype), updates)
+        return Adapter(get_stored_digest(adapter.digest, self._dtype), updates)
 
     def _max_bytes(self) -> int:
         """Returns the bytes of the largest possible adapter, including saved tables."""
@@ -101,7 +101,7 @@ class AdapterReader:
         tables = 2 * max((rows * inputs for rows, inputs in self._shapes), default=0)
         return 4 * (numbers + tables)
 
-    def _get_sites(self, update: ModuleUpdate, found: PeftAdapter) -> list[Site]:
+    def _get_sites(self, update: ModuleUpdate, adapter: PeftAdapter) -> list[Site]:
         """Returns the sites of a module: a table's single site, or its matmuls."""
         sites = [
             site
@@ -110,7 +110,7 @@ class AdapterReader:
         ]
         if not sites:
             raise WeightMismatch(
-                f"{found.path}: this model has no {'table' if update.is_table else 'linear'}"
+                f"{adapter.path}: this model has no {'table' if update.is_table else 'linear'}"
                 f" {update.module} that supports adapters",
                 hint=did_you_mean(update.module, self._sites),
             )
@@ -123,38 +123,38 @@ class AdapterReader:
     def is_table(self, site: Site) -> bool:
         return site in self._tables
 
-    def _fitted(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> LowRank | None:
+    def _fitted(self, update: ModuleUpdate, site: Site, adapter: PeftAdapter) -> LowRank | None:
         """Returns the part of a module's update for one site. Returns None if it changes
         nothing.
         """
-        self._check_base(update, site[1], found)
-        self._check_shapes(update, site, found)
-        kept = self._kept(update, site, found)
+        self._check_base(update, site[1], adapter)
+        self._check_shapes(update, site, adapter)
+        kept = self._kept(update, site, adapter)
         scales = update.scale * kept.scales
         if self.is_table(site):
             return _table(kept, scales, site[1]) if len(kept.a) else None
         weight = site[1]
-        gain = None if update.magnitude is None else self._gain(update, kept, weight, found)
-        bias = self._bias(update, weight, gain, found)
+        gain = None if update.magnitude is None else self._gain(update, kept, weight, adapter)
+        bias = self._bias(update, weight, gain, adapter)
         if len(kept.a) == 0 and bias is None:
             return None
         mine = np.ascontiguousarray(kept.a[:, _own_inputs(weight)])
         return LowRank(mine, kept.b[_own(weight)], scales, gain, bias)
 
-    def _check_shapes(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> None:
+    def _check_shapes(self, update: ModuleUpdate, site: Site, adapter: PeftAdapter) -> None:
         rows, inputs = self._shape(site)
         rank = 0 if update.a is None else len(update.a)
-        for name, array, wanted in (
+        for name, array, expected in (
             ("A", update.a, (rank, inputs)),
             ("B", update.b, (rows, rank)),
             ("its magnitude", update.magnitude, (rows,)),
             ("its bias", update.bias, (rows,)),
             ("the bias of B", update.added_bias, (rows,)),
         ):
-            if array is not None and array.shape != wanted:
+            if array is not None and array.shape != expected:
                 raise WeightMismatch(
-                    f"{found.path}: {name} of {site[0]} has shape {array.shape}, this model wants"
-                    f" {wanted}",
+                    f"{adapter.path}: {name} of {site[0]} has shape {array.shape}, this model wants"
+                    f" {expected}",
                     hint="the adapter was made for another model, or a file is damaged",
                 )
 
@@ -165,7 +165,7 @@ class AdapterReader:
         shape = _whole_shape(site[1])
         return shape[::-1] if self.is_table(site) else shape
 
-    def _kept(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> LoraMatrices:
+    def _kept(self, update: ModuleUpdate, site: Site, adapter: PeftAdapter) -> LoraMatrices:
         """Returns the matrices in their stored precision; empty matrices if the module has none."""
         rows, inputs = self._shape(site)
         a, b = update.a, update.b
@@ -174,13 +174,13 @@ class AdapterReader:
         kept = LoraMatrices.convert(a, b, self._dtype)
         if not kept.is_finite:
             raise WeightMismatch(
-                f"{found.path}: {site[0]} has numbers that are too large for {self._dtype}",
+                f"{adapter.path}: {site[0]} has numbers that are too large for {self._dtype}",
                 hint="set lora_dtype to float32",
             )
         return kept
 
     def _gain(
-        self, update: ModuleUpdate, kept: LoraMatrices, weight: Weight, found: PeftAdapter
+        self, update: ModuleUpdate, kept: LoraMatrices, weight: Weight, adapter: PeftAdapter
     ) -> NDArray[np.float32]:
         """Returns the gain of each output (DoRA): its magnitude divided by the norm of its row of W
         + scale * B A. Norms are over complete rows, even if the rank has only a part of them.
@@ -195,7 +195,7 @@ class AdapterReader:
             gain: NDArray[np.float32] = (update.magnitude[own] / norms).astype(np.float32)
         if not np.isfinite(gain).all():
             raise WeightMismatch(
-                f"{found.path}: {update.module} has DoRA's gain over a row of zeros"
+                f"{adapter.path}: {update.module} has DoRA's gain over a row of zeros"
             )
         return gain
 
@@ -204,7 +204,7 @@ class AdapterReader:
         update: ModuleUpdate,
         weight: Weight,
         gain: NDArray[np.float32] | None,
-        found: PeftAdapter,
+        adapter: PeftAdapter,
     ) -> NDArray[np.float32] | None:
         """Returns the bias to add to the base model's. Returns None without a bias, and on ranks
         that do not have the first part of the inputs.
@@ -220,13 +220,13 @@ class AdapterReader:
             base = self._biases.get(weight)
             if base is None:
                 raise WeightMismatch(
-                    f"{found.path}: a bias of {update.module}, which has none in this model"
+                    f"{adapter.path}: a bias of {update.module}, which has none in this model"
                 )
             change = update.bias[own] - self._dequantize(base)
             total = change if total is None else total + change
         return total
 
-    def _check_base(self, update: ModuleUpdate, weight: Weight, found: PeftAdapter) -> None:
+    def _check_base(self, update: ModuleUpdate, weight: Weight, adapter: PeftAdapter) -> None:
         """Checks that a base matrix saved with the adapter equals the model's."""
         if update.base is None:
             return
@@ -240,7 +240,7 @@ class AdapterReader:
             if np.linalg.norm(saved - mine) <= SAME_MATRIX * np.linalg.norm(saved):
                 return
         raise WeightMismatch(
-            f"{found.path}: {update.module} was saved along and is not this model's"
+            f"{adapter.path}: {update.module} was saved along and is not this model's"
             f" ({update.base.shape} numbers beside {shape})",
             hint="the adapter trains it fully, or belongs to another model",
         )
@@ -270,10 +270,10 @@ def _whole_shape(weight: Weight) -> tuple[int, int]:
 
 def _get_biases(program: Program) -> dict[Weight, Weight]:
     """Returns the bias of each matrix that has one."""
-    found: dict[Weight, Weight] = {}
+    biases: dict[Weight, Weight] = {}
     linears: Iterable[Linear] = (op for op in program.ops if isinstance(op, Linear))
     for op in linears:
         for weight, bias in zip(op.weights_, op.biases, strict=False):
             if bias is not None:
-                found[weight] = bias
-    return found
+                biases[weight] = bias
+    return biases

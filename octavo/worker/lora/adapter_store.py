@@ -78,13 +78,13 @@ class AdapterStore:
         """Reads and packs an adapter unless it is cached; called in the thread."""
         if kept is not None:
             return kept
-        found = self._read(Path(ref.path))
-        if found.digest != ref.digest:
+        adapter = self._read(Path(ref.path))
+        if adapter.digest != ref.digest:
             raise WeightMismatch(
                 f"{ref.path}: the adapter's files have changed since it was named",
                 hint="load it under another name or from another directory",
             )
-        return [slots.pack(found.updates) for slots in self._slots]
+        return [slots.pack(adapter.updates) for slots in self._slots]
 
     def _put(self, slot: int, ref: AdapterRef, future: Future[Packed]) -> AdapterLoaded:
         try:

@@ -31,10 +31,10 @@ class EncoderRunner(ProgramRunner):
 
     def results(self, model_input: ModelInput, output: StepOutput) -> list[RowResult]:
         """Returns the failures of requests whose input could not be encoded."""
-        what = "the rows that the encoder made of the input contain NaN"
+        reason = "the rows that the encoder made of the input contain NaN"
         fit = np.isfinite(output.arrays["encoded"]).all(axis=1)
         return [
-            RowResult(row.request_id, failure=what)
+            RowResult(row.request_id, failure=reason)
             for row, is_fit in zip(model_input.scheduled, fit.tolist(), strict=True)
             if not is_fit
         ]

@@ -155,8 +155,8 @@ def rows_batch(rows: Rows, rows_a_request: int) -> StepBatch:
 
 def _padded(tables: list[list[range]], num_requests: int) -> NDArray[np.int32]:
     width = max((len(row) for table in tables for row in table), default=1)
-    made = np.full((len(tables), num_requests, width), -1, np.int32)
+    padded = np.full((len(tables), num_requests, width), -1, np.int32)
     for group, table in enumerate(tables):
         for request, row in enumerate(table):
-            made[group, request, : len(row)] = row
-    return made
+            padded[group, request, : len(row)] = row
+    return padded

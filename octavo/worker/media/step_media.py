@@ -57,19 +57,19 @@ class StepMedia:
 
     def add(self, model_input: ModelInput) -> None:
         """Adds the images of a step's requests to its arrays."""
-        found = [
+        media_by_row = [
             (index, self._rows.media[row])
             for index, row in enumerate(model_input.rows.tolist())
             if row in self._rows.media
         ]
         if self._num_axes > 1:
             model_input.positions = np.repeat(model_input.places[None], self._num_axes, axis=0)
-        if not found:
+        if not media_by_row:
             return
-        given: list[Rows] = []
-        taken = np.full(len(model_input.places), -1, np.int32)
+        image_rows: list[Rows] = []
+        row_indices = np.full(len(model_input.places), -1, np.int32)
         limits = model_input.places + np.int32(1)
-        for index, media in found:
+        for index, media in media_by_row:
             part = slice(
                 int(model_input.query_starts[index]), int(model_input.query_starts[index + 1])
             )
@@ -80,14 +80,14 @@ class StepMedia:
                 inside = np.flatnonzero((places >= item.place) & (places < item.end))
                 if not len(inside):
                     continue
-                at = part.start + inside
-                first = sum(map(len, given))
-                taken[at] = first + np.arange(len(inside), dtype=np.int32)
-                given.append(self._get_rows(item)[places[inside] - item.place])
+                token_indices = part.start + inside
+                first = sum(map(len, image_rows))
+                row_indices[token_indices] = first + np.arange(len(inside), dtype=np.int32)
+                image_rows.append(self._get_rows(item)[places[inside] - item.place])
                 if item.is_whole:
-                    limits[at] = item.end
-        if given:
-            model_input.given, model_input.given_rows = np.concatenate(given), taken
+                    limits[token_indices] = item.end
+        if image_rows:
+            model_input.given, model_input.given_rows = np.concatenate(image_rows), row_indices
         if (limits > model_input.places + 1).any():
             model_input.limits = limits
 

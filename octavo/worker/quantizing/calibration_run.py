@@ -126,11 +126,11 @@ class CalibrationRun:
         """Multiplies the rows of each expert at once."""
         x, experts = self._step.get(op.x), self._step.get(op.ids).reshape(-1)
         matrices = self._step.weights[op.weight]
-        made = np.zeros((len(x), op.out.width))
+        outputs = np.zeros((len(x), op.out.width))
         for expert in np.unique(experts):
             own = experts == expert
-            made[own] = multiply(matrices[expert], x[own])
-        return made if op.bias is None else made + self._step.weights[op.bias][experts]
+            outputs[own] = multiply(matrices[expert], x[own])
+        return outputs if op.bias is None else outputs + self._step.weights[op.bias][experts]
 
     def _attention(self, op: Attention) -> Floats:
         """Computes attention text by text, with all rows of a text at once."""
@@ -143,7 +143,7 @@ class CalibrationRun:
             for each in (arrays.k, arrays.v)
         )
         mask = _mask(op, length)
-        made = np.empty((num_texts, length, op.num_heads, group.v_width))
+        outputs = np.empty((num_texts, length, op.num_heads, group.v_width))
         sinks = None if op.sinks is None else self._step.weights[op.sinks]
         repeat = op.num_heads // group.num_kv_heads
         for text in range(num_texts):
@@ -155,8 +155,8 @@ class CalibrationRun:
             scores = q[text].transpose(1, 0, 2).astype(np.float32) * np.float32(op.scale)
             scores = scores @ keys.transpose(0, 2, 1)
             shares = _shares(scores, op, mask, sinks)
-            made[text] = (shares @ values).transpose(1, 0, 2)
-        return made.reshape(num_texts * length, -1)
+            outputs[text] = (shares @ values).transpose(1, 0, 2)
+        return outputs.reshape(num_texts * length, -1)
 
     def _forget(self, op: Op) -> None:
         """Frees values that no later op reads."""
@@ -264,10 +264,10 @@ def _shares(
 
 def multiply(matrix: NDArray, x: Floats) -> Floats:
     """Multiplies `matrix [out, in]` by the rows of `x [T, in]` in fp32; returns `[T, out]`."""
-    made: Floats = (x.astype(np.float32) @ matrix.astype(np.float32, copy=False).T).astype(
+    product: Floats = (x.astype(np.float32) @ matrix.astype(np.float32, copy=False).T).astype(
         np.float64
     )
-    return made
+    return product
 
 
 def _floats(packed: StoredWeight) -> NDArray:

@@ -97,8 +97,8 @@ class Journal:
     def state(self) -> dict[str, NDArray]:
         """Returns the state saved at op `index`."""
         try:
-            with np.load(self._state_file) as found:
-                return {name: found[name] for name in found.files}
+            with np.load(self._state_file) as state:
+                return {name: state[name] for name in state.files}
         except (OSError, ValueError, EOFError, BadZipFile) as error:
             raise ConfigError(
                 f"output: {self._state_file} cannot be read: {error}",
@@ -167,10 +167,10 @@ class Journal:
 
     def _read(self) -> None:
         try:
-            found = json.loads((self.folder / JOURNAL).read_text())
-            identity, self.index = found["identity"], int(found["index"])
-            self.done, self.listed = list(found["done"]), list(found["listed"])
-            self.goes_on = bool(found["began"])
+            entries = json.loads((self.folder / JOURNAL).read_text())
+            identity, self.index = entries["identity"], int(entries["index"])
+            self.done, self.listed = list(entries["done"]), list(entries["listed"])
+            self.goes_on = bool(entries["began"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"output: {self.folder / JOURNAL} cannot be read: {error}",

@@ -258,8 +258,8 @@ class Quantizer:
     def _get_statistics(self, run: CalibrationRun, x: Value) -> RowStatistics:
         if self._statistics is None or self._statistics[0] != x.name:
             exact = None if self._exact is None else self._exact.rows(x)
-            found = RowStatistics(run.rows(x), self.recipe.damp_percent, exact)
-            self._statistics = (x.name, found)
+            statistics = RowStatistics(run.rows(x), self.recipe.damp_percent, exact)
+            self._statistics = (x.name, statistics)
         return self._statistics[1]
 
     # -- factors -------------------------------------------------------------------------------
@@ -324,8 +324,8 @@ class Quantizer:
         return factors
 
     def _vector(self, weight: Weight) -> Floats32:
-        found: Floats32 = self.load(weight).dequantize()
-        return found
+        vector: Floats32 = self.load(weight).dequantize()
+        return vector
 
     def _divided(self, weight: Weight, factors: Floats32, offset: float) -> Floats32:
         """Writes a vector divided by factors; returns it as it will be read back."""
@@ -355,12 +355,12 @@ class Quantizer:
 
     def _last_folds(self, ops: Sequence[Op]) -> dict[str, int]:
         """Returns the index of the op after which each matrix's rows no longer change."""
-        found = {}
+        last_folds = {}
         for index, op in enumerate(ops):
             fold = self._folds.get(op.x.name) if isinstance(op, Linear) else None
             if isinstance(fold, RowsFold):
-                found[fold.weight.tensor_names[0]] = index
-        return found
+                last_folds[fold.weight.tensor_names[0]] = index
+        return last_folds
 
     def _write_ready(self, index: int, last_folds: Mapping[str, int]) -> None:
         ready = [name for name in self._waiting if last_folds.get(name, -1) < index]

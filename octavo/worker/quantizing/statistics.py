@@ -43,34 +43,34 @@ class RowStatistics:
         """
         return None if self._exact is None else self.missed(self._exact, self._rows)
 
-    def missed(self, exact: NDArray, found: NDArray) -> NDArray[np.float64]:
-        """Returns the sum of r y^T, `[width, in]`, for r = `exact [T, width]` - `found` and these
+    def missed(self, exact: NDArray, actual: NDArray) -> NDArray[np.float64]:
+        """Returns the sum of r y^T, `[width, in]`, for r = `exact [T, width]` - `actual` and these
         rows y.
         """
         total = np.zeros((exact.shape[1], self._rows.shape[1]))
         for start in range(0, len(self._rows), CHUNK_ROWS):
             own = slice(start, start + CHUNK_ROWS)
-            missed = (exact[own] - found[own]).astype(np.float32)
+            missed = (exact[own] - actual[own]).astype(np.float32)
             total += missed.T @ self._rows[own].astype(np.float32)
         return total
 
     @cached_property
     def importance(self) -> Floats32:
         """Sum of squares of each input, `[in]`."""
-        found: Floats32 = np.einsum("ti,ti->i", self._rows, self._rows).astype(np.float32)
-        return found
+        total: Floats32 = np.einsum("ti,ti->i", self._rows, self._rows).astype(np.float32)
+        return total
 
     @cached_property
     def strength(self) -> Floats32:
         """Mean magnitude of each input, `[in]`."""
-        found: Floats32 = np.abs(self._rows).mean(axis=0).astype(np.float32)
-        return found
+        total: Floats32 = np.abs(self._rows).mean(axis=0).astype(np.float32)
+        return total
 
     @cached_property
     def largest(self) -> Floats32:
         """Largest magnitude of each input, `[in]`."""
-        found: Floats32 = np.abs(self._rows).max(axis=0).astype(np.float32)
-        return found
+        largest: Floats32 = np.abs(self._rows).max(axis=0).astype(np.float32)
+        return largest
 
     @cached_property
     def gptq(self) -> GptqInputs:

@@ -71,7 +71,7 @@ def added_values(program: Program) -> dict[str, Value]:
     """
     makers = {value.name: index for index, op in enumerate(program.ops) for value in op.outputs}
     readers = Counter(value.name for op in program.ops for value in op.inputs)
-    found = {}
+    added = {}
     for op in program.ops:
         if not isinstance(op, Add):
             continue
@@ -85,8 +85,8 @@ def added_values(program: Program) -> dict[str, Value]:
                 and readers[own.name] == 1
                 and makers.get(other.name, -1) < index
             ):
-                found[own.name] = other
-    return found
+                added[own.name] = other
+    return added
 
 
 def folds(program: Program, quantized: set[str]) -> dict[str, Fold]:
@@ -113,15 +113,15 @@ class _Folds:
 
     def found(self) -> dict[str, Fold]:
         ends = {value.name for value in self._program.outputs.values()}
-        found: dict[str, Fold] = {}
+        folds: dict[str, Fold] = {}
         for name, reading in self._readers.items():
             maker = self._makers.get(name)
             if maker is None or name in ends or not all(map(self._is_quantized, reading)):
                 continue
             fold = self._fold(maker)
             if fold is not None and self._uses[fold.weight.name] == 1:
-                found[name] = fold
-        return found
+                folds[name] = fold
+        return folds
 
     def _is_quantized(self, op: Op) -> bool:
         return isinstance(op, Linear) and all(

@@ -108,10 +108,10 @@ class RankLoop:
         self._send(RankLoaded())
         self._expect(Measure)
         self._send(FittingBlocks(list(loaded.num_blocks())))
-        wanted = self._expect(Allocate)
-        slots = wanted.slots
+        allocate = self._expect(Allocate)
+        slots = allocate.slots
         connector = None if slots is None else loaded.connect(slots, self._tell)
-        worker = loaded.worker(wanted.num_blocks, wanted.num_host_blocks, connector)
+        worker = loaded.worker(allocate.num_blocks, allocate.num_host_blocks, connector)
         self._send(RankReady())
         while isinstance(message := self._receive(), Execute | AppendTokens):
             if isinstance(message, AppendTokens):

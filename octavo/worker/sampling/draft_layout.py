@@ -83,14 +83,14 @@ class DraftLayout:
         rows = [0] * len(tree.parents)
         spans = [(index, tree.paths[0])]
         spans += [
-            (self._num_requests + at, leaf.tokens)
-            for at, leaf in enumerate(self.leaves)
+            (self._num_requests + index_of_leaf, leaf.tokens)
+            for index_of_leaf, leaf in enumerate(self.leaves)
             if leaf.index == index
         ]
         for span, tokens in spans:
             end = self._starts[span + 1]
-            for behind, token in enumerate(reversed(tokens), start=1):
-                rows[token] = end - behind
+            for distance, token in enumerate(reversed(tokens), start=1):
+                rows[token] = end - distance
         return rows
 
     def get_shared_rows(self, leaf: DraftLeaf, request: ScheduledRequest) -> list[int]:
@@ -153,12 +153,12 @@ def _accept(
     sample after the last known token, then to the samples after each draft token.
     """
     accepted: list[int] = []
-    at = ROOT
-    while not failed[at + 1]:
-        children = tree.children.get(at, ())
-        found = next((token for token in children if draft_ids[token] == sampled[at + 1]), None)
-        if found is None or failed[found + 1]:
+    last = ROOT
+    while not failed[last + 1]:
+        children = tree.children.get(last, ())
+        child = next((token for token in children if draft_ids[token] == sampled[last + 1]), None)
+        if child is None or failed[child + 1]:
             break
-        at = found
-        accepted.append(at)
+        last = child
+        accepted.append(last)
     return accepted

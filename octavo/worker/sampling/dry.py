@@ -62,10 +62,10 @@ class DryMatches:
         self._follow(token_ids)
         places = np.arange(1, len(self._lengths) + 1)
         lengths = np.minimum(np.minimum(self._lengths, places), self._num_unbroken)
-        found = np.flatnonzero(lengths >= rule.allowed_length)
+        penalties = np.flatnonzero(lengths >= rule.allowed_length)
         longest: dict[int, int] = {}
-        followers = token_ids[self._first + 1 :][found].tolist()
-        for token_id, length in zip(followers, lengths[found].tolist(), strict=True):
+        followers = token_ids[self._first + 1 :][penalties].tolist()
+        for token_id, length in zip(followers, lengths[penalties].tolist(), strict=True):
             if token_id not in rule.breaker_ids:
                 longest[token_id] = max(length, longest.get(token_id, 0))
         return {token_id: self._penalty(length) for token_id, length in longest.items()}
@@ -83,13 +83,13 @@ class DryMatches:
         before = np.concatenate([[0], self._lengths])[first - self._first :]
         places = np.arange(1, len(before) + 1)
         lengths = np.minimum(np.minimum(before + 1, places), self._num_unbroken + 1)
-        found = np.flatnonzero(lengths >= rule.allowed_length)
-        lasts = window[found].tolist()
+        penalties = np.flatnonzero(lengths >= rule.allowed_length)
+        lasts = window[penalties].tolist()
         # The last index is followed by the unknown token itself.
-        followers = np.append(window[1:], window[-1])[found].tolist()
+        followers = np.append(window[1:], window[-1])[penalties].tolist()
         longest: dict[tuple[int, int], int] = {}
         pairs = zip(lasts, followers, strict=True)
-        for key, length in zip(pairs, lengths[found].tolist(), strict=True):
+        for key, length in zip(pairs, lengths[penalties].tolist(), strict=True):
             if rule.breaker_ids.isdisjoint(key):
                 longest[key] = max(length, longest.get(key, 0))
         return {key: self._penalty(length) for key, length in longest.items()}
@@ -154,15 +154,15 @@ def get_common_suffixes(token_ids: list[int]) -> list[int]:
     """Returns for each index except the last the length of the longest sequence that ends both
     there and at the last index.
     """
-    turned = token_ids[::-1]
-    num = len(turned)
-    found = [0] * num
+    reversed_ids = token_ids[::-1]
+    num = len(reversed_ids)
+    lengths = [0] * num
     left = right = 0
-    for at in range(1, num):
-        length = min(right - at, found[at - left]) if at < right else 0
-        while at + length < num and turned[length] == turned[at + length]:
+    for index in range(1, num):
+        length = min(right - index, lengths[index - left]) if index < right else 0
+        while index + length < num and reversed_ids[length] == reversed_ids[index + length]:
             length += 1
-        if at + length > right:
-            left, right = at, at + length
-        found[at] = length
-    return found[:0:-1]
+        if index + length > right:
+            left, right = index, index + length
+        lengths[index] = length
+    return lengths[:0:-1]

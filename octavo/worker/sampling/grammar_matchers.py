@@ -58,11 +58,11 @@ class CompiledGrammars:
     def matcher(self, spec: GrammarSpec) -> Matcher:
         """Returns a new matcher at the start of a text."""
         pending = self._pending.pop(spec.digest, None)
-        found = self._kept.get(spec.digest)
-        if found is None:
-            found = self._keep(spec.digest, pending.result() if pending else self._compile(spec))
+        matcher = self._kept.get(spec.digest)
+        if matcher is None:
+            matcher = self._keep(spec.digest, pending.result() if pending else self._compile(spec))
         self._kept.move_to_end(spec.digest)
-        return found[0].copy()
+        return matcher[0].copy()
 
     def begin(self, specs: Sequence[GrammarSpec]) -> None:
         """Starts to compile grammars in threads of low priority."""
@@ -254,17 +254,17 @@ class GrammarMatchers:
         """Builds the masks of several rows in one batch. `mask` returns these until the next
         token.
         """
-        wanted = [
+        to_build = [
             row
             for row in rows
             if row in self._matchers and row not in self._faults and row not in self._masks
         ]
-        if len(wanted) < MIN_BATCHED_MASKS or self._compiled is None:
+        if len(to_build) < MIN_BATCHED_MASKS or self._compiled is None:
             return
-        made = self._compiled.masks([self._matchers[row] for row in wanted])
+        masks = self._compiled.masks([self._matchers[row] for row in to_build])
         self._masks |= {
             row: np.frombuffer(mask, np.uint32)
-            for row, mask in zip(wanted, made, strict=True)
+            for row, mask in zip(to_build, masks, strict=True)
             if mask is not None
         }
 
@@ -392,8 +392,9 @@ class GrammarMatchers:
         return matcher is not None and matcher.is_complete
 
     def _get_draft_mask(self, row: int, num_drafts: int) -> Bits | None:
-        """Returns the tokens allowed after draft tokens. On an error, allows no token: the sample
-        fails, is not kept, and the next step reports the error.
+        """Returns the tokens allowed after draft tokens. Returns None if one of these is not
+        allowed, so that no later sample is kept. On an error, allows no token: the sample fails, is
+        not kept, and the next step reports the error.
         """
         ahead = self._ahead.get(row, ())
         if num_drafts > len(ahead):

@@ -120,15 +120,15 @@ class LogitsProcessors:
         ) from call.error
 
 
-def _check_result(name: str, returned: Any, own: Logits) -> Logits:
+def _check_result(name: str, returned: Any, row_logits: Logits) -> Logits:
     """Returns a processor's result as fp32 logits; raises ProcessorFault if it is invalid."""
-    found = own if returned is None else np.asarray(returned)
-    if found.shape != own.shape or found.dtype.kind not in "fiu":
+    result = row_logits if returned is None else np.asarray(returned)
+    if result.shape != row_logits.shape or result.dtype.kind not in "fiu":
         raise ProcessorFault(
-            f"the logits processor {name!r} returned {found.dtype} of the shape {found.shape},"
-            f" expected numbers of the shape {own.shape}"
+            f"the logits processor {name!r} returned {result.dtype} of the shape {result.shape},"
+            f" expected numbers of the shape {row_logits.shape}"
         )
-    logits = np.ascontiguousarray(found, np.float32)
+    logits = np.ascontiguousarray(result, np.float32)
     if np.isnan(logits).any():
         raise ProcessorFault(f"the logits processor {name!r} returned NaN logits")
     return logits

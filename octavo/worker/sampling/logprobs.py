@@ -38,39 +38,39 @@ def add_logprobs(
     """Adds the requested logprobs of the kept samples and of prompts."""
     assert model_input.sampling is not None
     num_logprobs = model_input.sampling.records["num_logprobs"]
-    found: dict[int, TokenLogprobs] = {}
+    logprobs: dict[int, TokenLogprobs] = {}
     for sample in kept:
         if num_logprobs[sample] >= 0:
-            found[sample] = _read(samples, sample, num_logprobs)
+            logprobs[sample] = _read(samples, sample, num_logprobs)
             result = results[model_input.sample_owners[sample]]
-            result.logprobs = [*(result.logprobs or []), found[sample]]
+            result.logprobs = [*(result.logprobs or []), logprobs[sample]]
     first = len(model_input.sample_owners)
     for index, entries in get_prompt_entries(model_input):
         results[index].prompt_logprobs = [_read(samples, at, num_logprobs) for at in entries]
         first = entries.stop
     for sample, ids in model_input.logprob_targets:
-        if sample in found:
+        if sample in logprobs:
             for entry in range(first, first + len(ids)):
-                _append(found[sample], samples, entry)
+                _append(logprobs[sample], samples, entry)
         first += len(ids)
 
 
 def _read(samples: SampleResult, entry: int, num_logprobs: NDArray[np.int32]) -> TokenLogprobs:
     """Returns the logprob and rank of an entry's token, then its top alternatives."""
     num = int(num_logprobs[entry])
-    found = TokenLogprobs([], [], [])
-    _append(found, samples, entry)
+    logprobs = TokenLogprobs([], [], [])
+    _append(logprobs, samples, entry)
     if num > 0:
         assert samples.top_ids is not None and samples.top_logprobs is not None
-        found.token_ids += samples.top_ids[entry, :num].tolist()
-        found.logprobs += samples.top_logprobs[entry, :num].tolist()
-        found.ranks += range(1, num + 1)
-    return found
+        logprobs.token_ids += samples.top_ids[entry, :num].tolist()
+        logprobs.logprobs += samples.top_logprobs[entry, :num].tolist()
+        logprobs.ranks += range(1, num + 1)
+    return logprobs
 
 
-def _append(found: TokenLogprobs, samples: SampleResult, entry: int) -> None:
+def _append(logprobs: TokenLogprobs, samples: SampleResult, entry: int) -> None:
     """Appends the logprob and rank of an entry's token."""
     assert samples.logprobs is not None and samples.ranks is not None
-    found.token_ids.append(int(samples.token_ids[entry]))
-    found.logprobs.append(float(samples.logprobs[entry]))
-    found.ranks.append(int(samples.ranks[entry]))
+    logprobs.token_ids.append(int(samples.token_ids[entry]))
+    logprobs.logprobs.append(float(samples.logprobs[entry]))
+    logprobs.ranks.append(int(samples.ranks[entry]))

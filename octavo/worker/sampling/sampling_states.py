@@ -354,8 +354,8 @@ class SamplingStates:
             else:
                 must_end = self._grammars.is_complete(row, num_drafts=num_drafts)
                 dry = dries.get(row, state.dry)
-                found = state.bias(token_ids[row, :end], dry, must_end=must_end)
-                added = {(ANY_TOKEN, id_): value for id_, value in found.items()}
+                bias_by_id = state.bias(token_ids[row, :end], dry, must_end=must_end)
+                added = {(ANY_TOKEN, id_): value for id_, value in bias_by_id.items()}
             if added:
                 keys = np.array(list(added), np.int32)
                 after.append(keys[:, 0])
@@ -368,12 +368,12 @@ class SamplingStates:
 
     def _get_masked_rows(self, rows: list[int], verifier: SampleVerifier | None) -> list[int]:
         """Returns the rows whose first samples are masked by their grammars."""
-        found = dict.fromkeys(
+        masked_rows = dict.fromkeys(
             row
             for entry, row in enumerate(rows)
             if row in self.logits_states and not (verifier is not None and entry in verifier)
         )
-        return list(found)
+        return list(masked_rows)
 
     def _make_mask(self, row: int, state: LogitsState, num_drafts: int) -> Bits | None:
         """Returns the tokens that both a row's grammar and its allowed ids allow after `num_drafts`

@@ -38,8 +38,8 @@ class TimestampRules:
 
     def __call__(self, token_ids: NDArray[np.int32], logits: NDArray[np.float32]) -> None:
         """Bans the tokens that must not come next in the logits `[V]`, in place."""
-        first, behind = self._first, int(np.argmax(token_ids == self._start))
-        sampled = token_ids[behind + self._prompt_tokens :]
+        first, generated = self._first, int(np.argmax(token_ids == self._start))
+        sampled = token_ids[generated + self._prompt_tokens :]
         logits[[self._no_timestamps, *self._banned]] = NEVER
         if not len(sampled):
             logits[:first] = NEVER
@@ -60,7 +60,7 @@ class TimestampRules:
 
 
 def _logsumexp(logits: NDArray[np.float32]) -> float:
-    most = float(logits.max())
-    if most == -np.inf:
-        return most
-    return most + float(np.log(np.exp(logits.astype(np.float64) - most).sum()))
+    largest = float(logits.max())
+    if largest == -np.inf:
+        return largest
+    return largest + float(np.log(np.exp(logits.astype(np.float64) - largest).sum()))
