@@ -74,7 +74,7 @@ class ImportantBlocks:
         choice = self._choices.get(request_id)
         return frozenset() if choice is None else choice.left_out
 
-    def prepare(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> bool:
+    def advance(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> bool:
         """Advances a request's choice; returns whether the request must wait for its result."""
         choice = self._choices.get(request_id)
         if choice is None:

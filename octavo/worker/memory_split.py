@@ -1,7 +1,7 @@
-"""The best split of memory between streamed weights and KV, for many concurrent requests.
+"""Finds the best split of memory between streamed weights and KV, for many concurrent requests.
 
-A byte of K and V replaces a byte of pinned weights, which must then be read in each step; decision
-0032 explains why no alternative is tried first.
+Memory for KV is taken from pinned weights, which must then be read in each step. Decision 0032
+explains why no alternative is tried first.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class CoreLoop:
         self._wake_loop(CalledToStep())
 
     def _wake_loop(self, message: ExecutorLost | CalledToStep) -> None:
-        """Wakes the loop if it blocks for commands; called by another thread."""
+        """Wakes the main loop if it is waiting for commands; called by another thread."""
         with self._commands.context.socket(zmq.PUSH) as own:
             own.connect(OWN_COMMANDS)
             own.send(msgspec.msgpack.encode(message))

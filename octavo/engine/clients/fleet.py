@@ -99,8 +99,8 @@ class FleetClient:
         return self.info
 
     def _infos(self, report: Report) -> list[EngineInfo]:
-        """Returns the EngineInfo of each core once it is ready. If one core ended because another
-        did, the other's error is raised.
+        """Returns the EngineInfo of each core once it is ready. If a core ended only because
+        another one did, raises the other core's error.
         """
         infos: list[EngineInfo] = []
         by_peer: PeerEngineDead | None = None

@@ -31,8 +31,10 @@ class BlockChoice(Protocol):
         """Returns the digests of the blocks that a request skips."""
         ...
 
-    def prepare(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> bool:
-        """Continues the choice for a request; returns whether the request must wait for it."""
+    def advance(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> bool:
+        """Starts or continues the choice for a request; returns whether the request must wait for
+        it.
+        """
         ...
 
     def cancel(self, request_id: str) -> None:

@@ -157,8 +157,8 @@ class BlockPool:
         return self.ref_counts[block_id] > 1 or block_id in self.cache.key_of
 
     def uncache_to_write(self, block_id: int) -> bool:
-        """Removes a block from the prefix cache if only one request holds it and no block is free
-        for a copy, so that the request can write to it. Returns whether it was removed.
+        """If no block is free for a copy, removes a block with a single reference from the prefix
+        cache, so that its request can write to it. Returns whether the block was removed.
         """
         if self.free or self.ref_counts[block_id] > 1:
             return False

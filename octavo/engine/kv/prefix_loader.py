@@ -72,7 +72,7 @@ class PrefixLoader:
         if (
             self._choice is not None
             and prompt is not None
-            and self._choice.prepare(request_id, keys, prompt)
+            and self._choice.advance(request_id, keys, prompt)
         ):
             return FETCHING
         left_out = self.left_out(request_id)

@@ -41,9 +41,7 @@ class BlockHashing:
     media: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
     """Digests of the media in each block, by block index (`get_block_media`)."""
     num_hashed_tokens: int = UNBOUNDED
-    """Only blocks within this number of first tokens are hashed; K and V of later tokens are not
-    shared.
-    """
+    """Number of leading tokens whose blocks are hashed; K and V of later tokens are not shared."""
 
     first_position: int = 0
     """Position of the first token. Equal tokens at other positions have other keys."""
@@ -102,8 +100,8 @@ class BlockChain:
         self.hashing = hashing
         self.keys: list[BlockKey] = []
         self.num_hashed_tokens = hashing.num_hashed_tokens
-        """Only blocks within this number of first tokens are hashed; lower than the hashing's limit
-        if the request skips earlier blocks.
+        """Number of leading tokens whose blocks are hashed; lower than the limit of `hashing` if
+        the request skips earlier blocks.
         """
         self.num_registered = 0
         """Number of first blocks that are in the prefix cache, or whose key another block has

@@ -181,7 +181,7 @@ class OtherRanks:
 
     @property
     def lost(self) -> OctavoError | None:
-        """Reason why the first rank to end unexpectedly ended; None while all are alive."""
+        """Error of the first rank that ended unexpectedly; None while all ranks are alive."""
         return self._lost
 
     def when_lost(self, on_loss: OnLoss) -> None:
