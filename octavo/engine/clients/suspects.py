@@ -15,8 +15,10 @@ MAX_UNSOLVED = 2
 
 
 class Suspects:
-    """Requests that may have caused a failure. Each failure fails a request or raises the failure
-    counts of some, so the number of failures is bounded.
+    """Requests that may have caused a failure.
+
+    Each failure either ends a request or counts against its suspects, so the number of failures is
+    bounded.
     """
 
     def __init__(self) -> None:

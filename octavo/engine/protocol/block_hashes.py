@@ -28,7 +28,7 @@ BLOCK_DOMAIN = b"octavo block"
 
 @dataclass(frozen=True, slots=True)
 class BlockHashing:
-    """Everything except the tokens that a request's block hashes depend on."""
+    """Inputs of a request's block hashes other than its tokens."""
 
     salt: str = ""
     """Cache salt, which separates tenants: only requests with equal salts share blocks."""

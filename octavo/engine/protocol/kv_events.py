@@ -66,8 +66,8 @@ def get_hash(digest: bytes) -> int:
 
 
 def wire_event(event: BlockEvent, root: bytes, block_size: int) -> WireEvent:
-    """Returns an event in the wire format. On the wire, the first block of a prompt without a salt,
-    whose parent is `root`, has no parent.
+    """Returns an event in the wire format. The wire format has no root: the first block of an
+    unsalted prompt, whose parent is `root`, has parent None.
     """
     if isinstance(event, BlocksStored):
         return BlockStored(

@@ -255,7 +255,7 @@ class KVAllocator:
         return self._num_shared_tokens(request, parent) > 0
 
     def _get_hashing(self, request: Request) -> BlockHashing:
-        """Returns everything except the tokens that a request's block hashes depend on."""
+        """Returns the inputs of a request's block hashes other than its tokens."""
         source = request.source
         return BlockHashing(
             source.cache_salt,

@@ -195,8 +195,8 @@ class SuffixAutomaton:
             state = self._links[state]
 
     def _target(self, state: int, token_id: int) -> int:
-        """Returns the state of `state`'s longest substring plus the token. Splits it off if its
-        state contains longer substrings.
+        """Returns the state for the longest substring of `state` followed by the token. Splits this
+        state off if the existing one also contains longer substrings.
         """
         target = self._next[state][token_id]
         length = self._lengths[state] + 1
