@@ -46,7 +46,8 @@ def torch_backend(**options):
 
 
 def tokens(tiny, length=270):
-    return np.random.default_rng(1).integers(0, tiny.config["vocab_size"], length)
+    config = tiny.config.get("text_config", tiny.config)
+    return np.random.default_rng(1).integers(0, config["vocab_size"], length)
 
 
 def assert_close(found, wanted, bound):
