@@ -3,8 +3,8 @@
 The other backends follow this definition for a row of float32 logits z[0..V):
 
 1. A row with a NaN logit fails. Logprobs, if requested, are computed from these raw logits: z -
-  (max + ln sum exp(z - max)). A token's rank is its 1-based index in the order (logit descending,
-  id ascending); the top list is the start of that order.
+   (max + ln sum exp(z - max)). A token's rank is its 1-based index in the order (logit descending,
+   id ascending); the top list is the start of that order.
 2. A row with `target_id` >= 0 scores a known token: nothing is sampled, and the target is the row's
    token. Otherwise the request's logits_processors are applied to z one after another.
 3. z += bias of the token (-inf bans it); z = -inf for tokens that allowed_token_ids or the grammar
@@ -15,10 +15,10 @@ The other backends follow this definition for a row of float32 logits z[0..V):
 4. At temperature 0 the token is the one with the largest z, the lowest id among equals.
 5. Otherwise tokens are filtered: `octavo/executor/filters.py`.
 6. The token is the kept one with the largest score d + g, the lowest id among equals. With the
-  noise g = -ln(-ln u), u = (k + 1/2) / 2^32, this samples from the softmax over the kept tokens
-  (Gumbel-max). k is word `token % 4` of Philox4x32-10 with the key (low, high 32 bits of the seed)
-  and the counter (position, sample_index, token // 4, purpose). For u > 1/2, -ln u is computed as
-  -log1p(-(1 - u)), since a narrower type would round u to 1.
+   noise g = -ln(-ln u), u = (k + 1/2) / 2^32, this samples from the softmax over the kept tokens
+   (Gumbel-max). k is word `token % 4` of Philox4x32-10 with the key (low, high 32 bits of the seed)
+   and the counter (position, sample_index, token // 4, purpose). For u > 1/2, -ln u is computed as
+   -log1p(-(1 - u)), since a narrower type would round u to 1.
 
 Noise depends on the token, not on its index among the kept tokens, so the allowed token with the
 best score is the masked sample. g is between -3.13 and 22.88, so a token whose d is further below
