@@ -25,10 +25,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from octavo.api.errors import UnsupportedModel
-from octavo.derive.regions import find_activation
+from octavo.derive.functional import functionalize
+from octavo.derive.regions import find_activation, find_expert_gate
 from octavo.derive.stored import StoredTensors
 from octavo.models.hf_config import MAX_COUNT, MAX_SIZE
-from octavo.program.ops import Activation
+from octavo.program.ops import Act, ActMul
 
 NAME = "octavo_derive"
 """Name of the implementations that are registered with transformers."""
@@ -37,7 +38,7 @@ NUM_TOKENS = 7
 """Number of tokens of the captured forward pass; a prime, so that it differs from all widths."""
 
 IGNORED_ARGUMENTS = frozenset(
-    ("dropout", "position_ids", "use_cache", "cache_position", "is_causal")
+    ("dropout", "position_ids", "use_cache", "cache_position", "is_causal", "logits_to_keep")
 )
 """Arguments of attention functions that do not change the result of a single forward pass."""
 
@@ -56,7 +57,8 @@ class ExpertModule:
     """The function that an experts module computes, and the names of its parameters."""
 
     module: str
-    activation: Activation | None
+    gate: ActMul | Act | None
+    """Gate or activation, between placeholders; None if it is not known."""
     is_transposed: bool
     is_concatenated: bool
     has_gate: bool
@@ -80,6 +82,10 @@ class Captured:
     """Masks, by the index that attention ops have as an argument."""
     experts: list[ExpertModule]
     """Expert modules, by the index that experts ops have as an argument."""
+    max_positions: int
+    """Length up to which tables of positions reach."""
+    padding: int | None
+    """Token that models with positions of their own do not count."""
 
 
 def reject(model_type: str, what: str, *, hint: str | None = None) -> UnsupportedModel:
@@ -162,7 +168,16 @@ class CallRecorder:
         mask_function: Callable[..., Any] | None = None,
         **_: Any,
     ) -> Any:
-        tagged = torch.empty(batch_size, 1, q_length, kv_length)
+        """Returns the mask's values, which models with an attention of their own add to scores,
+        with its function.
+        """
+        assert mask_function is not None
+        one = torch.zeros(batch_size, dtype=torch.long)[:, None, None, None]
+        queries, keys = torch.arange(q_length)[:, None], torch.arange(kv_length)
+        seen = mask_function(one, one, queries[None, None], keys[None, None, None])
+        hidden = torch.full((), torch.finfo(torch.float64).min, dtype=torch.float64)
+        tagged = torch.where(torch.as_tensor(seen), 0.0, hidden)
+        tagged = tagged.expand(batch_size, 1, q_length, kv_length).clone()
         tagged.octavo_mask = mask_function  # type: ignore[attr-defined]
         return tagged
 
@@ -180,26 +195,31 @@ class CallRecorder:
         return masks
 
     def identified_experts(self) -> list[ExpertModule]:
-        return [
-            ExpertModule(
-                self.names[module],
-                find_activation(module.act_fn),
-                module.is_transposed,
-                module.is_concatenated,
-                module.has_gate,
-                module.has_bias,
-            )
-            for module in self.experts
-        ]
+        return [_identified(module, self.names[module], self.model_type) for module in self.experts]
 
     def run_experts(self, module: Any, x: Any, ids: Any, weights: Any) -> Any:
         if getattr(module, "has_post_expert_norm", False):
             raise reject(self.model_type, "its experts have a norm")
-        if type(module)._apply_gate.__module__ != "transformers.integrations.moe":
-            raise reject(self.model_type, "its experts have a gate of their own")
         if module not in self.experts:
             self.experts.append(module)
         return torch.ops.octavo_derive.experts(x, ids, weights, self.experts.index(module))
+
+
+def _identified(module: Any, name: str, model_type: str) -> ExpertModule:
+    """Returns what an experts module computes, found by its values."""
+    gate: ActMul | Act | None
+    if module.has_gate:
+        settings = [each for each in vars(module).values() if type(each) in (int, float)]
+        with double_precision():
+            found = find_expert_gate(module._apply_gate, settings)
+        if found is None:
+            raise reject(model_type, "its experts have a gate of another kind")
+        gate, is_concatenated = found
+    else:
+        gate, is_concatenated = find_activation(module.act_fn), module.is_concatenated
+    return ExpertModule(
+        name, gate, module.is_transposed, is_concatenated, module.has_gate, module.has_bias
+    )
 
 
 def identify_mask(function: Callable[..., Any]) -> AttentionMask | None:
@@ -267,14 +287,11 @@ def capture(config: Mapping[str, Any], num_tokens: int = NUM_TOKENS) -> Captured
     AttentionMaskInterface.register(NAME, recorder.tag)
     ALL_EXPERTS_FUNCTIONS.register(NAME, recorder.run_experts)
     model, hf_config = build_model(config)
-    _check_rope(hf_config)
+    text_config = hf_config.get_text_config(decoder=True)
+    _check_rope(text_config)
     recorder.names = {module: name for name, module in model.named_modules()}
-    saved = set(model.state_dict())
-    shapes = {
-        name: tuple(each.shape)
-        for name, each in (*model.named_parameters(), *model.named_buffers())
-        if name in saved
-    }
+    shapes = {name: tuple(each.shape) for name, each in model.state_dict().items()}
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
 
     def forward(tensors: dict[str, Any], ids: Any) -> Any:
@@ -292,6 +309,7 @@ def capture(config: Mapping[str, Any], num_tokens: int = NUM_TOKENS) -> Captured
             kind = type(error).__name__
             reason = str(error).strip().split("\n")[0]
             raise reject(hf_config.model_type, f"tracing raised {kind}: {reason}") from error
+    functionalize(graph)
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return Captured(
         graph=graph,
@@ -302,9 +320,13 @@ def capture(config: Mapping[str, Any], num_tokens: int = NUM_TOKENS) -> Captured
             if name not in shapes and not each.is_meta
         },
         stored=StoredTensors(model),
-        placeholders={node.name: name for node, name in zip(nodes, tensors, strict=False)},
+        placeholders={
+            node.name: tied.get(name, name) for node, name in zip(nodes, tensors, strict=False)
+        },
         masks=recorder.identified_masks(),
         experts=recorder.identified_experts(),
+        max_positions=getattr(text_config, "max_position_embeddings", None) or 0,
+        padding=getattr(text_config, "pad_token_id", None),
     )
 
 
@@ -338,14 +360,19 @@ def build_model(config: Mapping[str, Any]) -> tuple[Any, Any]:
     Parameters use no memory; buffers have their values.
     """
     hf_config = make_config(config)
-    hf_config._attn_implementation = NAME
     hf_config._experts_implementation = NAME
-    try:
-        with double_precision(), EmptyOnMeta():
-            model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float64)
-    except Exception as error:
-        reason = f"transformers cannot build it with another attention ({error})"
-        raise reject(hf_config.model_type, reason) from error
+    for attention in (NAME, "eager"):  # old models know no other than their own
+        hf_config._attn_implementation = attention
+        try:
+            with double_precision(), EmptyOnMeta():
+                model = transformers.AutoModelForCausalLM.from_config(
+                    hf_config, dtype=torch.float64
+                )
+            break
+        except Exception as error:
+            if attention == "eager":
+                reason = f"transformers cannot build it ({error})"
+                raise reject(hf_config.model_type, reason) from error
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_meta:
@@ -396,7 +423,7 @@ def get_size(config: Mapping[str, Any], name: str) -> int:
 
     Raises UnsupportedModel if the model has no such size, such as an image model.
     """
-    value = getattr(make_config(config), name, None)
+    value = getattr(make_config(config).get_text_config(decoder=True), name, None)
     if not isinstance(value, int):
         raise reject(str(config["model_type"]), f"its config has no {name}: not a decoder of text")
     return value

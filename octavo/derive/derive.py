@@ -8,12 +8,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 from octavo.api.errors import UnsupportedModel
-from octavo.derive.capture import capture, get_size, reject
+from octavo.derive.capture import capture, reject
 from octavo.derive.lower import ProgramLowering
-from octavo.derive.verify import layer_kinds, num_layers_with_each_kind, shrink, verify
+from octavo.derive.verify import (
+    layer_kinds,
+    num_layers,
+    num_layers_with_each_kind,
+    shrink,
+    verify,
+)
 from octavo.models.derived import program_path
 from octavo.program.program import Program
 from octavo.program.serialize import to_json
@@ -25,7 +32,13 @@ VERSION = 1
 
 def lower(config: Mapping[str, Any]) -> Program:
     """Returns the Program of a config, unchecked."""
-    return ProgramLowering(capture(config), config).program()
+    captured = capture(config)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # regions are evaluated in float64
+    try:
+        return ProgramLowering(captured, config).program()
+    finally:
+        torch.set_default_dtype(default)
 
 
 def derive(config: Mapping[str, Any], report: Callable[[str], None]) -> Program:
@@ -46,12 +59,11 @@ def derive(config: Mapping[str, Any], report: Callable[[str], None]) -> Program:
 
 def _derive(config: Mapping[str, Any], model_type: str, report: Callable[[str], None]) -> Program:
     program = lower(config)
-    num_layers = num_layers_with_each_kind(program)
-    small = shrink(config, num_layers)
-    total = get_size(config, "num_hidden_layers")
-    report(f"checking {num_layers} of {total} layers at full width")
+    count = num_layers_with_each_kind(program)
+    small = shrink(config, count)
+    report(f"checking {count} of {num_layers(config)} layers at full width")
     smaller = lower(small)
-    if layer_kinds(smaller) != layer_kinds(program)[:num_layers]:
+    if layer_kinds(smaller) != layer_kinds(program)[:count]:
         raise reject(model_type, "its layers depend on how many there are")
     _check_memory(smaller, model_type)
     verify(smaller, small)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from octavo.api.errors import UnsupportedModel
 from octavo.derive.capture import reject
 from octavo.derive.rows import Columns, RowMap
@@ -80,6 +82,18 @@ class Emitter(Builder):
             value = self._part(product, columns)
         self._slices[key] = value
         return value
+
+    def owner(self, columns: Any) -> tuple[Value, Any] | None:
+        """Returns the Value of some columns, and its columns; None if they are of several."""
+        sources = self._columns.sources(RowMap(columns, 0, self._num_tokens))
+        return (sources[0][0], torch.tensor(sources[0][1])) if len(sources) == 1 else None
+
+    def product_of(self, columns: Any) -> GraphMatmul | None:
+        """Returns the matmul whose columns these are, all of them in order."""
+        found = self.owner(columns)
+        if found is None or found[1].tolist() != [*range(found[0].width)]:
+            return None
+        return self._products.get(found[0])
 
     def can_read(self, rows: Any) -> bool:
         if not isinstance(rows, RowMap) or not rows.columns.numel():

@@ -22,7 +22,7 @@ MOVES = frozenset(
         *("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "slice", "select"),
         *("squeeze", "unsqueeze", "expand", "contiguous", "cat", "split", "chunk"),
         *("split_with_sizes", "flatten", "unflatten", "repeat", "repeat_interleave", "movedim"),
-        *("narrow", "unbind", "stack", "expand_as", "swapaxes"),
+        *("narrow", "unbind", "stack", "swapaxes", "slice_scatter", "select_scatter"),
     )
 ) | {"getitem"}
 """Operations that move elements."""
@@ -56,10 +56,10 @@ class TracedGraph:
         self.dynamic: set[Node] = set()
         self.values: dict[Node, Any] = {}
         """Values of static nodes for positions from 0."""
-        self.far_values: dict[Node, Any] = {}
-        """The same for positions from FAR_POSITION."""
         self.ids: Node | None = None
         self._fold()
+        self.far_position, self.far_values = self._find_far_values()
+        """A position far behind the first, and the static nodes' values for positions from it."""
 
     def parameter(self, node: Node) -> str | None:
         """Returns the parameter of a placeholder; None for other nodes."""
@@ -80,7 +80,6 @@ class TracedGraph:
                     self.dynamic.add(node)
                 elif name in self.captured.buffers:
                     self.values[node] = _widen(self.captured.buffers[name])
-                    self.far_values[node] = self.values[node]
             elif node.op == "call_function":
                 inputs = node.all_input_nodes
                 if (
@@ -90,9 +89,26 @@ class TracedGraph:
                     self.dynamic.add(node)
                 elif all(each in self.values for each in inputs):
                     self.values[node] = call(node, self.values)
-                    self.far_values[node] = call(node, self.far_values)
-                    if name_of(node) == "aten.arange":
-                        self.far_values[node] = self.values[node] + FAR_POSITION
+
+    def _find_far_values(self) -> tuple[int, dict[Node, Any]]:
+        """Evaluates the static nodes beyond the text, or at the end of tables of positions."""
+        try:
+            return FAR_POSITION, self._values_from(FAR_POSITION)
+        except (IndexError, RuntimeError):
+            assert self.ids is not None
+            position = max(self.captured.max_positions - self.shape(self.ids)[1] - 8, 0)
+            return position, self._values_from(position)
+
+    def _values_from(self, position: int) -> dict[Node, Any]:
+        values: dict[Node, Any] = {}
+        for node, value in self.values.items():
+            if node.op == "placeholder":
+                values[node] = value
+            elif name_of(node) == "aten.arange":
+                values[node] = value + position
+            else:
+                values[node] = call(node, values)
+        return values
 
     def run(
         self,
@@ -103,7 +119,7 @@ class TracedGraph:
         is_far: bool = False,
     ) -> Any:
         """Evaluates a node in float64, given values of earlier nodes (`given`) and parameters, at
-        the first positions or, with `is_far`, at distant ones.
+        the first positions or, with `is_far`, at those from `far_position` on.
         """
         values: dict[Node, Any] = dict(given)
         static = self.far_values if is_far else self.values

@@ -8,20 +8,24 @@ between them and earlier lowered nodes computes the same as an op, which is dete
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch.fx import Node
 
-from octavo.derive.capture import AttentionMask, Captured
+from octavo.derive.attention import AttentionDeriver
+from octavo.derive.capture import Captured
 from octavo.derive.emitter import Emitter, GraphMatmul, remove_unread, sample_rows
-from octavo.derive.graph import FAR_POSITION, MOVES, SAME, TracedGraph, call, name_of
+from octavo.derive.graph import MOVES, SAME, TracedGraph, call, name_of
 from octavo.derive.moe import ExpertDeriver
+from octavo.derive.positions import find_rows
 from octavo.derive.probe import Prober
 from octavo.derive.rows import RowMap, rows_of
 from octavo.derive.state import LoweringState
 from octavo.derive.weights import Matrix, Weights
-from octavo.program.ops import Attention, Embedding, MaskKind
-from octavo.program.program import CacheGroup, GroupKind, Program, Value
+from octavo.program.ops import Embedding
+from octavo.program.program import Program, Value
 
 
 class ProgramLowering:
@@ -32,17 +36,20 @@ class ProgramLowering:
         model_type = str(config["model_type"])
         weights = Weights(captured, graph, model_type)
         assert graph.ids is not None
+        self._token_ids = graph.ids
         num_tokens = graph.shape(graph.ids)[1]
         emitter = Emitter(model_type, weights, num_tokens)
         self._state = LoweringState(captured, graph, weights, emitter, config, num_tokens)
+        self._state.anchors.add(graph.ids)
         self._graph = graph
         self._weights = weights
         self._emitter = emitter
         self._rows = self._state.rows
         self._prober = Prober(self._state)
         self._experts = ExpertDeriver(self._state)
-        self._groups: dict[tuple[GroupKind, int, int, int, int | None], tuple[str, int]] = {}
-        self._layers: dict[tuple[Node, Node], tuple[str, int]] = {}
+        self._partial: dict[Node, Any] = {}
+        """Numbers of the elements of tensors that are not written entirely yet."""
+        self._attention = AttentionDeriver(self._state)
         self._ids = Value("token_ids", "tokens", 1, "int")
 
     def program(self) -> Program:
@@ -53,16 +60,12 @@ class ProgramLowering:
         if not isinstance(logits, RowMap):
             raise self._state.rejected(self._graph.output)
         ops, out = sample_rows(self._emitter.ops, self._emitter.value_of(logits))
-        groups = tuple(
-            CacheGroup(name, kind, count, heads, k_width, v_width, window=window)
-            for (kind, heads, k_width, v_width, window), (name, count) in self._groups.items()
-        )
         program = Program(
             "decoder",
             {"token_ids": self._ids},
             {"logits": out},
             tuple(remove_unread(ops, out)),
-            groups,
+            self._attention.groups(),
             logits.shape[-1],
         )
         program.check()
@@ -78,15 +81,17 @@ class ProgramLowering:
         if name in MOVES and self._move(node):
             rows = self._rows[node]
             if isinstance(rows, RowMap) and not self._emitter.can_read(rows):
+                self._state.moved[node] = rows
                 self._prober.probe(node)
             return
         named: dict[str, Callable[[Node], None]] = {
             "aten.linear": self._linear,
             "aten.addmm": self._addmm,
             "aten.mm": self._matmul,
+            "aten.bmm": self._matmul,
             "aten.matmul": self._matmul,
             "aten.embedding": self._embedding,
-            "octavo_derive.attention": self._attention,
+            "octavo_derive.attention": self._attention.lower,
             "octavo_derive.experts": self._experts.lower,
         }
         if name in named:
@@ -101,9 +106,16 @@ class ProgramLowering:
         possible.
         """
         inputs = [each for each in node.all_input_nodes if each in self._graph.dynamic]
-        if not all(each in self._rows for each in inputs):
+        others = [each for each in node.all_input_nodes if each not in self._graph.dynamic]
+        if not all(each in self._rows or each in self._partial for each in inputs) or not all(
+            each in self._graph.values for each in others
+        ):
             return False
-        numbers = {each: _numbers(self._rows[each]) for each in inputs}
+        numbers = {
+            each: self._partial[each] if each in self._partial else _numbers(self._rows[each])
+            for each in inputs
+        }
+        numbers |= {each: _no_numbers(self._graph.values[each]) for each in others}
         moved = call(node, {**self._graph.values, **numbers})
         if isinstance(moved, list | tuple):
             parts = [rows_of(part, self._state.num_tokens) for part in moved]
@@ -113,6 +125,8 @@ class ProgramLowering:
             return True
         rows = rows_of(moved, self._state.num_tokens)
         if rows is None:
+            if name_of(node) in ("aten.slice_scatter", "aten.select_scatter"):
+                self._partial[node] = moved
             return False
         self._rows[node] = rows
         return True
@@ -127,6 +141,8 @@ class ProgramLowering:
 
     def _matmul(self, node: Node) -> None:
         x, weight = node.args[:2]
+        if weight in self._graph.dynamic and self._attention.lower_product(node):
+            return
         self._emit_linear(node, x, self._weights.matrix(weight, swapped=True), None)
 
     def _emit_linear(self, node: Node, x: Any, matrix: Matrix | None, bias: Any) -> None:
@@ -147,70 +163,33 @@ class ProgramLowering:
         weight = self._weights.whole(table)
         name = weight.name.removesuffix(".weight")
         out = self._emitter.value(name, "tokens", weight.shape[1])
-        if ids in self._graph.values:
-            places = self._graph.values[ids].reshape(-1)
-            offset = int(places[0])
-            far = self._graph.far_values[ids].reshape(-1) - places
-            if places.tolist() != [*range(offset, offset + self._state.num_tokens)] or not bool(
-                ((far == FAR_POSITION) | (far == 0)).all()
-            ):
-                raise self._state.rejected(node, "an embedding of something other than positions")
-            self._emitter.append(Embedding(out, weight, by_position=True, offset=offset))
-        else:
-            source = ids
-            while source is not self._graph.ids and name_of(source) in SAME | MOVES:
-                source = source.all_input_nodes[0]
-            if source is not self._graph.ids:
-                return
+        source = ids
+        while source is not self._token_ids and name_of(source) in SAME | MOVES:
+            source = source.all_input_nodes[0]
+        if source is self._token_ids:
             self._emitter.append(Embedding(out, weight, self._ids))
-        self._state.anchor(node, out)
-
-    def _attention(self, node: Node) -> None:
-        q, k, v, sinks, scale, mask_index, softcap = cast(Any, node.args)
-        for each in (q, k, v):
-            if not isinstance(self._rows.get(each), RowMap):
-                raise self._state.rejected(each)
-        num_heads, num_kv_heads = self._graph.shape(q)[1], self._graph.shape(k)[1]
-        widths = self._graph.shape(k)[3], self._graph.shape(v)[3]
-        mask = self._state.captured.masks[mask_index]
-        group, layer = self._cache_layer((k, v), mask, num_kv_heads, widths)
-        out = self._emitter.value("attention", "tokens", num_heads * widths[1])
-        self._emitter.append(
-            Attention(
-                q=self._emitter.value_of(self._rows[q]),
-                out=out,
-                group=group,
-                layer=layer,
-                num_heads=num_heads,
-                scale=scale,
-                mask=cast(MaskKind, mask.kind),
-                window=mask.size if mask.kind in ("window", "chunk") else None,
-                softcap=softcap or None,
-                sinks=None
-                if sinks is None
-                else self._weights.whole(self._weights.vector(sinks) or str(sinks)),
+        else:
+            found = find_rows(self._graph, ids)
+            if found is None:
+                raise self._state.rejected(node, "an embedding of something other than positions")
+            if found.is_constant:
+                row = replace(weight, shape=(1, out.width), source_rows=weight.shape[0])
+                weight = replace(row, row_start=found.first)
+            offset = 0 if found.is_constant else found.first
+            self._emitter.append(
+                Embedding(
+                    out, weight, by_position=True, offset=offset, others_first=found.is_constant
+                )
             )
-        )
         self._state.anchor(node, out)
-
-    def _cache_layer(
-        self, kv: tuple[Node, Node], mask: AttentionMask, heads: int, widths: tuple[int, int]
-    ) -> tuple[str, int]:
-        """Returns the cache group and layer of K and V, written once."""
-        if kv in self._layers:
-            return self._layers[kv]
-        size = mask.size if mask.kind in ("window", "chunk") else None
-        kind: GroupKind = "full" if size is None else "window"
-        key = (kind, heads, *widths, size)
-        number = 1 + sum(other[0] == kind for other in self._groups)
-        new = kind if number == 1 else f"{kind}{number}"
-        name, layer = self._groups.get(key, (new, 0))
-        self._groups[key] = (name, layer + 1)
-        self._layers[kv] = (name, layer)
-        keys, values = (self._emitter.value_of(self._rows[each]) for each in kv)
-        self._emitter.kv_write(name, layer, (keys,), values)
-        return name, layer
 
 
 def _numbers(rows: Any) -> Any:
     return [each.numbers() for each in rows] if isinstance(rows, list) else rows.numbers()
+
+
+def _no_numbers(value: Any) -> Any:
+    """Returns numbers of no element, which a row map has nowhere."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return torch.full(value.shape, -1)
+    return value

@@ -15,6 +15,7 @@ from octavo.derive.routers import find_route
 from octavo.derive.rows import RowMap
 from octavo.derive.state import LoweringState
 from octavo.program.expert_ops import Route
+from octavo.program.ops import ActMul
 from octavo.program.program import Value
 
 
@@ -31,7 +32,9 @@ class ExpertDeriver:
         x, ids, weights, index = cast(Any, node.args)
         experts = self._state.captured.experts[index]
         rows = self._state.rows.get(x)
-        if not isinstance(rows, RowMap) or experts.activation is None:
+        if not isinstance(rows, RowMap):
+            raise self._state.rejected(x)
+        if experts.gate is None:
             raise self._state.rejected(node, f"experts of {experts.module}")
         source, route = self._router(ids, weights)
         hidden = self._emitter.value_of(rows)
@@ -88,7 +91,7 @@ class ExpertDeriver:
 
     def _emit_experts(self, experts: ExpertModule, routed: tuple[Value, ...], count: int) -> Value:
         rows, ids, weights = routed
-        assert experts.activation is not None
+        assert experts.gate is not None
 
         def product(x: Value, name: str, columns: Sequence[int]) -> Value:
             weight, bias = self._state.weights.expert_rows(experts, name, columns, x.width, count)
@@ -101,7 +104,16 @@ class ExpertDeriver:
                 first, second = range(0, 2 * width, 2), range(1, 2 * width, 2)
             gate = product(rows, "gate_up_proj", first)
             up = product(rows, "gate_up_proj", second)
-            hidden = self._emitter.act_mul(gate, up, experts.activation)
+            found = cast(ActMul, experts.gate)
+            hidden = self._emitter.act_mul(
+                gate,
+                up,
+                found.activation,
+                clamp=found.clamp,
+                alpha=found.alpha,
+                up_offset=found.up_offset,
+            )
         else:
-            hidden = self._emitter.act(product(rows, "up_proj", range(width)), experts.activation)
+            up = product(rows, "up_proj", range(width))
+            hidden = self._emitter.act(up, experts.gate.activation)
         return self._emitter.combine(product(hidden, "down_proj", range(rows.width)), weights)

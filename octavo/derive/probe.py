@@ -6,26 +6,30 @@ an op. Regions grow until they match an op or reach a matmul, an embedding or at
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from octavo.derive.formulas import FAR_TOLERANCE, are_equal, evaluate
-from octavo.derive.graph import FAR_POSITION, literals
+from octavo.derive.graph import literals
 from octavo.derive.regions import (
+    Region,
     draw,
     draw_parameters,
     find_combination,
     find_elementwise,
     find_norm,
     find_rope,
+    find_sinusoids,
 )
 from octavo.derive.rows import RowMap
 from octavo.derive.state import LoweringState
-from octavo.program.ops import Act, ActMul, LayerNorm, Mul, RmsNorm, Scale, SoftCap
-from octavo.program.program import Op, Value
+from octavo.program.ops import Act, ActMul, Add, Embedding, LayerNorm, Mul, RmsNorm, Scale, SoftCap
+from octavo.program.program import Op, Value, Weight
 
 MAX_REGION = 60
 """Maximum number of nodes of a probed region."""
@@ -86,28 +90,93 @@ class Prober:
             self._state.dead.add(node)
             return False
         op: Op | None = None
+        order = None
+        """Column of the op that each column of a head is, if they are in another order."""
         if not are_equal(near, far):
             if not names:
-                op = find_rope(region, x, out, rows.shape[-1], num_tokens)
+                width = rows.shape[-1]
+                op = find_rope(region, x, out, width, num_tokens)
+                if op is None and width % 2 == 0:  # pairs in, halves out
+                    order = torch.arange(width).reshape(2, -1).T.reshape(-1)
+                    turned = partial(_arranged_region, region, width, order)
+                    op = find_rope(turned, x, out, width, num_tokens)
+                    far = _arranged(far, width, order)
             if op is not None:
-                (rotated,) = evaluate(op, {x: values}, first_position=FAR_POSITION)
+                (rotated,) = evaluate(op, {x: values}, first_position=self._graph.far_position)
                 op = op if are_equal(rotated, far, FAR_TOLERANCE) else None
+            elif not names and self._with_sinusoids(node, rows, x, region):
+                return True
         else:
             if not names:
                 op = find_elementwise(region, x, out, num_tokens)
+            elif len(names) == 1 and self._with_vector(node, names[0], rows, x, region):
+                return True
             op = op or find_norm(region, x, out, rows.shape[-1], shapes, [*literals(nodes)])
         if op is not None:
             self._emit(node, rows, op)
+        if op is not None and order is not None:
+            found = self._state.rows[node]
+            places = order.argsort()
+            self._state.rows[node] = replace(found, columns=found.columns[..., places])
         return op is not None
+
+    def _with_sinusoids(self, node: Node, rows: RowMap, x: Value, region: Region) -> bool:
+        """Lowers the sum of rows and a table of sines and cosines."""
+        values = draw((self._state.num_tokens, x.width), 12)
+        table = region(values, {}) - values
+        far = region(values, {}, is_far=True) - values  # type: ignore[call-arg]
+        if not are_equal(region(values * 2, {}) - values * 2, table, FAR_TOLERANCE):
+            return False
+        found = find_sinusoids(table, far, self._graph.far_position)
+        if found is None:
+            return False
+        fill, offset = found
+        count = self._state.captured.max_positions + offset
+        weight = Weight(f"{node.name}.sinusoids", (count, x.width), fill=fill)
+        row = self._emitter.value("sinusoids", "tokens", x.width)
+        self._emitter.append(Embedding(row, weight, by_position=True, offset=offset))
+        self._emit(node, rows, Add(x, row, Value("out", "tokens", x.width)))
+        return True
+
+    def _with_vector(  # a region by its node, parameter, input and function
+        self, node: Node, name: str, rows: RowMap, x: Value, region: Region
+    ) -> bool:
+        """Lowers a sum or product of rows and a parameter: one number, or one for each column."""
+        shape = self._state.captured.shapes[name]
+        if shape not in ((1,), (x.width,)):
+            return False
+        values, parameters = (
+            draw((self._state.num_tokens, x.width), 11),
+            draw_parameters({name: shape}),
+        )
+        vector, result = parameters[name], region(values, parameters)
+        kind = next(
+            (
+                kind
+                for kind, expected in ((Add, values + vector), (Mul, values * vector))
+                if are_equal(result, expected)
+            ),
+            None,
+        )
+        if kind is None or (kind is Add and shape == (1,) != (x.width,)):
+            return False
+        stored = self._state.weights.whole(name)
+        row = self._emitter.value(stored.name, "tokens", shape[0])
+        table = Weight(stored.name, (1, *shape), (stored.name,))
+        self._emitter.append(Embedding(row, table, by_position=True, others_first=True))
+        self._emit(node, rows, kind(x, row, Value("out", "tokens", x.width)))
+        return True
 
     def _binary(self, node: Node, first: Node, second: Node) -> bool:
         a, b = self._state.rows[first], self._state.rows[second]
-        if a.columns.numel() < b.columns.numel():
+        sizes = a.columns.numel(), b.columns.numel()
+        if sizes[0] < sizes[1] or (sizes[0] == sizes[1] and len(a.shape) < len(b.shape)):
             a, b, first, second = b, a, second, first
         x, y = self._emitter.value_of(a), self._emitter.value_of(b)
         if self._graph.shape(node) != a.shape or self._graph.cone(node, [first, second])[1]:
             return False
-        if b.shape not in (a.shape, (*a.shape[:-1], 1)):
+        missing = (1,) * (len(a.shape) - len(b.shape))
+        if (*missing, *b.shape) not in (a.shape, (*a.shape[:-1], 1)):
             return False
 
         def region(one: Any, other: Any, *, is_far: bool = False) -> Any:
@@ -118,7 +187,14 @@ class Prober:
         one, other = draw((num_tokens, x.width), 9), draw((num_tokens, y.width), 10)
         if not are_equal(region(one, other), region(one, other, is_far=True)):
             return False
-        op = find_combination(region, x, y, Value("out", "tokens", x.width), num_tokens)
+        op = find_combination(
+            region,
+            x,
+            y,
+            Value("out", "tokens", x.width),
+            num_tokens,
+            [*literals(self._graph.cone(node, [first, second])[0])],
+        )
         if op is not None:
             self._emit(node, a, op)
         return op is not None
@@ -160,3 +236,14 @@ class Prober:
             if is_cap and isinstance(inner, Scale) and abs(inner.factor * op.factor - 1) < 1e-12:
                 return SoftCap(inner.x, op.out, op.factor)
         return op
+
+
+def _arranged_region(
+    region: Region, width: int, order: Any, values: Any, parameters: Mapping[str, Any]
+) -> Any:
+    return _arranged(region(values, parameters), width, order)
+
+
+def _arranged(rows: Any, width: int, order: Any) -> Any:
+    """Returns rows `[T, W]` with the columns of each head in another order."""
+    return rows.reshape(len(rows), -1, width)[..., order].reshape(len(rows), -1)

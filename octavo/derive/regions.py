@@ -29,7 +29,7 @@ from octavo.program.ops import (
     Scale,
     SoftCap,
 )
-from octavo.program.program import Op, Value, Weight
+from octavo.program.program import Op, Sinusoids, Value, Weight
 
 Region = Callable[[Any, Mapping[str, Any]], Any]
 """A region's output `[T, W]` for its input `[T, W]` and parameters by name."""
@@ -59,11 +59,13 @@ def draw_wide(num_tokens: int, width: int) -> Iterator[torch.Tensor]:
         yield numbers[torch.arange(start, start + count) % len(numbers)].reshape(-1, width)
 
 
-def find_activation(function: Callable[[Any], Any]) -> Activation | None:
-    """Returns the activation that an element-wise function computes; None if there is none."""
+def find_activation(function: Callable[[Any], Any]) -> Act | None:
+    """Returns the activation that an element-wise function computes, between placeholders; None if
+    there is none.
+    """
     x = Value("x", "tokens", 8)
     op = find_elementwise(lambda rows, _: function(rows), x, Value("out", "tokens", 8), 7)
-    return op.activation if isinstance(op, Act) else None
+    return op if isinstance(op, Act) else None
 
 
 def find_elementwise(region: Region, x: Value, out: Value, num_tokens: int) -> Op | None:
@@ -164,15 +166,83 @@ def find_rope(region: Region, x: Value, out: Value, head_width: int, num_tokens:
     return None
 
 
-def find_combination(
-    region: Callable[[Any, Any], Any], x: Value, y: Value, out: Value, num_tokens: int
+def find_combination(  # noqa: PLR0917  # a region, its Values, and what it may be made of
+    region: Callable[[Any, Any], Any],
+    x: Value,
+    y: Value,
+    out: Value,
+    num_tokens: int,
+    numbers: Sequence[float] = (),
 ) -> Op | None:
-    """Finds a sum, a product or a gate of two Values; `y` may have a single column."""
-    a, b = draw((num_tokens, x.width), 4) * 3, draw((num_tokens, y.width), 5) * 3
-    result = region(a, b)
+    """Finds a sum, a product or a gate of two Values; `y` may have a single column. `numbers` are
+    the candidates for a gate's clamp and alpha.
+    """
+    cases = []
+    for spread in (3, 0.3, 30):
+        a, b = draw((num_tokens, x.width), 4) * spread, draw((num_tokens, y.width), 5) * spread
+        cases.append((a, b, region(a, b)))
     candidates: list[Op] = [Mul(x, y, out)]
     if x.width == y.width:
         candidates.insert(0, Add(x, y, out))
-        for name in get_args(Activation):
-            candidates += [ActMul(x, y, out, name), ActMul(y, x, out, name)]
-    return next((op for op in candidates if are_equal(evaluate(op, {x: a, y: b})[0], result)), None)
+        candidates += [*_gates(x, y, out, numbers), *_gates(y, x, out, numbers)]
+    return next(
+        (
+            op
+            for op in candidates
+            if all(are_equal(evaluate(op, {x: a, y: b})[0], result) for a, b, result in cases)
+        ),
+        None,
+    )
+
+
+def _gates(gate: Value, up: Value, out: Value, numbers: Sequence[float]) -> Iterator[ActMul]:
+    """Yields the gates that a region with these numbers may be, the simplest first."""
+    positive = sorted({float(number) for number in numbers if 0 < number < 1e3})
+    for clamp in (None, *positive):
+        for offset in (0.0, 1.0):
+            for name in get_args(Activation):
+                yield ActMul(gate, up, out, name, clamp=clamp, up_offset=offset)
+            for alpha in positive:
+                plain = ActMul(gate, up, out, "silu", clamp=clamp, up_offset=offset)
+                yield replace(plain, alpha=alpha)
+
+
+def find_expert_gate(
+    function: Callable[[Any], Any], numbers: Sequence[float]
+) -> tuple[ActMul, bool] | None:
+    """Returns the gate of a function of `[T, 2 * W]`, between placeholders, and whether gate and up
+    are halves of the row, instead of alternating.
+    """
+    width = 6
+    gate, up, out = (Value(name, "tokens", width) for name in ("gate", "up", "out"))
+    for are_halves in (True, False):
+
+        def region(a: Any, b: Any, are_halves: bool = are_halves) -> Any:
+            pair = torch.cat((a, b), 1) if are_halves else torch.stack((a, b), -1)
+            return function(pair.reshape(len(a), 2 * width))
+
+        found = find_combination(region, gate, up, out, 7, numbers)
+        if isinstance(found, ActMul) and found.gate == gate:
+            return found, are_halves
+    return None
+
+
+def find_sinusoids(near: Any, far: Any, far_position: int) -> tuple[Sinusoids, int] | None:
+    """Returns which table of sines, then cosines, has these rows `[T, W]` at the first positions
+    and from `far_position` on, and the row of the first position.
+    """
+    count, width = near.shape
+    if width % 2:
+        return None
+    half = width // 2
+    for denominator in (half, half - 1):
+        steps = torch.exp(torch.arange(half).double() * (-math.log(10000) / max(denominator, 1)))
+        for offset in (0, 1, 2):
+            for rows, first in ((near, offset), (far, far_position + offset)):
+                angles = torch.arange(first, first + count).double()[:, None] * steps
+                expected = torch.cat((angles.sin(), angles.cos()), 1)
+                if not bool(((expected - rows).abs() < 1e-9).all()):
+                    break
+            else:
+                return Sinusoids(denominator), offset
+    return None

@@ -13,7 +13,8 @@ from torch.fx import Node
 from octavo.api.errors import UnsupportedModel
 from octavo.derive.capture import Captured, reject
 from octavo.derive.emitter import Emitter
-from octavo.derive.graph import TracedGraph, name_of
+from octavo.derive.graph import SAME, TracedGraph, name_of
+from octavo.derive.rows import RowMap
 from octavo.derive.weights import Weights
 from octavo.program.program import Value
 
@@ -30,6 +31,8 @@ class LoweringState:
     num_tokens: int
     rows: dict[Node, Any] = field(default_factory=dict)
     """Row maps of the lowered nodes; a list of them for an operation with several results."""
+    moved: dict[Node, RowMap] = field(default_factory=dict)
+    """Row maps, before they became an op's result, of tensors put together from several Values."""
     anchors: set[Node] = field(default_factory=set)
     """Nodes at which regions end: matmuls, embeddings, attention and experts."""
     dead: set[Node] = field(default_factory=set)
@@ -49,6 +52,8 @@ class LoweringState:
 
     def inputs(self, node: Node) -> set[Node]:
         """Returns the inputs of a node that depend on the tokens."""
+        if name_of(node) in SAME:
+            return {node.args[0]} & self.graph.dynamic  # type: ignore[return-value]
         return {each for each in node.all_input_nodes if each in self.graph.dynamic}
 
     def latest(self, nodes: set[Node]) -> Node | None:

@@ -7,7 +7,7 @@ consists of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ class Piece:
     """Which rows of the tensor these are."""
     total: int
     """Number of rows of the tensor."""
+    transposed: bool = False
+    """Whether the tensor's rows are its columns."""
 
 
 class StoredTensors:
@@ -44,6 +46,10 @@ class StoredTensors:
             if tensor.dim() < 3
             for first, row in _runs(tensor.reshape(-1))
         )
+        self._stacked = {
+            int(each.reshape(-1)[0]): name for name, each in self._tensors.items() if each.dim() > 2
+        }
+        """Tensor of all experts, by its first row."""
         self._firsts = np.array([first for first, _, _ in runs], np.int64)
         """Number of the first row of each run of consecutive numbers, in order."""
         self._runs = [(name, row) for _, name, row in runs]
@@ -62,6 +68,15 @@ class StoredTensors:
         if getattr(owner, "is_transposed", False):
             return numbers.reshape(shape[0], 1, columns)
         return numbers.reshape(shape[0], columns, *(1 for _ in shape[2:]))
+
+    def parameters_in(self, tensors: Iterable[str]) -> set[str]:
+        """Returns the parameters that some tensors hold parts of."""
+        names = [*self._index]
+        return {
+            names[int(index)]
+            for tensor in tensors
+            for index in (self._tensors[tensor] // PARAMETER).unique()
+        }
 
     def find(self, parameter: str, rows: Sequence[int]) -> list[Piece]:
         """Returns the tensors that hold some rows of a matrix or vector, in order."""
@@ -82,12 +97,12 @@ class StoredTensors:
         all experts; None if the rows of an expert are in several tensors.
         """
         start = self._index[parameter] * PARAMETER
-        stacked = self._tensors.get(parameter)
-        if stacked is not None and stacked.dim() > 2:
-            whole = start + torch.arange(num_experts * count)
-            if not torch.equal(stacked.reshape(-1), whole):
+        stacked = self._stacked.get(start)
+        if stacked is not None:
+            tensor, whole = self._tensors[stacked], start + torch.arange(num_experts * count)
+            if not torch.equal(tensor.reshape(-1), whole):
                 return None
-            return [Piece(parameter, tuple(rows), count)]
+            return [Piece(stacked, tuple(rows), count, tensor.shape[-1] == count)]
         pieces = []
         for expert in range(num_experts):
             found = self.find(parameter, [expert * count + row for row in rows])

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.derive.capture import double_precision, get_size, make_config, reject
+from octavo.derive.stored import StoredTensors
 from octavo.executor.base import LoadWeight
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.executor.reference.backend import ReferenceBackend
@@ -39,20 +40,35 @@ MAX_VOCABULARY = 512
 TOLERANCE = 1e-9
 """Maximum difference of logits, relative to the largest logit, in float64."""
 
-WINDOW_KEYS = ("sliding_window", "attention_chunk_size", "sliding_window_size", "local_attention")
+WINDOW_KEYS = ("window", "attention_chunk", "local_attention")
+"""Parts of the names of windows and chunks."""
+
+DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
+"""Names of the number of layers in configs that describe an encoder, too."""
 
 
-def shrink(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Returns the config with fewer layers and tokens; widths stay."""
+def num_layers(config: Mapping[str, Any]) -> int:
+    """Returns the number of a decoder's layers."""
+    given = (config.get(name) for name in DECODER_LAYERS)
+    found = next((each for each in given if isinstance(each, int)), None)
+    return get_size(config, "num_hidden_layers") if found is None else found
+
+
+def shrink(config: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Returns the config with `count` layers and fewer tokens; widths stay."""
     small, names = dict(config), make_config(config).attribute_map
+    for key in ("text_config", "decoder"):
+        if isinstance(config.get(key), dict) and "model_type" in config[key]:
+            return small | {key: shrink(config[key], count)}
     vocabulary, layers = (names.get(key, key) for key in ("vocab_size", "num_hidden_layers"))
-    total = get_size(config, "num_hidden_layers")
+    layers = next((name for name in DECODER_LAYERS if name in config), layers)
+    total = num_layers(config)
     small[vocabulary] = min(get_size(config, "vocab_size"), MAX_VOCABULARY)
-    small[layers] = num_layers
+    small[layers] = count
     for key, value in config.items():
         if isinstance(value, list) and len(value) == total:
-            small[key] = value[:num_layers]
-        if key in WINDOW_KEYS and isinstance(value, int):
+            small[key] = value[:count]
+        if any(part in key for part in WINDOW_KEYS) and type(value) is int:
             small[key] = min(value, WINDOW)
         if key.endswith("token_id") and isinstance(value, int):
             small[key] = min(value, 2)
@@ -102,7 +118,8 @@ def compare(program: Program, config: Mapping[str, Any]) -> float:
             expected = _in_float64(model)(torch.tensor([tokens]), use_cache=False)
         logits = expected.logits[0].numpy()
         checkpoint = open_checkpoint(path)
-        _check_every_tensor(program, checkpoint.names(), str(config["model_type"]))
+        read = {name for weight in program.weights for name in weight.tensor_names}
+        _check_unread(model, tokens, expected.logits, {*checkpoint.names()} - read)
         load = WeightReader(checkpoint).load
         return max(
             float(np.abs(got - logits).max() / np.abs(logits).max())
@@ -122,11 +139,24 @@ def verify(program: Program, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_every_tensor(program: Program, names: Any, model_type: str) -> None:
-    read = {name for weight in program.weights for name in weight.tensor_names}
-    unread = sorted(set(names) - read)
-    if unread:
-        raise reject(model_type, f"its Program does not read {', '.join(unread[:3])}")
+def _check_unread(model: Any, tokens: Sequence[int], logits: Any, unread: set[str]) -> None:
+    """Rejects a Program that does not read tensors on which the logits depend, unlike those of a
+    vision tower or of attention to an encoder: without numbers in these, nothing changes.
+    """
+    if not unread:
+        return
+    twin = _in_float64(model)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    parameters = StoredTensors(model).parameters_in(unread) - {*tied}
+    state = twin.state_dict()
+    for name in parameters:
+        if state[name].is_floating_point():
+            state[name].fill_(float("nan"))
+    with double_precision():
+        again = twin(torch.tensor([tokens]), use_cache=False).logits
+    if not torch.equal(again, logits):
+        names = ", ".join(sorted(unread)[:3])
+        raise reject(model.config.model_type, f"its Program does not read {names}")
 
 
 def _random_model(config: Mapping[str, Any]) -> Any:

@@ -105,7 +105,7 @@ class Weights:
             first.rows,
             first.total,
             inputs,
-            transposed=experts.is_transposed and len(pieces) == 1,
+            transposed=first.transposed,
             experts=tuple(piece.tensor for piece in pieces) if len(pieces) > 1 else num_experts,
         )
         if not experts.has_bias:
