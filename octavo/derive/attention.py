@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from octavo.derive.capture import AttentionMask
+from octavo.derive.capture import AttentionMask, Captured
 from octavo.derive.formulas import FAR_TOLERANCE, are_equal
-from octavo.derive.graph import MOVES, SAME, name_of
+from octavo.derive.graph import MOVES, SAME, TracedGraph, name_of
 from octavo.derive.regions import draw
 from octavo.derive.rows import RowMap
 from octavo.derive.state import LoweringState
@@ -19,6 +19,9 @@ from octavo.program.ops import AlibiBias, Attention, MaskKind, MlaAttention
 from octavo.program.program import CacheGroup, GroupKind, Value, Weight
 
 SOFTMAX = frozenset(("aten.softmax", "aten._softmax", "aten._safe_softmax"))
+
+MAX_REGION = 20
+"""Nodes between the scores of attention and their softmax, at most."""
 
 PRODUCTS = frozenset(("aten.matmul", "aten.bmm", "aten.baddbmm"))
 
@@ -30,6 +33,8 @@ class AttentionDeriver:
         self._state = state
         self._graph = state.graph
         self._emitter = state.emitter
+        self.has_own = False
+        """Whether the model computes scores, softmax and values itself."""
         self._groups: dict[tuple[GroupKind, int, int, int, int | None], tuple[str, int]] = {}
         self._layers: dict[Any, tuple[str, int]] = {}
 
@@ -174,39 +179,23 @@ class AttentionDeriver:
             weights = weights.args[0]
         if not isinstance(weights, Node) or name_of(weights) not in SOFTMAX:
             return False
-        scores = self._scores(weights)
+        scores = find_scores(self._graph, weights)
         if scores is None:
             return False
         q, k = scores.args[-2:]
-        maps = [self._state.rows.get(each) for each in (q, k, v)]
+        maps = [self._state.rows.get(cast(Node, each)) for each in (q, k, v)]
         if not all(isinstance(each, RowMap) for each in maps):
             return False
         found = self._rule(weights, cast(Node, q), cast(Node, k))
         if found is None:
             raise self._state.rejected(weights, f"attention of another kind ({weights.name})")
+        self.has_own = True
         scale, bias = found
         out = self._attend(cast(Any, maps), scale, AttentionMask("causal"), bias=bias)
         shape = self._graph.shape(node)
         self._state.set_result(node, out, len(shape) - 2)
         self._state.anchors.add(node)
         return True
-
-    def _scores(self, softmax: Node) -> Node | None:
-        """Returns the product of queries and keys of which a softmax is."""
-        stack, seen = [softmax], {softmax}
-        while stack:
-            each = stack.pop(0)
-            if (
-                name_of(each) in PRODUCTS
-                and self._graph.shape(each)[-2:] == (self._state.num_tokens,) * 2
-            ):
-                return each if not each.kwargs or name_of(each) == "aten.baddbmm" else None
-            if len(seen) > 20:
-                return None
-            new = self._state.inputs(each) - seen
-            seen |= new
-            stack += new
-        return None
 
     def _rule(self, softmax: Node, q: Node, k: Node) -> tuple[float, AlibiBias | None] | None:
         """Returns scale and bias of causal attention weights, found by their values."""
@@ -241,6 +230,37 @@ class AttentionDeriver:
                 if not are_equal(found, expected, FAR_TOLERANCE):
                     return None
         return scale, AlibiBias((*slopes.tolist(),)) if bool(slopes.any()) else None
+
+
+def find_scores(graph: TracedGraph, softmax: Node) -> Node | None:
+    """Returns the product of queries and keys of which a softmax is."""
+    count = graph.shape(softmax)[-1]
+    stack, seen = [softmax], {softmax}
+    while stack and len(seen) < MAX_REGION:
+        each = stack.pop(0)
+        if name_of(each) in PRODUCTS and graph.shape(each)[-2:] == (count, count):
+            return each
+        new = {node for node in each.all_input_nodes if node in graph.dynamic} - seen
+        seen |= new
+        stack += new
+    return None
+
+
+def have_causal_masks(captured: Captured) -> bool:
+    """Whether every softmax of scores reads the keys up to each query, and no other, in a text as
+    long as the captured one.
+    """
+    graph = TracedGraph(captured)
+    for node in graph.nodes:
+        scores = find_scores(graph, node) if name_of(node) in SOFTMAX else None
+        if scores is None:
+            continue
+        zeros = torch.zeros(graph.shape(scores), dtype=torch.float64)
+        weights = graph.run(node, {scores: zeros}, {})
+        causal = torch.ones(weights.shape[-2:]).tril().bool()
+        if not bool(((weights > 0) == causal).all()):
+            return False
+    return True
 
 
 def _scores_of(q: torch.Tensor, k: torch.Tensor, heads: int) -> torch.Tensor:

@@ -393,7 +393,7 @@ def make_config(config: Mapping[str, Any]) -> Any:
 @contextlib.contextmanager
 def double_precision() -> Iterator[None]:
     """Gives float64 to code that asks PyTorch for float32 or bfloat16 by name."""
-    double = torch.Tensor.double
+    double, default = torch.Tensor.double, torch.get_default_dtype()
     with (
         mock.patch.object(torch, "float32", torch.float64),
         mock.patch.object(torch, "float", torch.float64),
@@ -401,7 +401,11 @@ def double_precision() -> Iterator[None]:
         mock.patch.object(torch.Tensor, "bfloat16", double),
         torch.no_grad(),
     ):
-        yield
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
 
 
 def _check_sizes(model_type: str, config: Mapping[str, Any]) -> None:

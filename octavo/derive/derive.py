@@ -12,12 +12,14 @@ import torch
 import transformers
 
 from octavo.api.errors import UnsupportedModel
+from octavo.derive.attention import have_causal_masks
 from octavo.derive.capture import capture, reject
 from octavo.derive.lower import ProgramLowering
 from octavo.derive.verify import (
     layer_kinds,
     num_layers,
     num_layers_with_each_kind,
+    shorten_windows,
     shrink,
     verify,
 )
@@ -26,7 +28,10 @@ from octavo.program.program import Program
 from octavo.program.serialize import to_json
 from octavo.worker.machine import Machine
 
-VERSION = 1
+LONG = 211
+"""Tokens of the text on which masks that a model makes itself are tested."""
+
+VERSION = 2
 """Version of this package's derivation; stored with each Program."""
 
 
@@ -36,7 +41,13 @@ def lower(config: Mapping[str, Any]) -> Program:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # regions are evaluated in float64
     try:
-        return ProgramLowering(captured, config).program()
+        lowering = ProgramLowering(captured, config)
+        program = lowering.program()
+        if lowering.has_own_attention:
+            count = min(LONG, captured.max_positions or LONG)
+            if not have_causal_masks(capture(shorten_windows(config), count)):
+                raise reject(str(config["model_type"]), "attention does not read all earlier keys")
+        return program
     finally:
         torch.set_default_dtype(default)
 
@@ -59,7 +70,7 @@ def derive(config: Mapping[str, Any], report: Callable[[str], None]) -> Program:
 
 def _derive(config: Mapping[str, Any], model_type: str, report: Callable[[str], None]) -> Program:
     program = lower(config)
-    count = num_layers_with_each_kind(program)
+    count = num_layers_with_each_kind(program, config)
     small = shrink(config, count)
     report(f"checking {count} of {num_layers(config)} layers at full width")
     smaller = lower(small)

@@ -4,7 +4,7 @@ only for its shape or type.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -78,7 +78,7 @@ def _scatter(graph: Graph, node: Node, changed: Node) -> None:
     """Makes later readers of the tensors that `changed` is a slice of read the new values."""
     new, old = node, changed
     while old.op == "call_function" and old.target in (ATEN.slice.Tensor, ATEN.select.int):
-        base = old.args[0]
+        base = cast(Node, old.args[0])
         scatter = ATEN.slice_scatter if old.target is ATEN.slice.Tensor else ATEN.select_scatter
         with graph.inserting_after(new):
             result = graph.call_function(scatter.default, (base, new, *old.args[1:]))

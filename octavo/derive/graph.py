@@ -80,6 +80,8 @@ class TracedGraph:
                     self.dynamic.add(node)
                 elif name in self.captured.buffers:
                     self.values[node] = _widen(self.captured.buffers[name])
+            elif node.op == "get_attr":
+                self.values[node] = _widen(getattr(self.captured.graph, str(node.target)))
             elif node.op == "call_function":
                 inputs = node.all_input_nodes
                 if (
@@ -102,7 +104,7 @@ class TracedGraph:
     def _values_from(self, position: int) -> dict[Node, Any]:
         values: dict[Node, Any] = {}
         for node, value in self.values.items():
-            if node.op == "placeholder":
+            if node.op != "call_function":
                 values[node] = value
             elif name_of(node) == "aten.arange":
                 values[node] = value + position

@@ -52,6 +52,11 @@ class ProgramLowering:
         self._attention = AttentionDeriver(self._state)
         self._ids = Value("token_ids", "tokens", 1, "int")
 
+    @property
+    def has_own_attention(self) -> bool:
+        """Whether the model computes attention without transformers' interface."""
+        return self._attention.has_own
+
     def program(self) -> Program:
         for node in self._graph.nodes:
             if node in self._graph.dynamic:

@@ -7,6 +7,7 @@ consists of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +59,8 @@ class StoredTensors:
     def _numbered(self, name: str, shape: tuple[int, ...], model: Any) -> torch.Tensor:
         """Numbers the rows of a parameter: its first axis, or the last but one of stacked ones."""
         start = self._index[name] * PARAMETER
-        if len(shape) == 1:
-            return start + torch.arange(shape[0])
+        if len(shape) < 2:
+            return (start + torch.arange(math.prod(shape))).reshape(shape)
         if len(shape) == 2:
             return start + torch.arange(shape[0])[:, None]
         owner = model.get_submodule(name.rpartition(".")[0])

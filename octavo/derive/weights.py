@@ -61,6 +61,8 @@ class Weights:
     def whole(self, name: str) -> Weight:
         """Returns a complete parameter, which the checkpoint stores in one tensor."""
         shape = self._captured.shapes[name]
+        if not shape:
+            raise reject(self._model_type, f"{name} is a single number")
         pieces = self._captured.stored.find(name, range(shape[0]))
         if len(pieces) != 1 or pieces[0].rows != (*range(pieces[0].total),):
             raise reject(self._model_type, f"{name} is put together from several tensors")
